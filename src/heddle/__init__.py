@@ -1,0 +1,36 @@
+"""heddle: interchangeable, verified parts of language models.
+
+Names are imported on first use, so that `import heddle` costs nothing until a model is wanted.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from heddle.model.decoder import Decoder as Decoder
+    from heddle.model.decoder import build as build
+    from heddle.model.load import load_config as load_config
+    from heddle.model.size import size as size
+    from heddle.model.state import State as State
+    from heddle.numerics.kernels import kernels as kernels
+    from heddle.parts.layout import Layout as Layout
+
+_HOMES = {
+    "Decoder": "heddle.model.decoder",
+    "Layout": "heddle.parts.layout",
+    "State": "heddle.model.state",
+    "build": "heddle.model.decoder",
+    "kernels": "heddle.numerics.kernels",
+    "load_config": "heddle.model.load",
+    "size": "heddle.model.size",
+}
+
+__all__ = ["Decoder", "Layout", "State", "__version__", "build", "kernels", "load_config", "size"]  # noqa: F822
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'heddle' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,249 @@
+"""The model: embedding → layers → close, and the head apart, so that a loss can be chunked over the vocabulary.
+
+            positions, documents            (Layout, made once)
+                    │
+tokens → embed → [ residual(stream, mixer, feedforward) ] × N → close → hidden → head → logits
+                          mixer(x, layout, state_i) → y, state_i'
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from heddle.config import DesignError
+from heddle.errors import ConfigError
+from heddle.model.config import EmbeddingConfig, LayerConfig, ModelConfig
+from heddle.model.state import State
+from heddle.numerics.linear import linear
+from heddle.parts.dropout import Dropout
+from heddle.parts.feedforwards import Feedforward
+from heddle.parts.layout import Layout
+from heddle.parts.leaf import Leaf, Linear, fill_normal
+from heddle.parts.mixers import Mixer, Place
+from heddle.parts.residuals import Stream, Wiring
+from heddle.parts.table import Table
+
+
+class Embedding(Leaf):
+    """Token embeddings, scaled and positioned; padding becomes zero, whatever token stands there."""
+
+    def __init__(self, vocab_size: int, width: int, config: EmbeddingConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, width))
+        self.scale = math.sqrt(width) if config.scale else 1.0
+        self.position = None if config.position is None else config.position.build(width)
+        self.dropout = Dropout(config.dropout)
+
+    def initialise(self, std: float, generator: torch.Generator) -> None:
+        """Normal rows."""
+        fill_normal(self.weight, std, generator)
+
+    def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
+        """tokens int64 [B, T] -> [B, T, width]."""
+        x = functional.embedding(tokens, self.weight)
+        if self.scale != 1.0:
+            x = x * self.scale
+        if self.position is not None:
+            x = self.position(x, layout)
+        x = self.dropout(x)
+        return x if layout.padding is None else x.masked_fill(layout.padding[..., None], 0.0)
+
+
+class Head(Leaf):
+    """Hidden states -> logits."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def initialise(self, std: float, generator: torch.Generator) -> None:
+        """Normal rows."""
+        fill_normal(self.weight, std, generator)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., width] -> [..., vocab_size]."""
+        return linear(hidden, self.weight)
+
+
+class Layer(nn.Module):
+    """One layer: a residual block around a mixer and a feed-forward, either of which may be absent."""
+
+    mixer: Mixer | None
+    feedforward: Feedforward | None
+
+    def __init__(self, config: LayerConfig, model: ModelConfig, drop_rate: float) -> None:
+        super().__init__()
+        place = Place(model.width, model.norm)
+        self.mixer = None if config.mixer is None else build_under("mixer", config.mixer.build, place)
+        forward = config.feedforward
+        self.feedforward = None if forward is None else build_under("feedforward", forward.build, model.width)
+        names = [name for name, part in (("mixer", self.mixer), ("feedforward", self.feedforward)) if part is not None]
+        self.residual = model.residual.build(Wiring(tuple(names), model.width, model.norm, drop_rate))
+
+    def forward(self, stream: Stream, layout: Layout, state: Any = None) -> tuple[Stream, Any]:
+        """The stream after this layer, and the mixer's new state."""
+        mixer, feedforward = self.mixer, self.feedforward
+        after = state
+
+        def mix(x: Tensor) -> Tensor:
+            nonlocal after
+            assert mixer is not None
+            y, after = mixer(x, layout, state)
+            return y
+
+        branches: dict[str, Callable[[Tensor], Tensor]] = {}
+        if mixer is not None:
+            branches["mixer"] = mix
+        if feedforward is not None:
+            branches["feedforward"] = partial(feedforward, layout=layout)
+        return self.residual(stream, branches), after
+
+
+class Decoder(nn.Module):
+    """A model built from a `ModelConfig` whose vocab_size is known."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise DesignError("vocab_size", "is required to build a model; give it, or train on a text")
+        self.config = config
+        self.embed = build_under("embedding", Embedding, config.vocab_size, config.width, config.embedding)
+        self.layers = nn.ModuleList()
+        for index, (path, layer) in enumerate(config.expand()):
+            rate = config.residual.drop_path * index / max(1, config.depth - 1)
+            self.layers.append(build_under(path, Layer, layer, config, rate))
+        self.close = config.residual.build_close(config.width, config.norm)
+        own = self.embed.weight if config.head.tied else nn.Parameter(torch.empty_like(self.embed.weight))
+        self.head = Head(own)
+        self.checkpointing = False
+        drops = [module for module in self.modules() if isinstance(module, Dropout)]
+        for site, module in enumerate(drops):
+            module.site = site
+
+    def mixers(self) -> list[Mixer | None]:
+        """The mixer of each layer."""
+        return [layer.mixer for layer in self.layers if isinstance(layer, Layer)]
+
+    @property
+    def causal(self) -> bool:
+        """Whether every mixer hides later tokens."""
+        return all(mixer is None or mixer.causal for mixer in self.mixers())
+
+    @property
+    def reach(self) -> int | None:
+        """Slots a state's table must keep: as many as the widest window, or all (None)."""
+        reaches = [mixer.reach for mixer in self.mixers() if mixer is not None]
+        return None if None in reaches else max((reach for reach in reaches if reach is not None), default=0)
+
+    def init_state(self, batch: int, capacity: int | None = None) -> State:
+        """An empty state for `batch` rows; an explicit `capacity` (tokens a row) is never exceeded, none doubles.
+
+        Raises ConfigError if a mixer is bidirectional.
+        """
+        if not self.causal:
+            raise ConfigError("state: a bidirectional design (causal: false) sees later tokens and cannot keep one")
+        if batch < 1 or (capacity is not None and capacity < 1):
+            raise ConfigError(f"state: batch = {batch} and capacity = {capacity} must be at least 1")
+        weight = self.embed.weight
+        states = [
+            None if mixer is None else mixer.init_state(batch, capacity, dtype=weight.dtype, device=weight.device)
+            for mixer in self.mixers()
+        ]
+        return State(Table.empty(batch, self.reach, capacity, weight.device), states)
+
+    def forward(
+        self, tokens: Tensor, layout: Layout | None = None, state: State | None = None
+    ) -> tuple[Tensor, State | None]:
+        """tokens int64 [B, T] -> (hidden [B, T, width], new state or None).
+
+        Without a layout, rows are one document each from position 0, or continue where the state's rows ended.
+        Raises ConfigError if shapes disagree, or a state meets gradients or was consumed.
+        """
+        layout = self._layout(tokens, layout, state)
+        if state is None:
+            return self._run(tokens, layout, [None] * len(self.layers))[0], None
+        if torch.is_grad_enabled():
+            raise ConfigError("state: is written in place and carries no gradient; call within torch.no_grad()")
+        state.take()
+        table, layout = state.table.extend(layout)
+        hidden, states = self._run(tokens, layout, state.layers)
+        return hidden, State(table, states)
+
+    def _run(self, tokens: Tensor, layout: Layout, states: list[Any]) -> tuple[Tensor, list[Any]]:
+        stream = self.config.residual.open(self.embed(tokens, layout))
+        after = []
+        for layer, state in zip(self.layers, states, strict=True):
+            if self.checkpointing and torch.is_grad_enabled():
+                stream, state = checkpoint(layer, stream, layout, state, use_reentrant=False)
+            else:
+                stream, state = layer(stream, layout, state)
+            after.append(state)
+        return self.close(stream), after
+
+    def _layout(self, tokens: Tensor, layout: Layout | None, state: State | None) -> Layout:
+        if tokens.dim() != 2:
+            raise ConfigError(f"tokens: have shape {list(tokens.shape)}; expected [batch, length]")
+        if layout is None:
+            if state is not None:
+                return state.table.following(tokens.shape[1])
+            return Layout.causal(tokens.shape[0], tokens.shape[1], device=tokens.device)
+        if layout.positions.shape != tokens.shape:
+            shapes = f"{list(layout.positions.shape)} and tokens {list(tokens.shape)}"
+            raise ConfigError(f"layout: positions have shape {shapes}; they must be equal")
+        return layout
+
+
+def build_under(path: str, build: Callable[..., Any], *arguments: Any) -> Any:
+    """Build a part; what it refuses is told with the path of its config."""
+    try:
+        return build(*arguments)
+    except DesignError as error:
+        raise error.under(path) from None
+
+
+def initialise(model: Decoder, seed: int) -> None:
+    """Fill every parameter: a function of the seed and the parameter's name, whatever the device or dtype."""
+    config = model.config.initialisation
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if isinstance(module, Linear):
+            module.branch_scale = (2 * model.config.depth) ** -0.5 if config.depth_scaled else 1.0
+        if own and not isinstance(module, Leaf):
+            raise TypeError(f"{name}: owns parameters but is no Leaf, so nothing says how they start")
+        if isinstance(module, Leaf) and not (isinstance(module, Head) and model.config.head.tied):
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            module.initialise(config.std, generator)
+
+
+def build(
+    config: ModelConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0
+) -> Decoder:
+    """Build a model and fill its parameters; on device "meta" nothing is allocated or filled.
+
+    Raises DesignError, with the path of the field, where parts do not fit together.
+    """
+    with torch.device("meta"):
+        model = Decoder(config)
+    if torch.device(device).type == "meta":
+        return model.to(dtype=dtype)
+    materialise(model, dtype, device)
+    initialise(model, seed)
+    return model
+
+
+def materialise(model: Decoder, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Give every parameter of a meta model its (unset) storage, keeping the head tied."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(empty))
+    if model.config.head.tied:
+        model.head.weight = model.embed.weight

@@ -1,0 +1,145 @@
+"""What a design costs, read off the model built on the meta device: nothing is allocated and no formula restated."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder, build
+from heddle.numerics.choose import Choice, witnessing
+from heddle.numerics.counting import counting
+from heddle.parts.layout import Layout
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """One layer, or `count` equal neighbours."""
+
+    count: int
+    mixer: str
+    feedforward: str
+    parameters: int
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a design for rows of `context` tokens, `batch` of them.
+
+    flops_per_token: forward, averaged over a row of `context` tokens, causal pairs only; training is 3 times that.
+    state_bytes: every tensor of the state, the table of positions included; state_bytes_per_token: what one more
+    token adds to the layers' states (0 once all windows are full). table_bytes: the table alone.
+    """
+
+    context: int
+    batch: int
+    parameters: int
+    active_parameters: int
+    embedding_parameters: int
+    flops_per_token: float
+    state_bytes: int
+    state_bytes_per_token: int
+    table_bytes: int
+    layers: tuple[LayerSize, ...]
+
+
+def size(config: ModelConfig, context: int = 2048, batch: int = 1, dtype: torch.dtype = torch.float32) -> Size:
+    """Measure a design. Raises DesignError where it cannot be built; bidirectional designs keep no state."""
+    model = build(config, dtype=dtype, device="meta")
+    unique = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    state = model.init_state(batch, context) if model.causal else None
+    total = 0 if state is None else state.bytes
+    table = 0 if state is None else state.table.bytes
+    return Size(
+        context=context,
+        batch=batch,
+        parameters=sum(unique.values()),
+        active_parameters=sum(unique.values()),
+        embedding_parameters=model.embed.weight.numel(),
+        flops_per_token=flops_per_token(model, context),
+        state_bytes=total,
+        state_bytes_per_token=_state_growth(model, context) if state is not None else 0,
+        table_bytes=table,
+        layers=tuple(_layers(model, state.layer_bytes if state is not None else None)),
+    )
+
+
+def flops_per_token(model: Decoder, context: int) -> float:
+    """Forward operations of a meta model for one row of `context` tokens and all its logits, divided by them."""
+    tokens = torch.zeros(1, context, dtype=torch.int64, device="meta")
+    with torch.no_grad(), counting() as tally:
+        hidden, _ = model(tokens, Layout.causal(1, context, device="meta"))
+        model.head(hidden)
+    return tally[0] / context
+
+
+def state_bytes(config: ModelConfig, context: int, batch: int = 1, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of a state of that capacity, table included."""
+    return build(config, dtype=dtype, device="meta").init_state(batch, context).bytes
+
+
+def choices(config: ModelConfig, queries: int, past: int, dtype: torch.dtype, device: str) -> Counter[Choice]:
+    """The kernel chosen for each operation of one call (`queries` tokens after `past`), with how often.
+
+    The call is made on the meta device in the name of `device`. past = −1 means a training call without state.
+    """
+    model = build(config, dtype=dtype, device="meta")
+    tokens = torch.zeros(1, queries, dtype=torch.int64, device="meta")
+    with witnessing(device) as seen:
+        if past < 0:
+            hidden, _ = model(tokens)
+            model.head(hidden)
+        else:
+            with torch.no_grad():
+                state = model.init_state(1, past + queries)
+                if past:
+                    _, state = model(torch.zeros(1, past, dtype=torch.int64, device="meta"), None, state)
+                seen.clear()
+                hidden, _ = model(tokens, None, state)
+                model.head(hidden[:, -1:])
+    return Counter(seen)
+
+
+def _state_growth(model: Decoder, context: int) -> int:
+    shorter, longer = (model.init_state(1, context + more).layer_bytes for more in (0, 1))
+    return sum(longer) - sum(shorter)
+
+
+def _layers(model: Decoder, states: list[int] | None) -> list[LayerSize]:
+    rows: list[LayerSize] = []
+    for index, ((_, config), layer) in enumerate(zip(model.config.expand(), model.layers, strict=True)):
+        row = LayerSize(
+            count=1,
+            mixer="–" if config.mixer is None else describe(config.mixer.dump()),
+            feedforward="–" if config.feedforward is None else describe(config.feedforward.dump()),
+            parameters=_count(layer),
+            state_bytes=0 if states is None else states[index],
+        )
+        last = rows[-1] if rows else None
+        if last is not None and LayerSize(last.count, *_fields(row)[1:]) == last:
+            rows[-1] = LayerSize(last.count + 1, *_fields(row)[1:])
+        else:
+            rows.append(row)
+    return rows
+
+
+def _fields(row: LayerSize) -> tuple[int, str, str, int, int]:
+    return row.count, row.mixer, row.feedforward, row.parameters, row.state_bytes
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def describe(data: dict[str, object]) -> str:
+    """A part as a short phrase: `attention heads=4 kv_heads=2 position=rope`; defaults that are off stay out."""
+    words = [str(data["kind"])]
+    for name, value in data.items():
+        if name == "kind" or value is False or value == 0.0:
+            continue
+        if isinstance(value, dict):
+            value = value["kind"]
+        words.append(name if value is True else f"{name}={value}")
+    return " ".join(words)

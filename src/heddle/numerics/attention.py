@@ -1,0 +1,217 @@
+"""Softmax attention over grouped heads: `softmax(Q Kᵀ · scale + mask) V` (Vaswani et al. 2017; Ainslie et al. 2023).
+
+q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v]; query head h reads group h // (H/G), and
+keys and values are never repeated. A query that sees no key yields zeros, with zero gradients.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from heddle.numerics import local
+from heddle.numerics.choose import Form, Operation
+from heddle.numerics.counting import count
+from heddle.numerics.norms import at_least_float32
+from heddle.numerics.visibility import Visibility, pairs
+
+TILE = 512  # queries whose mask may exist at one time
+
+Weigh = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What decides the form: sizes and the static facts of the visibility."""
+
+    queries: int
+    keys: int
+    groups: int
+    heads: int
+    causal: bool
+    window: int | None
+    ordered: bool
+    everything: bool
+    pieces: bool
+    dropout: bool
+
+
+def flops(seen: int, batch: int, heads: int, widths: int) -> int:
+    """Operations for `seen` (query, key) pairs a head; `widths` is d_k + d_v."""
+    return 2 * batch * heads * seen * widths
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, weigh: Weigh | None = None) -> Tensor:
+    """Grouped einsum. `weigh` maps the weights [B, H, T, S] before they meet the values (dropout)."""
+    k, v = _clean(k, v, seen)
+    weights = attention_weights(q, k, seen, scale)
+    if weigh is not None:
+        weights = weigh(weights)
+    grouped = weights.to(v.dtype).unflatten(1, (k.shape[1], -1))
+    return torch.einsum("bgrts,bgsd->bgrtd", grouped, v).flatten(1, 2)
+
+
+def attention_weights(q: Tensor, k: Tensor, seen: Visibility, scale: float) -> Tensor:
+    """The weights themselves, [B, H, T, S], in at least float32; rows that see nothing are zero."""
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    scores = torch.einsum("bgrtd,bgsd->bgrts", at_least_float32(grouped), at_least_float32(k)) * scale
+    mask = seen.mask()[:, None, None]
+    # A row without keys would be softmax of nothing: it is let see everything and then set to zero.
+    empty = ~mask.any(-1, keepdim=True)
+    weights = scores.masked_fill(~(mask | empty), float("-inf")).softmax(-1)
+    return weights.masked_fill(empty, 0.0).flatten(1, 2)
+
+
+def _clean(k: Tensor, v: Tensor, seen: Visibility) -> tuple[Tensor, Tensor]:
+    """Zero the slots that hold no token: 0 · NaN would reach a result through the weights."""
+    if not seen.ragged:
+        return k, v
+    unused = (seen.k_positions < 0)[:, None, :, None]
+    return k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool = False) -> Tensor:
+    """torch's fused kernel; unequal head widths are padded with zeros, because it wants them equal."""
+    d_k, d_v = q.shape[-1], v.shape[-1]
+    if d_k < d_v:
+        q, k = functional.pad(q, (0, d_v - d_k)), functional.pad(k, (0, d_v - d_k))
+    elif d_v < d_k:
+        v = functional.pad(v, (0, d_k - d_v))
+    y = functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return y[..., :d_v] if d_v < d_k else y
+
+
+def _folded(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> Tensor:
+    """Every key is seen: the heads of a group become queries of one head, so its keys are read once."""
+    batch, heads, queries, _ = q.shape
+    folded = q.reshape(batch, k.shape[1], -1, q.shape[-1])
+    return _sdpa(folded, k, v, scale, None).reshape(batch, heads, queries, v.shape[-1])
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> Tensor:
+    return _sdpa(q, k, v, scale, None, causal=True)
+
+
+def _pieces(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> Tensor:
+    """One call for each piece of each packed row: nothing is spent on pairs across documents."""
+    assert seen.pieces is not None
+    rows, length = q.shape[0], q.shape[2]
+    lengths = [piece for row in seen.pieces for piece in row]
+    split = [x.transpose(1, 2).flatten(0, 1).split(lengths) for x in (q, k, v)]
+    alone = replace(seen, pieces=None, q_documents=None, k_documents=None, ordered=True)
+    out = []
+    for one_q, one_k, one_v in zip(*split, strict=True):
+        heads_first = [x.transpose(0, 1)[None] for x in (one_q, one_k, one_v)]
+        here = torch.arange(one_q.shape[0], device=q.device)[None]
+        piece = replace(alone, q_positions=here, k_positions=here, everything=one_q.shape[0] == 1)
+        form = ATTENTION.choose(facts_of(heads_first[0], heads_first[1], piece, dropout=False))
+        out.append(form.run(*heads_first, piece, scale)[0].transpose(0, 1))
+    return torch.cat(out).view(rows, length, q.shape[1], v.shape[-1]).transpose(1, 2)
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> Tensor:
+    assert seen.window is not None
+    return local.blocks(q, k, v, local.Band(seen.window, seen.causal), scale, _sdpa)
+
+
+def _tiles(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> Tensor:
+    """The predicate as a mask, one tile of queries at a time."""
+    k, v = _clean(k, v, seen)
+    out = []
+    for start in range(0, q.shape[2], TILE):
+        here = slice(start, min(start + TILE, q.shape[2]))
+        mask = seen.mask(here)[:, None]
+        # Kernels differ on rows without keys (zeros here, NaN there): see everything, then become zero.
+        empty = ~mask.any(-1, keepdim=True)
+        y = _sdpa(q[:, :, here], k, v, scale, mask | empty)
+        out.append(y.masked_fill(empty, 0.0))
+    return out[0] if len(out) == 1 else torch.cat(out, dim=2)
+
+
+def _no_dropout(refuse: Callable[[Facts], str | None]) -> Callable[[Facts], str | None]:
+    def reasons(facts: Facts) -> str | None:
+        if facts.dropout:
+            return "dropout of weights is keyed by sample, which fused kernels cannot draw"
+        return refuse(facts)
+
+    return reasons
+
+
+def _not_folded(facts: Facts) -> str | None:
+    return None if facts.everything else "some query does not see every key"
+
+
+def _not_pieces(facts: Facts) -> str | None:
+    return None if facts.pieces else "the rows are not packed with known lengths"
+
+
+def _not_causal(facts: Facts) -> str | None:
+    if not facts.ordered or facts.pieces:
+        return "positions are not consecutive in one document"
+    if not facts.causal:
+        return "attention is bidirectional"
+    if facts.queries != facts.keys:
+        return "keys of a state precede the queries, and the kernel's causal mask is aligned to the top left"
+    if facts.window is not None and facts.window < facts.keys:
+        return "a window hides distant keys"
+    return None
+
+
+def _not_blocks(facts: Facts) -> str | None:
+    if facts.window is None:
+        return "there is no window"
+    if not facts.ordered or facts.pieces:
+        return "positions are not consecutive in one document"
+    if facts.keys < 2 * facts.window:
+        return "the window covers most keys"
+    if not facts.causal and facts.queries != facts.keys:
+        return "bidirectional blocks need all queries at once"
+    return None
+
+
+ATTENTION = Operation(
+    "attention",
+    (
+        Form("folded", _folded, _no_dropout(_not_folded)),
+        Form("causal", _causal, _no_dropout(_not_causal)),
+        Form("pieces", _pieces, _no_dropout(_not_pieces)),
+        Form("blocks", _blocks, _no_dropout(_not_blocks)),
+        Form("tiles", _tiles, _no_dropout(lambda facts: None)),
+        Form("reference", reference, lambda facts: None),
+    ),
+)
+
+
+def facts_of(q: Tensor, k: Tensor, seen: Visibility, dropout: bool) -> Facts:
+    """The facts of one call."""
+    return Facts(
+        queries=q.shape[2],
+        keys=k.shape[2],
+        groups=k.shape[1],
+        heads=q.shape[1],
+        causal=seen.causal,
+        window=seen.window,
+        ordered=seen.ordered,
+        everything=seen.everything,
+        pieces=seen.pieces is not None,
+        dropout=dropout,
+    )
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, weigh: Weigh | None = None) -> Tensor:
+    """Attend: q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v].
+
+    `weigh` maps the weights before they meet the values (dropout); only the reference form can apply it.
+    """
+    seen_pairs = pairs(q.shape[2], k.shape[2], seen.window, seen.causal)
+    count(flops(seen_pairs, q.shape[0], q.shape[1], q.shape[3] + v.shape[3]))
+    form = ATTENTION.choose(facts_of(q, k, seen, weigh is not None))
+    if weigh is not None:
+        y: Tensor = form.run(q, k, v, seen, scale, weigh)
+    else:
+        y = form.run(q, k, v, seen, scale)
+    return y

@@ -1,0 +1,18 @@
+"""The operations whose form can be named: `kernels(attention="reference")`."""
+
+from contextlib import AbstractContextManager
+
+from heddle.numerics.attention import ATTENTION
+from heddle.numerics.choose import Operation, forcing
+from heddle.numerics.linear import LINEAR
+from heddle.numerics.norms import RMS_NORM
+
+OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in (ATTENTION, LINEAR, RMS_NORM)}
+
+
+def kernels(**choices: str) -> AbstractContextManager[None]:
+    """Within the block each named operation uses the named form, or raises that form's reason.
+
+    Example: `with heddle.kernels(attention="reference"): ...`. Raises ConfigError for an unknown name.
+    """
+    return forcing(choices, OPERATIONS)

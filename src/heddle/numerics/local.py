@@ -1,0 +1,127 @@
+"""Attention within a window, in time and memory linear in the length: blocks of queries against a band of keys.
+
+Queries and keys stand at consecutive positions, the queries last. Interior blocks go through one call, in which
+every block has the same mask; the few queries near an edge go through another, over the keys near that edge.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
+
+
+class Band(NamedTuple):
+    """The window: causal `0 ≤ i − j < window`, bidirectional `|i − j| ≤ window`."""
+
+    window: int
+    causal: bool
+
+    @property
+    def before(self) -> int:
+        """How far back a query sees."""
+        return self.window - 1 if self.causal else self.window
+
+    @property
+    def after(self) -> int:
+        """How far ahead a query sees."""
+        return 0 if self.causal else self.window
+
+    def mask(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """bool [queries, keys] from absolute positions."""
+        distance = queries[:, None] - keys[None, :]
+        return (distance <= self.before) & (distance >= -self.after)
+
+
+def block_size(window: int) -> int:
+    """Queries to a block: half a window wastes least arithmetic, bounded so that blocks are neither tiny nor large."""
+    return max(16, min(128, window // 2))
+
+
+def blocks(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, kernel: Kernel) -> Tensor:
+    """q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v], S ≥ T -> [B, H, T, d_v].
+
+    `kernel(q, k, v, scale, mask)` attends with a bool mask and grouped heads.
+    """
+    behind = k.shape[2] - q.shape[2]
+    if behind > band.before:  # keys that no query can see
+        k, v = k[:, :, behind - band.before :], v[:, :, behind - band.before :]
+        behind = band.before
+    queries, keys = q.shape[2], k.shape[2]
+    size = block_size(band.window)
+    left = -(-band.before // size)  # whole blocks that reach as far back as the window
+    right = -(-band.after // size)
+    head = min(queries, max(0, left * size - behind))  # queries whose band would start before key 0
+    count = (keys - behind - head - right * size) // size
+    if count < 1:
+        return _edge(q, k, v, (behind, 0), band, scale, kernel)
+    middle = head + count * size
+    out = (
+        []
+        if head == 0
+        else [
+            _edge(
+                q[:, :, :head],
+                k[:, :, : behind + head + band.after],
+                v[:, :, : behind + head + band.after],
+                (behind, 0),
+                band,
+                scale,
+                kernel,
+            )
+        ]
+    )
+    first = behind + head - left * size
+    spans = [slice(first + i * size, first + (i + count) * size) for i in range(left + right + 1)]
+    out.append(
+        _interior(
+            q[:, :, head:middle],
+            [k[:, :, s] for s in spans],
+            [v[:, :, s] for s in spans],
+            band,
+            scale,
+            kernel,
+        )
+    )
+    if middle < queries:
+        start = max(0, behind + middle - band.before)
+        out.append(
+            _edge(
+                q[:, :, middle:],
+                k[:, :, start:],
+                v[:, :, start:],
+                (behind + middle, start),
+                band,
+                scale,
+                kernel,
+            )
+        )
+    return torch.cat(out, dim=2)
+
+
+def _edge(q: Tensor, k: Tensor, v: Tensor, start: tuple[int, int], band: Band, scale: float, kernel: Kernel) -> Tensor:
+    """Some queries against some keys; `start` are the positions of the first of each."""
+    i = torch.arange(start[0], start[0] + q.shape[2], device=q.device)
+    j = torch.arange(start[1], start[1] + k.shape[2], device=q.device)
+    return kernel(q, k, v, scale, band.mask(i, j))
+
+
+def _interior(q: Tensor, k: list[Tensor], v: list[Tensor], band: Band, scale: float, kernel: Kernel) -> Tensor:
+    """Blocks whose whole band exists: k[i] and v[i] are the queries' blocks shifted by i blocks."""
+    size = block_size(band.window)
+    groups, repeats = k[0].shape[1], q.shape[1] // k[0].shape[1]
+    count = q.shape[2] // size
+    left = -(-band.before // size)
+    # [B, G·count, repeats·size, d]: a block is a head of its own, the heads of a group are its queries.
+    folded = q.unflatten(1, (groups, repeats)).unflatten(3, (count, size)).transpose(2, 3)
+    folded = folded.flatten(1, 2).flatten(2, 3)
+    wide_k = torch.cat([x.unflatten(2, (count, size)) for x in k], dim=3).flatten(1, 2)
+    wide_v = torch.cat([x.unflatten(2, (count, size)) for x in v], dim=3).flatten(1, 2)
+    i = torch.arange(left * size, (left + 1) * size, device=q.device)
+    j = torch.arange(wide_k.shape[2], device=q.device)
+    mask = band.mask(i, j).repeat(repeats, 1)
+    y = kernel(folded, wide_k, wide_v, scale, mask)
+    y = y.unflatten(1, (groups, count)).unflatten(3, (repeats, size)).transpose(2, 3)
+    return y.flatten(1, 2).flatten(2, 3)

@@ -1,0 +1,44 @@
+"""The slot of feed-forwards: x [B, T, width] -> the same shape, each token by itself."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar, Literal
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from heddle.config import Part
+from heddle.parts.layout import Layout
+
+Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu"]
+
+
+class FeedforwardConfig(Part, ABC):
+    """Config of a feed-forward."""
+
+    slot: ClassVar[str] = "feedforwards"
+
+    @abstractmethod
+    def build(self, width: int) -> "Feedforward":
+        """Make the module for a stream of `width` dims."""
+
+
+class Feedforward(nn.Module, ABC):
+    """Maps each token by itself; the layout tells padding apart for those that count tokens."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        """x [B, T, width] -> the same shape."""
+
+
+def activation(name: Activation) -> Callable[[Tensor], Tensor]:
+    """The function of a name: `gelu` is exact, `gelu_tanh` its approximation, `relu2` the square of ReLU."""
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "relu": functional.relu,
+        "relu2": lambda x: functional.relu(x).square(),
+        "gelu": functional.gelu,
+        "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+        "silu": functional.silu,
+    }
+    return functions[name]

@@ -1,0 +1,122 @@
+"""Where each token stands: positions, documents, padding. Replaces every mask argument.
+
+A layout carries the static facts that kernels choose by, so that choosing never reads a value from the device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from heddle.errors import ConfigError
+from heddle.numerics.visibility import Visibility
+
+if TYPE_CHECKING:
+    from heddle.parts.table import Past
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Positions int64 [B, T] (−1 is padding) and documents int64 [B, T] (None: one a row).
+
+    start: every row stands at start, start + 1, …, in one document (`causal`). pieces: the lengths of the
+    documents of each row (`packed`). has_padding: some position may be −1. past: set by a model that carries a state.
+    """
+
+    positions: Tensor
+    documents: Tensor | None = None
+    start: int | None = None
+    pieces: tuple[tuple[int, ...], ...] | None = None
+    has_padding: bool = True
+    past: "Past | None" = None
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.positions.dim() != 2:
+            raise ConfigError(f"layout: positions have shape {list(self.positions.shape)}; expected [batch, length]")
+        if self.documents is not None and self.documents.shape != self.positions.shape:
+            raise ConfigError(
+                f"layout: documents have shape {list(self.documents.shape)}, positions "
+                f"{list(self.positions.shape)}; expected the same shape"
+            )
+
+    @staticmethod
+    def causal(batch: int, length: int, start: int = 0, device: torch.device | str = "cpu") -> "Layout":
+        """One document a row, from position `start` on, no padding."""
+        positions = torch.arange(start, start + length, device=device).expand(batch, length)
+        return Layout(positions, start=start, has_padding=False)
+
+    @staticmethod
+    def padded(
+        lengths: Sequence[int],
+        length: int | None = None,
+        side: str = "left",
+        device: torch.device | str = "cpu",
+    ) -> "Layout":
+        """Rows of different lengths, padded on the "left" or "right" to `length` (default: the longest)."""
+        width = max(lengths) if length is None else length
+        if side not in ("left", "right") or not lengths or max(lengths) > width or min(lengths) < 0:
+            raise ConfigError(f"layout: cannot pad rows of {list(lengths)} tokens to {width} on the side '{side}'")
+        index = torch.arange(width).expand(len(lengths), width)
+        count = torch.tensor(list(lengths))[:, None]
+        positions = index - (width - count) if side == "left" else index
+        real = positions >= 0 if side == "left" else index < count
+        return Layout(torch.where(real, positions, -1).to(device), has_padding=True)
+
+    @staticmethod
+    def packed(lengths: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> "Layout":
+        """Documents one after another in each row; lengths of one row's documents sum to the row's length."""
+        rows = [list(row) for row in lengths]
+        if not rows or len({sum(row) for row in rows}) != 1 or any(size <= 0 for row in rows for size in row):
+            raise ConfigError(f"layout: packed lengths {rows} must be positive and sum to the same length in each row")
+        positions = torch.stack([torch.cat([torch.arange(size) for size in row]) for row in rows])
+        documents = torch.stack([torch.repeat_interleave(torch.tensor(row)) for row in rows])
+        if all(len(row) == 1 for row in rows):
+            return Layout.causal(len(rows), sum(rows[0]), device=device)
+        pieces = tuple(tuple(row) for row in rows)
+        return Layout(positions.to(device), documents.to(device), pieces=pieces, has_padding=False)
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.positions.shape[0]
+
+    @property
+    def length(self) -> int:
+        """Tokens in each row, padding included."""
+        return self.positions.shape[1]
+
+    @property
+    def padding(self) -> Tensor | None:
+        """bool [B, T], True at padding; None when there is none for certain."""
+        return self.once("padding", lambda: self.positions < 0) if self.has_padding else None
+
+    def once(self, key: Any, make: Callable[[], V]) -> V:
+        """Make a value the first time it is asked for (tables shared by all layers)."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        value: V = self.memo[key]
+        return value
+
+    def seen(self, window: int | None, causal: bool) -> Visibility:
+        """Visibility among the tokens of this call, no state."""
+        return self.once(("seen", window, causal), lambda: self._visibility(window, causal))
+
+    def _visibility(self, window: int | None, causal: bool) -> Visibility:
+        ordered = self.start is not None
+        return Visibility(
+            self.positions,
+            self.positions,
+            self.documents,
+            self.documents,
+            window=window,
+            causal=causal,
+            ordered=ordered,
+            everything=ordered and (self.length == 1 or (not causal and window is None)),
+            pieces=self.pieces,
+            ragged=self.has_padding,
+        )

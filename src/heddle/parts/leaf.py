@@ -1,0 +1,47 @@
+"""Modules that own parameters: each says how its own are initialised. `Linear` is the projection of every part."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from heddle.numerics.linear import linear
+
+
+class Leaf(nn.Module, ABC):
+    """A module with parameters of its own."""
+
+    @abstractmethod
+    def initialise(self, std: float, generator: torch.Generator) -> None:
+        """Fill every own parameter; `generator` is of the CPU, so values do not depend on the device."""
+
+
+def fill_normal(parameter: Tensor, std: float, generator: torch.Generator) -> None:
+    """Normal numbers drawn in float32 on the CPU, whatever the parameter's dtype and device."""
+    with torch.no_grad():
+        parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+
+class Linear(Leaf):
+    """`y = x Wᵀ + b` with W [outputs, inputs]. `branch_scale` shrinks the start of a branch's last projection."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False, last: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.last = last  # the last projection of a branch: its start is scaled with depth
+        self.branch_scale = 1.0
+
+    def initialise(self, std: float, generator: torch.Generator) -> None:
+        """Normal weights, zero bias."""
+        fill_normal(self.weight, std * (self.branch_scale if self.last else 1.0), generator)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., inputs] -> [..., outputs]."""
+        return linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """Inputs, outputs and bias, as torch prints them."""
+        return f"{self.weight.shape[1]}, {self.weight.shape[0]}, bias={self.bias is not None}"

@@ -1,0 +1,61 @@
+"""The slot of token mixers, and their one law: cutting a sequence anywhere and carrying the state gives the
+uncut answer. Training passes no state, prefill a fresh one, decode passes it back token by token.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from heddle.config import Part
+from heddle.parts.layout import Layout
+from heddle.parts.norms import NormConfig
+
+State = Any  # what a mixer remembers: an object with `tensors() -> dict[str, Tensor]`, batch first
+
+
+class Place(NamedTuple):
+    """What the model tells a mixer when it is built: the width of the stream and the model's default norm."""
+
+    width: int
+    norm: NormConfig
+
+
+class MixerConfig(Part, ABC):
+    """Config of a mixer."""
+
+    slot: ClassVar[str] = "mixers"
+
+    @abstractmethod
+    def build(self, place: Place) -> "Mixer":
+        """Make the module. Raises DesignError where the config and the place do not fit."""
+
+
+class Mixer(nn.Module, ABC):
+    """Maps x [B, T, width] to the same shape, each token from those it may see.
+
+    reach: how many tokens back (itself included; to each side when bidirectional) a token sees; None is all.
+    causal: whether later tokens are hidden; a mixer that is not causal refuses a state.
+    """
+
+    reach: int | None
+    causal: bool
+
+    @abstractmethod
+    def init_state(self, batch: int, capacity: int | None, *, dtype: torch.dtype, device: torch.device | str) -> State:
+        """An empty state for `batch` rows of at most `capacity` tokens (None: grows)."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, layout: Layout, state: State | None = None) -> tuple[Tensor, State | None]:
+        """x [B, T, width] -> ([B, T, width], new state). The state passed in is consumed."""
+
+
+def widen(x: Tensor, heads: int) -> Tensor:
+    """[B, T, heads · d] -> [B, heads, T, d]."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def narrow(x: Tensor) -> Tensor:
+    """[B, heads, T, d] -> [B, T, heads · d]."""
+    return torch.flatten(x.transpose(1, 2), 2)

@@ -1,0 +1,111 @@
+"""Softmax attention: MHA (Vaswani et al. 2017), MQA (Shazeer 2019), GQA (Ainslie et al. 2023), full or local.
+
+    softmax(Q Kᵀ / sqrt(d_k) + mask) V,   query head h reads key and value head h // (heads / kv_heads)
+
+kv_heads = heads is MHA, kv_heads = 1 is MQA. Keys and values are projected, stored and cached kv_heads wide.
+`window` w sees w keys, itself included (causal), or w to each side (bidirectional): the state is a ring of w.
+"""
+
+from typing import Literal, Self
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+
+from heddle.config import Count, DesignError, Positive, Rate, refuse
+from heddle.numerics.attention import attention
+from heddle.parts.cache import Cache
+from heddle.parts.dropout import Dropout
+from heddle.parts.layout import Layout
+from heddle.parts.leaf import Linear
+from heddle.parts.mixers import Mixer, MixerConfig, Place, narrow, widen
+from heddle.parts.positions import RotationConfig
+
+
+class AttentionConfig(MixerConfig):
+    """Fields of `attention`; absent means off or the usual default."""
+
+    heads: Count
+    kv_heads: Count | None = None  # default: heads
+    head_dim: Count | None = None  # default: width / heads
+    value_dim: Count | None = None  # default: head_dim
+    window: Count | None = None
+    causal: bool = True
+    # The norm of q and k before the rotation: one weight for all heads (Qwen3), one a head (Cohere),
+    # or one over the whole projection (OLMo-2).
+    qk_norm: Literal["head", "per_head", "projection"] | None = None
+    bias: bool | Literal["qkv"] = False  # true: q, k, v and out; qkv: those three (Qwen2)
+    scale: Positive | None = None  # default: 1 / sqrt(head_dim)
+    dropout: Rate = 0.0  # of the attention weights
+    position: RotationConfig | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            refuse("kv_heads", f"{self.kv_heads} does not divide heads = {self.heads}; choose a divisor of it")
+        return self
+
+    def build(self, place: Place) -> "Attention":
+        """Make the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
+        if self.head_dim is None and place.width % self.heads:
+            reason = f"{self.heads} does not divide width = {place.width}; give head_dim, or other heads"
+            raise DesignError("heads", reason)
+        return Attention(self, place)
+
+
+class Attention(Mixer):
+    """The module; its state is a `Cache`: kv_heads · (d_k + d_v) elements a token, or a ring of `window` tokens."""
+
+    def __init__(self, config: AttentionConfig, place: Place) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.kv_heads = config.kv_heads or config.heads
+        self.head_dim = config.head_dim or place.width // config.heads
+        self.value_dim = config.value_dim or self.head_dim
+        self.scale = config.scale or self.head_dim**-0.5
+        self.reach, self.causal = config.window, config.causal
+        into = bool(config.bias)
+        self.q = Linear(place.width, self.heads * self.head_dim, bias=into)
+        self.k = Linear(place.width, self.kv_heads * self.head_dim, bias=into)
+        self.v = Linear(place.width, self.kv_heads * self.value_dim, bias=into)
+        self.out = Linear(self.heads * self.value_dim, place.width, bias=config.bias is True, last=True)
+        self.qk_norm = config.qk_norm
+        self.q_norm = self._norm(place, self.heads)
+        self.k_norm = self._norm(place, self.kv_heads)
+        self.position = None if config.position is None else config.position.build(self.head_dim)
+        self.dropout = Dropout(config.dropout)
+
+    def _norm(self, place: Place, heads: int) -> nn.Module | None:
+        if self.qk_norm is None:
+            return None
+        if self.qk_norm == "projection":
+            return place.norm.build(heads * self.head_dim)
+        return place.norm.build(self.head_dim, heads if self.qk_norm == "per_head" else None)
+
+    def init_state(self, batch: int, capacity: int | None, *, dtype: torch.dtype, device: torch.device | str) -> Cache:
+        """Keys and values, every token or a ring of `window`."""
+        shape = (batch, self.kv_heads, self.head_dim, self.value_dim)
+        return Cache.empty(shape, self.reach, capacity, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, layout: Layout, state: Cache | None = None) -> tuple[Tensor, Cache | None]:
+        """x [B, T, width] -> ([B, T, width], new state)."""
+        q = self._heads(self.q(x), self.q_norm, self.heads, layout)
+        k = self._heads(self.k(x), self.k_norm, self.kv_heads, layout)
+        v = widen(self.v(x), self.kv_heads)
+        if state is None:
+            seen = layout.seen(self.reach, self.causal)
+        else:
+            k, v, seen, state = state.extend(k, v, layout, self.reach)
+        weigh = self.dropout if self.dropout.active else None
+        y = attention(q, k, v, seen, self.scale, weigh)
+        return self.out(narrow(y)), state
+
+    def _heads(self, x: Tensor, norm: nn.Module | None, heads: int, layout: Layout) -> Tensor:
+        """Projection [B, T, heads · d] -> normed, rotated heads [B, heads, T, d]."""
+        if norm is not None and self.qk_norm == "projection":
+            x = norm(x)
+        x = x.unflatten(-1, (heads, self.head_dim))
+        if norm is not None and self.qk_norm != "projection":
+            x = norm(x)
+        x = x.transpose(1, 2)
+        return x if self.position is None else self.position(x, layout)

@@ -1,0 +1,40 @@
+"""LayerNorm (Ba, Kiros & Hinton 2016): `y = γ ⊙ (x − mean(x)) / sqrt(var(x) + ε) + β`."""
+
+import torch
+from torch import Tensor, nn
+
+from heddle.config import Positive
+from heddle.numerics.norms import layer_norm
+from heddle.parts.leaf import Leaf
+from heddle.parts.norms import NormConfig, weight_shape
+
+
+class LayerConfig(NormConfig):
+    """`bias` is β."""
+
+    eps: Positive = 1e-5
+    bias: bool = True
+
+    def build(self, width: int, heads: int | None = None) -> "LayerNorm":
+        """A norm over `width` dims."""
+        return LayerNorm(self, width, heads)
+
+
+class LayerNorm(Leaf):
+    """The module."""
+
+    def __init__(self, config: LayerConfig, width: int, heads: int | None) -> None:
+        super().__init__()
+        self.eps = config.eps
+        self.weight = nn.Parameter(torch.empty(weight_shape(width, heads)))
+        self.bias = nn.Parameter(torch.empty(weight_shape(width, heads))) if config.bias else None
+
+    def initialise(self, std: float, generator: torch.Generator) -> None:
+        """Gain one, bias zero."""
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., width] -> the same shape and dtype."""
+        return layer_norm(x, self.weight, self.bias, self.eps)

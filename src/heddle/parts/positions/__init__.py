@@ -1,0 +1,47 @@
+"""The slot of positions: rotations of heads inside a mixer, and tables added at the embedding."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from heddle.config import Part
+from heddle.parts.layout import Layout
+
+
+class PositionConfig(Part, ABC):
+    """Config of a position scheme."""
+
+    slot: ClassVar[str] = "positions"
+
+
+class RotationConfig(PositionConfig, ABC):
+    """A scheme that turns queries and keys; scores then depend on differences of positions only."""
+
+    @abstractmethod
+    def build(self, head_dim: int) -> "Rotation":
+        """Make the module for heads of `head_dim` dims. Raises DesignError if they do not fit."""
+
+
+class Rotation(nn.Module, ABC):
+    """Turns heads by their positions."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        """x [B, H, T, head_dim] -> the same shape."""
+
+
+class AdditiveConfig(PositionConfig, ABC):
+    """A scheme that adds a vector of the stream's width at the embedding; it knows absolute positions."""
+
+    @abstractmethod
+    def build(self, width: int) -> "Additive":
+        """Make the module for a stream of `width` dims."""
+
+
+class Additive(nn.Module, ABC):
+    """Adds the vector of each token's position."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        """x [B, T, width] -> the same shape."""

@@ -1,0 +1,47 @@
+"""RoPE (Su et al. 2021): turn pair i of a head at position m by `m · base^(-2i/dim)`.
+
+Layouts of the pairs: `half` = dims (i, i + dim/2) (NeoX, Hugging Face's Llama), `interleaved` = dims (2i, 2i + 1)
+(RoFormer, GPT-J, DeepSeek). `dim` below the head's width turns its first dims only (partial rotary).
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+from heddle.config import Count, DesignError, Positive
+from heddle.numerics.rotate import frequencies, rotate, table
+from heddle.parts.layout import Layout
+from heddle.parts.positions import Rotation, RotationConfig
+
+
+class RopeConfig(RotationConfig):
+    """Fields of `rope`; `frequencies`, one a pair, replace those of `base`."""
+
+    base: Positive = 10000.0
+    layout: Literal["half", "interleaved"] = "half"
+    dim: Count | None = None  # default: the head's width
+    frequencies: tuple[float, ...] | None = None
+
+    def build(self, head_dim: int) -> "Rope":
+        """Make the module. Raises DesignError for an odd or too large `dim`, or a wrong number of frequencies."""
+        dim = self.dim or head_dim
+        if dim % 2 or dim > head_dim:
+            raise DesignError("dim", f"{dim} cannot be turned in pairs within heads of {head_dim}; give an even dim")
+        if self.frequencies is not None and len(self.frequencies) != dim // 2:
+            raise DesignError("frequencies", f"{len(self.frequencies)} given; dim = {dim} needs {dim // 2}")
+        return Rope(self, dim)
+
+
+class Rope(Rotation):
+    """The module. It holds no tensor, so no change of dtype can harm its angles."""
+
+    def __init__(self, config: RopeConfig, dim: int) -> None:
+        super().__init__()
+        self.layout = config.layout
+        self.thetas = list(config.frequencies or frequencies(dim, config.base))
+
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        """x [B, H, T, head_dim] -> the same shape; the table is made once for all layers."""
+        key = ("rope", self.thetas[-1], len(self.thetas), hash(tuple(self.thetas)), x.dtype)
+        cosine, sine = layout.once(key, lambda: table(layout.positions, self.thetas, x.dtype))
+        return rotate(x, cosine, sine, self.layout)

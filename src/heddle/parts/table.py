@@ -1,0 +1,223 @@
+"""The table of positions and documents that all layers of a state share, and where new tokens go.
+
+Tokens are numbered by arrival in their row, padding never counts; arrival a stands in slot `a mod size`. A mixer
+that keeps every token has as many slots as the table; one with a window keeps a ring of its own, smaller size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from heddle.errors import ConfigError
+from heddle.parts.layout import Layout
+
+V = TypeVar("V")
+
+GROWTH_START = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Where the tokens of a state stand.
+
+    positions, documents: int32 [B, size], −1 where unused. counts: int64 [B], tokens that arrived in each row.
+    last: int64 [B, 2], position and document of each row's newest token. filled: no row has more tokens.
+    level: every row has exactly `filled`. ordered: positions of every row are 0, 1, … in one document.
+    reach: slots that must be kept (None: all). capacity: the declared limit (None: doubles when full).
+    """
+
+    positions: Tensor
+    documents: Tensor
+    counts: Tensor
+    last: Tensor
+    reach: int | None
+    capacity: int | None
+    filled: int = 0
+    level: bool = True
+    ordered: bool = True
+
+    @staticmethod
+    def empty(batch: int, reach: int | None, capacity: int | None, device: torch.device | str) -> "Table":
+        """A table for rows without tokens."""
+        size = (GROWTH_START if capacity is None else capacity) if reach is None else max(1, reach)
+        if reach is not None and capacity is not None:
+            size = max(1, min(size, capacity))
+        positions = torch.full((batch, size), -1, dtype=torch.int32, device=device)
+        last = torch.tensor([-1, 0], device=device).repeat(batch, 1)
+        counts = torch.zeros(batch, dtype=torch.int64, device=device)
+        return Table(positions, torch.zeros_like(positions), counts, last, reach, capacity)
+
+    @property
+    def size(self) -> int:
+        """Slots of the table."""
+        return self.positions.shape[1]
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.positions.shape[0]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of every tensor of the table."""
+        tensors = (self.positions, self.documents, self.counts, self.last)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def following(self, length: int) -> Layout:
+        """`length` more tokens in each row, after its newest one and in its document."""
+        if self.level and self.ordered:
+            return Layout.causal(self.batch, length, start=self.filled, device=self.positions.device)
+        ahead = torch.arange(1, length + 1, device=self.positions.device)
+        documents = self.last[:, 1:].expand(self.batch, length)
+        return Layout(self.last[:, :1] + ahead, documents, has_padding=False)
+
+    def extend(self, layout: Layout) -> "tuple[Table, Layout]":
+        """Write the tokens of a call; returns the new table and the layout with its `past` set.
+
+        Raises ConfigError if the rows differ in number, or the declared capacity would be exceeded.
+        """
+        if layout.batch != self.batch:
+            raise ConfigError(
+                f"state: holds {self.batch} rows, the call has {layout.batch}; make a state of that batch"
+            )
+        arrivals, counts = self._arrivals(layout)
+        # Padding makes the number of tokens a value: it is read once a call, only when there may be padding.
+        level = self.level and not layout.has_padding
+        filled = int(counts.max()) if layout.has_padding and layout.length else self.filled + layout.length
+        if self.capacity is not None and filled > self.capacity:
+            raise ConfigError(
+                f"state: capacity {self.capacity} is too small for {filled} tokens; make it with a larger capacity"
+            )
+        before = self._grown(filled)
+        ordered = before.ordered and layout.start == before.filled and level
+        last = before._last(layout, arrivals)
+        after = replace(before, counts=counts, last=last, filled=filled, level=level, ordered=ordered)
+        if self.reach is not None:  # a ring overwrites what `before` must still tell
+            after = replace(after, positions=before.positions.clone(), documents=before.documents.clone())
+        destination = Destination.of(before, layout, arrivals, counts, before.size)
+        destination.write(after.positions, layout.positions.to(torch.int32))
+        destination.write(after.documents, _documents(layout).to(torch.int32))
+        past = Past(before, after, arrivals, layout)
+        return after, replace(layout, past=past, memo={})
+
+    def _arrivals(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Arrival number of each token [B, T] (−1 for padding), and the counts afterwards [B]."""
+        if not layout.has_padding:
+            ahead = torch.arange(layout.length, device=self.counts.device)
+            return self.counts[:, None] + ahead, self.counts + layout.length
+        real = layout.positions >= 0
+        arrivals = self.counts[:, None] + real.cumsum(1) - 1
+        return torch.where(real, arrivals, -1), self.counts + real.sum(1)
+
+    def _last(self, layout: Layout, arrivals: Tensor) -> Tensor:
+        if layout.length == 0:
+            return self.last
+        newest = arrivals.argmax(1, keepdim=True)
+        now = torch.cat((layout.positions.gather(1, newest), _documents(layout).gather(1, newest)), dim=1)
+        return torch.where(arrivals.amax(1, keepdim=True) >= 0, now, self.last)
+
+    def _grown(self, filled: int) -> "Table":
+        """A table with room; one that must keep everything doubles."""
+        if self.reach is not None or filled <= self.size:
+            return self
+        size = self.size
+        while size < filled:
+            size *= 2
+        wider = (self.batch, size - self.size)
+        positions = torch.cat((self.positions, self.positions.new_full(wider, -1)), dim=1)
+        documents = torch.cat((self.documents, self.documents.new_zeros(wider)), dim=1)
+        return replace(self, positions=positions, documents=documents)
+
+    def ring(self, size: int) -> tuple[Tensor, Tensor]:
+        """Positions and documents [B, size] of what the slots of a ring hold; −1 where a slot is unused."""
+        slots = torch.arange(size, device=self.counts.device)
+        newest = self.counts[:, None] - 1
+        arrivals = newest - (newest - slots) % size
+        index = arrivals.clamp(min=0) % self.size
+        positions = torch.where(arrivals >= 0, self.positions.gather(1, index).long(), -1)
+        return positions, self.documents.gather(1, index).long()
+
+
+def _documents(layout: Layout) -> Tensor:
+    return torch.zeros_like(layout.positions) if layout.documents is None else layout.documents
+
+
+@dataclass(frozen=True, eq=False)
+class Destination:
+    """The slots in a ring of `size` where the tokens of a call go.
+
+    Level rows write slices [(source, target), …]; others write single tokens (row, slot, token). Tokens that the
+    same call overwrites again are not written.
+    """
+
+    slices: tuple[tuple[slice, slice], ...] | None
+    rows: Tensor | None = None
+    slots: Tensor | None = None
+    tokens: Tensor | None = None
+
+    @staticmethod
+    def of(table: Table, layout: Layout, arrivals: Tensor, counts: Tensor, size: int) -> "Destination":
+        """Where a call's tokens go, `table` being that before the call."""
+        if table.level and not layout.has_padding:
+            kept = min(layout.length, size)
+            source, slot = layout.length - kept, (table.filled + layout.length - kept) % max(size, 1)
+            straight = min(kept, size - slot)
+            slices = [(slice(source, source + straight), slice(slot, slot + straight))]
+            if straight < kept:
+                slices.append((slice(source + straight, source + kept), slice(0, kept - straight)))
+            return Destination(tuple(slices))
+        keep = (arrivals >= 0) & (arrivals >= counts[:, None] - size)
+        if layout.length == 1 and not layout.has_padding:
+            rows = torch.arange(table.batch, device=arrivals.device)
+            return Destination(None, rows, arrivals[:, 0] % size, torch.zeros_like(rows))
+        rows, tokens = keep.nonzero(as_tuple=True)
+        return Destination(None, rows, arrivals[rows, tokens] % size, tokens)
+
+    def write(self, target: Tensor, source: Tensor) -> None:
+        """Write source [B, T] into target [B, size], or [B, G, T, d] into [B, G, size, d], in place."""
+        heads = target.dim() == 4
+        if self.slices is not None:
+            for there, here in self.slices:
+                if heads:
+                    target[:, :, here] = source[:, :, there].to(target.dtype)
+                else:
+                    target[:, here] = source[:, there]
+        elif heads:
+            target[self.rows, :, self.slots] = source[self.rows, :, self.tokens].to(target.dtype)
+        else:
+            target[self.rows, self.slots] = source[self.rows, self.tokens]
+
+
+@dataclass(frozen=True, eq=False)
+class Past:
+    """What a mixer needs of the state's table in one call: the table before and after, and where tokens go."""
+
+    before: Table
+    after: Table
+    arrivals: Tensor
+    layout: Layout
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, key: Any, make: Callable[[], V]) -> V:
+        """Make a value the first time a layer asks for it."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        value: V = self.memo[key]
+        return value
+
+    @property
+    def level(self) -> bool:
+        """Every row has the same number of tokens, before and after."""
+        return self.after.level
+
+    def destination(self, size: int) -> Destination:
+        """Where this call's tokens go in a ring of `size` slots."""
+        make = lambda: Destination.of(self.before, self.layout, self.arrivals, self.after.counts, size)  # noqa: E731
+        return self.once(("destination", size), make)
+
+    def ring(self, size: int, after: bool) -> tuple[Tensor, Tensor]:
+        """Positions and documents of a ring's slots before or after this call."""
+        return self.once(("ring", size, after), lambda: (self.after if after else self.before).ring(size))
