@@ -1,0 +1,58 @@
+# What one does with a checkout. Every target works alone on a fresh machine that has make and Python 3.11 or newer.
+PYTHON ?= python3
+TORCH_INDEX ?=
+PIP_ARGS ?=
+WORKERS ?= 2
+DESIGNS ?= preset:mha-tiny preset:gqa-tiny preset:mqa-tiny preset:local_global-tiny
+COMPARE_ARGS ?=
+PYTEST_ARGS ?=
+
+OUT := runs/compare
+REPORT := $(OUT)/report.html
+RUN := .venv/bin/python
+
+export PYTHON TORCH_INDEX PIP_ARGS
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help compare test soak bench clean core dev
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
+	@echo
+	@echo "  PYTHON=python3.12   another interpreter        TORCH_INDEX=URL   one more package index, for torch alone"
+	@echo "  WORKERS=4           test processes             PIP_ARGS='...'    words for every pip call"
+	@echo "  DESIGNS='...'       what compare compares      COMPARE_ARGS='...', PYTEST_ARGS='...'"
+
+compare: core ## train four small designs on the same text and open the report
+	@$(RUN) -m heddle compare $(DESIGNS) --data stdlib --out $(OUT) $(COMPARE_ARGS)
+	@echo "heddle: the report is $(REPORT)"
+	@if [ -n "$${CI:-}" ]; then :; \
+	elif [ "$$(uname)" = Darwin ]; then open $(REPORT); \
+	elif [ -n "$${DISPLAY:-}$${WAYLAND_DISPLAY:-}" ] && command -v xdg-open >/dev/null; then xdg-open $(REPORT); \
+	fi >/dev/null 2>&1 || true
+
+test: dev ## style, types and tests
+	@failed=; \
+	check() { echo "heddle: $$*"; $(RUN) -m "$$@" || failed="$$failed $$1"; }; \
+	check ruff check .; \
+	check ruff format --check .; \
+	check mypy; \
+	check pytest -n $(WORKERS) $(PYTEST_ARGS); \
+	if [ -n "$$failed" ]; then echo "heddle: failed:$$failed" >&2; exit 1; fi; \
+	echo "heddle: style, types and tests pass"
+
+soak: dev ## the long tests alone
+	@$(RUN) -m pytest -m soak -n $(WORKERS) $(PYTEST_ARGS)
+
+bench: dev ## every benchmark, one after the other
+	@set -e; for file in benchmarks/[a-z]*.py; do \
+		[ -f "$$file" ] || { echo "heddle: there is no benchmark in benchmarks/." >&2; exit 1; }; \
+		echo "heddle: $$file"; $(RUN) "$$file"; \
+	done
+
+clean: ## remove .venv, caches and build outputs; runs/ is yours and stays
+	@rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	@find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+core dev:
+	@sh tools/install.sh $@

@@ -1,0 +1,95 @@
+"""A model as a folder: `config.json`, `model.safetensors` and, with a tokenizer, `tokenizer.json`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heddle.checkpoints.folder import Contents, read_folder, write_folder
+from heddle.checkpoints.steps import FOLDER, latest
+from heddle.data.tokenizer import Tokenizer
+from heddle.errors import CheckpointError
+from heddle.model.decoder import Decoder, build
+from heddle.model.load import load_config
+from heddle.progress import say
+
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+
+
+def save(model: Decoder, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
+    """Write a model so that the folder is at every instance whole. Raises CheckpointError or MachineError."""
+    tensors = {WEIGHTS: model_tensors(model)}
+    write_folder(Path(folder), tensors=tensors, documents=model_documents(model, tokenizer), kind="model")
+
+
+def load(
+    folder: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> tuple[Decoder, Tokenizer | None]:
+    """Read a model folder, or the newest checkpoint of a run, verified to the byte.
+
+    dtype None keeps that of the file. Raises CheckpointError naming the file and tensor that is wrong.
+    """
+    contents = read_folder(find(Path(folder)))
+    model = restore(contents, dtype, device)
+    text = contents.documents.get(TOKENIZER)
+    return model.eval(), None if text is None else Tokenizer.from_json(text)
+
+
+def find(folder: Path) -> Path:
+    """The folder itself if it holds a model, else the newest whole checkpoint of the run it is."""
+    if (folder / FOLDER).is_dir() and not (folder / CONFIG).is_file():
+        newest = latest(folder)
+        for damage in newest.damaged:
+            say(f"warning: {damage}")
+        if newest.path is None:
+            raise CheckpointError(f"{folder}: holds no whole checkpoint yet; let the training save one")
+        return newest.path
+    return folder
+
+
+def model_tensors(model: Decoder) -> dict[str, Tensor]:
+    """The parameters by name; a tied head is written once, as the embedding."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def model_documents(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, str]:
+    """The texts that belong to a model."""
+    documents = {CONFIG: json.dumps(model.config.dump(), indent=2) + "\n"}
+    return documents if tokenizer is None else documents | {TOKENIZER: tokenizer.to_json()}
+
+
+def read_design(contents: Contents) -> dict[str, Any]:
+    """The design in a folder, as plain data."""
+    try:
+        data = json.loads(contents.documents[CONFIG])
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{contents.folder}/{CONFIG}: is missing or no JSON; this is no model folder") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{contents.folder}/{CONFIG}: holds no design")
+    return data
+
+
+def restore(contents: Contents, dtype: torch.dtype | None, device: torch.device | str) -> Decoder:
+    """Build the design of a folder with its weights."""
+    model = build(load_config(read_design(contents)), device="meta")
+    held = contents.tensors(WEIGHTS, device)
+    expected = {name: parameter.shape for name, parameter in model.named_parameters()}
+    place = f"{contents.folder}/{WEIGHTS}"
+    for name in expected.keys() | held.keys():
+        if name not in held or name not in expected:
+            fault = "is missing" if name in expected else "belongs to no part of the design"
+            raise CheckpointError(f"{place}: tensor '{name}' {fault}; the folder's config and weights do not fit")
+        if held[name].shape != expected[name]:
+            shapes = f"has shape {list(held[name].shape)}, the design needs {list(expected[name])}"
+            raise CheckpointError(f"{place}: tensor '{name}' {shapes}; the folder's config and weights do not fit")
+    for name in expected:
+        owner, _, last = name.rpartition(".")
+        tensor = held.pop(name)
+        setattr(model.get_submodule(owner), last, nn.Parameter(tensor.to(tensor.dtype if dtype is None else dtype)))
+    if model.config.head.tied:
+        model.head.weight = model.embed.weight
+    return model

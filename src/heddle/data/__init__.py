@@ -1,0 +1,1 @@
+"""Text to tokens: sources, tokenizer, token files, and the order in which samples are drawn."""

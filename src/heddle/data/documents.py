@@ -1,0 +1,131 @@
+"""From one file to documents: strict UTF-8, cut at blank lines, never more than a window held in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+# A document is at most this many bytes of UTF-8.
+DOCUMENT_BYTES = 64 * 1024
+# One line of a .jsonl file is parsed whole, so it is bounded.
+JSON_LINE_BYTES = 16 * 1024 * 1024
+
+_BLOCK_BYTES = 1024 * 1024
+_BINARY_HEAD = 8192
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_TO_LAST_BLANK_LINE = re.compile(rb".*\n[ \t\r]*\n", re.DOTALL)
+
+
+class UnreadableError(Exception):
+    """Why one file cannot be used, as the end of a sentence that begins with the file's name."""
+
+
+def read_documents(path: Path) -> Iterator[str]:
+    """The documents of one file, in order; a `.jsonl` file gives the field `text` of each line.
+
+    A file of at most 64 KB is one document. A longer one is cut into documents of at most 64 KB, after the
+    last blank line that fits, else the last line end, else the last space, else between two characters.
+    Joined, the documents are the file's exact text, less a byte order mark and less documents of white
+    space alone. Raises UnreadableError.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise UnreadableError("is not a regular file: copy its content to one")
+        with open(path, "rb") as file:
+            yield from _json_documents(file) if path.suffix.lower() == ".jsonl" else _text_documents(file)
+    except OSError as error:
+        raise UnreadableError(f"cannot be read ({error.strerror or error}): make it readable") from error
+
+
+def cut(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Cut a stream of bytes into pieces of 1 to 65,536 bytes at the places `read_documents` describes."""
+    buffer = b""
+    for block in blocks:
+        buffer += block
+        start = 0
+        while len(buffer) - start > DOCUMENT_BYTES:
+            end = start + _cut_point(buffer[start : start + DOCUMENT_BYTES + 1])
+            yield buffer[start:end]
+            start = end
+        buffer = buffer[start:]
+    if buffer:
+        yield buffer
+
+
+def _cut_point(window: bytes) -> int:
+    """Where to end the document that opens `window`, which is one byte longer than a document may be."""
+    inside = window[:-1]
+    blank = _TO_LAST_BLANK_LINE.match(inside)
+    if blank is not None:
+        return blank.end()
+    for boundary in (b"\n", b" "):
+        found = inside.rfind(boundary)
+        if found >= 0:
+            return found + 1
+    end = len(inside)
+    # A byte 10xxxxxx continues a character; a character has at most three of them.
+    for back in range(4):
+        if window[end - back] & 0xC0 != 0x80:
+            return end - back
+    return end
+
+
+def _text_documents(file: BinaryIO) -> Iterator[str]:
+    first = file.read(_BLOCK_BYTES)
+    binary = first.find(b"\0", 0, _BINARY_HEAD)
+    if binary >= 0:
+        raise UnreadableError(f"looks binary (byte 0 at offset {binary}): give UTF-8 text")
+    offset = len(_BYTE_ORDER_MARK) if first.startswith(_BYTE_ORDER_MARK) else 0
+
+    def blocks() -> Iterator[bytes]:
+        yield first[offset:]
+        while block := file.read(_BLOCK_BYTES):
+            yield block
+
+    position = offset
+    for piece in cut(blocks()):
+        try:
+            text = piece.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UnreadableError(
+                f"is not UTF-8 (byte 0x{piece[error.start]:02x} at offset {position + error.start}): "
+                "convert it to UTF-8"
+            ) from error
+        position += len(piece)
+        if not text.isspace():
+            yield text
+
+
+def _json_documents(file: BinaryIO) -> Iterator[str]:
+    number = 0
+    while line := file.readline(JSON_LINE_BYTES + 1):
+        number += 1
+        if len(line) > JSON_LINE_BYTES:
+            raise UnreadableError(f"has more than {JSON_LINE_BYTES // 2**20} MB on line {number}: split that record")
+        if number == 1:
+            line = line.removeprefix(_BYTE_ORDER_MARK)
+        if not line.isspace():
+            data = _json_text(line, number)
+            for piece in cut([data]):
+                text = piece.decode("utf-8")
+                if not text.isspace():
+                    yield text
+
+
+def _json_text(line: bytes, number: int) -> bytes:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"has no valid UTF-8 JSON on line {number}: give one object a line") from error
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise UnreadableError(f'has no string "text" on line {number}: give one object with "text" a line')
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UnreadableError(f'has half a surrogate pair in "text" on line {number}: repair that record') from error

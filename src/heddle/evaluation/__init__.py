@@ -1,0 +1,1 @@
+"""Measuring a model on text, in bits per byte: comparable across tokenizers."""

@@ -1,0 +1,179 @@
+"""The loop: batch → gradients → step → log, with saves that make a continued run equal an uninterrupted one."""
+
+import itertools
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heddle import progress as display
+from heddle.checkpoints.lock import RunLock
+from heddle.data.corpus import Corpus
+from heddle.data.samples import Samples, evaluation_windows
+from heddle.errors import MachineError
+from heddle.evaluation.bits import bits_per_byte, window_bits
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder, build
+from heddle.training.record import Log, open_run
+from heddle.training.settings import Settings, learning_rate
+from heddle.training.signals import Interrupted, Wish, listening
+from heddle.training.snapshot import Progress, resume_run, save_run
+from heddle.training.step import apply, gradients, make_optimizer
+
+LONGEST_STREAK = 10
+PART = 8  # batches of validation windows in an evaluation on the way
+
+
+class Diverged(MachineError):
+    """Too many steps in a row had a loss or gradient that was not finite."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run: the model, bits and bytes of each validation window, what happened on the way."""
+
+    model: Decoder
+    windows: list[tuple[float, int]]
+    progress: Progress
+    tokens_per_second: float
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Of the whole validation text."""
+        return bits_per_byte(self.windows)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, on what, how, where to, and in which circumstances (for run.json)."""
+
+    config: ModelConfig
+    corpus: Corpus
+    settings: Settings
+    out: Path
+    device: str = "cpu"
+    circumstances: dict[str, Any] | None = None
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The narrow dtype of products, or None."""
+        return torch.bfloat16 if self.settings.precision == "bf16" else None
+
+
+def train(job: Job) -> Outcome:
+    """Train, or continue, the run in `job.out`; the same job ends bit-identical however often it was interrupted.
+
+    Raises CheckpointError if the folder is another run's or in use, Diverged after too many bad steps,
+    MachineError if it cannot be written, Interrupted after saving when a signal asked for it.
+    """
+    settings, corpus = job.settings, job.corpus
+    samples = Samples(
+        corpus.train, corpus.weights, settings.context, settings.batch_size, settings.seed, corpus.tokenizer.end
+    )
+    with RunLock(job.out), listening() as wish:
+        identity = {"design": job.config.dump(), "data": {"hash": corpus.hash}, "settings": settings.identity()}
+        open_run(job.out, identity, {"data_report": corpus.report, **(job.circumstances or {})})
+        torch.manual_seed(settings.seed)
+        model = build(job.config, device=job.device, seed=settings.seed).train()
+        optimizer = make_optimizer(model, settings.weight_decay)
+        progress = resume_run(job.out, model, optimizer)
+        model.checkpointing = settings.checkpoint_activations
+        if settings.compile:
+            for layer in model.layers:
+                layer.compile()
+        log = Log(job.out, progress.step)
+        try:
+            speed = _run(job, _Running(model, optimizer, samples, progress, log, wish))
+        finally:
+            log.close()
+        windows = evaluate(model, job)
+        return Outcome(model, windows, progress, speed)
+
+
+def evaluate(model: Decoder, job: Job, batches: int | None = None) -> list[tuple[float, int]]:
+    """Bits and bytes of each validation window, or of the first `batches` of them."""
+    corpus, settings = job.corpus, job.settings
+    windows = evaluation_windows(corpus.validation, settings.context, settings.batch_size)
+    chosen = itertools.islice(windows, batches)
+    return window_bits(model, chosen, corpus.tokenizer.byte_lengths, job.autocast)
+
+
+@dataclass
+class _Running:
+    model: Decoder
+    optimizer: torch.optim.Optimizer
+    samples: Samples
+    progress: Progress
+    log: Log
+    wish: Wish
+
+
+def _run(job: Job, run: _Running) -> float:
+    """All remaining steps; returns the median tokens a second."""
+    settings, progress = job.settings, run.progress
+    speeds = []
+    with display.bar("training", settings.steps * settings.tokens_per_step, "tokens") as bar:
+        bar.advance(progress.step * settings.tokens_per_step)
+        while progress.step < settings.steps:
+            line = _step(job, run)
+            speeds.append(settings.tokens_per_step / line["seconds"])
+            run.log.write(line)
+            bar.advance(settings.tokens_per_step, _note(line))
+            _watch(job, run)
+            finished = progress.step == settings.steps
+            due = settings.save_every is not None and progress.step % settings.save_every == 0
+            if finished or due or run.wish.number is not None:
+                save_run(job.out, run.model, run.optimizer, progress, job.corpus.tokenizer)
+            if run.wish.number is not None and not finished:
+                display.say(f"saved at step {progress.step}; the same command continues")
+                raise Interrupted(run.wish.number)
+    return sorted(speeds)[len(speeds) // 2] if speeds else math.nan
+
+
+def _step(job: Job, run: _Running) -> dict[str, Any]:
+    """Take one step; returns its line of the log, in which numbers that are not finite are null."""
+    settings, progress = job.settings, run.progress
+    began = time.perf_counter()
+    batch = run.samples.batch(progress.step)
+    loss = gradients(run.model, batch, (settings.seed, progress.step), settings.accumulate, job.autocast)
+    rate = learning_rate(settings, progress.step)
+    result = apply(run.model, run.optimizer, loss, rate, settings.clip)
+    seconds = time.perf_counter() - began
+    progress.step += 1
+    progress.skipped += not result.taken
+    progress.streak = 0 if result.taken else progress.streak + 1
+    # Here end tokens count in the loss, so this is a little above what an evaluation gives.
+    in_bytes = int(job.corpus.tokenizer.byte_lengths[batch.tokens[:, 1:]].sum())
+    bits = result.loss * settings.tokens_per_step / math.log(2) / max(1, in_bytes)
+    line: dict[str, Any] = {
+        "step": progress.step,
+        "tokens": progress.step * settings.tokens_per_step,
+        "loss": result.loss,
+        "bits_per_byte": bits,
+        "gradient_norm": result.norm,
+        "learning_rate": rate,
+        "taken": result.taken,
+        "seconds": round(seconds, 6),
+    }
+    every = settings.evaluate_every
+    if every is not None and progress.step % every == 0 and progress.step < settings.steps:
+        line["validation_bits_per_byte"] = bits_per_byte(evaluate(run.model, job, PART))
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
+
+
+def _note(line: dict[str, Any]) -> str:
+    if line["loss"] is None or line["bits_per_byte"] is None:
+        return f"step {line['step']} not taken: its loss is not finite"
+    return f"loss {line['loss']:.3f} nats a token, {line['bits_per_byte']:.3f} bits per byte"
+
+
+def _watch(job: Job, run: _Running) -> None:
+    progress = run.progress
+    if progress.streak >= LONGEST_STREAK:
+        raise Diverged(
+            f"{job.out}: {progress.streak} steps in a row, up to step {progress.step}, had a loss or gradient that was "
+            f"not finite, and were not taken; try a lower --lr than {job.settings.learning_rate:g}"
+        )

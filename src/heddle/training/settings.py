@@ -1,0 +1,87 @@
+"""How a design is trained: everything that decides the result but the design and the text."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from heddle.errors import ConfigError
+from heddle.runtime import PRECISIONS
+
+SCHEDULES = ("wsd", "cosine", "linear")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """steps: optimizer steps of batch_size rows of context tokens. accumulate: pieces a batch is cut into
+    (less memory, the same gradients). warmup: steps (None: a twentieth, at least 10). evaluate_every: steps
+    between evaluations of a part of the validation text (None: only the end). clip: largest gradient norm.
+    """
+
+    steps: int
+    batch_size: int = 8
+    context: int = 256
+    learning_rate: float = 3e-3
+    seed: int = 0
+    save_every: int | None = None
+    accumulate: int = 1
+    precision: str = "fp32"
+    compile: bool = False
+    checkpoint_activations: bool = False
+    schedule: str = "wsd"
+    warmup: int | None = None
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    evaluate_every: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = {"steps": self.steps, "batch-size": self.batch_size, "context": self.context}
+        counts |= {"accumulate": self.accumulate, "save-every": self.save_every, "evaluate-every": self.evaluate_every}
+        for name, value in counts.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name} {value}: must be at least 1")
+        if self.batch_size % self.accumulate:
+            raise ConfigError(
+                f"--accumulate {self.accumulate}: does not divide --batch-size {self.batch_size}; choose a divisor of it"
+            )
+        if not 0 < self.learning_rate < float("inf"):
+            raise ConfigError(f"--lr {self.learning_rate}: must be a number above 0")
+        if self.seed < 0 or self.seed >= 2**62:
+            raise ConfigError(f"--seed {self.seed}: must be at least 0 and below 2^62")
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"--schedule {self.schedule}: unknown schedule; choices: {', '.join(SCHEDULES)}")
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"--precision {self.precision}: unknown precision; choices: {', '.join(PRECISIONS)}")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Targets of one optimizer step."""
+        return self.batch_size * self.context
+
+    def identity(self) -> dict[str, Any]:
+        """What two runs must share to be the same run; how often it saves is not part of it."""
+        return {name: value for name, value in asdict(self).items() if name != "save_every"}
+
+
+def learning_rate(settings: Settings, step: int) -> float:
+    """The rate of a step, counted from 0: linear warmup, then the schedule over the rest.
+
+    wsd: constant, then linear to 0 over the last fifth. cosine: to a tenth. linear: to 0. Never 0 at a step.
+    """
+    warmup = settings.warmup if settings.warmup is not None else max(10, settings.steps // 20)
+    warmup = min(warmup, settings.steps)
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
+    rest = settings.steps - warmup
+    done = (step - warmup) / max(1, rest)
+    if settings.schedule == "linear":
+        return settings.learning_rate * (1 - done)
+    if settings.schedule == "cosine":
+        return settings.learning_rate * (0.55 + 0.45 * _cosine(done))
+    decay = max(1, settings.steps // 5)
+    left = settings.steps - step
+    return settings.learning_rate * min(1.0, left / decay)
+
+
+def _cosine(share: float) -> float:
+    from math import cos, pi
+
+    return cos(pi * share)

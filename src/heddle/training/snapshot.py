@@ -1,0 +1,76 @@
+"""Everything a run needs to go on as if it had never stopped, as one checkpoint folder."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from heddle.checkpoints.folder import read_folder
+from heddle.checkpoints.model import WEIGHTS, model_documents, model_tensors, restore
+from heddle.checkpoints.steps import latest, prune, write_step
+from heddle.data.tokenizer import Tokenizer
+from heddle.errors import CheckpointError
+from heddle.model.decoder import Decoder
+from heddle.progress import say
+
+TRAINING = "training.safetensors"
+PROGRESS = "training.json"
+KEEP = 2
+
+
+@dataclass
+class Progress:
+    """steps done (of the schedule), and how many of them were not taken."""
+
+    step: int = 0
+    skipped: int = 0
+    streak: int = 0
+
+
+def save_run(
+    run: Path, model: Decoder, optimizer: torch.optim.Optimizer, progress: Progress, tokenizer: Tokenizer
+) -> Path:
+    """Write the checkpoint of a step, and drop all but the newest two."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    moments: dict[str, Tensor] = {"rng.cpu": torch.get_rng_state()}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            moments[f"{key}.{names[id(parameter)]}"] = torch.as_tensor(value)
+    documents = model_documents(model, tokenizer) | {PROGRESS: json.dumps(vars(progress), sort_keys=True) + "\n"}
+    tensors = {WEIGHTS: model_tensors(model), TRAINING: moments}
+    path = write_step(run, progress.step, tensors=tensors, documents=documents)
+    prune(run, KEEP)
+    return path
+
+
+def resume_run(run: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> Progress:
+    """Load the newest whole checkpoint into model and optimizer; an empty Progress where there is none."""
+    newest = latest(run, "training")
+    for damage in newest.damaged:
+        say(f"warning: {damage}")
+    if newest.path is None:
+        return Progress()
+    contents = read_folder(newest.path, "training")
+    device = model.embed.weight.device
+    saved = dict(restore(contents, None, device).named_parameters())
+    moments = contents.tensors(TRAINING)
+    torch.set_rng_state(moments.pop("rng.cpu"))
+    state: dict[str, dict[str, Tensor]] = {}
+    for key, value in moments.items():
+        name, _, parameter = key.partition(".")
+        state.setdefault(parameter, {})[name] = value
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(saved[name])
+            if name in state:
+                optimizer.state[parameter] = {
+                    key: value.to(device) if value.dim() else value for key, value in state[name].items()
+                }
+    try:
+        progress = Progress(**json.loads(contents.documents[PROGRESS]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{newest.path}/{PROGRESS}: is missing or not a run's; use an earlier checkpoint") from error
+    say(f"continuing {run} from step {progress.step}")
+    return progress

@@ -1,0 +1,69 @@
+"""One optimizer step: gradients of a whole batch in any number of pieces, clipping, and refusal of bad numbers."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from heddle.data.samples import Batch
+from heddle.model.decoder import Decoder
+from heddle.numerics.cross_entropy import loss_sum
+from heddle.numerics.noise import Key, keyed
+from heddle.parts.layout import Layout
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """loss: mean nats a target. norm: of the gradient before clipping. taken: whether weights moved."""
+
+    loss: float
+    norm: float
+    taken: bool
+
+
+def gradients(
+    model: Decoder, batch: Batch, key: tuple[int, int], pieces: int = 1, autocast: torch.dtype | None = None
+) -> Tensor:
+    """Accumulate the gradient of the mean loss of a batch, run in `pieces` of equal rows; returns that mean.
+
+    key is (seed, step), under which dropout draws by sample: the pieces do not change the result.
+    """
+    device = model.embed.weight.device
+    total = torch.zeros((), dtype=torch.float64)
+    targets_in_batch = batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
+    rows = batch.tokens.shape[0] // pieces
+    for start in range(0, batch.tokens.shape[0], rows):
+        tokens = torch.from_numpy(batch.tokens[start : start + rows]).to(device)
+        samples = torch.from_numpy(batch.samples[start : start + rows]).to(device)
+        layout = Layout.packed(batch.lengths[start : start + rows], device=device)
+        with keyed(Key(*key, samples)):
+            with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+                hidden, _ = model(tokens[:, :-1], layout)
+                loss = loss_sum(hidden.flatten(0, 1), model.head.weight, tokens[:, 1:].flatten()) / targets_in_batch
+            torch.autograd.backward(loss)  # recomputed activations must draw under the same key
+        total += loss.detach().double().cpu()
+    return total
+
+
+def make_optimizer(model: Decoder, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW (Loshchilov & Hutter 2019), betas 0.9 and 0.95; only matrices decay."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    fused = model.embed.weight.device.type in ("cpu", "cuda")
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=(0.9, 0.95), fused=fused)
+
+
+def apply(model: Decoder, optimizer: torch.optim.Optimizer, loss: Tensor, rate: float, clip: float) -> StepResult:
+    """Clip and step, unless the loss or the gradient's norm is not finite: then weights and moments stay as they are."""
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = nn.utils.get_total_norm(found)
+    result = StepResult(float(loss), float(norm), math.isfinite(float(loss)) and math.isfinite(float(norm)))
+    if result.taken:
+        nn.utils.clip_grads_with_norm_(list(model.parameters()), clip, norm)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return result

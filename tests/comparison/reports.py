@@ -1,0 +1,163 @@
+"""Made-up comparison reports of realistic shape, for tests and for looking at."""
+
+import copy
+from typing import Any
+
+import numpy as np
+
+from heddle.comparison.statistics import bits_per_byte, paired_difference, verdict
+
+CONTEXTS = [1024 * 2**power for power in range(8)]
+SAMPLE = (
+    'def read(path):\n    """Return the lines of a file."""\n    with open(path) as source:\n'
+    "        return [line.rstrip() for line in source if line.strip()]\n\n\nclass Reader:\n    def __init__"
+)
+# name: (offset of bits per byte, spread of seeds, state bytes a token, fixed ones, train and decode speed)
+TINY = {
+    "mha-tiny": (0.0, 0.004, 3072, 0, 21_400, 238),
+    "gqa-tiny": (0.011, 0.008, 768, 0, 24_100, 305),
+    "window-tiny": (0.031, 0.003, 0, 3072 * 512, 25_900, 342),
+    "hybrid-delta-tiny": (-0.024, 0.003, 512, 420_000, 17_300, 321),
+}
+SUMMARIES = {
+    "mha-tiny": "6 layers, width 128: attention with 4 heads, rope; gated feedforward 352",
+    "gqa-tiny": "6 layers, width 128: attention with 4 heads, 1 kv head, rope; gated feedforward 400",
+    "window-tiny": "6 layers, width 128: attention with 4 heads, window 512, rope; gated feedforward 352",
+    "hybrid-delta-tiny": "6 layers, width 128: 5 of gated delta, 1 of attention; gated feedforward 320",
+}
+
+
+def design(name: str, traits: tuple[float, float, int, int, int, int], seeds: list[int], index: int) -> dict[str, Any]:
+    """One design with finished runs, measured on windows shared by all designs."""
+    offset, spread, per_token, fixed, train, decode = traits
+    text = np.random.default_rng(5).normal(2.31, 0.35, 128)
+    mine = np.random.default_rng(100 + index).normal(offset, 0.012, 128)
+    runs = []
+    for seed in seeds:
+        luck = np.random.default_rng([index, seed]).normal(0, spread) + np.random.default_rng(seed).normal(0, 0.01)
+        sizes = np.full(128, 1000) + np.random.default_rng(6).integers(0, 60, 128)
+        bits = (text + mine + luck) * sizes
+        final = float(bits.sum() / sizes.sum())
+        tokens = np.linspace(10_000, 500_000, 50).astype(int)
+        noise = np.random.default_rng([7, index, seed]).normal(0, 0.012, 50)
+        curve = final + 1.7 * ((tokens / 10_000) ** -0.55 - 50**-0.55) + noise * np.linspace(1, 0, 50)
+        run = {
+            "seed": seed,
+            "status": "done",
+            "bits_per_byte": final,
+            "train_tokens": 500_000,
+            "seconds": 500_000 / train + seed * 0.1,
+            "train_tokens_per_second": train * (1 - 0.004 * seed),
+            "peak_memory_bytes": 9.1e8 - 4e7 * index,
+            "skipped_steps": 0,
+            "curve": [[int(place), float(value)] for place, value in zip(tokens, curve, strict=True)],
+            "windows": [[float(b), int(s)] for b, s in zip(bits, sizes, strict=True)],
+            "sample": SAMPLE + f"(self, seed={seed}):\n        self.lines = []",
+        }
+        runs.append(run)
+    return {
+        "name": name,
+        "source": f"preset:{name}",
+        "summary": SUMMARIES.get(name, "6 layers, width 128"),
+        "parameters": 1_310_000 + 17_000 * index,
+        "active_parameters": 1_310_000 + 17_000 * index,
+        "flops_per_token": 3.1e6 + 5e4 * index,
+        "runs": runs,
+        "bits_per_byte": bits_per_byte(runs),
+        "train_tokens_per_second": float(train),
+        "peak_memory_bytes": 9.1e8 - 4e7 * index,
+        "state_bytes": [[place, float(per_token * place + fixed)] for place in CONTEXTS],
+        "prefill": [[place, 0.42 * train * 4096 / (place + 3500)] for place in (512, 2048, 8192)],
+        "decode": [[place, decode * 9000 / (9000 + place * min(1, per_token / 3072))] for place in (512, 2048, 8192)],
+    }
+
+
+def report(traits: dict[str, tuple[float, float, int, int, int, int]] | None = None, seeds: int = 3) -> dict[str, Any]:
+    """A whole report; the first design is the baseline."""
+    places = enumerate((traits or TINY).items())
+    designs = [design(name, trait, list(range(seeds)), index) for index, (name, trait) in places]
+    made: dict[str, Any] = {
+        "heddle": "0.1.0",
+        "created": "2026-11-20T20:00:00Z",
+        "command": "heddle compare mha.yaml gqa.yaml window.yaml delta.yaml --tokens 500000 --seeds 3",
+        "hardware": {
+            "cpu": "AMD EPYC 9B45",
+            "cores": 2,
+            "threads": 2,
+            "memory_bytes": 25e9,
+            "device": "cpu",
+            "torch": "2.13.0",
+        },
+        "data": {
+            "name": "stdlib",
+            "hash": "ab12cd34ef567890",
+            "train_bytes": 21_400_000,
+            "train_tokens": 6_120_000,
+            "validation_bytes": 131_000,
+            "vocab_size": 4096,
+        },
+        "budget": {
+            "kind": "tokens",
+            "value": 500_000,
+            "batch_size": 8,
+            "context": 256,
+            "seeds": list(range(seeds)),
+        },
+        "warnings": ["window-tiny: its window of 512 is at least the training context of 256; it was never limited."],
+        "baseline": designs[0]["name"],
+        "designs": designs,
+    }
+    return finish(made)
+
+
+def finish(made: dict[str, Any]) -> dict[str, Any]:
+    """Computes again what follows from the runs: means, differences and the verdict."""
+    base = next(row for row in made["designs"] if row["name"] == made["baseline"])
+    for row in made["designs"]:
+        row["bits_per_byte"] = bits_per_byte(row["runs"])
+    made["differences"] = [
+        {"design": row["name"], "baseline": made["baseline"], **paired_difference(row["runs"], base["runs"])}
+        for row in made["designs"]
+        if row is not base
+    ]
+    made["verdict"] = verdict(made)
+    return made
+
+
+def diverge(run: dict[str, Any]) -> None:
+    """Makes a run one that diverged half-way."""
+    curve = [*run["curve"][:20], [run["curve"][20][0], float("nan")]]
+    run.update(status="diverged", bits_per_byte=None, windows=[], curve=curve, sample=None, skipped_steps=40)
+
+
+def single() -> dict[str, Any]:
+    """One design alone, one seed."""
+    made = report({"mha-tiny": TINY["mha-tiny"]}, seeds=1)
+    return made | {"warnings": []}
+
+
+def crowd() -> dict[str, Any]:
+    """Twelve designs with long names; one diverged once and one always."""
+    rng = np.random.default_rng(3)
+    traits = {"mha-tiny": TINY["mha-tiny"]}
+    for index in range(1, 12):
+        name = f"experiments/2026-11/width-128-kv-heads-{index}-head-dim-32-rope-base-500000-run-{index:03d}"
+        states = (3072 // index, 10_000 * index)
+        traits[name] = (float(rng.normal(0, 0.02)), 0.004, *states, 20_000 + 900 * index, 200 + 20 * index)
+    made = report(traits)
+    diverge(made["designs"][4]["runs"][1])
+    for run in made["designs"][7]["runs"]:
+        diverge(run)
+    return finish(made)
+
+
+def hollow() -> dict[str, Any]:
+    """Two designs of which nothing finished or was measured."""
+    made = copy.deepcopy(report({"mha-tiny": TINY["mha-tiny"], "gqa-tiny": TINY["gqa-tiny"]}))
+    for row in made["designs"]:
+        for run in row["runs"]:
+            diverge(run)
+            run.update(curve=[], train_tokens_per_second=None, peak_memory_bytes=None, seconds=None)
+        row.update(train_tokens_per_second=None, peak_memory_bytes=None, state_bytes=[], prefill=[], decode=[])
+        row.update(flops_per_token=None, active_parameters=None)
+    return finish(made)

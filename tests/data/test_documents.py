@@ -1,0 +1,172 @@
+"""Files become documents: the same text again, nothing over 64 KB, and a clear reason for what cannot be used."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heddle.data import documents
+from heddle.data.documents import DOCUMENT_BYTES, UnreadableError, cut, read_documents
+
+
+def blocks(data: bytes, size: int) -> Iterator[bytes]:
+    for start in range(0, len(data), size):
+        yield data[start : start + size]
+
+
+def check_cut(cutter: Callable[[Iterator[bytes]], Iterator[bytes]], text: str, size: int) -> None:
+    data = text.encode()
+    pieces = list(cutter(blocks(data, size)))
+    assert b"".join(pieces) == data
+    assert all(0 < len(piece) <= DOCUMENT_BYTES for piece in pieces)
+    for piece in pieces:
+        piece.decode()  # no character is cut
+    assert pieces == list(cutter(blocks(data, 10**9)))  # how it is read does not matter
+
+
+LONG = [
+    "日本語" * 30_000,
+    "a" * 200_000,
+    "word " * 50_000,
+    "line\n" * 50_000,
+    "paragraph\nof two lines\r\n\r\n" * 9_000,
+    "\n" * 200_000,
+    "\n\n" + "x" * 150_000 + "\n \t \n" + "é" * 70_000,
+    "👩‍👩‍👧‍👦" * 20_000,
+]
+
+
+@pytest.mark.parametrize("text", LONG)
+@pytest.mark.parametrize("size", [997, 65_536, 65_537, 1_000_003])
+def test_cut_keeps_every_byte(text: str, size: int) -> None:
+    check_cut(cut, text, size)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "é", "日", "😀", " ", "\n", "\n\n", "\r\n"]), st.integers(1, 70_000))))
+def test_cut_any_text(runs: list[tuple[str, int]]) -> None:
+    check_cut(cut, "".join(part * min(count, 70_000 // len(part)) for part, count in runs[:6]), 65_536)
+
+
+def test_cut_check_catches_a_cut_character() -> None:
+    def careless(stream: Iterator[bytes]) -> Iterator[bytes]:
+        return blocks(b"".join(stream), DOCUMENT_BYTES)
+
+    with pytest.raises(UnicodeDecodeError):
+        check_cut(careless, "日本語" * 30_000, 65_536)
+
+
+def test_cut_prefers_blank_lines_then_lines_then_spaces() -> None:
+    filler = "word " * 4_000 + "\n"
+    text = filler + "\n" + filler * 4
+    assert next(cut([text.encode()])).decode() == filler + "\n"
+    assert next(cut([(filler * 9).encode()])).decode() == filler * 3
+    assert next(cut([b"word " * 20_000])) == b"word " * 13_107
+
+
+def test_a_file_up_to_the_limit_is_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("a\n\n" * (DOCUMENT_BYTES // 3) + "b" * (DOCUMENT_BYTES % 3))
+    assert path.stat().st_size == DOCUMENT_BYTES
+    assert len(list(read_documents(path))) == 1
+    with path.open("a") as file:
+        file.write("b")
+    assert len(list(read_documents(path))) == 2
+
+
+@pytest.mark.parametrize("text", ["a\r\nb\r\n", "a\0b".rjust(9000), "\u2028\x0b\x85", "e\u0301", "\x7f\x1b[0m"])
+def test_text_is_kept_as_it_is(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(text.encode())
+    assert "".join(read_documents(path)) == (text if not text.isspace() else "")
+
+
+def test_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfabc")
+    assert list(read_documents(path)) == ["abc"]
+    path.write_bytes(b"\xef\xbb\xbf\xff")
+    with pytest.raises(UnreadableError, match="offset 3"):
+        list(read_documents(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"ab\xffcd", "byte 0xff at offset 2"),
+        (b"a" * 100_000 + b"\xe9t\xe9", "byte 0xe9 at offset 100000"),
+        (b"\x7fELF\0\0", "looks binary .byte 0 at offset 4"),
+        ("utf-16".encode("utf-16"), "looks binary"),
+        (b"abc\xe6\x97", "not UTF-8 .*offset 3"),
+        (b"\xed\xa0\x80", "not UTF-8"),
+        (b"\xc0\x80", "not UTF-8"),
+    ],
+)
+def test_what_is_not_text_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    with pytest.raises(UnreadableError, match=reason):
+        list(read_documents(path))
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n\n", b" \t\r\n" * 50_000, b"\xef\xbb\xbf"])
+def test_white_space_alone_is_no_document(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    assert list(read_documents(path)) == []
+
+
+def test_special_files_do_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    for path in (tmp_path / "pipe.txt", tmp_path, Path(os.devnull)):
+        with pytest.raises(UnreadableError, match="not a regular file"):
+            list(read_documents(path))
+    with pytest.raises(UnreadableError, match="cannot be read"):
+        list(read_documents(tmp_path / "gone.txt"))
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.JSONL"
+    texts = [
+        "one",
+        "two\nlines",
+        "\u2028\0\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16"),
+        "x" * 200_000,
+    ]
+    lines = [json.dumps({"id": 1, "text": text}) for text in texts]
+    path.write_text("\ufeff" + lines[0] + "\r\n\n" + "\n".join(lines[1:]), encoding="utf-8")
+    read = list(read_documents(path))
+    assert read[:3] == texts[:3]
+    assert "".join(read[3:]) == texts[3]
+    assert all(len(text.encode()) <= DOCUMENT_BYTES for text in read)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{", "no valid UTF-8 JSON on line 2"),
+        (b"\xff", "no valid UTF-8 JSON on line 2"),
+        (b"[" * 200_000, "no valid UTF-8 JSON on line 2"),
+        (b"1" * 5_000, "no valid UTF-8 JSON on line 2"),
+        (b"[1]", 'no string "text" on line 2'),
+        (b'{"text": 3}', 'no string "text" on line 2'),
+        (b'{"body": "a"}', 'no string "text" on line 2'),
+        (b'{"text": "\\ud800"}', "half a surrogate pair .* line 2"),
+    ],
+)
+def test_bad_json_lines_are_named(tmp_path: Path, line: bytes, reason: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
+    with pytest.raises(UnreadableError, match=reason):
+        list(read_documents(path))
+
+
+def test_an_endless_json_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "JSON_LINE_BYTES", 1024 * 1024)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "' + b"a" * 2_000_000 + b'"}')
+    with pytest.raises(UnreadableError, match="more than 1 MB on line 1"):
+        list(read_documents(path))

@@ -1,0 +1,167 @@
+"""What the package never does: unpickle, evaluate text, unpack archives, start shells, or reach the network."""
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.source import package_sources
+
+# Modules that may not be imported, with all below them.
+MODULES = {
+    "pickle": "unpickling runs code",
+    "_pickle": "unpickling runs code",
+    "pickletools": "no pickle is looked into either",
+    "cloudpickle": "unpickling runs code",
+    "dill": "unpickling runs code",
+    "joblib": "its files are pickles",
+    "marshal": "it loads code",
+    "shelve": "its values are pickles",
+    "code": "it runs text",
+    "tarfile": "its members may land anywhere",
+    "zipfile": "its members may land anywhere",
+    "torch.distributed.checkpoint": "its metadata is a pickle",
+    "torch.package": "its archives hold code",
+    "torch.hub": "it fetches and runs code",
+    "requests": "nothing is fetched",
+    "httpx": "nothing is fetched",
+    "aiohttp": "nothing is fetched",
+    "urllib.request": "nothing is fetched",
+    "urllib3": "nothing is fetched",
+    "http.client": "nothing is fetched",
+    "ftplib": "nothing is fetched",
+    "xmlrpc": "nothing is fetched",
+}
+# Functions that may not be named, whatever the module was imported as.
+FUNCTIONS = {
+    "torch.load": "it unpickles",
+    "torch.save": "it pickles",
+    "torch.jit.load": "it loads code",
+    "torch.serialization.load": "it unpickles",
+    "torch.utils.model_zoo.load_url": "it fetches and unpickles",
+    "torch.utils.cpp_extension.load": "it compiles and loads code",
+    "pandas.read_pickle": "it unpickles",
+    "yaml.load": "its loader may run code; use a safe loader's get_single_data",
+    "yaml.load_all": "its loader may run code",
+    "yaml.unsafe_load": "it runs code",
+    "yaml.full_load": "it has run code",
+    "shutil.unpack_archive": "members may land anywhere",
+    "os.system": "it starts a shell",
+    "os.popen": "it starts a shell",
+    "subprocess.getoutput": "it starts a shell",
+    "subprocess.getstatusoutput": "it starts a shell",
+    "builtins.eval": "it runs text",
+    "builtins.exec": "it runs text",
+    "builtins.compile": "it turns text into code",
+}
+BUILTINS = {"eval", "exec", "compile", "__import__"}
+SWITCH = "trust_remote" + "_code"
+
+
+def imported_names(tree: ast.AST) -> dict[str, str]:
+    """Local name to the dotted name of what it stands for."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                names[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return names
+
+
+def full_name(node: ast.AST, names: dict[str, str]) -> str:
+    """The dotted name an expression stands for, or nothing."""
+    if isinstance(node, ast.Attribute):
+        value = full_name(node.value, names)
+        return f"{value}.{node.attr}" if value else ""
+    return names.get(node.id, node.id) if isinstance(node, ast.Name) else ""
+
+
+def is_below(name: str, modules: dict[str, str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:length]) in modules for length in range(1, len(parts) + 1))
+
+
+def faults(text: str) -> Iterator[str]:
+    """Every banned thing in a module's text, with its line."""
+    tree = ast.parse(text)
+    names = imported_names(tree)
+    for node in ast.walk(tree):
+        found = ""
+        if isinstance(node, ast.Import):
+            found = ", ".join(alias.name for alias in node.names if is_below(alias.name, MODULES))
+        elif isinstance(node, ast.ImportFrom):
+            wanted = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = ", ".join(name for name in wanted if is_below(name, MODULES) or name in FUNCTIONS)
+        elif isinstance(node, ast.Attribute):
+            name = full_name(node, names)
+            found = name if name in FUNCTIONS or is_below(name, MODULES) or node.attr == SWITCH else ""
+        elif isinstance(node, ast.Name) and node.id not in names:
+            found = node.id if node.id in BUILTINS or node.id == SWITCH else ""
+        elif isinstance(node, ast.Constant) and node.value == SWITCH:
+            found = SWITCH
+        elif isinstance(node, ast.keyword):
+            found = keyword_fault(node)
+        if found:
+            yield f"line {getattr(node, 'lineno', 0)}: {found}"
+
+
+def keyword_fault(node: ast.keyword) -> str:
+    """Arguments that turn a safe call into another one, unless their value is plainly False."""
+    if node.arg == SWITCH:
+        return SWITCH
+    off = isinstance(node.value, ast.Constant) and node.value.value is False
+    return node.arg if node.arg in {"shell", "allow_pickle"} and not off else ""
+
+
+def test_the_package_does_none_of_it() -> None:
+    found = [f"{source.name}, {fault}" for source in package_sources() for fault in faults(source.text)]
+    assert found == []
+
+
+PLANTED = [
+    *(f"import {module}" for module in MODULES),
+    *(f"def late():\n    from {module} import anything" for module in MODULES),
+    *(f"import {name.rpartition('.')[0]} as other\nother.{name.rpartition('.')[2]}('x')" for name in FUNCTIONS),
+    *(f"from {name.rpartition('.')[0]} import {name.rpartition('.')[2]} as innocent" for name in FUNCTIONS),
+    *(f"import {name.split('.')[0]}\nread = {name}" for name in FUNCTIONS),
+    *(f"{name}('x')" for name in BUILTINS),
+    "run = eval",
+    "import torch\ntorch.distributed.checkpoint.load({})",
+    "import torch\ntorch.load('x', weights_only=True)",
+    "import numpy as np\nnp.load('x', allow_pickle=True)",
+    "import numpy as np\nnp.load('x', allow_pickle=flag)",
+    "import subprocess\nsubprocess.run('ls', shell=True)",
+    f"load('x', {SWITCH}=True)",
+    f"load('x', {SWITCH}=False)",
+    f"options = {{'{SWITCH}': True}}",
+    f"config.{SWITCH} = 1",
+]
+
+
+@pytest.mark.parametrize("text", PLANTED)
+def test_each_is_found_where_it_is_planted(text: str) -> None:
+    assert list(faults(text)) != []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import re\nre.compile('x')",
+        "import torch\ntorch.compile(model)",
+        "model.eval()",
+        "from heddle.folder import load\nload('x')",
+        "import json\njson.load(file)",
+        "import numpy as np\nnp.load('x', allow_pickle=False)",
+        "import subprocess\nsubprocess.run(['ls'], shell=False)",
+        "from torch import compile\ncompile(model)",
+        "from urllib.parse import urlsplit",
+        f"'a model that needs {SWITCH} is refused'",
+    ],
+)
+def test_what_only_looks_alike_passes(text: str) -> None:
+    assert list(faults(text)) == []

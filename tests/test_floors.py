@@ -1,0 +1,256 @@
+"""Imports only go down: the floors, read from the syntax trees, and the imports that have one home."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.source import Source, package_sources
+
+# What each unit (a module or folder directly under heddle) may import besides itself.
+BASE = {"errors", "progress", "config"}
+FLOOR_2 = BASE | {"numerics"}
+FLOOR_3 = FLOOR_2 | {"parts"}
+FLOOR_4 = FLOOR_3 | {"model"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "progress": {"errors"},
+    "config": {"errors", "progress"},
+    "runtime": {"errors"},  # settings of the whole process: for cli alone, so it is in no floor's list
+    "numerics": {"errors"},
+    "parts": FLOOR_2,
+    "model": FLOOR_3,
+    "laws": FLOOR_4,
+    "data": FLOOR_4,
+    "checkpoints": FLOOR_4,
+    "distributed": FLOOR_4,
+    "generation": FLOOR_4,
+    "evaluation": FLOOR_4,
+    "huggingface": FLOOR_4,
+    "training": FLOOR_4 | {"data", "checkpoints", "distributed", "evaluation"},
+    "comparison": FLOOR_4 | {"training", "evaluation", "generation", "data", "checkpoints"},  # decision 1
+    "conversion": FLOOR_4 | {"checkpoints", "evaluation", "training"},
+    "serving": FLOOR_4 | {"generation"},
+}
+TOP = {"", "__main__", "cli"}  # heddle itself, `python -m heddle` and the command line may import everything
+
+# Imports that have a home: only these units may hold them.
+HOMES = {
+    "transformers": {"huggingface"},
+    "torch.distributed": {"distributed", "checkpoints"},
+}
+# Modules outside cli/ that may read environment variables: where the cache lies, and what the terminal is.
+READS_ENVIRONMENT = {"heddle.data.cache", "heddle.progress"}
+ENVIRONMENT = {"os.environ", "os.getenv", "os.putenv"}
+# Functions that import the module their first argument names.
+IMPORTING = {"import_module", "__import__"}
+# What numerics may import from outside the package and the standard library.
+NUMERICS_MAY_USE = {"torch"}
+
+
+def unit(name: str) -> str:
+    """`heddle.parts.mixers` -> `parts`; `heddle` -> ``."""
+    return f"{name}.".split(".")[1]
+
+
+def is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` for a chain of attributes on a name, otherwise ``."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (owner := dotted(node.value)):
+        return f"{owner}.{node.attr}"
+    return ""
+
+
+def mentions(source: Source, modules: set[str]) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every module imported and of every chain such as `torch.distributed.barrier`."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                longer = f"{node.module}.{alias.name}"
+                if longer == "heddle.__version__":  # a constant; every other name of the root leads upwards
+                    continue
+                inside = is_within(longer, "heddle") and longer not in modules
+                yield node.lineno, (node.module or "") if inside else longer
+        elif isinstance(node, ast.Attribute) and (chain := dotted(node)):
+            if not is_within(chain, "heddle"):
+                yield node.lineno, chain
+        elif isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in IMPORTING:
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield node.lineno, first.value
+
+
+def kind_of(name: str) -> str:
+    """The kind's module that `name` is or lies in, or ``; a file with a leading underscore is no kind."""
+    pieces = name.split(".")
+    is_kind = pieces[:2] == ["heddle", "parts"] and len(pieces) > 3 and not pieces[3].startswith("_")
+    return ".".join(pieces[:4]) if is_kind else ""
+
+
+def import_fault(source: Source, target: str) -> str:
+    """Why `source` may not import `target`, a module of heddle; empty if it may."""
+    here, there = unit(source.name), unit(target)
+    if here in TOP:
+        return ""
+    if here not in ALLOWED:
+        return f"{here} stands on no floor; give it one in tests/test_floors.py"
+    if there != here and there not in ALLOWED[here]:
+        return f"{here} may not import {target}"
+    kind = kind_of(target)
+    if here == "parts" and kind and kind != kind_of(source.name):
+        return f"a part may not import another kind ({target}); import its slot"
+    if here == "model" and kind and not is_within(source.name, "heddle.model.presets"):
+        return f"only presets name a kind, not {target}; import its slot"
+    return ""
+
+
+def use_fault(source: Source, name: str) -> str:
+    """Why `source` may not use `name`, something from outside heddle; empty if it may."""
+    here = unit(source.name)
+    for package, homes in HOMES.items():
+        if is_within(name, package) and here not in homes:
+            return f"{package} belongs to {' and '.join(sorted(homes))}"
+    reads = any(is_within(name, variable) for variable in ENVIRONMENT)
+    if reads and here != "cli" and source.name not in READS_ENVIRONMENT:
+        return "environment variables are read in cli"
+    return ""
+
+
+def faults(sources: list[Source]) -> list[str]:
+    """One line for every rule broken, with the module and the line number."""
+    modules = {source.name for source in sources}
+    found = set()
+    for source in sources:
+        for line, name in mentions(source, modules):
+            fault = import_fault(source, name) if is_within(name, "heddle") else use_fault(source, name)
+            if fault:
+                found.add(f"{source.name}:{line}: {fault}")
+        if unit(source.name) == "numerics":
+            found.update(foreign_imports(source))
+    return sorted(found)
+
+
+def foreign_imports(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+        for root in (name.split(".")[0] for name in names):
+            if root not in NUMERICS_MAY_USE | {"heddle"} | sys.stdlib_module_names:
+                yield f"{source.name}:{node.lineno}: numerics may not import {root}"
+
+
+def test_imports_only_go_down() -> None:
+    assert faults(package_sources()) == []
+
+
+KNOWN = [
+    "heddle.parts.mixers",
+    "heddle.parts.mixers.attention",
+    "heddle.parts.mixers.pair",
+    "heddle.model.decoder",
+]
+
+
+def faults_of(name: str, text: str) -> list[str]:
+    return faults([Source(name, text), *(Source(known, "") for known in KNOWN if known != name)])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("heddle.numerics.attention", "import numpy"),
+        ("heddle.numerics.attention", "from heddle.config import Config"),
+        ("heddle.numerics.attention", "from heddle.parts.mixers import Mixer"),
+        ("heddle.errors", "from heddle.config import Config"),
+        ("heddle.parts.mixers.pair", "from heddle.model.decoder import Decoder"),
+        ("heddle.parts.mixers.pair", "from heddle.parts.mixers.attention import Attention"),
+        ("heddle.parts.mixers.pair", "from heddle.parts.mixers import attention"),
+        ("heddle.parts.mixers.pair", "def build():\n    import heddle.parts.mixers.attention"),
+        ("heddle.parts.mixers", "from heddle.parts.mixers.attention import Attention"),
+        ("heddle.model.decoder", "from heddle.parts.mixers.attention import Attention"),
+        (
+            "heddle.model.decoder",
+            "import importlib\nimportlib.import_module('heddle.parts.mixers.attention')",
+        ),
+        ("heddle.model.decoder", "import heddle"),
+        ("heddle.model.decoder", "from heddle import training"),
+        ("heddle.model.decoder", "from heddle import build"),
+        ("heddle.data.corpus", "from heddle.training import loop"),
+        ("heddle.generation.loop", "import heddle.serving"),
+        ("heddle.training.loop", "from heddle.cli.main import main"),
+        ("heddle.training.loop", "from heddle.laws import mixers"),
+        ("heddle.training.loop", "from heddle.runtime import Runtime"),
+        ("heddle.nowhere", "from heddle.errors import HeddleError"),
+        ("heddle.cli.show", "from transformers import AutoModel"),
+        ("heddle.model.decoder", "from torch import distributed"),
+        ("heddle.training.loop", "import torch\n\ntorch.distributed.barrier()"),
+        ("heddle.training.loop", "import os\n\nos.environ['OMP_NUM_THREADS'] = '1'"),
+        ("heddle.data.tokens", "from os import getenv"),
+    ],
+)
+def test_planted_imports_are_caught(name: str, text: str) -> None:
+    assert len(faults_of(name, text)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "heddle.numerics.attention",
+            "import math\n\nfrom torch import nn\n\nfrom heddle.errors import HeddleError",
+        ),
+        (
+            "heddle.parts.mixers.pair",
+            "from heddle.parts.mixers import Mixer\nfrom heddle.config import Config",
+        ),
+        ("heddle.model.presets", "from heddle.parts.mixers.attention import Attention"),
+        ("heddle.model.presets.small", "from heddle.parts.mixers.attention import Attention"),
+        ("heddle.huggingface.export", "import transformers"),
+        ("heddle.checkpoints.save", "import torch.distributed.checkpoint"),
+        ("heddle.cli.train", "import os\n\nos.environ.get('NO_COLOR')\nfrom heddle.laws import mixers"),
+        ("heddle.data.cache", "import os\n\nos.environ.get('XDG_CACHE_HOME')"),
+        ("heddle.comparison.report", "from heddle.data import corpus"),
+        ("heddle.checkpoints.save", "from heddle import __version__"),
+    ],
+)
+def test_allowed_imports_pass(name: str, text: str) -> None:
+    assert faults_of(name, text) == []
+
+
+HELP = """
+try:
+    from heddle.cli.main import main
+    main(["--help"])
+except SystemExit as exit:
+    assert not exit.code, exit.code
+"""
+
+
+def loaded_by(code: str) -> set[str]:
+    """The top-level modules a fresh interpreter holds after running `code`."""
+    report = "\nimport sys\nprint('\\n' + ' '.join({name.split('.')[0] for name in sys.modules}))"
+    command = [sys.executable, "-c", code + report]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("code", ["import heddle", HELP], ids=["import", "help"])
+def test_nothing_heavy_is_loaded_before_it_is_needed(code: str) -> None:
+    loaded = loaded_by(code)
+    assert "heddle" in loaded
+    assert not loaded & {"torch", "transformers", "numpy", "plotly"}
+
+
+def test_the_probe_sees_a_heavy_import() -> None:
+    assert "numpy" in loaded_by("import heddle\nimport numpy.linalg")

@@ -1,0 +1,76 @@
+#!/bin/sh
+# Installs heddle into .venv at exactly the versions of constraints.txt: `sh tools/install.sh core` or `... dev`.
+# A receipt is written last and holds what was installed, from where; while it still holds, nothing is done. A mark stands
+# while pip works: found at the start, it means that an install was cut short, and .venv is made anew.
+# Read from the environment: PYTHON, TORCH_INDEX (one more index, for torch alone), PIP_ARGS (words for every pip call).
+set -u
+cd "$(dirname "$0")/.." || exit 1
+
+extra=${1:-core}
+python=${PYTHON:-python3}
+mark=.venv/installing
+log=.venv/install.log
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+stop() {
+    echo "heddle: $*" >&2
+    exit 1
+}
+
+version() { # 3.11, or whatever else the interpreter answers
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>&1 | tail -n 1
+}
+
+same_python() { # the default takes whatever .venv has; a named interpreter must be of .venv's version
+    [ "$python" = python3 ] || [ "$(version "$python")" = "$(version .venv/bin/python)" ]
+}
+
+wanted() {
+    pwd
+    cksum pyproject.toml constraints.txt
+}
+
+install() { # a name for the message, then pip's arguments
+    what=$1
+    shift
+    # shellcheck disable=SC2086  # PIP_ARGS is a list of words
+    .venv/bin/python -m pip install -q --no-input -c constraints.txt ${PIP_ARGS:-} "$@" >>"$log" 2>&1 && return
+    rm -f "$mark"
+    grep -q 'connection broken' "$log" && stop "pip could not install $what: no package index answers (see $log)."
+    stop "pip could not install $what: $(grep -i '^ *error:' "$log" | head -n 1) (see $log)"
+}
+
+if .venv/bin/python -c '' 2>/dev/null && same_python; then
+    for receipt in ".venv/$extra.receipt" .venv/dev.receipt; do # dev holds core
+        [ "$(wanted)" = "$(cat "$receipt" 2>/dev/null)" ] && exit 0
+    done
+fi
+
+command -v "$python" >/dev/null 2>&1 ||
+    stop "Python 3.11 or newer is needed and '$python' is not there; install it, or name one as in: make test PYTHON=python3.12."
+answer=$(version "$python")
+case $answer in
+3.[0-9] | 3.10) stop "Python 3.11 or newer is needed and '$python' is $answer; name a newer one as in: make test PYTHON=python3.12." ;;
+3.[1-9][0-9]) ;;
+*) stop "Python 3.11 or newer is needed and '$python', asked for its version, answered '$answer'; name another as in: make test PYTHON=python3.12." ;;
+esac
+
+if [ -e "$mark" ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1 || ! same_python; then
+    "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+        stop "'$python' cannot make a virtual environment, its venv or ensurepip module is missing; on Debian or Ubuntu: apt-get install python3-venv."
+    echo "heddle: making .venv with $python ($answer)"
+    rm -rf .venv
+    answer=$("$python" -m venv .venv 2>&1) || stop "'$python' could not make .venv: $(echo "$answer" | tail -n 1)"
+fi
+
+rm -f .venv/*.receipt
+: >"$mark"
+: >"$log"
+echo "heddle: installing torch and heddle ($extra) into .venv; the first time takes minutes"
+install torch ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)" setuptools
+case $extra in
+core) install "heddle and what it needs" --no-build-isolation -e . ;;
+*) install "heddle and its '$extra' tools" --no-build-isolation -e ".[$extra]" ;;
+esac
+wanted >".venv/$extra.receipt"
+rm -f "$mark"
