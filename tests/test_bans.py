@@ -100,7 +100,7 @@ def faults(text: str) -> Iterator[str]:
         elif isinstance(node, ast.Attribute):
             name = full_name(node, names)
             found = name if name in FUNCTIONS or is_below(name, MODULES) or node.attr == SWITCH else ""
-        elif isinstance(node, ast.Name) and node.id not in names:
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in names:
             found = node.id if node.id in BUILTINS or node.id == SWITCH else ""
         elif isinstance(node, ast.Constant) and node.value == SWITCH:
             found = SWITCH
@@ -126,10 +126,10 @@ def test_the_package_does_none_of_it() -> None:
 PLANTED = [
     *(f"import {module}" for module in MODULES),
     *(f"def late():\n    from {module} import anything" for module in MODULES),
-    *(f"import {name.rpartition('.')[0]} as other\nother.{name.rpartition('.')[2]}('x')" for name in FUNCTIONS),
-    *(f"from {name.rpartition('.')[0]} import {name.rpartition('.')[2]} as innocent" for name in FUNCTIONS),
-    *(f"import {name.split('.')[0]}\nread = {name}" for name in FUNCTIONS),
-    *(f"{name}('x')" for name in BUILTINS),
+    *(f"import {name.rpartition('.')[0]} as other\nother.{name.rpartition('.')[2]}('x')" for name in sorted(FUNCTIONS)),
+    *(f"from {name.rpartition('.')[0]} import {name.rpartition('.')[2]} as innocent" for name in sorted(FUNCTIONS)),
+    *(f"import {name.split('.')[0]}\nread = {name}" for name in sorted(FUNCTIONS)),
+    *(f"{name}('x')" for name in sorted(BUILTINS)),
     "run = eval",
     "import torch\ntorch.distributed.checkpoint.load({})",
     "import torch\ntorch.load('x', weights_only=True)",
@@ -160,6 +160,7 @@ def test_each_is_found_where_it_is_planted(text: str) -> None:
         "import subprocess\nsubprocess.run(['ls'], shell=False)",
         "from torch import compile\ncompile(model)",
         "from urllib.parse import urlsplit",
+        "class Settings:\n    compile: bool = False\nprint(Settings().compile)",
         f"'a model that needs {SWITCH} is refused'",
     ],
 )

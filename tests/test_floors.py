@@ -18,19 +18,19 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "progress": {"errors"},
     "config": {"errors", "progress"},
-    "runtime": {"errors"},  # settings of the whole process: for cli alone, so it is in no floor's list
+    "runtime": {"errors"},  # settings of the whole process: for programs that own it (cli, a worker), decision 2
     "numerics": {"errors"},
     "parts": FLOOR_2,
     "model": FLOOR_3,
     "laws": FLOOR_4,
     "data": FLOOR_4,
-    "checkpoints": FLOOR_4,
+    "checkpoints": FLOOR_4 | {"data"},  # decision 3
     "distributed": FLOOR_4,
     "generation": FLOOR_4,
     "evaluation": FLOOR_4,
     "huggingface": FLOOR_4,
     "training": FLOOR_4 | {"data", "checkpoints", "distributed", "evaluation"},
-    "comparison": FLOOR_4 | {"training", "evaluation", "generation", "data", "checkpoints"},  # decision 1
+    "comparison": FLOOR_4 | {"runtime", "training", "evaluation", "generation", "data", "checkpoints"},  # decision 1
     "conversion": FLOOR_4 | {"checkpoints", "evaluation", "training"},
     "serving": FLOOR_4 | {"generation"},
 }

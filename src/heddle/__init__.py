@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from heddle.checkpoints.model import load as load
+    from heddle.checkpoints.model import save as save
+    from heddle.generation.generate import generate as generate
     from heddle.model.decoder import Decoder as Decoder
     from heddle.model.decoder import build as build
     from heddle.model.load import load_config as load_config
@@ -22,12 +25,27 @@ _HOMES = {
     "Layout": "heddle.parts.layout",
     "State": "heddle.model.state",
     "build": "heddle.model.decoder",
+    "generate": "heddle.generation.generate",
     "kernels": "heddle.numerics.kernels",
+    "load": "heddle.checkpoints.model",
     "load_config": "heddle.model.load",
+    "save": "heddle.checkpoints.model",
     "size": "heddle.model.size",
 }
 
-__all__ = ["Decoder", "Layout", "State", "__version__", "build", "kernels", "load_config", "size"]  # noqa: F822
+__all__ = [
+    "Decoder",
+    "Layout",
+    "State",
+    "__version__",
+    "build",
+    "generate",
+    "kernels",
+    "load",
+    "load_config",
+    "save",
+    "size",
+]
 
 
 def __getattr__(name: str) -> Any:

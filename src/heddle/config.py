@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import sys
 import types
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from heddle.errors import ConfigError
+
+B = TypeVar("B")
 
 Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
@@ -48,6 +51,14 @@ def join(prefix: str, path: str) -> str:
 def refuse(field: str, reason: str) -> NoReturn:
     """Refuse a value from within a validator, naming the field that is wrong."""
     raise PydanticCustomError("refused", "{reason}", {"field": field, "reason": reason})
+
+
+def build_under(path: str, build: Callable[..., B], *arguments: Any) -> B:
+    """Build a part that another holds; what it refuses is told with the path of its config."""
+    try:
+        return build(*arguments)
+    except DesignError as error:
+        raise error.under(path) from None
 
 
 class Config(BaseModel):
@@ -108,6 +119,11 @@ def kind_class(slot: str, kind: str) -> type[Part]:
     return _only_part(importlib.import_module(f"heddle.parts.{slot}.{kind}"))
 
 
+def is_slot(cls: type[Part]) -> bool:
+    """Whether a class is a place that several kinds fit, rather than the config of one kind."""
+    return cls is not Part and cls.__module__ == f"heddle.parts.{cls.slot}"
+
+
 def _only_part(module: types.ModuleType) -> type[Part]:
     own = [
         value
@@ -145,7 +161,7 @@ def decode(target: type[C], data: Any, path: str = "") -> C:
     if not isinstance(data, dict):
         raise DesignError(path, f"expected a table of fields, got {_show(data)}")
     cls: type[Config] = target
-    if issubclass(target, Part) and target.__module__.count(".") == 2 and target.slot:
+    if issubclass(target, Part) and is_slot(target):
         cls, data = _resolve(target, data, path)
     known = cls.model_fields
     for name in data:
@@ -153,8 +169,7 @@ def decode(target: type[C], data: Any, path: str = "") -> C:
             raise DesignError(path, _unknown("field", name, sorted(known)))
     values = {}
     for name, value in data.items():
-        nested = _nested(known[name].annotation)
-        values[name] = _decode_value(nested, value, join(path, name)) if nested else value
+        values[name] = _decode_value(known[name].annotation, value, join(path, name))
     try:
         config = cls(**values)
     except DesignError as error:
@@ -189,18 +204,35 @@ def _nested(annotation: Any) -> type[Config] | None:
     return None
 
 
-def _decode_value(target: type[Config], value: Any, path: str) -> Any:
+def _is_list(annotation: Any) -> bool:
+    """Whether an annotation is `tuple[X, ...]` or `tuple[X, ...] | None`: a list on disk."""
+    if get_origin(annotation) in (Union, types.UnionType, Annotated):
+        return any(_is_list(argument) for argument in get_args(annotation))
+    return get_origin(annotation) is tuple
+
+
+def _decode_value(annotation: Any, value: Any, path: str) -> Any:
+    nested = _nested(annotation)
     if value is None or isinstance(value, Config):
         return value
-    if isinstance(value, list):
-        return tuple(decode(target, item, f"{path}[{index}]") for index, item in enumerate(value))
-    return decode(target, value, path)
+    if _is_list(annotation):
+        if not isinstance(value, list | tuple):
+            raise DesignError(path, f"expected a list, got {_show(value)}")
+        if nested is None:
+            return tuple(value)
+        return tuple(
+            item if isinstance(item, Config) else decode(nested, item, f"{path}[{index}]")
+            for index, item in enumerate(value)
+        )
+    return value if nested is None else decode(nested, value, path)
 
 
 def _explain(cls: type[Config], fields: dict[str, Any], error: ValidationError) -> DesignError:
     """The first of pydantic's complaints as one sentence."""
-    first = error.errors(include_url=False)[0]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    complaints = error.errors(include_url=False)
+    first = complaints[0]
+    field, *rest = first["loc"] or ("",)
+    path = f"{field}" + "".join(f"[{index}]" for index in rest if isinstance(index, int))
     kind, context, value = first["type"], first.get("ctx", {}), first["input"]
     if kind == "refused":
         return DesignError(join(path, context["field"]), context["reason"])
@@ -211,8 +243,11 @@ def _explain(cls: type[Config], fields: dict[str, Any], error: ValidationError) 
     if kind == "literal_error":
         allowed = [choice.strip("' ") for choice in context["expected"].replace(" or ", ",").split(",")]
         return DesignError(path, _unknown("value", value, allowed))
-    reason = first["msg"].replace("Input should be", "should be")
-    return DesignError(path, f"{reason[0].lower()}{reason[1:]}, got {_show(value)}")
+    reasons = [first["msg"]]
+    if any(isinstance(tag, str) for tag in rest):  # one complaint for each member of a union
+        reasons = [other["msg"] for other in complaints if other["loc"][0] == field]
+    allowed_values = " or ".join(reason.removeprefix("Input should be ") for reason in reasons)
+    return DesignError(path, f"should be {allowed_values}, got {_show(value)}")
 
 
 def _unknown(what: str, value: Any, choices: list[str]) -> str:
@@ -222,6 +257,14 @@ def _unknown(what: str, value: Any, choices: list[str]) -> str:
 
 
 def _show(value: Any) -> str:
-    names = {str: "text", bool: "a truth value", list: "a list", dict: "a table", type(None): "nothing"}
+    names = {
+        str: "text",
+        bool: "a truth value",
+        int: "a whole number",
+        float: "a number",
+        list: "a list",
+        dict: "a table",
+        type(None): "nothing",
+    }
     text = repr(value)
     return f"{text if len(text) < 60 else text[:57] + '…'} ({names.get(type(value), type(value).__name__)})"

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from heddle.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
-PRECISIONS = ("fp32", "bf16")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 

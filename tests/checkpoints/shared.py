@@ -68,7 +68,7 @@ class System:
         self.trace: list[str] = []
         self.dead = False
         self.unsynced_files: set[int] = set()
-        self.unsynced_names: list[tuple[int, str, Path, Path | None]] = []  # folder, what, path, new path
+        self.unsynced_names: list[tuple[int, Path, Path | None]] = []  # folder, name, new name if renamed
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(os, name)
@@ -108,10 +108,10 @@ class System:
             self.unsynced_files.add(os.fstat(arguments[0]).st_ino)
         elif name == "mkdir" or (name == "open" and arguments[1] & os.O_CREAT):
             path = Path(arguments[0])
-            self.unsynced_names.append((path.parent.stat().st_ino, "create", path, None))
+            self.unsynced_names.append((path.parent.stat().st_ino, path, None))
         elif name == "rename":
             path, new = Path(arguments[0]), Path(arguments[1])
-            self.unsynced_names.append((path.parent.stat().st_ino, "rename", path, new))
+            self.unsynced_names.append((path.parent.stat().st_ino, path, new))
         return result
 
     def lose(self, root: Path, names: int, files: bool) -> None:
@@ -119,12 +119,15 @@ class System:
         for path in root.rglob("*") if files else ():
             if path.is_file() and path.stat().st_ino in self.unsynced_files:
                 os.truncate(path, path.stat().st_size // 2)
-        for _, what, path, new in reversed(self.unsynced_names[len(self.unsynced_names) - names :]):
-            if what == "rename" and new is not None:
-                if new.exists() and not path.exists():
-                    os.rename(new, path)
-            elif path.is_file():
-                path.unlink()
+        for node, path, new in reversed(self.unsynced_names[len(self.unsynced_names) - names :]):
+            folders = {at.stat().st_ino: at for at in (root, *root.rglob("*")) if at.is_dir()}
+            if node not in folders:
+                continue
+            before = folders[node] / path.name  # the folder itself may have another name by now
+            if new is not None and (folders[node] / new.name).exists() and not before.exists():
+                os.rename(folders[node] / new.name, before)
+            elif new is None and before.is_file():
+                before.unlink()
 
 
 @contextmanager

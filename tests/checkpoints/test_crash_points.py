@@ -132,6 +132,14 @@ def unsynced_files(path: Path) -> None:
         save(path)
 
 
+def unsynced_files_of_the_folder(path: Path) -> None:
+    """Planted: the names of the files are not synced before the rename, only that of the folder after it."""
+    sync = disk.sync_folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "sync_folder", lambda folder: None if ".tmp-" in folder.name else sync(folder))
+        save(path)
+
+
 def unsynced_names(path: Path) -> None:
     """Planted: names are never synced."""
     with pytest.MonkeyPatch.context() as patch:
@@ -152,7 +160,9 @@ def old_removed_first(path: Path) -> None:
         save(path)
 
 
-@pytest.mark.parametrize("planted", [in_place, unsynced_files, unsynced_names, old_removed_first])
+@pytest.mark.parametrize(
+    "planted", [in_place, unsynced_files, unsynced_files_of_the_folder, unsynced_names, old_removed_first]
+)
 def test_careless_writers_are_caught(place: Place, planted: Save) -> None:
     assert next(crash_faults(place, planted, True), None) is not None
 

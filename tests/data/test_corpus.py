@@ -16,7 +16,7 @@ from heddle.data import corpus as corpus_module
 from heddle.data.cache import Cache, default_folder
 from heddle.data.corpus import Corpus, prepare
 from heddle.data.samples import Samples
-from heddle.data.tokenizer import Tokenizer
+from heddle.data.tokenizer import Tokenizer, distinct_bytes
 from heddle.errors import DataError, MachineError
 
 WORDS = ["warp", "weft", "heddle", "shed", "reed", "treadle", "loom", "thread", "lift", "lower", "cross", "bind"]
@@ -209,6 +209,23 @@ def test_learning_reads_training_text_only(texts: Path, cache: Path, monkeypatch
     held = {corpus.tokenizer.decode(corpus.validation.document(i)) for i in range(corpus.validation.documents)}
     assert len(seen) == corpus.train[0].documents
     assert not held & set(seen)
+
+
+def test_learning_stops_at_a_bound_of_distinct_words(texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    train = Tokenizer.train
+
+    def watched(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+        seen[:] = documents
+        return train(seen, vocab_size)
+
+    monkeypatch.setattr(Tokenizer, "train", watched)
+    (texts / "words.txt").write_text("\n\n".join(f"wörter{number}" for number in range(40_000)))
+    made(texts, cache)
+    assert distinct_bytes(seen, 10**9) > 400_000
+    monkeypatch.setattr(corpus_module, "LEARNING_DISTINCT_BYTES", 50_000)
+    made(texts, cache)
+    assert 0 < distinct_bytes(seen, 10**9) <= 50_000
 
 
 @pytest.mark.parametrize("vocab_size", [0, -1, 256])

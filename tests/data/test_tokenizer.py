@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Engine
 
-from heddle.data.tokenizer import END, LONGEST_RUN, Tokenizer
+from heddle.data.tokenizer import END, LONGEST_RUN, Tokenizer, distinct_bytes
 from heddle.errors import DataError
 
 TEXTS = [
@@ -225,3 +225,8 @@ def test_what_cannot_be_encoded_or_decoded(trained: Tokenizer) -> None:
     for i in (-1, trained.vocab_size):
         with pytest.raises(DataError, match="outside the tokenizer's vocabulary"):
             trained.decode([i])
+
+
+def test_distinct_words_are_counted_in_bytes_up_to_a_bound() -> None:
+    assert distinct_bytes(["a b", "b é a", ", ,a"], 100) == 5
+    assert distinct_bytes((f"w{number}" for number in range(10**9)), 1000) < 1010

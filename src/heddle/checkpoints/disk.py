@@ -195,7 +195,6 @@ def sweep(parent: Path, name: str | None = None) -> None:
         place = parent / original
         if role == "old" and not os.path.lexists(place):
             system.rename(path, place)
-            sync_folder(parent)
         else:
             remove_folder(path)
 
@@ -218,7 +217,6 @@ def install(staged: Path, folder: Path) -> None:
     try:
         if folder.is_dir() and system.listdir(folder):
             system.rename(folder, aside)
-            sync_folder(folder.parent)
         system.rename(staged, folder)
         sync_folder(folder.parent)
     except BaseException:

@@ -54,7 +54,6 @@ def write_step(
             while os.path.lexists(quarantine := path.with_name(f"{path.name}.damaged-{number}")):
                 number += 1
             disk.system.rename(path, quarantine)
-            disk.sync_folder(path.parent)
     except OSError as error:
         raise disk.unwritable(path, error) from error
     write_folder(path, tensors=tensors, documents=documents, kind=kind)

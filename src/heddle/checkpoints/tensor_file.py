@@ -95,7 +95,8 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().resolve_neg().cpu().contiguous().reshape(-1)
+    dense = tensor.detach().resolve_neg().cpu().contiguous()
+    flat = dense.as_strided((dense.numel(),), (1,))  # a dense tensor of one element may have any stride
     return flat.view(torch.uint8).numpy().data
 
 

@@ -14,7 +14,7 @@ from heddle.data.bin import TokenFile, TokenWriter, write_token_file
 from heddle.data.cache import Cache, digest, write_text
 from heddle.data.sources import Survey, open_source
 from heddle.data.split import TRAIN, VALIDATION, Split, split
-from heddle.data.tokenizer import LONGEST_RUN, SMALLEST_VOCABULARY, Tokenizer
+from heddle.data.tokenizer import LONGEST_RUN, SMALLEST_VOCABULARY, Tokenizer, distinct_bytes
 from heddle.errors import DataError
 
 DEFAULT_VOCABULARY = 8192
@@ -22,6 +22,8 @@ DEFAULT_VOCABULARY = 8192
 VALIDATION_TOKENS = 2_000_000
 # BPE learns from at most this much of the training split, evenly over its documents, by weight over sources.
 LEARNING_BYTES = 16 * 1024 * 1024
+# And from no more distinct words than this, which bounds its memory to about 300 MB in any script.
+LEARNING_DISTINCT_BYTES = 3 * 1024 * 1024
 # A training split up to this size is always encoded whole, so that its samples do not depend on the budget.
 WHOLE_BYTES = 48 * 1024 * 1024
 _BATCH_BYTES = 1024 * 1024
@@ -114,7 +116,9 @@ def _survey(arguments: Sequence[str]) -> tuple[list[Survey], list[float]]:
 
 def _learned(shelf: Cache, splits: Sequence[Split], weights: Sequence[float], vocab_size: int) -> Tokenizer:
     content = [[s.survey.hash, s.kind, s.edge, weight] for s, weight in zip(splits, weights, strict=True)]
-    path = shelf.path("tokenizer.json", _RECIPE, LONGEST_RUN, LEARNING_BYTES, vocab_size, content)
+    path = shelf.path(
+        "tokenizer.json", _RECIPE, LONGEST_RUN, LEARNING_BYTES, LEARNING_DISTINCT_BYTES, vocab_size, content
+    )
     if path.exists():
         # A damaged file of ours is made again.
         with contextlib.suppress(DataError):
@@ -123,14 +127,21 @@ def _learned(shelf: Cache, splits: Sequence[Split], weights: Sequence[float], vo
     for one, weight in zip(splits, weights, strict=True):
         bound = LEARNING_BYTES * weight / sum(weights)
         shares.append(min(1.0, bound / one.size(TRAIN).bytes))
-    size = sum(int(one.size(TRAIN).bytes * share) for one, share in zip(splits, shares, strict=True))
+
+    def sample(part: float) -> Iterator[str]:
+        for one, share in zip(splits, shares, strict=True):
+            yield from one.sample(TRAIN, share * part)
+
+    part = 1.0
+    while part > 1e-3 and distinct_bytes(sample(part), LEARNING_DISTINCT_BYTES) > LEARNING_DISTINCT_BYTES:
+        part /= 2
+    size = sum(int(one.size(TRAIN).bytes * share * part) for one, share in zip(splits, shares, strict=True))
 
     def texts() -> Iterator[str]:
         with progress.bar("learning a tokenizer", size, "bytes") as bar:
-            for one, share in zip(splits, shares, strict=True):
-                for text in one.sample(TRAIN, share):
-                    yield text
-                    bar.advance(len(text.encode("utf-8")))
+            for text in sample(part):
+                yield text
+                bar.advance(len(text.encode("utf-8")))
 
     tokenizer = Tokenizer.train(texts(), vocab_size)
     write_text(path, tokenizer.to_json())

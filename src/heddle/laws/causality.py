@@ -13,15 +13,14 @@ from heddle.parts.mixers import Mixer
 def later_tokens(config: ModelConfig) -> None:
     """Later tokens change no earlier bit (in a bidirectional design they do change something)."""
     model = subject(config)
-    length = 13
+    length, vocabulary = 13, model.embed.weight.shape[0]
     tokens, others = text(config, 2, length), text(config, 2, length, seed=1)
     layouts = {"one document": None, "packed documents": Layout.packed([[5, 8], [12, 1]])}
     for name, layout in layouts.items():
         before = answer(model, tokens, layout)
         for start in (1, 6, length - 1):
             changed = torch.cat((tokens[:, :start], others[:, start:]), dim=1)
-            changed[:, start] = tokens[:, start] % (config.vocab_size or 2) - 1  # surely another one
-            changed = changed.clamp(min=1)
+            changed[:, start] = tokens[:, start] % (vocabulary - 1) + 1  # surely another one
             after = answer(model, changed, layout)
             if model.causal:
                 identical(after[:, :start], before[:, :start], f"{name}, tokens from {start} on were changed")

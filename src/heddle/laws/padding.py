@@ -54,13 +54,8 @@ def _padded(rows: Tensor, side: str) -> tuple[Layout, Tensor]:
         layout = Layout(torch.where((index >= 0) & (index < torch.tensor(LENGTHS)[:, None]), index, -1))
     else:
         layout = Layout.padded(LENGTHS, width, side=side)
-    filler = text_like(rows, width)
+    filler = rows[:, -1:]  # an ordinary token, which would be seen if it were let
     return layout, torch.where(layout.positions >= 0, rows.gather(1, layout.positions.clamp(min=0)), filler)
-
-
-def text_like(rows: Tensor, width: int) -> Tensor:
-    """Other tokens of the same texts, to stand where padding is."""
-    return rows.flip(1)[:, :1].expand(rows.shape[0], width)
 
 
 def padding_gradients(config: ModelConfig) -> None:

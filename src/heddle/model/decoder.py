@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from heddle.config import DesignError
+from heddle.config import DesignError, build_under
 from heddle.errors import ConfigError
 from heddle.model.config import EmbeddingConfig, LayerConfig, ModelConfig
 from heddle.model.state import State
@@ -38,7 +38,7 @@ class Embedding(Leaf):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, width))
         self.scale = math.sqrt(width) if config.scale else 1.0
-        self.position = None if config.position is None else config.position.build(width)
+        self.position = None if config.position is None else build_under("position", config.position.build, width)
         self.dropout = Dropout(config.dropout)
 
     def initialise(self, std: float, generator: torch.Generator) -> None:
@@ -192,20 +192,13 @@ class Decoder(nn.Module):
             raise ConfigError(f"tokens: have shape {list(tokens.shape)}; expected [batch, length]")
         if layout is None:
             if state is not None:
+                state.table.check_batch(tokens.shape[0])
                 return state.table.following(tokens.shape[1])
             return Layout.causal(tokens.shape[0], tokens.shape[1], device=tokens.device)
         if layout.positions.shape != tokens.shape:
             shapes = f"{list(layout.positions.shape)} and tokens {list(tokens.shape)}"
             raise ConfigError(f"layout: positions have shape {shapes}; they must be equal")
         return layout
-
-
-def build_under(path: str, build: Callable[..., Any], *arguments: Any) -> Any:
-    """Build a part; what it refuses is told with the path of its config."""
-    try:
-        return build(*arguments)
-    except DesignError as error:
-        raise error.under(path) from None
 
 
 def initialise(model: Decoder, seed: int) -> None:

@@ -75,7 +75,7 @@ _Yaml.add_constructor("tag:yaml.org,2002:int", _integer)
 def parse_yaml(text: str, name: str) -> Any:
     """Plain data of a YAML text. Raises ConfigError with the line."""
     try:
-        return yaml.load(text, Loader=_Yaml)
+        return _Yaml(text).get_single_data()
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{name}, line {line}: {error.problem}; mend the YAML") from None
@@ -90,10 +90,13 @@ def load_config(source: str | Path | dict[str, Any], overrides: Sequence[str] = 
     """
     from heddle.model.decoder import Decoder
 
-    data = read_design(source)
-    for override in overrides:
-        apply_override(data, override)
-    config = decode(ModelConfig, DEFAULTS | data)
+    try:
+        data = read_design(source)
+        for override in overrides:
+            apply_override(data, override)
+        config = decode(ModelConfig, DEFAULTS | data)
+    except RecursionError:
+        raise ConfigError("layers: nest too deeply to be read; write fewer levels, with repeat") from None
     _try_build(config, Decoder)
     return config
 
@@ -102,8 +105,11 @@ def _try_build(config: ModelConfig, decoder: Any) -> None:
     """Build once on the meta device, so that parts that do not fit together are refused here."""
     import torch
 
-    with torch.device("meta"):
-        decoder(config if config.vocab_size is not None else config.replace(vocab_size=2))
+    try:
+        with torch.device("meta"):
+            decoder(config if config.vocab_size is not None else config.replace(vocab_size=2))
+    except RuntimeError as error:  # the only one on the meta device: sizes that overflow
+        raise ConfigError(f"design: cannot be built ({error}); choose smaller sizes") from None
 
 
 def read_design(source: str | Path | dict[str, Any]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> 
         heads_first = [x.transpose(0, 1)[None] for x in (one_q, one_k, one_v)]
         here = torch.arange(one_q.shape[0], device=q.device)[None]
         piece = replace(alone, q_positions=here, k_positions=here, everything=one_q.shape[0] == 1)
-        form = ATTENTION.choose(facts_of(heads_first[0], heads_first[1], piece, dropout=False))
+        form = ATTENTION.first(facts_of(heads_first[0], heads_first[1], piece, dropout=False))
         out.append(form.run(*heads_first, piece, scale)[0].transpose(0, 1))
     return torch.cat(out).view(rows, length, q.shape[1], v.shape[-1]).transpose(1, 2)
 
@@ -122,7 +122,7 @@ def _tiles(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> T
     """The predicate as a mask, one tile of queries at a time."""
     k, v = _clean(k, v, seen)
     out = []
-    for start in range(0, q.shape[2], TILE):
+    for start in range(0, max(q.shape[2], 1), TILE):  # once, too, for a text without tokens
         here = slice(start, min(start + TILE, q.shape[2]))
         mask = seen.mask(here)[:, None]
         # Kernels differ on rows without keys (zeros here, NaN there): see everything, then become zero.

@@ -68,6 +68,10 @@ class Operation(Generic[Facts]):
             against.append((form.name, reason))
         raise AssertionError(f"no form of {self.name} serves {facts}")
 
+    def first(self, facts: Facts) -> Form[Facts]:
+        """The first form without a reason against it, whatever was named: for the pieces of another form."""
+        return next(form for form in self.forms if form.refuse(facts) is None)
+
 
 @contextmanager
 def forcing(choices: Mapping[str, str], operations: Mapping[str, Operation[Any]]) -> Iterator[None]:

@@ -58,7 +58,7 @@ class Layout:
         device: torch.device | str = "cpu",
     ) -> "Layout":
         """Rows of different lengths, padded on the "left" or "right" to `length` (default: the longest)."""
-        width = max(lengths) if length is None else length
+        width = max(lengths, default=0) if length is None else length
         if side not in ("left", "right") or not lengths or max(lengths) > width or min(lengths) < 0:
             raise ConfigError(f"layout: cannot pad rows of {list(lengths)} tokens to {width} on the side '{side}'")
         index = torch.arange(width).expand(len(lengths), width)

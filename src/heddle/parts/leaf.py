@@ -19,7 +19,8 @@ class Leaf(nn.Module, ABC):
 def fill_normal(parameter: Tensor, std: float, generator: torch.Generator) -> None:
     """Normal numbers drawn in float32 on the CPU, whatever the parameter's dtype and device."""
     with torch.no_grad():
-        parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+        numbers = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+        parameter.copy_(numbers.normal_(0.0, std, generator=generator))
 
 
 class Linear(Leaf):

@@ -66,6 +66,11 @@ class Table:
         tensors = (self.positions, self.documents, self.counts, self.last)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
+    def check_batch(self, rows: int) -> None:
+        """Raises ConfigError if a call has another number of rows."""
+        if rows != self.batch:
+            raise ConfigError(f"state: holds {self.batch} rows, the call has {rows}; make a state of that batch")
+
     def following(self, length: int) -> Layout:
         """`length` more tokens in each row, after its newest one and in its document."""
         if self.level and self.ordered:
@@ -79,10 +84,7 @@ class Table:
 
         Raises ConfigError if the rows differ in number, or the declared capacity would be exceeded.
         """
-        if layout.batch != self.batch:
-            raise ConfigError(
-                f"state: holds {self.batch} rows, the call has {layout.batch}; make a state of that batch"
-            )
+        self.check_batch(layout.batch)
         arrivals, counts = self._arrivals(layout)
         # Padding makes the number of tokens a value: it is read once a call, only when there may be padding.
         level = self.level and not layout.has_padding

@@ -13,7 +13,7 @@ from heddle import progress as display
 from heddle.checkpoints.lock import RunLock
 from heddle.data.corpus import Corpus
 from heddle.data.samples import Samples, evaluation_windows
-from heddle.errors import MachineError
+from heddle.errors import ConfigError, MachineError
 from heddle.evaluation.bits import bits_per_byte, window_bits
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
@@ -24,7 +24,8 @@ from heddle.training.snapshot import Progress, resume_run, save_run
 from heddle.training.step import apply, gradients, make_optimizer
 
 LONGEST_STREAK = 10
-PART = 8  # batches of validation windows in an evaluation on the way
+EVALUATED = 2**17  # validation tokens of the evaluation at the end
+ON_THE_WAY = 2**14  # and of one on the way
 
 
 class Diverged(MachineError):
@@ -55,6 +56,7 @@ class Job:
     settings: Settings
     out: Path
     device: str = "cpu"
+    name: str = "training"  # of the progress bar
     circumstances: dict[str, Any] | None = None
 
     @property
@@ -78,6 +80,8 @@ def train(job: Job) -> Outcome:
         open_run(job.out, identity, {"data_report": corpus.report, **(job.circumstances or {})})
         torch.manual_seed(settings.seed)
         model = build(job.config, device=job.device, seed=settings.seed).train()
+        if not model.causal:
+            raise ConfigError("causal: a mixer sees later tokens, so the design cannot learn to predict them")
         optimizer = make_optimizer(model, settings.weight_decay)
         progress = resume_run(job.out, model, optimizer)
         model.checkpointing = settings.checkpoint_activations
@@ -93,11 +97,12 @@ def train(job: Job) -> Outcome:
         return Outcome(model, windows, progress, speed)
 
 
-def evaluate(model: Decoder, job: Job, batches: int | None = None) -> list[tuple[float, int]]:
-    """Bits and bytes of each validation window, or of the first `batches` of them."""
+def evaluate(model: Decoder, job: Job, tokens: int = EVALUATED) -> list[tuple[float, int]]:
+    """Bits and bytes of validation windows that lie evenly over the text and hold about `tokens` tokens."""
     corpus, settings = job.corpus, job.settings
     windows = evaluation_windows(corpus.validation, settings.context, settings.batch_size)
-    chosen = itertools.islice(windows, batches)
+    batches = -(-len(corpus.validation) // settings.tokens_per_step)
+    chosen = itertools.islice(windows, 0, None, max(1, batches * settings.tokens_per_step // tokens))
     return window_bits(model, chosen, corpus.tokenizer.byte_lengths, job.autocast)
 
 
@@ -115,7 +120,7 @@ def _run(job: Job, run: _Running) -> float:
     """All remaining steps; returns the median tokens a second."""
     settings, progress = job.settings, run.progress
     speeds = []
-    with display.bar("training", settings.steps * settings.tokens_per_step, "tokens") as bar:
+    with display.bar(job.name, settings.steps * settings.tokens_per_step, "tokens") as bar:
         bar.advance(progress.step * settings.tokens_per_step)
         while progress.step < settings.steps:
             line = _step(job, run)
@@ -160,8 +165,12 @@ def _step(job: Job, run: _Running) -> dict[str, Any]:
     }
     every = settings.evaluate_every
     if every is not None and progress.step % every == 0 and progress.step < settings.steps:
-        line["validation_bits_per_byte"] = bits_per_byte(evaluate(run.model, job, PART))
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
+        line["validation_bits_per_byte"] = bits_per_byte(evaluate(run.model, job, ON_THE_WAY))
+    return {key: value if _says_something(value) else None for key, value in line.items()}
+
+
+def _says_something(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _note(line: dict[str, Any]) -> str:

@@ -23,7 +23,9 @@ def write_whole(path: Path, text: str) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise MachineError(f"{path}: cannot be written ({error.strerror}); free space or choose another folder") from error
+        raise MachineError(
+            f"{path}: cannot be written ({error.strerror}); free space or choose another folder"
+        ) from error
 
 
 def open_run(folder: Path, identity: dict[str, Any], circumstances: dict[str, Any]) -> bool:

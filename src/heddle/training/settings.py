@@ -4,9 +4,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from heddle.errors import ConfigError
-from heddle.runtime import PRECISIONS
 
 SCHEDULES = ("wsd", "cosine", "linear")
+PRECISIONS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +33,14 @@ class Settings:
     evaluate_every: int | None = None
 
     def __post_init__(self) -> None:
-        counts = {"steps": self.steps, "batch-size": self.batch_size, "context": self.context}
+        counts: dict[str, int | None] = {"steps": self.steps, "batch-size": self.batch_size, "context": self.context}
         counts |= {"accumulate": self.accumulate, "save-every": self.save_every, "evaluate-every": self.evaluate_every}
         for name, value in counts.items():
             if value is not None and value < 1:
                 raise ConfigError(f"--{name} {value}: must be at least 1")
         if self.batch_size % self.accumulate:
             raise ConfigError(
-                f"--accumulate {self.accumulate}: does not divide --batch-size {self.batch_size}; choose a divisor of it"
+                f"--accumulate {self.accumulate}: does not divide --batch-size {self.batch_size}; take a divisor of it"
             )
         if not 0 < self.learning_rate < float("inf"):
             raise ConfigError(f"--lr {self.learning_rate}: must be a number above 0")

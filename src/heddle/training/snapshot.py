@@ -62,15 +62,16 @@ def resume_run(run: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> P
         name, _, parameter = key.partition(".")
         state.setdefault(parameter, {})[name] = value
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(saved[name])
-            if name in state:
-                optimizer.state[parameter] = {
-                    key: value.to(device) if value.dim() else value for key, value in state[name].items()
-                }
+        for path, weight in model.named_parameters():
+            weight.copy_(saved[path])
+            if path in state:
+                moved = {key: value.to(device) if value.dim() else value for key, value in state[path].items()}
+                optimizer.state[weight] = moved
     try:
         progress = Progress(**json.loads(contents.documents[PROGRESS]))
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{newest.path}/{PROGRESS}: is missing or not a run's; use an earlier checkpoint") from error
+        raise CheckpointError(
+            f"{newest.path}/{PROGRESS}: is missing or not a run's; use an earlier checkpoint"
+        ) from error
     say(f"continuing {run} from step {progress.step}")
     return progress

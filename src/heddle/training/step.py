@@ -56,7 +56,7 @@ def make_optimizer(model: Decoder, weight_decay: float) -> torch.optim.AdamW:
 
 
 def apply(model: Decoder, optimizer: torch.optim.Optimizer, loss: Tensor, rate: float, clip: float) -> StepResult:
-    """Clip and step, unless the loss or the gradient's norm is not finite: then weights and moments stay as they are."""
+    """Clip and step, unless the loss or the gradient's norm is not finite: then weights and moments stay."""
     found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = nn.utils.get_total_norm(found)
     result = StepResult(float(loss), float(norm), math.isfinite(float(loss)) and math.isfinite(float(norm)))

@@ -12,7 +12,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from heddle.config import Count, DesignError, Positive, Rate, refuse
+from heddle.config import Count, DesignError, Positive, Rate, build_under, refuse
 from heddle.numerics.attention import attention
 from heddle.parts.cache import Cache
 from heddle.parts.dropout import Dropout
@@ -72,7 +72,8 @@ class Attention(Mixer):
         self.qk_norm = config.qk_norm
         self.q_norm = self._norm(place, self.heads)
         self.k_norm = self._norm(place, self.kv_heads)
-        self.position = None if config.position is None else config.position.build(self.head_dim)
+        position = config.position
+        self.position = None if position is None else build_under("position", position.build, self.head_dim)
         self.dropout = Dropout(config.dropout)
 
     def _norm(self, place: Place, heads: int) -> nn.Module | None:

@@ -9,7 +9,7 @@ from heddle.parts.leaf import Leaf
 from heddle.parts.norms import NormConfig, weight_shape
 
 
-class LayerConfig(NormConfig):
+class LayerNormConfig(NormConfig):
     """`bias` is β."""
 
     eps: Positive = 1e-5
@@ -23,7 +23,7 @@ class LayerConfig(NormConfig):
 class LayerNorm(Leaf):
     """The module."""
 
-    def __init__(self, config: LayerConfig, width: int, heads: int | None) -> None:
+    def __init__(self, config: LayerNormConfig, width: int, heads: int | None) -> None:
         super().__init__()
         self.eps = config.eps
         self.weight = nn.Parameter(torch.empty(weight_shape(width, heads)))

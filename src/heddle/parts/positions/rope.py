@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from heddle.config import Count, DesignError, Positive
+from heddle.config import Count, DesignError, Finite, Positive
 from heddle.numerics.rotate import frequencies, rotate, table
 from heddle.parts.layout import Layout
 from heddle.parts.positions import Rotation, RotationConfig
@@ -20,7 +20,7 @@ class RopeConfig(RotationConfig):
     base: Positive = 10000.0
     layout: Literal["half", "interleaved"] = "half"
     dim: Count | None = None  # default: the head's width
-    frequencies: tuple[float, ...] | None = None
+    frequencies: tuple[Finite, ...] | None = None
 
     def build(self, head_dim: int) -> "Rope":
         """Make the module. Raises DesignError for an odd or too large `dim`, or a wrong number of frequencies."""

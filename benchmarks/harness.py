@@ -1,0 +1,171 @@
+"""Alternated measurements: two worker processes are asked in turn for one timed step, so noise meets both alike.
+
+A benchmark gives `sides`: a name and a function from the case's arguments to a step, which returns its seconds.
+Each side lives in a process of its own, because settings of a process (allocator, matmul route) must not leak.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from heddle.runtime import hardware, versions
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+THREADS = 2
+
+Step = Callable[[], float]
+Side = Callable[[dict[str, Any]], Step]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: `goal` is the least ratio of the second side's seconds to the first side's."""
+
+    name: str
+    arguments: dict[str, Any]
+    goal: float | None
+    pairs: int = 15
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+class Worker:
+    """A process that holds one side of one case, ready for its next step."""
+
+    def __init__(self, module: str, side: str, arguments: dict[str, Any]) -> None:
+        command = [sys.executable, "-m", module, "--side", side, "--arguments", json.dumps(arguments)]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.ask()  # the first step warms up and is not counted
+
+    def ask(self) -> float:
+        """Seconds of one more step. Raises RuntimeError if the process ended."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a worker ended with exit status {self.process.wait()}")
+        return float(line)
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def serve(side: Side, arguments: dict[str, Any]) -> None:
+    """A worker's life: build once, then one step for each line asked."""
+    step = side(arguments)
+    for _ in sys.stdin:
+        print(step(), flush=True)
+
+
+def main(module: str, question: str, sides: Mapping[str, Side], cases: Sequence[Case]) -> None:
+    """The command line of a benchmark of two sides: runs the cases, or serves as one side's worker."""
+    parser = argparse.ArgumentParser(description=question)
+    parser.add_argument("--side", choices=sorted(sides), help=argparse.SUPPRESS)
+    parser.add_argument("--arguments", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--only", default="", help="run the cases whose name contains this, and write nothing")
+    options = parser.parse_args()
+    if options.side:
+        serve(sides[options.side], options.arguments)
+        return
+    rows = []
+    for case in cases:
+        if options.only in case.name:
+            rows.append(compare(module, list(sides), case))
+            show([rows[-1]])
+    if not options.only:
+        write(module, question, rows)
+
+
+def compare(module: str, sides: list[str], case: Case) -> dict[str, Any]:
+    """Medians of one case; `ratio` is the median over the pairs, with its quartiles."""
+    workers = [Worker(module, side, case.arguments) for side in sides]
+    try:
+        pairs = []
+        for turn in range(case.pairs):
+            order = (0, 1) if turn % 2 == 0 else (1, 0)  # neither side is always the first
+            seconds = {index: workers[index].ask() for index in order}
+            pairs.append((seconds[0], seconds[1]))
+    finally:
+        for worker in workers:
+            worker.close()
+    row: dict[str, Any] = {"case": case.name, "pairs": len(pairs)}
+    for index, side in enumerate(sides):
+        row[f"{side} seconds"] = statistics.median(pair[index] for pair in pairs)
+    return row | judged([pair[1] / pair[0] for pair in pairs], case.goal)
+
+
+def judged(ratios: Sequence[float], goal: float | None) -> dict[str, Any]:
+    """The median ratio, its quartiles, the goal and whether it was met."""
+    ratio = statistics.median(ratios)
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratio, ratio, ratio)
+    row: dict[str, Any] = {"ratio": round(ratio, 3), "quartiles": [round(low, 3), round(high, 3)]}
+    return row if goal is None else row | {"goal": f">= {goal}", "met": ratio >= goal}
+
+
+def bounded(name: str, value: float, most: float, unit: str) -> dict[str, Any]:
+    """A row for a single value that must not exceed a bound."""
+    return {"case": name, "value": round(value, 3), "unit": unit, "goal": f"<= {most}", "met": value <= most}
+
+
+def alternate(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call of one process, taken in turn; one round before the first warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            taken = timed(call)
+            if turn:
+                seconds[name].append(taken)
+    return seconds
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """One line a row."""
+    for row in rows:
+        words = [str(row["case"]).ljust(40)]
+        for key, value in row.items():
+            if key not in ("case", "met"):
+                words.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
+        if "met" in row:
+            words.append("met" if row["met"] else "NOT MET")
+        print("  ".join(words), flush=True)
+
+
+def write(module: str, question: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write benchmarks/results/NAME.json."""
+    found = versions()
+    for package in ("transformers",):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    name = module.rpartition(".")[2]
+    content = {
+        "question": question,
+        "date": date.today().isoformat(),
+        "hardware": hardware(),
+        "threads": THREADS,
+        "versions": found,
+        "results": list(rows),
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

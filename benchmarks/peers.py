@@ -1,0 +1,48 @@
+"""The models of the comparisons: `preset:gqa-medium` here, and transformers' Llama of the same shape, as it comes."""
+
+from typing import Any
+
+import torch
+
+from benchmarks.harness import THREADS
+from heddle.model.decoder import Decoder, build
+from heddle.model.load import load_config
+from heddle.runtime import prepare
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+VOCABULARY = 32000
+
+
+def ours(design: str = "preset:gqa-medium", dtype: torch.dtype = torch.float32) -> Decoder:
+    """A model of this package, in a process set up as the command line does."""
+    prepare("cpu", THREADS)
+    return build(load_config(design), dtype=dtype)
+
+
+def llama(dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' LlamaForCausalLM of the same shape, with its defaults and torch's."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    torch.set_num_threads(THREADS)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        intermediate_size=2048,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random tokens, int64 [rows, length]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCABULARY, (rows, length), generator=generator)

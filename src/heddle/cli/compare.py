@@ -1,0 +1,119 @@
+"""`heddle compare`: which design serves you, how sure that is, and at what cost."""
+
+import json
+import shlex
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from heddle.cli.options import (
+    DEFAULT_VOCABULARY,
+    Data,
+    Device,
+    Json,
+    PartFile,
+    Precision,
+    Quiet,
+    Threads,
+    TokenizerFile,
+    VocabSize,
+    open_session,
+)
+from heddle.errors import ConfigError
+
+DEFAULT_TOKENS = 250_000
+
+
+def compare(  # noqa: PLR0913 - one parameter an option
+    designs: Annotated[
+        list[str],
+        typer.Argument(metavar="DESIGN... [FIELD=VALUE]...", help="The first is the baseline; overrides reach all."),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The comparison's folder.")] = Path("runs/compare"),
+    data: Data = None,
+    tokenizer: TokenizerFile = None,
+    vocab_size: VocabSize = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", help="Training tokens of each run. [250000]")] = None,
+    seconds: Annotated[float | None, typer.Option("--seconds", help="Or training seconds of each run.")] = None,
+    flops: Annotated[float | None, typer.Option("--flops", help="Or training operations of each run.")] = None,
+    seeds: Annotated[int, typer.Option("--seeds", help="Runs of each design; seeds pair the designs.")] = 3,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Rows of a step.")] = 8,
+    context: Annotated[int, typer.Option("--context", help="Tokens of a row.")] = 256,
+    lr: Annotated[float, typer.Option("--lr", help="Highest learning rate.")] = 3e-3,
+    schedule: Annotated[str, typer.Option("--schedule", help="wsd, cosine or linear.")] = "wsd",
+    contexts: Annotated[
+        list[int] | None, typer.Option("--speed-context", help="Context at which speed is measured; repeat.")
+    ] = None,
+    device: Device = "auto",
+    precision: Precision = "fp32",
+    threads: Threads = None,
+    part: PartFile = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Train designs on the same text in the same order, measure them, and write report.html and report.json."""
+    with ExitStack() as stack:
+        runtime = open_session(stack, device=device, threads=threads, parts=part, quiet=quiet)
+        from heddle.comparison.plan import Plan, read_entries, shared_vocabulary
+        from heddle.comparison.run import compare as run
+        from heddle.comparison.table import print_table
+
+        budget, value = _budget(tokens, seconds, flops)
+        if not 1 <= seeds <= 100:
+            raise ConfigError(f"--seeds {seeds}: must be from 1 to 100")
+        named = [design for design in designs if "=" not in design or Path(design).exists()]
+        entries = read_entries(named, [design for design in designs if design not in named])
+        plan = Plan(
+            entries=entries,
+            data=tuple(data or ["stdlib"]),
+            budget=budget,
+            value=value,
+            seeds=tuple(range(seeds)),
+            batch_size=batch_size,
+            context=context,
+            learning_rate=lr,
+            schedule=schedule,
+            precision=precision,
+            vocab_size=None if tokenizer else shared_vocabulary(entries, vocab_size, DEFAULT_VOCABULARY),
+            tokenizer=None if tokenizer is None else str(tokenizer.resolve()),
+            device=runtime.device,
+            threads=threads,
+            parts=tuple(str(file.resolve()) for file in part or []),
+            contexts=tuple(sorted(set(contexts or [512, 2048, 8192]))),
+        )
+        _check(plan)
+        report = run(plan, out, runtime, shlex.join(["heddle", *sys.argv[1:]]))
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_table(report)
+        print(f"report: {out / 'report.html'}")
+
+
+def _budget(tokens: int | None, seconds: float | None, flops: float | None) -> tuple[str, float]:
+    given = {"tokens": tokens, "seconds": seconds, "flops": flops}
+    named: dict[str, float] = {name: value for name, value in given.items() if value is not None}
+    if len(named) > 1:
+        raise ConfigError(f"{' and '.join(f'--{name}' for name in named)}: all say how long to train; give one of them")
+    name, value = next(iter(named.items()), ("tokens", float(DEFAULT_TOKENS)))
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"--{name} {value:g}: must be a number above 0")
+    return name, value
+
+
+def _check(plan: Any) -> None:
+    from heddle.training.settings import Settings
+
+    Settings(
+        steps=1,
+        batch_size=plan.batch_size,
+        context=plan.context,
+        learning_rate=plan.learning_rate,
+        schedule=plan.schedule,
+        precision=plan.precision,
+    )
+    if min(plan.contexts) < 1:
+        raise ConfigError("--speed-context: must be at least 1")

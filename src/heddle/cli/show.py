@@ -1,0 +1,131 @@
+"""`heddle show`: what a design is and what it costs, read off the model built without memory."""
+
+import json
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from heddle.cli.options import (
+    DEFAULT_VOCABULARY,
+    Device,
+    Json,
+    Kernel,
+    Overrides,
+    PartFile,
+    Precision,
+    dtype_of,
+    open_session,
+    read_config,
+    with_vocabulary,
+)
+from heddle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from heddle.model.config import ModelConfig
+    from heddle.model.size import Size
+
+
+def show(  # noqa: PLR0913 - one parameter an option
+    design: Annotated[str | None, typer.Argument(metavar="DESIGN", help="A file, preset:NAME or a folder.")] = None,
+    overrides: Overrides = None,
+    context: Annotated[list[int] | None, typer.Option("--context", help="Tokens of context; repeat. [2048 …]")] = None,
+    batch: Annotated[int, typer.Option("--batch", help="Rows.")] = 1,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of designs, for editors.")] = False,
+    device: Device = "auto",
+    precision: Precision = "fp32",
+    kernel: Kernel = None,
+    part: PartFile = None,
+    as_json: Json = False,
+) -> None:
+    """Layers, parameters, FLOPs, state bytes, and the kernel chosen for each operation with the reasons."""
+    with ExitStack() as stack:
+        runtime = open_session(stack, device=device, kernels=kernel, parts=part)
+        if schema:
+            from heddle.model.schema import schema as make_schema
+
+            print(json.dumps(make_schema(), indent=2))
+            return
+        if design is None:
+            raise ConfigError("show: names no design; give a file, preset:NAME or a checkpoint folder")
+        contexts = context or [2048, 8192, 32768, 131072]
+        if min(contexts) < 1 or batch < 1:
+            raise ConfigError("show: --context and --batch must be at least 1")
+        config = with_vocabulary(read_config(design, overrides), DEFAULT_VOCABULARY)
+        facts = measure(config, contexts, batch, dtype_of(precision), runtime.device)
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _print(design, facts)
+
+
+def measure(config: "ModelConfig", contexts: list[int], batch: int, dtype: Any, device: str) -> dict[str, Any]:
+    """Everything `show` prints, as plain data."""
+    from heddle.model.size import choices, size
+
+    sizes = [size(config, context, batch, dtype) for context in contexts]
+    first: Size = sizes[0]
+    calls = {"training": (contexts[0], -1), "decode": (1, contexts[0])}
+    chosen = {}
+    for name, (queries, past) in calls.items():
+        if past >= 0 and first.state_bytes == 0:
+            continue
+        chosen[name] = [
+            {"operation": c.operation, "form": c.form, "calls": n, "against": [list(pair) for pair in c.against]}
+            for c, n in choices(config, queries, past, dtype, device).items()
+        ]
+    return {
+        "design": config.dump(),
+        "parameters": first.parameters,
+        "active_parameters": first.active_parameters,
+        "embedding_parameters": first.embedding_parameters,
+        "layers": [vars(layer) for layer in first.layers],
+        "batch": batch,
+        "contexts": [
+            {
+                "context": one.context,
+                "flops_per_token": one.flops_per_token,
+                "state_bytes": one.state_bytes,
+                "state_bytes_per_token": one.state_bytes_per_token,
+                "table_bytes": one.table_bytes,
+            }
+            for one in sizes
+        ],
+        "kernels": chosen,
+    }
+
+
+def _print(design: str, facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=sys.stdout, highlight=False)
+    plain = facts["design"]
+    embedding = facts["embedding_parameters"]
+    console.print(f"[bold]{design}[/bold]: width {plain['width']}, vocabulary {plain['vocab_size']:,}")
+    console.print(
+        f"{facts['parameters']:,} parameters ({facts['active_parameters']:,} active for a token, "
+        f"{embedding:,} in the embedding)"
+    )
+    layers = Table(box=None, pad_edge=False)
+    for name in ("layers", "mixer", "feed-forward"):
+        layers.add_column(name, overflow="fold")
+    for name in ("parameters", f"state at {facts['contexts'][0]['context']:,}"):
+        layers.add_column(name, justify="right")
+    for row in facts["layers"]:
+        cells = (f"{row['count']} ×", row["mixer"], row["feedforward"])
+        layers.add_row(*cells, f"{row['parameters']:,}", f"{row['state_bytes']:,} B")
+    console.print(layers)
+    costs = Table(box=None, pad_edge=False, title=f"cost, {facts['batch']} row(s)", title_justify="left")
+    for name in ("context", "forward FLOPs/token", "state bytes", "of it positions", "more bytes/token"):
+        costs.add_column(name, justify="right")
+    for one in facts["contexts"]:
+        cells = (f"{one['context']:,}", f"{one['flops_per_token'] / 1e6:,.1f} M", f"{one['state_bytes']:,}")
+        costs.add_row(*cells, f"{one['table_bytes']:,}", f"{one['state_bytes_per_token']:,}")
+    console.print(costs)
+    for name, chosen in facts["kernels"].items():
+        console.print(f"kernels in {name}:")
+        for one in chosen:
+            reasons = "; ".join(f"not {form}: {reason}" for form, reason in one["against"])
+            console.print(f"  {one['operation']} = {one['form']} ({one['calls']}×) {reasons}", soft_wrap=True)

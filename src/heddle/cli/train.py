@@ -1,0 +1,137 @@
+"""`heddle train`: one design on a text; the same command again continues."""
+
+import shlex
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from heddle.cli.options import (
+    DEFAULT_VOCABULARY,
+    Data,
+    DesignArgument,
+    Device,
+    Json,
+    Kernel,
+    Overrides,
+    PartFile,
+    Precision,
+    Quiet,
+    Threads,
+    TokenizerFile,
+    VocabSize,
+    open_session,
+    read_config,
+    with_vocabulary,
+)
+from heddle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from heddle.data.corpus import Corpus
+    from heddle.training.loop import Outcome
+
+SAMPLE_TOKENS = 96
+
+
+def train(  # noqa: PLR0913 - one parameter an option
+    design: DesignArgument,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option("--out", help="The run's folder.")] = Path("runs/train"),
+    data: Data = None,
+    tokenizer: TokenizerFile = None,
+    vocab_size: VocabSize = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps. [500]")] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", help="Tokens to train on, instead of --steps.")] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Rows of a step.")] = 8,
+    context: Annotated[int, typer.Option("--context", help="Tokens of a row.")] = 256,
+    accumulate: Annotated[int, typer.Option("--accumulate", help="Pieces a batch is cut into; same result.")] = 1,
+    lr: Annotated[float, typer.Option("--lr", help="Highest learning rate.")] = 3e-3,
+    schedule: Annotated[str, typer.Option("--schedule", help="wsd, cosine or linear.")] = "wsd",
+    seed: Annotated[int, typer.Option("--seed", help="Of weights, order and dropout.")] = 0,
+    save_every: Annotated[int | None, typer.Option("--save-every", help="Steps between checkpoints. [100]")] = 100,
+    evaluate_every: Annotated[int | None, typer.Option("--evaluate-every", help="Steps between evaluations.")] = None,
+    compile_model: Annotated[bool, typer.Option("--compile", help="Compile each layer with torch.compile.")] = False,
+    checkpoint_activations: Annotated[
+        bool, typer.Option("--checkpoint-activations", help="Recompute layers in the backward pass: less memory.")
+    ] = False,
+    device: Device = "auto",
+    precision: Precision = "fp32",
+    threads: Threads = None,
+    kernel: Kernel = None,
+    part: PartFile = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Train a design; ends with its bits per byte on held-out text and a sample of what it writes."""
+    with ExitStack() as stack:
+        runtime = open_session(stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet)
+        from heddle.data.corpus import check_vocabulary, prepare
+        from heddle.runtime import versions
+        from heddle.training.loop import Job
+        from heddle.training.loop import train as run
+        from heddle.training.settings import Settings
+
+        settings = Settings(
+            steps=_steps(steps, tokens, batch_size * context),
+            batch_size=batch_size,
+            context=context,
+            learning_rate=lr,
+            seed=seed,
+            save_every=save_every,
+            accumulate=accumulate,
+            precision=precision,
+            compile=compile_model,
+            checkpoint_activations=checkpoint_activations,
+            schedule=schedule,
+            evaluate_every=evaluate_every,
+        )
+        config = read_config(design, overrides)
+        wanted = config.vocab_size or vocab_size or (None if tokenizer else DEFAULT_VOCABULARY)
+        budget = settings.steps * settings.tokens_per_step
+        corpus = prepare(data or ["stdlib"], vocab_size=wanted, budget=budget, tokenizer=tokenizer)
+        check_vocabulary(corpus.tokenizer, config.vocab_size)
+        circumstances = {"command": shlex.join(["heddle", *sys.argv[1:]]), "versions": versions()}
+        circumstances["runtime"] = runtime.describe()
+        job = Job(
+            config=with_vocabulary(config, corpus.tokenizer.vocab_size),
+            corpus=corpus,
+            settings=settings,
+            out=out,
+            device=runtime.device,
+            circumstances=circumstances,
+        )
+        _report(run(job), corpus, out, as_json)
+
+
+def _steps(steps: int | None, tokens: int | None, tokens_per_step: int) -> int:
+    if steps is not None and tokens is not None:
+        raise ConfigError("--steps and --tokens: both say how long to train; give one of them")
+    if tokens is None:
+        return 500 if steps is None else steps
+    if tokens < max(1, tokens_per_step):
+        raise ConfigError(f"--tokens {tokens}: is less than one step of {tokens_per_step} tokens")
+    return tokens // max(1, tokens_per_step)
+
+
+def _report(outcome: "Outcome", corpus: "Corpus", out: Path, as_json: bool) -> None:
+    import json
+
+    from heddle.generation.generate import generate
+
+    sample = generate(outcome.model, [""], corpus.tokenizer, max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_p=0.95)
+    result = {
+        "run": str(out),
+        "bits_per_byte": outcome.bits_per_byte,
+        "steps": outcome.progress.step,
+        "steps_not_taken": outcome.progress.skipped,
+        "sample": sample[0],
+    }
+    if as_json:
+        print(json.dumps(result, indent=2, ensure_ascii=False))
+        return
+    print(f"{out}: {outcome.bits_per_byte:.4f} bits per byte on held-out text after {outcome.progress.step} steps")
+    if outcome.progress.skipped:
+        print(f"{outcome.progress.skipped} steps were not taken: their loss or gradient was not finite")
+    print(f"a sample:\n{sample[0]}")

@@ -1,0 +1,151 @@
+"""One run of a comparison in a process of its own: `python -m heddle.comparison.worker TASK.json RESULT.json`.
+
+TASK.json says what to do ("train", "calibrate" or "measure"); RESULT.json receives what came out, or why not.
+"""
+
+import ctypes
+import json
+import resource
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from heddle import progress
+from heddle.errors import HeddleError
+
+CALIBRATION_STEPS = 8
+
+
+def main() -> None:
+    """Run the task of this process. Exits with a HeddleError's code after writing its sentence to the result."""
+    _die_with_parent()
+    task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    target = Path(sys.argv[2])
+    from heddle.training.record import write_whole
+    from heddle.training.signals import Interrupted
+
+    code = 0
+    try:
+        result = TASKS[task["task"]](task)
+    except Interrupted as interrupted:
+        sys.exit(interrupted.exit_code)
+    except HeddleError as error:
+        result = {"status": "failed", "message": str(error), "exit_code": error.exit_code}
+        if type(error).__name__ == "Diverged":
+            result["status"] = "diverged"
+        code = error.exit_code
+    write_whole(target, json.dumps(result))
+    sys.exit(code)
+
+
+def _die_with_parent() -> None:
+    """A comparison that is killed must not leave a trainer behind (Linux knows how; elsewhere the lock protects)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def _job(task: dict[str, Any]) -> Any:
+    from heddle.config import load_part
+    from heddle.data.corpus import prepare
+    from heddle.model.load import load_config
+    from heddle.runtime import prepare as set_up
+    from heddle.runtime import versions
+    from heddle.training.loop import Job
+    from heddle.training.settings import Settings
+
+    for file in task["parts"]:
+        load_part(Path(file))
+    runtime = set_up(task["device"], task["threads"])
+    tokenizer = None if task["tokenizer"] is None else Path(task["tokenizer"])
+    with progress.quiet():
+        corpus = prepare(task["data"], vocab_size=task["vocab_size"], budget=task["corpus_tokens"], tokenizer=tokenizer)
+    return Job(
+        config=load_config(task["design"]),
+        corpus=corpus,
+        settings=Settings(**task["settings"]),
+        out=Path(task["out"]),
+        device=runtime.device,
+        name=task["name"],
+        circumstances={"command": task["command"], "versions": versions(), "runtime": runtime.describe()},
+    )
+
+
+def _train(task: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from heddle.generation.generate import generate
+    from heddle.training.loop import train
+    from heddle.training.record import read_log
+
+    job = _job(task)
+    outcome = train(job)
+    log = read_log(job.out)
+    seconds = [line["seconds"] for line in log]
+    curve = [(line["tokens"], line["validation_bits_per_byte"]) for line in log if "validation_bits_per_byte" in line]
+    peak = torch.cuda.max_memory_allocated() if job.device == "cuda" else _peak_memory()
+    sample = generate(outcome.model, [""], job.corpus.tokenizer, max_new_tokens=96, temperature=0.8, top_p=0.95)
+    trained = outcome.progress.step * job.settings.tokens_per_step
+    return {
+        "seed": job.settings.seed,
+        "status": "done",
+        "bits_per_byte": outcome.bits_per_byte,
+        "train_tokens": trained,
+        "seconds": sum(seconds),
+        "train_tokens_per_second": job.settings.tokens_per_step / statistics.median(seconds),
+        "peak_memory_bytes": peak,
+        "skipped_steps": outcome.progress.skipped,
+        "curve": [*curve, (trained, outcome.bits_per_byte)],
+        "windows": outcome.windows,
+        "sample": sample[0],
+    }
+
+
+def _peak_memory() -> int:
+    """Bytes this process held at most; Linux counts in KiB, macOS in bytes."""
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held if sys.platform == "darwin" else held * 1024
+
+
+def _calibrate(task: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of one training step, the median of a few on a model that is thrown away."""
+    from heddle.data.samples import Samples
+    from heddle.model.decoder import build
+    from heddle.training.step import apply, gradients, make_optimizer
+
+    job = _job(task)
+    settings, corpus = job.settings, job.corpus
+    samples = Samples(corpus.train, corpus.weights, settings.context, settings.batch_size, 0, corpus.tokenizer.end)
+    model = build(job.config, device=job.device).train()
+    optimizer = make_optimizer(model, settings.weight_decay)
+    times = []
+    for step in range(CALIBRATION_STEPS):
+        began = time.perf_counter()
+        loss = gradients(model, samples.batch(step), (0, step), settings.accumulate, job.autocast)
+        apply(model, optimizer, loss, 1e-4, settings.clip)
+        times.append(time.perf_counter() - began)
+    return {"status": "done", "seconds_per_step": statistics.median(times[2:])}
+
+
+def _measure(task: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from heddle.comparison.measure import speeds
+    from heddle.config import load_part
+    from heddle.model.load import load_config
+    from heddle.runtime import prepare as set_up
+
+    for file in task["parts"]:
+        load_part(Path(file))
+    runtime = set_up(task["device"], task["threads"])
+    dtype = torch.float32 if task["settings"]["precision"] == "fp32" else torch.bfloat16
+    measured = speeds(load_config(task["design"]), task["contexts"], runtime.device, dtype)
+    return {"status": "done", **measured}
+
+
+TASKS = {"train": _train, "calibrate": _calibrate, "measure": _measure}
+
+if __name__ == "__main__":
+    main()

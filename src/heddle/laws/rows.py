@@ -1,0 +1,42 @@
+"""Rows of a batch know nothing of each other, and calls nothing of earlier ones."""
+
+from heddle.laws.subject import advance, answer, equal, identical, in_chunks, keeps_state, subject, text
+from heddle.model.config import ModelConfig
+
+
+def rows_alone(config: ModelConfig) -> None:
+    """A row alone gives the same answer as in a batch, in one call and with a state."""
+    model = subject(config)
+    tokens = text(config, 3, 8)
+    batch = answer(model, tokens)
+    for row in range(3):
+        one = tokens[row : row + 1]
+        equal(batch[row : row + 1], answer(model, one), f"row {row} of a batch of 3, against itself alone")
+    if keeps_state(model):
+        steps, _ = in_chunks(model, tokens, [4, 1, 1, 2])
+        equal(steps, batch, "3 rows with a state, against one call")
+
+
+def other_rows(config: ModelConfig) -> None:
+    """The tokens of other rows change no bit of a row."""
+    model = subject(config)
+    tokens, others = text(config, 3, 8), text(config, 3, 8, seed=1)
+    others[1] = tokens[1]
+    got, want = answer(model, others), answer(model, tokens)
+    identical(got[1:2], want[1:2], "the tokens of other rows were changed (the row is counted alone)")
+
+
+def no_memory(config: ModelConfig) -> None:
+    """A call gives the same bits after other calls, shorter, longer and with a state, as before them."""
+    model = subject(config)
+    tokens = text(config, 2, 8)
+    before = answer(model, tokens)
+    for length in (1, 19):
+        answer(model, text(config, 3, length, seed=1))
+    if keeps_state(model):
+        state = model.init_state(2)
+        for start in range(0, 24, 6):
+            _, state = advance(model, state, text(config, 2, 6, seed=start))
+        first, _ = in_chunks(model, tokens, [5, 1, 2])
+        equal(first, before, "a fresh state after another was used")
+    identical(answer(model, tokens), before, "the same call after other calls")

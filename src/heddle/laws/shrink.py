@@ -1,0 +1,125 @@
+"""A small design with the structure of a large one, on which the laws run in seconds."""
+
+from math import lcm
+from typing import Any
+
+from heddle.config import decode
+from heddle.errors import ConfigError
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import build
+
+VOCABULARY = 97
+LEARNED = 128  # learned positions: more than any law's text
+WINDOW = 7
+
+Data = dict[str, Any]
+
+
+def shrink(config: ModelConfig) -> ModelConfig:
+    """The same parts and options with small sizes.
+
+    Layers: each distinct layer once, in order (one alone twice, if there were several). Sizes: width the least
+    multiple of every layer's heads from 16 on, and odd heads' widths stay odd; heads in the same ratio to kv_heads
+    where it is at most 3; explicit head and value widths keep their order and parity; windows at most 7, hidden
+    at most 20 (odd stays odd), 97 tokens, 128 learned positions. A part's unknown fields stay as they are; where
+    the small sizes do not fit together, only layers, windows and vocabulary are cut.
+    """
+    for sizes in (True, False):
+        try:
+            small = decode(ModelConfig, _shrunk(config, sizes))
+            build(small, device="meta")
+        except ConfigError:
+            continue
+        return small
+    return config.replace(vocab_size=config.vocab_size or VOCABULARY)
+
+
+def _shrunk(config: ModelConfig, sizes: bool) -> Data:
+    distinct: list[Data] = []
+    for _, layer in config.expand():
+        plain = {name: value for name, value in layer.dump().items() if name != "repeat"}
+        if plain not in distinct:
+            distinct.append(plain)
+    layers = distinct * 2 if len(distinct) == 1 and config.depth > 1 else distinct
+    data = config.dump() | {"vocab_size": VOCABULARY, "layers": layers}
+    width = _width(config.width, distinct) if sizes else config.width
+    data["layers"] = [_layer(layer, config.width, width, sizes) for layer in layers]
+    position = data["embedding"].get("position")
+    if position and "length" in position:
+        data["embedding"] = data["embedding"] | {"position": position | {"length": LEARNED}}
+    return data | {"width": width}
+
+
+def _few(number: int) -> int:
+    """1, 2 or 3, with the parity of the number."""
+    return number if number <= 3 else 3 - (number + 1) % 2
+
+
+def _small(number: int, most: int) -> int:
+    """At most `most` (an even number) and of the number's parity."""
+    return number if number <= most else most + number % 2
+
+
+def _heads(mixer: Data) -> tuple[int, int]:
+    heads: int = mixer["heads"]
+    groups = mixer.get("kv_heads") or heads
+    few = _few(groups)
+    return few * _few(heads // groups), few
+
+
+def _width(width: int, layers: list[Data]) -> int:
+    least = 1
+    odd = width % 2 == 1
+    for layer in layers:
+        mixer = layer.get("mixer") or {}
+        if "heads" in mixer and "head_dim" not in mixer:
+            least = lcm(least, _heads(mixer)[0])
+            odd = odd or width // mixer["heads"] % 2 == 1
+    step = least if odd else 2 * least
+    times = -(-16 // step)
+    return step * (times + (1 - times % 2 if odd else 0))
+
+
+def _layer(layer: Data, width: int, small_width: int, sizes: bool) -> Data:
+    layer = dict(layer)
+    mixer, feedforward = layer.get("mixer"), layer.get("feedforward")
+    if mixer is not None:
+        layer["mixer"] = _mixer(mixer, width, small_width, sizes)
+    if feedforward is not None and sizes and "hidden" in feedforward:
+        layer["feedforward"] = feedforward | {"hidden": _small(feedforward["hidden"], 20)}
+    return layer
+
+
+def _mixer(mixer: Data, width: int, small_width: int, sizes: bool) -> Data:
+    small = dict(mixer)
+    if mixer.get("window"):
+        small["window"] = min(mixer["window"], WINDOW)
+    if not sizes or "heads" not in mixer:
+        return small
+    small["heads"], groups = _heads(mixer)
+    if "kv_heads" in mixer:
+        small["kv_heads"] = groups
+    head = mixer.get("head_dim") or width // mixer["heads"]
+    small_head = _small(head, 8) if "head_dim" in mixer else small_width // small["heads"]
+    if "head_dim" in mixer:
+        small["head_dim"] = small_head
+    if "value_dim" in mixer:
+        value = mixer["value_dim"]
+        small["value_dim"] = small_head + (value > head) - (value < head and small_head > 1)
+    position = mixer.get("position")
+    if position:
+        small["position"] = _position(position, head, small_head)
+    return small
+
+
+def _position(position: Data, head: int, small_head: int) -> Data:
+    small = dict(position)
+    dim = position.get("dim", head)
+    if "dim" in position:
+        small["dim"] = dim = small_head if dim == head else max(2, dim * small_head // head // 2 * 2)
+    else:
+        dim = small_head
+    if "frequencies" in position:
+        given = position["frequencies"]
+        small["frequencies"] = [given[i * len(given) // (dim // 2)] for i in range(dim // 2)]
+    return small

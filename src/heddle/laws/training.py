@@ -1,0 +1,92 @@
+"""Training: dropout off in eval and keyed by sample, gradients true, whatever way they are computed."""
+
+from typing import Any
+
+import torch
+
+from heddle.config import decode
+from heddle.laws.subject import (
+    Broken,
+    Gradients,
+    add,
+    answer,
+    equal_gradients,
+    gradients,
+    identical,
+    loss,
+    subject,
+    text,
+)
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder
+from heddle.numerics.noise import Key, keyed
+
+RATES = {"dropout", "drop_path"}
+
+
+def dropout_off_in_eval(config: ModelConfig) -> None:
+    """In eval nothing is dropped: the answer has the same bits as that of the design without dropout."""
+    plain = decode(ModelConfig, _without_rates(config.dump()))
+    tokens = text(config, 2, 8)
+    model, without = subject(config), subject(plain)
+    identical(answer(model, tokens), answer(without, tokens), "in eval, against the design without dropout")
+    model.train()
+    with keyed(Key(1, 1, torch.arange(2))):
+        changed = not torch.equal(answer(model, tokens), answer(without, tokens))
+    if changed != (plain != config):
+        raise Broken(f"in training, something was {'' if changed else 'not '}dropped, against the declared rates")
+
+
+def _without_rates(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {name: _without_rates(value) for name, value in data.items() if name not in RATES}
+    return [_without_rates(item) for item in data] if isinstance(data, list) else data
+
+
+def _trained(model: Decoder, tokens: torch.Tensor, samples: torch.Tensor, step: int = 2) -> Gradients:
+    with keyed(Key(7, step, samples)):
+        return gradients(model, loss(model(tokens)[0]))
+
+
+def split_batch(config: ModelConfig) -> None:
+    """Training gradients, dropout included, are the same however a batch is split into rows."""
+    model = subject(config).train()
+    tokens, samples = text(config, 4, 7), torch.tensor([3, 11, 4, 8])
+    whole = _trained(model, tokens, samples)
+    for cuts in ((0, 1, 2, 3, 4), (0, 3, 4)):
+        total = None
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            part = _trained(model, tokens[start:stop], samples[start:stop])
+            total = part if total is None else add(total, part)
+        assert total is not None
+        equal_gradients(total, whole, f"a batch split at rows {list(cuts)}")
+
+
+def checkpointing(config: ModelConfig) -> None:
+    """Recomputing layers in the backward pass gives the same bits of every gradient, dropout included."""
+    model = subject(config).train()
+    tokens, samples = text(config, 2, 7), torch.arange(2)
+    want = _trained(model, tokens, samples)
+    model.checkpointing = True
+    equal_gradients(_trained(model, tokens, samples), want, "with activation checkpointing", tolerance=0.0)
+
+
+def true_gradients(config: ModelConfig) -> None:
+    """The gradient is that of the answer: it predicts a small step in a random direction."""
+    model = subject(config)
+    tokens, step = text(config, 2, 7), 1e-6
+    found = gradients(model, loss(model(tokens)[0]))
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        direction = torch.empty(parameter.shape, dtype=torch.float64).normal_(generator=generator)
+        predicted = float((found[name] * direction).sum())
+        values = []
+        with torch.no_grad():
+            before = parameter.clone()
+            for sign in (1, -1):
+                parameter.copy_(before + sign * step * direction)
+                values.append(float(loss(model(tokens)[0])))
+            parameter.copy_(before)
+        measured = (values[0] - values[1]) / (2 * step)
+        if not abs(measured - predicted) <= 1e-5 * max(1.0, abs(measured)):
+            raise Broken(f"{name}: a small step changes the loss by {measured:.6g}, its gradient says {predicted:.6g}")

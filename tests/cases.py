@@ -1,0 +1,120 @@
+"""The cases that every law runs on: one line a part or option, in a small design with awkward sizes."""
+
+from functools import cache
+from typing import Any
+
+from heddle.config import decode
+from heddle.model.config import ModelConfig
+from heddle.model.load import DEFAULTS
+
+Data = dict[str, Any]
+
+ROPE: Data = {"kind": "rope"}
+MLP: Data = {"kind": "mlp", "hidden": 20}
+
+
+def attention(heads: int = 4, position: Data | None = ROPE, **fields: Any) -> Data:
+    """An attention mixer with rotary positions."""
+    return {"kind": "attention", "heads": heads, "position": position, **fields}
+
+
+def layer(mixer: Data | None, feedforward: Data | None = MLP, repeat: int = 1) -> Data:
+    """A layer's entry."""
+    return {"repeat": repeat, "mixer": mixer, "feedforward": feedforward}
+
+
+def design(*layers: Data, width: int = 24, **fields: Any) -> Data:
+    """A design of these layers."""
+    return DEFAULTS | {"vocab_size": 61, "width": width, "layers": list(layers), **fields}
+
+
+def alone(**fields: Any) -> Data:
+    """A design of two equal layers whose attention has these fields."""
+    return design(layer(attention(**fields), repeat=2))
+
+
+def forward(kind: str, **fields: Any) -> Data:
+    """A design of two layers with this feed-forward."""
+    return design(layer(attention(3), {"kind": kind, "hidden": 17, **fields}, repeat=2))
+
+
+ALL_DROP: Data = {"kind": "gated", "hidden": 13, "dropout": 0.3}
+
+CASES: dict[str, Data] = {
+    "attention-mha": alone(),
+    "attention-gqa": alone(heads=6, kv_heads=2),
+    "attention-mqa": alone(kv_heads=1),
+    "attention-gqa-odd-groups": alone(heads=6, kv_heads=3, head_dim=10),
+    "attention-one-head": alone(heads=1),
+    "attention-value-wider": alone(kv_heads=2, value_dim=9),
+    "attention-value-narrower": alone(kv_heads=2, head_dim=8, value_dim=3),
+    "attention-own-head-dim": alone(heads=3, head_dim=14),
+    "attention-bias": alone(bias=True),
+    "attention-bias-qkv": alone(kv_heads=2, bias="qkv"),
+    "attention-qk-norm-head": alone(kv_heads=2, qk_norm="head"),
+    "attention-qk-norm-per-head": alone(kv_heads=2, qk_norm="per_head"),
+    "attention-qk-norm-projection": alone(kv_heads=2, qk_norm="projection"),
+    "attention-qk-layer-norm-per-head": design(
+        layer(attention(kv_heads=2, qk_norm="per_head"), repeat=2), norm={"kind": "layer"}
+    ),
+    "attention-qk-layer-norm-projection": design(layer(attention(qk_norm="projection")), norm={"kind": "layer"}),
+    "attention-scale": alone(scale=0.7),
+    "attention-window-1": alone(window=1),
+    "attention-window-2": alone(kv_heads=2, window=2),
+    "attention-window-7": alone(heads=3, kv_heads=1, window=7),
+    "attention-window-mixed": design(layer(attention(window=3)), layer(attention(window=5, value_dim=4))),
+    "attention-bidirectional": alone(causal=False),
+    "attention-bidirectional-window": alone(kv_heads=2, causal=False, window=3),
+    "attention-dropout": alone(kv_heads=2, dropout=0.4),
+    "attention-no-position": alone(position=None),
+    "rope-half": alone(head_dim=6, position={"kind": "rope", "layout": "half"}),
+    "rope-interleaved": alone(kv_heads=2, position={"kind": "rope", "layout": "interleaved"}),
+    "rope-partial": alone(head_dim=11, position={"kind": "rope", "dim": 4}),
+    "rope-partial-interleaved": alone(head_dim=7, position={"kind": "rope", "dim": 6, "layout": "interleaved"}),
+    "rope-base": alone(position={"kind": "rope", "base": 500000.0}),
+    "rope-frequencies": alone(position={"kind": "rope", "frequencies": [1.0, 0.31, 0.007]}),
+    "rope-mixed": design(
+        layer(attention()), layer(attention(position={"kind": "rope", "base": 100.0})), layer(attention(position=None))
+    ),
+    "sinusoidal": design(
+        layer(attention(position=None), repeat=2), embedding={"scale": True, "position": {"kind": "sinusoidal"}}
+    ),
+    "learned": design(
+        layer(attention(position=None), repeat=2), embedding={"position": {"kind": "learned", "length": 90}}
+    ),
+    "norm-rms-offset-cast": design(
+        layer(attention(), repeat=2), norm={"kind": "rms", "offset": 1.0, "cast": "after", "eps": 1e-6}
+    ),
+    "norm-layer": design(layer(attention(), repeat=2), norm={"kind": "layer"}),
+    "norm-layer-no-bias": design(layer(attention(), repeat=2), norm={"kind": "layer", "bias": False, "eps": 1e-3}),
+    "mlp-relu": forward("mlp", activation="relu"),
+    "mlp-relu2": forward("mlp", activation="relu2"),
+    "mlp-gelu-bias": forward("mlp", activation="gelu", bias=True),
+    "mlp-gelu-tanh": forward("mlp", activation="gelu_tanh"),
+    "mlp-silu": forward("mlp", activation="silu"),
+    "gated-silu": forward("gated"),
+    "gated-gelu-bias": forward("gated", activation="gelu", bias=True),
+    "residual-pre-norm-drop-path": design(
+        layer(attention(), repeat=3), residual={"kind": "pre_norm", "drop_path": 0.5}
+    ),
+    "residual-parallel-one-norm": design(layer(attention(), repeat=2), residual={"kind": "parallel", "drop_path": 0.4}),
+    "residual-parallel-two-norms": design(layer(attention(), repeat=2), residual={"kind": "parallel", "norms": 2}),
+    "layers-apart": design(layer(attention(kv_heads=2), None), layer(None), layer(attention(window=3), None)),
+    "layers-feedforward-only": design(layer(None, repeat=2)),
+    "layers-nested": design(
+        {"repeat": 2, "layers": [layer(attention(window=3), repeat=2), layer(attention(kv_heads=1))]}, width=16
+    ),
+    "head-untied": design(layer(attention()), head={"tied": False}),
+    "embedding-scale": design(layer(attention()), embedding={"scale": True}),
+    "dropout-everywhere": design(
+        layer(attention(kv_heads=2, dropout=0.2), ALL_DROP, repeat=2),
+        embedding={"dropout": 0.2},
+        residual={"kind": "pre_norm", "drop_path": 0.3},
+    ),
+}
+
+
+@cache
+def case(name: str) -> ModelConfig:
+    """The config of a case."""
+    return decode(ModelConfig, CASES[name])

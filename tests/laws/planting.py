@@ -1,0 +1,49 @@
+"""Planting a bug: one piece of a function's source is replaced by another while a test runs."""
+
+import importlib
+import inspect
+import textwrap
+import types
+from typing import Any
+
+import pytest
+
+
+def function_at(place: str) -> types.FunctionType:
+    """The function of `module:name`, `module:Class.name` or a property of that name."""
+    module_name, _, path = place.partition(":")
+    owner: Any = importlib.import_module(f"heddle.{module_name}")
+    *classes, name = path.split(".")
+    for cls in classes:
+        owner = getattr(owner, cls)
+    found = vars(owner)[name]
+    if isinstance(found, property):
+        found = found.fget
+    found = inspect.unwrap(getattr(found, "__func__", found))
+    assert isinstance(found, types.FunctionType), place
+    return found
+
+
+def plant(patch: pytest.MonkeyPatch, place: str, old: str, new: str) -> None:
+    """Replace `old`, which must stand exactly once in the source of the function at `place`.
+
+    Only its code object is exchanged, so every module that imported the function runs the bug.
+    """
+    function = function_at(place)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{place} holds {source.count(old)} times: {old}"
+    lines = source.replace(old, new).splitlines()
+    while lines[0].startswith("@"):
+        del lines[0]
+    free = function.__code__.co_freevars  # `super()` closes over its class
+    outer = [
+        "def outer():",
+        *(f"    {name} = None" for name in free),
+        *(f"    {line}" for line in lines),
+        f"    return {function.__name__}",
+    ]
+    scope: dict[str, Any] = {}
+    exec("\n".join(outer), {**function.__globals__}, scope)
+    planted = scope["outer"]()
+    assert planted.__code__.co_freevars == free
+    patch.setattr(function, "__code__", planted.__code__)

@@ -1,0 +1,31 @@
+"""Every law on every case."""
+
+import pytest
+
+from heddle.config import PARTS, Config, Part, kinds
+from heddle.laws import LAWS
+from tests.cases import CASES, case
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("law", LAWS)
+def test_law(law: str, name: str) -> None:
+    LAWS[law].check(case(name))
+
+
+def parts_of(config: Config) -> set[tuple[str, str]]:
+    """(slot, kind) of every part within a config."""
+    found = {(config.slot, config.kind)} if isinstance(config, Part) else set()
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        for inner in value if isinstance(value, tuple) else (value,):
+            if isinstance(inner, Config):
+                found |= parts_of(inner)
+    return found
+
+
+def test_every_kind_has_a_case() -> None:
+    slots = [folder.name for folder in PARTS.iterdir() if (folder / "__init__.py").is_file()]
+    everything = {(slot, kind) for slot in slots for kind in kinds(slot)}
+    covered = {part for name in CASES for part in parts_of(case(name))}
+    assert everything == covered

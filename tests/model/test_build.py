@@ -1,0 +1,84 @@
+"""Building: starts, depth scaling, refusals at the door, outputs of the decoder and its head."""
+
+import math
+
+import pytest
+import torch
+
+import heddle
+from heddle.errors import ConfigError
+from heddle.parts.layout import Layout
+from heddle.parts.leaf import Linear
+from tests.cases import attention, case, design, layer
+
+
+def test_the_start_of_every_projection() -> None:
+    data = design(layer(attention(), repeat=4), width=96, vocab_size=500, head={"tied": False})
+    model = heddle.build(heddle.load_config(data, ["layers.0.feedforward.hidden=300"]), seed=1)
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            want = 0.02 / math.sqrt(8) if name.endswith(("out", "down")) else 0.02
+            assert float(module.weight.detach().std()) == pytest.approx(want, rel=0.05), name
+    for weight in (model.embed.weight, model.head.weight):
+        assert float(weight.detach().std()) == pytest.approx(0.02, rel=0.05)
+
+
+def test_the_start_does_not_depend_on_globals() -> None:
+    config = case("attention-gqa")
+    want = heddle.build(config).state_dict()
+    torch.manual_seed(99)
+    torch.set_default_dtype(torch.float64)
+    got = heddle.build(config).state_dict()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_layer_more_leaves_the_others_as_they_start() -> None:
+    two, three = (heddle.build(heddle.load_config(design(layer(attention(), repeat=n)))) for n in (2, 3))
+    for name, value in two.layers[0].mixer.q.named_parameters():  # type: ignore[union-attr, operator]
+        assert torch.equal(value, three.get_parameter(f"layers.0.mixer.q.{name}"))
+
+
+def test_nothing_is_allocated_on_meta() -> None:
+    model = heddle.build(case("attention-gqa"), dtype=torch.bfloat16, device="meta")
+    assert {(parameter.is_meta, parameter.dtype) for parameter in model.parameters()} == {(True, torch.bfloat16)}
+
+
+def test_shapes_of_the_outputs() -> None:
+    model = heddle.build(case("attention-gqa"))
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    hidden, state = model(tokens)
+    assert (tuple(hidden.shape), state) == ((2, 5, 24), None)
+    assert tuple(model.head(hidden).shape) == (2, 5, 61)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "layout", "message"),
+    [
+        (torch.zeros(5), None, r"^tokens: have shape \[5\]; expected \[batch, length\]$"),
+        (
+            torch.zeros(2, 5, dtype=torch.int64),
+            Layout.causal(2, 4),
+            r"^layout: positions have shape \[2, 4\] and tokens \[2, 5\]; they must be equal$",
+        ),
+    ],
+)
+def test_shapes_that_disagree(tokens: torch.Tensor, layout: Layout | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        heddle.build(case("attention-gqa"))(tokens, layout)
+
+
+def test_a_vocabulary_must_be_known() -> None:
+    data = design(layer(attention()))
+    del data["vocab_size"]
+    config = heddle.load_config(data)
+    with pytest.raises(ConfigError, match="^vocab_size: is required to build a model"):
+        heddle.build(config)
+
+
+def test_a_part_that_says_nothing_of_its_start_is_refused() -> None:
+    model = heddle.build(case("attention-mha"))
+    model.layers[0].extra = torch.nn.Linear(2, 2)
+    from heddle.model.decoder import initialise
+
+    with pytest.raises(TypeError, match="layers.0.extra: owns parameters but is no Leaf"):
+        initialise(model, 0)

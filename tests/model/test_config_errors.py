@@ -1,0 +1,108 @@
+"""What a user reads when a design is wrong: one sentence with the path, the value and the remedy."""
+
+from typing import Any
+
+import pytest
+
+from heddle.errors import ConfigError
+from heddle.model.load import load_config
+from tests.cases import attention, design, layer
+
+LEARNED = {"position": {"kind": "learned", "length": 9}}
+CHOICES = "bias, causal, dropout, head_dim, heads, kv_heads, position, qk_norm, scale, value_dim, window"
+
+SENTENCES = {
+    "layers.0.mixer.kind=attenton": "layers[0].mixer: unknown kind 'attenton'; did you mean 'attention'? "
+    "choices: attention",
+    "layers.0.mixer.kind=../x": "layers[0].mixer: unknown kind '../x'; choices: attention",
+    "layers.0.mixer.kind=rope": "layers[0].mixer: unknown kind 'rope'; choices: attention",
+    "layers.0.mixer.position.kind=learned": "layers[0].mixer.position: kind 'learned' does not belong here; "
+    "choices: rope",
+    "embedding.position.kind=rope": "embedding.position: kind 'rope' does not belong here; "
+    "choices: learned, sinusoidal",
+    "layers.0.mixer.hads=2": f"layers[0].mixer: unknown field 'hads'; did you mean 'heads'? choices: {CHOICES}",
+    "nonsense=1": "unknown field 'nonsense'; choices: embedding, head, initialisation, layers, norm, residual, "
+    "vocab_size, width",
+    "layers.0.mixer.heads=two": "layers[0].mixer.heads: should be a valid integer, got 'two' (text)",
+    "layers.0.mixer.heads=0": "layers[0].mixer.heads: should be greater than 0, got 0 (a whole number)",
+    "layers.0.mixer.heads=-1": "layers[0].mixer.heads: should be greater than 0, got -1 (a whole number)",
+    "layers.0.mixer.heads=true": "layers[0].mixer.heads: should be a valid integer, got True (a truth value)",
+    "layers.0.mixer.heads=4.0": "layers[0].mixer.heads: should be a valid integer, got 4.0 (a number)",
+    "layers.0.mixer.heads=.nan": "layers[0].mixer.heads: should be a valid integer, got nan (a number)",
+    "layers.0.mixer.heads=[4]": "layers[0].mixer.heads: should be a valid integer, got [4] (a list)",
+    "layers.0.mixer.heads=null": "layers[0].mixer.heads: should be a valid integer, got None (nothing)",
+    "layers.0.mixer.heads=99999999999999999999": "layers[0].mixer.heads: should be less than or equal to 2147483647, "
+    "got 99999999999999999999 (a whole number)",
+    "layers.0.mixer.kv_heads=3": "layers[0].mixer.kv_heads: 3 does not divide heads = 4; choose a divisor of it",
+    "width=25": "layers[0].mixer.heads: 4 does not divide width = 25; give head_dim, or other heads",
+    "layers.0.mixer.position.dim=3": "layers[0].mixer.position.dim: 3 cannot be turned in pairs within heads of 6; "
+    "give an even dim",
+    "layers.0.mixer.position.dim=8": "layers[0].mixer.position.dim: 8 cannot be turned in pairs within heads of 6; "
+    "give an even dim",
+    "layers.0.mixer.position.frequencies=[1, 2]": "layers[0].mixer.position.frequencies: 2 given; dim = 6 needs 3",
+    "layers.0.mixer.position.frequencies=[1, .nan]": "layers[0].mixer.position.frequencies[1]: "
+    "should be a finite number, got nan (a number)",
+    "layers.0.mixer.position.frequencies=3": "layers[0].mixer.position.frequencies: expected a list, "
+    "got 3 (a whole number)",
+    "layers.0.mixer.position.base=0": "layers[0].mixer.position.base: should be greater than 0, got 0 (a whole number)",
+    "layers.0.mixer.position.base=.inf": "layers[0].mixer.position.base: should be a finite number, got inf (a number)",
+    "layers.0.mixer.position.layout=hafl": "layers[0].mixer.position.layout: unknown value 'hafl'; "
+    "did you mean 'half'? choices: half, interleaved",
+    "layers.0.mixer.bias=qkb": "layers[0].mixer.bias: should be a valid boolean or 'qkv', got 'qkb' (text)",
+    "layers.0.mixer.causal=1": "layers[0].mixer.causal: should be a valid boolean, got 1 (a whole number)",
+    "layers.0.mixer.dropout=1.0": "layers[0].mixer.dropout: should be less than 1, got 1.0 (a number)",
+    "layers.0.mixer.dropout=-0.1": "layers[0].mixer.dropout: should be greater than or equal to 0, got -0.1 (a number)",
+    "layers.0.mixer=[]": "layers[0].mixer: expected a table of fields, got [] (a list)",
+    "layers.0.mixer={heads: 4}": "layers[0].mixer: names no kind; add kind: … of attention",
+    "layers.0.repeat=5000": "layers: stands for 5000 layers; at most 4096 are built",
+    "layers.0.layers=[]": "layers[0].layers: a layer either nests layers or has a mixer and a feedforward; "
+    "keep one of the two",
+    "layers.0={}": "layers[0].mixer: a layer needs a mixer, a feedforward or both; add one",
+    "layers.0={layers: []}": "layers[0].layers: is empty; name at least one layer",
+    "layers=[]": "layers: is empty; name at least one layer",
+    "layers=3": "layers: expected a list, got 3 (a whole number)",
+    "layers.0=4": "layers[0]: expected a table of fields, got 4 (a whole number)",
+    "residual={kind: parallel, norms: 3}": "residual.norms: should be less than or equal to 2, got 3 (a whole number)",
+    "norm.kind=rmss": "norm: unknown kind 'rmss'; did you mean 'rms'? choices: layer, rms",
+}
+
+
+@pytest.mark.parametrize("override", SENTENCES)
+def test_sentence(override: str) -> None:
+    data = design(layer(attention(kv_heads=2)), embedding=LEARNED)
+    load_config(data)
+    with pytest.raises(ConfigError) as caught:
+        load_config(data, [override])
+    assert str(caught.value) == SENTENCES[override]
+
+
+def test_the_path_leads_into_nested_layers() -> None:
+    inner = {"repeat": 2, "layers": [layer(attention()), layer(attention(heads=5))]}
+    with pytest.raises(ConfigError, match=r"^layers\[1\]\.layers\[1\]\.mixer\.heads: 5 does not divide width = 24"):
+        load_config(design(layer(attention()), inner))
+
+
+@pytest.mark.parametrize("field", ["width", "layers"])
+def test_a_missing_field(field: str) -> None:
+    data = design(layer(attention()))
+    del data[field]
+    with pytest.raises(ConfigError, match=f"^{field}: is required; give it a value$"):
+        load_config(data)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    inner: dict[str, Any] = layer(attention())
+    for _ in range(depth):
+        inner = {"layers": [inner]}
+    return design(inner)
+
+
+def test_deep_nesting_and_sizes_beyond_any_machine() -> None:
+    assert load_config(nested(20)).depth == 1
+    with pytest.raises(ConfigError, match="^layers: nest too deeply"):
+        load_config(nested(2000))
+    many = {"repeat": 2**31 - 1, "layers": [layer(None, repeat=2**31 - 1)]}
+    with pytest.raises(ConfigError, match="^layers: stands for 4611686014132420609 layers"):
+        load_config(design(many))
+    with pytest.raises(ConfigError, match="^design: cannot be built .*; choose smaller sizes$"):
+        load_config(design(layer(None), width=2**31 - 1, vocab_size=2**31 - 1))

@@ -1,0 +1,29 @@
+"""Presets: each builds and has the size its name promises."""
+
+import pytest
+
+from heddle.errors import ConfigError
+from heddle.model import presets
+from heddle.model.load import load_config
+from heddle.model.size import size
+
+PROMISED = {"tiny": (1e6, 2e6), "small": (11e6, 18e6), "medium": (80e6, 120e6)}
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_preset(name: str) -> None:
+    config = load_config(f"preset:{name}")
+    kind, _, promised = name.rpartition("-")
+    if config.vocab_size is None:
+        config = config.replace(vocab_size=4096)
+    told = size(config, context=512)
+    low, high = PROMISED[promised]
+    assert low <= told.parameters <= high
+    full = size(load_config(f"preset:mha-{promised}", [f"vocab_size={config.vocab_size}"]), context=512)
+    assert told.parameters <= full.parameters
+    assert (told.state_bytes < full.state_bytes) == (kind != "mha")
+
+
+def test_unknown_presets_are_told_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="^preset:gqa-tny: unknown preset; did you mean 'preset:gqa-tiny'"):
+        load_config("preset:gqa-tny")

@@ -1,0 +1,75 @@
+"""A user's own part: one file makes a kind, whose laws hold or are told broken; clashes and broken files are refused."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from heddle.config import PARTS, DesignError, kind_class, kinds, load_part
+from heddle.errors import ConfigError
+from heddle.laws import run
+from heddle.model.load import load_config
+from tests.cases import attention, design, layer
+
+
+@pytest.fixture(autouse=True)
+def modules_as_before() -> Iterator[None]:
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("heddle.parts."):
+            del sys.modules[name]
+    kind_class.cache_clear()
+
+
+def copy_of(kind: str, file: Path, *changes: tuple[str, str]) -> Path:
+    text = (PARTS / f"{kind}.py").read_text(encoding="utf-8")
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+CUBED = ("self.activation(self.up(x))", "self.up(x) ** 3")
+MEAN = ("self.activation(self.up(x))", "self.up(x) - self.up(x).mean(1, keepdim=True)")
+
+
+def test_a_part_of_ones_own(tmp_path: Path) -> None:
+    part = load_part(copy_of("feedforwards/mlp", tmp_path / "cubed.py", CUBED))
+    assert (part.slot, "cubed" in kinds("feedforwards")) == ("feedforwards", True)
+    config = load_config(design(layer(attention(), {"kind": "cubed", "hidden": 10})))
+    assert config.dump()["layers"][0]["feedforward"]["kind"] == "cubed"
+    assert [result for result in run(config, ["cut", "later_tokens", "round_trip"]) if not result.passed] == []
+
+
+def test_the_laws_find_the_mistake_in_it(tmp_path: Path) -> None:
+    load_part(copy_of("feedforwards/mlp", tmp_path / "centred.py", MEAN))
+    config = load_config(design(layer(attention(), {"kind": "centred", "hidden": 10})))
+    results = run(config, ["cut", "later_tokens", "round_trip"])
+    assert [(result.name, result.passed) for result in results] == [
+        ("cut", False),
+        ("later_tokens", False),
+        ("round_trip", True),
+    ]
+    assert "token 0 of row" in results[1].message
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing.py: is not a Python file"):
+        load_part(tmp_path / "nothing.py")
+    (tmp_path / "text.txt").write_text("x = 1")
+    with pytest.raises(ConfigError, match=r"text.txt: is not a Python file"):
+        load_part(tmp_path / "text.txt")
+    with pytest.raises(ConfigError, match=r"mlp.py: feedforwards has a kind 'mlp' already; rename the file"):
+        load_part(copy_of("feedforwards/mlp", tmp_path / "mlp.py"))
+    for text, reason in (("1 / 0", "ZeroDivisionError"), ("def", "SyntaxError"), ("import nowhere", "ModuleNotFound")):
+        (tmp_path / "bad.py").write_text(text)
+        with pytest.raises(ConfigError, match=rf"bad.py: failed to run \({reason}"):
+            load_part(tmp_path / "bad.py")
+    (tmp_path / "empty.py").write_text('"""Nothing."""')
+    with pytest.raises(ConfigError, match=r"empty.py: defines 0 configs of parts; a part's file defines exactly one"):
+        load_part(tmp_path / "empty.py")
+    with pytest.raises(DesignError, match="unknown kind 'bad'"):
+        load_config(design(layer(attention(), {"kind": "bad", "hidden": 10})))

@@ -1,0 +1,36 @@
+"""Blocks of a window against the masked reference, over many lengths, windows and directions."""
+
+import pytest
+import torch
+
+from heddle.numerics import local
+from heddle.numerics.attention import _sdpa, reference
+from heddle.numerics.visibility import Visibility, ordered, pairs
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 7, 16, 33, 64])
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_blocks(window: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "block_size", lambda window: size)
+    for causal in (True, False):
+        for queries, past in ((1, 0), (2, 0), (9, 0), (40, 0), (75, 0), (1, 30), (17, 5), (33, 64), (50, 7)):
+            if past and not causal:
+                continue
+            q_positions, k_positions = ordered(1, queries, queries + past, torch.device("cpu"))
+            seen = Visibility(q_positions, k_positions, window=window, causal=causal)
+            q, k, v = (torch.randn(1, heads, size, 4, dtype=torch.float64) for heads, size in
+                       ((4, queries), (2, queries + past), (2, queries + past)))  # fmt: skip
+            got = local.blocks(q, k, v, local.Band(window, causal), 0.4, _sdpa)
+            want = reference(q, k, v, seen, 0.4)
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12, msg=f"{queries} after {past}, causal {causal}")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 11, 30])
+def test_pairs_are_those_of_the_mask(window: int | None, causal: bool) -> None:
+    for queries, keys in ((1, 1), (1, 9), (9, 9), (4, 12), (12, 12), (30, 30)):
+        if not causal and queries != keys and window is not None:
+            continue
+        q_positions, k_positions = ordered(1, queries, keys, torch.device("cpu"))
+        mask = Visibility(q_positions, k_positions, window=window, causal=causal).mask()
+        assert pairs(queries, keys, window, causal) == int(mask.sum())

@@ -1,0 +1,75 @@
+"""Norms against plain loops, in every form and precision, with inputs from tiny to huge."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from heddle.errors import ConfigError
+from heddle.numerics.kernels import kernels
+from heddle.numerics.norms import layer_norm, reference, rms_norm
+
+
+def rms_loop(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    rows = []
+    for row in x.reshape(-1, x.shape[-1]).tolist():
+        root = math.sqrt(math.fsum(value * value for value in row) / len(row) + eps)
+        rows.append([(offset + gain) * value / root for value, gain in zip(row, weight.tolist(), strict=True)])
+    return torch.tensor(rows, dtype=torch.float64).view(x.shape)
+
+
+def layer_loop(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    rows = []
+    for row in x.reshape(-1, x.shape[-1]).tolist():
+        mean = math.fsum(row) / len(row)
+        root = math.sqrt(math.fsum((value - mean) ** 2 for value in row) / len(row) + eps)
+        triples = zip(row, weight.tolist(), bias.tolist(), strict=True)
+        rows.append([gain * (value - mean) / root + shift for value, gain, shift in triples])
+    return torch.tensor(rows, dtype=torch.float64).view(x.shape)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("form", ["fused", "reference"])
+@pytest.mark.parametrize(("offset", "cast"), [(0.0, "before"), (0.0, "after"), (1.0, "after"), (1.0, "before")])
+def test_rms_norm(size: float, form: str, offset: float, cast: str) -> None:
+    x, weight = torch.randn(3, 5, 11, dtype=torch.float64) * size, torch.randn(11, dtype=torch.float64)
+    want = rms_loop(x, weight, 1e-5, offset)
+    if form == "fused" and offset:
+        with pytest.raises(ConfigError, match="offset"), kernels(rms_norm=form):
+            rms_norm(x, weight, 1e-5, offset, cast)
+        return
+    with kernels(rms_norm=form):
+        torch.testing.assert_close(rms_norm(x, weight, 1e-5, offset, cast), want, rtol=1e-12, atol=1e-30)
+
+
+def test_rms_of_the_output_is_one() -> None:
+    y = rms_norm(torch.randn(4, 64, dtype=torch.float64) * 7, torch.ones(64, dtype=torch.float64), 1e-12)
+    torch.testing.assert_close(y.square().mean(-1), torch.ones(4, dtype=torch.float64), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e4])
+def test_layer_norm(size: float) -> None:
+    x = torch.randn(3, 5, 11, dtype=torch.float64) * size
+    weight, bias = torch.randn(2, 11, dtype=torch.float64)
+    want = layer_loop(x, weight, bias, 1e-5)
+    torch.testing.assert_close(layer_norm(x, weight, bias, 1e-5), want, rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(layer_norm(x, weight, None, 1e-5), want - bias, rtol=1e-10, atol=1e-13)
+
+
+def test_where_the_cast_stands_is_seen_in_bfloat16() -> None:
+    x, weight = torch.randn(64, 32).bfloat16(), torch.randn(32).bfloat16()
+    before, after = (rms_norm(x, weight, 1e-5, 0.0, cast) for cast in ("before", "after"))
+    normed = reference(x.float(), torch.ones(32), 1e-5)
+    assert torch.equal(before, normed.bfloat16() * weight)
+    assert torch.equal(after, (normed * weight.float()).bfloat16())
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_statistics_are_wide(dtype: torch.dtype) -> None:
+    x, weight = (torch.randn(8, 256) * 300).to(dtype), torch.ones(256, dtype=dtype)
+    want = rms_loop(x.double(), weight.double(), 1e-5, 0.0)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), want, rtol=2**-7, atol=1e-6)
+    centred = layer_loop(x.double(), weight.double(), weight.double() * 0, 1e-5)
+    torch.testing.assert_close(layer_norm(x, weight, None, 1e-5).double(), centred, rtol=2**-7, atol=1e-3)

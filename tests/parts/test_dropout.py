@@ -1,0 +1,59 @@
+"""Dropout and stochastic depth: rate, scale, keys, and which places draw alike."""
+
+import pytest
+import torch
+
+from heddle.config import decode
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder, build
+from heddle.numerics.noise import Key, keyed
+from heddle.parts.dropout import Dropout
+from tests.cases import attention, design, layer
+
+
+def drop(module: Dropout, x: torch.Tensor, step: int = 0) -> torch.Tensor:
+    with keyed(Key(3, step, torch.arange(len(x)))):
+        y: torch.Tensor = module(x)
+    return y
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.8])
+def test_rate_and_expectation(rate: float) -> None:
+    y = drop(Dropout(rate), torch.ones(20, 1000))
+    kept = y > 0
+    spread = 4 * (rate * (1 - rate) / y.numel()) ** 0.5
+    assert abs(float(kept.float().mean()) - (1 - rate)) <= spread
+    assert bool((y[kept] == 1 / (1 - rate)).all())
+    assert abs(float(y.mean()) - 1) <= spread / (1 - rate)
+
+
+def test_whole_samples_are_dropped_together() -> None:
+    y = drop(Dropout(0.5, whole=True), torch.ones(400, 3, 5))
+    assert set(y.flatten(1).sum(1).tolist()) == {0.0, 30.0}
+
+
+def test_off_in_eval_and_at_rate_zero() -> None:
+    x = torch.randn(3, 4)
+    assert drop(Dropout(0.5).eval(), x) is x
+    assert drop(Dropout(0.0), x) is x
+
+
+def test_steps_draw_anew() -> None:
+    module, x = Dropout(0.5), torch.ones(4, 100)
+    assert torch.equal(drop(module, x, step=1), drop(module, x, step=1))
+    assert not torch.equal(drop(module, x, step=1), drop(module, x, step=2))
+
+
+def model_with(drop_path: float) -> Decoder:
+    residual = {"kind": "pre_norm", "drop_path": drop_path}
+    return build(decode(ModelConfig, design(layer(attention(), repeat=5), residual=residual)))
+
+
+def test_every_place_draws_for_itself() -> None:
+    drops = [module for module in model_with(0.4).modules() if isinstance(module, Dropout)]
+    assert [module.site for module in drops] == list(range(len(drops)))
+
+
+def test_rates_grow_linearly_with_depth() -> None:
+    drops = [module for module in model_with(0.4).modules() if isinstance(module, Dropout) and module.whole]
+    assert [module.rate for module in drops] == pytest.approx([0.0, 0.0, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4])
