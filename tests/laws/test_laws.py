@@ -4,6 +4,7 @@ import pytest
 
 from heddle.config import PARTS, Config, Part, kinds
 from heddle.laws import LAWS
+from heddle.laws.cutting import cut_everywhere
 from tests.cases import CASES, case
 
 
@@ -11,6 +12,11 @@ from tests.cases import CASES, case
 @pytest.mark.parametrize("law", LAWS)
 def test_law(law: str, name: str) -> None:
     LAWS[law].check(case(name))
+
+
+@pytest.mark.parametrize("name", ["attention-gqa", "attention-window-mixed", "layers-nested"])
+def test_all_256_cuts_of_nine_tokens(name: str) -> None:
+    cut_everywhere(case(name), length=9)
 
 
 def parts_of(config: Config) -> set[tuple[str, str]]:

@@ -7,6 +7,7 @@ import torch
 
 import heddle
 from heddle.errors import ConfigError
+from heddle.model.decoder import initialise
 from heddle.parts.layout import Layout
 from heddle.parts.leaf import Linear
 from tests.cases import attention, case, design, layer
@@ -34,7 +35,7 @@ def test_the_start_does_not_depend_on_globals() -> None:
 
 def test_a_layer_more_leaves_the_others_as_they_start() -> None:
     two, three = (heddle.build(heddle.load_config(design(layer(attention(), repeat=n)))) for n in (2, 3))
-    for name, value in two.layers[0].mixer.q.named_parameters():  # type: ignore[union-attr, operator]
+    for name, value in two.layers[0].mixer.q.named_parameters():  # type: ignore[union-attr]
         assert torch.equal(value, three.get_parameter(f"layers.0.mixer.q.{name}"))
 
 
@@ -71,14 +72,12 @@ def test_a_vocabulary_must_be_known() -> None:
     data = design(layer(attention()))
     del data["vocab_size"]
     config = heddle.load_config(data)
-    with pytest.raises(ConfigError, match="^vocab_size: is required to build a model"):
+    with pytest.raises(ConfigError, match=r"^vocab_size: is required to build a model"):
         heddle.build(config)
 
 
 def test_a_part_that_says_nothing_of_its_start_is_refused() -> None:
     model = heddle.build(case("attention-mha"))
     model.layers[0].extra = torch.nn.Linear(2, 2)
-    from heddle.model.decoder import initialise
-
-    with pytest.raises(TypeError, match="layers.0.extra: owns parameters but is no Leaf"):
+    with pytest.raises(TypeError, match=r"layers.0.extra: owns parameters but is no Leaf"):
         initialise(model, 0)

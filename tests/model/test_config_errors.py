@@ -99,10 +99,10 @@ def nested(depth: int) -> dict[str, Any]:
 
 def test_deep_nesting_and_sizes_beyond_any_machine() -> None:
     assert load_config(nested(20)).depth == 1
-    with pytest.raises(ConfigError, match="^layers: nest too deeply"):
+    with pytest.raises(ConfigError, match=r"^layers: nest too deeply"):
         load_config(nested(2000))
     many = {"repeat": 2**31 - 1, "layers": [layer(None, repeat=2**31 - 1)]}
-    with pytest.raises(ConfigError, match="^layers: stands for 4611686014132420609 layers"):
+    with pytest.raises(ConfigError, match=r"^layers: stands for 4611686014132420609 layers"):
         load_config(design(many))
-    with pytest.raises(ConfigError, match="^design: cannot be built .*; choose smaller sizes$"):
+    with pytest.raises(ConfigError, match=r"^design: cannot be built .*; choose smaller sizes$"):
         load_config(design(layer(None), width=2**31 - 1, vocab_size=2**31 - 1))

@@ -25,5 +25,5 @@ def test_preset(name: str) -> None:
 
 
 def test_unknown_presets_are_told_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="^preset:gqa-tny: unknown preset; did you mean 'preset:gqa-tiny'"):
+    with pytest.raises(ConfigError, match=r"^preset:gqa-tny: unknown preset; did you mean 'preset:gqa-tiny'"):
         load_config("preset:gqa-tny")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from heddle.model.decoder import build
 from heddle.model.load import load_config
 from heddle.model.size import choices, flops_per_token, size, state_bytes
-from heddle.model.decoder import build
 from tests.cases import attention, design, layer
 
 PLAIN = design(layer(attention(kv_heads=2), {"kind": "gated", "hidden": 10}, repeat=3))

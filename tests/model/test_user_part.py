@@ -1,4 +1,4 @@
-"""A user's own part: one file makes a kind, whose laws hold or are told broken; clashes and broken files are refused."""
+"""A user's own part: one file makes a kind, on which the laws run; clashes and broken files are refused."""
 
 import sys
 from collections.abc import Iterator

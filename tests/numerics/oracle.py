@@ -13,9 +13,9 @@ def sees(seen: Visibility, row: int, query: int, key: int) -> bool:
     i, j = int(seen.q_positions[row, query]), int(seen.k_positions[row, key])
     if i < 0 or j < 0:
         return False
-    if seen.q_documents is not None and seen.k_documents is not None:
-        if int(seen.q_documents[row, query]) != int(seen.k_documents[row, key]):
-            return False
+    documents = seen.q_documents, seen.k_documents
+    if documents[0] is not None and documents[1] is not None and documents[0][row, query] != documents[1][row, key]:
+        return False
     if seen.causal:
         return j <= i and (seen.window is None or i - j < seen.window)
     return seen.window is None or abs(i - j) <= seen.window

@@ -86,5 +86,6 @@ def test_projections_have_the_promised_shapes() -> None:
     ("kind", "shapes"), [("head", [(6,), (6,)]), ("per_head", [(4, 6), (2, 6)]), ("projection", [(24,), (12,)])]
 )
 def test_the_norms_of_queries_and_keys(kind: str, shapes: list[tuple[int, ...]]) -> None:
-    mixer = model_of(kv_heads=2, qk_norm=kind).layers[0].mixer
-    assert [tuple(norm.weight.shape) for norm in (mixer.q_norm, mixer.k_norm)] == shapes  # type: ignore[union-attr]
+    model = model_of(kv_heads=2, qk_norm=kind)
+    names = [f"layers.0.mixer.{which}_norm.weight" for which in "qk"]
+    assert [tuple(model.get_parameter(name).shape) for name in names] == shapes

@@ -24,9 +24,10 @@ FORMULAS: dict[str, Callable[[float], float]] = {
 @pytest.mark.parametrize("name", FORMULAS)
 def test_formula(name: str, kind: str, bias: bool) -> None:
     data = {"kind": kind, "hidden": 7, "activation": name, "bias": bias}
-    part = decode(FeedforwardConfig, data).build(5).double()
+    config = decode(FeedforwardConfig, data)  # type: ignore[type-abstract]
+    part = config.build(5).double()
     x = torch.randn(2, 3, 5, dtype=torch.float64)
-    weights = {key: value for key, value in part.named_parameters()}
+    weights = dict(part.named_parameters())
     assert len(weights) == (3 if kind == "gated" else 2) * (2 if bias else 1)
     with torch.no_grad():
         for value in weights.values():

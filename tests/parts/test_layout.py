@@ -6,8 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import heddle
 from heddle.errors import ConfigError
 from heddle.parts.layout import Layout
+from tests.cases import case
 
 
 def test_causal() -> None:
@@ -87,3 +89,14 @@ def test_what_is_told_of_what_is_seen() -> None:
 def test_refusals(make: Callable[[], Layout], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         make()
+
+
+@pytest.mark.parametrize("name", ["attention-gqa", "sinusoidal", "attention-window-7"])
+def test_a_layout_seen_in_inference_serves_training_too(name: str) -> None:
+    model, tokens = heddle.build(case(name)), torch.ones(2, 5, dtype=torch.int64)
+    for layout in (Layout.padded([5, 3]), Layout.packed([[2, 3], [4, 1]]), Layout.causal(2, 5)):
+        with torch.inference_mode():
+            before, _ = model(tokens, layout)
+        after, _ = model(tokens, layout)
+        after.sum().backward()
+        assert torch.equal(after.detach(), before)

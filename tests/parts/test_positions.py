@@ -47,7 +47,12 @@ def test_packed_documents_may_be_longer_than_the_table_together() -> None:
 def test_one_table_serves_all_layers_and_both_of_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     make = rope.table
-    monkeypatch.setattr(rope, "table", lambda *given: calls.append(given[1]) or make(*given))
+
+    def counted(positions: torch.Tensor, thetas: list[float], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(thetas)
+        return make(positions, thetas, dtype)
+
+    monkeypatch.setattr(rope, "table", counted)
     config = decode(ModelConfig, alone(kv_heads=2))
     answer(subject(config), text(config, 2, 5))
     assert len(calls) == 1

@@ -9,11 +9,12 @@ from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import ResidualConfig, Wiring
 
 WIDTH = 6
-NORM = decode(NormConfig, {"kind": "rms"})
+NORM = decode(NormConfig, {"kind": "rms"})  # type: ignore[type-abstract]
 
 
 def block(data: dict, names: tuple[str, ...]) -> torch.nn.Module:
-    made = decode(ResidualConfig, data).build(Wiring(names, WIDTH, NORM, 0.0)).double()
+    config = decode(ResidualConfig, data)  # type: ignore[type-abstract]
+    made = config.build(Wiring(names, WIDTH, NORM, 0.0)).double()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.normal_()

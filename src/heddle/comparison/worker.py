@@ -97,7 +97,7 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
         "train_tokens_per_second": job.settings.tokens_per_step / statistics.median(seconds),
         "peak_memory_bytes": peak,
         "skipped_steps": outcome.progress.skipped,
-        "curve": [*curve, (trained, outcome.bits_per_byte)],
+        "curve": curve,
         "windows": outcome.windows,
         "sample": sample[0],
     }

@@ -89,7 +89,7 @@ def _training_run(model: Decoder, tokens: Tensor, layout: Layout | None) -> Run:
 
 
 def precision(config: ModelConfig) -> None:
-    """float32 and bfloat16 answers, also token by token, stay close to float64, far from position 0 as well."""
+    """Answers in float32 and bfloat16, also token by token and far from position 0, stay close to float64."""
     exact = subject(config, torch.bfloat16).to(torch.float64)  # every dtype can hold its parameters
     tokens = text(config, 1, 12)
     starts = (0,) if config.embedding.position is not None else (0, 3000)

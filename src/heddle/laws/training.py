@@ -1,5 +1,6 @@
 """Training: dropout off in eval and keyed by sample, gradients true, whatever way they are computed."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def split_batch(config: ModelConfig) -> None:
     whole = _trained(model, tokens, samples)
     for cuts in ((0, 1, 2, 3, 4), (0, 3, 4)):
         total = None
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in pairwise(cuts):
             part = _trained(model, tokens[start:stop], samples[start:stop])
             total = part if total is None else add(total, part)
         assert total is not None

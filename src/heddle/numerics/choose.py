@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from heddle.errors import ConfigError
 
@@ -20,7 +21,7 @@ _device: ContextVar[str | None] = ContextVar("device", default=None)
 
 def device_of(tensor: Tensor) -> str:
     """The type of a tensor's device, or the one in whose name a meta tensor stands."""
-    return _device.get() or tensor.device.type
+    return (None if is_compiling() else _device.get()) or tensor.device.type
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Operation(Generic[Facts]):
 
         Raises ConfigError if a form was forced that cannot serve, with that form's reason.
         """
+        if is_compiling():  # what is traced cannot see what is in force around a call
+            return self.first(facts)
         forced = (_forced.get() or {}).get(self.name)
         against: list[tuple[str, str]] = []
         for form in self.forms:

@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from torch.compiler import is_compiling
+
 _tally: ContextVar[list[int] | None] = ContextVar("tally", default=None)
 
 
 def count(flops: int) -> None:
     """Add the operations of one call (a multiply-add is two) to the tally in force, if any."""
-    tally = _tally.get()
+    tally = None if is_compiling() else _tally.get()
     if tally is not None:
         tally[0] += flops
 

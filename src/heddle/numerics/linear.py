@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from heddle.numerics.choose import Form, Operation, device_of
@@ -128,7 +129,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     count(flops(rows, weight.shape[1], weight.shape[0]))
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     # Autocast casts the usual routes, but not oneDNN's operators.
-    packing = _packs.get() is not None and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type)
+    packing = not is_compiling() and _packs.get() is not None and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type)
     facts = LinearFacts(rows, gradients, packing, weight.numel(), device_of(x), x.dtype)
     y: Tensor = LINEAR.choose(facts).run(x, weight, bias)
     return y

@@ -164,7 +164,7 @@ def _step(job: Job, run: _Running) -> dict[str, Any]:
         "seconds": round(seconds, 6),
     }
     every = settings.evaluate_every
-    if every is not None and progress.step % every == 0 and progress.step < settings.steps:
+    if every is not None and (progress.step % every == 0 or progress.step == settings.steps):
         line["validation_bits_per_byte"] = bits_per_byte(evaluate(run.model, job, ON_THE_WAY))
     return {key: value if _says_something(value) else None for key, value in line.items()}
 

@@ -93,13 +93,19 @@ class Attention(Mixer):
         q = self._heads(self.q(x), self.q_norm, self.heads, layout)
         k = self._heads(self.k(x), self.k_norm, self.kv_heads, layout)
         v = widen(self.v(x), self.kv_heads)
+        y, state = self._attend(q, k, v, layout, state)
+        return self.out(narrow(y)), state
+
+    @torch.compiler.disable  # layouts differ from call to call; what is compiled is around this
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: Cache | None
+    ) -> tuple[Tensor, Cache | None]:
         if state is None:
             seen = layout.seen(self.reach, self.causal)
         else:
             k, v, seen, state = state.extend(k, v, layout, self.reach)
         weigh = self.dropout if self.dropout.active else None
-        y = attention(q, k, v, seen, self.scale, weigh)
-        return self.out(narrow(y)), state
+        return attention(q, k, v, seen, self.scale, weigh), state
 
     def _heads(self, x: Tensor, norm: nn.Module | None, heads: int, layout: Layout) -> Tensor:
         """Projection [B, T, heads · d] -> normed, rotated heads [B, heads, T, d]."""

@@ -1,0 +1,45 @@
+"""Running laws: results in order, one sentence each, unknown names refused, failures of any sort told."""
+
+import re
+
+import pytest
+
+from heddle.errors import ConfigError
+from heddle.laws import LAWS, run
+from tests.cases import case
+from tests.laws.planting import plant
+
+
+def test_statements_are_one_sentence() -> None:
+    for name, law in LAWS.items():
+        assert law.name == name
+        assert re.fullmatch(r"[A-Z].{20,118}\.", law.statement), law.statement
+
+
+def test_results_come_in_the_order_asked_for() -> None:
+    results = run(case("attention-gqa"), ["round_trip", "cut"])
+    assert [(result.name, result.passed, result.message) for result in results] == [
+        ("round_trip", True, ""),
+        ("cut", True, ""),
+    ]
+    assert all(result.seconds > 0 for result in results)
+
+
+def test_unknown_laws_are_told_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"^law 'pading' is unknown; did you mean 'padding'\? choices: cut, "):
+        run(case("attention-gqa"), ["pading"])
+
+
+def test_a_broken_law_says_what_differs_and_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "parts.table:Table.following", "start=self.filled", "start=0")
+    (result,) = run(case("attention-gqa"), ["cut"])
+    assert not result.passed
+    told = r"text of 11 cut into 11 chunks of 1, capacity None: token \d+ of row [01] differs by \d\.\de.\d\d"
+    assert re.fullmatch(told, result.message)
+
+
+def test_any_other_error_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "parts.mixers:narrow", "x.transpose(1, 2), 2", "x, 2")
+    (result,) = run(case("attention-gqa"), ["later_tokens"])
+    assert not result.passed
+    assert result.message.startswith("stopped by RuntimeError: ")

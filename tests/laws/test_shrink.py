@@ -1,0 +1,88 @@
+"""Shrinking keeps the structure of a design and makes it small enough for the laws."""
+
+from typing import Any
+
+import pytest
+
+from heddle.laws import LAWS, run, shrink
+from heddle.model.load import load_config
+from heddle.model.presets import names
+from heddle.model.size import size
+from tests.cases import CASES, Data, attention, case, design, layer
+
+
+def mixer(data: Data, index: int = 0) -> Any:
+    found = shrink(load_config(data)).dump()["layers"][index]["mixer"]
+    return found
+
+
+@pytest.mark.parametrize("name", names())
+def test_presets_become_small_and_keep_the_laws(name: str) -> None:
+    small = shrink(load_config(f"preset:{name}"))
+    assert size(small, context=16).parameters < 10_000
+    assert [result for result in run(small, ["cut", "receptive_field", "forms", "shift"]) if not result.passed] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases_keep_their_parts_and_options(name: str) -> None:
+    config = case(name)
+    small = shrink(config)
+    assert words(small.dump()) == words(config.dump())
+    assert shrink(small) == small
+
+
+def words(node: Any) -> set[Any]:
+    """Field names, and values that are no numbers, of every part."""
+    if isinstance(node, dict):
+        kept = {key: value for key, value in node.items() if key != "repeat"}
+        own = {(key, value) if isinstance(value, str | bool) else key for key, value in kept.items()} - {"layers"}
+        return own.union(*(words(value) for value in kept.values()))
+    return set().union(*(words(item) for item in node)) if isinstance(node, list) else set()
+
+
+def test_distinct_layers_are_kept_and_repeats_cut() -> None:
+    local, full = layer(attention(window=100), repeat=5), layer(attention())
+    layers = shrink(load_config(design({"repeat": 8, "layers": [local, full]}))).layers
+    assert [entry.dump()["mixer"].get("window") for entry in layers] == [7, None]
+    assert shrink(load_config(design(layer(attention(), repeat=30)))).depth == 2
+    assert shrink(load_config(design(layer(attention())))).depth == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "small"),
+    [(32, 32, (2, 2)), (32, 8, (4, 2)), (71, 1, (3, 1)), (12, 4, (6, 2)), (9, 3, (9, 3)), (15, 5, (9, 3))],
+)
+def test_heads_keep_their_kind_of_sharing(heads: int, kv_heads: int, small: tuple[int, int]) -> None:
+    found = mixer(design(layer(attention(heads, kv_heads=kv_heads, head_dim=64)), width=512))
+    assert (found["heads"], found["kv_heads"]) == small
+
+
+def test_widths_keep_their_order_and_parity() -> None:
+    found = mixer(design(layer(attention(8, head_dim=128, value_dim=64)), width=1024))
+    assert found["value_dim"] < found["head_dim"] == 8
+    found = mixer(design(layer(attention(8, head_dim=64, value_dim=128)), width=1024))
+    assert found["value_dim"] > found["head_dim"] == 8
+    found = mixer(design(layer(attention(3, None, head_dim=33)), width=99))
+    assert found["head_dim"] == 9
+    assert shrink(load_config(design(layer(attention(3, None)), width=99))).width % 2 == 1
+
+
+def test_rotations_fit_the_smaller_heads() -> None:
+    rope = {"kind": "rope", "dim": 16}
+    found = mixer(design(layer(attention(8, rope, head_dim=64)), width=512))
+    assert found["position"]["dim"] == 2
+    rope = {"kind": "rope", "frequencies": [1.0 / 2**i for i in range(32)]}
+    found = mixer(design(layer(attention(8, rope, head_dim=64)), width=512))
+    assert found["position"]["frequencies"] == [1.0, 2.0**-8, 2.0**-16, 2.0**-24]
+
+
+def test_every_law_holds_for_a_large_design_made_small() -> None:
+    data = design(
+        {"repeat": 4, "layers": [layer(attention(16, kv_heads=4, window=512), repeat=5), layer(attention(16))]},
+        width=2048,
+        vocab_size=128256,
+        embedding={"position": {"kind": "learned", "length": 10}},
+    )
+    results = run(shrink(load_config(data)))
+    assert [result for result in results if not result.passed] == []
+    assert [result.name for result in results] == list(LAWS)
