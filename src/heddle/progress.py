@@ -50,20 +50,20 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def bar(description: str, total: int | None, unit: str) -> Iterator[Bar]:
+def bar(description: str, total: int | None, unit: str, done: int = 0) -> Iterator[Bar]:
     """Show how far a piece of work is.
 
-    `total` is in units (None: unknown); the unit "bytes" is printed as KB, MB or GB. On a terminal a bar is
+    `total` is in units (None: unknown), of which `done` were done before; the unit "bytes" is printed as KB, MB or GB. On a terminal a bar is
     drawn on stderr and removed at the end; elsewhere a line is printed at most every five seconds, so that
     short work prints nothing. Bars may be nested.
     """
     if _quiet_depth:
         yield _Silent()
     elif _on_terminal():
-        with _terminal_bar(description, total, unit) as shown:
+        with _terminal_bar(description, total, unit, done) as shown:
             yield shown
     else:
-        lines = _Lines(description, total, unit)
+        lines = _Lines(description, total, unit, done)
         yield lines
         lines.close()
 
@@ -91,9 +91,9 @@ class _Silent:
 
 
 class _Lines:
-    def __init__(self, description: str, total: int | None, unit: str) -> None:
+    def __init__(self, description: str, total: int | None, unit: str, done: int) -> None:
         self.description, self.total, self.unit = description, total, unit
-        self.done, self.note = 0, ""
+        self.done, self.before, self.note = done, done, ""
         self.started = self.last = time.monotonic()
         self.printed_at = 0
 
@@ -109,7 +109,7 @@ class _Lines:
         """One line: how much, of how much, how fast."""
         self.printed_at = self.done
         share = f" of {amount(self.total, self.unit)} ({self.done / self.total:.0%})" if self.total else ""
-        rate = self.done / max(now - self.started, 1e-9)
+        rate = (self.done - self.before) / max(now - self.started, 1e-9)
         end = f", {self.note}" if self.note else ""
         say(f"{self.description}: {amount(self.done, self.unit)}{share}, {amount(rate, self.unit)}/s{end}")
 
@@ -120,16 +120,16 @@ class _Lines:
 
 
 class _Terminal:
-    def __init__(self, progress: Progress, total: int | None, description: str, unit: str) -> None:
+    def __init__(self, progress: Progress, total: int | None, description: str, unit: str, done: int) -> None:
         self.progress, self.total, self.unit = progress, total, unit
-        self.done, self.note = 0, ""
+        self.done, self.before, self.note = done, done, ""
         self.started = time.monotonic()
-        self.task = progress.add_task(printable(description), total=total, text="")
+        self.task = progress.add_task(printable(description), total=total, completed=done, text="")
 
     def advance(self, n: int, note: str = "") -> None:
         self.done += n
         self.note = note or self.note
-        rate = self.done / max(time.monotonic() - self.started, 1e-9)
+        rate = (self.done - self.before) / max(time.monotonic() - self.started, 1e-9)
         text = f"{amount(self.done, self.unit)}, {amount(rate, self.unit)}/s"
         text += f", {printable(self.note)}" if self.note else ""
         self.progress.update(self.task, completed=self.done, text=text)
@@ -144,10 +144,10 @@ def _on_terminal() -> bool:
 
 
 @contextlib.contextmanager
-def _terminal_bar(description: str, total: int | None, unit: str) -> Iterator[Bar]:
+def _terminal_bar(description: str, total: int | None, unit: str, done: int) -> Iterator[Bar]:
     global _shown  # noqa: PLW0603 - rich allows one live display, which nested bars share
     if _shown is not None:
-        nested = _Terminal(_shown, total, description, unit)
+        nested = _Terminal(_shown, total, description, unit, done)
         try:
             yield nested
         finally:
@@ -166,6 +166,6 @@ def _terminal_bar(description: str, total: int | None, unit: str) -> Iterator[Ba
     with progress:
         _shown = progress
         try:
-            yield _Terminal(progress, total, description, unit)
+            yield _Terminal(progress, total, description, unit, done)
         finally:
             _shown = None

@@ -10,6 +10,7 @@ from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.state import State
+from heddle.numerics.linear import packing
 
 DECODED = 32
 LONG = 2.0  # seconds after which a measurement is not repeated
@@ -21,7 +22,7 @@ def speeds(
     """{"prefill": [(context, tokens a second)], "decode": …}; contexts the design cannot reach are left out."""
     model = build(config, dtype=dtype, device=device).eval()
     result: dict[str, list[tuple[int, float]]] = {"prefill": [], "decode": []}
-    with torch.no_grad():
+    with torch.no_grad(), packing():
         _prefill(model, min(64, *contexts))  # warm up
         for context in contexts:
             try:

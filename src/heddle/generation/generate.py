@@ -10,6 +10,7 @@ from heddle.errors import ConfigError
 from heddle.generation.sampling import Sampling
 from heddle.generation.stopping import Tail
 from heddle.model.decoder import Decoder
+from heddle.numerics.linear import packing
 from heddle.parts.layout import Layout
 
 
@@ -120,17 +121,18 @@ def tokens(
     was_training = model.training
     model.eval()
     try:
-        state = model.init_state(len(prompts), longest + steps - 1 if steps > 1 else longest)
-        for step in range(steps):
-            with torch.no_grad():
-                hidden, after = model(inputs, layout, state)
-                logits = model.head(hidden[:, -1])
-            chosen = sampling.choose(logits, step)
-            yield chosen, rows
-            if all(rows.ended):
-                return
-            assert after is not None
-            inputs, layout, state = chosen[:, None], None, after
+        state = model.init_state(len(prompts), longest + steps - 1)
+        with packing():
+            for step in range(steps):
+                with torch.no_grad():
+                    hidden, after = model(inputs, layout, state)
+                    logits = model.head(hidden[:, -1])
+                chosen = sampling.choose(logits, step)
+                yield chosen, rows
+                if all(rows.ended):
+                    return
+                assert after is not None
+                inputs, layout, state = chosen[:, None], None, after
     finally:
         model.train(was_training)
 

@@ -33,12 +33,16 @@ class Sampling:
             raise ConfigError(f"seed {self.seed}: must be at least 0 and below 2^62")
 
     def choose(self, logits: Tensor, step: int) -> Tensor:
-        """logits [B, vocab] -> tokens int64 [B]. Ties go to the lowest index. Raises MachineError for NaN."""
-        if bool(logits.isnan().any()):
+        """logits [B, vocab] -> tokens int64 [B]. Ties go to the lowest index.
+
+        Raises MachineError where a row's highest logit is not a finite number; −inf rules a token out.
+        """
+        highest = logits.amax(-1, keepdim=True)
+        if not bool(highest.isfinite().all()):
             raise MachineError("generation: the model's logits are not numbers; its weights or its state are damaged")
         if self.temperature == 0.0:
             # argmax may return any of several equal entries; the first is found by comparing.
-            return (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
+            return (logits == highest).to(torch.uint8).argmax(-1)
         probabilities, order = self._kept(logits)
         with keyed(Key(self.seed, step, torch.arange(logits.shape[0]))):
             drawn = uniform((logits.shape[0], 1), site=0, device=logits.device).double()

@@ -12,12 +12,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from heddle.numerics import local
-from heddle.numerics.choose import Form, Operation
+from heddle.numerics.choose import Form, Operation, device_of
 from heddle.numerics.counting import count
 from heddle.numerics.norms import at_least_float32
+from heddle.numerics.triangle import triangle
 from heddle.numerics.visibility import Visibility, pairs
 
 TILE = 512  # queries whose mask may exist at one time
+SHORT = 1024  # rows up to this length train faster by plain batched products than by torch's fused kernel
 
 Weigh = Callable[[Tensor], Tensor]
 
@@ -36,6 +38,8 @@ class Facts:
     everything: bool
     pieces: bool
     dropout: bool
+    gradients: bool
+    device: str
 
 
 def flops(seen: int, batch: int, heads: int, widths: int) -> int:
@@ -96,6 +100,10 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> 
     return _sdpa(q, k, v, scale, None, causal=True)
 
 
+def _triangle(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> Tensor:
+    return triangle(q, k, v, scale)
+
+
 def _pieces(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> Tensor:
     """One call for each piece of each packed row: nothing is spent on pairs across documents."""
     assert seen.pieces is not None
@@ -149,16 +157,28 @@ def _not_pieces(facts: Facts) -> str | None:
     return None if facts.pieces else "the rows are not packed with known lengths"
 
 
-def _not_causal(facts: Facts) -> str | None:
+def _not_ordered(facts: Facts) -> str | None:
     if not facts.ordered or facts.pieces:
         return "positions are not consecutive in one document"
     if not facts.causal:
         return "attention is bidirectional"
-    if facts.queries != facts.keys:
-        return "keys of a state precede the queries, and the kernel's causal mask is aligned to the top left"
     if facts.window is not None and facts.window < facts.keys:
         return "a window hides distant keys"
     return None
+
+
+def _not_causal(facts: Facts) -> str | None:
+    if facts.queries != facts.keys:
+        return "keys of a state precede the queries, and the kernel's causal mask is aligned to the top left"
+    return _not_ordered(facts)
+
+
+def _not_triangle(facts: Facts) -> str | None:
+    if facts.device != "cpu":
+        return "it is for the CPU"
+    if facts.queries == facts.keys and (facts.keys > SHORT or not facts.gradients):
+        return f"the fused kernel is faster for more than {SHORT} tokens, and without gradients"
+    return _not_ordered(facts)
 
 
 def _not_blocks(facts: Facts) -> str | None:
@@ -177,6 +197,7 @@ ATTENTION = Operation(
     "attention",
     (
         Form("folded", _folded, _no_dropout(_not_folded)),
+        Form("triangle", _triangle, _no_dropout(_not_triangle)),
         Form("causal", _causal, _no_dropout(_not_causal)),
         Form("pieces", _pieces, _no_dropout(_not_pieces)),
         Form("blocks", _blocks, _no_dropout(_not_blocks)),
@@ -199,6 +220,8 @@ def facts_of(q: Tensor, k: Tensor, seen: Visibility, dropout: bool) -> Facts:
         everything=seen.everything,
         pieces=seen.pieces is not None,
         dropout=dropout,
+        gradients=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad),
+        device=device_of(q),
     )
 
 

@@ -19,7 +19,7 @@ from heddle.numerics.choose import Form, Operation, device_of
 from heddle.numerics.counting import count
 
 PACKED_ROWS = 64  # with more, a product is bound by arithmetic and packing gains little
-PACKED_ELEMENTS = 2**18  # a smaller weight costs more to call for than to read
+PACKED_ELEMENTS = 2**17  # a smaller weight costs more to call for than to read
 SLOW_ALONE = 2**20  # oneDNN reads a weight this large faster for four rows than for one
 
 # By identity of the weight: the weight itself (so that the identity stays its own), what its values are known by
@@ -129,7 +129,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     count(flops(rows, weight.shape[1], weight.shape[0]))
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     # Autocast casts the usual routes, but not oneDNN's operators.
-    packing = not is_compiling() and _packs.get() is not None and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type)
+    packing = (
+        not is_compiling()
+        and _packs.get() is not None
+        and x.dtype == weight.dtype
+        and not torch.is_autocast_enabled(x.device.type)
+    )
     facts = LinearFacts(rows, gradients, packing, weight.numel(), device_of(x), x.dtype)
     y: Tensor = LINEAR.choose(facts).run(x, weight, bias)
     return y

@@ -46,7 +46,6 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-@torch.compiler.disable
 def uniform(shape: tuple[int, ...], site: int, device: torch.device) -> Tensor:
     """Numbers in [0, 1), float32, of `shape` [B, ...]; `site` tells apart the places of a model that draw.
 

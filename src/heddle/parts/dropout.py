@@ -6,6 +6,7 @@ Masks are a function of (seed, step, sample, site): any split of a batch and any
 from torch import Tensor, nn
 
 from heddle.numerics.noise import uniform
+from heddle.parts.eager import eager
 
 
 class Dropout(nn.Module):
@@ -29,6 +30,10 @@ class Dropout(nn.Module):
         """x [B, ...] -> the same shape."""
         if not self.active:
             return x
+        return self._dropped(x)
+
+    @eager
+    def _dropped(self, x: Tensor) -> Tensor:
         shape = (x.shape[0], *(1 for _ in x.shape[1:])) if self.whole else tuple(x.shape)
         keep = uniform(shape, self.site, x.device) >= self.rate
         return x * keep.to(x.dtype) / (1.0 - self.rate)

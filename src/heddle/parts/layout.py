@@ -95,7 +95,6 @@ class Layout:
         """bool [B, T], True at padding; None when there is none for certain."""
         return self.once("padding", lambda: self.positions < 0) if self.has_padding else None
 
-    @torch.compiler.disable
     def once(self, key: Any, make: Callable[[], V]) -> V:
         """Make a value the first time it is asked for (tables shared by all layers)."""
         if key not in self.memo:

@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from heddle import progress as display
 from heddle.checkpoints.lock import RunLock
 from heddle.data.corpus import Corpus
-from heddle.data.samples import Samples, evaluation_windows
+from heddle.data.samples import Batch, Samples, evaluation_windows
 from heddle.errors import ConfigError, MachineError
 from heddle.evaluation.bits import bits_per_byte, window_bits
+from heddle.model.compiled import compiled
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.training.record import Log, open_run
@@ -64,6 +66,12 @@ class Job:
         """The narrow dtype of products, or None."""
         return torch.bfloat16 if self.settings.precision == "bf16" else None
 
+    def identity(self) -> dict[str, Any]:
+        """What decides the result: a run is continued only by a job that shares it."""
+        # The hash does not tell how far a large text was encoded, which decides the order of samples too.
+        data = {"hash": self.corpus.hash, "tokens": [len(file) for file in self.corpus.train]}
+        return {"design": self.config.dump(), "data": data, "settings": self.settings.identity()}
+
 
 def train(job: Job) -> Outcome:
     """Train, or continue, the run in `job.out`; the same job ends bit-identical however often it was interrupted.
@@ -76,39 +84,53 @@ def train(job: Job) -> Outcome:
         corpus.train, corpus.weights, settings.context, settings.batch_size, settings.seed, corpus.tokenizer.end
     )
     with RunLock(job.out), listening() as wish:
-        identity = {"design": job.config.dump(), "data": {"hash": corpus.hash}, "settings": settings.identity()}
-        open_run(job.out, identity, {"data_report": corpus.report, **(job.circumstances or {})})
+        open_run(job.out, job.identity(), {"data_report": corpus.report, **(job.circumstances or {})})
         torch.manual_seed(settings.seed)
         model = build(job.config, device=job.device, seed=settings.seed).train()
         if not model.causal:
             raise ConfigError("causal: a mixer sees later tokens, so the design cannot learn to predict them")
         optimizer = make_optimizer(model, settings.weight_decay)
         progress = resume_run(job.out, model, optimizer)
-        model.checkpointing = settings.checkpoint_activations
-        if settings.compile:
-            for layer in model.layers:
-                layer.compile()
+        runner = compiled(model) if settings.compile else model
+        runner.checkpointing = settings.checkpoint_activations
         log = Log(job.out, progress.step)
         try:
-            speed = _run(job, _Running(model, optimizer, samples, progress, log, wish))
+            speed = _run(job, _Running(model, runner, optimizer, samples, progress, log, wish))
         finally:
             log.close()
-        windows = evaluate(model, job)
+        windows = evaluate(model, job, wish=wish)
+        if not math.isfinite(bits_per_byte(windows)):
+            raise Diverged(
+                f"{job.out}: after {settings.steps} steps the loss on held-out text is not finite; "
+                f"try a lower --lr than {settings.learning_rate:g} in another --out"
+            )
         return Outcome(model, windows, progress, speed)
 
 
-def evaluate(model: Decoder, job: Job, tokens: int = EVALUATED) -> list[tuple[float, int]]:
-    """Bits and bytes of validation windows that lie evenly over the text and hold about `tokens` tokens."""
+def evaluate(model: Decoder, job: Job, tokens: int = EVALUATED, wish: Wish | None = None) -> list[tuple[float, int]]:
+    """Bits and bytes of validation windows that lie evenly over the text and hold about `tokens` tokens.
+
+    Raises Interrupted, between windows, when a `wish` to end is made.
+    """
     corpus, settings = job.corpus, job.settings
     windows = evaluation_windows(corpus.validation, settings.context, settings.batch_size)
     batches = -(-len(corpus.validation) // settings.tokens_per_step)
     chosen = itertools.islice(windows, 0, None, max(1, batches * settings.tokens_per_step // tokens))
-    return window_bits(model, chosen, corpus.tokenizer.byte_lengths, job.autocast)
+    return window_bits(model, _while_welcome(chosen, wish), corpus.tokenizer.byte_lengths, job.autocast)
+
+
+def _while_welcome(windows: Iterable[Batch], wish: Wish | None) -> Iterator[Batch]:
+    for window in windows:
+        if wish is not None and wish.number is not None:
+            display.say("every step is done and saved; the same command evaluates it")
+            raise Interrupted(wish.number)
+        yield window
 
 
 @dataclass
 class _Running:
     model: Decoder
+    runner: Decoder  # the model, or its compiled twin
     optimizer: torch.optim.Optimizer
     samples: Samples
     progress: Progress
@@ -120,8 +142,8 @@ def _run(job: Job, run: _Running) -> float:
     """All remaining steps; returns the median tokens a second."""
     settings, progress = job.settings, run.progress
     speeds = []
-    with display.bar(job.name, settings.steps * settings.tokens_per_step, "tokens") as bar:
-        bar.advance(progress.step * settings.tokens_per_step)
+    total, done = (count * settings.tokens_per_step for count in (settings.steps, progress.step))
+    with display.bar(job.name, total, "tokens", done) as bar:
         while progress.step < settings.steps:
             line = _step(job, run)
             speeds.append(settings.tokens_per_step / line["seconds"])
@@ -131,6 +153,7 @@ def _run(job: Job, run: _Running) -> float:
             finished = progress.step == settings.steps
             due = settings.save_every is not None and progress.step % settings.save_every == 0
             if finished or due or run.wish.number is not None:
+                run.log.keep()
                 save_run(job.out, run.model, run.optimizer, progress, job.corpus.tokenizer)
             if run.wish.number is not None and not finished:
                 display.say(f"saved at step {progress.step}; the same command continues")
@@ -143,7 +166,7 @@ def _step(job: Job, run: _Running) -> dict[str, Any]:
     settings, progress = job.settings, run.progress
     began = time.perf_counter()
     batch = run.samples.batch(progress.step)
-    loss = gradients(run.model, batch, (settings.seed, progress.step), settings.accumulate, job.autocast)
+    loss = gradients(run.runner, batch, (settings.seed, progress.step), settings.accumulate, job.autocast)
     rate = learning_rate(settings, progress.step)
     result = apply(run.model, run.optimizer, loss, rate, settings.clip)
     seconds = time.perf_counter() - began

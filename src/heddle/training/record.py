@@ -1,5 +1,6 @@
 """What a run leaves beside its checkpoints: run.json (what was asked, with what) and log.jsonl (what happened)."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -91,9 +92,17 @@ class Log:
         except OSError as error:
             raise MachineError(f"{self.path}: cannot be written ({error.strerror}); free space on the disk") from error
 
+    def keep(self) -> None:
+        """Put all lines on the disk, before a checkpoint says that their steps are done."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise MachineError(f"{self.path}: cannot be written ({error.strerror}); free space on the disk") from error
+
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; what a full disk refused was reported when it was written."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
@@ -106,6 +115,8 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
         try:
             line = json.loads(text)
         except ValueError:
+            break
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
             break
         lines.append(line)
     return lines

@@ -1,5 +1,6 @@
 """How a design is trained: everything that decides the result but the design and the text."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -82,6 +83,4 @@ def learning_rate(settings: Settings, step: int) -> float:
 
 
 def _cosine(share: float) -> float:
-    from math import cos, pi
-
-    return cos(pi * share)
+    return math.cos(math.pi * share)

@@ -65,8 +65,8 @@ def resume_run(run: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> P
         for path, weight in model.named_parameters():
             weight.copy_(saved[path])
             if path in state:
-                moved = {key: value.to(device) if value.dim() else value for key, value in state[path].items()}
-                optimizer.state[weight] = moved
+                # The fused step keeps even its counter on the device.
+                optimizer.state[weight] = {key: value.to(device) for key, value in state[path].items()}
     try:
         progress = Progress(**json.loads(contents.documents[PROGRESS]))
     except (KeyError, TypeError, ValueError) as error:

@@ -16,6 +16,7 @@ from heddle.config import Count, DesignError, Positive, Rate, build_under, refus
 from heddle.numerics.attention import attention
 from heddle.parts.cache import Cache
 from heddle.parts.dropout import Dropout
+from heddle.parts.eager import eager
 from heddle.parts.layout import Layout
 from heddle.parts.leaf import Linear
 from heddle.parts.mixers import Mixer, MixerConfig, Place, narrow, widen
@@ -96,7 +97,7 @@ class Attention(Mixer):
         y, state = self._attend(q, k, v, layout, state)
         return self.out(narrow(y)), state
 
-    @torch.compiler.disable  # layouts differ from call to call; what is compiled is around this
+    @eager  # layouts differ from call to call; what is compiled is around this
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: Cache | None
     ) -> tuple[Tensor, Cache | None]:

@@ -6,10 +6,12 @@ Layouts of the pairs: `half` = dims (i, i + dim/2) (NeoX, Hugging Face's Llama),
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from heddle.config import Count, DesignError, Finite, Positive
 from heddle.numerics.rotate import frequencies, rotate, table
+from heddle.parts.eager import eager
 from heddle.parts.layout import Layout
 from heddle.parts.positions import Rotation, RotationConfig
 
@@ -38,10 +40,13 @@ class Rope(Rotation):
     def __init__(self, config: RopeConfig, dim: int) -> None:
         super().__init__()
         self.layout = config.layout
-        self.thetas = list(config.frequencies or frequencies(dim, config.base))
+        self.thetas = tuple(config.frequencies or frequencies(dim, config.base))
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """x [B, H, T, head_dim] -> the same shape; the table is made once for all layers."""
-        key = ("rope", self.thetas[-1], len(self.thetas), hash(tuple(self.thetas)), x.dtype)
-        cosine, sine = layout.once(key, lambda: table(layout.positions, self.thetas, x.dtype))
+        cosine, sine = self._table(layout, x.dtype)
         return rotate(x, cosine, sine, self.layout)
+
+    @eager
+    def _table(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return layout.once(("rope", self.thetas, dtype), lambda: table(layout.positions, list(self.thetas), dtype))

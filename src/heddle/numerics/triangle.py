@@ -16,19 +16,20 @@ from torch import Tensor
 
 from heddle.numerics.norms import at_least_float32
 
-TILE = 128  # queries to a tile
+TILE = 64  # queries to a tile; up to twice as many are one tile
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def triangle(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v], the queries last -> [B, H, T, d_v]."""
-    y: Tensor = _Causal.apply(q, k, v, scale)
+    y: Tensor = _Triangle.apply(q, k, v, scale)
     return y
 
 
 def _tiles(queries: int, keys: int) -> Iterator[tuple[slice, int]]:
     """Queries of each tile, and how many keys the last of them sees."""
-    for start in range(0, queries, TILE):
-        stop = min(start + TILE, queries)
+    size = TILE if queries > 2 * TILE else max(1, queries)
+    for start in range(0, queries, size):
+        stop = min(start + size, queries)
         yield slice(start, stop), keys - queries + stop
 
 
@@ -46,8 +47,9 @@ def _weights(q: Tensor, k: Tensor, tile: int, scale: float) -> Tensor:
     return scores.softmax(-1)
 
 
-class _Causal(torch.autograd.Function):
+class _Triangle(torch.autograd.Function):
     @staticmethod
+    @torch.autocast("cpu", enabled=False)
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.scale = scale
@@ -62,6 +64,7 @@ class _Causal(torch.autograd.Function):
         return out
 
     @staticmethod
+    @torch.autocast("cpu", enabled=False)
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         groups, scale = k.shape[1], ctx.scale

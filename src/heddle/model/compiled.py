@@ -1,0 +1,27 @@
+"""A model whose layers are compiled, sharing every parameter with the plain one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from heddle.model.decoder import Decoder
+from heddle.parts.eager import eager_methods
+
+
+def compiled(model: Decoder, backend: str | Callable[..., Any] | None = None) -> Decoder:
+    """A twin over the same parameters, its layers compiled with `torch.compile`; the model itself stays plain.
+
+    Methods marked `eager` (attention over a layout, tables of positions, keyed noise) run uncompiled between the
+    compiled pieces, so a new layout never compiles anything anew. `backend` is torch.compile's; None is its default.
+    """
+    with torch.device("meta"):
+        twin = Decoder(model.config)
+    for path, module in twin.named_modules():
+        for name, parameter in model.get_submodule(path).named_parameters(recurse=False):
+            setattr(module, name, parameter)
+        for name in eager_methods(module):
+            setattr(module, name, torch.compiler.disable(getattr(module, name)))
+    for layer in twin.layers:
+        layer.compile() if backend is None else layer.compile(backend=backend)
+    return twin.train(model.training)
