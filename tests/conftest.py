@@ -27,8 +27,15 @@ def same_start() -> None:
     """
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
+    torch.set_float32_matmul_precision("highest")  # the command line may have chosen another
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(not torch.cuda.is_available())
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tokenizers and token files that tests make are kept apart from the user's."""
+    os.environ["HEDDLE_CACHE"] = str(tmp_path_factory.mktemp("cache"))

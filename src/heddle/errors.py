@@ -23,3 +23,9 @@ class MachineError(HeddleError):
     """The machine failed (full disk, read-only folder, no memory): exit code 1."""
 
     exit_code = 1
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was refused: torch has a class of its own for a GPU, and for a CPU only words."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or (isinstance(error, RuntimeError) and "allocate memory" in str(error))

@@ -36,6 +36,11 @@ def quiet() -> Iterator[None]:
         _quiet_depth -= 1
 
 
+def is_quiet() -> bool:
+    """Whether this process was silenced, so that one it starts can be too."""
+    return _quiet_depth > 0
+
+
 def say(text: str) -> None:
     """Print one line on stderr, above any bar, unless quiet. Control characters are shown escaped."""
     if _quiet_depth:
@@ -53,9 +58,9 @@ def say(text: str) -> None:
 def bar(description: str, total: int | None, unit: str, done: int = 0) -> Iterator[Bar]:
     """Show how far a piece of work is.
 
-    `total` is in units (None: unknown), of which `done` were done before; the unit "bytes" is printed as KB, MB or GB. On a terminal a bar is
-    drawn on stderr and removed at the end; elsewhere a line is printed at most every five seconds, so that
-    short work prints nothing. Bars may be nested.
+    `total` is in units (None: unknown), of which `done` were done before. The unit "bytes" is printed as KB,
+    MB or GB. On a terminal a bar is drawn on stderr and removed at the end; elsewhere a line is printed at most
+    every five seconds, so that short work prints nothing. Bars may be nested.
     """
     if _quiet_depth:
         yield _Silent()

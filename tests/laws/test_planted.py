@@ -55,7 +55,7 @@ BUGS = [
         "if not self.causal:", "if False:"),
     # Masks and positions
     Bug("a causal mask aligned to the top left on the tail of a text", "cut", "attention-mha",
-        f"{ATTENTION}:_not_causal", "if facts.queries != facts.keys:", "if False:"),
+        "numerics.triangle:_tiles", "keys - queries + stop", "stop"),
     Bug("a causal mask lost", "later_tokens", "attention-gqa", f"{ATTENTION}:_causal", "causal=True", "causal=False"),
     Bug("a causal mask off by one", "forms", "attention-gqa", MASK, "j <= i", "j <= i + 1"),
     Bug("one later token within a window", "later_tokens", "attention-window-2", "numerics.local:Band.after",
@@ -98,10 +98,10 @@ BUGS = [
     Bug("angles in the model's bfloat16", "precision", "rope-half", "numerics.rotate:table",
         "torch.float64 if dtype == torch.float64 else torch.float32", "dtype"),
     Bug("frequencies in a buffer that a change of dtype rounds", "dtype_round_trip", "rope-half",
-        "parts.positions.rope:Rope.forward", 'key = ("rope",', "if not self._buffers:\n"
-        "        self.register_buffer('kept', x.new_tensor(self.thetas))\n"
-        "    self.thetas = self.kept.tolist()\n"
-        '    key = ("rope",'),
+        "parts.positions.rope:Rope._table", "return layout.once(", "if not self._buffers:\n"
+        "        self.register_buffer('kept', torch.tensor(self.thetas, dtype=dtype))\n"
+        "    self.thetas = tuple(self.kept.tolist())\n"
+        "    return layout.once("),
     Bug("a table of one layout with pairs of the other", "rotation", "rope-half", "numerics.rotate:rotate",
         "y = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)",
         "y = torch.cat((first * cosine - second * sine, second * cosine.flip(-1) + first * sine.flip(-1)), dim=-1)"),
@@ -113,8 +113,8 @@ BUGS = [
         "parts.positions.sinusoidal:Sinusoidal.forward", "sinusoid(layout.positions,",
         "sinusoid(layout.positions - layout.positions[:, :1],"),
     Bug("a base changed by a long text and not set back", "no_memory", "attention-mha",
-        "parts.positions.rope:Rope.forward", 'key = ("rope",',
-        'self.thetas = [theta / max(1.0, layout.length / 16) for theta in self.thetas]\n    key = ("rope",'),
+        "parts.positions.rope:Rope._table", "return layout.once(",
+        "self.thetas = tuple(theta / max(1.0, layout.length / 16) for theta in self.thetas)\n    return layout.once("),
     # Norms and projections
     Bug("epsilon outside the root", "forms", "attention-mha", "numerics.norms:reference",
         "torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps)",

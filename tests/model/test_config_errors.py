@@ -4,22 +4,29 @@ from typing import Any
 
 import pytest
 
+from heddle.config import kind_class, kinds
 from heddle.errors import ConfigError
 from heddle.model.load import load_config
+from heddle.parts.positions import AdditiveConfig, RotationConfig
 from tests.cases import attention, design, layer
 
+# Read from the folders, so that another kind needs no change here.
+MIXERS, NORMS = ", ".join(kinds("mixers")), ", ".join(kinds("norms"))
+ROTATIONS, TABLES = (
+    ", ".join(kind for kind in kinds("positions") if issubclass(kind_class("positions", kind), base))
+    for base in (RotationConfig, AdditiveConfig)
+)
 LEARNED = {"position": {"kind": "learned", "length": 9}}
 CHOICES = "bias, causal, dropout, head_dim, heads, kv_heads, position, qk_norm, scale, value_dim, window"
 
 SENTENCES = {
     "layers.0.mixer.kind=attenton": "layers[0].mixer: unknown kind 'attenton'; did you mean 'attention'? "
-    "choices: attention",
-    "layers.0.mixer.kind=../x": "layers[0].mixer: unknown kind '../x'; choices: attention",
-    "layers.0.mixer.kind=rope": "layers[0].mixer: unknown kind 'rope'; choices: attention",
+    f"choices: {MIXERS}",
+    "layers.0.mixer.kind=../x": f"layers[0].mixer: unknown kind '../x'; choices: {MIXERS}",
+    "layers.0.mixer.kind=rope": f"layers[0].mixer: unknown kind 'rope'; choices: {MIXERS}",
     "layers.0.mixer.position.kind=learned": "layers[0].mixer.position: kind 'learned' does not belong here; "
-    "choices: rope",
-    "embedding.position.kind=rope": "embedding.position: kind 'rope' does not belong here; "
-    "choices: learned, sinusoidal",
+    f"choices: {ROTATIONS}",
+    "embedding.position.kind=rope": f"embedding.position: kind 'rope' does not belong here; choices: {TABLES}",
     "layers.0.mixer.hads=2": f"layers[0].mixer: unknown field 'hads'; did you mean 'heads'? choices: {CHOICES}",
     "nonsense=1": "unknown field 'nonsense'; choices: embedding, head, initialisation, layers, norm, residual, "
     "vocab_size, width",
@@ -53,7 +60,7 @@ SENTENCES = {
     "layers.0.mixer.dropout=1.0": "layers[0].mixer.dropout: should be less than 1, got 1.0 (a number)",
     "layers.0.mixer.dropout=-0.1": "layers[0].mixer.dropout: should be greater than or equal to 0, got -0.1 (a number)",
     "layers.0.mixer=[]": "layers[0].mixer: expected a table of fields, got [] (a list)",
-    "layers.0.mixer={heads: 4}": "layers[0].mixer: names no kind; add kind: … of attention",
+    "layers.0.mixer={heads: 4}": f"layers[0].mixer: names no kind; add kind: … of {MIXERS}",
     "layers.0.repeat=5000": "layers: stands for 5000 layers; at most 4096 are built",
     "layers.0.layers=[]": "layers[0].layers: a layer either nests layers or has a mixer and a feedforward; "
     "keep one of the two",
@@ -63,7 +70,7 @@ SENTENCES = {
     "layers=3": "layers: expected a list, got 3 (a whole number)",
     "layers.0=4": "layers[0]: expected a table of fields, got 4 (a whole number)",
     "residual={kind: parallel, norms: 3}": "residual.norms: should be less than or equal to 2, got 3 (a whole number)",
-    "norm.kind=rmss": "norm: unknown kind 'rmss'; did you mean 'rms'? choices: layer, rms",
+    "norm.kind=rmss": f"norm: unknown kind 'rmss'; did you mean 'rms'? choices: {NORMS}",
 }
 
 

@@ -8,6 +8,7 @@ import typer
 from heddle.cli.options import (
     DEFAULT_VOCABULARY,
     DesignArgument,
+    Device,
     Json,
     Overrides,
     PartFile,
@@ -17,20 +18,27 @@ from heddle.cli.options import (
 )
 
 
-def check(design: DesignArgument, overrides: Overrides = None, part: PartFile = None, as_json: Json = False) -> None:
+def check(
+    design: DesignArgument,
+    overrides: Overrides = None,
+    device: Device = "cpu",
+    part: PartFile = None,
+    as_json: Json = False,
+) -> None:
     """Hold a design, made small, to every law: cutting, padding, packing, causality, poison, kernels, …"""
     with ExitStack() as stack:
-        open_session(stack, device="cpu", parts=part)
-        from heddle.laws import run
+        runtime = open_session(stack, device=device, parts=part)
+        from heddle.laws import LAWS, run, shrink
 
         config = with_vocabulary(read_config(design, overrides), DEFAULT_VOCABULARY)
-        results = run(config)
+        results = run(shrink(config), device=runtime.device)
     broken = [result for result in results if not result.passed]
     if as_json:
         print(json.dumps([result._asdict() for result in results], indent=2))
     else:
         for result in results:
-            print(f"{'holds ' if result.passed else 'BROKEN'}  {result.name}: {result.message}")
+            said = LAWS[result.name].statement if result.passed else result.message
+            print(f"{'holds ' if result.passed else 'BROKEN'}  {result.name}: {said}")
         print(f"{len(results) - len(broken)} of {len(results)} laws hold")
     if broken:
         raise typer.Exit(1)

@@ -30,22 +30,33 @@ DEFAULT_TOKENS = 250_000
 def compare(  # noqa: PLR0913 - one parameter an option
     designs: Annotated[
         list[str],
-        typer.Argument(metavar="DESIGN... [FIELD=VALUE]...", help="The first is the baseline; overrides reach all."),
+        typer.Argument(metavar="DESIGN|FIELD=VALUE", help="The first is the baseline; overrides reach all."),
     ],
-    out: Annotated[Path, typer.Option("--out", help="The comparison's folder.")] = Path("runs/compare"),
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The comparison's folder.")] = Path(
+        "runs/compare"
+    ),
     data: Data = None,
     tokenizer: TokenizerFile = None,
     vocab_size: VocabSize = None,
-    tokens: Annotated[int | None, typer.Option("--tokens", help="Training tokens of each run. [250000]")] = None,
-    seconds: Annotated[float | None, typer.Option("--seconds", help="Or training seconds of each run.")] = None,
-    flops: Annotated[float | None, typer.Option("--flops", help="Or training operations of each run.")] = None,
-    seeds: Annotated[int, typer.Option("--seeds", help="Runs of each design; seeds pair the designs.")] = 3,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Rows of a step.")] = 8,
-    context: Annotated[int, typer.Option("--context", help="Tokens of a row.")] = 256,
-    lr: Annotated[float, typer.Option("--lr", help="Highest learning rate.")] = 3e-3,
-    schedule: Annotated[str, typer.Option("--schedule", help="wsd, cosine or linear.")] = "wsd",
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", metavar="N", help="Training tokens of each run. [250000]")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", metavar="X", help="Or training seconds of each run.")
+    ] = None,
+    flops: Annotated[
+        float | None, typer.Option("--flops", metavar="X", help="Or training operations of each run.")
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option("--seeds", metavar="N", help="Runs of each design; seeds pair the designs.")
+    ] = 3,
+    batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", help="Rows of a step.")] = 8,
+    context: Annotated[int, typer.Option("--context", metavar="N", help="Tokens of a row.")] = 256,
+    lr: Annotated[float, typer.Option("--lr", metavar="X", help="Highest learning rate.")] = 3e-3,
+    schedule: Annotated[str, typer.Option("--schedule", metavar="NAME", help="wsd, cosine or linear.")] = "wsd",
     contexts: Annotated[
-        list[int] | None, typer.Option("--speed-context", help="Context at which speed is measured; repeat.")
+        list[int] | None,
+        typer.Option("--speed-context", metavar="N", help="Context at which speed is measured; repeat."),
     ] = None,
     device: Device = "auto",
     precision: Precision = "fp32",

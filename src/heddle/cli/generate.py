@@ -15,14 +15,21 @@ from heddle.errors import CheckpointError, DataError
 def generate(  # noqa: PLR0913 - one parameter an option
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's or a model's folder.")],
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", help="Text to continue; repeat for a batch; - reads stdin.")
+        list[str] | None,
+        typer.Option("--prompt", metavar="TEXT", help="Text to continue; repeat for a batch; - reads stdin."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Most tokens to write.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option("--top-k", help="Sample from the k likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p", help="Sample from the likeliest that reach p.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the sampling.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; repeat.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", metavar="N", help="Most tokens to write.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", metavar="X", help="0 is greedy.")] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", metavar="N", help="Sample from the k likeliest tokens.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", metavar="X", help="Sample from the likeliest that reach p.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the sampling.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; repeat.")
+    ] = None,
     device: Device = "auto",
     precision: Precision = "fp32",
     threads: Threads = None,

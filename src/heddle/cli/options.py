@@ -16,25 +16,32 @@ DesignArgument = Annotated[
     str, typer.Argument(metavar="DESIGN", help="A YAML, TOML or JSON file, preset:NAME, or a checkpoint folder.")
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[FIELD=VALUE]...", help="Overrides, such as layers.0.mixer.kv_heads=1.")
+    list[str] | None, typer.Argument(metavar="FIELD=VALUE", help="Overrides, such as layers.0.mixer.kv_heads=1.")
 ]
 Data = Annotated[
     list[str] | None,
-    typer.Option("--data", help="A file or folder of text, with a weight as PATH@2; repeat for several. [stdlib]"),
+    typer.Option(
+        "--data", metavar="PATH", help="A file or folder of text, with a weight as PATH@2; repeat for several. [stdlib]"
+    ),
 ]
 TokenizerFile = Annotated[
-    Path | None, typer.Option("--tokenizer", help="A tokenizer.json instead of a BPE learned from the text.")
+    Path | None,
+    typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json instead of a BPE learned from the text."),
 ]
 VocabSize = Annotated[
-    int | None, typer.Option("--vocab-size", help="Vocabulary to learn where the design names none. [4096]")
+    int | None,
+    typer.Option("--vocab-size", metavar="N", help="Vocabulary to learn where the design names none. [4096]"),
 ]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")]
-Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads. [torch's own choice]")]
-Precision = Annotated[str, typer.Option("--precision", help="fp32 or bf16.")]
+Device = Annotated[str, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda or mps.")]
+Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads. [torch's own choice]")]
+Precision = Annotated[str, typer.Option("--precision", metavar="NAME", help="fp32 or bf16.")]
 Kernel = Annotated[
-    list[str] | None, typer.Option("--kernel", help="Force a form: attention=reference; repeat for several.")
+    list[str] | None,
+    typer.Option("--kernel", metavar="NAME=FORM", help="Force a form: attention=reference; repeat for several."),
 ]
-PartFile = Annotated[list[Path] | None, typer.Option("--part", help="A .py file with a part of your own; repeat.")]
+PartFile = Annotated[
+    list[Path] | None, typer.Option("--part", metavar="FILE", help="A .py file with a part of your own; repeat.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
 

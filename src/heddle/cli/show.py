@@ -1,7 +1,6 @@
 """`heddle show`: what a design is and what it costs, read off the model built without memory."""
 
 import json
-import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +20,7 @@ from heddle.cli.options import (
     with_vocabulary,
 )
 from heddle.errors import ConfigError
+from heddle.progress import amount
 
 if TYPE_CHECKING:
     from heddle.model.config import ModelConfig
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 def show(  # noqa: PLR0913 - one parameter an option
     design: Annotated[str | None, typer.Argument(metavar="DESIGN", help="A file, preset:NAME or a folder.")] = None,
     overrides: Overrides = None,
-    context: Annotated[list[int] | None, typer.Option("--context", help="Tokens of context; repeat. [2048 …]")] = None,
-    batch: Annotated[int, typer.Option("--batch", help="Rows.")] = 1,
+    context: Annotated[
+        list[int] | None, typer.Option("--context", metavar="N", help="Tokens of context; repeat. [2048 …]")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Rows.")] = 1,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of designs, for editors.")] = False,
     device: Device = "auto",
     precision: Precision = "fp32",
@@ -48,7 +50,7 @@ def show(  # noqa: PLR0913 - one parameter an option
             print(json.dumps(make_schema(), indent=2))
             return
         if design is None:
-            raise ConfigError("show: names no design; give a file, preset:NAME or a checkpoint folder")
+            raise ConfigError("DESIGN: is missing; give a file, preset:NAME or a checkpoint folder")
         contexts = context or [2048, 8192, 32768, 131072]
         if min(contexts) < 1 or batch < 1:
             raise ConfigError("show: --context and --batch must be at least 1")
@@ -98,34 +100,41 @@ def measure(config: "ModelConfig", contexts: list[int], batch: int, dtype: Any, 
 
 def _print(design: str, facts: dict[str, Any]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    console = Console(file=sys.stdout, highlight=False)
-    plain = facts["design"]
-    embedding = facts["embedding_parameters"]
-    console.print(f"[bold]{design}[/bold]: width {plain['width']}, vocabulary {plain['vocab_size']:,}")
+    console = Console(highlight=False)
+    config = facts["design"]
+    console.print(f"[bold]{escape(design)}[/bold]")
+    active = facts["active_parameters"]
+    used = "all active" if active == facts["parameters"] else f"{active:,} active"
     console.print(
-        f"{facts['parameters']:,} parameters ({facts['active_parameters']:,} active for a token, "
-        f"{embedding:,} in the embedding)"
+        f"{facts['parameters']:,} parameters, {used} for each token, {facts['embedding_parameters']:,} in the embedding"
     )
+    head = "tied" if config["head"]["tied"] else "untied"
+    console.print(f"width {config['width']}, vocabulary {config['vocab_size']:,}, {head} head\n")
     layers = Table(box=None, pad_edge=False)
-    for name in ("layers", "mixer", "feed-forward"):
-        layers.add_column(name, overflow="fold")
+    layers.add_column("layers", justify="right")
+    layers.add_column("mixer and feed-forward", overflow="fold")
     for name in ("parameters", f"state at {facts['contexts'][0]['context']:,}"):
         layers.add_column(name, justify="right")
     for row in facts["layers"]:
-        cells = (f"{row['count']} ×", row["mixer"], row["feedforward"])
-        layers.add_row(*cells, f"{row['parameters']:,}", f"{row['state_bytes']:,} B")
+        parts = escape(f"{row['mixer']}\n{row['feedforward']}")
+        layers.add_row(f"{row['count']} ×", parts, f"{row['parameters']:,}", amount(row["state_bytes"], "bytes"))
     console.print(layers)
-    costs = Table(box=None, pad_edge=False, title=f"cost, {facts['batch']} row(s)", title_justify="left")
-    for name in ("context", "forward FLOPs/token", "state bytes", "of it positions", "more bytes/token"):
+    costs = Table(box=None, pad_edge=False)
+    for name in ("context", "FLOPs per token", "state", "of it positions", "each further token"):
         costs.add_column(name, justify="right")
     for one in facts["contexts"]:
-        cells = (f"{one['context']:,}", f"{one['flops_per_token'] / 1e6:,.1f} M", f"{one['state_bytes']:,}")
-        costs.add_row(*cells, f"{one['table_bytes']:,}", f"{one['state_bytes_per_token']:,}")
+        state = (amount(one[name], "bytes") for name in ("state_bytes", "table_bytes", "state_bytes_per_token"))
+        costs.add_row(f"{one['context']:,}", f"{one['flops_per_token'] / 1e6:,.1f} M", *state)
+    rows = "one row" if facts["batch"] == 1 else f"{facts['batch']} rows"
+    console.print(f"\ncost of {rows}; FLOPs of a forward pass, training takes 3 times as many")
     console.print(costs)
     for name, chosen in facts["kernels"].items():
-        console.print(f"kernels in {name}:")
+        console.print(f"\nkernels in {name}")
         for one in chosen:
-            reasons = "; ".join(f"not {form}: {reason}" for form, reason in one["against"])
-            console.print(f"  {one['operation']} = {one['form']} ({one['calls']}×) {reasons}", soft_wrap=True)
+            calls = "1 call" if one["calls"] == 1 else f"{one['calls']} calls"
+            console.print(f"  {one['operation']} = {one['form']}, {calls}")
+            for form, reason in one["against"]:
+                console.print(f"      not {form}: {reason}", markup=False, soft_wrap=True)

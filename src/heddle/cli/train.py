@@ -29,29 +29,34 @@ from heddle.cli.options import (
 from heddle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from heddle.data.corpus import Corpus
-    from heddle.training.loop import Outcome
-
-SAMPLE_TOKENS = 96
+    from heddle.training.loop import Job, Outcome
 
 
 def train(  # noqa: PLR0913 - one parameter an option
     design: DesignArgument,
     overrides: Overrides = None,
-    out: Annotated[Path, typer.Option("--out", help="The run's folder.")] = Path("runs/train"),
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The run's folder.")] = Path("runs/train"),
     data: Data = None,
     tokenizer: TokenizerFile = None,
     vocab_size: VocabSize = None,
-    steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps. [500]")] = None,
-    tokens: Annotated[int | None, typer.Option("--tokens", help="Tokens to train on, instead of --steps.")] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Rows of a step.")] = 8,
-    context: Annotated[int, typer.Option("--context", help="Tokens of a row.")] = 256,
-    accumulate: Annotated[int, typer.Option("--accumulate", help="Pieces a batch is cut into; same result.")] = 1,
-    lr: Annotated[float, typer.Option("--lr", help="Highest learning rate.")] = 3e-3,
-    schedule: Annotated[str, typer.Option("--schedule", help="wsd, cosine or linear.")] = "wsd",
-    seed: Annotated[int, typer.Option("--seed", help="Of weights, order and dropout.")] = 0,
-    save_every: Annotated[int | None, typer.Option("--save-every", help="Steps between checkpoints. [100]")] = 100,
-    evaluate_every: Annotated[int | None, typer.Option("--evaluate-every", help="Steps between evaluations.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="Optimizer steps. [500]")] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", metavar="N", help="Tokens to train on, instead of --steps.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", help="Rows of a step.")] = 8,
+    context: Annotated[int, typer.Option("--context", metavar="N", help="Tokens of a row.")] = 256,
+    accumulate: Annotated[
+        int, typer.Option("--accumulate", metavar="N", help="Pieces a batch is cut into; same result.")
+    ] = 1,
+    lr: Annotated[float, typer.Option("--lr", metavar="X", help="Highest learning rate.")] = 3e-3,
+    schedule: Annotated[str, typer.Option("--schedule", metavar="NAME", help="wsd, cosine or linear.")] = "wsd",
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of weights, order and dropout.")] = 0,
+    save_every: Annotated[
+        int | None, typer.Option("--save-every", metavar="N", help="Steps between checkpoints.")
+    ] = 100,
+    evaluate_every: Annotated[
+        int | None, typer.Option("--evaluate-every", metavar="N", help="Steps between evaluations.")
+    ] = None,
     compile_model: Annotated[bool, typer.Option("--compile", help="Compile each layer with torch.compile.")] = False,
     checkpoint_activations: Annotated[
         bool, typer.Option("--checkpoint-activations", help="Recompute layers in the backward pass: less memory.")
@@ -102,7 +107,7 @@ def train(  # noqa: PLR0913 - one parameter an option
             device=runtime.device,
             circumstances=circumstances,
         )
-        _report(run(job), corpus, out, as_json)
+        _report(run(job), job, as_json)
 
 
 def _steps(steps: int | None, tokens: int | None, tokens_per_step: int) -> int:
@@ -111,27 +116,27 @@ def _steps(steps: int | None, tokens: int | None, tokens_per_step: int) -> int:
     if tokens is None:
         return 500 if steps is None else steps
     if tokens < max(1, tokens_per_step):
-        raise ConfigError(f"--tokens {tokens}: is less than one step of {tokens_per_step} tokens")
+        raise ConfigError(f"--tokens {tokens}: is less than one step of {tokens_per_step} tokens; give more")
     return tokens // max(1, tokens_per_step)
 
 
-def _report(outcome: "Outcome", corpus: "Corpus", out: Path, as_json: bool) -> None:
+def _report(outcome: "Outcome", job: "Job", as_json: bool) -> None:
     import json
 
-    from heddle.generation.generate import generate
+    from heddle.generation.sample import sample
 
-    sample = generate(outcome.model, [""], corpus.tokenizer, max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_p=0.95)
+    text = sample(outcome.model, job.corpus.tokenizer, job.settings.context)
     result = {
-        "run": str(out),
+        "run": str(job.out),
         "bits_per_byte": outcome.bits_per_byte,
         "steps": outcome.progress.step,
         "steps_not_taken": outcome.progress.skipped,
-        "sample": sample[0],
+        "sample": text,
     }
     if as_json:
         print(json.dumps(result, indent=2, ensure_ascii=False))
         return
-    print(f"{out}: {outcome.bits_per_byte:.4f} bits per byte on held-out text after {outcome.progress.step} steps")
+    print(f"{job.out}: {outcome.bits_per_byte:.4f} bits per byte on held-out text after {outcome.progress.step} steps")
     if outcome.progress.skipped:
         print(f"{outcome.progress.skipped} steps were not taken: their loss or gradient was not finite")
-    print(f"a sample:\n{sample[0]}")
+    print(f"a sample:\n{text}")

@@ -1,5 +1,6 @@
 """What a comparison is asked to do, checked before anything runs."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from heddle.config import DesignError
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
+from heddle.model.decoder import build
 from heddle.model.load import load_config
 
 BUDGETS = ("tokens", "seconds", "flops")
@@ -45,24 +47,34 @@ class Plan:
 
     def identity(self) -> dict[str, Any]:
         """What a continued comparison must share with the one that began."""
-        plain = asdict(self) | {"entries": {entry.name: entry.config.dump() for entry in self.entries}}
-        return plain
+        return asdict(self) | {"entries": {entry.name: entry.config.dump() for entry in self.entries}}
 
 
 def read_entries(designs: Sequence[str], overrides: Sequence[str]) -> tuple[Entry, ...]:
     """Load designs and give them unique names: a preset's or a file's own, numbered where they clash."""
     entries: list[Entry] = []
     for source in designs:
-        name = source.removeprefix("preset:") if source.startswith("preset:") else Path(source).stem
-        clashes = sum(entry.name == name or entry.name.startswith(f"{name}#") for entry in entries)
-        unique = f"{name}#{clashes + 1}" if clashes else name
         try:
-            entries.append(Entry(unique, source, load_config(source, overrides)))
+            config = load_config(source, overrides)
         except DesignError as error:
             raise error.under(source) from None
+        if not build(config if config.vocab_size else config.replace(vocab_size=1), device="meta").causal:
+            raise ConfigError(f"{source}: a mixer sees later tokens, so the design cannot learn to predict them")
+        name = _name(source)
+        numbered = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
+        taken = {entry.name for entry in entries}
+        entries.append(Entry(next(one for one in numbered if one not in taken), source, config))
     if not entries:
         raise ConfigError("compare: names no design; give at least one file, preset:NAME or folder")
     return tuple(entries)
+
+
+def _name(source: str) -> str:
+    """A preset's name, a file's without its suffix, or a folder's."""
+    if source.startswith("preset:"):
+        return source.removeprefix("preset:")
+    path = Path(source)
+    return path.resolve().name if path.is_dir() else path.stem
 
 
 def shared_vocabulary(entries: Sequence[Entry], wanted: int | None, default: int) -> int:
@@ -89,7 +101,8 @@ def warnings(plan: Plan, parameters: dict[str, int], trained: dict[str, int], av
                 f"{entry.name}: its window of {window} covers the whole training context of {plan.context} tokens, "
                 "so it was trained as full attention; a longer --context would tell."
             )
-    ratios = {name: trained[name] / parameters[name] for name in trained if parameters.get(name)}
+    trained = {name: tokens for name, tokens in trained.items() if tokens}  # of a failed run nothing is known
+    ratios = {name: trained[name] / parameters[name] for name in trained}
     if ratios and min(ratios.values()) < 1:
         lowest = min(ratios.values())
         found.append(

@@ -5,6 +5,7 @@ TASK.json says what to do ("train", "calibrate" or "measure"); RESULT.json recei
 
 import ctypes
 import json
+import os
 import resource
 import signal
 import statistics
@@ -14,16 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from heddle import progress
-from heddle.errors import HeddleError
+from heddle.errors import HeddleError, is_out_of_memory
 
 CALIBRATION_STEPS = 8
 
 
 def main() -> None:
     """Run the task of this process. Exits with a HeddleError's code after writing its sentence to the result."""
-    _die_with_parent()
     task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    _die_with_parent(task["parent"])
     target = Path(sys.argv[2])
+    if task["quiet"]:
+        progress.quiet().__enter__()
+    from heddle.training.loop import Diverged
     from heddle.training.record import write_whole
     from heddle.training.signals import Interrupted
 
@@ -32,19 +36,26 @@ def main() -> None:
         result = TASKS[task["task"]](task)
     except Interrupted as interrupted:
         sys.exit(interrupted.exit_code)
+    except Diverged as error:
+        result = {"status": "diverged", "message": str(error)}
     except HeddleError as error:
-        result = {"status": "failed", "message": str(error), "exit_code": error.exit_code}
-        if type(error).__name__ == "Diverged":
-            result["status"] = "diverged"
+        result = {"status": "failed", "message": str(error), "stops_all": True}
         code = error.exit_code
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        result = {"status": "failed", "message": "out of memory", "stops_all": False}
+        code = 1
     write_whole(target, json.dumps(result))
     sys.exit(code)
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> None:
     """A comparison that is killed must not leave a trainer behind (Linux knows how; elsewhere the lock protects)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before the system could be asked
+            sys.exit(128 + signal.SIGTERM)
 
 
 def _job(task: dict[str, Any]) -> Any:
@@ -76,7 +87,7 @@ def _job(task: dict[str, Any]) -> Any:
 def _train(task: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from heddle.generation.generate import generate
+    from heddle.generation.sample import sample
     from heddle.training.loop import train
     from heddle.training.record import read_log
 
@@ -86,7 +97,6 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
     seconds = [line["seconds"] for line in log]
     curve = [(line["tokens"], line["validation_bits_per_byte"]) for line in log if "validation_bits_per_byte" in line]
     peak = torch.cuda.max_memory_allocated() if job.device == "cuda" else _peak_memory()
-    sample = generate(outcome.model, [""], job.corpus.tokenizer, max_new_tokens=96, temperature=0.8, top_p=0.95)
     trained = outcome.progress.step * job.settings.tokens_per_step
     return {
         "seed": job.settings.seed,
@@ -99,7 +109,7 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
         "skipped_steps": outcome.progress.skipped,
         "curve": curve,
         "windows": outcome.windows,
-        "sample": sample[0],
+        "sample": sample(outcome.model, job.corpus.tokenizer, job.settings.context),
     }
 
 

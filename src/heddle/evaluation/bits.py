@@ -36,7 +36,7 @@ def window_bits(
     result: list[tuple[float, int]] = []
     try:
         for window in windows:
-            tokens = torch.from_numpy(window.tokens).to(device)
+            tokens = torch.tensor(window.tokens, device=device)  # a copy: windows may be read-only
             targets = tokens[:, 1:]
             layout = Layout.packed(window.lengths, device=device)
             with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):

@@ -122,17 +122,16 @@ def tokens(
     model.eval()
     try:
         state = model.init_state(len(prompts), longest + steps - 1)
-        with packing():
-            for step in range(steps):
-                with torch.no_grad():
-                    hidden, after = model(inputs, layout, state)
-                    logits = model.head(hidden[:, -1])
-                chosen = sampling.choose(logits, step)
-                yield chosen, rows
-                if all(rows.ended):
-                    return
-                assert after is not None
-                inputs, layout, state = chosen[:, None], None, after
+        for step in range(steps):
+            with torch.no_grad(), packing():  # neither may be in force where the caller runs
+                hidden, after = model(inputs, layout, state)
+                logits = model.head(hidden[:, -1])
+            chosen = sampling.choose(logits, step)
+            yield chosen, rows
+            if all(rows.ended):
+                return
+            assert after is not None
+            inputs, layout, state = chosen[:, None], None, after
     finally:
         model.train(was_training)
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import NamedTuple
 
+import torch
+
 from heddle.errors import ConfigError
 from heddle.laws import building, causality, cutting, kernels, padding, poison, positions, rows, training
 from heddle.laws.shrink import shrink
@@ -86,7 +88,9 @@ LAWS: dict[str, Law] = {
 }
 
 
-def run(config: ModelConfig, names: Iterable[str] | None = None) -> list[Result]:
+def run(
+    config: ModelConfig, names: Iterable[str] | None = None, device: torch.device | str = "cpu"
+) -> list[Result]:
     """Hold a design against some laws (default: all). Large designs are shrunk by the caller, with `shrink`.
 
     Raises ConfigError for an unknown name; everything that goes wrong within a law is told in its result.
@@ -97,7 +101,8 @@ def run(config: ModelConfig, names: Iterable[str] | None = None) -> list[Result]
             near = get_close_matches(name, LAWS, n=1)
             hint = f"did you mean '{near[0]}'? " if near else ""
             raise ConfigError(f"law '{name}' is unknown; {hint}choices: {', '.join(LAWS)}")
-    return [_result(LAWS[name], config) for name in chosen]
+    with torch.device(device):
+        return [_result(LAWS[name], config) for name in chosen]
 
 
 def _result(law: Law, config: ModelConfig) -> Result:

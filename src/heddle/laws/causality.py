@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from heddle.laws.subject import Broken, answer, identical, subject, text, windows
+from heddle.laws.subject import Broken, answer, identical, normal, subject, text, windows
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.parts.layout import Layout
@@ -51,7 +51,7 @@ def receptive_field(config: ModelConfig) -> None:
     generator = torch.Generator().manual_seed(2)
     for index, mixer in enumerate(model.mixers()):
         if mixer is not None:
-            x = torch.empty(1, length, config.width, dtype=torch.float64).normal_(generator=generator)
+            x = normal((1, length, config.width), generator)
             x.requires_grad_()
             y, _ = mixer(x, layout)
             _check_support(x, y, _span([mixer]), f"layer {index}")

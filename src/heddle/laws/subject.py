@@ -27,13 +27,12 @@ def subject(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:
 
     At their start gains are 1, biases 0 and branches small: mistakes would hide behind them.
     """
-    model = build(config, dtype=torch.float64).eval()
+    model = build(config, dtype=torch.float64, device=torch.get_default_device()).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             spread = 0.3 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
-            noise = torch.empty(parameter.shape, dtype=torch.float64).normal_(0.0, spread, generator=generator)
-            parameter.add_(noise)
+            parameter.add_(normal(parameter.shape, generator) * spread)
     return model.to(dtype)
 
 
@@ -41,7 +40,14 @@ def text(config: ModelConfig, rows: int, length: int, seed: int = 0) -> Tensor:
     """Random tokens int64 [rows, length], none of them `POISON`."""
     assert config.vocab_size is not None
     generator = torch.Generator().manual_seed(1000 + seed)
-    return torch.randint(1, config.vocab_size, (rows, length), generator=generator)
+    tokens = torch.randint(1, config.vocab_size, (rows, length), generator=generator, device="cpu")
+    return tokens.to(torch.get_default_device())
+
+
+def normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Normal float64 numbers on the device in force, the same on every device."""
+    drawn = torch.empty(shape, dtype=torch.float64, device="cpu").normal_(generator=generator)
+    return drawn.to(torch.get_default_device())
 
 
 def answer(model: Decoder, tokens: Tensor, layout: Layout | None = None) -> Tensor:

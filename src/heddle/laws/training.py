@@ -15,6 +15,7 @@ from heddle.laws.subject import (
     gradients,
     identical,
     loss,
+    normal,
     subject,
     text,
 )
@@ -79,7 +80,7 @@ def true_gradients(config: ModelConfig) -> None:
     found = gradients(model, loss(model(tokens)[0]))
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
-        direction = torch.empty(parameter.shape, dtype=torch.float64).normal_(generator=generator)
+        direction = normal(parameter.shape, generator)
         predicted = float((found[name] * direction).sum())
         values = []
         with torch.no_grad():

@@ -87,8 +87,8 @@ class _LossSum(torch.autograd.Function):
         scale = gradients[0]
         hidden_dtype, weight_dtype = ctx.dtypes
         return (
-            None if to_hidden is None else (to_hidden.to(hidden_dtype) * scale),
-            None if to_weight is None else to_weight.mul_(scale).to(weight_dtype),
+            None if to_hidden is None else to_hidden.to(hidden_dtype) * scale,
+            None if to_weight is None else (to_weight * scale).to(weight_dtype),
             None,
             None,
         )

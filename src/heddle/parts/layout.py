@@ -45,7 +45,7 @@ class Layout:
             )
 
     @staticmethod
-    def causal(batch: int, length: int, start: int = 0, device: torch.device | str = "cpu") -> "Layout":
+    def causal(batch: int, length: int, start: int = 0, device: torch.device | str | None = None) -> "Layout":
         """One document a row, from position `start` on, no padding."""
         positions = torch.arange(start, start + length, device=device).expand(batch, length)
         return Layout(positions, start=start, has_padding=False)
@@ -55,30 +55,35 @@ class Layout:
         lengths: Sequence[int],
         length: int | None = None,
         side: str = "left",
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
     ) -> "Layout":
         """Rows of different lengths, padded on the "left" or "right" to `length` (default: the longest)."""
         width = max(lengths, default=0) if length is None else length
         if side not in ("left", "right") or not lengths or max(lengths) > width or min(lengths) < 0:
             raise ConfigError(f"layout: cannot pad rows of {list(lengths)} tokens to {width} on the side '{side}'")
-        index = torch.arange(width).expand(len(lengths), width)
-        count = torch.tensor(list(lengths))[:, None]
+        index = torch.arange(width, device=device).expand(len(lengths), width)
+        count = torch.tensor(list(lengths), device=device)[:, None]
         positions = index - (width - count) if side == "left" else index
         real = positions >= 0 if side == "left" else index < count
-        return Layout(torch.where(real, positions, -1).to(device), has_padding=True)
+        return Layout(torch.where(real, positions, -1), has_padding=True)
 
     @staticmethod
-    def packed(lengths: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> "Layout":
+    def packed(lengths: Sequence[Sequence[int]], device: torch.device | str | None = None) -> "Layout":
         """Documents one after another in each row; lengths of one row's documents sum to the row's length."""
         rows = [list(row) for row in lengths]
         if not rows or len({sum(row) for row in rows}) != 1 or any(size <= 0 for row in rows for size in row):
             raise ConfigError(f"layout: packed lengths {rows} must be positive and sum to the same length in each row")
-        positions = torch.stack([torch.cat([torch.arange(size) for size in row]) for row in rows])
-        documents = torch.stack([torch.repeat_interleave(torch.tensor(row)) for row in rows])
         if all(len(row) == 1 for row in rows):
             return Layout.causal(len(rows), sum(rows[0]), device=device)
         pieces = tuple(tuple(row) for row in rows)
-        return Layout(positions.to(device), documents.to(device), pieces=pieces, has_padding=False)
+        # Made on the CPU, where many small tensors are cheap, and moved as two.
+        made = [torch.arange(size, device="cpu") for row in rows for size in row]
+        numbers = torch.tensor([number for row in rows for number in range(len(row))], device="cpu")
+        sizes = torch.tensor([size for row in rows for size in row], device="cpu")
+        positions = torch.cat(made).view(len(rows), -1)
+        documents = torch.repeat_interleave(numbers, sizes).view(len(rows), -1)
+        place = torch.get_default_device() if device is None else device
+        return Layout(positions.to(place), documents.to(place), pieces=pieces, has_padding=False)
 
     @property
     def batch(self) -> int:

@@ -83,12 +83,12 @@ def train(job: Job) -> Outcome:
     samples = Samples(
         corpus.train, corpus.weights, settings.context, settings.batch_size, settings.seed, corpus.tokenizer.end
     )
+    model = build(job.config, device=job.device, seed=settings.seed).train()
+    if not model.causal:
+        raise ConfigError("causal: a mixer sees later tokens, so the design cannot learn to predict them")
     with RunLock(job.out), listening() as wish:
         open_run(job.out, job.identity(), {"data_report": corpus.report, **(job.circumstances or {})})
         torch.manual_seed(settings.seed)
-        model = build(job.config, device=job.device, seed=settings.seed).train()
-        if not model.causal:
-            raise ConfigError("causal: a mixer sees later tokens, so the design cannot learn to predict them")
         optimizer = make_optimizer(model, settings.weight_decay)
         progress = resume_run(job.out, model, optimizer)
         runner = compiled(model) if settings.compile else model

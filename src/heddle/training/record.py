@@ -29,6 +29,17 @@ def write_whole(path: Path, text: str) -> None:
         ) from error
 
 
+def read_whole(path: Path) -> dict[str, Any]:
+    """Read a small JSON file of ours. Raises CheckpointError where it is damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); choose another --out") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: holds no table of values; choose another --out")
+    return data
+
+
 def open_run(folder: Path, identity: dict[str, Any], circumstances: dict[str, Any]) -> bool:
     """Start a run folder or recognise it; True if it is being continued.
 
@@ -38,11 +49,8 @@ def open_run(folder: Path, identity: dict[str, Any], circumstances: dict[str, An
     """
     path = folder / RUN
     if path.is_file():
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-            difference = first_difference({key: before[key] for key in SAME}, plain(identity))
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({error}); choose another --out") from error
+        before = read_whole(path)
+        difference = first_difference({key: before.get(key) for key in SAME}, plain(identity))
         if difference:
             raise CheckpointError(f"{folder}: holds another run: {difference}; use the same, or another --out")
         return True

@@ -1,0 +1,229 @@
+"""Generation with a state is generation without one, row by row, and text comes out whole."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heddle.data.tokenizer import Tokenizer
+from heddle.errors import ConfigError, MachineError
+from heddle.generation import generate as module
+from heddle.generation.generate import Rows, generate
+from heddle.generation.sample import sample
+from heddle.generation.sampling import Sampling
+from heddle.model.decoder import Decoder, build
+from tests import small
+from tests.cases import CASES, case
+
+CAUSAL = [name for name in CASES if "bidirectional" not in name]
+STEPS = 9
+PROMPTS = [[5, 3, 8, 13, 21, 34, 55, 1], [2], [7, 7, 7, 9]]
+
+
+def greedy(model: Decoder, prompt: list[int], steps: int) -> list[int]:
+    """The plain loop: everything is computed anew for each token."""
+    row = list(prompt)
+    model.eval()
+    with torch.no_grad():
+        for _ in range(steps):
+            logits = model.head(model(torch.tensor([row]))[0])[0, -1]
+            row.append(int((logits == logits.max()).nonzero()[0]))
+    return row[len(prompt) :]
+
+
+def double(name: str) -> Decoder:
+    return build(case(name), dtype=torch.float64, seed=1)
+
+
+def lively(model: Decoder) -> Decoder:
+    """Layers that outweigh the embedding, so that greedy text varies instead of repeating one token."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 and name.startswith("layers."):
+                parameter.mul_(30.0)
+    return model
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_greedy_with_a_state_equals_greedy_without(name: str) -> None:
+    model = lively(double(name))
+    alone = [greedy(model, prompt, STEPS) for prompt in PROMPTS]
+    assert [generate(model, [prompt], max_new_tokens=STEPS)[0] for prompt in PROMPTS] == alone
+    assert generate(model, PROMPTS, max_new_tokens=STEPS) == alone
+
+
+def test_the_texts_above_vary() -> None:
+    model = lively(double("attention-gqa"))
+    assert len({token for prompt in PROMPTS for token in greedy(model, prompt, STEPS)}) > 6
+
+
+def test_padding_on_the_wrong_side_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lively(double("attention-gqa"))
+    right = module.Layout.padded
+    monkeypatch.setattr(module.Layout, "padded", lambda lengths, side, device: right([max(lengths)] * len(lengths)))
+    assert generate(model, PROMPTS, max_new_tokens=STEPS) != [greedy(model, prompt, STEPS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("name", ["attention-gqa", "attention-window-7", "learned"])
+def test_sampled_rows_do_not_depend_on_the_others(name: str) -> None:
+    model = lively(double(name))
+    settings: dict[str, Any] = {"max_new_tokens": STEPS, "temperature": 1.0, "top_p": 0.9, "seed": 5}
+    together = generate(model, PROMPTS, **settings)
+    assert generate(model, PROMPTS[:1], **settings) == together[:1]
+    assert generate(model, [PROMPTS[0], [1, 2, 3], PROMPTS[2]], **settings)[2] == together[2]
+    assert generate(model, PROMPTS, **settings) == together
+    assert generate(model, PROMPTS, **(settings | {"seed": 6})) != together
+
+
+@pytest.mark.parametrize("name", ["attention-gqa", "attention-window-7", "rope-mixed", "layers-apart"])
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]])
+def test_the_past_is_never_copied(name: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[dict[str, int]] = []
+    right = Decoder.forward
+
+    def forward(self: Decoder, *given: Any) -> Any:
+        hidden, state = right(self, *given)
+        assert state is not None
+        places.append({name: tensor.data_ptr() for name, tensor in state.tensors().items()})
+        return hidden, state
+
+    monkeypatch.setattr(Decoder, "forward", forward)
+    generate(double(name), prompts, max_new_tokens=STEPS)
+    assert len(places) == STEPS
+    kept = [{name: at for name, at in place.items() if name.startswith("layers.")} for place in places]
+    assert kept[0]
+    assert all(place == kept[0] for place in kept)
+
+
+def test_the_model_comes_back_as_it_was_and_without_gradients() -> None:
+    model = double("dropout-everywhere").train()
+    assert generate(model, PROMPTS, max_new_tokens=3) == generate(model.eval(), PROMPTS, max_new_tokens=3)
+    generate(model.train(), PROMPTS, max_new_tokens=1)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.is_grad_enabled()
+
+
+def test_damaged_weights_are_an_error() -> None:
+    model = double("attention-gqa")
+    with torch.no_grad():
+        model.embed.weight[3, 0] = float("nan")
+    with pytest.raises(MachineError, match="logits are not numbers; its weights or its state are damaged"):
+        generate(model, [[3]], max_new_tokens=2)
+    assert not model.eval().training
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "says"),
+    [
+        ([], {}, "prompts: expected a list of at least one prompt"),
+        ("text", {}, "prompts: expected a list of at least one prompt"),
+        (["text"], {}, "prompts: are strings; give the tokenizer too, or lists of tokens"),
+        ([[1], []], {}, "prompts: each needs at least one token, all from 0 to 60"),
+        ([[61]], {}, "prompts: each needs at least one token, all from 0 to 60"),
+        ([[-1]], {}, "prompts: each needs"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens 0: must be at least 1"),
+        ([[1]], {"temperature": -1.0}, "temperature -1.0"),
+    ],
+)
+def test_what_cannot_be_continued_is_named(prompts: Any, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        generate(double("attention-mha"), prompts, **settings)
+    assert str(caught.value).startswith(says)
+
+
+def test_learned_positions_end_with_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="position"):
+        generate(double("learned"), [[1]], max_new_tokens=95)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train([small.text(4000)], small.VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def writer(tokenizer: Tokenizer) -> Decoder:
+    return lively(build(small.config(small.design(vocab_size=tokenizer.vocab_size)), dtype=torch.float64, seed=2))
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, rows: list[list[int]]) -> None:
+    """Let the model write these tokens."""
+
+    def tokens(model: Decoder, prompts: Any, steps: int, sampling: Sampling) -> Iterator[tuple[Tensor, Rows]]:
+        marks = Rows(len(rows))
+        for step in range(min(steps, max(map(len, rows)))):
+            yield torch.tensor([row[min(step, len(row) - 1)] for row in rows]), marks
+            if all(marks.ended):
+                return
+
+    monkeypatch.setattr(module, "tokens", tokens)
+
+
+def test_text_comes_in_whole_characters_and_adds_up(
+    writer: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "綜絖 🧵 a é"
+    spelled = [next(i for i in range(256 + 1) if tokenizer.token_bytes(i) == bytes([b])) for b in text.encode()]
+    scripted(monkeypatch, [[*spelled, tokenizer.end], [*spelled[:2], tokenizer.end]])
+    pieces: dict[int, list[str]] = {0: [], 1: []}
+    texts = generate(
+        writer, ["", "x"], tokenizer, max_new_tokens=99, on_text=lambda row, piece: pieces[row].append(piece)
+    )
+    assert texts[0] == text
+    assert texts[1] == "�"  # a row that ends within a character says so once
+    assert pieces[0] == list(text)
+    assert ["".join(pieces[row]) for row in (0, 1)] == texts
+
+
+def test_streaming_adds_up_to_the_result(writer: Decoder, tokenizer: Tokenizer) -> None:
+    pieces = ["", ""]
+
+    def hear(row: int, piece: str) -> None:
+        pieces[row] += piece
+
+    texts = generate(
+        writer, ["The weaver", ""], tokenizer, max_new_tokens=40, temperature=1.0, stop=["e t"], on_text=hear
+    )
+    assert pieces == texts
+    assert generate(writer, ["The weaver"], tokenizer, max_new_tokens=40, temperature=1.0, stop=["e t"]) == texts[:1]
+
+
+def test_the_end_token_ends_its_row_alone(
+    writer: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = (tokenizer.encode(text) for text in ("thread", "cloth"))
+    scripted(monkeypatch, [[*a, tokenizer.end, *b], [*b, *a, *a, tokenizer.end]])
+    assert generate(writer, ["", ""], tokenizer, max_new_tokens=99) == ["thread", "cloththreadthread"]
+
+
+def test_stop_strings_across_tokens(writer: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, [tokenizer.encode("one two three"), tokenizer.encode("tw one thr two ")])
+    shown: list[str] = []
+    texts = generate(
+        writer, ["", ""], tokenizer, max_new_tokens=99, stop=["two"], on_text=lambda row, piece: shown.append(piece)
+    )
+    assert texts == ["one ", "tw one thr "]
+    assert not any("two" in piece for piece in shown)
+    with pytest.raises(ConfigError, match="empty stop string"):
+        generate(writer, [""], tokenizer, stop=[""])
+
+
+def test_prompts_open_with_the_end_token_as_in_training(writer: Decoder, tokenizer: Tokenizer) -> None:
+    by_tokens = generate(writer, [[tokenizer.end, *tokenizer.encode("The weaver")]], max_new_tokens=12)[0]
+    text = generate(writer, ["The weaver"], tokenizer, max_new_tokens=12)[0]
+    ended = by_tokens.index(tokenizer.end) if tokenizer.end in by_tokens else len(by_tokens)
+    assert text == tokenizer.decode(by_tokens[:ended])
+    with pytest.raises(ConfigError, match="with a tokenizer every prompt is a string"):
+        generate(writer, [[1, 2]], tokenizer)  # type: ignore[call-overload]
+
+
+def test_a_sample_fits_into_the_context_it_was_trained_on(tokenizer: Tokenizer) -> None:
+    data = small.design(vocab_size=tokenizer.vocab_size, embedding={"position": {"kind": "learned", "length": 8}})
+    data["layers"][0]["mixer"]["position"] = None
+    model = build(small.config(data))
+    assert sample(model, tokenizer, 8) == sample(model, tokenizer, 8)
+    with pytest.raises(ConfigError):
+        sample(model, tokenizer, 9)

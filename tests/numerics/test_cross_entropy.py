@@ -1,0 +1,137 @@
+"""The chunked loss and its gradients against the plain one."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from heddle.numerics import cross_entropy
+from heddle.numerics.counting import counting
+from heddle.numerics.cross_entropy import loss_sum, losses, reference
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def inputs(count: int = 13, vocab: int = 11, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(count, 6, dtype=dtype, generator=generator).requires_grad_()
+    weight = torch.randn(vocab, 6, dtype=dtype, generator=generator).requires_grad_()
+    return hidden, weight, torch.randint(0, vocab, (count,), generator=generator)
+
+
+def gradients(loss: Loss, scale: float = 1.0, **kind: Any) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight, targets = inputs(**kind)
+    value = loss(hidden, weight, targets)
+    torch.autograd.backward(value * scale)
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return value.detach(), hidden.grad, weight.grad
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The definition, term by term."""
+    logits = hidden @ weight.T
+    return (logits.exp().sum(1).log() - logits.gather(1, targets[:, None])[:, 0]).sum()
+
+
+def agrees(loss: Loss, scale: float = 0.37, **kind: Any) -> bool:
+    pairs = zip(gradients(loss, scale, **kind), gradients(plain, scale, **kind), strict=True)
+    return all(torch.allclose(mine, other, rtol=0, atol=1e-10) for mine, other in pairs)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 12, 13, 14, 10**6])
+def test_values_and_gradients_equal_the_definition_in_chunks_of_any_size(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", chunk * 11)
+    assert agrees(loss_sum)
+    hidden, weight, targets = inputs()
+    torch.testing.assert_close(losses(hidden, weight, targets), reference(hidden, weight, targets), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        losses(hidden, weight, targets).sum(), plain(hidden, weight, targets), rtol=0, atol=1e-10
+    )
+
+
+def test_half_a_slope_or_a_forgotten_row_is_caught() -> None:
+    assert not agrees(lambda h, w, targets: loss_sum(0.5 * h + 0.5 * h.detach(), w, targets))
+    assert not agrees(lambda h, w, targets: loss_sum(h, 0.5 * w + 0.5 * w.detach(), targets))
+    assert not agrees(lambda h, w, targets: loss_sum(h[1:], w, targets[1:]))
+
+
+def test_numerical_gradients_in_float64() -> None:
+    hidden, weight, targets = inputs(count=4, vocab=5)
+    assert torch.autograd.gradcheck(lambda h, w: loss_sum(h, w, targets), (hidden, weight))
+
+
+def test_only_what_is_wanted_is_made() -> None:
+    hidden, weight, targets = inputs()
+    loss_sum(hidden.detach(), weight, targets).backward()
+    assert weight.grad is not None
+    assert hidden.grad is None
+    assert not loss_sum(hidden.detach(), weight.detach(), targets).requires_grad
+
+
+def test_large_logits_and_certain_targets_stay_finite() -> None:
+    hidden = torch.tensor([[1e4], [-1e4]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
+    right = loss_sum(hidden, weight, torch.tensor([0, 1]))
+    assert right.item() == 0.0
+    wrong = loss_sum(hidden, weight, torch.tensor([1, 0]))
+    assert wrong.item() == pytest.approx(4e4, rel=1e-6)
+    torch.autograd.backward(wrong)
+    assert bool(torch.cat([hidden.grad.flatten(), weight.grad.flatten()]).isfinite().all())  # type: ignore[union-attr]
+
+
+def test_not_a_number_is_not_hidden() -> None:
+    hidden, weight, targets = inputs()
+    with torch.no_grad():
+        hidden[5, 2] = math.nan
+    assert math.isnan(loss_sum(hidden, weight, targets).item())
+
+
+def test_within_autocast_the_error_is_that_of_bfloat16() -> None:
+    hidden, weight, targets = inputs(count=64, vocab=40, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        narrow = loss_sum(hidden, weight, targets)
+    torch.autograd.backward(narrow)
+    got_hidden, got_weight = hidden.grad, weight.grad
+    _, exact_hidden, exact_weight = gradients(plain, count=64, vocab=40, dtype=torch.float32)
+    exact = plain(hidden, weight, targets)
+    assert narrow.dtype == torch.float32
+    assert abs(narrow.item() / exact.item() - 1) < 2e-3
+    for mine, other in ((got_hidden, exact_hidden), (got_weight, exact_weight)):
+        assert mine is not None
+        assert mine.dtype == torch.float32
+        assert 0 < float((mine - other).norm() / other.norm()) < 1e-2
+
+
+def test_weights_in_bfloat16_get_gradients_in_bfloat16_summed_in_float32() -> None:
+    hidden, weight, targets = (x.detach() for x in inputs(count=300, vocab=20, dtype=torch.float32))
+    narrow = [x.bfloat16().requires_grad_() for x in (hidden, weight)]
+    value = loss_sum(narrow[0], narrow[1], targets)
+    torch.autograd.backward(value)
+    wide = [x.detach().double().requires_grad_() for x in narrow]
+    torch.autograd.backward(plain(wide[0], wide[1], targets))
+    assert value.dtype == torch.float32
+    for mine, other in zip(narrow, wide, strict=True):
+        assert mine.grad is not None
+        assert other.grad is not None
+        assert mine.grad.dtype == torch.bfloat16
+        assert float((mine.grad.double() - other.grad).norm() / other.grad.norm()) < 2e-2
+
+
+def test_operations_are_counted_once_forward() -> None:
+    hidden, weight, targets = inputs()
+    with counting() as tally:
+        loss_sum(hidden, weight, targets)
+    assert tally[0] == 2 * 13 * 6 * 11
+
+
+def test_it_agrees_with_torch() -> None:
+    hidden, weight, targets = inputs()
+    theirs = functional.cross_entropy(hidden @ weight.T, targets, reduction="sum")
+    torch.testing.assert_close(loss_sum(hidden, weight, targets), theirs, rtol=0, atol=1e-10)

@@ -1,0 +1,80 @@
+"""A design, a text and a job so small that a training takes a fraction of a second."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from heddle.data.corpus import Corpus, prepare
+from heddle.model.config import ModelConfig
+from heddle.model.load import load_config
+from heddle.training.loop import Job
+from heddle.training.settings import Settings
+
+VOCABULARY = 300
+SENTENCES = (
+    "The weaver lifts a thread and throws the shuttle.",
+    "Another cloth is on the same loom in the evening.",
+    "def weave(warp, weft):\n    return [lift(thread) for thread in warp if thread in weft]",
+    "機を織る人は糸を上げて杼を通す。",
+    "同じ織機でも、綜絖を替えれば別の布になる。",
+    "朝の市場には青い布と赤い布が並んでいた。",
+    "La navette passe, le fil monte, l'étoffe grandit.",
+)
+
+
+def text(size: int, seed: int = 0) -> str:
+    """About `size` characters of sentences in a fixed disorder."""
+    draw = random.Random(seed)
+    parts: list[str] = []
+    length = 0
+    while length < size:
+        parts.append(draw.choice(SENTENCES) + draw.choice((" ", "\n", "\n\n")))
+        length += len(parts[-1])
+    return "".join(parts)
+
+
+def folder(path: Path, documents: int = 30, size: int = 500) -> Path:
+    """A folder of short texts; returns its path."""
+    path.mkdir(parents=True, exist_ok=True)
+    for number in range(documents):
+        (path / f"{number:03d}.txt").write_text(text(size, number), encoding="utf-8")
+    return path
+
+
+def design(width: int = 16, **fields: Any) -> dict[str, Any]:
+    """Two heads sharing one pair of keys and values, one layer."""
+    mixer = {"kind": "attention", "heads": 2, "kv_heads": 1, "position": {"kind": "rope"}}
+    layer = {"mixer": mixer, "feedforward": {"kind": "gated", "hidden": 24}}
+    return {"vocab_size": VOCABULARY, "width": width, "layers": [layer]} | fields
+
+
+def dropping() -> dict[str, Any]:
+    """A design that draws noise everywhere it can."""
+    mixer = {"kind": "attention", "heads": 2, "dropout": 0.2, "position": {"kind": "rope"}}
+    layer = {"repeat": 2, "mixer": mixer, "feedforward": {"kind": "gated", "hidden": 24, "dropout": 0.2}}
+    residual = {"kind": "pre_norm", "drop_path": 0.4}
+    return design(layers=[layer], embedding={"dropout": 0.1}, residual=residual)
+
+
+def config(data: dict[str, Any] | None = None) -> ModelConfig:
+    """A checked config of plain data; the small design where none is given."""
+    return load_config(data or design())
+
+
+def design_file(path: Path, data: dict[str, Any] | None = None) -> Path:
+    """Write a design as YAML."""
+    path.write_text(yaml.safe_dump(data or design()), encoding="utf-8")
+    return path
+
+
+def corpus(path: Path) -> Corpus:
+    """The folder of short texts, tokenized."""
+    return prepare([str(folder(path))], vocab_size=VOCABULARY, budget=None)
+
+
+def job(texts: Corpus, out: Path, data: dict[str, Any] | None = None, steps: int = 8, **settings: Any) -> Job:
+    """A training of a few steps of 4 rows of 16 tokens."""
+    given = {"steps": steps, "batch_size": 4, "context": 16, "save_every": 3} | settings
+    return Job(config=config(data), corpus=texts, settings=Settings(**given), out=out)

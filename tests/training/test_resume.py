@@ -1,0 +1,304 @@
+"""A run that died anywhere ends, continued, with the very bits of one that never did."""
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heddle.checkpoints.folder import fingerprint
+from heddle.checkpoints.steps import step_folder, steps
+from heddle.data.corpus import Corpus
+from heddle.errors import CheckpointError
+from heddle.training import loop, snapshot
+from heddle.training.loop import Job, train
+from heddle.training.record import LOG, RUN, read_log
+from heddle.training.signals import Interrupted
+from tests import small
+from tests.checkpoints.shared import Died, System, standing_in
+
+STEPS = 7
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return small.corpus(tmp_path_factory.mktemp("text"))
+
+
+def job(texts: Corpus, out: Path, **settings: Any) -> Job:
+    return small.job(texts, out, small.dropping(), STEPS, **({"evaluate_every": 3, "save_every": 2} | settings))
+
+
+def ending(out: Path) -> tuple[str, str, list[dict[str, Any]]]:
+    """All that must be equal: every tensor, the progress, and each line of the log but its time."""
+    last = step_folder(out, STEPS)
+    lines = [{name: value for name, value in line.items() if name != "seconds"} for line in read_log(out)]
+    return fingerprint(last), (last / snapshot.PROGRESS).read_text(), lines
+
+
+@pytest.fixture(scope="module")
+def whole(texts: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, list[dict[str, Any]]]:
+    """The ending of a run that nothing disturbed."""
+    out = tmp_path_factory.mktemp("whole")
+    train(job(texts, out))
+    return ending(out)
+
+
+@contextmanager
+def dying(monkeypatch: pytest.MonkeyPatch, name: str, at: int, before: bool) -> Iterator[None]:
+    """The process ends at the call number `at` of one of the loop's functions."""
+    calls = 0
+    right = getattr(loop, name)
+
+    def call(*given: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at and before:
+            raise Died
+        result = right(*given, **named)
+        if calls == at:
+            raise Died
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, name, call)
+        with pytest.raises(Died):
+            yield
+
+
+@pytest.mark.parametrize("name", ["gradients", "apply", "_watch", "save_run"])
+@pytest.mark.parametrize("before", [True, False])
+def test_death_at_any_step(
+    texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any, name: str, before: bool
+) -> None:
+    for at in range(1, STEPS + 1):
+        out = tmp_path / str(at)
+        with dying(monkeypatch, name, at, before):
+            train(job(texts, out, save_every=1))
+        torch.manual_seed(99)  # another process starts elsewhere
+        train(job(texts, out, save_every=1))
+        assert ending(out) == whole, at
+
+
+def test_death_at_every_second_step_of_one_run(
+    texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any
+) -> None:
+    for _ in range(STEPS // 2):
+        with dying(monkeypatch, "_watch", 3, before=True):
+            train(job(texts, tmp_path, save_every=1))
+    train(job(texts, tmp_path, save_every=1))
+    assert ending(tmp_path) == whole
+
+
+def test_death_at_system_calls_of_a_save(texts: Corpus, tmp_path: Path, whole: Any) -> None:
+    with standing_in(System()) as counting:
+        train(job(texts, tmp_path / "count"))
+    calls = len(counting.trace)
+    for at in range(1, calls, max(1, calls // 15)):
+        out = tmp_path / str(at)
+        with standing_in(System(at, "after")), pytest.raises(Died):
+            train(job(texts, out))
+        train(job(texts, out))
+        assert ending(out) == whole, at
+
+
+def test_a_run_at_its_end_is_only_measured_again(texts: Corpus, tmp_path: Path, whole: Any) -> None:
+    first = train(job(texts, tmp_path))
+    again = train(job(texts, tmp_path))
+    assert again.windows == first.windows
+    assert ending(tmp_path) == whole
+
+
+def test_how_a_batch_is_split_is_part_of_a_run(texts: Corpus, tmp_path: Path) -> None:
+    train(job(texts, tmp_path))
+    with pytest.raises(CheckpointError, match=r"settings\.accumulate was 1, now it is 2"):
+        train(job(texts, tmp_path, accumulate=2))
+
+
+def forgetting_moments(*given: Any) -> Any:
+    model, optimizer = given[1], given[2]
+    progress = snapshot.resume_run(*given)
+    for held in optimizer.state.values():
+        held["exp_avg"].zero_()
+    assert model is not None
+    return progress
+
+
+def forgetting_the_step(*given: Any) -> Any:
+    progress = snapshot.resume_run(*given)
+    progress.step = max(0, progress.step - 1)
+    return progress
+
+
+@pytest.mark.parametrize("planted", [forgetting_moments, forgetting_the_step])
+def test_a_resume_that_forgets_something_is_caught(
+    texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any, planted: Any
+) -> None:
+    with dying(monkeypatch, "_watch", 5, before=True):
+        train(job(texts, tmp_path))
+    monkeypatch.setattr(loop, "resume_run", planted)
+    train(job(texts, tmp_path))
+    assert ending(tmp_path) != whole
+
+
+def test_a_checkpoint_holds_the_state_of_the_random_numbers(texts: Corpus, tmp_path: Path) -> None:
+    train(job(texts, tmp_path))
+    before = torch.get_rng_state()
+    torch.manual_seed(1234)
+    train(job(texts, tmp_path))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_damaged_checkpoint_is_passed_over_aloud(
+    texts: Corpus, tmp_path: Path, whole: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(job(texts, tmp_path))
+    newest = step_folder(tmp_path, STEPS) / "model.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[-3] ^= 4
+    newest.write_bytes(data)
+    capsys.readouterr()
+    train(job(texts, tmp_path))
+    told = capsys.readouterr().err
+    assert "warning: " in told
+    assert str(newest) in told
+    assert "continuing" in told
+    assert "from step 6" in told
+    assert ending(tmp_path) == whole
+
+
+def test_a_cut_last_line_of_the_log_is_written_again(texts: Corpus, tmp_path: Path, whole: Any) -> None:
+    train(job(texts, tmp_path))
+    path = tmp_path / LOG
+    path.write_text(path.read_text()[:-30])
+    assert len(read_log(tmp_path)) == STEPS - 1
+    path.write_text(path.read_text() + "\n[1]\n")
+    assert len(read_log(tmp_path)) == STEPS - 1
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "design.width was 16, now it is 32": {"data": small.design(width=32)},
+    "design.layers[0].mixer.heads was 2, now it is 4": {
+        "data": small.design(
+            layers=[{"mixer": {"kind": "attention", "heads": 4, "kv_heads": 1, "position": {"kind": "rope"}},
+                     "feedforward": {"kind": "gated", "hidden": 24}}]
+        )
+    },
+    "settings.seed was 0, now it is 1": {"seed": 1},
+    "settings.steps was 4, now it is 5": {"steps": 5},
+    "settings.learning_rate was 0.003, now it is 0.01": {"learning_rate": 0.01},
+    "settings.context was 16, now it is 8": {"context": 8},
+    "settings.precision was \"fp32\", now it is \"bf16\"": {"precision": "bf16"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("difference", CHANGES)
+def test_a_changed_run_is_refused_by_name(texts: Corpus, tmp_path: Path, difference: str) -> None:
+    train(small.job(texts, tmp_path, steps=4))
+    before = ending_bytes(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        train(small.job(texts, tmp_path, **({"steps": 4} | CHANGES[difference])))
+    assert difference in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert ending_bytes(tmp_path) == before
+
+
+def test_changed_data_is_refused(texts: Corpus, tmp_path: Path) -> None:
+    train(small.job(texts, tmp_path / "run", steps=2))
+    other = small.folder(tmp_path / "other", documents=31)
+    assert other.is_dir()
+    with pytest.raises(CheckpointError, match=r"data\.hash was .*, now it is "):
+        train(small.job(small.corpus(tmp_path / "other"), tmp_path / "run", steps=2))
+
+
+def test_as_much_text_encoded_otherwise_is_refused(texts: Corpus, tmp_path: Path) -> None:
+    """The hash does not say how far a text was encoded, but the order of samples depends on it."""
+    first = small.job(texts, tmp_path, steps=2)
+    train(first)
+    path = tmp_path / RUN
+    run = json.loads(path.read_text())
+    assert run["data"]["tokens"] == [len(file) for file in texts.train]
+    run["data"]["tokens"][0] += 1
+    path.write_text(json.dumps(run))
+    with pytest.raises(CheckpointError, match=r"data\.tokens\[0\] was"):
+        train(first)
+
+
+def ending_bytes(out: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(texts: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match=r"holds something else \(thesis.tex\)"):
+        train(small.job(texts, tmp_path))
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+    assert steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_step_and_ends(
+    texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any, number: signal.Signals
+) -> None:
+    before = signal.getsignal(number)
+    right = loop.apply
+    calls = 0
+
+    def apply(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            signal.raise_signal(number)
+        return right(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "apply", apply)
+        with pytest.raises(Interrupted) as caught:
+            train(job(texts, tmp_path, save_every=100))
+    assert caught.value.exit_code == 128 + number
+    assert steps(tmp_path) == [3]
+    assert signal.getsignal(number) is before
+    train(job(texts, tmp_path, save_every=100))
+    assert ending(tmp_path) == whole
+
+
+def test_a_signal_during_the_last_evaluation_ends_it(
+    texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any
+) -> None:
+    right = loop._run
+
+    def run(*given: Any) -> float:
+        result = right(*given)
+        signal.raise_signal(signal.SIGTERM)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_run", run)
+        with pytest.raises(Interrupted):
+            train(job(texts, tmp_path))
+    train(job(texts, tmp_path))
+    assert ending(tmp_path) == whole
+
+
+def test_a_second_signal_ends_at_once(texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def apply(*given: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("went on")
+
+    monkeypatch.setattr(loop, "apply", apply)
+    with pytest.raises(Interrupted):
+        train(job(texts, tmp_path))
+    assert steps(tmp_path) == []
+
+
+def test_equal_runs_are_equal_and_other_seeds_are_not(texts: Corpus, tmp_path: Path) -> None:
+    prints = set()
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train(small.job(texts, tmp_path / name, steps=3, seed=seed))
+        prints.add(fingerprint(step_folder(tmp_path / name, 3)))
+    assert len(prints) == 2

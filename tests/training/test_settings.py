@@ -1,0 +1,62 @@
+"""What a training may be asked, and the learning rate of each step."""
+
+import pytest
+
+from heddle.errors import ConfigError
+from heddle.training.settings import SCHEDULES, Settings, learning_rate
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"steps": 0}, "--steps 0: must be at least 1"),
+        ({"batch_size": -1}, "--batch-size -1: must be at least 1"),
+        ({"context": 0}, "--context 0"),
+        ({"accumulate": 0}, "--accumulate 0: must be at least 1"),
+        ({"accumulate": 3}, "--accumulate 3: does not divide --batch-size 8"),
+        ({"save_every": 0}, "--save-every 0"),
+        ({"evaluate_every": 0}, "--evaluate-every 0"),
+        ({"learning_rate": 0.0}, "--lr 0.0: must be a number above 0"),
+        ({"learning_rate": float("nan")}, "--lr nan"),
+        ({"learning_rate": float("inf")}, "--lr inf"),
+        ({"seed": -1}, "--seed -1"),
+        ({"seed": 2**62}, "--seed 4611686018427387904: must be at least 0 and below 2^62"),
+        ({"schedule": "cubic"}, "--schedule cubic: unknown schedule; choices: wsd, cosine, linear"),
+        ({"precision": "fp8"}, "--precision fp8: unknown precision; choices: fp32, bf16"),
+    ],
+)
+def test_a_wrong_setting_is_named(wrong: dict[str, float], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings(**({"steps": 10} | wrong))  # type: ignore[arg-type]
+    assert str(caught.value).startswith(says)
+
+
+def test_how_often_a_run_saves_does_not_make_it_another_run() -> None:
+    assert Settings(steps=9, save_every=2).identity() == Settings(steps=9, save_every=7).identity()
+    assert Settings(steps=9, seed=1).identity() != Settings(steps=9).identity()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("steps", [1, 2, 9, 10, 11, 100, 1000])
+def test_every_step_has_a_rate_above_zero_and_none_above_the_highest(schedule: str, steps: int) -> None:
+    settings = Settings(steps=steps, schedule=schedule, learning_rate=0.5)
+    rates = [learning_rate(settings, step) for step in range(steps)]
+    assert all(0 < rate <= 0.5 for rate in rates)
+    if steps >= 100:
+        assert max(rates) == 0.5
+        assert rates[-1] < 0.06
+
+
+def test_the_shapes_of_the_schedules() -> None:
+    def rates(schedule: str) -> list[float]:
+        settings = Settings(steps=100, schedule=schedule, learning_rate=1.0, warmup=10)
+        return [learning_rate(settings, step) for step in range(100)]
+
+    for schedule in SCHEDULES:
+        assert rates(schedule)[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert rates("wsd")[10:81] == [1.0] * 71
+    assert rates("wsd")[80:] == pytest.approx([left / 20 for left in range(20, 0, -1)])
+    assert rates("linear")[10:] == pytest.approx([left / 90 for left in range(90, 0, -1)])
+    assert rates("cosine")[55] == pytest.approx(0.55)
+    assert rates("cosine")[99] == pytest.approx(0.1, abs=1e-3)
+    assert rates("cosine") == sorted(rates("cosine")[:10]) + sorted(rates("cosine")[10:], reverse=True)

@@ -1,0 +1,193 @@
+"""One step: the same gradients however a batch is cut, documents kept apart, bad numbers refused."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from heddle.data.samples import Batch
+from heddle.model.decoder import Decoder, build
+from heddle.training import step
+from heddle.training.step import apply, gradients, make_optimizer
+from tests import small
+
+KEY = (5, 7)
+ROWS, CONTEXT = 4, 12
+
+
+def batch(lengths: tuple[tuple[int, ...], ...] | None = None, rows: int = ROWS) -> Batch:
+    """Random tokens; a document of a row begins with token 0, the end token here."""
+    draw = np.random.default_rng(1)
+    tokens = draw.integers(1, small.VOCABULARY, (rows, CONTEXT + 1))
+    lengths = lengths or ((CONTEXT,), (5, 7), (1, 1, 10), (3, 9))[:rows]
+    for row, sizes in enumerate(lengths):
+        tokens[row, np.cumsum((0, *sizes))[:-1]] = 0
+    return Batch(tokens, lengths, np.arange(20, 20 + rows))
+
+
+def double(data: dict[str, object] | None = None) -> Decoder:
+    return build(small.config(data or small.dropping()), dtype=torch.float64, seed=3).train()
+
+
+def of(model: Decoder, given: Batch, pieces: int = 1) -> dict[str, Tensor]:
+    """The gradients of a batch, and its loss."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    loss = gradients(model, given, KEY, pieces)
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert len(found) == len(list(model.parameters()))
+    return found | {"loss": loss}
+
+
+def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("pieces", [2, 4])
+def test_any_split_of_a_batch_has_the_same_gradients(pieces: int, checkpointing: bool) -> None:
+    model = double()
+    whole = of(model, batch())
+    model.checkpointing = checkpointing
+    assert largest_difference(whole, of(model, batch(), pieces)) <= 1e-12
+
+
+def test_recomputed_activations_give_the_same_bits() -> None:
+    model = double()
+    plain = of(model, batch())
+    model.checkpointing = True
+    recomputed = of(model, batch())
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+def test_another_step_draws_other_noise() -> None:
+    model = double()
+    assert not torch.equal(gradients(model, batch(), (5, 7)), gradients(model, batch(), (5, 8)))
+    assert not torch.equal(gradients(model, batch(), (5, 7)), gradients(model, batch(), (6, 7)))
+
+
+def test_noise_drawn_by_the_row_of_a_piece_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = double()
+    whole = of(model, batch())
+    right = step.Key
+    monkeypatch.setattr(step, "Key", lambda seed, at, samples: right(seed, at, torch.arange(len(samples))))
+    assert largest_difference(whole, of(model, batch(), 4)) > 1e-6
+
+
+def test_a_mean_over_the_piece_instead_of_the_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = double()
+    whole = of(model, batch())
+    right = step.loss_sum
+    monkeypatch.setattr(step, "loss_sum", lambda *given: right(*given) * 2)
+    assert largest_difference(whole, of(model, batch(), 2)) > 1e-6
+
+
+def apart(model: Decoder, given: Batch) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients, each document run alone."""
+    total, sums = 0.0, {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for tokens, sizes in zip(given.tokens, given.lengths, strict=True):
+        start = 0
+        for size in sizes:
+            piece = Batch(tokens[None, start : start + size + 1], ((size,),), np.array([0]))
+            found = of(model, piece)
+            share = size / (len(given.tokens) * (given.tokens.shape[1] - 1))
+            total += float(found.pop("loss")) * share
+            for name, gradient in found.items():
+                sums[name] += gradient * share
+            start += size
+    return total, sums
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_documents_in_one_row_are_trained_as_if_apart(window: int | None) -> None:
+    data = small.design()
+    data["layers"][0]["mixer"]["window"] = window
+    model = double(data)
+    loss, sums = apart(model, batch())
+    packed = of(model, batch())
+    assert float(packed.pop("loss")) == pytest.approx(loss, abs=1e-12)
+    assert largest_difference(packed, sums) <= 1e-12
+
+
+def test_documents_that_see_each_other_are_caught() -> None:
+    model = double(small.design())
+    loss, sums = apart(model, batch())
+    leaking = batch()
+    leaking = Batch(leaking.tokens, ((CONTEXT,),) * ROWS, leaking.samples)
+    packed = of(model, leaking)
+    assert abs(float(packed.pop("loss")) - loss) > 1e-6
+    assert largest_difference(packed, sums) > 1e-6
+
+
+def taught(model: Decoder) -> torch.optim.AdamW:
+    """An optimizer that has taken one good step."""
+    optimizer = make_optimizer(model, 0.1)
+    apply(model, optimizer, gradients(model, batch(), KEY), 1e-3, 1.0)
+    return optimizer
+
+
+def contents(model: Decoder, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    state = [torch.as_tensor(value) for held in optimizer.state.values() for value in held.values()]
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *state)]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", ["loss", "gradient"])
+def test_a_bad_number_changes_neither_weights_nor_moments(place: str, bad: float) -> None:
+    model = double()
+    optimizer = taught(model)
+    before = contents(model, optimizer)
+    loss = gradients(model, batch(), KEY)
+    if place == "loss":
+        loss = loss * bad
+    else:
+        last = list(model.parameters())[-1]
+        assert last.grad is not None
+        last.grad.view(-1)[-1] = bad
+    result = apply(model, optimizer, loss, 1e-3, 1.0)
+    assert not result.taken
+    assert all(torch.equal(old, new) for old, new in zip(before, contents(model, optimizer), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert apply(model, optimizer, gradients(model, batch(), KEY), 1e-3, 1.0).taken
+
+
+def test_a_skip_that_multiplies_by_zero_is_caught() -> None:
+    """0 · NaN is NaN, and a step of zeros still ages the moments."""
+    model = double()
+    optimizer = taught(model)
+    before = contents(model, optimizer)
+    gradients(model, batch(), KEY)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= 0.0
+    optimizer.step()
+    assert not all(torch.equal(old, new) for old, new in zip(before, contents(model, optimizer), strict=True))
+
+
+def test_the_gradient_is_clipped_to_the_norm_and_the_rate_is_set() -> None:
+    model = double(small.design())
+    optimizer = make_optimizer(model, 0.0)
+    gradients(model, batch(), KEY)
+    seen = {name: copy.deepcopy(p.grad) for name, p in model.named_parameters()}
+    norm = math.sqrt(sum(float(g.square().sum()) for g in seen.values() if g is not None))
+    kept: list[Tensor] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: kept.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
+    )
+    result = apply(model, optimizer, torch.tensor(1.0), 0.25, clip=norm / 4)
+    assert result.norm == pytest.approx(norm, rel=1e-12)
+    clipped = math.sqrt(sum(float(g.square().sum()) for g in kept))
+    assert clipped == pytest.approx(norm / 4, rel=1e-5)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.25}
+
+
+def test_only_matrices_decay() -> None:
+    model = double()
+    matrices, others = make_optimizer(model, 0.3).param_groups
+    assert matrices["weight_decay"] == 0.3
+    assert others["weight_decay"] == 0.0
+    assert {parameter.dim() for parameter in matrices["params"]} == {2}
+    assert {parameter.dim() for parameter in others["params"]} == {1}
