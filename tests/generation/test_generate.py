@@ -152,7 +152,9 @@ def writer(tokenizer: Tokenizer) -> Decoder:
 def scripted(monkeypatch: pytest.MonkeyPatch, rows: list[list[int]]) -> None:
     """Let the model write these tokens."""
 
-    def tokens(model: Decoder, prompts: Any, steps: int, sampling: Sampling) -> Iterator[tuple[Tensor, Rows]]:
+    def tokens(
+        model: Decoder, prompts: Any, steps: int, sampling: Sampling, known: int
+    ) -> Iterator[tuple[Tensor, Rows]]:
         marks = Rows(len(rows))
         for step in range(min(steps, max(map(len, rows)))):
             yield torch.tensor([row[min(step, len(row) - 1)] for row in rows]), marks
@@ -227,3 +229,11 @@ def test_a_sample_fits_into_the_context_it_was_trained_on(tokenizer: Tokenizer) 
     assert sample(model, tokenizer, 8) == sample(model, tokenizer, 8)
     with pytest.raises(ConfigError):
         sample(model, tokenizer, 9)
+
+
+def test_a_vocabulary_wider_than_the_tokenizer_writes_only_what_can_be_read(tokenizer: Tokenizer) -> None:
+    data = small.design(vocab_size=tokenizer.vocab_size + 5000, head={"tied": False})
+    model = build(small.config(data), seed=1)
+    texts = generate(model, ["a", ""], tokenizer, max_new_tokens=30, temperature=1.0)
+    assert all(len(text) > 5 for text in texts)
+    assert max(generate(model, [[1]], max_new_tokens=30, temperature=1.0)[0]) >= tokenizer.vocab_size

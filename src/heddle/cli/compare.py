@@ -24,7 +24,7 @@ from heddle.cli.options import (
 )
 from heddle.errors import ConfigError
 
-DEFAULT_TOKENS = 250_000
+DEFAULT_TOKENS = 160_000
 
 
 def compare(  # noqa: PLR0913 - one parameter an option
@@ -39,7 +39,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
     tokenizer: TokenizerFile = None,
     vocab_size: VocabSize = None,
     tokens: Annotated[
-        int | None, typer.Option("--tokens", metavar="N", help="Training tokens of each run. [250000]")
+        int | None, typer.Option("--tokens", metavar="N", help="Training tokens of each run. [160000]")
     ] = None,
     seconds: Annotated[
         float | None, typer.Option("--seconds", metavar="X", help="Or training seconds of each run.")
@@ -50,7 +50,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
     seeds: Annotated[
         int, typer.Option("--seeds", metavar="N", help="Runs of each design; seeds pair the designs.")
     ] = 3,
-    batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", help="Rows of a step.")] = 8,
+    batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", help="Rows of a step.")] = 4,
     context: Annotated[int, typer.Option("--context", metavar="N", help="Tokens of a row.")] = 256,
     lr: Annotated[float, typer.Option("--lr", metavar="X", help="Highest learning rate.")] = 3e-3,
     schedule: Annotated[str, typer.Option("--schedule", metavar="NAME", help="wsd, cosine or linear.")] = "wsd",

@@ -91,6 +91,8 @@ def _drop_output() -> None:
 
 def _other(error: BaseException) -> int:
     """Usage errors, signals that were answered with a save, and a machine without memory; others are bugs."""
+    if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):  # typer met it first
+        return 0
     code = getattr(error, "exit_code", None)
     message = getattr(error, "format_message", None)
     if callable(message):

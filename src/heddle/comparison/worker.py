@@ -11,6 +11,7 @@ import signal
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +22,35 @@ CALIBRATION_STEPS = 8
 
 
 def main() -> None:
-    """Run the task of this process. Exits with a HeddleError's code after writing its sentence to the result."""
+    """Run the task of this process; ends with 130 or 143 after a signal, without a result."""
     task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     _die_with_parent(task["parent"])
-    target = Path(sys.argv[2])
-    if task["quiet"]:
-        progress.quiet().__enter__()
-    from heddle.training.loop import Diverged
     from heddle.training.record import write_whole
     from heddle.training.signals import Interrupted
 
-    code = 0
     try:
-        result = TASKS[task["task"]](task)
+        with progress.quiet() if task["quiet"] else nullcontext():
+            result, code = perform(task)
     except Interrupted as interrupted:
         sys.exit(interrupted.exit_code)
+    write_whole(Path(sys.argv[2]), json.dumps(result))
+    sys.exit(code)
+
+
+def perform(task: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """What came of a task, with the exit code: done, diverged, or failed, and whether others would fail too."""
+    from heddle.training.loop import Diverged
+
+    try:
+        return TASKS[task["task"]](task), 0
     except Diverged as error:
-        result = {"status": "diverged", "message": str(error)}
+        return {"status": "diverged", "message": str(error)}, 0
     except HeddleError as error:
-        result = {"status": "failed", "message": str(error), "stops_all": True}
-        code = error.exit_code
+        return {"status": "failed", "message": str(error), "stops_all": True}, error.exit_code
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        result = {"status": "failed", "message": "out of memory", "stops_all": False}
-        code = 1
-    write_whole(target, json.dumps(result))
-    sys.exit(code)
+        return {"status": "failed", "message": "out of memory", "stops_all": False}, 1
 
 
 def _die_with_parent(parent: int) -> None:

@@ -26,6 +26,7 @@ class Tokenizer(Protocol):
     """What generation needs of a tokenizer."""
 
     end: int
+    vocab_size: int
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -93,7 +94,8 @@ def generate(  # noqa: PLR0913 - settings by keyword
     if len(texts) != len(prompts):
         raise ConfigError("prompts: with a tokenizer every prompt is a string; leave the tokenizer out for tokens")
     rows = [_checked([tokenizer.end, *tokenizer.encode(text)], model) for text in texts]
-    return _texts(tokens(model, rows, max_new_tokens, sampling), len(rows), tokenizer, stop, on_text)
+    steps = tokens(model, rows, max_new_tokens, sampling, tokenizer.vocab_size)
+    return _texts(steps, len(rows), tokenizer, stop, on_text)
 
 
 def _checked(prompt: str | Sequence[int], model: Decoder) -> list[int]:
@@ -107,9 +109,12 @@ def _checked(prompt: str | Sequence[int], model: Decoder) -> list[int]:
 
 
 def tokens(
-    model: Decoder, prompts: Sequence[Sequence[int]], steps: int, sampling: Sampling
+    model: Decoder, prompts: Sequence[Sequence[int]], steps: int, sampling: Sampling, known: int | None = None
 ) -> Iterator[tuple[Tensor, "Rows"]]:
-    """Yield each step's new tokens int64 [B] and the rows, on which the caller marks those that ended."""
+    """Yield each step's new tokens int64 [B] and the rows, on which the caller marks those that ended.
+
+    Only the first `known` tokens are written (None: all): a vocabulary may be wider than its tokenizer.
+    """
     device = model.embed.weight.device
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
@@ -125,7 +130,7 @@ def tokens(
         for step in range(steps):
             with torch.no_grad(), packing():  # neither may be in force where the caller runs
                 hidden, after = model(inputs, layout, state)
-                logits = model.head(hidden[:, -1])
+                logits = model.head(hidden[:, -1])[:, :known]
             chosen = sampling.choose(logits, step)
             yield chosen, rows
             if all(rows.ended):

@@ -88,9 +88,7 @@ LAWS: dict[str, Law] = {
 }
 
 
-def run(
-    config: ModelConfig, names: Iterable[str] | None = None, device: torch.device | str = "cpu"
-) -> list[Result]:
+def run(config: ModelConfig, names: Iterable[str] | None = None, device: torch.device | str = "cpu") -> list[Result]:
     """Hold a design against some laws (default: all). Large designs are shrunk by the caller, with `shrink`.
 
     Raises ConfigError for an unknown name; everything that goes wrong within a law is told in its result.

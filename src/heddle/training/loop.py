@@ -26,7 +26,7 @@ from heddle.training.snapshot import Progress, resume_run, save_run
 from heddle.training.step import apply, gradients, make_optimizer
 
 LONGEST_STREAK = 10
-EVALUATED = 2**17  # validation tokens of the evaluation at the end
+EVALUATED = 2**16  # validation tokens of the evaluation at the end
 ON_THE_WAY = 2**14  # and of one on the way
 
 

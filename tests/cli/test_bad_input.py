@@ -1,0 +1,284 @@
+"""Every mistake is answered with one sentence on stderr and an exit code, and leaves what was there as it was."""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from heddle.checkpoints.steps import step_folder
+from heddle.cli.main import run
+from heddle.data.tokenizer import Tokenizer
+from tests import small
+
+SIZE = ["--context", "16", "--batch-size", "4", "--steps", "2", "--device", "cpu"]
+OWN_PART = '''"""A norm of my own."""
+from torch import nn
+from heddle.parts.norms import NormConfig
+
+class MineConfig(NormConfig):
+    def build(self, width):
+        return nn.Identity()
+'''
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of good and bad things: designs, texts, runs."""
+    root = tmp_path_factory.mktemp("place")
+    small.folder(root / "text")
+    small.design_file(root / "good.yaml")
+    small.design_file(root / "narrow.yaml", small.design(vocab_size=280))
+    small.design_file(root / "bidirectional.yaml", bidirectional())
+    (root / "broken.yaml").write_text("width: 16\nlayers: [\n")
+    (root / "twice.yaml").write_text("width: 16\nwidth: 32\n")
+    (root / "latin.yaml").write_bytes("width: 16 # é".encode("latin-1"))
+    (root / "list.json").write_text("[1, 2]")
+    (root / "empty.txt").write_text("")
+    (root / "empty").mkdir()
+    (root / "binary.txt").write_bytes(bytes(range(256)) * 40)
+    (root / "latin.txt").write_bytes("voilà".encode("latin-1") * 100)
+    (root / "short.txt").write_text("a few words only")
+    (root / "mine").mkdir()
+    (root / "mine" / "thesis.tex").write_text("years of work")
+    (root / "file").write_text("no folder")
+    (root / "tokenizer.json").write_text(Tokenizer.train([small.text(9000)], 320).to_json())
+    (root / "broken.json").write_text("{}")
+    (root / "rms.py").write_text(OWN_PART)
+    (root / "fails.py").write_text("1 / 0")
+    (root / "nothing.py").write_text("value = 1")
+    for name in ("run", "flipped", "cut"):
+        text = ["--data", f"{root}/text", "--out", f"{root}/{name}", "--quiet"]
+        assert run(["train", f"{root}/good.yaml", *text, *SIZE, "--save-every", "1"]) == 0
+    for name in ("flipped", "cut"):
+        for step in (1, 2):
+            weights = step_folder(root / name, step) / "model.safetensors"
+            data = bytearray(weights.read_bytes())
+            data[-5] ^= 16
+            weights.write_bytes(data if name == "flipped" else data[:-100])
+    return root
+
+
+def bidirectional() -> dict[str, object]:
+    return small.design(layers=[{"mixer": {"kind": "attention", "heads": 2, "causal": False}}])
+
+
+TRAIN = "train @/good.yaml --data @/text --out @/new"
+ONE_LONG_TABLE: list[tuple[str, int, str]] = [
+    # verbs and options
+    ("frob", 2, "No such command 'frob'; see heddle --help"),
+    ("train", 2, "Missing argument 'DESIGN'; see heddle train --help"),
+    ("show", 2, "DESIGN: is missing; give a file"),
+    ("compare", 2, "Missing argument 'DESIGN|FIELD=VALUE'"),
+    ("generate", 2, "Missing argument 'RUN'"),
+    ("check", 2, "Missing argument 'DESIGN'"),
+    (f"{TRAIN} --frob", 2, "No such option: --frob"),
+    (f"{TRAIN} --steps x", 2, "Invalid value for '--steps': .*integer"),
+    (f"{TRAIN} --steps", 2, "Option '--steps' requires an argument"),
+    (f"{TRAIN} --steps 5 --tokens 500", 2, "--steps and --tokens: both say how long to train; give one of them"),
+    (f"{TRAIN} --steps 0", 2, "--steps 0: must be at least 1"),
+    (f"{TRAIN} --tokens 3", 2, "--tokens 3: is less than one step of 2048 tokens; give more"),
+    (f"{TRAIN} --tokens -3", 2, "--tokens -3: is less than one step"),
+    (f"{TRAIN} --batch-size 0", 2, "--batch-size 0: must be at least 1"),
+    (f"{TRAIN} --batch-size -8 --tokens 9", 2, "--batch-size -8: must be at least 1"),
+    (f"{TRAIN} --context -1", 2, "--context -1: must be at least 1"),
+    (f"{TRAIN} --accumulate 3", 2, "--accumulate 3: does not divide --batch-size 8"),
+    (f"{TRAIN} --lr 0", 2, "--lr 0.0: must be a number above 0"),
+    (f"{TRAIN} --lr nan", 2, "--lr nan: must be a number above 0"),
+    (f"{TRAIN} --seed -1", 2, "--seed -1: must be at least 0"),
+    (f"{TRAIN} --save-every 0", 2, "--save-every 0: must be at least 1"),
+    (f"{TRAIN} --schedule cubic", 2, "--schedule cubic: unknown schedule; choices: wsd, cosine, linear"),
+    (f"{TRAIN} --precision fp8", 2, "--precision fp8: unknown precision; choices: fp32, bf16"),
+    (f"{TRAIN} --threads 0", 2, "--threads 0: must be at least 1"),
+    (f"{TRAIN} --device cuda", 2, "--device cuda: torch finds none on this machine; use --device cpu"),
+    (f"{TRAIN} --device tpu", 2, "--device tpu: unknown device; choices: auto, cpu, cuda, mps"),
+    (f"{TRAIN} --kernel attention", 2, "--kernel attention: expected operation=form, such as attention=reference"),
+    (f"{TRAIN} --kernel attention=flash9", 2, "kernel attention: unknown form 'flash9'; choices: "),
+    (f"{TRAIN} --kernel attentoin=sdpa", 2, "kernel: unknown .*'attentoin'.*did you mean 'attention'"),
+    (f"{TRAIN} --part @/none.py", 2, "--part @/none.py: is not a Python file"),
+    (f"{TRAIN} --part @/fails.py", 2, "--part @/fails.py: failed to run (ZeroDivisionError: division by zero)"),
+    (f"{TRAIN} --part @/nothing.py", 2, "@/nothing.py: defines 0 configs of parts"),
+    (f"{TRAIN} --part @/rms.py", 2, "--part @/rms.py: norms has a kind 'rms' already; rename the file"),
+    # designs
+    ("show @/none.yaml", 2, "@/none.yaml: no such design file"),
+    ("show gqa-tiny", 2, "gqa-tiny: no such design file; did you mean preset:gqa-tiny?"),
+    ("show preset:gqa-huge", 2, "preset:gqa-huge: unknown preset; choices: mha-tiny, "),
+    ("show preset:gqa-tinny", 2, "preset:gqa-tinny: unknown preset; did you mean 'preset:gqa-tiny'? choices: "),
+    ("show @/broken.yaml", 2, "@/broken.yaml, line 3: .*; mend the YAML"),
+    ("show @/twice.yaml", 2, "@/twice.yaml, line 2: the key 'width' is given twice; mend the YAML"),
+    ("show @/latin.yaml", 2, "@/latin.yaml: is not UTF-8 text"),
+    ("show @/list.json", 2, "@/list.json: holds no table of fields"),
+    ("show @/empty", 2, "@/empty: holds no config.json"),
+    ("show @/good.yaml widht=3", 2, "unknown field 'widht'; did you mean 'width'? choices: "),
+    ("show @/good.yaml width=0", 2, "width: should be greater than 0, got 0 (a whole number)"),
+    ("show @/good.yaml width=-4", 2, "width: should be greater than 0, got -4"),
+    ("show @/good.yaml width=wide", 2, "width: should be .*, got 'wide' (text)"),
+    ("show @/good.yaml width=8.5", 2, "width: should be .*, got 8.5 (a number)"),
+    ("show @/good.yaml layers.0.mixer.heads=3", 2, "layers[0].mixer.*: .*3"),
+    ("show @/good.yaml layers.0.mixer.heads=true", 2, "layers[0].mixer.heads: should be .*, got True (a truth value)"),
+    ("show @/good.yaml layers.0.mixer.kind=attentoin", 2, "layers[0].mixer: unknown kind 'attentoin'; did you mean"),
+    ("show @/good.yaml layers.7.mixer.heads=2", 2, "override 'layers.7.mixer.heads=2': layers has entries 0 to 0"),
+    ("show @/good.yaml =5", 2, "override '=5': expected path.to.field=value"),
+    ("show @/good.yaml --context 0", 2, "show: --context and --batch must be at least 1"),
+    ("train @/bidirectional.yaml --data @/text --out @/new", 2, "causal: a mixer sees later tokens"),
+    ("compare @/good.yaml @/bidirectional.yaml --data @/text --out @/new", 2, "@/bidirectional.yaml: a mixer sees"),
+    # data and tokenizers
+    ("train @/good.yaml --data @/none --out @/new", 2, "data @/none does not exist: give a file, a folder or stdlib"),
+    ("train @/good.yaml --data @/empty --out @/new", 2, "data empty holds no text file"),
+    ("train @/good.yaml --data @/empty.txt --out @/new", 2, "data .*empty.txt is empty"),
+    ("train @/good.yaml --data @/binary.txt --out @/new", 2, "data file @/binary.txt .*"),
+    ("train @/good.yaml --data @/latin.txt --out @/new", 2, "data file @/latin.txt .*UTF-8"),
+    ("train @/good.yaml --data @/short.txt --out @/new", 2, "the training split holds .* tokens, but one batch of 8 sam"),
+    ("train @/good.yaml --data @/text@0 --out @/new", 2, "the weight of data @/text@0 must be above 0"),
+    (f"{TRAIN} --tokenizer @/none.json", 2, "tokenizer @/none.json is not a file"),
+    (f"{TRAIN} --tokenizer @/broken.json", 2, "tokenizer @/broken.json is not a valid tokenizer.json"),
+    ("train @/narrow.yaml --data @/text --out @/new --tokenizer @/tokenizer.json", 2,
+     "the tokenizer has 320 tokens, but vocab_size is 280: set vocab_size to at least 320"),
+    ("train preset:gqa-tiny --vocab-size 20 --data @/text --out @/new", 2, "vocab_size 20 is too small"),
+    (f"{TRAIN} --batch-size 99999999", 2, "the training split holds .* tokens, but one batch of 99999999 samples"),
+    # folders
+    ("train @/good.yaml --data @/text --out @/mine", 2, "@/mine: holds something else (thesis.tex)"),
+    ("train @/good.yaml --data @/text --out @/file", 2, "@/file: cannot be made a folder"),
+    ("train @/good.yaml --data @/text --out @/file/below", 2, "@/file/below: cannot be made a folder"),
+    ("train @/good.yaml --data @/text --out /proc/heddle", 1, "/proc/heddle: cannot be written"),
+    ("train @/good.yaml --data @/text --out @/run", 2, "@/run: holds another run: settings.* was "),
+    ("compare @/good.yaml --data @/text --out @/mine", 2, "@/mine: holds something else (thesis.tex)"),
+    ("compare @/good.yaml --data @/text --out @/run", 2, "@/run: holds something else (checkpoints)"),
+    ("compare @/good.yaml --data @/text --out /proc/heddle", 1, "/proc/heddle: cannot be written"),
+    # comparisons
+    ("compare width=3 --data @/text", 2, "compare: names no design; give at least one file, preset:NAME or folder"),
+    ("compare @/good.yaml --tokens 9 --seconds 3", 2, "--tokens and --seconds: all say how long to train; give one"),
+    ("compare @/good.yaml --seconds 0", 2, "--seconds 0: must be a number above 0"),
+    ("compare @/good.yaml --flops nan", 2, "--flops nan: must be a number above 0"),
+    ("compare @/good.yaml --seeds 0", 2, "--seeds 0: must be from 1 to 100"),
+    ("compare @/good.yaml --speed-context 0", 2, "--speed-context: must be at least 1"),
+    ("compare @/good.yaml --lr -1", 2, "--lr -1.0: must be a number above 0"),
+    ("compare @/good.yaml @/none.yaml", 2, "@/none.yaml: no such design file"),
+    ("compare @/good.yaml width=0", 2, "@/good.yaml.width: should be greater than 0"),
+    ("compare @/good.yaml --vocab-size 400", 2, "--vocab-size 400: is above vocab_size = 300 of good"),
+    ("compare @/good.yaml --data @/text --out @/c1 --tokens 5", 2, "--tokens 5: buys no step of 2048 tokens for good"),
+    ("compare @/good.yaml --data @/text --out @/c2 --flops 5", 2, "--flops 5: buys no step of 2048 tokens for good"),
+    ("compare @/good.yaml --data @/short.txt --out @/c3", 2, "the training split holds"),
+    # generation
+    ("generate @/none", 2, "@/none.*"),
+    ("generate @/mine", 2, "@/mine.*"),
+    ("generate @/run --max-new-tokens 0", 2, "max_new_tokens 0: must be at least 1"),
+    ("generate @/run --temperature -1", 2, "temperature -1.0: must be 0 (greedy) or a number above it"),
+    ("generate @/run --top-k 0", 2, "top_k 0: must be at least 1"),
+    ("generate @/run --top-p 2", 2, "top_p 2.0: must be above 0 and at most 1"),
+    ("generate @/run --seed -1", 2, "seed -1: must be at least 0"),
+    ("generate @/run --stop=", 2, "stop: an empty stop string"),
+    ("generate @/run --precision half", 2, "--precision half: unknown precision"),
+    ("generate @/run/checkpoints/step-00000001 --threads 0", 2, "--threads 0"),
+]  # fmt: skip
+
+
+def called(arguments: str, place: Path) -> list[str]:
+    return [word.replace("@/", f"{place}/") for word in arguments.split()]
+
+
+@pytest.mark.parametrize(("arguments", "code", "says"), ONE_LONG_TABLE, ids=[row[0] for row in ONE_LONG_TABLE])
+def test_one_sentence(arguments: str, code: int, says: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(place)
+    capsys.readouterr()
+    assert run(called(arguments, place)) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    last = err.splitlines()[-1]
+    # parentheses and brackets in the table stand for themselves
+    pattern = "heddle: " + re.sub(r"[()\[\]?]", r"\\\g<0>", says.replace("@/", f"{re.escape(str(place))}/"))
+    assert re.match(pattern, last), last
+    assert "Traceback" not in err
+    assert all(contents(place)[name] == data for name, data in before.items())
+
+
+def contents(place: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in place.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.mark.parametrize("name", ["flipped", "cut"])
+def test_generating_from_damage_names_file_and_tensor(
+    name: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = step_folder(place / name, 2)
+    capsys.readouterr()
+    assert run(["generate", str(newest), "--device", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"heddle: {newest}/model.safetensors")
+    assert err.count("\n") == 1
+    assert name == "cut" or "layers.0" in err
+    assert run(["generate", str(place / name), "--device", "cpu"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("warning: ") == 2
+    assert err.splitlines()[-1].endswith("holds no whole checkpoint yet; let the training save one")
+
+
+def test_resuming_past_damage_says_so(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", f"{place}/good.yaml", "--data", f"{place}/text", "--out", str(tmp_path / "run"), *SIZE]
+    assert run([*command, "--save-every", "1"]) == 0
+    newest = step_folder(tmp_path / "run", 2) / "training.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-7])
+    first = capsys.readouterr().out
+    assert run([*command, "--save-every", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert out == first
+    assert f"warning: {newest}" in err
+    assert "from step 1" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [(b"\xff\xfe", "--prompt -: standard input is not UTF-8 text"), (b"caf\xc3", "--prompt -: standard input is not")],
+)
+def test_a_prompt_that_is_no_text(
+    given: bytes, says: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
+    capsys.readouterr()
+    assert run(["generate", f"{place}/run", "--prompt", "-", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.startswith(f"heddle: {says}")
+
+
+def test_half_a_surrogate_pair_on_the_command_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert run(["generate", f"{place}/run", "--prompt", "a\udcff", "--device", "cpu"]) == 2
+    err = capsys.readouterr().err
+    assert "half a surrogate pair" in err
+    err.encode()
+
+
+def test_names_cannot_write_to_the_terminal(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert run(["show", f"{place}/\x1b[31m\nred\udc80.yaml"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "\x1b" not in err
+    err.encode()
+
+
+def test_one_long_line_is_text_like_any_other(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "line.txt").write_text(small.text(2_000_000).replace("\n", " "))
+    assert (
+        run(["train", f"{place}/good.yaml", "--data", f"{tmp_path}/line.txt", "--out", f"{tmp_path}/run", *SIZE]) == 0
+    )
+
+
+def test_memory_that_is_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*given: object, **named: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("heddle.model.load.load_config", refuse)
+    assert run(["show", "preset:gqa-tiny"]) == 1
+    assert capsys.readouterr().err == "heddle: out of memory; try a smaller --batch-size, --context or design\n"
+
+
+def test_a_bug_is_not_passed_off_as_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object, **named: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("heddle.model.load.load_config", fail)
+    with pytest.raises(ZeroDivisionError):
+        run(["show", "preset:gqa-tiny"])

@@ -1,0 +1,125 @@
+"""The command as a process: pipes that break, disks that are full, terminals of every kind."""
+
+import os
+import pty
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heddle.checkpoints.folder import fingerprint
+from heddle.checkpoints.steps import step_folder, steps
+from heddle.cli.main import run
+from tests import small
+
+HEDDLE = [sys.executable, "-W", "error", "-m", "heddle"]
+SIZE = ["--context", "16", "--batch-size", "4", "--device", "cpu", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("place")
+    small.folder(root / "text")
+    small.design_file(root / "design.yaml")
+    return root
+
+
+def train(place: Path, out: Path, *more: str) -> list[str]:
+    return ["train", f"{place}/design.yaml", "--data", f"{place}/text", "--out", str(out), *SIZE, *more]
+
+
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_space(place: Path, tmp_path: Path) -> None:
+    options = ("--steps", "4", "--save-every", "2", "--quiet")
+    assert run(train(place, tmp_path / "whole", *options)) == 0  # it also leaves the tokens in the cache
+
+    def little_space() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+
+    command = [*HEDDLE, *train(place, tmp_path / "run", *options)]
+    failed = subprocess.run(command, capture_output=True, text=True, preexec_fn=little_space, check=False)
+    assert failed.returncode == 1
+    assert failed.stdout == ""
+    named = re.escape(str(step_folder(tmp_path / "run", 2)))
+    assert re.fullmatch(rf"heddle: {named}\S*: cannot be written \(File too large\).*\n", failed.stderr)
+    assert steps(tmp_path / "run") == []
+    assert run(train(place, tmp_path / "run", *options)) == 0
+    assert fingerprint(step_folder(tmp_path / "run", 4)) == fingerprint(step_folder(tmp_path / "whole", 4))
+
+
+@pytest.mark.parametrize("verb", [["--version"], ["train", "--help"]])
+def test_output_that_cannot_be_written(verb: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        failed = subprocess.run([*HEDDLE, *verb], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert failed.returncode == 1
+    said = "heddle: No space left on device; check the disk, its space and your permissions\n"
+    assert failed.stderr == said
+
+
+@pytest.mark.parametrize("verb", [["--help"], ["show", "--schema"]])
+def test_a_reader_that_has_seen_enough(verb: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        ended = subprocess.run([*HEDDLE, *verb], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(write)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_no_standard_error_is_no_reason_to_stop() -> None:
+    ended = subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", *HEDDLE, "frob"], stdout=subprocess.PIPE, check=False)
+    assert ended.returncode == 2
+
+
+def test_a_terminal_that_knows_only_ascii(place: Path, tmp_path: Path) -> None:
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    shown = subprocess.run(
+        [*HEDDLE, "show", f"{place}/design.yaml", "--device", "cpu"], capture_output=True, env=ascii_only, check=False
+    )
+    assert shown.returncode == 0
+    assert shown.stderr == b""
+    shown.stdout.decode("ascii")
+
+
+def in_terminal(command: list[str], **environment: str) -> tuple[int, str]:
+    """Run with a terminal of 80 columns as stderr and stdout; returns the exit code and all that it wrote."""
+    parent, child = pty.openpty()
+    variables = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    variables |= {"TERM": "xterm-256color", "COLUMNS": "80"} | environment
+    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=variables)
+    os.close(child)
+    written = b""
+    while True:
+        try:
+            piece = os.read(parent, 65536)
+        except OSError:  # the last holder of the other end has gone
+            break
+        written += piece
+        if not piece:
+            break
+    os.close(parent)
+    return process.wait(), written.decode()
+
+
+COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|38;\d+;\d+|9[0-7])(?:;\d+)*m")
+
+
+def test_on_a_terminal_there_is_a_bar_in_colour_or_without(place: Path, tmp_path: Path) -> None:
+    code, written = in_terminal([*HEDDLE, *train(place, tmp_path / "a", "--steps", "20")])
+    assert code == 0, written
+    assert "bits per byte on held-out text after 20 steps" in written
+    assert "\x1b[" in written
+    assert COLOUR.search(written)
+    assert "training" in written
+    code, written = in_terminal([*HEDDLE, *train(place, tmp_path / "a", "--steps", "20")], NO_COLOR="1")
+    assert code == 0, written
+    assert not COLOUR.search(written)
+
+
+def test_the_module_is_the_command(place: Path) -> None:
+    shown: Any = subprocess.run([*HEDDLE, "--help"], capture_output=True, text=True, check=True)
+    assert shown.stdout.startswith("Usage: heddle [OPTIONS] COMMAND")

@@ -1,0 +1,304 @@
+"""A comparison from beginning to end, its workers run within this process."""
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heddle.cli.main import run
+from heddle.comparison import tasks
+from heddle.comparison.worker import perform
+from heddle.training import loop
+from heddle.training.record import read_log, write_whole
+from heddle.training.signals import Interrupted
+from tests import small
+
+JAPANESE = (
+    "機を織る人は糸を上げて杼を通す。",
+    "同じ織機でも、綜絖を替えれば別の布になる。",
+    "朝の市場には青い布と赤い布が並んでいた。",
+    "雨の日は糸が重く、音も静かに響く。",
+    "祖母は古い柄を覚えていて、孫にそれを教えた。",
+    "\n\n",
+)
+OPTIONS = ["--context", "32", "--batch-size", "16", "--device", "cpu", "--threads", "1", "--speed-context", "24"]
+
+
+class Workers:
+    """Stands in for processes: notes what ran, and can fail, diverge or be interrupted at one of them."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.kills: set[str] = set()
+        self.diverges: set[str] = set()
+        self.interrupts: set[str] = set()
+
+    def spawn(self, request: Path, target: Path) -> int:
+        task = json.loads(request.read_text())
+        name = target.stem
+        if name in self.interrupts:
+            raise Interrupted(15)
+        self.ran.append(name)
+        if name in self.kills:
+            return -9
+        result, code = perform(task)
+        if name in self.diverges:
+            result, code = {"status": "diverged", "message": "10 steps in a row"}, 0
+        write_whole(target, json.dumps(result))
+        return code
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
+    monkeypatch.setattr(loop, "ON_THE_WAY", 1024)  # tokens; to be quick
+    made = Workers()
+    monkeypatch.setattr(tasks, "_spawn", made.spawn)
+    return made
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two designs of one size, one with a window, and a folder of Japanese text."""
+    root = tmp_path_factory.mktemp("place")
+    (root / "text").mkdir()
+    for number in range(30):
+        lines = "".join(JAPANESE[(number * 7 + line * line) % len(JAPANESE)] for line in range(220))
+        (root / "text" / f"{number}.txt").write_text(lines, encoding="utf-8")
+    assert sum(path.stat().st_size for path in (root / "text").iterdir()) > 250_000
+    small.design_file(root / "full.yaml")
+    local = small.design()
+    local["layers"][0]["mixer"]["window"] = 4
+    small.design_file(root / "my local.yaml", local)
+    yield root
+    shutil.rmtree(root)
+
+
+def command(place: Path, out: Path, *more: str, designs: tuple[str, ...] = ("full", "my local")) -> list[str]:
+    files = [f"{place}/{design}.yaml" for design in designs]
+    budget = [] if {"--seconds", "--flops"} & {*more} else ["--tokens", "10300"]
+    asked = ["compare", *files, "--data", f"{place}/text", "--out", str(out), "--seeds", "2", *budget]
+    return [*asked, *OPTIONS, "--quiet", *more]
+
+
+def report(out: Path) -> dict[str, Any]:
+    text = (out / "report.json").read_text(encoding="utf-8")
+    made: dict[str, Any] = json.loads(text)
+    return made
+
+
+def numbers(made: dict[str, Any]) -> dict[str, Any]:
+    """A report without what depends on the clock and the machine's load."""
+    kept = copy.deepcopy(made)
+    for name in ("created", "command"):
+        del kept[name]
+    for design in kept["designs"]:
+        for name in ("train_tokens_per_second", "peak_memory_bytes", "prefill", "decode"):
+            del design[name]
+        for one in design["runs"]:
+            for name in ("seconds", "train_tokens_per_second", "peak_memory_bytes"):
+                del one[name]
+    # the last sentences weigh speed too
+    kept["verdict"] = kept["verdict"][:1]
+    return kept
+
+
+def test_a_whole_comparison(place: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command(place, tmp_path)) == 0
+    out, err = capsys.readouterr()
+    made = report(tmp_path)
+    assert workers.ran == [
+        "full-seed0", "my local-seed0", "full-seed1", "my local-seed1", "full-measure", "my local-measure"
+    ]  # fmt: skip
+    assert [design["name"] for design in made["designs"]] == ["full", "my local"]
+    assert made["baseline"] == "full"
+    assert made["budget"] == {"kind": "tokens", "value": 10300, "batch_size": 16, "context": 32, "seeds": [0, 1]}
+    assert made["data"]["train_bytes"] + made["data"]["validation_bytes"] > 250_000
+    for design in made["designs"]:
+        assert [one["seed"] for one in design["runs"]] == [0, 1]
+        assert all(one["status"] == "done" and one["train_tokens"] == 20 * 512 for one in design["runs"])
+        for one in design["runs"]:
+            bits, size = (sum(window[part] for window in one["windows"]) for part in (0, 1))
+            assert one["bits_per_byte"] == pytest.approx(bits / size)
+            assert [place for place, _ in one["curve"]] == [1024 * step for step in range(1, 11)]
+            assert one["sample"]
+        assert [context for context, _ in design["prefill"]] == [24]
+        assert design["prefill"][0][1] > 0
+        assert design["decode"][0][1] > 0
+        assert len(design["state_bytes"]) == 8
+    full, local = made["designs"]
+    assert local["state_bytes"][-1][1] < full["state_bytes"][-1][1]
+    # one validation text for all
+    sizes = {tuple(size for _, size in one["windows"]) for design in made["designs"] for one in design["runs"]}
+    assert len(sizes) == 1
+    assert made["differences"][0]["pairs"] == 2
+    assert "report.html" in out
+    assert "my local" in out
+    assert err == ""
+    assert (tmp_path / "report.html").stat().st_size > 1000
+
+
+def test_a_design_against_itself(place: Path, tmp_path: Path, workers: Workers) -> None:
+    assert run(command(place, tmp_path, designs=("full", "full"))) == 0
+    made = report(tmp_path)
+    assert [design["name"] for design in made["designs"]] == ["full", "full#2"]
+    difference = made["differences"][0]
+    assert (difference["mean"], difference["low"], difference["high"]) == (0, 0, 0)
+    assert difference["resolved"] is False
+    for seed in (0, 1):
+        logs = [
+            [{k: v for k, v in line.items() if k != "seconds"} for line in read_log(tmp_path / "runs" / name)]
+            for name in (f"full-seed{seed}", f"full#2-seed{seed}")
+        ]
+        assert logs[0] == logs[1]
+    first = [read_log(tmp_path / "runs" / f"full-seed{seed}")[0]["loss"] for seed in (0, 1)]
+    assert first[0] != first[1]
+
+
+def test_designs_read_the_same_text_in_the_same_order(place: Path, tmp_path: Path, workers: Workers) -> None:
+    """Bytes read so far follow from loss and bits per byte: equal for every design at every step."""
+    assert run(command(place, tmp_path)) == 0
+    read = [
+        [line["loss"] / line["bits_per_byte"] for line in read_log(tmp_path / "runs" / f"{name}-seed0")]
+        for name in ("full", "my local")
+    ]
+    assert read[0] == pytest.approx(read[1], rel=1e-12)
+    assert len(set(read[0])) > 10
+
+
+def test_an_interrupted_comparison_goes_on_and_repeats_nothing(
+    place: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(command(place, tmp_path / "whole")) == 0
+    everything = list(workers.ran)
+    for number in (1, 4):
+        out = tmp_path / str(number)
+        workers.ran, workers.interrupts = [], {everything[number]}
+        assert run(command(place, out)) == 143
+        assert workers.ran == everything[:number]
+        assert not (out / "report.json").exists()
+        workers.ran, workers.interrupts = [], set()
+        assert run(command(place, out)) == 0
+        assert workers.ran == everything[number:]
+        assert numbers(report(out)) == numbers(report(tmp_path / "whole"))
+    workers.ran, workers.interrupts = [], set()
+    assert run(command(place, tmp_path / "whole")) == 0
+    assert workers.ran == []
+
+
+def test_a_killed_worker_is_told_and_tried_again(
+    place: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers.kills = {"full-seed1", "my local-measure"}
+    without_quiet = [word for word in command(place, tmp_path) if word != "--quiet"]
+    assert run(without_quiet) == 0
+    err = capsys.readouterr().err
+    assert "warning: full, seed 1: was ended by SIGKILL, perhaps for want of memory" in err
+    assert "warning: my local, measuring reading and writing: was ended by SIGKILL" in err
+    made = report(tmp_path)
+    full, local = made["designs"]
+    assert [one["status"] for one in full["runs"]] == ["done", "failed"]
+    assert [one["status"] for one in local["runs"]] == ["done", "done"]
+    assert (full["runs"][1]["bits_per_byte"], full["runs"][1]["windows"]) == (None, [])
+    assert made["differences"][0]["pairs"] == 1
+    assert local["decode"] == []
+    workers.kills, workers.ran = set(), []
+    assert run(command(place, tmp_path)) == 0
+    assert workers.ran == ["full-seed1", "my local-measure"]
+    again = report(tmp_path)
+    assert again["differences"][0]["pairs"] == 2
+    assert again["designs"][1]["decode"] != []
+
+
+def test_a_diverged_run_is_told_and_kept(
+    place: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers.diverges = {"my local-seed0", "my local-seed1"}
+    assert run(command(place, tmp_path)) == 0
+    made = report(tmp_path)
+    assert [one["status"] for one in made["designs"][1]["runs"]] == ["diverged", "diverged"]
+    assert made["differences"][0]["mean"] is None
+    assert made["designs"][1]["bits_per_byte"]["mean"] is None
+    assert "my local" in capsys.readouterr().out
+    workers.ran = []
+    assert run(command(place, tmp_path)) == 0
+    assert workers.ran == []
+
+
+def test_what_would_stop_every_worker_stops_the_comparison(
+    place: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    too_long = small.design(embedding={"position": {"kind": "learned", "length": 8}})
+    too_long["layers"][0]["mixer"]["position"] = None
+    small.design_file(place / "short.yaml", too_long)
+    assert run(command(place, tmp_path, designs=("full", "short"))) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("heddle: short, seed 0: ")
+    assert "8" in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "runs" / "short-seed0.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--tokens", "20600"), "value was 10300, now it is 20600"),
+        (("--seeds", "1"), "seeds was [0, 1], now it is [0]"),
+        (("--lr", "0.1"), "learning_rate was 0.003, now it is 0.1"),
+        (("width=32",), "entries.full.width was 16, now it is 32"),
+    ],
+)
+def test_a_changed_plan_is_refused_by_name(
+    more: tuple[str, ...], says: str, place: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers.interrupts = {"full-seed0"}
+    assert run(command(place, tmp_path)) == 143
+    capsys.readouterr()
+    assert run(command(place, tmp_path, *more)) == 2
+    assert f"holds another comparison: {says}; use the same, or another --out" in capsys.readouterr().err
+
+
+def test_changed_text_is_refused(
+    place: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(place / "text", tmp_path / "text")
+    asked = [word.replace(f"{place}/text", f"{tmp_path}/text") for word in command(place, tmp_path / "out")]
+    workers.interrupts = {"my local-seed0"}
+    assert run(asked) == 143
+    (tmp_path / "text" / "more.txt").write_text("糸" * 3000)
+    workers.interrupts = set()
+    capsys.readouterr()
+    assert run(asked) == 2
+    assert "holds another comparison: data.hash was" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("budget", "value"), [("--flops", "4e8"), ("--seconds", "0.2")])
+def test_other_budgets(budget: str, value: str, place: Path, tmp_path: Path, workers: Workers) -> None:
+    assert run(command(place, tmp_path, budget, value, "--seeds", "1")) == 0
+    made = report(tmp_path)
+    assert made["budget"]["kind"] == budget.removeprefix("--")
+    trained = [design["runs"][0]["train_tokens"] for design in made["designs"]]
+    assert min(trained) >= 512
+    assert ("full-calibrate" in workers.ran) == (budget == "--seconds")
+    if budget == "--flops":
+        costs = [
+            3 * design["flops_per_token"] * tokens for design, tokens in zip(made["designs"], trained, strict=True)
+        ]
+        assert all(0.8 * 4e8 < cost <= 4e8 for cost in costs)
+
+
+def test_timing_that_fails_ends_the_comparison_with_a_sentence(
+    place: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers.kills = {"full-calibrate"}
+    assert run(command(place, tmp_path, "--seconds", "0.2")) == 1
+    assert "full, timing a step: was ended by SIGKILL" in capsys.readouterr().err
+
+
+def test_the_report_as_json(place: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command(place, tmp_path, "--seeds", "1", "--json")) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["designs"][0]["runs"] == report(tmp_path)["designs"][0]["runs"]

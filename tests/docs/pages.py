@@ -1,0 +1,48 @@
+"""The pages of docs/ as what can be run: files to write, Python to execute, commands to give."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.source import ROOT
+
+DOCS = ROOT / "docs"
+BLOCK = re.compile(r"^```(?P<language>\w+)(?: file=(?P<file>\S+))?\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """A fenced block; `file` is the name it is to be saved under, `line` where it begins in its page."""
+
+    language: str
+    file: str | None
+    text: str
+    line: int
+
+
+def pages() -> list[str]:
+    """The pages that stand directly in docs/."""
+    return sorted(path.name for path in DOCS.glob("*.md"))
+
+
+def blocks(page: str) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return [
+        Block(match["language"], match["file"], match["text"], text.count("\n", 0, match.start()) + 2)
+        for match in BLOCK.finditer(text)
+    ]
+
+
+def save(block: Block, folder: Path) -> Path:
+    """Write a block that has a name."""
+    assert block.file is not None
+    path = folder / block.file
+    path.write_text(block.text, encoding="utf-8")
+    return path
+
+
+def commands(block: Block) -> list[str]:
+    """The `heddle` command lines of a block, without the word itself."""
+    lines = [line.removeprefix("$ ") for line in block.text.splitlines() if line.strip()]
+    assert all(line.startswith("heddle ") for line in lines), f"line {block.line}: only heddle commands are checked"
+    return [line.removeprefix("heddle ") for line in lines]

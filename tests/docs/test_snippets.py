@@ -1,0 +1,79 @@
+"""Every snippet of the documentation runs: Python in one namespace a page, `console` commands, and `sh` ones parsed."""
+
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from heddle.cli.main import app, run
+from heddle.config import kind_class
+from tests.docs.pages import Block, blocks, commands, pages, save
+
+LANGUAGES = {"python", "console", "sh", "yaml", "text"}
+
+
+def forget_parts(known: set[str]) -> None:
+    """Unload the parts of one's own: each command of a page is a process of its own to its reader."""
+    for name in set(sys.modules) - known:
+        if name.startswith("heddle.parts."):
+            del sys.modules[name]
+    kind_class.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    known = set(sys.modules)
+    yield
+    forget_parts(known)
+
+
+def run_block(block: Block, space: dict[str, Any]) -> None:
+    """Do what a block says; a bad one raises or fails."""
+    if block.file is not None:
+        save(block, Path())
+    elif block.language == "python":
+        source = "\n" * (block.line - 1) + block.text  # a traceback tells the line of the page
+        exec(compile(source, "the page", "exec"), space)
+    elif block.language == "console":
+        for command in commands(block):
+            known = set(sys.modules)
+            assert run(shlex.split(command)) == 0, command
+            forget_parts(known)
+    elif block.language == "sh":
+        for command in commands(block):
+            parse(command)
+
+
+def parse(command: str) -> None:
+    """Raise where the command line has an unknown verb or option, or a value of the wrong type."""
+    verb, *arguments = shlex.split(command)
+    typer.main.get_command(app).commands[verb].make_context(verb, arguments)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", pages())
+def test_page(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    space: dict[str, Any] = {"__name__": "page"}
+    for block in blocks(page):
+        assert block.language in LANGUAGES, f"{page}, line {block.line}"
+        run_block(block, space)
+
+
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [
+        ("python", "import heddle\nassert heddle.no_such_name\n"),
+        ("console", "$ heddle show preset:no-such-preset\n"),
+        ("console", "$ ls\n"),
+        ("sh", "heddle weave preset:gqa-tiny\n"),
+        ("sh", "heddle train preset:gqa-tiny --stepps 3\n"),
+        ("sh", "heddle train preset:gqa-tiny --steps many\n"),
+    ],
+)
+def test_planted_snippets_fail(language: str, text: str) -> None:
+    with pytest.raises(Exception):  # noqa: B017 - whatever the mistake raises
+        run_block(Block(language, None, text, 1), {})
