@@ -45,9 +45,8 @@ soak: dev ## the long tests alone
 	@$(RUN) -m pytest -m soak -n $(WORKERS) $(PYTEST_ARGS)
 
 bench: dev ## every benchmark, one after the other
-	@set -e; for file in benchmarks/[a-z]*.py; do \
-		[ -f "$$file" ] || { echo "heddle: there is no benchmark in benchmarks/." >&2; exit 1; }; \
-		echo "heddle: $$file"; $(RUN) "$$file"; \
+	@set -e; for name in training_step prefill decode window encode startup; do \
+		echo "heddle: benchmarks/$$name.py"; $(RUN) -m benchmarks.$$name; \
 	done
 
 clean: ## remove .venv, caches and build outputs; runs/ is yours and stays

@@ -46,11 +46,12 @@ def test_the_lines_of_the_documentation(tmp_path: Path) -> None:
 
     tokenizer = Tokenizer.train([small.text(3000)], 300)
     heddle.save(model, tmp_path / "saved", tokenizer=tokenizer)
-    model, tokenizer = heddle.load(tmp_path / "saved")
+    model, loaded = heddle.load(tmp_path / "saved")
+    assert loaded is not None
 
     lists = heddle.generate(model, [[1, 2, 3], [4]], max_new_tokens=5, temperature=0.8, top_k=20, top_p=0.9, seed=1)
     assert [len(row) for row in lists] == [5, 5]
-    texts = heddle.generate(model, ["The weaver", ""], tokenizer, max_new_tokens=5)
+    texts = heddle.generate(model, ["The weaver", ""], loaded, max_new_tokens=5)
     assert [type(text) for text in texts] == [str, str]
 
 
@@ -65,7 +66,7 @@ def test_every_public_name_is_there_and_no_other() -> None:
     for name in heddle.__all__:
         assert getattr(heddle, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'weave'"):
-        heddle.weave  # type: ignore[attr-defined]  # noqa: B018
+        heddle.weave  # noqa: B018
     assert heddle.__version__.count(".") == 2
 
 

@@ -57,7 +57,12 @@ def test_a_route_that_loses_digits_is_not_kept(monkeypatch: pytest.MonkeyPatch) 
     """A CPU whose fast route rounds to bfloat16 keeps the exact one."""
     kept: list[str] = []
     right = torch.set_float32_matmul_precision
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda name: (kept.append(name), right(name)))
+
+    def note(name: str) -> None:
+        kept.append(name)
+        right(name)
+
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", note)
     plain = torch.Tensor.__matmul__
     monkeypatch.setattr(
         torch.Tensor,

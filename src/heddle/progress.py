@@ -113,10 +113,13 @@ class _Lines:
     def print_line(self, now: float) -> None:
         """One line: how much, of how much, how fast."""
         self.printed_at = self.done
-        share = f" of {amount(self.total, self.unit)} ({self.done / self.total:.0%})" if self.total else ""
+        counted = amount(self.done, self.unit)
+        if self.total:
+            share = f"of {amount(self.total, self.unit)} ({self.done / self.total:.0%})"
+            counted = f"{counted if self.unit == 'bytes' else f'{self.done:,}'} {share}"
         rate = (self.done - self.before) / max(now - self.started, 1e-9)
         end = f", {self.note}" if self.note else ""
-        say(f"{self.description}: {amount(self.done, self.unit)}{share}, {amount(rate, self.unit)}/s{end}")
+        say(f"{self.description}: {counted}, {amount(rate, self.unit)}/s{end}")
 
     def close(self) -> None:
         """The last count, if any line was printed before it."""
@@ -135,7 +138,12 @@ class _Terminal:
         self.done += n
         self.note = note or self.note
         rate = (self.done - self.before) / max(time.monotonic() - self.started, 1e-9)
-        text = f"{amount(self.done, self.unit)}, {amount(rate, self.unit)}/s"
+        # Of a known total the bar shows the part, and 80 columns hold little.
+        text = (
+            f"{amount(rate, self.unit)}/s"
+            if self.total
+            else f"{amount(self.done, self.unit)}, {amount(rate, self.unit)}/s"
+        )
         text += f", {printable(self.note)}" if self.note else ""
         self.progress.update(self.task, completed=self.done, text=text)
 

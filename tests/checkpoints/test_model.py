@@ -72,7 +72,7 @@ def test_saving_again_replaces_whole_and_a_foreign_folder_is_refused(tmp_path: P
     assert torch.equal(logits(load(tmp_path / "model")[0]), logits(second.eval()))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(CheckpointError, match="letter|did not write"):
+    with pytest.raises(CheckpointError, match="did not write"):
         save(first, tmp_path / "mine")
     with pytest.raises(CheckpointError, match="cannot be made a folder"):
         save(first, tmp_path / "mine" / "letter.txt" / "model")
@@ -155,7 +155,7 @@ def test_a_tokenizer_that_is_none_is_named(tmp_path: Path) -> None:
     model = build(small.config())
     documents = model_documents(model, None) | {TOKENIZER: "{}"}
     write_folder(tmp_path / "model", tensors={WEIGHTS: model_tensors(model)}, documents=documents, kind="model")
-    with pytest.raises(Exception, match="is not a valid tokenizer.json"):
+    with pytest.raises(Exception, match=r"is not a valid tokenizer\.json"):
         load(tmp_path / "model")
 
 

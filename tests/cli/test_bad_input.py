@@ -128,7 +128,7 @@ ONE_LONG_TABLE: list[tuple[str, int, str]] = [
     ("train @/good.yaml --data @/empty.txt --out @/new", 2, "data .*empty.txt is empty"),
     ("train @/good.yaml --data @/binary.txt --out @/new", 2, "data file @/binary.txt .*"),
     ("train @/good.yaml --data @/latin.txt --out @/new", 2, "data file @/latin.txt .*UTF-8"),
-    ("train @/good.yaml --data @/short.txt --out @/new", 2, "the training split holds .* tokens, but one batch of 8 sam"),
+    ("train @/good.yaml --data @/short.txt --out @/new", 2, "the training split holds .* tokens, but one batch of 8"),
     ("train @/good.yaml --data @/text@0 --out @/new", 2, "the weight of data @/text@0 must be above 0"),
     (f"{TRAIN} --tokenizer @/none.json", 2, "tokenizer @/none.json is not a file"),
     (f"{TRAIN} --tokenizer @/broken.json", 2, "tokenizer @/broken.json is not a valid tokenizer.json"),
@@ -156,8 +156,8 @@ ONE_LONG_TABLE: list[tuple[str, int, str]] = [
     ("compare @/good.yaml @/none.yaml", 2, "@/none.yaml: no such design file"),
     ("compare @/good.yaml width=0", 2, "@/good.yaml.width: should be greater than 0"),
     ("compare @/good.yaml --vocab-size 400", 2, "--vocab-size 400: is above vocab_size = 300 of good"),
-    ("compare @/good.yaml --data @/text --out @/c1 --tokens 5", 2, "--tokens 5: buys no step of 2048 tokens for good"),
-    ("compare @/good.yaml --data @/text --out @/c2 --flops 5", 2, "--flops 5: buys no step of 2048 tokens for good"),
+    ("compare @/good.yaml --data @/text --out @/c1 --tokens 5", 2, "--tokens 5: buys no step of .* tokens for good"),
+    ("compare @/good.yaml --data @/text --out @/c2 --flops 5", 2, "--flops 5: buys no step of .* tokens for good"),
     ("compare @/good.yaml --data @/short.txt --out @/c3", 2, "the training split holds"),
     # generation
     ("generate @/none", 2, "@/none.*"),
@@ -189,7 +189,8 @@ def test_one_sentence(arguments: str, code: int, says: str, place: Path, capsys:
     pattern = "heddle: " + re.sub(r"[()\[\]?]", r"\\\g<0>", says.replace("@/", f"{re.escape(str(place))}/"))
     assert re.match(pattern, last), last
     assert "Traceback" not in err
-    assert all(contents(place)[name] == data for name, data in before.items())
+    after = contents(place)
+    assert all(after[name] == data for name, data in before.items())
 
 
 def contents(place: Path) -> dict[str, bytes]:

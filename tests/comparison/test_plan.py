@@ -72,8 +72,8 @@ def test_a_design_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_largest_vocabulary_that_all_can_take() -> None:
-    small_one, large, free = ({"vocab_size": size} for size in (300, 500, None))
-    designs = entries(("s", small.design(**small_one)), ("l", small.design(**large)), ("f", small.design(**free)))
+    sizes: dict[str, Any] = {"s": 300, "l": 500, "f": None}
+    designs = entries(*((name, small.design(vocab_size=size)) for name, size in sizes.items()))
     assert shared_vocabulary(designs, None, 4096) == 300
     assert shared_vocabulary(designs[1:], None, 4096) == 500
     assert shared_vocabulary(designs[2:], None, 4096) == 4096

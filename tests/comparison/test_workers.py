@@ -21,10 +21,9 @@ from tools.kill_test import done
 OPTIONS = ["--context", "32", "--batch-size", "8", "--device", "cpu", "--threads", "1", "--speed-context", "16"]
 
 
-def start(place: Path, out: Path, tokens: int, *designs: str) -> subprocess.Popen[str]:
-    files = [f"{place}/{design}.yaml" for design in designs]
+def start(place: Path, out: Path, tokens: int) -> subprocess.Popen[str]:
     asked = ["--data", f"{place}/text", "--out", str(out), "--seeds", "1", "--tokens", str(tokens), *OPTIONS]
-    command = [sys.executable, "-m", "heddle", "compare", *files, *asked]
+    command = [sys.executable, "-m", "heddle", "compare", f"{place}/one.yaml", *asked]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -33,7 +32,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("place")
     small.folder(root / "text")
     small.design_file(root / "one.yaml")
-    small.design_file(root / "two.yaml", small.design(width=32))
     return root
 
 
@@ -53,7 +51,7 @@ def wait_for_step(run: Path, step: int) -> None:
 
 def test_signals_and_the_death_of_the_parent(place: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one-seed0"
-    first = start(place, tmp_path, 30_000, "one", "two")
+    first = start(place, tmp_path, 30_000)
     wait_for_step(run, 2)
     first.send_signal(signal.SIGTERM)
     out, err = first.communicate()
@@ -65,23 +63,22 @@ def test_signals_and_the_death_of_the_parent(place: Path, tmp_path: Path) -> Non
     saved = steps(run)[-1]
     assert saved >= 2
 
-    second = start(place, tmp_path, 30_000, "one", "two")
+    second = start(place, tmp_path, 30_000)
     wait_for_step(run, saved + 2)
     worker = holder(run)
     assert worker not in (None, second.pid)
     second.kill()
-    second.communicate()
-    while holder(run) is not None:  # it saves, and goes
-        time.sleep(0.01)
-    assert steps(run)[-1] > saved
+    _, err = second.communicate()  # the worker holds the other end too: it saves, and goes
+    assert holder(run) is None
+    assert steps(run)[-1] > saved, err
 
-    third = start(place, tmp_path, 30_000, "one", "two")
+    third = start(place, tmp_path, 30_000)
     out, err = third.communicate()
     assert third.returncode == 0, err
     assert f"continuing {run} from step" in err
     assert "report: " in out
     report = json.loads((tmp_path / "report.json").read_text())
-    assert [design["runs"][0]["status"] for design in report["designs"]] == ["done", "done"]
+    assert [design["runs"][0]["status"] for design in report["designs"]] == ["done"]
     assert not any((tmp_path / "runs").glob(".*.task.json"))
 
 
@@ -143,7 +140,7 @@ def test_a_second_signal_kills_the_worker(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.soak
 def test_a_worker_that_is_really_killed(place: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one-seed0"
-    process = start(place, tmp_path, 100_000, "one", "two")
+    process = start(place, tmp_path, 100_000)
     wait_for_step(run, 3)
     worker = holder(run)
     assert worker is not None
@@ -151,7 +148,7 @@ def test_a_worker_that_is_really_killed(place: Path, tmp_path: Path) -> None:
     _, err = process.communicate()
     assert process.returncode == 0
     assert "warning: one, seed 0: was ended by SIGKILL" in err
-    again = start(place, tmp_path, 100_000, "one", "two")
+    again = start(place, tmp_path, 100_000)
     assert again.communicate() is not None
     report = json.loads((tmp_path / "report.json").read_text())
-    assert [design["runs"][0]["status"] for design in report["designs"]] == ["done", "done"]
+    assert [design["runs"][0]["status"] for design in report["designs"]] == ["done"]

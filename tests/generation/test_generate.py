@@ -219,7 +219,7 @@ def test_prompts_open_with_the_end_token_as_in_training(writer: Decoder, tokeniz
     ended = by_tokens.index(tokenizer.end) if tokenizer.end in by_tokens else len(by_tokens)
     assert text == tokenizer.decode(by_tokens[:ended])
     with pytest.raises(ConfigError, match="with a tokenizer every prompt is a string"):
-        generate(writer, [[1, 2]], tokenizer)  # type: ignore[call-overload]
+        generate(writer, [[1, 2]], tokenizer)  # type: ignore[list-item]
 
 
 def test_a_sample_fits_into_the_context_it_was_trained_on(tokenizer: Tokenizer) -> None:

@@ -73,9 +73,10 @@ def measure(config: "ModelConfig", contexts: list[int], batch: int, dtype: Any, 
     for name, (queries, past) in calls.items():
         if past >= 0 and first.state_bytes == 0:
             continue
+        counted = choices(config, queries, past, dtype, device)
         chosen[name] = [
             {"operation": c.operation, "form": c.form, "calls": n, "against": [list(pair) for pair in c.against]}
-            for c, n in choices(config, queries, past, dtype, device).items()
+            for c, n in counted.items()
         ]
     return {
         "design": config.dump(),

@@ -199,7 +199,7 @@ def _says_something(value: Any) -> bool:
 def _note(line: dict[str, Any]) -> str:
     if line["loss"] is None or line["bits_per_byte"] is None:
         return f"step {line['step']} not taken: its loss is not finite"
-    return f"loss {line['loss']:.3f} nats a token, {line['bits_per_byte']:.3f} bits per byte"
+    return f"{line['bits_per_byte']:.3f} bits per byte"
 
 
 def _watch(job: Job, run: _Running) -> None:
