@@ -1,4 +1,4 @@
-"""How much memory reading a large text adds: one file of 1 GB, cut, hashed, tokenized and written, in a fresh process."""
+"""How much memory reading a large text adds: one file of 1 GB, tokenized in a fresh process."""
 
 import resource
 import subprocess

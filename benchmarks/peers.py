@@ -39,7 +39,8 @@ def llama(dtype: torch.dtype = torch.float32) -> Any:
         eos_token_id=None,
         pad_token_id=0,
     )
-    return LlamaForCausalLM(config).to(dtype)
+    model: Any = LlamaForCausalLM(config)
+    return model.to(dtype)
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
