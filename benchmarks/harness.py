@@ -44,6 +44,12 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def peak_memory() -> float:
+    """Largest memory this program held so far, MB (Linux; `getrusage` would count what came before it in its process)."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
+
+
 class Worker:
     """A process that holds one side of one case, ready for its next step."""
 

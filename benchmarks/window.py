@@ -1,110 +1,110 @@
-"""What a window of 256 costs: time and memory over the length, against a dense mask, and the state.
+"""Does attention with a window of 256 take time and memory linear in the length, and how far is it from a dense mask?
 
-8 heads of 64, float32, one row. The dense mask is what a plain call with a T×T mask does.
+One layer's attention, 8 heads of 64, float32. The dense mask is what a framework without a form for windows hands to
+torch's fused kernel: bool [T, T].
 """
 
-import json
-import resource
+import argparse
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.harness import ROOT, THREADS, alternate, bounded, judged, show, write
+from benchmarks.harness import ROOT, THREADS, alternate, bounded, judged, peak_memory, show, write
 from heddle.model.load import load_config
-from heddle.model.size import size
+from heddle.model.size import state_bytes
 from heddle.numerics.attention import attention
 from heddle.numerics.visibility import Visibility, ordered
 from heddle.runtime import prepare
 
-WINDOW, HEADS, WIDTH, SCALE = 256, 8, 64, 0.125
+HEADS, WIDTH, WINDOW = 8, 64, 256
+QUESTION = "Is attention with a window linear in the length, and how much faster than with a dense mask?"
 
 
-def drawn(length: int, gradients: bool) -> list[Tensor]:
-    """Queries, keys and values [1, heads, length, width]."""
+def heads(length: int) -> list[Tensor]:
+    """q, k and v, [1, 8, length, 64]."""
+    generator = torch.Generator().manual_seed(0)
     shape = (1, HEADS, length, WIDTH)
-    return [torch.randn(shape, requires_grad=gradients) for _ in range(3)]
+    return [torch.randn(shape, generator=generator).requires_grad_() for _ in range(3)]
 
 
-def seen(length: int) -> Visibility:
-    """The window over consecutive positions."""
-    i, j = ordered(1, length, length, torch.device("cpu"))
-    return Visibility(i, j, window=WINDOW, ordered=True)
+def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """This package's choice for a window."""
+    length = q.shape[2]
+    i, j = ordered(1, length, length, q.device)
+    return attention(q, k, v, Visibility(i, j, window=WINDOW, ordered=True), WIDTH**-0.5)
 
 
-def forward(length: int) -> None:
-    """One call without gradients."""
-    q, k, v = drawn(length, False)
-    attention(q, k, v, seen(length), SCALE)
+def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The fused kernel with the whole mask."""
+    place = torch.arange(q.shape[2])
+    distance = place[:, None] - place[None, :]
+    mask = (distance >= 0) & (distance < WINDOW)
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def lengths() -> dict[str, Any]:
-    """Seconds at 32k over seconds at 8k, forward."""
-    inputs = {length: drawn(length, False) for length in (8192, 32768)}
-
-    def call(length: int) -> Tensor:
-        q, k, v = inputs[length]
-        return attention(q, k, v, seen(length), SCALE)
-
-    seconds = alternate({"8k": lambda: call(8192), "32k": lambda: call(32768)}, 11)
-    ratios = [long / short for short, long in zip(seconds["8k"], seconds["32k"], strict=True)]
-    return bounded("forward at 32k over forward at 8k", statistics.median(ratios), 4.4, "times")
+def forward(call: Callable[..., Tensor], length: int) -> Callable[[], Any]:
+    """Without gradients."""
+    q, k, v = heads(length)
+    return torch.no_grad()(lambda: call(q, k, v))
 
 
-def dense() -> dict[str, Any]:
-    """Forward and backward at 8k against a dense mask."""
-    q, k, v = drawn(8192, True)
-    visible = seen(8192)
-    mask = visible.mask()[:, None]
-
-    def ours() -> None:
-        attention(q, k, v, visible, SCALE).sum().backward()
-
-    def theirs() -> None:
-        functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE).sum().backward()
-
-    seconds = alternate({"heddle": ours, "dense mask": theirs}, 5)
-    ratios = [b / a for a, b in zip(seconds["heddle"], seconds["dense mask"], strict=True)]
-    medians = {f"{name} seconds": statistics.median(values) for name, values in seconds.items()}
-    return {"case": "forward and backward at 8k", **medians, **judged(ratios, 12)}
+def both(call: Callable[..., Tensor], length: int) -> Callable[[], Any]:
+    """Forward and backward."""
+    q, k, v = heads(length)
+    slope = torch.ones(q.shape)
+    return lambda: torch.autograd.grad(call(q, k, v), (q, k, v), slope)
 
 
-def memory() -> dict[str, Any]:
-    """Peak memory added at 64k over that at 16k, forward, each in a fresh process; linear is 4."""
-    added = []
-    for length in (16384, 65536):
-        command = [sys.executable, "-m", "benchmarks.window", str(length)]
-        out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        added.append(json.loads(out))
-    return bounded("memory at 64k over memory at 16k", added[1] / added[0], 4.4, "times")
+def measure_peak(length: int) -> float:
+    """Peak memory in MB of a fresh process that runs forward and backward once at `length`."""
+    command = [sys.executable, "-m", "benchmarks.window", "--peak", str(length)]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return float(done.stdout)
 
 
-def added_memory(length: int) -> int:
-    """KiB that a forward adds to the peak of this process."""
-    forward(WINDOW * 4)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    forward(length)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+def peak(length: int) -> None:
+    """The life of that process: what attention added to the memory of its inputs and of torch."""
+    torch.set_num_threads(THREADS)
+    work = both(local, length)
+    before = peak_memory()
+    work()
+    print(peak_memory() - before)
 
 
-def state() -> dict[str, Any]:
-    """Bytes of the state of a design of windows at 128k over that at 8k."""
-    overrides = ["layers.0.layers.1.mixer.window=256"]
-    config = load_config("preset:local_global-medium", overrides)
-    ratio = size(config, 131072).state_bytes / size(config, 8192).state_bytes
-    return bounded("state at 128k over state at 8k", ratio, 1.0, "times")
+def run() -> list[dict[str, Any]]:
+    """All rows."""
+    prepare("cpu", THREADS)
+    rows: list[dict[str, Any]] = []
+    taken = alternate({"8k": forward(local, 8192), "32k": forward(local, 32768)}, rounds=9)
+    growth = [long / short for short, long in zip(taken["8k"], taken["32k"], strict=True)]
+    rows.append(bounded("forward, time of 32k over 8k", statistics.median(growth), 4.4, "times"))
+    taken = alternate({"local": both(local, 8192), "dense": both(dense, 8192)}, rounds=7)
+    ratios = [slow / fast for fast, slow in zip(taken["local"], taken["dense"], strict=True)]
+    seconds = {f"{name} seconds": statistics.median(values) for name, values in taken.items()}
+    rows.append({"case": "forward and backward, 8k, against a dense mask", **seconds, **judged(ratios, 12.0)})
+    memory = {length: measure_peak(length) for length in (16384, 32768, 65536)}
+    for shorter, longer in ((16384, 32768), (32768, 65536)):
+        name = f"forward and backward, memory of {longer} over {shorter}"
+        rows.append(bounded(name, memory[longer] / memory[shorter], 2.2, "times"))
+    design = load_config("preset:mha-tiny", ["vocab_size=512", f"layers.*.mixer.window={WINDOW}"])
+    sizes = [state_bytes(design, context) for context in (1024, 65536)]
+    rows.append(bounded("state of 65536 tokens over that of 1024", sizes[1] / sizes[0], 1.0, "times"))
+    return rows
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        torch.set_num_threads(THREADS)
-        print(added_memory(int(sys.argv[1])))
-        sys.exit()
-    prepare("cpu", THREADS)
-    rows = [state(), memory(), lengths(), dense()]
-    show(rows)
-    write("benchmarks.window", "What does a window cost?", rows)
+    parser = argparse.ArgumentParser(description=QUESTION)
+    parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peak:
+        peak(options.peak)
+    else:
+        found = run()
+        show(found)
+        write("benchmarks.window", QUESTION, found)

@@ -14,6 +14,7 @@ from heddle.checkpoints.lock import RunLock
 from heddle.checkpoints.steps import steps
 from heddle.comparison import tasks
 from heddle.errors import CheckpointError
+from heddle.training import signals
 from heddle.training.signals import Interrupted
 from tests import small
 from tools.kill_test import done
@@ -93,7 +94,7 @@ def test_a_worker_whose_parent_is_gone_before_it_starts_does_nothing(tmp_path: P
 
 def sleeper(path: Path, answer: str) -> str:
     """A stand-in for Python that does `answer` when it is told to end, or sleeps."""
-    path.write_text(f"#!/bin/sh\ntrap '{answer}' TERM\necho ready > {path}.ready\nwhile :; do sleep 0.02; done\n")
+    path.write_text(f"#!/bin/sh\ntrap '{answer}' TERM INT\necho ready > {path}.ready\nwhile :; do sleep 0.02; done\n")
     path.chmod(0o755)
     return str(path)
 
@@ -132,6 +133,7 @@ def test_a_second_signal_kills_the_worker(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(tasks.subprocess, "Popen", popen)
     monkeypatch.setattr(tasks.time, "sleep", sleep)
+    monkeypatch.setattr(signals, "SAME", -1.0)
     with pytest.raises(Interrupted):
         tasks._spawn(tmp_path / "task.json", tmp_path / "result.json")
     assert started[0].returncode == -9

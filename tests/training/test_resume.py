@@ -14,7 +14,7 @@ from heddle.checkpoints.folder import fingerprint
 from heddle.checkpoints.steps import step_folder, steps
 from heddle.data.corpus import Corpus
 from heddle.errors import CheckpointError
-from heddle.training import loop, snapshot
+from heddle.training import loop, signals, snapshot
 from heddle.training.loop import Job, train
 from heddle.training.record import LOG, RUN, read_log
 from heddle.training.signals import Interrupted
@@ -70,8 +70,9 @@ def dying(monkeypatch: pytest.MonkeyPatch, name: str, at: int, before: bool) -> 
             yield
 
 
-@pytest.mark.parametrize("name", ["gradients", "apply", "_watch", "save_run"])
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(
+    ("name", "before"), [("gradients", True), ("apply", False), ("save_run", True), ("save_run", False)]
+)
 def test_death_at_any_step(
     texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any, name: str, before: bool
 ) -> None:
@@ -98,7 +99,7 @@ def test_death_at_system_calls_of_a_save(texts: Corpus, tmp_path: Path, whole: A
     with standing_in(System()) as counting:
         train(job(texts, tmp_path / "count"))
     calls = len(counting.trace)
-    for at in range(1, calls, max(1, calls // 15)):
+    for at in range(1, calls, max(1, calls // 10)):
         out = tmp_path / str(at)
         with standing_in(System(at, "after")), pytest.raises(Died):
             train(job(texts, out))
@@ -285,14 +286,33 @@ def test_a_signal_during_the_last_evaluation_ends_it(
 
 def test_a_second_signal_ends_at_once(texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def apply(*given: Any) -> Any:
-        signal.raise_signal(signal.SIGINT)
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        now.append(100.6)
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("went on")
+
+    now = [100.0]
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[-1])
+    monkeypatch.setattr(loop, "apply", apply)
+    with pytest.raises(Interrupted):
+        train(job(texts, tmp_path))
+    assert now == [100.0, 100.6]
+    assert steps(tmp_path) == []
+
+
+def test_one_wish_that_arrives_twice_is_one(texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = loop.apply
+
+    def apply(*given: Any) -> Any:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        return right(*given)
 
     monkeypatch.setattr(loop, "apply", apply)
     with pytest.raises(Interrupted):
         train(job(texts, tmp_path))
-    assert steps(tmp_path) == []
+    assert steps(tmp_path) == [1]
 
 
 def test_equal_runs_are_equal_and_other_seeds_are_not(texts: Corpus, tmp_path: Path) -> None:

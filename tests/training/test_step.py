@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from heddle.data.samples import Batch
 from heddle.model.decoder import Decoder, build
+from heddle.numerics.kernels import kernels
+from heddle.numerics.noise import Key, keyed
 from heddle.training import step
 from heddle.training.step import apply, gradients, make_optimizer
 from tests import small
@@ -191,3 +194,22 @@ def test_only_matrices_decay() -> None:
     assert others["weight_decay"] == 0.0
     assert {parameter.dim() for parameter in matrices["params"]} == {2}
     assert {parameter.dim() for parameter in others["params"]} == {1}
+
+
+@pytest.mark.parametrize("forced", [{}, {"attention": "reference"}])
+def test_recomputation_in_another_thread_knows_what_was_in_force(forced: dict[str, str]) -> None:
+    """On a GPU the backward pass, and so what it recomputes, runs in a thread of the engine's own."""
+    model = double()
+    found = []
+    for checkpointing in (False, True):
+        model.checkpointing = checkpointing
+        model.zero_grad()
+        tokens = torch.from_numpy(batch().tokens)
+        with keyed(Key(*KEY, torch.from_numpy(batch().samples))), kernels(**forced):
+            hidden, _ = model(tokens[:, :-1])
+        backward = threading.Thread(target=torch.autograd.backward, args=(hidden.square().sum(),))
+        backward.start()
+        backward.join()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert len(found[0]) == len(found[1]) == len(list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

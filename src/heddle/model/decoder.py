@@ -9,6 +9,7 @@ tokens → embed → [ residual(stream, mixer, feedforward) ] × N → close →
 import hashlib
 import math
 from collections.abc import Callable
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -181,7 +182,9 @@ class Decoder(nn.Module):
         after = []
         for layer, state in zip(self.layers, states, strict=True):
             if self.checkpointing and torch.is_grad_enabled():
-                stream, state = checkpoint(layer, stream, layout, state, use_reentrant=False)
+                # What is in force now (noise key, kernels) must be when the layer runs again, in whatever thread.
+                again = copy_context().run
+                stream, state = checkpoint(again, layer, stream, layout, state, use_reentrant=False)
             else:
                 stream, state = layer(stream, layout, state)
             after.append(state)

@@ -2,9 +2,14 @@
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+# One wish may arrive several times: from the terminal and from a program that hands it on, or from Linux, which
+# tells a worker of its parent's death once for each of the parent's threads.
+SAME = 0.5  # seconds
 
 
 class Interrupted(BaseException):
@@ -16,9 +21,10 @@ class Interrupted(BaseException):
 
 
 class Wish:
-    """Whether, and by which signal, the run was asked to end."""
+    """Whether, by which signal, and when the run was asked to end."""
 
     number: int | None = None
+    since: float = 0.0
 
 
 @contextmanager
@@ -30,9 +36,10 @@ def listening() -> Iterator[Wish]:
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if wish.number is not None:
+        if wish.number is None:
+            wish.number, wish.since = number, time.monotonic()
+        elif time.monotonic() - wish.since > SAME:
             raise Interrupted(number)
-        wish.number = number
 
     watched = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, handle) for number in watched}
