@@ -45,9 +45,7 @@ soak: dev ## the long tests alone
 	@$(RUN) -m pytest -m soak -n $(WORKERS) $(PYTEST_ARGS)
 
 bench: dev ## every benchmark, one after the other
-	@set -e; for name in training_step prefill decode window encode startup; do \
-		echo "heddle: benchmarks/$$name.py"; $(RUN) -m benchmarks.$$name; \
-	done
+	@$(RUN) -m benchmarks.run_all
 
 clean: ## remove .venv, caches and build outputs; runs/ is yours and stays
 	@rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -45,7 +45,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def peak_memory() -> float:
-    """Largest memory this program held so far, MB (Linux; `getrusage` would count what came before it in its process)."""
+    """Largest memory this program held so far, MB (`getrusage` would count what its process held before it)."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 

@@ -130,7 +130,8 @@ BUGS = [
     Bug("dropout keyed by the place in the batch", "split_batch", "dropout-everywhere", "numerics.noise:uniform",
         "key.samples.to(device=device, dtype=torch.int64)", "torch.arange(shape[0], device=device)"),
     Bug("recomputed layers cut from the embedding", "checkpointing", "attention-mha", "model.decoder:Decoder._run",
-        "checkpoint(layer, stream,", "checkpoint(layer, stream.detach().requires_grad_(),"),
+        "checkpoint(again, layer, stream,",
+        "checkpoint(again, layer, stream.detach().requires_grad_(),"),
     Bug("a gain without gradient", "true_gradients", "norm-layer", "numerics.norms:layer_norm", "* weight.to(",
         "* weight.detach().to("),
     # Building

@@ -15,7 +15,7 @@ from heddle.numerics import local
 from heddle.numerics.choose import Form, Operation, device_of
 from heddle.numerics.counting import count
 from heddle.numerics.norms import at_least_float32
-from heddle.numerics.triangle import triangle
+from heddle.numerics.triangle import masked, triangle
 from heddle.numerics.visibility import Visibility, pairs
 
 TILE = 512  # queries whose mask may exist at one time
@@ -123,7 +123,9 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> Tensor:
     assert seen.window is not None
-    return local.blocks(q, k, v, local.Band(seen.window, seen.causal), scale, _sdpa)
+    wide = q.dtype in (torch.float32, torch.float64) or (torch.is_grad_enabled() and q.requires_grad)
+    kernel = masked if wide and device_of(q) == "cpu" else _sdpa
+    return local.blocks(q, k, v, local.Band(seen.window, seen.causal), scale, kernel)
 
 
 def _tiles(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> Tensor:

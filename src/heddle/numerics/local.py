@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor], Tensor]
 
 
 class Band(NamedTuple):
