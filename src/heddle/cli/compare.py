@@ -24,7 +24,7 @@ from heddle.cli.options import (
 )
 from heddle.errors import ConfigError
 
-DEFAULT_TOKENS = 120_000
+DEFAULT_TOKENS = 100_000
 
 
 def compare(  # noqa: PLR0913 - one parameter an option
@@ -39,7 +39,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
     tokenizer: TokenizerFile = None,
     vocab_size: VocabSize = None,
     tokens: Annotated[
-        int | None, typer.Option("--tokens", metavar="N", help="Training tokens of each run. [120000]")
+        int | None, typer.Option("--tokens", metavar="N", help="Training tokens of each run. [100000]")
     ] = None,
     seconds: Annotated[
         float | None, typer.Option("--seconds", metavar="X", help="Or training seconds of each run.")
