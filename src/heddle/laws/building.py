@@ -7,7 +7,7 @@ import yaml
 from torch import Tensor
 
 from heddle.config import decode
-from heddle.laws.subject import Broken, answer, equal, subject, text
+from heddle.laws.subject import Broken, answer, equal, fresh, subject, text
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build, initialise, materialise
 from heddle.model.load import parse_yaml
@@ -95,6 +95,6 @@ def true_size(config: ModelConfig) -> None:
         raise Broken(f"{told.parameters} parameters are told, {parameters} are built")
     if sum(layer.count for layer in told.layers) != config.depth:
         raise Broken(f"the layers told are not {config.depth}")
-    kept = model.init_state(2, 21).bytes if model.causal else 0
+    kept = fresh(model, 2, 21).bytes if model.causal else 0
     if told.state_bytes != kept:
         raise Broken(f"{told.state_bytes} bytes of state are told, {kept} are allocated")

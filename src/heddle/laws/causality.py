@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from heddle.laws.subject import Broken, answer, identical, normal, subject, text, windows
+from heddle.laws.subject import Broken, answer, call, identical, normal, placed, subject, text, windows
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.parts.layout import Layout
@@ -47,7 +47,7 @@ def receptive_field(config: ModelConfig) -> None:
     """A token depends on exactly the tokens that its mixers declare: by gradient, each layer and the stack."""
     model = subject(config)
     length = max([2 * w + 3 for w in windows(model)] + [9])
-    layout = Layout.causal(1, length)
+    layout = placed(model, 1, length)
     generator = torch.Generator().manual_seed(2)
     for index, mixer in enumerate(model.mixers()):
         if mixer is not None:
@@ -62,7 +62,7 @@ def receptive_field(config: ModelConfig) -> None:
         return found[0]
 
     handle = model.embed.register_forward_hook(catch)
-    hidden, _ = model(text(config, 1, length), layout)
+    hidden = call(model, text(config, 1, length), layout)
     handle.remove()
     _check_support(found[0], hidden, _span(_real_mixers(model)), "the whole model")
 

@@ -8,6 +8,7 @@ from heddle.laws.subject import (
     answer,
     equal,
     fork,
+    fresh,
     in_chunks,
     keeps_state,
     refuses,
@@ -79,7 +80,7 @@ def cut_everywhere(config: ModelConfig, length: int = 6) -> None:
             equal(hidden, whole[:, start:stop], f"after {done} a chunk of {size} (tokens counted from it)")
             follow(after, [*done, size])
 
-    follow(model.init_state(2, length), [])
+    follow(fresh(model, 2, length), [])
 
 
 def cut_ragged(config: ModelConfig) -> None:
@@ -122,14 +123,14 @@ def state_refusals(config: ModelConfig) -> None:
     tokens = text(config, 2, 6)
     _, state = in_chunks(model, tokens, [6], capacity=6)
     refuses(lambda: advance(model, fork(state), tokens[:, :1]), "capacity 6", "a full state took another token")
-    first = model.init_state(2, 6)
+    first = fresh(model, 2, 6)
     advance(model, first, tokens)
     refuses(lambda: advance(model, first, tokens), "consumed", "a consumed state was used again")
-    refuses(lambda: advance(model, model.init_state(3), tokens), "3 rows", "a state of 3 rows took 2")
+    refuses(lambda: advance(model, fresh(model, 3), tokens), "3 rows", "a state of 3 rows took 2")
     with torch.enable_grad():
-        refuses(lambda: model(tokens, None, model.init_state(2)), "gradient", "a state was used under gradients")
+        refuses(lambda: model(tokens, None, fresh(model, 2)), "gradient", "a state was used under gradients")
     for batch, capacity in ((0, 4), (1, 0)):
-        make = lambda batch=batch, capacity=capacity: model.init_state(batch, capacity)  # noqa: E731
+        make = lambda batch=batch, capacity=capacity: fresh(model, batch, capacity)  # noqa: E731
         refuses(make, "at least 1", f"a state of {batch} rows and capacity {capacity} was made")
-    if state.bytes != model.init_state(2, 6).bytes:
-        raise Broken(f"a state of declared capacity changed from {model.init_state(2, 6).bytes} to {state.bytes} bytes")
+    if state.bytes != fresh(model, 2, 6).bytes:
+        raise Broken(f"a state of declared capacity changed from {fresh(model, 2, 6).bytes} to {state.bytes} bytes")

@@ -10,6 +10,7 @@ from heddle.errors import ConfigError
 from heddle.laws.subject import (
     Broken,
     Gradients,
+    call,
     equal,
     equal_gradients,
     gradients,
@@ -80,7 +81,7 @@ def _runs(config: ModelConfig, model: Decoder) -> Iterator[tuple[str, Run]]:
 
 def _training_run(model: Decoder, tokens: Tensor, layout: Layout | None) -> Run:
     def run() -> tuple[Tensor, Gradients]:
-        hidden, _ = model(tokens, layout)
+        hidden = call(model, tokens, layout)
         real = None if layout is None else layout.positions >= 0
         values = hidden.detach() if real is None else hidden.detach() * real[..., None]
         return values, gradients(model, loss(hidden, real))
@@ -96,12 +97,12 @@ def precision(config: ModelConfig) -> None:
     for start in starts:
         layout = Layout.causal(1, 12, start=start)
         with torch.no_grad():
-            want = exact(tokens, layout)[0]
+            want = call(exact, tokens, layout)
         for dtype, bound in ((torch.float32, FLOAT32_BOUND), (torch.bfloat16, BFLOAT16_BOUND)):
             model = copy.deepcopy(exact).to(dtype)
             what = f"{dtype}".removeprefix("torch.") + f" from position {start}"
             with torch.no_grad():
-                _close(model(tokens, layout)[0], want, f"{what}, one call", bound)
+                _close(call(model, tokens, layout), want, f"{what}, one call", bound)
             if model.causal:
                 _close(in_chunks(model, tokens, [4] + [1] * 8, 12, layout)[0], want, f"{what}, with a state", bound)
 
@@ -121,7 +122,7 @@ def extremes(config: ModelConfig) -> None:
             model = subject(config, dtype)
             with torch.no_grad():
                 model.embed.weight.mul_(factor)
-            hidden, _ = model(tokens)
+            hidden = call(model, tokens)
             found = gradients(model, loss(hidden.float()))
             for name, tensor in {"the answer": hidden, **found}.items():
                 if not bool(tensor.isfinite().all()):

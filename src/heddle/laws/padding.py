@@ -7,6 +7,7 @@ from heddle.laws.subject import (
     add,
     advance,
     answer,
+    call,
     equal,
     equal_gradients,
     gradients,
@@ -65,12 +66,12 @@ def padding_gradients(config: ModelConfig) -> None:
     want = None
     for i, length in enumerate(LENGTHS):
         if length:
-            one = gradients(model, loss(model(rows[i : i + 1, :length])[0]))
+            one = gradients(model, loss(call(model, rows[i : i + 1, :length])))
             want = one if want is None else add(want, one)
     assert want is not None
     for side in ("left", "right"):
         layout, tokens = _padded(rows, side)
-        got = gradients(model, loss(model(tokens, layout)[0], layout.positions >= 0))
+        got = gradients(model, loss(call(model, tokens, layout), layout.positions >= 0))
         equal_gradients(got, want, f"padding on the {side} side")
 
 
@@ -85,7 +86,7 @@ def packing(config: ModelConfig) -> None:
     for row, lengths in enumerate(PACKED):
         hidden = []
         for document in tokens[row].split(list(lengths)):
-            one, _ = model(document[None])
+            one = call(model, document[None])
             hidden.append(one[0].detach())
             found = gradients(model, loss(one))
             want = found if want is None else add(want, found)
@@ -94,9 +95,9 @@ def packing(config: ModelConfig) -> None:
     packed = Layout.packed(PACKED)
     plain = Layout(packed.positions, packed.documents, has_padding=False)
     for name, layout in (("known lengths", packed), ("positions and documents alone", plain)):
-        hidden, _ = model(tokens, layout)
-        equal(hidden.detach(), torch.stack(separate), f"packed with {name}")
-        equal_gradients(gradients(model, loss(hidden)), want, f"packed with {name}")
+        together = call(model, tokens, layout)
+        equal(together.detach(), torch.stack(separate), f"packed with {name}")
+        equal_gradients(gradients(model, loss(together)), want, f"packed with {name}")
 
 
 def packing_continued(config: ModelConfig) -> None:

@@ -7,6 +7,7 @@ from heddle.laws.subject import (
     Broken,
     advance,
     answer,
+    call,
     equal_gradients,
     fork,
     gradients,
@@ -46,7 +47,7 @@ def poison_in_padding(config: ModelConfig) -> None:
         found = {}
         for side, layout in layouts.items():
             real = layout.positions >= 0
-            hidden, _ = model(padded[side], layout)
+            hidden = call(model, padded[side], layout)
             values = hidden.detach()
             if model.causal:
                 values = torch.cat((values, in_chunks(model, padded[side], [3, 1, 4], None, layout)[0]), dim=1)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from heddle.laws.subject import Broken, advance, answer, equal, keeps_state, subject, text
+from heddle.laws.subject import Broken, advance, answer, equal, fresh, keeps_state, subject, text
 from heddle.model.config import ModelConfig
 from heddle.parts.layout import Layout
 from heddle.parts.positions import Rotation
@@ -24,7 +24,7 @@ def shift(config: ModelConfig) -> None:
     for by in SHIFTS:
         equal(answer(model, tokens, Layout.causal(2, 9, start=by)), start, f"all positions shifted by {by}")
         if keeps_state(model):
-            first, state = advance(model, model.init_state(2), tokens[:, :5], Layout.causal(2, 5, start=by))
+            first, state = advance(model, fresh(model, 2), tokens[:, :5], Layout.causal(2, 5, start=by))
             then, state = advance(model, state, tokens[:, 5:6])
             last, _ = advance(model, state, tokens[:, 6:])
             equal(torch.cat((first, then, last), dim=1), start, f"a state that starts at position {by}")

@@ -1,6 +1,6 @@
 """Rows of a batch know nothing of each other, and calls nothing of earlier ones."""
 
-from heddle.laws.subject import advance, answer, equal, identical, in_chunks, keeps_state, subject, text
+from heddle.laws.subject import advance, answer, equal, fresh, identical, in_chunks, keeps_state, subject, text
 from heddle.model.config import ModelConfig
 
 
@@ -34,7 +34,7 @@ def no_memory(config: ModelConfig) -> None:
     for length in (1, 19):
         answer(model, text(config, 3, length, seed=1))
     if keeps_state(model):
-        state = model.init_state(2)
+        state = fresh(model, 2)
         for start in range(0, 24, 6):
             _, state = advance(model, state, text(config, 2, 6, seed=start))
         first, _ = in_chunks(model, tokens, [5, 1, 2])

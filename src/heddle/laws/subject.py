@@ -1,6 +1,5 @@
 """What every law works with: a model in float64, texts, loss and gradients, and how a difference is told."""
 
-import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,9 +9,10 @@ from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.state import State
-from heddle.parts.layout import Layout
+from heddle.parts.layout import Layout, Memory
 
 TOLERANCE = 1e-10
+MEMORY = 5  # tokens of the memory that cross-attention reads
 POISON = 0  # texts never hold this token, so that padding and other rows may
 
 Gradients = dict[str, Tensor]
@@ -50,11 +50,37 @@ def normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return drawn.to(torch.get_default_device())
 
 
-def answer(model: Decoder, tokens: Tensor, layout: Layout | None = None) -> Tensor:
-    """Hidden states [B, T, width] of one call without a state."""
-    with torch.no_grad():
-        hidden, _ = model(tokens, layout)
+def memory(model: Decoder, rows: int) -> Memory | None:
+    """What a design's cross-attention reads in every law: the same for each row, so that rows stay comparable."""
+    if model.memory_width is None:
+        return None
+    weight = model.embed.weight
+    one = normal((1, MEMORY, model.memory_width), torch.Generator().manual_seed(4)).to(weight)
+    return Memory(one.expand(rows, -1, -1))
+
+
+def placed(model: Decoder, rows: int, length: int, layout: Layout | None = None) -> Layout:
+    """The layout of a call without a state, a memory beside it where the design reads one."""
+    here = Layout.causal(rows, length) if layout is None else layout
+    beside = memory(model, rows)
+    return here if beside is None else here.with_memory(beside)
+
+
+def call(model: Decoder, tokens: Tensor, layout: Layout | None = None) -> Tensor:
+    """Hidden states [B, T, width] of one call without a state, with gradients where they are on."""
+    hidden, _ = model(tokens, placed(model, tokens.shape[0], tokens.shape[1], layout))
     return hidden
+
+
+def answer(model: Decoder, tokens: Tensor, layout: Layout | None = None) -> Tensor:
+    """Hidden states [B, T, width] of one call without a state, no gradients."""
+    with torch.no_grad():
+        return call(model, tokens, layout)
+
+
+def fresh(model: Decoder, rows: int, capacity: int | None = None, rewind: int = 0) -> State:
+    """An empty state."""
+    return model.init_state(rows, capacity, memory(model, rows), rewind)
 
 
 def advance(model: Decoder, state: State, tokens: Tensor, layout: Layout | None = None) -> tuple[Tensor, State]:
@@ -67,7 +93,7 @@ def advance(model: Decoder, state: State, tokens: Tensor, layout: Layout | None 
 
 def fork(state: State) -> State:
     """An independent copy."""
-    return copy.deepcopy(state)
+    return state.fork()
 
 
 def part_of(layout: Layout, start: int, stop: int) -> Layout:
@@ -84,7 +110,7 @@ def in_chunks(
     layout: Layout | None = None,
 ) -> tuple[Tensor, State]:
     """Hidden states of a text fed to a fresh state in chunks of these sizes, and the state at the end."""
-    state = model.init_state(tokens.shape[0], capacity)
+    state = fresh(model, tokens.shape[0], capacity)
     out, start = [], 0
     for size in sizes:
         place = None if layout is None else part_of(layout, start, start + size)

@@ -11,6 +11,7 @@ from heddle.laws.subject import (
     Gradients,
     add,
     answer,
+    call,
     equal_gradients,
     gradients,
     identical,
@@ -47,7 +48,7 @@ def _without_rates(data: Any) -> Any:
 
 def _trained(model: Decoder, tokens: torch.Tensor, samples: torch.Tensor, step: int = 2) -> Gradients:
     with keyed(Key(7, step, samples)):
-        return gradients(model, loss(model(tokens)[0]))
+        return gradients(model, loss(call(model, tokens)))
 
 
 def split_batch(config: ModelConfig) -> None:
@@ -77,7 +78,7 @@ def true_gradients(config: ModelConfig) -> None:
     """The gradient is that of the answer: it predicts a small step in a random direction."""
     model = subject(config)
     tokens, step = text(config, 2, 7), 1e-6
-    found = gradients(model, loss(model(tokens)[0]))
+    found = gradients(model, loss(call(model, tokens)))
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
         direction = normal(parameter.shape, generator)
@@ -87,7 +88,7 @@ def true_gradients(config: ModelConfig) -> None:
             before = parameter.clone()
             for sign in (1, -1):
                 parameter.copy_(before + sign * step * direction)
-                values.append(float(loss(model(tokens)[0])))
+                values.append(float(loss(call(model, tokens))))
             parameter.copy_(before)
         measured = (values[0] - values[1]) / (2 * step)
         if not abs(measured - predicted) <= 1e-5 * max(1.0, abs(measured)):

@@ -25,7 +25,7 @@ from heddle.model.state import State
 from heddle.numerics.linear import linear
 from heddle.parts.dropout import Dropout
 from heddle.parts.feedforwards import Feedforward
-from heddle.parts.layout import Layout
+from heddle.parts.layout import Layout, Memory
 from heddle.parts.leaf import Leaf, Linear, fill_normal
 from heddle.parts.mixers import Mixer, Place
 from heddle.parts.residuals import Stream, Wiring
@@ -139,25 +139,49 @@ class Decoder(nn.Module):
 
     @property
     def reach(self) -> int | None:
-        """Slots a state's table must keep: as many as the widest window, or all (None)."""
-        reaches = [mixer.reach for mixer in self.mixers() if mixer is not None]
+        """Earlier positions that a state's table must keep: as many as the widest window, or all (None)."""
+        reaches = [mixer.looks_back for mixer in self.mixers() if mixer is not None]
         return None if None in reaches else max((reach for reach in reaches if reach is not None), default=0)
 
-    def init_state(self, batch: int, capacity: int | None = None) -> State:
+    @property
+    def memory_width(self) -> int | None:
+        """The width of the memory that layers read beside the text; None: they read none."""
+        widths = [mixer.memory_width for mixer in self.mixers() if mixer is not None]
+        return next((width for width in widths if width is not None), None)
+
+    def init_state(
+        self, batch: int, capacity: int | None = None, memory: Memory | None = None, rewind: int = 0
+    ) -> State:
         """An empty state for `batch` rows; an explicit `capacity` (tokens a row) is never exceeded, none doubles.
 
-        Raises ConfigError if a mixer is bidirectional.
+        memory: what cross-attention reads; its keys and values are projected now, once. rewind: how many tokens
+        `State.rewind` may take back at a time. Raises ConfigError if a mixer is bidirectional or cannot go back.
         """
         if not self.causal:
             raise ConfigError("state: a bidirectional design (causal: false) sees later tokens and cannot keep one")
         if batch < 1 or (capacity is not None and capacity < 1):
             raise ConfigError(f"state: batch = {batch} and capacity = {capacity} must be at least 1")
+        if rewind < 0:
+            raise ConfigError(f"state: rewind = {rewind} must not be negative")
+        self._check_memory(memory, batch)
         weight = self.embed.weight
-        states = [
-            None if mixer is None else mixer.init_state(batch, capacity, dtype=weight.dtype, device=weight.device)
-            for mixer in self.mixers()
-        ]
-        return State(Table.empty(batch, self.reach, capacity, weight.device), states)
+        table = Table.empty(batch, self.reach, capacity, weight.device, rewind)
+        kind: Any = {"dtype": weight.dtype, "device": weight.device, "memory": memory, "rewind": rewind}
+        states = [None if mixer is None else mixer.init_state(batch, capacity, **kind) for mixer in self.mixers()]
+        state = State(table, states)
+        if rewind and not state.goes_back(1):
+            raise ConfigError(f"state: rewind = {rewind} asks a recurrence to go back; fork the state instead")
+        return state
+
+    def _check_memory(self, memory: Memory | None, batch: int) -> None:
+        if self.memory_width is None:
+            if memory is not None:
+                raise ConfigError("memory: no layer of this design reads one; leave it out, or add cross_attention")
+            return
+        if memory is None:
+            raise ConfigError("memory: is missing; give layout.with_memory(...), or init_state(..., memory=...)")
+        if memory.keys.shape[0] != batch:
+            raise ConfigError(f"memory: has {memory.keys.shape[0]} rows, the call has {batch}; they must be equal")
 
     def forward(
         self, tokens: Tensor, layout: Layout | None = None, state: State | None = None
@@ -169,9 +193,12 @@ class Decoder(nn.Module):
         """
         layout = self._layout(tokens, layout, state)
         if state is None:
+            self._check_memory(layout.memory, layout.batch)
             return self._run(tokens, layout, [None] * len(self.layers))[0], None
         if torch.is_grad_enabled():
             raise ConfigError("state: is written in place and carries no gradient; call within torch.no_grad()")
+        if layout.memory is not None:
+            raise ConfigError("memory: the state holds its own already; give it to init_state alone")
         state.take()
         table, layout = state.table.extend(layout)
         hidden, states = self._run(tokens, layout, state.layers)

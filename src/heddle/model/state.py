@@ -1,11 +1,13 @@
 """The state of a model: one table of positions for all layers, and what each mixer remembers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError
+from heddle.parts.state import MixerState
 from heddle.parts.table import Table
 
 
@@ -17,24 +19,66 @@ class State:
     """
 
     table: Table
-    layers: list[Any]
+    layers: list[MixerState | None]
     consumed: bool = field(default=False, repr=False)
 
     def take(self) -> "State":
         """Mark as consumed. Raises ConfigError if it was already: its tensors hold later tokens."""
+        self._check()
+        self.consumed = True
+        return self
+
+    def fork(self) -> "State":
+        """An independent copy; this handle stays good."""
+        return self.select(torch.arange(self.table.batch, device=self.table.counts.device))
+
+    def select(self, rows: Sequence[int] | Tensor) -> "State":
+        """A copy that holds the named rows, in that order; a row may be named often (beams) or never.
+
+        Raises ConfigError for a row that is not there. This handle stays good.
+        """
+        self._check()
+        index = torch.as_tensor(rows, dtype=torch.int64, device=self.table.counts.device)
+        if index.dim() != 1 or index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= self.table.batch:
+            raise ConfigError(f"select: rows {index.tolist()} must be numbers from 0 to {self.table.batch - 1}")
+        table = self.table.map(lambda x: x.index_select(0, index))
+        copies = [None if layer is None else layer.map(lambda _, x: x.index_select(0, index)) for layer in self.layers]
+        return State(table, copies)
+
+    def goes_back(self, tokens: int) -> bool:
+        """Whether `rewind` can take back that many tokens."""
+        return all(layer is None or layer.goes_back(tokens, self.table) for layer in self.layers)
+
+    def rewind(self, tokens: int | Sequence[int] | Tensor) -> "State":
+        """Take back the last `tokens` of every row (or so many of each), in place; consumes this handle.
+
+        Raises ConfigError if a row has fewer, or a layer cannot: a recurrence never, a ring no further than the
+        `rewind` that its state was made with. Then this handle stays good; fork before, and replay instead.
+        """
+        self._check()
+        counts = self.table.counts
+        back = torch.as_tensor(tokens, dtype=torch.int64, device=counts.device).broadcast_to(counts.shape)
+        most = int(back.max())
+        for index, layer in enumerate(self.layers):
+            if layer is not None and not layer.goes_back(most, self.table):
+                raise ConfigError(
+                    f"rewind: layer {index} cannot take back {most} tokens ({_why(layer)}); "
+                    "fork the state before and replay what shall stay"
+                )
+        table, gone = self.table.rewound(back)
+        self.consumed = True
+        return State(table, [None if layer is None else layer.rewound(table, gone) for layer in self.layers])
+
+    def _check(self) -> None:
         if self.consumed:
             raise ConfigError(
                 "state: was consumed by an earlier call; continue with the state that call returned "
                 "(hidden, state = model(tokens, state=state))"
             )
-        self.consumed = True
-        return self
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor, batch first."""
-        table = self.table
-        named = {"table.positions": table.positions, "table.documents": table.documents}
-        named |= {"table.counts": table.counts, "table.last": table.last}
+        named = {f"table.{name}": tensor for name, tensor in self.table.tensors().items()}
         for index, layer in enumerate(self.layers):
             if layer is not None:
                 named |= {f"layers.{index}.{name}": tensor for name, tensor in layer.tensors().items()}
@@ -50,3 +94,8 @@ class State:
         """Bytes of each layer's own state."""
         per_layer = [{} if layer is None else layer.tensors() for layer in self.layers]
         return [sum(tensor.numel() * tensor.element_size() for tensor in named.values()) for named in per_layer]
+
+
+def _why(layer: MixerState) -> str:
+    ring = getattr(layer, "ring", False)
+    return "a ring; make the state with more rewind" if ring else f"{type(layer).__name__} keeps no past"

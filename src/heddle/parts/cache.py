@@ -4,6 +4,7 @@ Tensors [B, G, slots, d], written in place, zero where unused. A ring attends ov
 tokens] and is written afterwards, so calls of any length are exact; a single token is written first.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from heddle.numerics.visibility import Visibility
 from heddle.parts.layout import Layout
-from heddle.parts.table import GROWTH_START, Past
+from heddle.parts.state import MixerState
+from heddle.parts.table import GROWTH_START, Past, Table
 
 
 @dataclass(frozen=True, eq=False)
-class Cache:
+class Cache(MixerState):
     """keys [B, G, slots, d_k], values [B, G, slots, d_v]; `ring` slots are reused, others never."""
 
     keys: Tensor
@@ -25,24 +27,31 @@ class Cache:
     @staticmethod
     def empty(
         shape: tuple[int, int, int, int],
-        window: int | None,
+        kept: int | None,
         capacity: int | None,
         *,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> "Cache":
-        """shape is (batch, groups, key width, value width)."""
+        """shape is (batch, groups, key width, value width); the last `kept` tokens are held, or all (None)."""
         batch, groups, d_k, d_v = shape
-        limits = [limit for limit in (window, capacity) if limit is not None]
+        limits = [limit for limit in (kept, capacity) if limit is not None]
         slots = max(1, min(limits)) if limits else GROWTH_START
-        ring = window is not None and (capacity is None or window < capacity)
+        ring = kept is not None and (capacity is None or kept < capacity)
         keys = torch.zeros(batch, groups, slots, d_k, dtype=dtype, device=device)
         values = torch.zeros(batch, groups, slots, d_v, dtype=dtype, device=device)
         return Cache(keys, values, ring)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the state, batch first."""
-        return {"keys": self.keys, "values": self.values}
+    def goes_back(self, tokens: int, table: Table) -> bool:
+        """A ring that has turned goes back as far as its slack; before, and without a ring, nothing was lost."""
+        return not self.ring or table.peak <= self.keys.shape[2] or tokens <= table.spare
+
+    def rewound(self, table: Table, gone: Callable[[int], Tensor]) -> "Cache":
+        """Slots of tokens taken back become zero, as if never written."""
+        unused = gone(self.keys.shape[2])[:, None, :, None]
+        self.keys.masked_fill_(unused, 0.0)
+        self.values.masked_fill_(unused, 0.0)
+        return self
 
     def extend(
         self, k: Tensor, v: Tensor, layout: Layout, window: int | None

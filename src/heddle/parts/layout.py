@@ -4,7 +4,7 @@ A layout carries the static facts that kernels choose by, so that choosing never
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,11 +20,35 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True, eq=False)
+class Memory:
+    """What cross-attention reads: keys come of `keys` [B, S, width], values of `values` (None: of the same).
+
+    real: bool [B, S], False at padding; None when there is none.
+    """
+
+    keys: Tensor
+    values: Tensor | None = None
+    real: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        shape = list(self.keys.shape)
+        if self.keys.dim() != 3:
+            raise ConfigError(f"memory: keys have shape {shape}; expected [batch, length, width]")
+        if self.values is not None and self.values.shape[:2] != self.keys.shape[:2]:
+            raise ConfigError(
+                f"memory: values have shape {list(self.values.shape)}, keys {shape}; rows and lengths must be equal"
+            )
+        if self.real is not None and self.real.shape != self.keys.shape[:2]:
+            raise ConfigError(f"memory: real has shape {list(self.real.shape)}; expected {shape[:2]}")
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Positions int64 [B, T] (−1 is padding) and documents int64 [B, T] (None: one a row).
 
     start: every row stands at start, start + 1, …, in one document (`causal`). pieces: the lengths of the
     documents of each row (`packed`). has_padding: some position may be −1. past: set by a model that carries a state.
+    memory: what cross-attention reads, where no state holds it already.
     """
 
     positions: Tensor
@@ -33,6 +57,7 @@ class Layout:
     pieces: tuple[tuple[int, ...], ...] | None = None
     has_padding: bool = True
     past: "Past | None" = None
+    memory: Memory | None = None
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -99,6 +124,28 @@ class Layout:
     def padding(self) -> Tensor | None:
         """bool [B, T], True at padding; None when there is none for certain."""
         return self.once("padding", lambda: self.positions < 0) if self.has_padding else None
+
+    @property
+    def segments(self) -> Tensor | None:
+        """Each token's document within this call, int64 [B, T], counted up; 0 goes on with that of the state.
+
+        Padding counts with the token before it. None when every token goes on in one document.
+        """
+        one = self.documents is None if self.past is None else self.past.after.ordered
+        return None if one else self.once("segments", self._segments)
+
+    def _segments(self) -> Tensor:
+        documents = torch.zeros_like(self.positions) if self.documents is None else self.documents
+        last = documents[:, :1] if self.past is None else self.past.before.last[:, 1:]
+        if self.padding is not None:  # padding takes the document of the real token before it: it ends nothing
+            index = torch.arange(self.length, device=documents.device).expand_as(documents)
+            newest = torch.where(self.padding, -1, index).cummax(1).values
+            documents = torch.where(newest < 0, last, documents.gather(1, newest.clamp(min=0)))
+        return (documents != torch.cat((last, documents[:, :-1]), dim=1)).cumsum(1)
+
+    def with_memory(self, memory: Memory) -> "Layout":
+        """The same layout, beside a memory for cross-attention."""
+        return replace(self, memory=memory, memo={})
 
     def once(self, key: Any, make: Callable[[], V]) -> V:
         """Make a value the first time it is asked for (tables shared by all layers)."""

@@ -26,7 +26,9 @@ class Table:
     positions, documents: int32 [B, size], −1 where unused. counts: int64 [B], tokens that arrived in each row.
     last: int64 [B, 2], position and document of each row's newest token. filled: no row has more tokens.
     level: every row has exactly `filled`. ordered: positions of every row are 0, 1, … in one document.
-    reach: slots that must be kept (None: all). capacity: the declared limit (None: doubles when full).
+    reach: tokens that layers look back on (None: all). capacity: the declared limit (None: doubles when full).
+    rewind: how many tokens more are kept, so that as many can be taken back; spare: how many can be now, by what
+    rings kept. peak: the most tokens that a row ever had.
     """
 
     positions: Tensor
@@ -38,17 +40,22 @@ class Table:
     filled: int = 0
     level: bool = True
     ordered: bool = True
+    rewind: int = 0
+    spare: int = 0
+    peak: int = 0
 
     @staticmethod
-    def empty(batch: int, reach: int | None, capacity: int | None, device: torch.device | str) -> "Table":
+    def empty(
+        batch: int, reach: int | None, capacity: int | None, device: torch.device | str, rewind: int = 0
+    ) -> "Table":
         """A table for rows without tokens."""
-        size = (GROWTH_START if capacity is None else capacity) if reach is None else max(1, reach)
+        size = (GROWTH_START if capacity is None else capacity) if reach is None else max(1, reach + rewind)
         if reach is not None and capacity is not None:
             size = max(1, min(size, capacity))
         positions = torch.full((batch, size), -1, dtype=torch.int32, device=device)
         last = torch.tensor([-1, 0], device=device).repeat(batch, 1)
         counts = torch.zeros(batch, dtype=torch.int64, device=device)
-        return Table(positions, torch.zeros_like(positions), counts, last, reach, capacity)
+        return Table(positions, torch.zeros_like(positions), counts, last, reach, capacity, rewind=rewind)
 
     @property
     def size(self) -> int:
@@ -60,11 +67,19 @@ class Table:
         """Rows."""
         return self.positions.shape[0]
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the table, batch first."""
+        return {"positions": self.positions, "documents": self.documents, "counts": self.counts, "last": self.last}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Table":
+        """The same table with each tensor changed."""
+        positions, documents, counts, last = (change(tensor) for tensor in self.tensors().values())
+        return replace(self, positions=positions, documents=documents, counts=counts, last=last)
+
     @property
     def bytes(self) -> int:
         """Bytes of every tensor of the table."""
-        tensors = (self.positions, self.documents, self.counts, self.last)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
     def check_batch(self, rows: int) -> None:
         """Raises ConfigError if a call has another number of rows."""
@@ -96,7 +111,11 @@ class Table:
         before = self._grown(filled)
         ordered = before.ordered and layout.start == before.filled and level
         last = before._last(layout, arrivals)
+        # Padding makes the fewest new tokens of a row a value; none is a safe guess.
+        spare = min(self.rewind, self.spare + (0 if layout.has_padding else layout.length))
+        peak = max(self.peak, filled)
         after = replace(before, counts=counts, last=last, filled=filled, level=level, ordered=ordered)
+        after = replace(after, spare=spare, peak=peak)
         if self.reach is not None:  # a ring overwrites what `before` must still tell
             after = replace(after, positions=before.positions.clone(), documents=before.documents.clone())
         destination = Destination.of(before, layout, arrivals, counts, before.size)
@@ -104,6 +123,35 @@ class Table:
         destination.write(after.documents, _documents(layout).to(torch.int32))
         past = Past(before, after, arrivals, layout)
         return after, replace(layout, past=past, memo={})
+
+    def rewound(self, tokens: Tensor) -> "tuple[Table, Callable[[int], Tensor]]":
+        """Take back the last `tokens` [B] of each row, in place; returns the new table, and which slots became free.
+
+        The second is a function of a number of slots: bool [B, slots], slot = arrival mod slots.
+        Raises ConfigError if a row has fewer tokens.
+        """
+        most, least = int(tokens.max()), int(tokens.min())
+        if least < 0 or bool((tokens > self.counts).any()):
+            raise ConfigError(
+                f"rewind: cannot take back {tokens.tolist()} tokens of rows that hold {self.counts.tolist()}"
+            )
+        counts, newest = self.counts - tokens, self.counts - 1
+
+        def gone(size: int) -> Tensor:
+            slots = torch.arange(size, device=counts.device)
+            arrivals = newest[:, None] - (newest[:, None] - slots) % size
+            return (arrivals >= counts[:, None]) & (arrivals >= 0)
+
+        free = gone(self.size)
+        self.positions.masked_fill_(free, -1)
+        self.documents.masked_fill_(free, 0)
+        slot = ((counts - 1) % self.size)[:, None]
+        held = torch.cat((self.positions.gather(1, slot), self.documents.gather(1, slot)), dim=1).long()
+        last = torch.where((counts > 0)[:, None], held, torch.tensor([-1, 0], device=counts.device))
+        level = self.level and most == least
+        filled = self.filled - most if level else int(counts.max())
+        after = replace(self, counts=counts, last=last, filled=filled, level=level, ordered=self.ordered and level)
+        return replace(after, spare=max(0, self.spare - most)), gone
 
     def _arrivals(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """Arrival number of each token [B, T] (−1 for padding), and the counts afterwards [B]."""

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from heddle.config import Part
-from heddle.parts.layout import Layout
+from heddle.parts.layout import Layout, Memory
 from heddle.parts.norms import NormConfig
-
-State = Any  # what a mixer remembers: an object with `tensors() -> dict[str, Tensor]`, batch first
 
 
 class Place(NamedTuple):
@@ -37,18 +35,38 @@ class Mixer(nn.Module, ABC):
 
     reach: how many tokens back (itself included; to each side when bidirectional) a token sees; None is all.
     causal: whether later tokens are hidden; a mixer that is not causal refuses a state.
+    memory_width: the width of the memory that it reads beside x; None: it reads none.
     """
 
     reach: int | None
     causal: bool
+    memory_width: int | None = None
+
+    @property
+    def looks_back(self) -> int | None:
+        """How many earlier positions its state needs of the model's table: all (None), some, or none (0)."""
+        return self.reach
 
     @abstractmethod
-    def init_state(self, batch: int, capacity: int | None, *, dtype: torch.dtype, device: torch.device | str) -> State:
-        """An empty state for `batch` rows of at most `capacity` tokens (None: grows)."""
+    def init_state(
+        self,
+        batch: int,
+        capacity: int | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        memory: Memory | None = None,
+        rewind: int = 0,
+    ) -> Any:
+        """An empty state for `batch` rows of at most `capacity` tokens (None: grows), a `MixerState`.
+
+        rewind: how many tokens more than it needs are kept, so that as many can be taken back; a recurrence
+        keeps none. memory: for a mixer that reads one.
+        """
 
     @abstractmethod
-    def forward(self, x: Tensor, layout: Layout, state: State | None = None) -> tuple[Tensor, State | None]:
-        """x [B, T, width] -> ([B, T, width], new state). The state passed in is consumed."""
+    def forward(self, x: Tensor, layout: Layout, state: Any = None) -> tuple[Tensor, Any]:
+        """x [B, T, width] -> ([B, T, width], new state, or None without a state). The state passed in is consumed."""
 
 
 def widen(x: Tensor, heads: int) -> Tensor:

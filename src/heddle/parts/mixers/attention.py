@@ -17,7 +17,7 @@ from heddle.numerics.attention import attention
 from heddle.parts.cache import Cache
 from heddle.parts.dropout import Dropout
 from heddle.parts.eager import eager
-from heddle.parts.layout import Layout
+from heddle.parts.layout import Layout, Memory
 from heddle.parts.leaf import Linear
 from heddle.parts.mixers import Mixer, MixerConfig, Place, narrow, widen
 from heddle.parts.positions import RotationConfig
@@ -84,10 +84,20 @@ class Attention(Mixer):
             return place.norm.build(heads * self.head_dim)
         return place.norm.build(self.head_dim, heads if self.qk_norm == "per_head" else None)
 
-    def init_state(self, batch: int, capacity: int | None, *, dtype: torch.dtype, device: torch.device | str) -> Cache:
-        """Keys and values, every token or a ring of `window`."""
+    def init_state(
+        self,
+        batch: int,
+        capacity: int | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        memory: Memory | None = None,
+        rewind: int = 0,
+    ) -> Cache:
+        """Keys and values, every token or a ring of `window` and `rewind` more."""
         shape = (batch, self.kv_heads, self.head_dim, self.value_dim)
-        return Cache.empty(shape, self.reach, capacity, dtype=dtype, device=device)
+        kept = None if self.reach is None else self.reach + rewind
+        return Cache.empty(shape, kept, capacity, dtype=dtype, device=device)
 
     def forward(self, x: Tensor, layout: Layout, state: Cache | None = None) -> tuple[Tensor, Cache | None]:
         """x [B, T, width] -> ([B, T, width], new state)."""
