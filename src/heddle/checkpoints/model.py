@@ -43,10 +43,13 @@ def find(folder: Path) -> Path:
     """The folder itself if it holds a model, else the newest whole checkpoint of the run it is."""
     if (folder / FOLDER).is_dir() and not (folder / CONFIG).is_file():
         newest = latest(folder)
-        for damage in newest.damaged:
+        lost = newest.path is None and newest.damaged
+        for damage in newest.damaged[1:] if lost else newest.damaged:
             say(f"warning: {damage}")
+        if lost:  # the newest is the one that was meant
+            raise CheckpointError(newest.damaged[0])
         if newest.path is None:
-            raise CheckpointError(f"{folder}: holds no whole checkpoint yet; let the training save one")
+            raise CheckpointError(f"{folder}: holds no checkpoint yet; let the training save one")
         return newest.path
     return folder
 
