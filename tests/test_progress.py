@@ -36,8 +36,13 @@ def test_lines_come_at_most_every_five_seconds(clock: Clock, capsys: pytest.Capt
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        f"encoding: {done} MB of 40.0 MB ({share}), 2.0 MB/s, loss 3.1"
-        for done, share in (("10.0", "25%"), ("20.0", "50%"), ("30.0", "75%"), ("40.0", "100%"))
+        f"encoding: {done} MB of 40.0 MB ({share}), 2.0 MB/s, loss 3.1{left}"
+        for done, share, left in (
+            ("10.0", "25%", ", 15 s left"),
+            ("20.0", "50%", ", 10 s left"),
+            ("30.0", "75%", ", 5 s left"),
+            ("40.0", "100%", ""),
+        )
     ]
 
 

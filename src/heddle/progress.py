@@ -90,6 +90,13 @@ def amount(n: float, unit: str) -> str:
     return f"{int(n)} bytes"
 
 
+def duration(seconds: float) -> str:
+    """A time to wait: 45 s, 12 min, 3.5 h."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 class _Silent:
     def advance(self, n: int, note: str = "") -> None:
         pass
@@ -119,6 +126,8 @@ class _Lines:
             counted = f"{counted if self.unit == 'bytes' else f'{self.done:,}'} {share}"
         rate = (self.done - self.before) / max(now - self.started, 1e-9)
         end = f", {self.note}" if self.note else ""
+        if self.total and rate and self.done < self.total:
+            end += f", {duration((self.total - self.done) / rate)} left"
         say(f"{self.description}: {counted}, {amount(rate, self.unit)}/s{end}")
 
     def close(self) -> None:

@@ -174,3 +174,8 @@ def test_overrides_that_lead_nowhere(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(design(layer(attention())), [override])
     assert str(caught.value).startswith(message)
+
+
+def test_a_design_is_no_number() -> None:
+    with pytest.raises(ConfigError, match="a design cannot be read from 5"):
+        load_config(5)  # type: ignore[arg-type]

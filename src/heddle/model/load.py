@@ -116,6 +116,10 @@ def read_design(source: str | Path | dict[str, Any]) -> dict[str, Any]:
     """The plain data of a design, not yet checked."""
     if isinstance(source, dict):
         return json.loads(json.dumps(source))  # a deep copy of plain data
+    if not isinstance(source, str | Path):
+        raise ConfigError(
+            f"a design cannot be read from {source!r}; give a file, preset:NAME, a checkpoint folder or a dict"
+        )
     if str(source).startswith("preset:"):
         return preset(str(source).removeprefix("preset:"))
     path = Path(source)

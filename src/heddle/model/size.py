@@ -10,6 +10,7 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.numerics.choose import Choice, witnessing
 from heddle.numerics.counting import counting
+from heddle.numerics.linear import packing
 from heddle.parts.layout import Layout
 
 
@@ -92,7 +93,7 @@ def choices(config: ModelConfig, queries: int, past: int, dtype: torch.dtype, de
             hidden, _ = model(tokens)
             model.head(hidden)
         else:
-            with torch.no_grad():
+            with torch.no_grad(), packing():  # as generation runs
                 state = model.init_state(1, past + queries)
                 if past:
                     _, state = model(torch.zeros(1, past, dtype=torch.int64, device="meta"), None, state)

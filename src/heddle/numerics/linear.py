@@ -133,7 +133,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         not is_compiling()
         and _packs.get() is not None
         and x.dtype == weight.dtype
-        and not torch.is_autocast_enabled(x.device.type)
+        and not torch.is_autocast_enabled(device_of(x))
     )
     facts = LinearFacts(rows, gradients, packing, weight.numel(), device_of(x), x.dtype)
     y: Tensor = LINEAR.choose(facts).run(x, weight, bias)
