@@ -1,0 +1,63 @@
+"""What does a hybrid, three recurrent layers to one of full attention, save after 32,768 tokens?
+
+`preset:hybrid-medium` against `preset:gqa-medium`, whose attention its full layers have: bytes of state, and the time
+of one more token, float32, one row. States hold random numbers, as if the context had been read.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.harness import THREADS, alternate, bounded, judged, show, write
+from heddle.model.decoder import Decoder, build
+from heddle.model.load import load_config
+from heddle.model.size import state_bytes
+from heddle.model.state import State
+from heddle.numerics.linear import packing
+from heddle.parts.layout import Layout
+from heddle.runtime import prepare
+
+QUESTION = "What does a hybrid save after 32,768 tokens?"
+CONTEXT, STEPS, ROUNDS = 32768, 4, 9
+
+
+def filled(model: Decoder, context: int, room: int) -> State:
+    """A state that stands after `context` tokens and has room for more, full of random numbers."""
+    state = model.init_state(1, context + room)
+    table, _ = state.table.extend(Layout.causal(1, context))
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda _, x: torch.randn(x.shape, generator=generator).to(x.dtype)  # noqa: E731
+    return State(table, [None if layer is None else layer.map(draw) for layer in state.layers])
+
+
+def steps(design: str) -> Callable[[], None]:
+    """A few greedy tokens after the context; state and weights stay the same from call to call."""
+    model = build(load_config(design)).eval()
+    start = filled(model, CONTEXT, STEPS)
+
+    @torch.no_grad()
+    def work() -> None:
+        state, token = State(start.table, list(start.layers)), torch.tensor([[1]])
+        for _ in range(STEPS):
+            hidden, after = model(token, None, state)
+            assert after is not None
+            state, token = after, model.head(hidden[:, -1:]).argmax(-1)
+
+    return work
+
+
+def main() -> None:
+    """Sizes, then alternated steps."""
+    prepare("cpu", THREADS)
+    small, large = (state_bytes(load_config(f"preset:{name}-medium"), CONTEXT) for name in ("hybrid", "gqa"))
+    rows = [bounded(f"state after {CONTEXT} over that of full attention", small / large, 0.27, "times")]
+    with packing():
+        seconds = alternate({name: steps(f"preset:{name}-medium") for name in ("hybrid", "gqa")}, ROUNDS)
+    ratios = [full / hybrid for hybrid, full in zip(seconds["hybrid"], seconds["gqa"], strict=True)]
+    rows.append({"case": f"one token after {CONTEXT}, against full attention"} | judged(ratios, 2.0))
+    show(rows)
+    write("benchmarks.hybrid", QUESTION, rows)
+
+
+if __name__ == "__main__":
+    main()
