@@ -31,7 +31,7 @@ def shift(config: ModelConfig) -> None:
 
 
 def rotation(config: ModelConfig) -> None:
-    """A rotation keeps the length of every head (its amplitude aside), and scores depend on differences of positions alone."""
+    """A rotation keeps the length of every head, but for its amplitude; scores know differences of positions alone."""
     model = subject(config)
     calls: list[tuple[Rotation, Tensor]] = []
     handles = [
@@ -45,8 +45,9 @@ def rotation(config: ModelConfig) -> None:
     for module, x in calls:
         turned = module(x, Layout.causal(1, 9))
         still = module(x, Layout(torch.zeros(1, 9, dtype=torch.int64), has_padding=False))
-        grown = torch.where((still - x).abs() <= (still - x * module.amplitude).abs(), x, x * module.amplitude)
-        equal(still[0], grown[0], f"{type(module).__name__}: heads at position 0, but for its amplitude (row is the head)")
+        grown = x * module.amplitude
+        nearer = torch.where((still - x).abs() <= (still - grown).abs(), x, grown)  # dims that are not turned stay
+        equal(still[0], nearer[0], f"{type(module).__name__}: heads at position 0 (row is the head)")
         equal(_lengths(turned), _lengths(still), f"{type(module).__name__}: the length of a head")
         for by in SHIFTS:
             moved = module(x, Layout.causal(1, 9, start=by))

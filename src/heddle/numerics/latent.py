@@ -155,7 +155,7 @@ class _Running:
 def _streamed(
     q: Tensor, tile: Callable[[slice], tuple[Tensor, Tensor]], seen: Visibility, sizes: tuple[int, int]
 ) -> Tensor:
-    """softmax(Q Kᵀ + mask) V in at least float32; `tile(keys)` gives some K and V, sizes are of tiles of queries, keys."""
+    """softmax(Q Kᵀ + mask) V in at least float32. `tile(keys)` gives some K and V; sizes: queries, keys of a tile."""
     queries, keys = q.shape[2], seen.k_positions.shape[1]
     if keys == 0:  # a call without tokens on a state without tokens
         return q.new_zeros(*q.shape[:3], tile(slice(0, 0))[1].shape[-1])

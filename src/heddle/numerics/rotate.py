@@ -13,9 +13,7 @@ def frequencies(dim: int, base: float) -> list[float]:
     return [base ** (-2 * i / dim) for i in range(dim // 2)]
 
 
-def table(
-    positions: Tensor, thetas: list[float], dtype: torch.dtype, amplitude: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def table(positions: Tensor, thetas: list[float], dtype: torch.dtype, amplitude: float = 1.0) -> tuple[Tensor, Tensor]:
     """Positions [B, T] -> `amplitude` times cosine and sine [B, 1, T, pairs], in `dtype`, to rotate [B, H, T, d].
 
     As in transformers, the frequency is rounded to float32 before it is multiplied, and the table is cast

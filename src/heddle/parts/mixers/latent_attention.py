@@ -136,4 +136,7 @@ class LatentAttention(Mixer):
 
 
 def _norm(rank: int, kind: Normed | None) -> Leaf | None:
-    return None if kind == "none" else decode(NormConfig, NORM).build(rank)
+    if kind == "none":
+        return None
+    config: NormConfig = decode(NormConfig, NORM)  # type: ignore[type-abstract]
+    return config.build(rank)
