@@ -130,8 +130,9 @@ class _Running:
 
     def add(self, k: Tensor, v: Tensor, hidden: Tensor | None) -> None:
         """k [B, G, s, d], v [B, G, s, d_v], hidden bool [B, 1, T, s] (None: all are seen)."""
-        (batch, heads, queries, width), groups = self.q.shape, k.shape[1]
-        scores = (self.q.reshape(batch, groups, -1, width) @ k.mT).view(batch, heads, queries, -1)
+        (batch, heads, queries, width), groups, keys = self.q.shape, k.shape[1], k.shape[2]
+        rows = heads // groups * queries  # the heads of a group are queries of one head
+        scores = (self.q.reshape(batch, groups, rows, width) @ k.mT).view(batch, heads, queries, keys)
         if hidden is not None:
             scores.masked_fill_(hidden, float("-inf"))
         top = scores.detach().amax(-1, keepdim=True)
@@ -140,7 +141,7 @@ class _Running:
         finite = top.masked_fill(top == float("-inf"), 0.0)  # of queries that saw nothing yet
         weights = scores.sub_(finite).exp_()
         total = weights.sum(-1, keepdim=True)
-        out = (weights.view(batch, groups, -1, k.shape[2]) @ v).view(batch, heads, queries, -1)
+        out = (weights.view(batch, groups, rows, keys) @ v).view(batch, heads, queries, v.shape[3])
         if self.top is not None:
             faded = (self.top - finite).exp()
             total, out = total + self.total * faded, out + self.out * faded
