@@ -10,6 +10,14 @@ from heddle.model.load import DEFAULTS
 Data = dict[str, Any]
 
 ROPE: Data = {"kind": "rope"}
+YARN: Data = {
+    "kind": "rope",
+    "base": 100.0,
+    "layout": "interleaved",
+    "scaling": {
+        "kind": "yarn", "factor": 8.0, "original_length": 64, "beta_fast": 4.0, "mscale": 1.3, "mscale_all_dim": 0.8,
+    },
+}  # fmt: skip
 MLP: Data = {"kind": "mlp", "hidden": 20}
 
 
@@ -31,6 +39,13 @@ def design(*layers: Data, width: int = 24, **fields: Any) -> Data:
 def alone(**fields: Any) -> Data:
     """A design of two equal layers whose attention has these fields."""
     return design(layer(attention(**fields), repeat=2))
+
+
+def latent(position: Data | None = ROPE, **fields: Any) -> Data:
+    """A latent attention mixer with small widths, all of them unlike."""
+    rope_dim = {} if position is None else {"rope_dim": 4}
+    sizes = {"heads": 3, "kv_rank": 10, "nope_dim": 7, "value_dim": 5, **rope_dim}
+    return {"kind": "latent_attention", "position": position, **sizes, **fields}
 
 
 def forward(kind: str, **fields: Any) -> Data:
@@ -67,6 +82,16 @@ CASES: dict[str, Data] = {
     "attention-bidirectional-window": alone(kv_heads=2, causal=False, window=3),
     "attention-dropout": alone(kv_heads=2, dropout=0.4),
     "attention-no-position": alone(position=None),
+    "latent-full-query": design(layer(latent(), repeat=2)),
+    "latent-low-rank-query": design(layer(latent(query_rank=9, value_dim=9), repeat=2)),
+    "latent-interleaved": design(layer(latent({"kind": "rope", "layout": "interleaved"}, heads=4), repeat=2)),
+    "latent-no-rope": design(layer(latent(None), repeat=2)),
+    "latent-shared-unturned": design(layer(latent(None, rope_dim=3, heads=1), repeat=2)),
+    "latent-no-norms": design(layer(latent(query_rank=11, kv_norm="none", query_norm="none"), repeat=2)),
+    "latent-bias-scale": design(layer(latent(query_rank=6, bias=True, scale=0.4), repeat=2), norm={"kind": "layer"}),
+    "latent-yarn": design(layer(latent(YARN, rope_dim=8), repeat=2)),
+    "latent-hybrid": design(layer(latent()), layer(attention(kv_heads=2, window=3)), layer(latent(kv_rank=5))),
+    "rope-yarn": alone(kv_heads=2, head_dim=11, position=YARN | {"dim": 8, "layout": "half"}),
     "rope-half": alone(head_dim=6, position={"kind": "rope", "layout": "half"}),
     "rope-interleaved": alone(kv_heads=2, position={"kind": "rope", "layout": "interleaved"}),
     "rope-partial": alone(head_dim=11, position={"kind": "rope", "dim": 4}),

@@ -29,7 +29,7 @@ from tests.cases import CASES, case  # noqa: E402
 from tests.laws.test_planted import BUGS  # noqa: E402
 from tools.refusals import reasons  # noqa: E402
 
-SLOTS = ("mixers", "positions", "norms", "feedforwards", "residuals")
+SLOTS = ("mixers", "positions", "scalings", "norms", "feedforwards", "residuals")
 MODEL = ("ModelConfig", "EmbeddingConfig", "LayerConfig", "HeadConfig", "InitialisationConfig")
 MARKS = ("<!-- generated: {} -->", "<!-- end of generated -->")
 NUMBERS = {

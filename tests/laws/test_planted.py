@@ -21,6 +21,7 @@ class Bug(NamedTuple):
 
 
 ATTENTION, VISIBILITY, TABLE = "numerics.attention", "numerics.visibility", "parts.table"
+LATENT, LATENT_MIXER = "numerics.latent", "parts.mixers.latent_attention:LatentAttention"
 MASK = f"{VISIBILITY}:Visibility.mask"
 
 # fmt: off
@@ -115,6 +116,25 @@ BUGS = [
     Bug("a base changed by a long text and not set back", "no_memory", "attention-mha",
         "parts.positions.rope:Rope._table", "return layout.once(",
         "self.thetas = tuple(theta / max(1.0, layout.length / 16) for theta in self.thetas)\n    return layout.once("),
+    Bug("a sine without its scaling's amplitude", "rotation", "rope-yarn", "numerics.rotate:table",
+        "(angle.sin() * amplitude)", "angle.sin()"),
+    # Latents
+    Bug("a latent turned before it is taken up", "shift", "latent-full-query", f"{LATENT_MIXER}.forward",
+        "torch.cat((latents, k_rope)", "torch.cat((self.position(latents, layout), k_rope)"),
+    Bug("a latent kept before its norm", "cut", "latent-low-rank-query", f"{LATENT_MIXER}.forward",
+        "if self.kv_norm is not None:", "if self.kv_norm is not None and state is None:"),
+    Bug("shared keys kept before they are turned", "cut", "latent-interleaved", f"{LATENT_MIXER}.forward",
+        "self.position(k_rope, layout)", "(self.position(k_rope, layout) if state is None else k_rope)"),
+    Bug("absorbed queries without the dims that are turned", "cut", "latent-yarn", f"{LATENT}:_absorbed",
+        "(q, q_rope)", "(q, q_rope * 0.0)"),
+    Bug("absorbed scores scaled by the dims not turned", "forms", "latent-full-query", f"{LATENT}:_absorbed",
+        "* scale", "* q_nope.shape[3] ** -0.5"),
+    Bug("absorbed values taken from the wrong end", "cut_everywhere", "latent-hybrid", f"{LATENT}:_absorbed",
+        "wide[..., :rank]", "wide[..., -rank:]"),
+    Bug("heads of an up-projection taken in strides", "forms", "latent-bias-scale", f"{LATENT}:expand",
+        "linear(c, up).unflatten(-1, (heads, -1))", "linear(c, up).unflatten(-1, (-1, heads)).mT"),
+    Bug("unused slots of latents read", "poison_in_slots", "latent-no-rope", f"{LATENT}:_held",
+        "if seen.ragged", "if False"),
     # Norms and projections
     Bug("epsilon outside the root", "forms", "attention-mha", "numerics.norms:reference",
         "torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps)",

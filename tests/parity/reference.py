@@ -14,10 +14,22 @@ from heddle.model.load import DEFAULTS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
-    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+    from transformers import (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
+    )
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 VOCABULARY, WIDTH, HIDDEN, DEPTH = 97, 42, 52, 3
-CONFIGS = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM)}
+CONFIGS = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "deepseek": (DeepseekV3Config, DeepseekV3ForCausalLM),
+}
 
 
 def theirs(family: str, heads: int, kv_heads: int, **options: Any) -> Any:
@@ -55,11 +67,30 @@ def ours(design: dict[str, Any], model: Any) -> Decoder:
     return mine
 
 
+def yarn_options(base: float, fields: dict[str, Any]) -> dict[str, Any]:
+    """Our fields of `yarn` as their `rope_parameters`."""
+    renamed = {"original_length": "original_max_position_embeddings"}
+    return {"rope_type": "yarn", "rope_theta": base} | {renamed.get(key, key): fields[key] for key in fields}
+
+
+def yarn(dim: int, base: float, fields: dict[str, Any]) -> tuple[Tensor, float]:
+    """Their frequencies [dim / 2] and the factor of their cosines."""
+    options = yarn_options(base, fields)
+    config = LlamaConfig(head_dim=dim, max_position_embeddings=2**20, rope_parameters=options)
+    found: tuple[Tensor, float] = ROPE_INIT_FUNCTIONS["yarn"](config)
+    return found
+
+
 NAMES = {
     "self_attn.q_proj": "mixer.q",
     "self_attn.k_proj": "mixer.k",
     "self_attn.v_proj": "mixer.v",
     "self_attn.o_proj": "mixer.out",
+    "self_attn.q_a_proj": "mixer.q_down",
+    "self_attn.q_a_layernorm": "mixer.q_norm",
+    "self_attn.q_b_proj": "mixer.q_up",
+    "self_attn.kv_a_layernorm": "mixer.kv_norm",
+    **{f"self_attn.{role}": f"mixer.{role}" for role in ("kv_down", "k_rope", "k_up", "v_up")},  # split by the test
     "mlp.gate_proj": "feedforward.gate",
     "mlp.up_proj": "feedforward.up",
     "mlp.down_proj": "feedforward.down",

@@ -22,6 +22,8 @@ def rope(base: float = 10000.0) -> dict[str, Any]:
     return {"kind": "rope", "base": base}
 
 
+YARN = {"factor": 8.0, "original_length": 32, "beta_fast": 4.0}
+
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": (
         design({"heads": 3, "position": rope()}),
@@ -39,6 +41,16 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "attention_bias": True,
             "rms_norm_eps": 1e-3,
             "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "yarn": (
+        design({"heads": 3, "position": rope(100.0) | {"scaling": {"kind": "yarn", **YARN}}}),
+        {
+            "heads": 3,
+            "kv_heads": 3,
+            "max_position_embeddings": 256,
+            "rope_parameters": reference.yarn_options(100.0, YARN),
             "tie_word_embeddings": True,
         },
     ),

@@ -48,9 +48,11 @@ def test_one_table_serves_all_layers_and_both_of_queries_and_keys(monkeypatch: p
     calls = []
     make = rope.table
 
-    def counted(positions: torch.Tensor, thetas: list[float], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def counted(
+        positions: torch.Tensor, thetas: list[float], dtype: torch.dtype, amplitude: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         calls.append(thetas)
-        return make(positions, thetas, dtype)
+        return make(positions, thetas, dtype, amplitude)
 
     monkeypatch.setattr(rope, "table", counted)
     config = decode(ModelConfig, alone(kv_heads=2))

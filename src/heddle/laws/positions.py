@@ -31,7 +31,7 @@ def shift(config: ModelConfig) -> None:
 
 
 def rotation(config: ModelConfig) -> None:
-    """A rotation keeps the length of every head, and scores depend on differences of positions alone."""
+    """A rotation keeps the length of every head, but for its amplitude; scores know differences of positions alone."""
     model = subject(config)
     calls: list[tuple[Rotation, Tensor]] = []
     handles = [
@@ -44,7 +44,11 @@ def rotation(config: ModelConfig) -> None:
         handle.remove()
     for module, x in calls:
         turned = module(x, Layout.causal(1, 9))
-        equal(_lengths(turned), _lengths(x), f"{type(module).__name__}: the length of a head")
+        still = module(x, Layout(torch.zeros(1, 9, dtype=torch.int64), has_padding=False))
+        grown = x * module.amplitude
+        nearer = torch.where((still - x).abs() <= (still - grown).abs(), x, grown)  # dims that are not turned stay
+        equal(still[0], nearer[0], f"{type(module).__name__}: heads at position 0 (row is the head)")
+        equal(_lengths(turned), _lengths(still), f"{type(module).__name__}: the length of a head")
         for by in SHIFTS:
             moved = module(x, Layout.causal(1, 9, start=by))
             scores, shifted = turned @ turned.mT, moved @ moved.mT

@@ -20,9 +20,9 @@ def shrink(config: ModelConfig) -> ModelConfig:
 
     Layers: each distinct layer once, in order (one alone twice, if there were several). Sizes: width the least
     multiple of every layer's heads from 16 on, and odd heads' widths stay odd; heads in the same ratio to kv_heads
-    where it is at most 3; explicit head and value widths keep their order and parity; windows at most 7, hidden
-    at most 20 (odd stays odd), 97 tokens, 128 learned positions. A part's unknown fields stay as they are; where
-    the small sizes do not fit together, only layers, windows and vocabulary are cut.
+    where it is at most 3; explicit head and value widths keep their order and parity; latents at most 10 wide,
+    windows at most 7, hidden at most 20 (odd stays odd), 97 tokens, 128 learned positions. A part's unknown fields
+    stay as they are; where the small sizes do not fit together, only layers, windows and vocabulary are cut.
     """
     for sizes in (True, False):
         try:
@@ -97,6 +97,8 @@ def _mixer(mixer: Data, width: int, small_width: int, sizes: bool) -> Data:
     if not sizes or "heads" not in mixer:
         return small
     small["heads"], groups = _heads(mixer)
+    if "kv_rank" in mixer:
+        return small | _latent(mixer)
     if "kv_heads" in mixer:
         small["kv_heads"] = groups
     head = mixer.get("head_dim") or width // mixer["heads"]
@@ -109,6 +111,17 @@ def _mixer(mixer: Data, width: int, small_width: int, sizes: bool) -> Data:
     position = mixer.get("position")
     if position:
         small["position"] = _position(position, head, small_head)
+    return small
+
+
+def _latent(mixer: Data) -> Data:
+    most = {"kv_rank": 10, "query_rank": 8, "nope_dim": 6, "rope_dim": 4}
+    small: Data = {name: _small(mixer[name], limit) for name, limit in most.items() if name in mixer}
+    if "value_dim" in mixer:
+        value, nope, least = mixer["value_dim"], mixer["nope_dim"], small["nope_dim"]
+        small["value_dim"] = least + (value > nope) - (value < nope and least > 1)
+    if mixer.get("position"):
+        small["position"] = _position(mixer["position"], mixer["rope_dim"], small["rope_dim"])
     return small
 
 

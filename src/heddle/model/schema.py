@@ -5,7 +5,7 @@ from typing import Any
 from heddle.config import Config, Part, is_slot, kind_class, kinds
 from heddle.model.config import ModelConfig
 
-SLOTS = ("feedforwards", "mixers", "norms", "positions", "residuals")
+SLOTS = ("feedforwards", "mixers", "norms", "positions", "residuals", "scalings")
 
 
 def schema() -> dict[str, Any]:

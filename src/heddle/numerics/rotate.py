@@ -13,8 +13,8 @@ def frequencies(dim: int, base: float) -> list[float]:
     return [base ** (-2 * i / dim) for i in range(dim // 2)]
 
 
-def table(positions: Tensor, thetas: list[float], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Positions [B, T] -> cosine and sine [B, 1, T, pairs], in `dtype`, to rotate heads [B, H, T, d].
+def table(positions: Tensor, thetas: list[float], dtype: torch.dtype, amplitude: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Positions [B, T] -> `amplitude` times cosine and sine [B, 1, T, pairs], in `dtype`, to rotate [B, H, T, d].
 
     As in transformers, the frequency is rounded to float32 before it is multiplied, and the table is cast
     to a narrower dtype only after the cosine. Padding (−1) is rotated like position 0: nobody sees it.
@@ -22,7 +22,7 @@ def table(positions: Tensor, thetas: list[float], dtype: torch.dtype) -> tuple[T
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     theta = torch.tensor(thetas, dtype=wide, device=positions.device)
     angle = positions.clamp(min=0).to(wide)[:, None, :, None] * theta
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    return (angle.cos() * amplitude).to(dtype), (angle.sin() * amplitude).to(dtype)
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, layout: str) -> Tensor:

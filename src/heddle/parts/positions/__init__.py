@@ -24,7 +24,14 @@ class RotationConfig(PositionConfig, ABC):
 
 
 class Rotation(nn.Module, ABC):
-    """Turns heads by their positions."""
+    """Turns heads by their positions.
+
+    amplitude: by which it multiplies the turned dims, beside turning them. score: by which a mixer that gives it
+    some dims of each head only multiplies its scores (YaRN; see `heddle.parts.scalings`).
+    """
+
+    amplitude: float = 1.0
+    score: float = 1.0
 
     @abstractmethod
     def forward(self, x: Tensor, layout: Layout) -> Tensor:

@@ -4,16 +4,18 @@ Layouts of the pairs: `half` = dims (i, i + dim/2) (NeoX, Hugging Face's Llama),
 (RoFormer, GPT-J, DeepSeek). `dim` below the head's width turns its first dims only (partial rotary).
 """
 
-from typing import Literal
+from typing import Literal, Self
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
-from heddle.config import Count, DesignError, Finite, Positive
+from heddle.config import Count, DesignError, Finite, Positive, refuse
 from heddle.numerics.rotate import frequencies, rotate, table
 from heddle.parts.eager import eager
 from heddle.parts.layout import Layout
 from heddle.parts.positions import Rotation, RotationConfig
+from heddle.parts.scalings import ScalingConfig, Stretched
 
 
 class RopeConfig(RotationConfig):
@@ -23,6 +25,15 @@ class RopeConfig(RotationConfig):
     layout: Literal["half", "interleaved"] = "half"
     dim: Count | None = None  # default: the head's width
     frequencies: tuple[Finite, ...] | None = None
+    scaling: ScalingConfig | None = None  # stretches the frequencies of `base` to longer texts
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.scaling is not None and self.frequencies is not None:
+            refuse("frequencies", "are given beside scaling, which stretches those of base; keep one of the two")
+        if self.scaling is not None and self.base <= 1.0:
+            refuse("base", f"{self.base} makes no pair slower than the first, so scaling has none to stretch; raise it")
+        return self
 
     def build(self, head_dim: int) -> "Rope":
         """Make the module. Raises DesignError for an odd or too large `dim`, or a wrong number of frequencies."""
@@ -40,7 +51,10 @@ class Rope(Rotation):
     def __init__(self, config: RopeConfig, dim: int) -> None:
         super().__init__()
         self.layout = config.layout
-        self.thetas = tuple(config.frequencies or frequencies(dim, config.base))
+        turns = Stretched(tuple(config.frequencies or frequencies(dim, config.base)))
+        if config.scaling is not None:
+            turns = config.scaling.stretch(dim, config.base)
+        self.thetas, self.amplitude, self.score = turns
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """x [B, H, T, head_dim] -> the same shape; the table is made once for all layers."""
@@ -49,4 +63,5 @@ class Rope(Rotation):
 
     @eager
     def _table(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return layout.once(("rope", self.thetas, dtype), lambda: table(layout.positions, list(self.thetas), dtype))
+        made = lambda: table(layout.positions, list(self.thetas), dtype, self.amplitude)  # noqa: E731
+        return layout.once(("rope", self.thetas, self.amplitude, dtype), made)

@@ -1,0 +1,128 @@
+"""Scalings of rotations: YaRN against transformers' table and the paper's ramp, and what it refuses."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from heddle.config import decode
+from heddle.errors import ConfigError
+from heddle.parts.layout import Layout
+from heddle.parts.positions.rope import Rope, RopeConfig
+from tests.parity import reference
+
+YARNS: dict[str, tuple[int, float, dict[str, Any]]] = {
+    "DeepSeek-V3": (
+        64,
+        10000.0,
+        {"factor": 40.0, "original_length": 4096, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "DeepSeek-V2-Lite": (
+        64,
+        10000.0,
+        {"factor": 40.0, "original_length": 4096, "mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "Qwen": (128, 1000000.0, {"factor": 4.0, "original_length": 32768}),
+    "gpt-oss": (64, 150000.0, {"factor": 32.0, "original_length": 4096, "truncate": False}),
+    "a factor of its own": (32, 10000.0, {"factor": 8.0, "original_length": 512, "attention_factor": 1.4}),
+    "unlike factors": (
+        16,
+        500.0,
+        {"factor": 3.0, "original_length": 128, "beta_fast": 6.0, "mscale": 1.3, "mscale_all_dim": 0.6},
+    ),
+    "nothing stretched": (16, 10000.0, {"factor": 1.0, "original_length": 128}),
+}
+
+
+def rope(dim: int, base: float, fields: dict[str, Any]) -> Rope:
+    return decode(RopeConfig, {"base": base, "scaling": {"kind": "yarn", **fields}}).build(dim)
+
+
+@pytest.mark.parametrize("name", YARNS)
+def test_yarn_is_that_of_transformers(name: str) -> None:
+    dim, base, fields = YARNS[name]
+    theirs, factor = reference.yarn(dim, base, fields)
+    mine = rope(dim, base, fields)
+    assert list(mine.thetas) == pytest.approx(theirs.tolist(), rel=1e-6)
+    assert mine.amplitude == pytest.approx(factor, rel=1e-12)
+    x, layout = torch.randn(1, 2, 3, dim), Layout(torch.tensor([[0, 7, 4000]]))
+    angle = layout.positions[0, :, None].float() * theirs
+    first, second = x.chunk(2, dim=-1)
+    cosine, sine = angle.cos() * factor, angle.sin() * factor
+    want = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    torch.testing.assert_close(mine(x, layout), want, rtol=0, atol=4000 * 1e-6)
+
+
+@pytest.mark.parametrize("name", YARNS)
+def test_yarn_is_what_the_paper_says(name: str) -> None:
+    """A pair that turns beta_fast times keeps its frequency, one that turns beta_slow times is slowed by the factor."""
+    dim, base, fields = YARNS[name]
+    factor, length = fields["factor"], fields["original_length"]
+    for index, theta in enumerate(rope(dim, base, fields).thetas):
+        plain = base ** (-2 * index / dim)
+        assert plain / factor * (1 - 1e-12) <= theta <= plain * (1 + 1e-12)
+        near = dim / math.log(base)  # one pair to either side is rounded to
+        slack = math.exp(2 / near)
+        turns = length * plain / (2 * math.pi)
+        if turns > fields.get("beta_fast", 32.0) * slack:
+            assert theta == pytest.approx(plain, rel=1e-12)
+        if turns * slack < fields.get("beta_slow", 1.0):
+            assert theta == pytest.approx(plain / factor, rel=1e-12)
+
+
+def test_only_a_latent_mixer_multiplies_its_scores() -> None:
+    dim, base, fields = YARNS["unlike factors"]
+    growth = [0.1 * strength * math.log(3.0) + 1.0 for strength in (1.3, 0.6)]
+    made = rope(dim, base, fields)
+    assert made.amplitude == pytest.approx(growth[0] / growth[1], rel=1e-12)
+    assert made.score == pytest.approx(growth[1] ** 2, rel=1e-12)
+    assert rope(*YARNS["Qwen"]).score == 1.0
+
+
+GOOD = {"kind": "yarn", "factor": 4.0, "original_length": 64}
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"factor": 0.5}, "scaling.factor: 0.5 would shorten texts; give 1 or more"),
+        ({"beta_fast": 0.5}, "scaling.beta_fast: 0.5 is below beta_slow = 1.0; exchange them"),
+        ({"mscale": 1.0}, "scaling.mscale_all_dim: is missing beside its pair; give both mscale and mscale_all_dim"),
+        ({"mscale_all_dim": 1.0}, "scaling.mscale: is missing beside its pair; give both mscale and mscale_all_dim"),
+        (
+            {"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.0},
+            "scaling.attention_factor: is given beside mscale, which says the same; keep one of the two",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decode(RopeConfig, {"scaling": GOOD | fields})
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"frequencies": [1.0]}, "frequencies: are given beside scaling, which stretches those of base; keep one"),
+        ({"base": 1.0}, "base: 1.0 makes no pair slower than the first, so scaling has none to stretch; raise it"),
+    ],
+)
+def test_a_rotation_that_cannot_be_stretched_is_refused(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decode(RopeConfig, {"scaling": GOOD, **fields})
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("value", [1e-320, 1e308])
+@pytest.mark.parametrize("field", ["beta_fast", "beta_slow", "mscale"])
+def test_extreme_numbers_end_in_a_table(field: str, value: float) -> None:
+    fields = {field: value} if field != "beta_slow" else {field: value, "beta_fast": 1e308}
+    both = {"mscale_all_dim": 1.0} if field == "mscale" else {}
+    if field == "beta_fast":
+        fields["beta_slow"] = 1e-320
+    assert all(math.isfinite(theta) for theta in rope(8, 1e4, GOOD_FIELDS | fields | both).thetas)
+
+
+GOOD_FIELDS = {"factor": 4.0, "original_length": 64}
