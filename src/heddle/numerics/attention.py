@@ -3,12 +3,13 @@
 q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v]; query head h reads group h // (H/G), and
 keys and values are never repeated. A query that sees no key yields zeros, with zero gradients.
 
-Options: scores may be capped, `cap · tanh(score / cap)` before the mask (Gemma 2), and a learned logit a head, the sink,
-may join the softmax's denominator with a value of zero (gpt-oss).
+Options: scores may be capped, `cap · tanh(score / cap)` before the mask (Gemma 2), and a learned logit a head, the
+sink, may join the softmax's denominator with a value of zero (gpt-oss).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -96,11 +97,9 @@ def attention_weights(q: Tensor, k: Tensor, seen: Visibility, scale: float, extr
     empty = ~mask.any(-1, keepdim=True)
     scores = scores.masked_fill(~(mask | empty), float("-inf")).flatten(1, 2)
     column = extras.column(q)
-    if column is None:
-        weights = scores.softmax(-1)
-    else:
-        weights = torch.cat((scores, column.to(scores.dtype)), dim=-1).softmax(-1)[..., :-1]
-    return weights.masked_fill(empty[:, 0], 0.0)
+    if column is not None:
+        scores = torch.cat((scores, column.to(scores.dtype)), dim=-1)
+    return scores.softmax(-1)[..., : k.shape[2]].masked_fill(empty[:, 0], 0.0)
 
 
 def _clean(k: Tensor, v: Tensor, seen: Visibility) -> tuple[Tensor, Tensor]:
@@ -116,7 +115,8 @@ def _folded(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, ext
     column = extras.column(q)
     if extras.softcap is not None:
         return masked(q, k, v, scale, None, extras.softcap, column)
-    folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
+    batch = q.shape[0]
+    folded = q.reshape(batch, k.shape[1], -1, q.shape[-1])
     if column is not None:
         column = column.reshape(*folded.shape[:3], 1)
     return fused(folded, k, v, scale, sink=column).reshape(*q.shape[:3], v.shape[-1])
@@ -154,7 +154,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, ext
         wide = q.dtype in (torch.float32, torch.float64) or (torch.is_grad_enabled() and q.requires_grad)
         return local.blocks(q, k, v, band, scale, masked if wide and device_of(q) == "cpu" else fused)
     if column is None:
-        return local.blocks(q, k, v, band, scale, lambda *given: masked(*given, extras.softcap))
+        return local.blocks(q, k, v, band, scale, partial(masked, cap=extras.softcap))
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
         return masked(q[..., :-1], k, v, scale, mask, extras.softcap, q[..., -1:])

@@ -50,9 +50,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, ca
     return y[..., :d_v] if d_v < y.shape[-1] else y
 
 
-def _rescaled(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool, sink: Tensor
-) -> Tensor:
+def _rescaled(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool, sink: Tensor) -> Tensor:
     d_v = v.shape[-1]
     q, k, v = _widened(q, k, v)
     bias = None if mask is None else q.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
