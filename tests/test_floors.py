@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "huggingface": FLOOR_4,
     "training": FLOOR_4 | {"data", "checkpoints", "distributed", "evaluation"},
     "comparison": FLOOR_4 | {"runtime", "training", "evaluation", "generation", "data", "checkpoints"},  # decision 1
+    "inspection": FLOOR_4 | {"comparison"},  # the look of a report: decision 9
     "conversion": FLOOR_4 | {"checkpoints", "evaluation", "training"},
     "serving": FLOOR_4 | {"generation"},
 }

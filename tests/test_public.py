@@ -44,6 +44,9 @@ def test_the_lines_of_the_documentation(tmp_path: Path) -> None:
     with heddle.kernels(attention="reference", linear="reference"):
         torch.testing.assert_close(model(tokens)[0], hidden)
 
+    weights = heddle.attention_weights(model, tokens)
+    assert {None if one is None else tuple(one.shape) for one in weights} == {(2, 2, 12, 12)}
+
     tokenizer = Tokenizer.train([small.text(3000)], 300)
     heddle.save(model, tmp_path / "saved", tokenizer=tokenizer)
     model, loaded = heddle.load(tmp_path / "saved")

@@ -15,6 +15,7 @@ PARAMETERS, FUNCTION_LINES, FILE_LINES = 7, 60, 300
 LARGER: dict[str, str] = {
     "heddle.cli.compare.compare": "one parameter an option",
     "heddle.cli.generate.generate": "one parameter an option",
+    "heddle.cli.inspect.inspect": "one parameter an option",
     "heddle.cli.show.show": "one parameter an option",
     "heddle.cli.train.train": "one parameter an option",
     "heddle.generation.generate.generate": "the public name takes its settings by keyword",

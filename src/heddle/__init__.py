@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from heddle.model.load import load_config as load_config
     from heddle.model.size import size as size
     from heddle.model.state import State as State
+    from heddle.model.weights import attention_weights as attention_weights
     from heddle.numerics.kernels import kernels as kernels
     from heddle.parts.layout import Layout as Layout
 
@@ -24,6 +25,7 @@ _HOMES = {
     "Decoder": "heddle.model.decoder",
     "Layout": "heddle.parts.layout",
     "State": "heddle.model.state",
+    "attention_weights": "heddle.model.weights",
     "build": "heddle.model.decoder",
     "generate": "heddle.generation.generate",
     "kernels": "heddle.numerics.kernels",
@@ -38,6 +40,7 @@ __all__ = [
     "Layout",
     "State",
     "__version__",
+    "attention_weights",
     "build",
     "generate",
     "kernels",

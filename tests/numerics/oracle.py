@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from heddle.numerics.attention import PLAIN, Extras
 from heddle.numerics.visibility import Visibility
 
 
@@ -21,19 +22,33 @@ def sees(seen: Visibility, row: int, query: int, key: int) -> bool:
     return seen.window is None or abs(i - j) <= seen.window
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, extras: Extras = PLAIN) -> Tensor:
     """q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v], in Python's float64."""
+    weights = weigh(q, k, seen, scale, extras)
+    wide = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
+    for b, h, t, s in weights.nonzero().tolist():
+        out[b, h, t] += weights[b, h, t, s] * wide[b, h, s]
+    return out
+
+
+def weigh(q: Tensor, k: Tensor, seen: Visibility, scale: float, extras: Extras = PLAIN) -> Tensor:
+    """The weights [B, H, T, S]; a sink is one score more, whose share goes to nobody."""
     batch, heads, queries, _ = q.shape
     groups, keys = k.shape[1], k.shape[2]
-    out = torch.zeros(batch, heads, queries, v.shape[3], dtype=torch.float64)
+    out = torch.zeros(batch, heads, queries, keys, dtype=torch.float64)
     for b in range(batch):
         for h in range(heads):
             g = h // (heads // groups)
             for t in range(queries):
                 visible = [s for s in range(keys) if sees(seen, b, t, s)]
                 scores = [scale * math.fsum((q[b, h, t] * k[b, g, s]).tolist()) for s in visible]
-                top = max(scores, default=0.0)
-                weights = [math.exp(score - top) for score in scores]
-                for weight, s in zip(weights, visible, strict=True):
-                    out[b, h, t] += weight / math.fsum(weights) * v[b, g, s]
+                if extras.softcap is not None:
+                    scores = [extras.softcap * math.tanh(score / extras.softcap) for score in scores]
+                sinks = [] if extras.sink is None else [extras.sink[h].item()]
+                top = max([*scores, *sinks], default=0.0)
+                shares = [math.exp(score - top) for score in scores]
+                total = math.fsum([*shares, *(math.exp(sink - top) for sink in sinks)])
+                for share, s in zip(shares, visible, strict=True):
+                    out[b, h, t, s] = share / total
     return out

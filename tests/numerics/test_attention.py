@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from heddle.errors import ConfigError
-from heddle.numerics.attention import ATTENTION, attention, attention_weights, flops, reference
+from heddle.numerics.attention import ATTENTION, Extras, attention, attention_weights, flops, reference
 from heddle.numerics.kernels import kernels
+from heddle.numerics.observing import Observation, observe, observing
 from heddle.numerics.visibility import Visibility, ordered
 from heddle.parts.layout import Layout
-from tests.numerics.oracle import attend, sees
+from tests.numerics.oracle import attend, sees, weigh
 
 
 class Shape(NamedTuple):
@@ -57,6 +58,19 @@ CASES: dict[str, Callable[[], Visibility]] = {
     "padded and bidirectional": lambda: padded(causal=False),
 }
 FORMS = [form.name for form in ATTENTION.forms]
+OPTIONS = {"plain": (None, False), "softcap": (0.4, False), "sink": (None, True), "softcap and sink": (0.4, True)}
+
+
+def options(name: str, dtype: torch.dtype = torch.float64) -> Extras:
+    """The options of that name for four heads."""
+    softcap, sink = OPTIONS[name]
+    values = torch.tensor([-1.0, 0.3, 0.9, 2.0], dtype=dtype)
+    return Extras(softcap, values.requires_grad_() if sink else None)
+
+
+def graded(extras: Extras) -> list[Tensor]:
+    """What of the options has a gradient."""
+    return [] if extras.sink is None else [extras.sink]
 
 
 def draw(seen: Visibility, shape: Shape, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,49 +90,75 @@ def test_reference_is_what_plain_loops_say(case: str, shape: Shape) -> None:
     torch.testing.assert_close(got, attend(q.detach(), k.detach(), v.detach(), seen, 0.3), rtol=0, atol=1e-12)
 
 
-def serving() -> list[tuple[str, str]]:
-    """(form, case) for every form that can serve a case."""
-    return [(form, case) for case in CASES for form in FORMS[:-1] if serves(form, case)]
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_options_are_what_plain_loops_say(case: str, option: str) -> None:
+    seen, extras = CASES[case](), options(option)
+    q, k, v = (x.detach() for x in draw(seen, Shape()))
+    want = weigh(q, k, seen, 0.9, extras)
+    with torch.no_grad():
+        torch.testing.assert_close(attention_weights(q, k, seen, 0.9, extras), want, rtol=0, atol=1e-12)
+        got = reference(q, k, v, seen, 0.9, None, extras)
+    torch.testing.assert_close(got, attend(q, k, v, seen, 0.9, extras), rtol=0, atol=1e-12)
 
 
-def serves(form: str, case: str) -> bool:
+def serving() -> list[tuple[str, str, str]]:
+    """(form, case, option) for every form that can serve a case."""
+    return [
+        (form, case, option)
+        for case in CASES
+        for form in FORMS[:-1]
+        for option in OPTIONS
+        if serves(form, case, option)
+    ]
+
+
+def serves(form: str, case: str, option: str) -> bool:
     seen = CASES[case]()
     try:
         with kernels(attention=form), torch.no_grad():
-            attention(*draw(seen, Shape()), seen, 0.3)
+            attention(*draw(seen, Shape()), seen, 0.3, None, options(option))
     except ConfigError as error:
         return "cannot serve here, because" not in str(error)  # any other refusal fails below
     return True
 
 
 def test_every_form_serves_somewhere() -> None:
-    assert {form for form, _ in serving()} == set(FORMS[:-1])
+    assert {form for form, _, option in serving() if option == "plain"} == set(FORMS[:-1])
+    assert {form for form, _, option in serving() if option == "sink"} == set(FORMS[:-1])
+    assert {form for form, _, option in serving() if option == "softcap"} == set(FORMS[:-1]) - {"causal"}
 
 
-@pytest.mark.parametrize(("form", "case"), serving())
-def test_forms_equal_the_reference(form: str, case: str) -> None:
-    seen = CASES[case]()
+@pytest.mark.parametrize(("form", "case", "option"), serving())
+def test_forms_equal_the_reference(form: str, case: str, option: str) -> None:
+    seen, extras = CASES[case](), options(option)
     inputs = draw(seen, Shape())
-    want = reference(*inputs, seen, 0.3)
+    wanted = [*inputs, *graded(extras)]
+    want = reference(*inputs, seen, 0.9, None, extras)
     probe = torch.randn_like(want)
-    want_gradients = torch.autograd.grad((want * probe).sum(), inputs)
+    want_gradients = torch.autograd.grad((want * probe).sum(), wanted)
     with kernels(attention=form):
-        got = attention(*inputs, seen, 0.3)
+        got = attention(*inputs, seen, 0.9, None, extras)
+        with torch.no_grad():
+            alone = attention(*inputs, seen, 0.9, None, extras)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-    for one, other in zip(torch.autograd.grad((got * probe).sum(), inputs), want_gradients, strict=True):
+    torch.testing.assert_close(alone, want.detach(), rtol=0, atol=1e-12)
+    for one, other in zip(torch.autograd.grad((got * probe).sum(), wanted), want_gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("form", "case"), serving())
+@pytest.mark.parametrize(("form", "case", "option"), serving())
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-12), (torch.bfloat16, 1e-3)])
-def test_forms_in_lower_precision(form: str, case: str, dtype: torch.dtype, bound: float) -> None:
-    seen = CASES[case]()
+def test_forms_in_lower_precision(form: str, case: str, option: str, dtype: torch.dtype, bound: float) -> None:
+    seen, extras = CASES[case](), options(option, dtype)
     q, k, v = (x.detach() for x in draw(seen, Shape(), dtype))
-    want = reference(q.double(), k.double(), v.double(), seen, 0.3)
-    with kernels(attention=form):
-        got = attention(q, k, v, seen, 0.3)
-    assert got.dtype == dtype
-    assert float((got.double() - want).square().mean() / want.square().mean()) <= bound
+    exact = Extras(extras.softcap, None if extras.sink is None else extras.sink.double())
+    want = reference(q.double(), k.double(), v.double(), seen, 0.3, None, exact).detach()
+    for gradients in (True, False):
+        with kernels(attention=form), torch.set_grad_enabled(gradients):
+            got = attention(q, k, v, seen, 0.3, None, extras).detach()
+        assert got.dtype == dtype
+        assert float((got.double() - want).square().mean() / want.square().mean()) <= bound
 
 
 @pytest.mark.parametrize("form", ["tiles", "reference"])
@@ -163,6 +203,35 @@ def test_weights_sum_to_one_over_the_seen() -> None:
     mask = torch.tensor([[[sees(seen, b, t, s) for s in range(9)] for t in range(9)] for b in range(2)])
     assert torch.equal(weights > 0, mask[:, None].expand_as(weights))
     torch.testing.assert_close(weights.sum(-1), mask.any(-1)[:, None].double().expand(2, 4, 9), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", [None, "reference"])
+def test_who_observes_is_given_the_weights_and_changes_nothing(form: str | None) -> None:
+    seen, extras = padded(3), options("softcap and sink")
+    q, k, v = (x.detach() for x in draw(seen, Shape()))
+    taken: list[Observation] = []
+    with kernels(**({} if form is None else {"attention": form})), torch.no_grad():
+        want = attention(q, k, v, seen, 0.9, None, extras)
+        with observing(taken.append):
+            got = attention(q, k, v, seen, 0.9, None, extras)
+        attention(q, k, v, seen, 0.9, None, extras)
+    assert torch.equal(got, want)
+    assert [one.groups for one in taken] == [2]
+    torch.testing.assert_close(taken[0].weights, weigh(q, k, seen, 0.9, extras), rtol=0, atol=1e-12)
+
+
+def test_nothing_is_made_for_nobody() -> None:
+    made: list[str] = []
+
+    def make() -> Observation:
+        made.append("made")
+        return Observation(torch.zeros(1, 1, 1, 1), 1)
+
+    observe(make)
+    assert made == []
+    with observing(lambda observation: None):
+        observe(make)
+    assert made == ["made"]
 
 
 def test_flops_are_those_that_torch_counts() -> None:

@@ -13,6 +13,7 @@ from heddle import __version__
 from heddle.cli.check import check
 from heddle.cli.compare import compare
 from heddle.cli.generate import generate
+from heddle.cli.inspect import inspect
 from heddle.cli.show import show
 from heddle.cli.train import train
 from heddle.errors import HeddleError, is_out_of_memory
@@ -20,7 +21,7 @@ from heddle.progress import printable
 
 app = typer.Typer(
     name="heddle",
-    help="Interchangeable, verified parts of language models: size, check, train, compare, generate.",
+    help="Interchangeable, verified parts of language models: size, check, train, compare, generate, inspect.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -31,6 +32,7 @@ VERBS: dict[Callable[..., None], str] = {
     train: "Train a design on a text, or continue.",
     compare: "Train designs side by side and report.",
     generate: "Write on from prompts.",
+    inspect: "Draw what every head looks at.",
 }
 for verb, summary in VERBS.items():
     app.command(short_help=summary)(verb)

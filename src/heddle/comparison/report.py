@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -12,20 +11,11 @@ from plotly.offline import get_plotlyjs
 
 from heddle.comparison import wording
 from heddle.comparison.figures import figures, styles
+from heddle.comparison.frame import LOGO, document, write_whole
 from heddle.comparison.sections import design_section, explanation_section, facts, figure_section
 from heddle.comparison.style import CSS, SCRIPT
 from heddle.comparison.summary import named, summary_table
 from heddle.errors import MachineError
-
-# nothing may be loaded from anywhere, even by a mistake in this page or in plotly
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-# three threads each way, over and under in turn
-LOGO = (
-    '<svg viewBox="0 0 26 26" fill="none" stroke-width="3.4" aria-hidden="true">'
-    '<path d="M7 1V10M7 16V25M19 1V10M19 16V25" stroke="var(--series-1)"/>'
-    '<path d="M13 1V4M13 10V16M13 22V25" stroke="var(--series-2)"/>'
-    '<path d="M1 7H4M10 7H16M22 7H25M1 19H4M10 19H16M22 19H25M1 13H10M16 13H25" stroke="var(--ink)"/></svg>'
-)
 
 
 def write_report(report: dict[str, Any], folder: Path) -> Path:
@@ -38,8 +28,8 @@ def write_report(report: dict[str, Any], folder: Path) -> Path:
     text = json.dumps(clean, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / "report.json", text)
-        _write(folder / "report.html", page(clean))
+        write_whole(folder / "report.json", text)
+        write_whole(folder / "report.html", page(clean))
     except OSError as error:
         message = f"The report cannot be written to {folder}: {error.strerror}; choose another --out."
         raise MachineError(message) from error
@@ -53,19 +43,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write(path: Path, text: str) -> None:
-    """Temporary name, fsync, rename: a reader never meets half a file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def page(report: wording.Report) -> str:
@@ -83,14 +60,12 @@ def page(report: wording.Report) -> str:
     title = "heddle compare: " + wording.listing(design["name"] for design in report["designs"])
     # inside a script "<" would let a name end it; JSON has another spelling for it
     data = json.dumps(figures(report), separators=(",", ":")).replace("<", "\\u003c")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{CSS}</style></head>\n<body>{body}\n"
-        f'<script type="application/json" id="figure-data">{data}</script>\n'
-        f"<script>{get_plotlyjs()}</script>\n<script>{SCRIPT}</script></body></html>\n"
+    scripts = (
+        f'<script type="application/json" id="figure-data">{data}</script>',
+        f"<script>{get_plotlyjs()}</script>",
+        f"<script>{SCRIPT}</script>",
     )
+    return document(title, CSS, body, scripts)
 
 
 def _verdict(report: wording.Report) -> str:

@@ -2,26 +2,48 @@
 
 q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v]; query head h reads group h // (H/G), and
 keys and values are never repeated. A query that sees no key yields zeros, with zero gradients.
+
+Options: scores may be capped, `cap · tanh(score / cap)` before the mask (Gemma 2), and a learned logit a head, the
+sink, may join the softmax's denominator with a value of zero (gpt-oss).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from heddle.numerics import local
 from heddle.numerics.choose import Form, Operation, device_of
 from heddle.numerics.counting import count
+from heddle.numerics.fused import fused
 from heddle.numerics.norms import at_least_float32
+from heddle.numerics.observing import Observation, observe
 from heddle.numerics.triangle import masked, triangle
 from heddle.numerics.visibility import Visibility, pairs
 
 TILE = 512  # queries whose mask may exist at one time
 SHORT = 1024  # rows up to this length train faster by plain batched products than by torch's fused kernel
 
+NO_CAP = "torch's fused kernel caps no scores"
+
 Weigh = Callable[[Tensor], Tensor]
+
+
+class Extras(NamedTuple):
+    """What else makes the weights: `softcap` bounds the scores, `sink` [H] is a logit a head without a value."""
+
+    softcap: float | None = None
+    sink: Tensor | None = None
+
+    def column(self, q: Tensor) -> Tensor | None:
+        """The sink as one more score of each query, [B, H, T, 1]."""
+        return None if self.sink is None else at_least_float32(self.sink)[:, None, None].expand(*q.shape[:3], 1)
+
+
+PLAIN = Extras()
 
 
 @dataclass(frozen=True)
@@ -40,6 +62,8 @@ class Facts:
     dropout: bool
     gradients: bool
     device: str
+    softcap: bool = False
+    sink: bool = False
 
 
 def flops(seen: int, batch: int, heads: int, widths: int) -> int:
@@ -47,25 +71,35 @@ def flops(seen: int, batch: int, heads: int, widths: int) -> int:
     return 2 * batch * heads * seen * widths
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, weigh: Weigh | None = None) -> Tensor:
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, weigh: Weigh | None = None, extras: Extras = PLAIN
+) -> Tensor:
     """Grouped einsum. `weigh` maps the weights [B, H, T, S] before they meet the values (dropout)."""
     k, v = _clean(k, v, seen)
-    weights = attention_weights(q, k, seen, scale)
+    weights = attention_weights(q, k, seen, scale, extras)
     if weigh is not None:
         weights = weigh(weights)
     grouped = weights.to(v.dtype).unflatten(1, (k.shape[1], -1))
     return torch.einsum("bgrts,bgsd->bgrtd", grouped, v).flatten(1, 2)
 
 
-def attention_weights(q: Tensor, k: Tensor, seen: Visibility, scale: float) -> Tensor:
-    """The weights themselves, [B, H, T, S], in at least float32; rows that see nothing are zero."""
+def attention_weights(q: Tensor, k: Tensor, seen: Visibility, scale: float, extras: Extras = PLAIN) -> Tensor:
+    """The weights themselves, [B, H, T, S], in at least float32; rows that see nothing are zero.
+
+    Each other row sums to 1, or with a sink to less.
+    """
     grouped = q.unflatten(1, (k.shape[1], -1))
     scores = torch.einsum("bgrtd,bgsd->bgrts", at_least_float32(grouped), at_least_float32(k)) * scale
+    if extras.softcap is not None:
+        scores = (scores / extras.softcap).tanh() * extras.softcap
     mask = seen.mask()[:, None, None]
     # A row without keys would be softmax of nothing: it is let see everything and then set to zero.
     empty = ~mask.any(-1, keepdim=True)
-    weights = scores.masked_fill(~(mask | empty), float("-inf")).softmax(-1)
-    return weights.masked_fill(empty, 0.0).flatten(1, 2)
+    scores = scores.masked_fill(~(mask | empty), float("-inf")).flatten(1, 2)
+    column = extras.column(q)
+    if column is not None:
+        scores = torch.cat((scores, column.to(scores.dtype)), dim=-1)
+    return scores.softmax(-1)[..., : k.shape[2]].masked_fill(empty[:, 0], 0.0)
 
 
 def _clean(k: Tensor, v: Tensor, seen: Visibility) -> tuple[Tensor, Tensor]:
@@ -76,35 +110,27 @@ def _clean(k: Tensor, v: Tensor, seen: Visibility) -> tuple[Tensor, Tensor]:
     return k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool = False) -> Tensor:
-    """torch's fused kernel; unequal head widths are padded with zeros, because it wants them equal."""
-    d_k, d_v = q.shape[-1], v.shape[-1]
-    if d_k < d_v:
-        q, k = functional.pad(q, (0, d_v - d_k)), functional.pad(k, (0, d_v - d_k))
-    elif d_v < d_k:
-        v = functional.pad(v, (0, d_k - d_v))
-    y = functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return y[..., :d_v] if d_v < d_k else y
-
-
-def _folded(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> Tensor:
+def _folded(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, extras: Extras = PLAIN) -> Tensor:
     """Every key is seen: the heads of a group become queries of one head, so its keys are read once."""
-    batch, heads, queries, _ = q.shape
+    column = extras.column(q)
+    if extras.softcap is not None:
+        return masked(q, k, v, scale, None, extras.softcap, column)
+    batch = q.shape[0]
     folded = q.reshape(batch, k.shape[1], -1, q.shape[-1])
-    return _sdpa(folded, k, v, scale, None).reshape(batch, heads, queries, v.shape[-1])
+    if column is not None:
+        column = column.reshape(*folded.shape[:3], 1)
+    return fused(folded, k, v, scale, sink=column).reshape(*q.shape[:3], v.shape[-1])
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> Tensor:
-    return _sdpa(q, k, v, scale, None, causal=True)
+def _causal(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, extras: Extras = PLAIN) -> Tensor:
+    return fused(q, k, v, scale, causal=True, sink=extras.column(q))
 
 
-def _triangle(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> Tensor:
-    return triangle(q, k, v, scale)
+def _triangle(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, extras: Extras = PLAIN) -> Tensor:
+    return triangle(q, k, v, scale, extras.softcap, extras.column(q))
 
 
-def _pieces(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> Tensor:
+def _pieces(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, extras: Extras = PLAIN) -> Tensor:
     """One call for each piece of each packed row: nothing is spent on pairs across documents."""
     assert seen.pieces is not None
     rows, length = q.shape[0], q.shape[2]
@@ -116,28 +142,41 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> 
         heads_first = [x.transpose(0, 1)[None] for x in (one_q, one_k, one_v)]
         here = torch.arange(one_q.shape[0], device=q.device)[None]
         piece = replace(alone, q_positions=here, k_positions=here, everything=one_q.shape[0] == 1)
-        form = ATTENTION.first(facts_of(heads_first[0], heads_first[1], piece, dropout=False))
-        out.append(form.run(*heads_first, piece, scale)[0].transpose(0, 1))
+        form = ATTENTION.first(facts_of(heads_first[0], heads_first[1], piece, dropout=False, extras=extras))
+        out.append(form.run(*heads_first, piece, scale, extras=extras)[0].transpose(0, 1))
     return torch.cat(out).view(rows, length, q.shape[1], v.shape[-1]).transpose(1, 2)
 
 
-def _blocks(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> Tensor:
+def _blocks(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, extras: Extras = PLAIN) -> Tensor:
     assert seen.window is not None
-    wide = q.dtype in (torch.float32, torch.float64) or (torch.is_grad_enabled() and q.requires_grad)
-    kernel = masked if wide and device_of(q) == "cpu" else _sdpa
-    return local.blocks(q, k, v, local.Band(seen.window, seen.causal), scale, kernel)
+    band, column = local.Band(seen.window, seen.causal), extras.column(q)
+    if extras.softcap is None and column is None:
+        wide = q.dtype in (torch.float32, torch.float64) or (torch.is_grad_enabled() and q.requires_grad)
+        return local.blocks(q, k, v, band, scale, masked if wide and device_of(q) == "cpu" else fused)
+    if column is None:
+        return local.blocks(q, k, v, band, scale, partial(masked, cap=extras.softcap))
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
+        return masked(q[..., :-1], k, v, scale, mask, extras.softcap, q[..., -1:])
+
+    # The sink rides along as the last place of each query, so that it is cut into blocks with it.
+    return local.blocks(torch.cat((q, column.to(q.dtype)), dim=-1), k, v, band, scale, kernel)
 
 
-def _tiles(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> Tensor:
+def _tiles(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, extras: Extras = PLAIN) -> Tensor:
     """The predicate as a mask, one tile of queries at a time."""
     k, v = _clean(k, v, seen)
     out = []
     for start in range(0, max(q.shape[2], 1), TILE):  # once, too, for a text without tokens
         here = slice(start, min(start + TILE, q.shape[2]))
+        if extras.softcap is not None:
+            out.append(reference(q[:, :, here], k, v, seen.of(here), scale, extras=extras))
+            continue
         mask = seen.mask(here)[:, None]
         # Kernels differ on rows without keys (zeros here, NaN there): see everything, then become zero.
         empty = ~mask.any(-1, keepdim=True)
-        y = _sdpa(q[:, :, here], k, v, scale, mask | empty)
+        some_q = q[:, :, here]
+        y = fused(some_q, k, v, scale, mask | empty, sink=extras.column(some_q))
         out.append(y.masked_fill(empty, 0.0))
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
@@ -152,6 +191,8 @@ def _no_dropout(refuse: Callable[[Facts], str | None]) -> Callable[[Facts], str 
 
 
 def _not_folded(facts: Facts) -> str | None:
+    if facts.softcap and facts.queries > 1:
+        return NO_CAP
     return None if facts.everything else "some query does not see every key"
 
 
@@ -172,13 +213,13 @@ def _not_ordered(facts: Facts) -> str | None:
 def _not_causal(facts: Facts) -> str | None:
     if facts.queries != facts.keys:
         return "keys of a state precede the queries, and the kernel's causal mask is aligned to the top left"
-    return _not_ordered(facts)
+    return NO_CAP if facts.softcap else _not_ordered(facts)
 
 
 def _not_triangle(facts: Facts) -> str | None:
     if facts.device != "cpu":
         return "it is for the CPU"
-    if facts.queries == facts.keys and (facts.keys > SHORT or not facts.gradients):
+    if facts.queries == facts.keys and not facts.softcap and (facts.keys > SHORT or not facts.gradients):
         return f"the fused kernel is faster for more than {SHORT} tokens, and without gradients"
     return _not_ordered(facts)
 
@@ -209,7 +250,7 @@ ATTENTION = Operation(
 )
 
 
-def facts_of(q: Tensor, k: Tensor, seen: Visibility, dropout: bool) -> Facts:
+def facts_of(q: Tensor, k: Tensor, seen: Visibility, dropout: bool, extras: Extras = PLAIN) -> Facts:
     """The facts of one call."""
     return Facts(
         queries=q.shape[2],
@@ -224,19 +265,25 @@ def facts_of(q: Tensor, k: Tensor, seen: Visibility, dropout: bool) -> Facts:
         dropout=dropout,
         gradients=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad),
         device=device_of(q),
+        softcap=extras.softcap is not None,
+        sink=extras.sink is not None,
     )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, weigh: Weigh | None = None) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, weigh: Weigh | None = None, extras: Extras = PLAIN
+) -> Tensor:
     """Attend: q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v].
 
-    `weigh` maps the weights before they meet the values (dropout); only the reference form can apply it.
+    `weigh` maps the weights before they meet the values (dropout); only the reference form can apply it. Who observes
+    is given the weights, which the forms that run need not make.
     """
     seen_pairs = pairs(q.shape[2], k.shape[2], seen.window, seen.causal)
     count(flops(seen_pairs, q.shape[0], q.shape[1], q.shape[3] + v.shape[3]))
-    form = ATTENTION.choose(facts_of(q, k, seen, weigh is not None))
+    observe(lambda: Observation(attention_weights(q, k, seen, scale, extras), k.shape[1]))
+    form = ATTENTION.choose(facts_of(q, k, seen, weigh is not None, extras))
     if weigh is not None:
-        y: Tensor = form.run(q, k, v, seen, scale, weigh)
+        y: Tensor = form.run(q, k, v, seen, scale, weigh, extras)
     else:
-        y = form.run(q, k, v, seen, scale)
+        y = form.run(q, k, v, seen, scale, extras=extras)
     return y

@@ -31,6 +31,12 @@ class Visibility:
     pieces: tuple[tuple[int, ...], ...] | None = None
     ragged: bool = False
 
+    def of(self, queries: slice) -> "Visibility":
+        """What some of the queries see, by the predicate alone."""
+        documents = None if self.q_documents is None else self.q_documents[:, queries]
+        positions = self.q_positions[:, queries]
+        return Visibility(positions, self.k_positions, documents, self.k_documents, self.window, self.causal)
+
     def mask(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         """The predicate for some queries and keys: bool [B, queries, keys], True where the key is seen."""
         i = self.q_positions[:, queries, None]

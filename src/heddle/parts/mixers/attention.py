@@ -4,6 +4,8 @@
 
 kv_heads = heads is MHA, kv_heads = 1 is MQA. Keys and values are projected, stored and cached kv_heads wide.
 `window` w sees w keys, itself included (causal), or w to each side (bidirectional): the state is a ring of w.
+`sink` adds a learned logit a head to the softmax's denominator (gpt-oss, 2025), `softcap` bounds the scores by
+`cap · tanh(score / cap)` (Gemma 2, 2024), `gate` multiplies what is read by sigmoid(W_g x) (Qiu et al. 2025).
 """
 
 from typing import Literal, Self
@@ -13,12 +15,12 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from heddle.config import Count, DesignError, Positive, Rate, build_under, refuse
-from heddle.numerics.attention import attention
+from heddle.numerics.attention import Extras, attention
 from heddle.parts.cache import Cache
 from heddle.parts.dropout import Dropout
 from heddle.parts.eager import eager
 from heddle.parts.layout import Layout, Memory
-from heddle.parts.leaf import Linear
+from heddle.parts.leaf import Leaf, Linear, fill_normal
 from heddle.parts.mixers import Mixer, MixerConfig, Place, narrow, widen
 from heddle.parts.positions import RotationConfig
 
@@ -36,6 +38,9 @@ class AttentionConfig(MixerConfig):
     # or one over the whole projection (OLMo-2).
     qk_norm: Literal["head", "per_head", "projection"] | None = None
     bias: bool | Literal["qkv"] = False  # true: q, k, v and out; qkv: those three (Qwen2)
+    sink: bool = False  # a learned logit a head, without a value
+    gate: Literal["head", "channel"] | None = None  # one gate a head, or one a head and channel (Qwen3-Next)
+    softcap: Positive | None = None
     scale: Positive | None = None  # default: 1 / sqrt(head_dim)
     dropout: Rate = 0.0  # of the attention weights
     position: RotationConfig | None = None
@@ -54,7 +59,7 @@ class AttentionConfig(MixerConfig):
         return Attention(self, place)
 
 
-class Attention(Mixer):
+class Attention(Leaf, Mixer):
     """The module; its state is a `Cache`: kv_heads · (d_k + d_v) elements a token, or a ring of `window` tokens."""
 
     def __init__(self, config: AttentionConfig, place: Place) -> None:
@@ -70,12 +75,21 @@ class Attention(Mixer):
         self.k = Linear(place.width, self.kv_heads * self.head_dim, bias=into)
         self.v = Linear(place.width, self.kv_heads * self.value_dim, bias=into)
         self.out = Linear(self.heads * self.value_dim, place.width, bias=config.bias is True, last=True)
+        gates = {"head": self.heads, "channel": self.heads * self.value_dim}
+        self.gate = None if config.gate is None else Linear(place.width, gates[config.gate], bias=into)
+        self.sink = nn.Parameter(torch.empty(self.heads)) if config.sink else None
+        self.softcap = config.softcap
         self.qk_norm = config.qk_norm
         self.q_norm = self._norm(place, self.heads)
         self.k_norm = self._norm(place, self.kv_heads)
         position = config.position
         self.position = None if position is None else build_under("position", position.build, self.head_dim)
         self.dropout = Dropout(config.dropout)
+
+    def initialise(self, std: float, generator: torch.Generator) -> None:
+        """Normal sinks; the projections fill themselves."""
+        if self.sink is not None:
+            fill_normal(self.sink, std, generator)
 
     def _norm(self, place: Place, heads: int) -> nn.Module | None:
         if self.qk_norm is None:
@@ -105,7 +119,11 @@ class Attention(Mixer):
         k = self._heads(self.k(x), self.k_norm, self.kv_heads, layout)
         v = widen(self.v(x), self.kv_heads)
         y, state = self._attend(q, k, v, layout, state)
-        return self.out(narrow(y)), state
+        y = narrow(y)
+        if self.gate is not None:
+            gates = self.gate(x).sigmoid().unflatten(-1, (self.heads, -1))
+            y = (y.unflatten(-1, (self.heads, -1)) * gates).flatten(-2)
+        return self.out(y), state
 
     @eager  # layouts differ from call to call; what is compiled is around this
     def _attend(
@@ -116,7 +134,7 @@ class Attention(Mixer):
         else:
             k, v, seen, state = state.extend(k, v, layout, self.reach)
         weigh = self.dropout if self.dropout.active else None
-        return attention(q, k, v, seen, self.scale, weigh), state
+        return attention(q, k, v, seen, self.scale, weigh, Extras(self.softcap, self.sink)), state
 
     def _heads(self, x: Tensor, norm: nn.Module | None, heads: int, layout: Layout) -> Tensor:
         """Projection [B, T, heads · d] -> normed, rotated heads [B, heads, T, d]."""

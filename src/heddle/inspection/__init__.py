@@ -1,0 +1,1 @@
+"""What every head of a model looks at on a text, as numbers and as one page."""
