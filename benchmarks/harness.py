@@ -83,8 +83,14 @@ def serve(side: Side, arguments: dict[str, Any]) -> None:
         print(step(), flush=True)
 
 
-def main(module: str, question: str, sides: Mapping[str, Side], cases: Sequence[Case]) -> None:
-    """The command line of a benchmark of two sides: runs the cases, or serves as one side's worker."""
+def main(
+    module: str,
+    question: str,
+    sides: Mapping[str, Side],
+    cases: Sequence[Case],
+    more: Callable[[], list[dict[str, Any]]] = list,
+) -> None:
+    """The command line of a benchmark of two sides: runs the cases and `more` rows, or serves as one side's worker."""
     parser = argparse.ArgumentParser(description=question)
     parser.add_argument("--side", choices=sorted(sides), help=argparse.SUPPRESS)
     parser.add_argument("--arguments", type=json.loads, help=argparse.SUPPRESS)
@@ -99,6 +105,8 @@ def main(module: str, question: str, sides: Mapping[str, Side], cases: Sequence[
             rows.append(compare(module, list(sides), case))
             show([rows[-1]])
     if not options.only:
+        rows += more()
+        show(rows[len(cases) :])
         write(module, question, rows)
 
 

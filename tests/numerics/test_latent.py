@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from heddle.numerics import latent
 from heddle.numerics.counting import counting
 from heddle.numerics.kernels import kernels
-from heddle.numerics.latent import LATENT, facts_of, latent_attention
+from heddle.numerics.latent import LATENT, facts_of
 from heddle.numerics.visibility import Visibility, ordered
 from heddle.parts.layout import Layout
 from tests.numerics.oracle import attend
@@ -58,8 +58,9 @@ def draw(seen: Visibility, rope: int = ROPE, dtype: torch.dtype = torch.float64)
     return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
-def by_loops(q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, seen: Visibility) -> Tensor:
+def by_loops(inputs: list[Tensor], seen: Visibility) -> Tensor:
     """The paper's equations: keys and values of each head and token, then plain attention."""
+    q_nope, q_rope, latents, k_up, v_up = inputs
     batch, _, keys, _ = latents.shape
     k = torch.zeros(batch, HEADS, keys, NOPE + q_rope.shape[3], dtype=torch.float64)
     v = torch.zeros(batch, HEADS, keys, VALUE, dtype=torch.float64)
@@ -88,7 +89,7 @@ def test_every_form_is_what_plain_loops_say(form: str, case: str, rope: int) -> 
     seen = CASES[case]()
     inputs = [x.detach() for x in draw(seen, rope)]
     got = FORMS[form](*inputs, seen, SCALE)
-    torch.testing.assert_close(got, by_loops(*inputs, seen=seen), rtol=0, atol=1e-12)
+    torch.testing.assert_close(got, by_loops(inputs, seen), rtol=0, atol=1e-12)
 
 
 @pytest.mark.usefixtures("tiles")
@@ -194,7 +195,7 @@ def test_a_chunk_after_a_long_state_never_expands_all_of_it(monkeypatch: pytest.
         inputs = [torch.randn(shape) for shape in shapes]
         assert LATENT.first(facts_of(*inputs)).name == "tiled"
         with Largest() as largest:
-            latent_attention(*inputs, seen, SCALE)
+            LATENT.first(facts_of(*inputs)).run(*inputs, seen, SCALE)
         found[keys] = largest.elements
     assert found[4096] == found[1024] <= 2**13 + 256 * 3 * 12  # queries and answers are whole
     with Largest() as largest:

@@ -142,11 +142,12 @@ def test_their_attention_in_float64(name: str, form: str | None) -> None:
         exact = nn.RMSNorm(getattr(attention, norm).weight.shape, eps=1e-6, dtype=torch.float64)
         exact.load_state_dict(getattr(attention, norm).state_dict())
         setattr(attention, norm, exact)
-    mixer = ours(design(YARNS[name]), model).double().layers[1].mixer
+    mixer = ours(design(YARNS[name]), model).double().mixers()[1]
+    assert mixer is not None
     x, positions = torch.randn(2, 40, reference.WIDTH, dtype=torch.float64), torch.arange(40)
     hidden = torch.ones(40, 40, dtype=torch.bool).tril()[None, None]
     with torch.no_grad(), kernels(**({} if form is None else {"latent": form})):
         want, _ = attention(x, exact_table(positions, YARNS[name]), hidden)
-        got, _ = mixer(x, heddle.Layout.causal(2, 40))  # type: ignore[misc]
+        got, _ = mixer(x, heddle.Layout.causal(2, 40))
     assert float(want.std()) > 0.1
     torch.testing.assert_close(got, want, rtol=0, atol=1e-10)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from heddle.numerics import attention as plain
 from heddle.numerics.attention import attention
-from heddle.numerics.choose import Form, Operation
+from heddle.numerics.choose import Form, Operation, device_of
 from heddle.numerics.counting import count
 from heddle.numerics.linear import linear
 from heddle.numerics.norms import at_least_float32
@@ -132,7 +132,7 @@ class _Running:
         """k [B, G, s, d], v [B, G, s, d_v], hidden bool [B, 1, T, s] (None: all are seen)."""
         (batch, heads, queries, width), groups, keys = self.q.shape, k.shape[1], k.shape[2]
         rows = heads // groups * queries  # the heads of a group are queries of one head
-        scores = (self.q.reshape(batch, groups, rows, width) @ k.mT).view(batch, heads, queries, keys)
+        scores = _product(self.q.reshape(batch, groups, rows, width), k.mT).view(batch, heads, queries, keys)
         if hidden is not None:
             scores.masked_fill_(hidden, float("-inf"))
         top = scores.detach().amax(-1, keepdim=True)
@@ -141,7 +141,7 @@ class _Running:
         finite = top.masked_fill(top == float("-inf"), 0.0)  # of queries that saw nothing yet
         weights = scores.sub_(finite).exp_()
         total = weights.sum(-1, keepdim=True)
-        out = (weights.view(batch, groups, rows, keys) @ v).view(batch, heads, queries, v.shape[3])
+        out = _product(weights.view(batch, groups, rows, keys), v).view(batch, heads, queries, v.shape[3])
         if self.top is not None:
             faded = (self.top - finite).exp()
             total, out = total + self.total * faded, out + self.out * faded
@@ -150,6 +150,13 @@ class _Running:
     def result(self) -> Tensor:
         """[B, H, T, d_v]; queries that saw nothing give zeros."""
         return self.out / self.total.masked_fill(self.total == 0, 1.0)
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """x [B, G, m, n] @ y [B, G, n, s]. One product a row where y is a view of latents, which a batched one may copy."""
+    if y.shape[1] > 1 or device_of(y) != "cpu":
+        return x @ y
+    return torch.stack([one @ other for one, other in zip(x[:, 0], y[:, 0], strict=True)])[:, None]
 
 
 @torch.autocast("cpu", enabled=False)

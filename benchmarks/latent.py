@@ -1,0 +1,175 @@
+"""How long one more token takes after 2,048, 8,192 and 32,768 of latent attention, and what a token's state takes.
+
+12 layers, width 768, 12 heads of 64 + 32, latents of 256 + 32, dense feed-forwards, against transformers' DeepSeek-V3
+of that shape within its own `generate`, with its default dynamic cache (which keeps latents, and expands them at every
+step). The tokens before are not read: both states are filled with random latents.
+"""
+
+import copy
+import time
+from typing import Any
+
+import torch
+
+from benchmarks import peers
+from benchmarks.harness import THREADS, Case, Step, bounded, main, timed
+from heddle.model.decoder import Decoder, build
+from heddle.model.load import load_config
+from heddle.model.size import size
+from heddle.model.state import State
+from heddle.numerics.linear import packing
+from heddle.parts.cache import Cache
+from heddle.parts.layout import Layout
+from heddle.runtime import prepare
+
+LAYERS, WIDTH, HEADS, HIDDEN, RANK, NOPE, ROPE = 12, 768, 12, 2048, 256, 64, 32
+DESIGN: dict[str, Any] = {
+    "vocab_size": peers.VOCABULARY,
+    "width": WIDTH,
+    "layers": [
+        {
+            "repeat": LAYERS,
+            "mixer": {
+                "kind": "latent_attention",
+                "heads": HEADS,
+                "kv_rank": RANK,
+                "nope_dim": NOPE,
+                "rope_dim": ROPE,
+                "position": {"kind": "rope", "layout": "interleaved"},
+            },
+            "feedforward": {"kind": "gated", "hidden": HIDDEN},
+        }
+    ],
+}
+
+
+def filled(model: Decoder, context: int, steps: int) -> State:
+    """A state of one row in which `context` random latents stand, with room for `steps` tokens."""
+    state = model.init_state(1, context + steps)
+    table, _ = state.table.extend(Layout.causal(1, context))
+    for layer in state.layers:
+        assert isinstance(layer, Cache)
+        layer.keys[:, :, :context].normal_()
+    return State(table, state.layers)
+
+
+def heddle_side(arguments: dict[str, Any]) -> Step:
+    """Greedy steps: model, head of the last position, argmax."""
+    prepare("cpu", THREADS)
+    model = build(load_config(DESIGN), dtype=peers.DTYPES[arguments["precision"]]).eval()
+    steps = arguments["steps"]
+    start = filled(model, arguments["context"], steps)
+
+    @torch.no_grad()
+    def step() -> float:
+        state, token = start.fork(), peers.tokens(1, 1)
+
+        def work() -> None:
+            nonlocal state, token
+            for _ in range(steps):
+                hidden, state = model(token, None, state)
+                token = model.head(hidden[:, -1:]).argmax(-1)
+
+        with packing():
+            work()  # packs, which a longer generation does once
+            state, token = start.fork(), peers.tokens(1, 1)
+            return timed(work) / steps
+
+    return step
+
+
+def deepseek(dtype: torch.dtype) -> Any:
+    """transformers' DeepseekV3ForCausalLM of the same shape, with its defaults and torch's."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    torch.set_num_threads(THREADS)
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=peers.VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        intermediate_size=HIDDEN,
+        kv_lora_rank=RANK,
+        q_lora_rank=None,
+        qk_nope_head_dim=NOPE,
+        qk_rope_head_dim=ROPE,
+        v_head_dim=NOPE,
+        first_k_dense_replace=LAYERS,
+        num_mtp_layers=0,
+        max_position_embeddings=65536,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model: Any = DeepseekV3ForCausalLM(config)
+    return model.to(dtype).eval()
+
+
+def transformers_side(arguments: dict[str, Any]) -> Step:
+    """The median time between two calls of a logits processor within `generate`."""
+    from transformers import DynamicCache, LogitsProcessorList
+
+    dtype, context, steps = peers.DTYPES[arguments["precision"]], arguments["context"], arguments["steps"]
+    model = deepseek(dtype)
+    start = DynamicCache(config=model.config)
+    for layer in range(LAYERS):
+        latent, turned = (torch.randn(1, 1, context, dim, dtype=dtype) for dim in (RANK, ROPE))
+        start.update(latent, turned, layer)
+    prompt = peers.tokens(1, context + 1)
+    moments: list[float] = []
+
+    def watch(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        moments.append(time.perf_counter())
+        return scores
+
+    def step() -> float:
+        moments.clear()
+        model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            past_key_values=copy.deepcopy(start),
+            max_new_tokens=steps + 1,
+            do_sample=False,
+            logits_processor=LogitsProcessorList([watch]),
+        )
+        return (moments[-1] - moments[0]) / (len(moments) - 1)
+
+    return step
+
+
+def case(precision: str, context: int, goal: float, steps: int = 4, pairs: int = 9) -> Case:
+    """One precision at one context."""
+    arguments = {"precision": precision, "context": context, "steps": steps}
+    return Case(f"latent decode {precision} after {context}", arguments, goal, pairs)
+
+
+def state_rows() -> list[dict[str, Any]]:
+    """Bytes that one more token adds to a layer's state."""
+    rows = []
+    for precision, dtype in peers.DTYPES.items():
+        told = size(load_config(DESIGN), 2048, dtype=dtype).state_bytes_per_token / LAYERS
+        least = (RANK + ROPE) * dtype.itemsize
+        rows.append(bounded(f"state of a token in a layer, {precision}", told, least, "bytes"))
+    return rows
+
+
+if __name__ == "__main__":
+    main(
+        "benchmarks.latent",
+        "How much faster is one more token of latent attention than with transformers' DeepSeek-V3?",
+        {"heddle": heddle_side, "transformers": transformers_side},
+        [
+            case("fp32", 2048, 4.0),
+            case("fp32", 8192, 10.0, pairs=7),
+            case("fp32", 32768, 30.0, steps=2, pairs=3),
+            case("bf16", 2048, 3.0),
+            case("bf16", 8192, 8.0, pairs=7),
+            case("bf16", 32768, 30.0, steps=2, pairs=3),
+        ],
+        state_rows,
+    )
