@@ -33,6 +33,11 @@ def alone(**fields: Any) -> Data:
     return design(layer(attention(**fields), repeat=2))
 
 
+def delta(heads: int = 4, repeat: int = 2, **fields: Any) -> Data:
+    """Layers whose mixer is a gated delta rule."""
+    return layer({"kind": "gated_delta", "heads": heads, **fields}, repeat=repeat)
+
+
 def forward(kind: str, **fields: Any) -> Data:
     """A design of two layers with this feed-forward."""
     return design(layer(attention(3), {"kind": kind, "hidden": 17, **fields}, repeat=2))
@@ -67,6 +72,15 @@ CASES: dict[str, Data] = {
     "attention-bidirectional-window": alone(kv_heads=2, causal=False, window=3),
     "attention-dropout": alone(kv_heads=2, dropout=0.4),
     "attention-no-position": alone(position=None),
+    "delta": design(delta()),
+    "delta-key-heads": design(delta(heads=6, key_heads=2, head_dim=5, value_dim=3)),
+    "delta-convolution-1": design(delta(heads=3, convolution=1, value_dim=10)),
+    "delta-convolution-2": design(delta(heads=2, key_heads=1, head_dim=7, convolution=2), norm={"kind": "layer"}),
+    "delta-norm": design(delta(heads=3, norm={"kind": "rms", "eps": 1e-6}), norm={"kind": "rms", "offset": 1.0}),
+    "delta-hybrid": design(
+        layer({"kind": "gated_delta", "heads": 4, "key_heads": 2, "head_dim": 6, "value_dim": 8}, None, repeat=3),
+        layer(attention(kv_heads=2)),
+    ),
     "rope-half": alone(head_dim=6, position={"kind": "rope", "layout": "half"}),
     "rope-interleaved": alone(kv_heads=2, position={"kind": "rope", "layout": "interleaved"}),
     "rope-partial": alone(head_dim=11, position={"kind": "rope", "dim": 4}),
