@@ -1,4 +1,4 @@
-"""Qwen3-Next's linear layers in transformers with random weights: the same outputs, at once, padded and by the state."""
+"""Qwen3-Next's linear layers in transformers with random weights: the same outputs, padded and by the state too."""
 
 import warnings
 from typing import Any
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from heddle.config import decode
 from heddle.parts.layout import Layout
-from heddle.parts.mixers import Mixer, MixerConfig, Place
+from heddle.parts.mixers import Mixer, Place
+from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 from heddle.parts.norms.rms import RMSConfig
 from heddle.parts.table import Table
 
@@ -47,7 +48,6 @@ def ours(module: Any) -> Mixer:
     """The mixer with their weights: theirs are fused, group by group of value heads that share a key head."""
     groups, repeats = module.num_k_heads, module.num_v_heads // module.num_k_heads
     fields = {
-        "kind": "gated_delta",
         "heads": module.num_v_heads,
         "key_heads": groups,
         "head_dim": module.head_k_dim,
@@ -55,7 +55,7 @@ def ours(module: Any) -> Mixer:
         "convolution": module.conv_kernel_size,
         "norm": {"kind": "rms", "eps": EPS},
     }
-    mine = decode(MixerConfig, fields).build(Place(WIDTH, RMSConfig(offset=1.0)))
+    mine = decode(GatedDeltaConfig, fields).build(Place(WIDTH, RMSConfig(offset=1.0)))
     keys, values = module.head_k_dim, repeats * module.head_v_dim
     q, k, v, gate = module.in_proj_qkvz.weight.view(groups, -1, WIDTH).split([keys, keys, values, values], dim=1)
     beta, a = module.in_proj_ba.weight.view(groups, -1, WIDTH).split(repeats, dim=1)

@@ -18,9 +18,9 @@ from heddle.numerics.norms import without_autocast
 class Taps(NamedTuple):
     """Where each token's inputs stand, when not simply before it.
 
-    slots: int64 [B, T + 1, kernel], indices into [tail ; x], oldest first, −1 for a zero; the last token is the next one
-    to come. starts: int64 [2, N], row and place of every token before which fewer than kernel − 1 of its document
-    stand in this call, if that is known and there is no padding.
+    slots: int64 [B, T + 1, kernel], indices into [tail ; x], oldest first, −1 for a zero; the last token is the one
+    that is next to come. starts: int64 [2, N], row and place of every token before which fewer than kernel − 1 of its
+    document stand in this call, if that is known and there is no padding.
     """
 
     slots: Tensor
