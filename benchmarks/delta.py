@@ -38,7 +38,7 @@ def made(length: int) -> tuple[Rule, Tensor]:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, length, WIDTH, generator=generator) for _ in range(3))
     log_decay, beta = (torch.rand(1, HEADS, length, generator=generator) for _ in range(2))
-    tensors = [x.requires_grad_() for x in (unit(q), unit(k), v, log_decay.log() / 4, beta)]
+    tensors = [x.requires_grad_() for x in (unit(q), unit(k), v, -log_decay, beta)]
     return Rule(*tensors), torch.zeros(1, HEADS, WIDTH, WIDTH)
 
 

@@ -143,7 +143,7 @@ BUGS = [
     Bug("padding counted as a token of the convolution", "padding", "delta-key-heads", f"{CONVOLUTION}:find_taps",
         "real.cumsum(1) - 1", "torch.arange(length + 1, device=device).expand_as(real)"),
     Bug("a tail that goes on into the next document", "cut_ragged", "delta", f"{CONVOLUTION}:next_tail",
-        "kept.masked_fill((index < 0)[..., None], 0.0)", "kept"),
+        "kept.masked_fill((slots < 0)[..., None], 0.0)", "kept"),
     Bug("a tail of the last slots, padding or not", "cut_ragged", "delta-key-heads", f"{CONVOLUTION}:next_tail",
         "if taps is None:", "if True:"),
     Bug("a convolution across documents", "other_documents", "delta", f"{CONVOLUTION}:_mended",

@@ -28,8 +28,10 @@ class Taps(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What decides the form: whether taps are given, and their starts."""
+    """What decides the form: tokens, whether gradients are wanted, whether taps are given, and their starts."""
 
+    length: int
+    gradients: bool
     taps: bool
     starts: bool
 
@@ -87,6 +89,11 @@ def _gathered(inputs: Tensor, weight: Tensor, rows: Tensor, index: Tensor) -> Te
     return torch.einsum("...kc,ck->...c", found, weight)
 
 
+def _step(x: Tensor, weight: Tensor, tail: Tensor | None, taps: Taps | None) -> Tensor:
+    """One token that goes on."""
+    return (_inputs(x, weight, tail) * weight.t()).sum(1, keepdim=True)
+
+
 def _shifted(x: Tensor, weight: Tensor, tail: Tensor | None, taps: Taps | None) -> Tensor:
     """One document, no padding: a token's inputs stand before it."""
     y: Tensor = _Shifted.apply(x if tail is None else torch.cat((tail, x), dim=1), weight)
@@ -126,6 +133,12 @@ class _Shifted(torch.autograd.Function):
         return to_x, to_taps.flip(0).t()
 
 
+def _no_step(facts: Facts) -> str | None:
+    if facts.length != 1:
+        return f"it takes one token, here are {facts.length}"
+    return "gradients are wanted" if facts.gradients else _no_shifted(facts)
+
+
 def _no_shifted(facts: Facts) -> str | None:
     return "documents begin or padding stands between the tokens" if facts.taps else None
 
@@ -137,6 +150,7 @@ def _no_mended(facts: Facts) -> str | None:
 CONVOLUTION = Operation(
     "convolution",
     (
+        Form("step", _step, _no_step),
         Form("shifted", _shifted, _no_shifted),
         Form("mended", _mended, _no_mended),
         Form("reference", reference, lambda facts: None),
@@ -150,7 +164,9 @@ def convolution(x: Tensor, weight: Tensor, tail: Tensor | None, taps: Taps | Non
     Padding, where `taps` tell of it, yields zeros.
     """
     count(flops(x.shape[0] * x.shape[1], *weight.shape))
-    form = CONVOLUTION.choose(Facts(taps is not None, taps is not None and taps.starts is not None))
+    gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    facts = Facts(x.shape[1], gradients, taps is not None, taps is not None and taps.starts is not None)
+    form = CONVOLUTION.choose(facts)
     with without_autocast(x):
         y: Tensor = form.run(x, weight, tail, taps)
     return y
@@ -158,9 +174,10 @@ def convolution(x: Tensor, weight: Tensor, tail: Tensor | None, taps: Taps | Non
 
 def next_tail(x: Tensor, tail: Tensor, taps: Taps | None) -> Tensor:
     """The tail [B, kernel − 1, C] after a call's inputs x [B, T, C]; zeros where the last document is younger."""
-    inputs, behind = torch.cat((tail, x), dim=1), tail.shape[1]
-    if taps is None:
-        return inputs[:, inputs.shape[1] - behind :]
-    index = taps.slots[:, -1, :behind]
-    kept = inputs.gather(1, index.clamp(min=0)[..., None].expand(-1, -1, x.shape[2]))
-    return kept.masked_fill((index < 0)[..., None], 0.0)
+    behind = tail.shape[1]
+    if taps is None:  # no view of x, which a state would keep alive
+        recent = torch.cat((tail, x[:, max(0, x.shape[1] - behind) :]), dim=1)
+        return recent[:, recent.shape[1] - behind :]
+    slots, inputs = taps.slots[:, -1, :behind], torch.cat((tail, x), dim=1)
+    kept = inputs.gather(1, slots.clamp(min=0)[..., None].expand(-1, -1, x.shape[2]))
+    return kept.masked_fill((slots < 0)[..., None], 0.0)

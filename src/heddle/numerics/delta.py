@@ -25,7 +25,7 @@ EPS = 1e-6  # of the length of keys and queries, inside the root, as in Qwen3-Ne
 
 
 class Rule(NamedTuple):
-    """What the tokens say: q, k [B, G, T, d_k], v [B, H, T, d_v], log_decay (log α ≤ 0) and beta [B, H, T].
+    """What the tokens say: q, k [B, G, T, d_k], v [B, H, T, d_v], log_decay (log α, finite, ≤ 0) and beta [B, H, T].
 
     Head h reads keys and queries h // (H/G). A token whose beta and log_decay are 0 changes nothing. segments, int64
     [B, T]: documents counted up, 0 goes on with the memory given; None: all of them are 0.

@@ -111,7 +111,7 @@ class GatedDelta(Mixer):
         self.kernel = config.convolution
         self.reach, self.causal = None, True
         keys, values = self.key_heads * self.head_dim, self.heads * self.value_dim
-        self.widths = [keys, keys, values]
+        self.widths = [2 * keys, values]
         self.q = Linear(place.width, keys)
         self.k = Linear(place.width, keys)
         self.v = Linear(place.width, values)
@@ -163,12 +163,13 @@ class GatedDelta(Mixer):
         """inputs [B, T, channels], log α [B, heads, T], beta [B, T, heads] -> o [B, heads, T, d_v]."""
         taps = layout.once(("taps", self.kernel), lambda: _taps(layout, self.kernel))
         mixed = functional.silu(self.convolution(inputs, None if state is None else state.tail, taps))
-        q, k, v = mixed.split(self.widths, dim=-1)
+        qk, v = mixed.split(self.widths, dim=-1)
+        q, k = unit(widen(qk, 2 * self.key_heads)).chunk(2, dim=1)
         if layout.padding is not None:  # its keys and values are zero: what it must not do is take time
             log_decay = log_decay.masked_fill(layout.padding[:, None], 0.0)
         rule = Rule(
-            unit(widen(q, self.key_heads)) * self.head_dim**-0.5,
-            unit(widen(k, self.key_heads)),
+            q * self.head_dim**-0.5,
+            k,
             widen(v, self.heads),
             log_decay,
             at_least_float32(beta).sigmoid().transpose(1, 2),
