@@ -48,6 +48,11 @@ def latent(position: Data | None = ROPE, **fields: Any) -> Data:
     return {"kind": "latent_attention", "position": position, **sizes, **fields}
 
 
+def delta(heads: int = 4, repeat: int = 2, **fields: Any) -> Data:
+    """Layers whose mixer is a gated delta rule."""
+    return layer({"kind": "gated_delta", "heads": heads, **fields}, repeat=repeat)
+
+
 def forward(kind: str, **fields: Any) -> Data:
     """A design of two layers with this feed-forward."""
     return design(layer(attention(3), {"kind": kind, "hidden": 17, **fields}, repeat=2))
@@ -99,6 +104,15 @@ CASES: dict[str, Data] = {
     "attention-softcap-sink-window": alone(heads=6, kv_heads=3, window=4, softcap=1.1, sink=True, gate="head"),
     "attention-gate-head": alone(kv_heads=2, gate="head", bias="qkv"),
     "attention-gate-channel": alone(kv_heads=2, value_dim=5, gate="channel"),
+    "delta": design(delta()),
+    "delta-key-heads": design(delta(heads=6, key_heads=2, head_dim=5, value_dim=3)),
+    "delta-convolution-1": design(delta(heads=3, convolution=1, value_dim=10)),
+    "delta-convolution-2": design(delta(heads=2, key_heads=1, head_dim=7, convolution=2), norm={"kind": "layer"}),
+    "delta-norm": design(delta(heads=3, norm={"kind": "rms", "eps": 1e-6}), norm={"kind": "rms", "offset": 1.0}),
+    "delta-hybrid": design(
+        layer({"kind": "gated_delta", "heads": 4, "key_heads": 2, "head_dim": 6, "value_dim": 8}, None, repeat=3),
+        layer(attention(kv_heads=2)),
+    ),
     "rope-half": alone(head_dim=6, position={"kind": "rope", "layout": "half"}),
     "rope-interleaved": alone(kv_heads=2, position={"kind": "rope", "layout": "interleaved"}),
     "rope-partial": alone(head_dim=11, position={"kind": "rope", "dim": 4}),

@@ -22,6 +22,7 @@ class Bug(NamedTuple):
 
 ATTENTION, VISIBILITY, TABLE = "numerics.attention", "numerics.visibility", "parts.table"
 LATENT, LATENT_MIXER = "numerics.latent", "parts.mixers.latent_attention:LatentAttention"
+DELTA, CONVOLUTION, MIXER = "numerics.delta", "numerics.convolution", "parts.mixers.gated_delta:GatedDelta"
 MASK = f"{VISIBILITY}:Visibility.mask"
 
 # fmt: off
@@ -173,6 +174,51 @@ BUGS = [
         "checkpoint(again, layer, stream.detach().requires_grad_(),"),
     Bug("a gain without gradient", "true_gradients", "norm-layer", "numerics.norms:layer_norm", "* weight.to(",
         "* weight.detach().to("),
+    # Gated delta
+    Bug("padding makes the memory decay", "padding_is_not_kept", "delta", f"{MIXER}._recall",
+        "log_decay.masked_fill(layout.padding[:, None], 0.0)", "log_decay"),
+    Bug("padding enters the convolution", "padding", "delta-convolution-2", f"{CONVOLUTION}:find_taps",
+        "torch.where(real, number, behind + length + 1)", "number"),
+    Bug("padding counted as a token of the convolution", "padding", "delta-key-heads", f"{CONVOLUTION}:find_taps",
+        "real.cumsum(1) - 1", "torch.arange(length + 1, device=device).expand_as(real)"),
+    Bug("a tail that goes on into the next document", "cut_ragged", "delta", f"{CONVOLUTION}:next_tail",
+        "kept.masked_fill((slots < 0)[..., None], 0.0)", "kept"),
+    Bug("a tail of the last slots, padding or not", "cut_ragged", "delta-key-heads", f"{CONVOLUTION}:next_tail",
+        "if taps is None:", "if True:"),
+    Bug("a convolution across documents", "other_documents", "delta", f"{CONVOLUTION}:_mended",
+        ".index_put((rows, places), anew)", ""),
+    Bug("a convolution across documents of unknown lengths", "packing", "delta-convolution-2",
+        f"{CONVOLUTION}:find_taps", "torch.where(same & real[..., None],", "torch.where(real[..., None],"),
+    Bug("the start of a call taken for that of a document", "cut", "delta", f"{CONVOLUTION}:_shifted",
+        "torch.cat((tail, x), dim=1)", "torch.cat((0 * tail, x), dim=1)"),
+    Bug("a convolution that looks ahead", "later_tokens", "delta", f"{CONVOLUTION}:_Shifted.forward",
+        "y[:, back:].addcmul_(x[:, :-back]", "y[:, :-back].addcmul_(x[:, back:]"),
+    Bug("a gradient of the convolution shifted the wrong way", "true_gradients", "delta",
+        f"{CONVOLUTION}:_Shifted.backward", "to_x[:, :-back].addcmul_(gradient[:, back:]",
+        "to_x[:, back:].addcmul_(gradient[:, :-back]"),
+    Bug("the scale of queries left out of steps", "cut", "delta", f"{DELTA}:_step",
+        "torch.bmm(q, held)", "torch.bmm(q * d_k**0.5, held)"),
+    Bug("a memory that is corrected before it decays", "forms", "delta", f"{DELTA}:_step",
+        "alpha=-1).mul_(rule.beta.view(-1, 1, 1))", "alpha=-1).mul_((rule.beta / decay[..., 0]).view(-1, 1, 1))"),
+    Bug("beta applied to what is read only", "forms", "delta-key-heads", f"{DELTA}:_chunked", "v * beta,", "v,"),
+    Bug("beta applied twice", "cut", "delta-hybrid", f"{DELTA}:_chunked", "v * beta,", "v * beta * beta,"),
+    Bug("the memory of a chunk carried on without decay", "growth", "delta", f"{DELTA}:_chunked",
+        "held[-1] * keep", "held[-1]"),
+    Bug("keys read from the memory as if it had not decayed", "growth", "delta-key-heads", f"{DELTA}:_chunked",
+        "k * (since * beta)", "k * beta"),
+    Bug("decays that leave their own token out", "forms", "delta", f"{DELTA}:_decays",
+        "(log_decay.mT * within[:, :-1])", "(log_decay.mT * within[:, :-1].tril(-1))"),
+    Bug("documents share a memory", "other_documents", "delta", f"{DELTA}:_decays", "if segments is None:", "if True:"),
+    Bug("a memory that outlives its document in steps", "cut_ragged", "delta-convolution-1", f"{DELTA}:_step",
+        "if rule.segments is not None:", "if False:"),
+    Bug("heads take turns at the key heads", "cut", "delta-hybrid", f"{DELTA}:_step",
+        "x.expand(batch, x.shape[1], heads // x.shape[1], d_k)",
+        "x.mT.expand(batch, x.shape[1], d_k, heads // x.shape[1]).permute(0, 3, 1, 2)"),
+    Bug("a gradient of the solve that forgets the triangle", "true_gradients", "delta", f"{DELTA}:_Solve.backward",
+        ".tril(-1)", ""),
+    Bug("decays that all start alike for every seed", "seeds", "delta", "parts.mixers.gated_delta:Decay.initialise",
+        "torch.rand(2, *self.rate.shape, generator=generator", "torch.linspace(0.1, 0.9, 2 * len(self.rate)"
+        ").view(2, -1) + 0 * torch.rand(2, *self.rate.shape, generator=generator"),
     # Building
     Bug("a parameter that nothing fills", "nothing_unset", "norm-layer", "parts.norms.layer:LayerNorm.initialise",
         "nn.init.zeros_(self.bias)", "pass"),

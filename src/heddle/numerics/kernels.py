@@ -4,11 +4,15 @@ from contextlib import AbstractContextManager
 
 from heddle.numerics.attention import ATTENTION
 from heddle.numerics.choose import Operation, forcing
+from heddle.numerics.convolution import CONVOLUTION
+from heddle.numerics.delta import DELTA
 from heddle.numerics.latent import LATENT
 from heddle.numerics.linear import LINEAR
 from heddle.numerics.norms import RMS_NORM
 
-OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in (ATTENTION, LATENT, LINEAR, RMS_NORM)}
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation for operation in (ATTENTION, CONVOLUTION, DELTA, LATENT, LINEAR, RMS_NORM)
+}
 
 
 def kernels(**choices: str) -> AbstractContextManager[None]:

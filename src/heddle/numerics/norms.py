@@ -3,6 +3,7 @@
 Statistics are computed in at least float32; float64 stays float64.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,13 @@ class NormFacts(NamedTuple):
 def at_least_float32(x: Tensor) -> Tensor:
     """x itself in float32 or float64, else its float32 copy."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Within the block products on x's device keep the dtype of what they multiply."""
+    kind = x.device.type
+    wanted = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if wanted else nullcontext()
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast: str = "before") -> Tensor:

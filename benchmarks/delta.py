@@ -1,0 +1,146 @@
+"""Is the gated delta rule in chunks worth its code, and does a step cost the same however long the text?
+
+8 heads of 64, float32. Its recurrent form, token by token, is the definition; the other peers are what transformers
+runs for Qwen3-Next without kernels of its own, and torch's grouped convolution.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.harness import THREADS, alternate, bounded, judged, show, write
+from heddle.config import decode
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import build
+from heddle.model.load import DEFAULTS
+from heddle.model.size import state_bytes
+from heddle.numerics.convolution import convolution
+from heddle.numerics.delta import Rule, delta, unit
+from heddle.numerics.kernels import kernels
+from heddle.runtime import prepare
+
+HEADS, WIDTH, KERNEL = 8, 64, 4
+QUESTION = "How much faster is the gated delta rule in chunks, and does a step's time depend on the text's length?"
+MIXER = {"kind": "gated_delta", "heads": HEADS, "head_dim": WIDTH}
+LAYERS = [{"repeat": 6, "mixer": MIXER, "feedforward": {"kind": "gated", "hidden": 1408}}]
+DESIGN: dict[str, Any] = DEFAULTS | {"vocab_size": 512, "width": 512, "layers": LAYERS}
+
+Call = Callable[[], Any]
+
+
+def made(length: int) -> tuple[Rule, Tensor]:
+    """A rule of `length` tokens that asks for gradients, and a memory without."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, HEADS, length, WIDTH, generator=generator) for _ in range(3))
+    log_decay, beta = (torch.rand(1, HEADS, length, generator=generator) for _ in range(2))
+    tensors = [x.requires_grad_() for x in (unit(q), unit(k), v, -log_decay, beta)]
+    return Rule(*tensors), torch.zeros(1, HEADS, WIDTH, WIDTH)
+
+
+def ours(form: str, length: int) -> Call:
+    """Forward and backward of a form."""
+    rule, memory = made(length)
+    slope = torch.ones_like(rule.v)
+
+    def call() -> Any:
+        with kernels(delta=form):
+            return torch.autograd.grad(delta(rule, memory)[0], rule[:5], slope)
+
+    return call
+
+
+def theirs(length: int) -> Call:
+    """Forward and backward of transformers' chunked rule."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    rule, _ = made(length)
+    slope = torch.ones_like(rule.v).transpose(1, 2)
+
+    def call() -> Any:
+        y, _ = torch_chunk_gated_delta_rule(*(x.transpose(1, 2) for x in rule[:5]))
+        return torch.autograd.grad(y, rule[:5], slope)
+
+    return call
+
+
+def mixed(grouped: bool, length: int) -> Call:
+    """Forward and backward of the convolution of q, k and v, ours or torch's."""
+    channels = 3 * HEADS * WIDTH
+    x, weight = torch.randn(1, length, channels).requires_grad_(), torch.randn(channels, KERNEL).requires_grad_()
+    slope = torch.ones(1, length, channels)
+
+    def call() -> Any:
+        if grouped:
+            wide = functional.conv1d(x.mT, weight[:, None], padding=KERNEL - 1, groups=channels)
+            y = wide[..., :length].mT
+        else:
+            y = convolution(x, weight, None, None)
+        return torch.autograd.grad(y, (x, weight), slope)
+
+    return call
+
+
+def steps(context: int, count: int = 16) -> Call:
+    """`count` tokens, one at a time, after a text of `context`."""
+    model = build(decode(ModelConfig, DESIGN))
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    with torch.no_grad():
+        _, state = model(torch.randint(512, (1, context)), None, model.init_state(1))
+
+    @torch.no_grad()
+    def call() -> None:
+        nonlocal state
+        for _ in range(count):
+            _, state = model(token, None, state)
+
+    return call
+
+
+def forward(length: int) -> Call:
+    """Without gradients."""
+    rule, memory = made(length)
+    return torch.no_grad()(lambda: delta(rule, memory))
+
+
+def against(name: str, calls: dict[str, Call], goal: float | None, rounds: int) -> dict[str, Any]:
+    """A row: how many times as long the second call takes."""
+    taken = alternate(calls, rounds)
+    fast, slow = taken.values()
+    seconds = {f"{side} seconds": statistics.median(values) for side, values in taken.items()}
+    return {"case": name, **seconds, **judged([b / a for a, b in zip(fast, slow, strict=True)], goal)}
+
+
+def run(length: int, short: int, long: int, rounds: int) -> list[dict[str, Any]]:
+    """All rows, training at `length` tokens, decoding after `short` and `long`."""
+    prepare("cpu", THREADS)
+    chunked = ours("chunked", length)
+    rows = [
+        against("training, recurrent form", {"chunked": chunked, "recurrent": ours("reference", length)}, 20.0, rounds),
+        against("training, transformers", {"chunked": chunked, "transformers": theirs(length)}, 1.0, rounds),
+        against("convolution, torch", {"ours": mixed(False, length), "torch": mixed(True, length)}, 2.0, rounds),
+    ]
+    taken = alternate({"short": forward(8 * short), "long": forward(long)}, rounds)
+    growth = [b / a * 8 * short / long for a, b in zip(taken["short"], taken["long"], strict=True)]
+    rows.append(bounded(f"forward, time a token of {long} over {8 * short}", statistics.median(growth), 1.1, "times"))
+    taken = alternate({"short": steps(short), "long": steps(long)}, rounds)
+    growth = [b / a for a, b in zip(taken["short"], taken["long"], strict=True)]
+    rows.append(bounded(f"a step after {long} over after {short}", statistics.median(growth), 1.1, "times"))
+    sizes = [state_bytes(decode(ModelConfig, DESIGN), context) for context in (short, long)]
+    rows.append(bounded(f"state of {long} tokens over {short}", sizes[1] / sizes[0], 1.0, "times"))
+    return rows
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=QUESTION)
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs; writes nothing")
+    if parser.parse_args().tiny:
+        show(run(length=96, short=16, long=256, rounds=2))
+    else:
+        found = run(length=2048, short=1024, long=32768, rounds=9)
+        show(found)
+        write("benchmarks.delta", QUESTION, found)
