@@ -18,8 +18,8 @@ WORDS = (
     (
         "Weight",
         "How much of what a head reads for one token comes from another. A row of a map is the token that reads, a "
-        "column the token that is read. The weights of a row sum to 1, with a sink to less. Darker is more (in the dark "
-        "look: brighter), on a scale of square roots, so that small weights show; numbers are rounded by up to 0.004.",
+        "column the token that is read. The weights of a row sum to 1, with a sink to less. Darker is more (in the "
+        "dark look brighter), on a scale of square roots, so that small weights show; numbers are up to 0.004 off.",
     ),
     (
         "Grey corners",
