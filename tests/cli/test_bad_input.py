@@ -169,6 +169,8 @@ ONE_LONG_TABLE: list[tuple[str, int, str]] = [
     ("generate @/run --seed -1", 2, "seed -1: must be at least 0"),
     ("generate @/run --stop=", 2, "stop: an empty stop string"),
     ("generate @/run --precision half", 2, "--precision half: unknown precision"),
+    ("inspect @/none --text x", 2, "@/none.*"),
+    ("inspect @/run --text=", 2, "--text: is empty; give some words"),
     ("generate @/run/checkpoints/step-00000001 --threads 0", 2, "--threads 0"),
 ]  # fmt: skip
 

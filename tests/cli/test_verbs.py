@@ -50,7 +50,7 @@ def train(place: Path, out: Path, *more: str) -> list[str]:
 def test_help_lists_the_verbs_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = call(capsys, "--help")
     listed = re.findall(r"^  (\w+)  ", out.partition("Commands:")[2], re.MULTILINE)
-    assert listed == [verb.__name__ for verb in VERBS] == ["show", "check", "train", "compare", "generate"]
+    assert listed == [verb.__name__ for verb in VERBS] == ["show", "check", "train", "compare", "generate", "inspect"]
     assert call(capsys)[0] == out
     assert call(capsys, "--version")[0] == f"heddle {__version__}\n"
 
@@ -72,6 +72,18 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'plotly', 'tokenizers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_inspect(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "new" / "page.html"
+    out, err = call(capsys, "inspect", place / "run", "--text", "The weaver <lifts>", "--out", page, "--device", "cpu")
+    assert (out, err) == (f"{page}\n", "")
+    text = page.read_text(encoding="utf-8")
+    assert "heads of run look at" in text
+    assert "&lt;" in text
+    assert "lifts>" not in text
+    assert run(["inspect", f"{place}/run", "--text", "x", "--out", f"{place}/text", "--device", "cpu"]) == 1
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_show(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

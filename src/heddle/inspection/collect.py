@@ -21,8 +21,8 @@ LONG = 8192  # the context at which states are told, beside that of the text
 class Maps:
     """The heads of one layer: bytes of shape [H, T, S], 255 · sqrt(weight) rounded; what heads do on average.
 
-    distance: how many tokens back (or away) the weight stands; itself, first: its share on the token itself, and on
-    the first one; sink: the share that goes to no token. All but the first token's queries count.
+    distance: how many tokens back (or away) the weight stands; itself, first: the share of it on the token itself, and
+    on the first one; sink: the share that goes to no token. All but the first token's queries count.
     """
 
     heads: int
@@ -101,7 +101,7 @@ def reduce(observation: Observation) -> Maps:
         keys=keys,
         codes=codes.numpy().tobytes(),
         distance=float((later * away).sum()) / total if square else None,
-        itself=float(later[:, :, :][away.expand_as(later) == 0].sum()) / total if square else None,
+        itself=float(later[away.expand_as(later) == 0].sum()) / total if square else None,
         first=float(later[:, :, 0].sum()) / total,
         sink=max(0.0, 1.0 - total / (heads * later.shape[1])),
     )

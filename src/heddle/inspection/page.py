@@ -18,8 +18,8 @@ WORDS = (
     (
         "Weight",
         "How much of what a head reads for one token comes from another. A row of a map is the token that reads, a "
-        "column the token that is read. The weights of a row sum to 1, with a sink to less. Darker is more (in the dark "
-        "look: brighter), on a scale of square roots, so that small weights show; numbers are rounded by up to 0.004.",
+        "column the token that is read. The weights of a row sum to 1, with a sink to less. Darker is more (in the "
+        "dark look brighter), on a scale of square roots, so that small weights show; numbers are up to 0.004 off.",
     ),
     (
         "Grey corners",
@@ -102,8 +102,8 @@ def visible(word: str) -> str:
 def _maps() -> str:
     return (
         '<section><h2>Every head</h2><noscript><p class="small">The maps need JavaScript; the table follows.</p>'
-        '</noscript><p class="small needs-script" hidden>A row is a layer, a square a head: rows read, columns are '
-        'read. Press one to see it large. <span id="ramp"></span></p><div class="maps" id="maps"></div></section>'
+        '</noscript><p class="small needs-script" hidden>A square is a head: its rows read, its columns are read. '
+        'Press one to see it large. <span id="ramp"></span></p><div class="maps" id="maps"></div></section>'
         '<dialog id="large" aria-labelledby="large-title"><div class="head"><div><h3 id="large-title"></h3>'
         '<p class="small" id="large-facts"></p></div><div class="turn">'
         '<button type="button" id="before">← head</button><button type="button" id="after">head →</button>'

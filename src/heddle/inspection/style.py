@@ -204,14 +204,15 @@ SCRIPT = """
   $("maps").style.setProperty("--columns", widest > 8 || layers.length < 2 ? 1 : 2);
   for (const [index, layer] of layers.entries()) {
     const row = make("div", "row"), label = make("div"), heads = make("div", "heads");
-    label.append(make("b", "", `Layer ${index}`), make("small", "", layer.kind));
+    const notes = make("small", "", layer.kind);
+    label.append(make("b", "", `Layer ${index}`), notes);
     row.append(label, heads); rows.append(row);
     if (layer.codes) {
       layer.bytes = await inflate(layer.codes);
-      label.append(make("small", "", layer.reach === null ? layer.sees : `window ${layer.reach}`));
       const groups = layer.groups > 1 ? `${layer.groups} groups` : "one group";
       const shared = layer.latent || (layer.groups < layer.heads ? groups : "");
-      if (shared) label.append(make("small", "", shared));
+      const reach = layer.reach === null ? layer.sees : `window ${layer.reach}`;
+      notes.textContent = [layer.kind, reach, shared].filter(Boolean).join(", ");
       const each = layer.latent ? layer.heads : layer.heads / layer.groups;
       for (let first = 0; first < layer.heads; first += each) {
         const group = make("div", "group" + (layer.latent ? " latent" : each === 1 ? " alone" : ""));
