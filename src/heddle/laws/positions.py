@@ -43,13 +43,14 @@ def rotation(config: ModelConfig) -> None:
     for handle in handles:
         handle.remove()
     for module, x in calls:
-        turned = module(x, Layout.causal(1, 9))
+        length = x.shape[2]
+        turned = module(x, Layout.causal(1, length))
         equal(_lengths(turned), _lengths(x), f"{type(module).__name__}: the length of a head")
         for by in SHIFTS:
-            moved = module(x, Layout.causal(1, 9, start=by))
+            moved = module(x, Layout.causal(1, length, start=by))
             scores, shifted = turned @ turned.mT, moved @ moved.mT
             equal(shifted[0], scores[0], f"{type(module).__name__}: scores after a shift by {by} (row is the head)")
-        if torch.equal(module(x, Layout.causal(1, 9, start=1)), turned):
+        if torch.equal(module(x, Layout.causal(1, length, start=1)), turned):
             raise Broken(f"{type(module).__name__}: turns nothing")
 
 

@@ -97,5 +97,5 @@ class State:
 
 
 def _why(layer: MixerState) -> str:
-    ring = getattr(layer, "ring", False)
+    ring = any(getattr(part, "ring", False) for part in layer.parts())
     return "a ring; make the state with more rewind" if ring else f"{type(layer).__name__} keeps no past"

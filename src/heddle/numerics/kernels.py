@@ -4,10 +4,12 @@ from contextlib import AbstractContextManager
 
 from heddle.numerics.attention import ATTENTION
 from heddle.numerics.choose import Operation, forcing
+from heddle.numerics.double_softmax import DOUBLE_SOFTMAX
 from heddle.numerics.linear import LINEAR
 from heddle.numerics.norms import RMS_NORM
 
-OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in (ATTENTION, LINEAR, RMS_NORM)}
+_ALL: tuple[Operation, ...] = (ATTENTION, DOUBLE_SOFTMAX, LINEAR, RMS_NORM)
+OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in _ALL}
 
 
 def kernels(**choices: str) -> AbstractContextManager[None]:
