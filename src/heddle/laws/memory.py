@@ -1,6 +1,7 @@
 """The memory that cross-attention reads: each row its own, real tokens only, in any order, projected once."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -66,11 +67,25 @@ def _some(held: Memory, change: Callable[[Tensor], Tensor]) -> Memory:
     return Memory(keys, values, real)
 
 
+def _row(held: Memory, row: int, real: Tensor | slice = slice(None)) -> Memory:
+    return _some(held, lambda x: x[row : row + 1, real])
+
+
+def _filled(held: Memory, real: Tensor, filler: float) -> Memory:
+    """The memory with a number as its padding."""
+    filled = _some(held, lambda x: x.masked_fill(~real[..., None], filler))
+    return Memory(filled.keys, filled.values, real)
+
+
+def _of(given: list[Tensor], real: Tensor) -> Memory:
+    """A memory of one sequence, or of keys and values."""
+    return Memory(given[0], given[1] if len(given) > 1 else None, real)
+
+
 def _own_rows(model: Decoder, tokens: Tensor, held: Memory) -> None:
     whole = _read(model, tokens, held)
     for row in range(ROWS):
-        mine = _some(held, lambda x, row=row: x[row : row + 1])  # type: ignore[misc]
-        alone = _read(model, tokens[row : row + 1], mine)
+        alone = _read(model, tokens[row : row + 1], _row(held, row))
         equal(whole[row : row + 1], alone, f"row {row} and its memory, against both alone")
     other = torch.tensor([1.0, 1.0, NAN], dtype=torch.float64)[:, None, None]
     changed = _read(model, tokens, _some(held, lambda x: x * other))
@@ -89,8 +104,7 @@ def _padded(model: Decoder, tokens: Tensor, held: Memory, real: Tensor, what: st
     """As the real tokens alone, in one call and with a state, whatever the padding holds; gradients too."""
     found = []
     for filler in (0.0, NAN):
-        filled = _some(held, lambda x, filler=filler: x.masked_fill(~real[..., None], filler))  # type: ignore[misc]
-        beside = Memory(filled.keys, filled.values, real)
+        beside = _filled(held, real, filler)
         hidden, _ = model(tokens, Layout.causal(*tokens.shape).with_memory(beside))
         steps = _in_steps(model, tokens, beside)
         equal(steps, hidden.detach(), f"{what}, the state made of it")
@@ -98,8 +112,7 @@ def _padded(model: Decoder, tokens: Tensor, held: Memory, real: Tensor, what: st
     identical(found[1][0], found[0][0], f"NaN in {what}")
     equal_gradients(found[1][1], found[0][1], f"NaN in {what}", tolerance=0.0)
     for row in range(ROWS):
-        alone = _some(held, lambda x, row=row: x[row : row + 1, real[row]])  # type: ignore[misc]
-        want = _read(model, tokens[row : row + 1], alone)
+        want = _read(model, tokens[row : row + 1], _row(held, row, real[row]))
         equal(found[0][0][row : row + 1, :TOKENS], want, f"row {row} of {what}, against its real tokens alone")
 
 
@@ -125,8 +138,8 @@ def _reached(model: Decoder, tokens: Tensor, held: Memory) -> None:
     given = [x for x in (held.keys, held.values) if x is not None]
     leaves = [x.clone().requires_grad_() for x in given]
     layout = Layout.causal(*tokens.shape)
-    hidden, _ = model(tokens, layout.with_memory(Memory(*leaves[:1], *(leaves[1:] or [None]), real)))
-    found = torch.autograd.grad(loss(hidden), leaves)
+    hidden, _ = model(tokens, layout.with_memory(_of(leaves, real)))
+    found = torch.autograd.grad(loss(hidden), leaves, allow_unused=True, materialize_grads=True)
     for number, gradient in enumerate(found):
         if not torch.equal(gradient.abs().amax(-1) > 0, real):
             raise Broken(f"the gradient of the memory's {('keys', 'values')[number]} is not that of its real tokens")
@@ -136,10 +149,12 @@ def _reached(model: Decoder, tokens: Tensor, held: Memory) -> None:
     ends = []
     for sign in (1, -1):
         moved = [x + sign * step * way for x, way in zip(given, directions, strict=True)]
-        ends.append(float(loss(_read(model, tokens, Memory(moved[0], *(moved[1:] or [None]), real)))))
+        ends.append(float(loss(_read(model, tokens, _of(moved, real)))))
     measured = (ends[0] - ends[1]) / (2 * step)
     if not abs(measured - predicted) <= 1e-5 * max(1.0, abs(measured)):
-        raise Broken(f"a small step of the memory changes the loss by {measured:.6g}, its gradient says {predicted:.6g}")
+        raise Broken(
+            f"a small step of the memory changes the loss by {measured:.6g}, its gradient says {predicted:.6g}"
+        )
 
 
 def _both_sequences(model: Decoder, tokens: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -154,7 +169,7 @@ def _both_sequences(model: Decoder, tokens: Tensor, keys: Tensor, values: Tensor
 def _nothing_to_read(model: Decoder, tokens: Tensor, keys: Tensor) -> None:
     """A memory of padding alone is one without tokens, and keeps the other rows as they were."""
     real = torch.tensor([[1] * LENGTH, [0] * LENGTH, [1] * LENGTH]) > 0
-    filled = Memory(keys.masked_fill(~real[..., None], NAN), real=real)
+    filled = _filled(Memory(keys), real, NAN)
     some, none = _read(model, tokens, filled), _read(model, tokens, Memory(keys[:, :0]))
     equal(some[1:2], none[1:2], "a row whose memory is all padding, against one without tokens")
     equal(some[::2], _read(model, tokens, Memory(keys))[::2], "rows beside one whose memory is all padding")
@@ -169,23 +184,19 @@ def _wrong(model: Decoder, tokens: Tensor, keys: Tensor) -> None:
         "is missing": None,
         "keys are": Memory(keys[..., :-1].repeat(1, 1, 2)),
         "values are": Memory(keys, keys.repeat(1, 1, 2)),
-        "rows, the call has": Memory(keys[:2]),
+        "has 2 rows": Memory(keys[:2]),
     }
     layout = Layout.causal(*tokens.shape)
     for words, held in wrong.items():
         beside = layout if held is None else layout.with_memory(held)
-        refuses(lambda beside=beside: model(tokens, beside), f"memory: {_start(words)}", f"a call whose memory {words}")  # type: ignore[misc]
+        refuses(partial(model, tokens, beside), f"memory: {words}", f"a call was taken whose memory {words}")
         if model.causal:
-            make = lambda held=held: model.init_state(ROWS, TOKENS, held)  # type: ignore[misc]  # noqa: E731
-            refuses(make, words, f"a state whose memory {words}")
+            make = partial(model.init_state, ROWS, TOKENS, held)
+            refuses(make, f"memory: {words}", f"a state was made of what {words}")
     if model.causal:
         state = model.init_state(ROWS, TOKENS, Memory(keys))
-        again = lambda: advance(model, state, tokens, layout.with_memory(Memory(keys)))  # noqa: E731
+        again = partial(advance, model, state, tokens, layout.with_memory(Memory(keys)))
         refuses(again, "memory: the state holds its own", "a call with a second memory")
-
-
-def _start(words: str) -> str:
-    return "has" if words.startswith("rows") else words
 
 
 def _encoded(model: Decoder, tokens: Tensor) -> None:
@@ -196,7 +207,9 @@ def _encoded(model: Decoder, tokens: Tensor) -> None:
     source, lengths = text(model.encoder.config, ROWS, LENGTH), [LENGTH, 2, 1]
     for side in ("left", "right"):
         layout = Layout.padded(lengths, side=side)
-        held = model.encode(torch.where(layout.positions >= 0, source.gather(1, layout.positions.clamp(min=0)), 0), layout)
+        held = model.encode(
+            torch.where(layout.positions >= 0, source.gather(1, layout.positions.clamp(min=0)), 0), layout
+        )
         found = _read(model, tokens, held)
         for row, length in enumerate(lengths):
             alone = _read(model, tokens[row : row + 1], model.encode(source[row : row + 1, :length]))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def encoder_config(config: ModelConfig, memory_width: int | None) -> ModelConfig | None:
-    """The design of the encoder, with a vocabulary. Raises DesignError where the layers cannot read its hidden states."""
+    """The design of the encoder, with a vocabulary. Raises DesignError where the layers cannot read it."""
     encoder = config.encoder
     if encoder is None:
         return None

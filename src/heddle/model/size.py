@@ -6,11 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from heddle.config import kinds
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.numerics.choose import Choice, witnessing
 from heddle.numerics.counting import counting
 from heddle.parts.layout import Layout, Memory
+from heddle.parts.mixers import MixerConfig
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,6 @@ def describe(data: dict[str, object]) -> str:
         if name == "kind" or value is False or value == 0.0:
             continue
         if isinstance(value, dict):
-            value = value["kind"]
+            value = f"({describe(value)})" if value["kind"] in kinds(MixerConfig.slot) else value["kind"]
         words.append(name if value is True else f"{name}={value}")
     return " ".join(words)

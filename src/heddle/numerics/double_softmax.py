@@ -78,7 +78,7 @@ def _normalised(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tens
     return k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
 
 
-DOUBLE_SOFTMAX = Operation(
+DOUBLE_SOFTMAX: Operation[DoubleSoftmaxFacts] = Operation(
     "double_softmax",
     (Form("linear", _linear, lambda facts: None), Form("reference", reference, lambda facts: None)),
 )

@@ -56,7 +56,7 @@ class CrossAttentionConfig(MixerConfig):
 
 @dataclass(frozen=True, eq=False)
 class Projected(MixerState):
-    """A memory's keys [B, G, S, d_k] and values [B, G, S, d_v]. positions int64 [B, S]: −1 at padding; None: no padding."""
+    """keys [B, G, S, d_k], values [B, G, S, d_v] of a memory; positions int64 [B, S], −1 at padding; None: all real."""
 
     keys: Tensor
     values: Tensor
@@ -90,7 +90,7 @@ class CrossAttention(Mixer):
         self.scale = config.scale or head_dim**-0.5
         self.reach, self.causal = 1, True
         self.memory_width = config.memory_width or place.width
-        self.double = config.normalisation == "double_softmax"
+        self.normalisation = config.normalisation
         into = bool(config.bias)
         self.q = Linear(place.width, self.heads * head_dim, bias=into)
         self.k = Linear(self.memory_width, self.kv_heads * head_dim, bias=into)
@@ -115,7 +115,7 @@ class CrossAttention(Mixer):
         """The projected memory; its size does not depend on the capacity."""
         assert memory is not None  # the model has checked it
         made = self._project(memory)
-        if self.double:
+        if self.normalisation == "double_softmax":
             return Summarised(summarise(made.keys, made.values, memory.real))
         return made.map(lambda _, x: x.contiguous())
 
@@ -133,7 +133,7 @@ class CrossAttention(Mixer):
         if state is None:
             assert layout.memory is not None  # the model has checked it
             state = self._project(layout.memory)
-            if self.double:
+            if self.normalisation == "double_softmax":
                 return double_softmax(q, state.keys, state.values, layout.memory.real)
         return attention(q, state.keys, state.values, _seen(layout, state), self.scale)
 
