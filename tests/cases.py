@@ -26,6 +26,11 @@ def attention(heads: int = 4, position: Data | None = ROPE, **fields: Any) -> Da
     return {"kind": "attention", "heads": heads, "position": position, **fields}
 
 
+def cross(heads: int = 4, **fields: Any) -> Data:
+    """A cross-attention mixer."""
+    return {"kind": "cross_attention", "heads": heads, **fields}
+
+
 def layer(mixer: Data | None, feedforward: Data | None = MLP, repeat: int = 1) -> Data:
     """A layer's entry."""
     return {"repeat": repeat, "mixer": mixer, "feedforward": feedforward}
@@ -140,6 +145,37 @@ CASES: dict[str, Data] = {
     "mlp-silu": forward("mlp", activation="silu"),
     "gated-silu": forward("gated"),
     "gated-gelu-bias": forward("gated", activation="gelu", bias=True),
+    "cross-grouped": design(layer(attention(kv_heads=2), None), layer(cross(6, kv_heads=2)), layer(cross(scale=0.7))),
+    "cross-own-widths": design(
+        layer(attention()), layer(cross(3, head_dim=5, value_dim=7, memory_width=10, bias=True), repeat=2)
+    ),
+    "cross-double-softmax": design(
+        layer(cross(6, kv_heads=2, head_dim=5, value_dim=3, normalisation="double_softmax", bias="qkv"), repeat=2),
+        layer(attention(window=3)),
+    ),
+    "cross-alone": design(
+        layer(cross(memory_width=7, value_dim=9)), layer(cross(memory_width=7, normalisation="double_softmax"))
+    ),
+    "encoder": design(
+        layer(attention(kv_heads=2), None),
+        layer(cross(memory_width=14), ALL_DROP),
+        encoder=DEFAULTS
+        | {
+            "vocab_size": 17,
+            "width": 14,
+            "norm": {"kind": "layer"},
+            "layers": [layer(attention(2, head_dim=6, causal=False, dropout=0.2), repeat=2)],
+        },
+    ),
+    "pair-windows": design(
+        layer({"kind": "pair", "first": attention(3, window=2), "second": attention(kv_heads=2, window=5)}, repeat=2)
+    ),
+    "pair-cross": design(
+        layer({"kind": "pair", "first": attention(kv_heads=1), "second": cross(3, memory_width=9)}), layer(attention())
+    ),
+    "pair-bidirectional": design(
+        layer({"kind": "pair", "first": attention(causal=False), "second": attention(2, causal=False, window=2)})
+    ),
     "residual-pre-norm-drop-path": design(
         layer(attention(), repeat=3), residual={"kind": "pre_norm", "drop_path": 0.5}
     ),

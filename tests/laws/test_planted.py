@@ -23,6 +23,7 @@ class Bug(NamedTuple):
 ATTENTION, VISIBILITY, TABLE = "numerics.attention", "numerics.visibility", "parts.table"
 LATENT, LATENT_MIXER = "numerics.latent", "parts.mixers.latent_attention:LatentAttention"
 DELTA, CONVOLUTION, MIXER = "numerics.delta", "numerics.convolution", "parts.mixers.gated_delta:GatedDelta"
+CROSS, PAIR, DOUBLE = "parts.mixers.cross_attention", "parts.mixers.pair", "numerics.double_softmax"
 MASK = f"{VISIBILITY}:Visibility.mask"
 
 # fmt: off
@@ -226,15 +227,43 @@ BUGS = [
         "generator=None"),
     Bug("the same numbers for every projection", "seeds", "attention-mha", "model.decoder:initialise",
         'f"{seed}/{name}"', 'f"{seed}"'),
-    Bug("a tied head given a weight of its own", "tied_head", "attention-mha", "model.decoder:materialise",
-        "if model.config.head.tied:", "if False:"),
+    Bug("a tied head given a weight of its own", "tied_head", "attention-mha", "model.decoder:Decoder.tie",
+        "if self.config.head.tied:", "if False:"),
     Bug("a number kept outside the weights", "weights_are_all", "attention-mha", "model.decoder:Embedding.initialise",
         "fill_normal(self.weight, std, generator)", "fill_normal(self.weight, std, generator)\n"
         "    self.scale = 1.0 + float(torch.rand((), generator=generator))"),
     Bug("false written as if it were the default", "round_trip", "attention-bidirectional", "config:Config.dump",
         "if value is not None", "if value"),
     Bug("the state of a longer text told", "true_size", "attention-mha", "model.size:size",
-        "model.init_state(batch, context)", "model.init_state(batch, context + 1)"),
+        "model.init_state(batch, context, ", "model.init_state(batch, context + 1, "),
+    # Memories and pairs
+    Bug("padding of a memory attended", "memory", "cross-grouped", f"{CROSS}:CrossAttention._project",
+        "memory.real.long() - 1", "memory.real.long() * 0"),
+    Bug("every memory taken for a full one", "memory", "cross-own-widths", f"{CROSS}:_seen", "not some and ", ""),
+    Bug("NaN in the padding of a memory projected", "memory", "cross-alone", "parts.layout:Memory.clean",
+        "if self.real is None:", "if True:"),
+    Bug("values made of the keys' sequence", "memory", "pair-cross", "parts.layout:Memory.clean",
+        "self.keys if self.values is None else self.values", "self.keys"),
+    Bug("one memory for all rows", "memory", "cross-grouped", f"{CROSS}:CrossAttention._project", "x.to(",
+        "x[:1].expand_as(x).to("),
+    Bug("no gradient to the memory", "memory", "cross-grouped", f"{CROSS}:CrossAttention._project", "x.to(",
+        "x.detach().to("),
+    Bug("keys normalised over their dims", "memory", "cross-double-softmax", f"{DOUBLE}:_normalised",
+        "masked_fill(empty, 0.0).softmax(2)", "masked_fill(empty, 0.0).softmax(3).nan_to_num()"),
+    Bug("padding of a memory in the sum over it", "memory", "cross-double-softmax", f"{DOUBLE}:_normalised",
+        'k.masked_fill(hidden, float("-inf"))', "k"),
+    Bug("a memory's padding lost when it is summarised", "memory", "cross-alone", f"{CROSS}:CrossAttention.init_state",
+        "made.values, memory.real", "made.values, None"),
+    Bug("a memory that nothing reads taken", "memory", "attention-mha", "model.decoder:Decoder._check_memory",
+        "if memory is not None:", "if False:"),
+    Bug("padding of a source not marked in the memory", "memory", "encoder", "model.encoder:encode",
+        "if layout is None or layout.padding is None else ~layout.padding", ""),
+    Bug("the second state of a pair thrown away", "cut", "pair-windows", f"{PAIR}:Pair.forward",
+        "None if state is None else state.second", "None"),
+    Bug("a table as short as the first of a pair needs", "cut", "pair-windows", f"{PAIR}:Pair.looks_back",
+        "_farther(self.first.looks_back, self.second.looks_back)", "self.first.looks_back"),
+    Bug("a pair that declares its narrower reach", "receptive_field", "pair-windows", f"{PAIR}:_farther", "max(",
+        "min("),
 ]
 # fmt: on
 

@@ -93,6 +93,5 @@ def restore(contents: Contents, dtype: torch.dtype | None, device: torch.device 
         owner, _, last = name.rpartition(".")
         tensor = held.pop(name)
         setattr(model.get_submodule(owner), last, nn.Parameter(tensor.to(tensor.dtype if dtype is None else dtype)))
-    if model.config.head.tied:
-        model.head.weight = model.embed.weight
+    model.tie()
     return model

@@ -34,6 +34,9 @@ def show(  # noqa: PLR0913 - one parameter an option
         list[int] | None, typer.Option("--context", metavar="N", help="Tokens of context; repeat. [2048 …]")
     ] = None,
     batch: Annotated[int, typer.Option("--batch", metavar="N", help="Rows.")] = 1,
+    memory: Annotated[
+        int | None, typer.Option("--memory", metavar="N", help="Tokens that cross-attention reads. [the context]")
+    ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of designs, for editors.")] = False,
     device: Device = "auto",
     precision: Precision = "fp32",
@@ -52,28 +55,30 @@ def show(  # noqa: PLR0913 - one parameter an option
         if design is None:
             raise ConfigError("DESIGN: is missing; give a file, preset:NAME or a checkpoint folder")
         contexts = context or [2048, 8192, 32768, 131072]
-        if min(contexts) < 1 or batch < 1:
-            raise ConfigError("show: --context and --batch must be at least 1")
+        if min(contexts) < 1 or batch < 1 or (memory is not None and memory < 1):
+            raise ConfigError("show: --context, --batch and --memory must be at least 1")
         config = with_vocabulary(read_config(design, overrides), DEFAULT_VOCABULARY)
-        facts = measure(config, contexts, batch, dtype_of(precision), runtime.device)
+        facts = measure(config, contexts, batch, dtype_of(precision), runtime.device, memory)
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
         _print(design, facts)
 
 
-def measure(config: "ModelConfig", contexts: list[int], batch: int, dtype: Any, device: str) -> dict[str, Any]:
-    """Everything `show` prints, as plain data."""
+def measure(
+    config: "ModelConfig", contexts: list[int], batch: int, dtype: Any, device: str, memory: int | None = None
+) -> dict[str, Any]:
+    """Everything `show` prints, as plain data; `memory` None reads one as long as each context."""
     from heddle.model.size import choices, size
 
-    sizes = [size(config, context, batch, dtype) for context in contexts]
+    sizes = [size(config, context, batch, dtype, memory) for context in contexts]
     first: Size = sizes[0]
     calls = {"training": (contexts[0], -1), "decode": (1, contexts[0])}
     chosen = {}
     for name, (queries, past) in calls.items():
         if past >= 0 and first.state_bytes == 0:
             continue
-        counted = choices(config, queries, past, dtype, device)
+        counted = choices(config, queries, past, dtype, device, memory)
         chosen[name] = [
             {"operation": c.operation, "form": c.form, "calls": n, "against": [list(pair) for pair in c.against]}
             for c, n in counted.items()
@@ -83,11 +88,13 @@ def measure(config: "ModelConfig", contexts: list[int], batch: int, dtype: Any, 
         "parameters": first.parameters,
         "active_parameters": first.active_parameters,
         "embedding_parameters": first.embedding_parameters,
+        "encoder": [vars(layer) for layer in first.encoder],
         "layers": [vars(layer) for layer in first.layers],
         "batch": batch,
         "contexts": [
             {
                 "context": one.context,
+                "memory": one.memory,
                 "flops_per_token": one.flops_per_token,
                 "state_bytes": one.state_bytes,
                 "state_bytes_per_token": one.state_bytes_per_token,
@@ -119,9 +126,11 @@ def _print(design: str, facts: dict[str, Any]) -> None:
     layers.add_column("mixer and feed-forward", overflow="fold")
     for name in ("parameters", f"state at {facts['contexts'][0]['context']:,}"):
         layers.add_column(name, justify="right")
-    for row in facts["layers"]:
-        parts = escape(f"{row['mixer']}\n{row['feedforward']}")
-        layers.add_row(f"{row['count']} ×", parts, f"{row['parameters']:,}", amount(row["state_bytes"], "bytes"))
+    for name in ("encoder", "layers"):
+        for row in facts[name]:
+            parts = escape(f"{row['mixer']}\n{row['feedforward']}")
+            kept = "encoder" if name == "encoder" else amount(row["state_bytes"], "bytes")
+            layers.add_row(f"{row['count']} ×", parts, f"{row['parameters']:,}", kept)
     console.print(layers)
     costs = Table(box=None, pad_edge=False)
     for name in ("context", "FLOPs per token", "state", "of it positions", "each further token"):
@@ -130,7 +139,9 @@ def _print(design: str, facts: dict[str, Any]) -> None:
         state = (amount(one[name], "bytes") for name in ("state_bytes", "table_bytes", "state_bytes_per_token"))
         costs.add_row(f"{one['context']:,}", f"{one['flops_per_token'] / 1e6:,.1f} M", *state)
     rows = "one row" if facts["batch"] == 1 else f"{facts['batch']} rows"
-    console.print(f"\ncost of {rows}; FLOPs of a forward pass, training takes 3 times as many")
+    read = sorted({one["memory"] for one in facts["contexts"]} - {0})
+    beside = f" beside a memory of {' or '.join(f'{length:,}' for length in read)} tokens" if read else ""
+    console.print(f"\ncost of {rows}{beside}; FLOPs of a forward pass, training takes 3 times as many")
     console.print(costs)
     for name, chosen in facts["kernels"].items():
         console.print(f"\nkernels in {name}")

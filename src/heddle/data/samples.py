@@ -23,12 +23,13 @@ class Batch:
 
     tokens int64 [B, T + 1]. lengths: for each row the lengths of the document pieces inside its T inputs,
     summing to T; a piece begins at an end token or at the row's start. samples int64 [B]: each row's sample
-    index.
+    index. source int64 [B, S], −1 at padding: what the encoder of a design that has one reads.
     """
 
     tokens: np.ndarray
     lengths: tuple[tuple[int, ...], ...]
     samples: np.ndarray
+    source: np.ndarray | None = None
 
 
 class Samples:

@@ -11,7 +11,7 @@ from heddle.generation.sampling import Sampling
 from heddle.generation.stopping import Tail
 from heddle.model.decoder import Decoder
 from heddle.numerics.linear import packing
-from heddle.parts.layout import Layout
+from heddle.parts.layout import Layout, Memory
 
 
 class TextStream(Protocol):
@@ -44,6 +44,7 @@ def generate(
     top_k: int | None = ...,
     top_p: float | None = ...,
     seed: int = ...,
+    memory: Memory | None = ...,
     stop: Sequence[str] = ...,
     on_text: Callable[[int, str], None] | None = ...,
 ) -> list[str]: ...
@@ -60,6 +61,7 @@ def generate(
     top_k: int | None = ...,
     top_p: float | None = ...,
     seed: int = ...,
+    memory: Memory | None = ...,
 ) -> list[list[int]]: ...
 
 
@@ -73,6 +75,7 @@ def generate(  # noqa: PLR0913 - settings by keyword
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    memory: Memory | None = None,
     stop: Sequence[str] = (),
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[str] | list[list[int]]:
@@ -80,7 +83,8 @@ def generate(  # noqa: PLR0913 - settings by keyword
 
     With a tokenizer, prompts are strings, each opened by the end token as in training, and a row ends at the
     end token or at the first of the `stop` strings (left out of the result); `on_text(row, piece)` is called
-    as text comes. temperature 0 is greedy. Raises ConfigError for an empty prompt list or a bad setting.
+    as text comes. temperature 0 is greedy. `memory` is what cross-attention reads, a row for each prompt.
+    Raises ConfigError for an empty prompt list or a bad setting.
     """
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens {max_new_tokens}: must be at least 1")
@@ -89,12 +93,12 @@ def generate(  # noqa: PLR0913 - settings by keyword
     sampling = Sampling(temperature, top_k, top_p, seed)
     if tokenizer is None:
         rows = [_checked(prompt, model) for prompt in prompts]
-        return _token_lists(tokens(model, rows, max_new_tokens, sampling), len(rows))
+        return _token_lists(tokens(model, rows, max_new_tokens, sampling, memory=memory), len(rows))
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) != len(prompts):
         raise ConfigError("prompts: with a tokenizer every prompt is a string; leave the tokenizer out for tokens")
     rows = [_checked([tokenizer.end, *tokenizer.encode(text)], model) for text in texts]
-    steps = tokens(model, rows, max_new_tokens, sampling, tokenizer.vocab_size)
+    steps = tokens(model, rows, max_new_tokens, sampling, tokenizer.vocab_size, memory)
     return _texts(steps, len(rows), tokenizer, stop, on_text)
 
 
@@ -109,7 +113,12 @@ def _checked(prompt: str | Sequence[int], model: Decoder) -> list[int]:
 
 
 def tokens(
-    model: Decoder, prompts: Sequence[Sequence[int]], steps: int, sampling: Sampling, known: int | None = None
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    steps: int,
+    sampling: Sampling,
+    known: int | None = None,
+    memory: Memory | None = None,
 ) -> Iterator[tuple[Tensor, "Rows"]]:
     """Yield each step's new tokens int64 [B] and the rows, on which the caller marks those that ended.
 
@@ -126,7 +135,7 @@ def tokens(
     was_training = model.training
     model.eval()
     try:
-        state = model.init_state(len(prompts), longest + steps - 1)
+        state = model.init_state(len(prompts), longest + steps - 1, memory)
         for step in range(steps):
             with torch.no_grad(), packing():  # neither may be in force where the caller runs
                 hidden, after = model(inputs, layout, state)

@@ -7,7 +7,7 @@ import yaml
 from torch import Tensor
 
 from heddle.config import decode
-from heddle.laws.subject import Broken, answer, equal, fresh, subject, text
+from heddle.laws.subject import MEMORY, Broken, answer, equal, fresh, subject, text
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build, initialise, materialise
 from heddle.model.load import parse_yaml
@@ -88,13 +88,15 @@ def weights_are_all(config: ModelConfig) -> None:
 
 def true_size(config: ModelConfig) -> None:
     """The parameters and state bytes that are told are those of the model that is built."""
-    told = size(config, context=21, batch=2)
+    told = size(config, context=21, batch=2, memory=MEMORY)
     model = build(config)
     parameters = sum({id(value): value.numel() for value in model.parameters()}.values())
     if told.parameters != parameters:
         raise Broken(f"{told.parameters} parameters are told, {parameters} are built")
     if sum(layer.count for layer in told.layers) != config.depth:
         raise Broken(f"the layers told are not {config.depth}")
+    if sum(layer.count for layer in told.encoder) != (0 if config.encoder is None else config.encoder.depth):
+        raise Broken("the layers told of the encoder are not those of its design")
     kept = fresh(model, 2, 21).bytes if model.causal else 0
     if told.state_bytes != kept:
         raise Broken(f"{told.state_bytes} bytes of state are told, {kept} are allocated")

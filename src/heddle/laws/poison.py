@@ -94,9 +94,10 @@ def _continued(model: Decoder, state: State, tokens: torch.Tensor, sizes: list[i
 
 def _poison_slots(state: State) -> None:
     """A row of n tokens uses the first n slots of each cache, and all of them once it has filled a ring."""
-    for layer in state.layers:
-        if isinstance(layer, Cache):
-            for tensor in layer.tensors().values():
+    held = [part for layer in state.layers if layer is not None for part in layer.parts()]
+    for cache in held:
+        if isinstance(cache, Cache):
+            for tensor in cache.tensors().values():
                 unused = torch.arange(tensor.shape[2]) >= state.table.counts[:, None]
                 tensor.masked_fill_(unused[:, None, :, None], NAN)
 

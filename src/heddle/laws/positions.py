@@ -43,17 +43,18 @@ def rotation(config: ModelConfig) -> None:
     for handle in handles:
         handle.remove()
     for module, x in calls:
-        turned = module(x, Layout.causal(1, 9))
-        still = module(x, Layout(torch.zeros(1, 9, dtype=torch.int64), has_padding=False))
+        length = x.shape[2]
+        turned = module(x, Layout.causal(1, length))
+        still = module(x, Layout(torch.zeros(1, length, dtype=torch.int64), has_padding=False))
         grown = x * module.amplitude
         nearer = torch.where((still - x).abs() <= (still - grown).abs(), x, grown)  # dims that are not turned stay
         equal(still[0], nearer[0], f"{type(module).__name__}: heads at position 0 (row is the head)")
         equal(_lengths(turned), _lengths(still), f"{type(module).__name__}: the length of a head")
         for by in SHIFTS:
-            moved = module(x, Layout.causal(1, 9, start=by))
+            moved = module(x, Layout.causal(1, length, start=by))
             scores, shifted = turned @ turned.mT, moved @ moved.mT
             equal(shifted[0], scores[0], f"{type(module).__name__}: scores after a shift by {by} (row is the head)")
-        if torch.equal(module(x, Layout.causal(1, 9, start=1)), turned):
+        if torch.equal(module(x, Layout.causal(1, length, start=1)), turned):
             raise Broken(f"{type(module).__name__}: turns nothing")
 
 

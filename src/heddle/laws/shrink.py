@@ -3,7 +3,7 @@
 from math import lcm
 from typing import Any
 
-from heddle.config import decode
+from heddle.config import decode, kinds
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
@@ -21,8 +21,9 @@ def shrink(config: ModelConfig) -> ModelConfig:
     Layers: each distinct layer once, in order (one alone twice, if there were several). Sizes: width the least
     multiple of every layer's heads from 16 on, and odd heads' widths stay odd; heads in the same ratio to kv_heads
     where it is at most 3; explicit head and value widths keep their order and parity; latents at most 10 wide,
-    windows at most 7, hidden at most 20 (odd stays odd), 97 tokens, 128 learned positions. A part's unknown fields
-    stay as they are; where the small sizes do not fit together, only layers, windows and vocabulary are cut.
+    windows at most 7, hidden at most 20, memories at most 10 wide or as an encoder's hidden states (odd stays odd),
+    97 tokens, 128 learned positions. A part's unknown fields stay as they are; where the small sizes do not fit
+    together, only layers, windows and vocabulary are cut.
     """
     for sizes in (True, False):
         try:
@@ -35,19 +36,43 @@ def shrink(config: ModelConfig) -> ModelConfig:
 
 
 def _shrunk(config: ModelConfig, sizes: bool) -> Data:
-    distinct: list[Data] = []
+    layers, encoder = _distinct(config), config.encoder
+    if encoder is None:
+        width = _width(config.width, layers) if sizes else config.width
+        return _stack(config, layers, width, sizes) | {"vocab_size": VOCABULARY}
+    inner = _distinct(encoder)
+    alike = encoder.width == config.width  # then both stay so
+    width, beside = config.width, encoder.width
+    if sizes:
+        width = _width(width, layers + inner if alike else layers)
+        beside = width if alike else _width(beside, inner)
+    data = _stack(config, layers, width, sizes) | {"vocab_size": VOCABULARY}
+    small = _stack(encoder, inner, beside, sizes)
+    data["encoder"] = small | ({"vocab_size": VOCABULARY} if "vocab_size" in small else {})
+    for mixer in _mixers(data["layers"]):
+        if "memory_width" in mixer:
+            mixer["memory_width"] = beside
+    return data
+
+
+def _distinct(config: ModelConfig) -> list[Data]:
+    found: list[Data] = []
     for _, layer in config.expand():
         plain = {name: value for name, value in layer.dump().items() if name != "repeat"}
-        if plain not in distinct:
-            distinct.append(plain)
+        if plain not in found:
+            found.append(plain)
+    return found
+
+
+def _stack(config: ModelConfig, distinct: list[Data], width: int, sizes: bool) -> Data:
+    """A design without its encoder, its distinct layers once."""
     layers = distinct * 2 if len(distinct) == 1 and config.depth > 1 else distinct
-    data = config.dump() | {"vocab_size": VOCABULARY, "layers": layers}
-    width = _width(config.width, distinct) if sizes else config.width
+    data = config.dump() | {"width": width}
     data["layers"] = [_layer(layer, config.width, width, sizes) for layer in layers]
     position = data["embedding"].get("position")
     if position and "length" in position:
         data["embedding"] = data["embedding"] | {"position": position | {"length": LEARNED}}
-    return data | {"width": width}
+    return data
 
 
 def _few(number: int) -> int:
@@ -67,11 +92,22 @@ def _heads(mixer: Data) -> tuple[int, int]:
     return few * _few(heads // groups), few
 
 
+def _is_mixer(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("kind") in kinds("mixers")
+
+
+def _mixers(layers: list[Data]) -> list[Data]:
+    """Every mixer, those within others too."""
+    found = [layer["mixer"] for layer in layers if layer.get("mixer")]
+    for mixer in found:  # grows as it goes
+        found += [value for value in mixer.values() if _is_mixer(value)]
+    return found
+
+
 def _width(width: int, layers: list[Data]) -> int:
     least = 1
     odd = width % 2 == 1
-    for layer in layers:
-        mixer = layer.get("mixer") or {}
+    for mixer in _mixers(layers):
         if "heads" in mixer and "head_dim" not in mixer:
             least = lcm(least, _heads(mixer)[0])
             odd = odd or width // mixer["heads"] % 2 == 1
@@ -92,8 +128,13 @@ def _layer(layer: Data, width: int, small_width: int, sizes: bool) -> Data:
 
 def _mixer(mixer: Data, width: int, small_width: int, sizes: bool) -> Data:
     small = dict(mixer)
+    for name, value in mixer.items():
+        if _is_mixer(value):
+            small[name] = _mixer(value, width, small_width, sizes)
     if mixer.get("window"):
         small["window"] = min(mixer["window"], WINDOW)
+    if sizes and mixer.get("memory_width"):
+        small["memory_width"] = _small(mixer["memory_width"], 10)
     if not sizes or "heads" not in mixer:
         return small
     small["heads"], groups = _heads(mixer)

@@ -51,9 +51,15 @@ def normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def memory(model: Decoder, rows: int) -> Memory | None:
-    """What a design's cross-attention reads in every law: the same for each row, so that rows stay comparable."""
+    """What a design's cross-attention reads in every law: the same for each row, so that rows stay comparable.
+
+    A design with an encoder reads what that makes of a text, with gradients where they are on.
+    """
     if model.memory_width is None:
         return None
+    if model.encoder is not None:
+        source = text(model.encoder.config, 1, MEMORY, seed=4)
+        return model.encode(source.expand(max(1, rows), -1))  # that no row is refused is the model's to say
     weight = model.embed.weight
     one = normal((1, MEMORY, model.memory_width), torch.Generator().manual_seed(4)).to(weight)
     return Memory(one.expand(rows, -1, -1))

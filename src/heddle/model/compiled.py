@@ -22,6 +22,7 @@ def compiled(model: Decoder, backend: str | Callable[..., Any] | None = None) ->
             setattr(module, name, parameter)
         for name in eager_methods(module):
             setattr(module, name, torch.compiler.disable(getattr(module, name)))
-    for layer in twin.layers:
-        layer.compile() if backend is None else layer.compile(backend=backend)
+    for stack in (twin, twin.encoder):
+        for layer in () if stack is None else stack.layers:
+            layer.compile() if backend is None else layer.compile(backend=backend)
     return twin.train(model.training)

@@ -71,9 +71,14 @@ class LayerConfig(Config):
 
 
 class ModelConfig(Config):
-    """A decoder (or, with every mixer `causal: false`, an encoder). `norm` is the default of every norm."""
+    """A decoder (or, with every mixer `causal: false`, an encoder). `norm` is the default of every norm.
 
-    vocab_size: Count | None = None  # None: taken from the tokenizer when the model is trained
+    `encoder` is a whole design besides, without a head of its own: its hidden states are the memory that the layers'
+    `cross_attention` reads.
+    """
+
+    vocab_size: Count | None = None  # None: taken from the tokenizer when the model is trained; an encoder: the same
+    encoder: "ModelConfig | None" = None
     width: Count
     layers: tuple[LayerConfig, ...]
     norm: NormConfig
@@ -88,6 +93,10 @@ class ModelConfig(Config):
             refuse("layers", "is empty; name at least one layer")
         if self.depth > MOST_LAYERS:
             refuse("layers", f"stands for {self.depth} layers; at most {MOST_LAYERS} are built")
+        if self.encoder is not None and self.encoder.encoder is not None:
+            refuse("encoder.encoder", "an encoder has none of its own; leave it out")
+        if self.encoder is not None and not self.encoder.head.tied:
+            refuse("encoder.head.tied", "an encoder has no head that could be untied; leave it out")
         return self
 
     @property

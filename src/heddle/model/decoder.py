@@ -4,10 +4,11 @@
                     │
 tokens → embed → [ residual(stream, mixer, feedforward) ] × N → close → hidden → head → logits
                           mixer(x, layout, state_i) → y, state_i'
+                                    │
+source → encoder → memory           (a design with an encoder, or a memory from elsewhere)
 """
 
 import hashlib
-import math
 from collections.abc import Callable
 from contextvars import copy_context
 from functools import partial
@@ -15,62 +16,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from heddle.config import DesignError, build_under
 from heddle.errors import ConfigError
-from heddle.model.config import EmbeddingConfig, LayerConfig, ModelConfig
+from heddle.model.config import LayerConfig, ModelConfig
+from heddle.model.embedding import Embedding, Head
+from heddle.model.encoder import check_encoder, encode, encoder_config
 from heddle.model.state import State
-from heddle.numerics.linear import linear
 from heddle.parts.dropout import Dropout
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.layout import Layout, Memory
-from heddle.parts.leaf import Leaf, Linear, fill_normal
+from heddle.parts.leaf import Leaf, Linear
 from heddle.parts.mixers import Mixer, Place
 from heddle.parts.residuals import Stream, Wiring
 from heddle.parts.table import Table
-
-
-class Embedding(Leaf):
-    """Token embeddings, scaled and positioned; padding becomes zero, whatever token stands there."""
-
-    def __init__(self, vocab_size: int, width: int, config: EmbeddingConfig) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, width))
-        self.scale = math.sqrt(width) if config.scale else 1.0
-        self.position = None if config.position is None else build_under("position", config.position.build, width)
-        self.dropout = Dropout(config.dropout)
-
-    def initialise(self, std: float, generator: torch.Generator) -> None:
-        """Normal rows."""
-        fill_normal(self.weight, std, generator)
-
-    def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
-        """tokens int64 [B, T] -> [B, T, width]."""
-        x = functional.embedding(tokens, self.weight)
-        if self.scale != 1.0:
-            x = x * self.scale
-        if self.position is not None:
-            x = self.position(x, layout)
-        x = self.dropout(x)
-        return x if layout.padding is None else x.masked_fill(layout.padding[..., None], 0.0)
-
-
-class Head(Leaf):
-    """Hidden states -> logits."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def initialise(self, std: float, generator: torch.Generator) -> None:
-        """Normal rows."""
-        fill_normal(self.weight, std, generator)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., width] -> [..., vocab_size]."""
-        return linear(hidden, self.weight)
 
 
 class Layer(nn.Module):
@@ -120,6 +80,8 @@ class Decoder(nn.Module):
         for index, (path, layer) in enumerate(config.expand()):
             rate = config.residual.drop_path * index / max(1, config.depth - 1)
             self.layers.append(build_under(path, Layer, layer, config, rate))
+            self._check_width(path)
+        self.encoder = self._encoder(config)
         self.close = config.residual.build_close(config.width, config.norm)
         own = self.embed.weight if config.head.tied else nn.Parameter(torch.empty_like(self.embed.weight))
         self.head = Head(own)
@@ -127,6 +89,29 @@ class Decoder(nn.Module):
         drops = [module for module in self.modules() if isinstance(module, Dropout)]
         for site, module in enumerate(drops):
             module.site = site
+
+    def _check_width(self, path: str) -> None:
+        """Raises DesignError if the newest layer reads a memory of another width than one before."""
+        *_, newest = self.mixers()
+        width = None if newest is None else newest.memory_width
+        if width is not None and width != self.memory_width:
+            reason = f"reads a memory {width} wide, a layer before one {self.memory_width} wide; make them equal"
+            raise DesignError(f"{path}.mixer", reason)
+
+    def _encoder(self, config: ModelConfig) -> "Decoder | None":
+        inner = encoder_config(config, self.memory_width)
+        if inner is None:
+            return None
+        encoder = build_under("encoder", Decoder, inner)
+        build_under("encoder", check_encoder, encoder)
+        return encoder
+
+    def tie(self) -> None:
+        """Make a tied head the embedding, and the encoder's too: anew after parameters were replaced."""
+        if self.config.head.tied:
+            self.head.weight = self.embed.weight
+        if self.encoder is not None:
+            self.encoder.tie()
 
     def mixers(self) -> list[Mixer | None]:
         """The mixer of each layer."""
@@ -149,6 +134,16 @@ class Decoder(nn.Module):
         widths = [mixer.memory_width for mixer in self.mixers() if mixer is not None]
         return next((width for width in widths if width is not None), None)
 
+    def encode(self, source: Tensor, layout: Layout | None = None) -> Memory:
+        """source int64 [B, S] -> what the layers' cross-attention reads, once for as many calls as one likes.
+
+        For `layout.with_memory(memory)`, or `init_state(memory=memory)`. Raises ConfigError without an encoder.
+        """
+        if self.encoder is not None:
+            self.encoder.checkpointing = self.checkpointing
+        return encode(self.encoder, source, layout)
+
+    @torch.no_grad()  # a state carries no gradient, whatever its memory does
     def init_state(
         self, batch: int, capacity: int | None = None, memory: Memory | None = None, rewind: int = 0
     ) -> State:
@@ -180,8 +175,7 @@ class Decoder(nn.Module):
             return
         if memory is None:
             raise ConfigError("memory: is missing; give layout.with_memory(...), or init_state(..., memory=...)")
-        if memory.keys.shape[0] != batch:
-            raise ConfigError(f"memory: has {memory.keys.shape[0]} rows, the call has {batch}; they must be equal")
+        memory.check(self.memory_width, batch)
 
     def forward(
         self, tokens: Tensor, layout: Layout | None = None, state: State | None = None
@@ -233,14 +227,15 @@ class Decoder(nn.Module):
 
 def initialise(model: Decoder, seed: int) -> None:
     """Fill every parameter: a function of the seed and the parameter's name, whatever the device or dtype."""
-    config = model.config.initialisation
     for name, module in model.named_modules():
+        stack = model if model.encoder is None or not name.startswith("encoder.") else model.encoder
+        config = stack.config.initialisation
         own = list(module.parameters(recurse=False))
         if isinstance(module, Linear):
-            module.branch_scale = (2 * model.config.depth) ** -0.5 if config.depth_scaled else 1.0
+            module.branch_scale = (2 * stack.config.depth) ** -0.5 if config.depth_scaled else 1.0
         if own and not isinstance(module, Leaf):
             raise TypeError(f"{name}: owns parameters but is no Leaf, so nothing says how they start")
-        if isinstance(module, Leaf) and not (isinstance(module, Head) and model.config.head.tied):
+        if isinstance(module, Leaf) and not (isinstance(module, Head) and stack.config.head.tied):
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             module.initialise(config.std, generator)
@@ -268,5 +263,4 @@ def materialise(model: Decoder, dtype: torch.dtype, device: torch.device | str) 
         for name, parameter in module.named_parameters(recurse=False):
             empty = torch.empty(parameter.shape, dtype=dtype, device=device)
             setattr(module, name, nn.Parameter(empty))
-    if model.config.head.tied:
-        model.head.weight = model.embed.weight
+    model.tie()

@@ -94,11 +94,18 @@ def load_config(source: str | Path | dict[str, Any], overrides: Sequence[str] = 
         data = read_design(source)
         for override in overrides:
             apply_override(data, override)
-        config = decode(ModelConfig, DEFAULTS | data)
+        config = decode(ModelConfig, _with_defaults(data))
     except RecursionError:
         raise ConfigError("layers: nest too deeply to be read; write fewer levels, with repeat") from None
     _try_build(config, Decoder)
     return config
+
+
+def _with_defaults(data: dict[str, Any]) -> dict[str, Any]:
+    """What a design may leave out, and its encoder too."""
+    encoder = data.get("encoder")
+    inner = {"encoder": DEFAULTS | encoder} if isinstance(encoder, dict) else {}
+    return DEFAULTS | data | inner
 
 
 def _try_build(config: ModelConfig, decoder: Any) -> None:
@@ -196,7 +203,7 @@ def _set(node: Any, steps: list[str], value: Any, override: str, at: str) -> Non
             node[step] = value
         else:
             if step not in node or node[step] is None:
-                node[step] = DEFAULTS[step].copy() if not at and step in DEFAULTS else {}
+                node[step] = DEFAULTS[step].copy() if at in ("", "encoder") and step in DEFAULTS else {}
             _set(node[step], rest, value, override, f"{at}.{step}" if at else step)
     else:
         raise DesignError(f"override '{override}'", f"{at} is {node!r}, which has no field '{step}'; set {at} first")

@@ -24,8 +24,9 @@ def schema() -> dict[str, Any]:
                     places.setdefault(base.__name__, []).append({"$ref": f"#/$defs/{slot}.{kind}"})
             definitions[f"{slot}.{kind}"] = one
         definitions |= {name: {"oneOf": choices} for name, choices in places.items()}
-    # Both have defaults where a design is read.
-    root["required"] = [name for name in root["required"] if name not in ("norm", "residual")]
+    # Both have defaults where a design is read. It refers to itself, as an encoder, so it is among the definitions.
+    design = definitions[ModelConfig.__name__]
+    design["required"] = [name for name in design["required"] if name not in ("norm", "residual")]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "$defs": definitions}
 
 

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from heddle.config import kinds
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.numerics.choose import Choice, witnessing
 from heddle.numerics.counting import counting
 from heddle.numerics.linear import packing
-from heddle.parts.layout import Layout
+from heddle.parts.layout import Layout, Memory
+from heddle.parts.mixers import MixerConfig
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,11 @@ class LayerSize:
 class Size:
     """The size of a design for rows of `context` tokens, `batch` of them.
 
+    memory: tokens of what cross-attention reads, 0 where nothing does.
     flops_per_token: forward, averaged over a row of `context` tokens, causal pairs only; training is 3 times that.
-    state_bytes: every tensor of the state, the table of positions included; state_bytes_per_token: what one more
-    token adds to the layers' states (0 once all windows are full). table_bytes: the table alone.
+    An encoder's pass over `memory` tokens is in it. state_bytes: every tensor of the state, the table of positions
+    and what is kept of the memory included; state_bytes_per_token: what one more token adds to the layers' states
+    (0 once all windows are full). table_bytes: the table alone.
     """
 
     context: int
@@ -44,57 +48,95 @@ class Size:
     state_bytes_per_token: int
     table_bytes: int
     layers: tuple[LayerSize, ...]
+    memory: int = 0
+    encoder: tuple[LayerSize, ...] = ()
 
 
-def size(config: ModelConfig, context: int = 2048, batch: int = 1, dtype: torch.dtype = torch.float32) -> Size:
-    """Measure a design. Raises DesignError where it cannot be built; bidirectional designs keep no state."""
+def size(
+    config: ModelConfig,
+    context: int = 2048,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float32,
+    memory: int | None = None,
+) -> Size:
+    """Measure a design that reads a memory of `memory` tokens (None: as many as `context`), if it reads one.
+
+    Raises DesignError where it cannot be built; bidirectional designs keep no state.
+    """
     model = build(config, dtype=dtype, device="meta")
     unique = {id(parameter): parameter.numel() for parameter in model.parameters()}
-    state = model.init_state(batch, context) if model.causal else None
+    length = context if memory is None else memory
+    state = model.init_state(batch, context, _memory(model, batch, length)) if model.causal else None
     total = 0 if state is None else state.bytes
     table = 0 if state is None else state.table.bytes
+    stacks = [model] if model.encoder is None else [model, model.encoder]
     return Size(
         context=context,
         batch=batch,
         parameters=sum(unique.values()),
         active_parameters=sum(unique.values()),
-        embedding_parameters=model.embed.weight.numel(),
-        flops_per_token=flops_per_token(model, context),
+        embedding_parameters=sum(stack.embed.weight.numel() for stack in stacks),
+        flops_per_token=flops_per_token(model, context, length),
         state_bytes=total,
-        state_bytes_per_token=_state_growth(model, context) if state is not None else 0,
+        state_bytes_per_token=_state_growth(model, context, length) if state is not None else 0,
         table_bytes=table,
         layers=tuple(_layers(model, state.layer_bytes if state is not None else None)),
+        memory=0 if model.memory_width is None else length,
+        encoder=() if model.encoder is None else tuple(_layers(model.encoder, None)),
     )
 
 
-def flops_per_token(model: Decoder, context: int) -> float:
-    """Forward operations of a meta model for one row of `context` tokens and all its logits, divided by them."""
+def _memory(model: Decoder, rows: int, length: int) -> Memory | None:
+    """What the layers read, on the meta device: made by the encoder, if there is one."""
+    if model.memory_width is None:
+        return None
+    if model.encoder is not None:
+        return model.encode(torch.zeros(rows, length, dtype=torch.int64, device="meta"))
+    return Memory(torch.zeros(rows, length, model.memory_width, dtype=model.embed.weight.dtype, device="meta"))
+
+
+def _placed(model: Decoder, length: int, memory: int) -> Layout:
+    layout = Layout.causal(1, length, device="meta")
+    beside = _memory(model, 1, memory)
+    return layout if beside is None else layout.with_memory(beside)
+
+
+def flops_per_token(model: Decoder, context: int, memory: int = 0) -> float:
+    """Forward operations of a meta model for one row of `context` tokens and all its logits, divided by them.
+
+    memory: tokens of what cross-attention reads; reading it, and an encoder's pass over it, are counted.
+    """
     tokens = torch.zeros(1, context, dtype=torch.int64, device="meta")
     with torch.no_grad(), counting() as tally:
-        hidden, _ = model(tokens, Layout.causal(1, context, device="meta"))
+        hidden, _ = model(tokens, _placed(model, context, memory))
         model.head(hidden)
     return tally[0] / context
 
 
 def state_bytes(config: ModelConfig, context: int, batch: int = 1, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes of a state of that capacity, table included."""
-    return build(config, dtype=dtype, device="meta").init_state(batch, context).bytes
+    """Bytes of a state of that capacity, table included, and of what is kept of as long a memory."""
+    model = build(config, dtype=dtype, device="meta")
+    return model.init_state(batch, context, _memory(model, batch, context)).bytes
 
 
-def choices(config: ModelConfig, queries: int, past: int, dtype: torch.dtype, device: str) -> Counter[Choice]:
+def choices(
+    config: ModelConfig, queries: int, past: int, dtype: torch.dtype, device: str, memory: int | None = None
+) -> Counter[Choice]:
     """The kernel chosen for each operation of one call (`queries` tokens after `past`), with how often.
 
     The call is made on the meta device in the name of `device`. past = −1 means a training call without state.
+    memory: tokens of what cross-attention reads (None: as many as the text).
     """
+    length = queries + max(past, 0) if memory is None else memory
     model = build(config, dtype=dtype, device="meta")
     tokens = torch.zeros(1, queries, dtype=torch.int64, device="meta")
     with witnessing(device) as seen:
         if past < 0:
-            hidden, _ = model(tokens)
+            hidden, _ = model(tokens, _placed(model, queries, length))
             model.head(hidden)
         else:
             with torch.no_grad(), packing():  # as generation runs
-                state = model.init_state(1, past + queries)
+                state = model.init_state(1, past + queries, _memory(model, 1, length))
                 if past:
                     _, state = model(torch.zeros(1, past, dtype=torch.int64, device="meta"), None, state)
                 seen.clear()
@@ -103,8 +145,9 @@ def choices(config: ModelConfig, queries: int, past: int, dtype: torch.dtype, de
     return Counter(seen)
 
 
-def _state_growth(model: Decoder, context: int) -> int:
-    shorter, longer = (model.init_state(1, context + more).layer_bytes for more in (0, 1))
+def _state_growth(model: Decoder, context: int, memory: int) -> int:
+    beside = _memory(model, 1, memory)
+    shorter, longer = (model.init_state(1, context + more, beside).layer_bytes for more in (0, 1))
     return sum(longer) - sum(shorter)
 
 
@@ -141,6 +184,6 @@ def describe(data: dict[str, object]) -> str:
         if name == "kind" or value is False or value == 0.0:
             continue
         if isinstance(value, dict):
-            value = value["kind"]
+            value = f"({describe(value)})" if value["kind"] in kinds(MixerConfig.slot) else value["kind"]
         words.append(name if value is True else f"{name}={value}")
     return " ".join(words)

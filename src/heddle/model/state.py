@@ -47,7 +47,8 @@ class State:
 
     def goes_back(self, tokens: int) -> bool:
         """Whether `rewind` can take back that many tokens."""
-        return all(layer is None or layer.goes_back(tokens, self.table) for layer in self.layers)
+        layers = all(layer is None or layer.goes_back(tokens, self.table) for layer in self.layers)
+        return layers and (tokens == 0 or self.table.goes_back(tokens))
 
     def rewind(self, tokens: int | Sequence[int] | Tensor) -> "State":
         """Take back the last `tokens` of every row (or so many of each), in place; consumes this handle.
@@ -65,6 +66,8 @@ class State:
                     f"rewind: layer {index} cannot take back {most} tokens ({_why(layer)}); "
                     "fork the state before and replay what shall stay"
                 )
+        if most and not self.table.goes_back(most):
+            raise ConfigError(f"rewind: the table of positions cannot take back {most} tokens; fork the state before")
         table, gone = self.table.rewound(back)
         self.consumed = True
         return State(table, [None if layer is None else layer.rewound(table, gone) for layer in self.layers])
@@ -97,5 +100,5 @@ class State:
 
 
 def _why(layer: MixerState) -> str:
-    ring = getattr(layer, "ring", False)
+    ring = any(getattr(part, "ring", False) for part in layer.parts())
     return "a ring; make the state with more rewind" if ring else f"{type(layer).__name__} keeps no past"

@@ -6,13 +6,13 @@ from heddle.numerics.attention import ATTENTION
 from heddle.numerics.choose import Operation, forcing
 from heddle.numerics.convolution import CONVOLUTION
 from heddle.numerics.delta import DELTA
+from heddle.numerics.double_softmax import DOUBLE_SOFTMAX
 from heddle.numerics.latent import LATENT
 from heddle.numerics.linear import LINEAR
 from heddle.numerics.norms import RMS_NORM
 
-OPERATIONS: dict[str, Operation] = {
-    operation.name: operation for operation in (ATTENTION, CONVOLUTION, DELTA, LATENT, LINEAR, RMS_NORM)
-}
+_ALL: tuple[Operation, ...] = (ATTENTION, CONVOLUTION, DELTA, DOUBLE_SOFTMAX, LATENT, LINEAR, RMS_NORM)
+OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in _ALL}
 
 
 def kernels(**choices: str) -> AbstractContextManager[None]:

@@ -41,6 +41,22 @@ class Memory:
         if self.real is not None and self.real.shape != self.keys.shape[:2]:
             raise ConfigError(f"memory: real has shape {list(self.real.shape)}; expected {shape[:2]}")
 
+    def check(self, width: int, rows: int) -> None:
+        """Raises ConfigError where a design that reads a memory so wide, in a call of so many rows, cannot read it."""
+        for name, tensor in (("keys", self.keys), ("values", self.values)):
+            if tensor is not None and tensor.shape[2] != width:
+                raise ConfigError(f"memory: {name} are {tensor.shape[2]} wide, the design reads memory_width = {width}")
+        if self.keys.shape[0] != rows:
+            raise ConfigError(f"memory: has {self.keys.shape[0]} rows, the call has {rows}; they must be equal")
+
+    def clean(self) -> tuple[Tensor, Tensor]:
+        """What keys and what values are made of, zero at padding: 0 · NaN would reach a result or a gradient."""
+        values = self.keys if self.values is None else self.values
+        if self.real is None:
+            return self.keys, values
+        padding = ~self.real[..., None]
+        return self.keys.masked_fill(padding, 0.0), values.masked_fill(padding, 0.0)
+
 
 @dataclass(frozen=True, eq=False)
 class Layout:

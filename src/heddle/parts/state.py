@@ -1,6 +1,6 @@
 """What a mixer remembers between calls: a frozen dataclass of tensors, batch first, that can be copied row by row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,6 +22,13 @@ class MixerState:
             elif isinstance(value, MixerState):
                 found |= {f"{name}.{inner}": tensor for inner, tensor in value.tensors().items()}
         return found
+
+    def parts(self) -> "Iterator[MixerState]":
+        """The state itself and every state within it."""
+        yield self
+        for value in self._fields().values():
+            if isinstance(value, MixerState):
+                yield from value.parts()
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> Self:
         """The same state with each named tensor changed."""

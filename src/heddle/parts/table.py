@@ -49,7 +49,7 @@ class Table:
         batch: int, reach: int | None, capacity: int | None, device: torch.device | str, rewind: int = 0
     ) -> "Table":
         """A table for rows without tokens."""
-        size = (GROWTH_START if capacity is None else capacity) if reach is None else max(1, reach + rewind)
+        size = (GROWTH_START if capacity is None else capacity) if reach is None else max(1, reach) + rewind
         if reach is not None and capacity is not None:
             size = max(1, min(size, capacity))
         positions = torch.full((batch, size), -1, dtype=torch.int32, device=device)
@@ -80,6 +80,10 @@ class Table:
     def bytes(self) -> int:
         """Bytes of every tensor of the table."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
+
+    def goes_back(self, tokens: int) -> bool:
+        """Whether the positions before the last `tokens` of each row are still known."""
+        return self.reach is None or self.peak <= self.size or tokens <= self.spare
 
     def check_batch(self, rows: int) -> None:
         """Raises ConfigError if a call has another number of rows."""

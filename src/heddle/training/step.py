@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +11,7 @@ from heddle.data.samples import Batch
 from heddle.model.decoder import Decoder
 from heddle.numerics.cross_entropy import loss_sum
 from heddle.numerics.noise import Key, keyed
-from heddle.parts.layout import Layout
+from heddle.parts.layout import Layout, Memory
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,22 @@ def gradients(
         layout = Layout.packed(batch.lengths[start : start + rows], device=device)
         with keyed(Key(*key, samples)):
             with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+                if batch.source is not None:
+                    layout = layout.with_memory(encoded(model, batch.source[start : start + rows]))
                 hidden, _ = model(tokens[:, :-1], layout)
                 loss = loss_sum(hidden.flatten(0, 1), model.head.weight, tokens[:, 1:].flatten()) / targets_in_batch
             torch.autograd.backward(loss)  # recomputed activations must draw under the same key
         total += loss.detach().double().cpu()
     return total
+
+
+def encoded(model: Decoder, source: np.ndarray) -> Memory:
+    """What the model's encoder makes of source int64 [B, S], in which −1 is padding."""
+    device, real = model.embed.weight.device, source >= 0
+    positions = None if real.all() else torch.from_numpy(np.where(real, real.cumsum(1) - 1, -1)).to(device)
+    return model.encode(
+        torch.from_numpy(np.where(real, source, 0)).to(device), None if positions is None else Layout(positions)
+    )
 
 
 def make_optimizer(model: Decoder, weight_decay: float) -> torch.optim.AdamW:

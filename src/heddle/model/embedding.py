@@ -1,0 +1,55 @@
+"""Both ends of a model: tokens -> embeddings, and hidden states -> logits."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from heddle.config import build_under
+from heddle.model.config import EmbeddingConfig
+from heddle.numerics.linear import linear
+from heddle.parts.dropout import Dropout
+from heddle.parts.layout import Layout
+from heddle.parts.leaf import Leaf, fill_normal
+
+
+class Embedding(Leaf):
+    """Token embeddings, scaled and positioned; padding becomes zero, whatever token stands there."""
+
+    def __init__(self, vocab_size: int, width: int, config: EmbeddingConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, width))
+        self.scale = math.sqrt(width) if config.scale else 1.0
+        self.position = None if config.position is None else build_under("position", config.position.build, width)
+        self.dropout = Dropout(config.dropout)
+
+    def initialise(self, std: float, generator: torch.Generator) -> None:
+        """Normal rows."""
+        fill_normal(self.weight, std, generator)
+
+    def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
+        """tokens int64 [B, T] -> [B, T, width]."""
+        x = functional.embedding(tokens, self.weight)
+        if self.scale != 1.0:
+            x = x * self.scale
+        if self.position is not None:
+            x = self.position(x, layout)
+        x = self.dropout(x)
+        return x if layout.padding is None else x.masked_fill(layout.padding[..., None], 0.0)
+
+
+class Head(Leaf):
+    """Hidden states -> logits."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def initialise(self, std: float, generator: torch.Generator) -> None:
+        """Normal rows."""
+        fill_normal(self.weight, std, generator)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., width] -> [..., vocab_size]."""
+        return linear(hidden, self.weight)

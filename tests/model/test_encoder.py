@@ -1,0 +1,289 @@
+"""Designs with an encoder: torch's transformer says the same; decoding, saving, sizing, training; what is refused."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heddle
+from heddle.config import decode
+from heddle.data.samples import Batch
+from heddle.errors import ConfigError
+from heddle.laws import run, shrink
+from heddle.laws.subject import subject, text
+from heddle.model.compiled import compiled
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder
+from heddle.model.load import load_config
+from heddle.parts.layout import Layout
+from heddle.training.step import apply, gradients, make_optimizer
+from tests.cases import Data, attention, case, cross
+
+WIDTH, DEPTH = 16, 2
+MLP: Data = {"kind": "mlp", "hidden": 20, "activation": "relu", "bias": True}
+PLAIN: Data = {"heads": 4, "bias": True, "position": None}
+TRANSFORMER: Data = {
+    "vocab_size": 31,
+    "width": WIDTH,
+    "norm": {"kind": "layer"},
+    "encoder": {
+        "vocab_size": 13,
+        "width": WIDTH,
+        "norm": {"kind": "layer"},
+        "layers": [{"repeat": DEPTH, "mixer": attention(**PLAIN, causal=False), "feedforward": MLP}],
+    },
+    "layers": [
+        {"repeat": DEPTH, "layers": [{"mixer": attention(**PLAIN)}, {"mixer": cross(4, bias=True), "feedforward": MLP}]}
+    ],
+}
+
+
+def attention_weights(mixer: nn.Module, name: str) -> dict[str, Tensor]:
+    """torch's attention from ours."""
+    q, k, v, out = (getattr(mixer, which) for which in ("q", "k", "v", "out"))
+    return {
+        f"{name}.in_proj_weight": torch.cat([part.weight for part in (q, k, v)]),
+        f"{name}.in_proj_bias": torch.cat([part.bias for part in (q, k, v)]),
+        f"{name}.out_proj.weight": out.weight,
+        f"{name}.out_proj.bias": out.bias,
+    }
+
+
+def pairs(module: Any, name: str) -> dict[str, Tensor]:
+    """Weight and bias of a projection or norm."""
+    return {f"{name}.weight": module.weight, f"{name}.bias": module.bias}
+
+
+def theirs(model: Decoder) -> nn.Transformer:
+    """torch's pre-norm transformer with our weights."""
+    kind: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True, "dtype": torch.float64}
+    last = nn.LayerNorm(WIDTH, dtype=torch.float64)
+    stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 20, **kind), DEPTH, last, False)
+    other = nn.Transformer(WIDTH, 4, DEPTH, DEPTH, 20, custom_encoder=stack, **kind).eval()
+    assert model.encoder is not None
+    found = pairs(model.encoder.close.norm, "encoder.norm") | pairs(model.close.norm, "decoder.norm")
+    for index, layer in enumerate(list(model.encoder.layers)):
+        at = f"encoder.layers.{index}"
+        found |= attention_weights(layer.mixer, f"{at}.self_attn")  # type: ignore[arg-type]
+        found |= feedforward(layer, at, "norm2") | pairs(layer.residual.norms.mixer, f"{at}.norm1")  # type: ignore[union-attr]
+    for index in range(DEPTH):
+        own, beside = model.layers[2 * index], model.layers[2 * index + 1]
+        at = f"decoder.layers.{index}"
+        found |= attention_weights(own.mixer, f"{at}.self_attn")  # type: ignore[arg-type]
+        found |= attention_weights(beside.mixer, f"{at}.multihead_attn")  # type: ignore[arg-type]
+        found |= feedforward(beside, at, "norm3") | pairs(own.residual.norms.mixer, f"{at}.norm1")  # type: ignore[union-attr]
+        found |= pairs(beside.residual.norms.mixer, f"{at}.norm2")  # type: ignore[union-attr]
+    other.load_state_dict(found)
+    return other
+
+
+def feedforward(layer: Any, at: str, norm: str) -> dict[str, Tensor]:
+    return (
+        pairs(layer.feedforward.up, f"{at}.linear1")
+        | pairs(layer.feedforward.down, f"{at}.linear2")
+        | pairs(layer.residual.norms.feedforward, f"{at}.{norm}")
+    )
+
+
+LENGTHS = [5, 2, 4]
+
+
+def source_of(model: Decoder, side: str = "right") -> tuple[Tensor, Layout]:
+    assert model.encoder is not None
+    layout = Layout.padded(LENGTHS, side=side)
+    return text(model.encoder.config, 3, 5), layout
+
+
+def test_torchs_transformer_says_the_same() -> None:
+    model = subject(load_config(TRANSFORMER))
+    assert model.encoder is not None
+    source, layout = source_of(model)
+    tokens, padding = text(model.config, 3, 7), layout.positions < 0
+    with torch.no_grad():
+        memory = model.encode(source, layout)
+        got, _ = model(tokens, Layout.causal(3, 7).with_memory(memory))
+        want = theirs(model)(
+            torch.nn.functional.embedding(source, model.encoder.embed.weight),
+            torch.nn.functional.embedding(tokens, model.embed.weight),
+            tgt_mask=torch.ones(7, 7, dtype=torch.bool).triu(1),
+            src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+        )
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_decoding_equals_one_call_and_encodes_once(side: str) -> None:
+    model = subject(case("encoder"))
+    assert model.encoder is not None
+    source, layout = source_of(model, side)
+    tokens, calls = text(model.config, 3, 6), []
+    model.encoder.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        memory = model.encode(source, layout)
+        whole, _ = model(tokens, Layout.causal(3, 6).with_memory(memory))
+        state, steps = model.init_state(3, 6, memory), []
+        for position in range(6):
+            hidden, state = model(tokens[:, position : position + 1], None, state)
+            steps.append(hidden)
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=0, atol=1e-10)
+    assert len(calls) == 1
+
+
+def test_generation_reads_the_memory_of_each_row() -> None:
+    model = subject(case("encoder"))
+    source, layout = source_of(model)
+    with torch.no_grad():
+        together = heddle.generate(model, [[1], [2, 3], [4]], memory=model.encode(source, layout), max_new_tokens=6)
+        for row, prompt in enumerate([[1], [2, 3], [4]]):
+            memory = model.encode(source[row : row + 1, : LENGTHS[row]])
+            assert heddle.generate(model, [prompt], memory=memory, max_new_tokens=6) == [together[row]]
+    with pytest.raises(ConfigError, match="memory: is missing"):
+        heddle.generate(model, [[1]], max_new_tokens=1)
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    model = heddle.build(case("encoder"), seed=3).eval()
+    heddle.save(model, tmp_path / "saved")
+    again, _ = heddle.load(tmp_path / "saved")
+    assert again.config == model.config
+    assert again.encoder is not None
+    assert again.encoder.head.weight is again.encoder.embed.weight
+    source, layout = source_of(model)
+    tokens = text(model.config, 3, 4)
+    answers = [one(tokens, Layout.causal(3, 4).with_memory(one.encode(source, layout)))[0] for one in (model, again)]
+    assert torch.equal(*answers)
+    names = [name for name, _ in model.named_parameters()]
+    assert {"encoder.embed.weight", "encoder.layers.1.mixer.q.weight", "layers.1.mixer.k.weight"} <= set(names)
+
+
+def test_each_stack_starts_by_its_own_depth_and_spread() -> None:
+    config = load_config(TRANSFORMER, ["encoder.initialisation.std=0.5", "width=64", "encoder.width=64"])
+    weights = dict(heddle.build(config).named_parameters())
+    spread = {
+        name: float(weights[f"{name}.weight"].detach().std())
+        for name in ("encoder.layers.0.mixer.out", "layers.0.mixer.out")
+    }
+    assert spread["encoder.layers.0.mixer.out"] == pytest.approx(0.5 * (2 * DEPTH) ** -0.5, rel=0.1)
+    assert spread["layers.0.mixer.out"] == pytest.approx(0.02 * (2 * 2 * DEPTH) ** -0.5, rel=0.1)
+
+
+def test_size_counts_the_encoder_and_the_memory() -> None:
+    config = load_config(TRANSFORMER)
+    told, short = heddle.size(config, context=8, batch=2), heddle.size(config, context=8, batch=2, memory=3)
+    assert (told.memory, short.memory, told.parameters) == (8, 3, short.parameters)
+    assert told.embedding_parameters == (31 + 13) * WIDTH
+    assert [layer.count for layer in told.encoder] == [DEPTH]
+    assert told.state_bytes - short.state_bytes == DEPTH * 2 * 5 * 2 * WIDTH * 4
+    assert told.state_bytes_per_token == DEPTH * 2 * WIDTH * 4
+    mlp, linear = 2 * 20 * WIDTH, WIDTH * WIDTH
+    encoder = 3 * (4 * linear + mlp) + 3 * 3 * 2 * WIDTH
+    beside = 2 * 3 * linear + 8 * (2 * linear + mlp) + 8 * 3 * 2 * WIDTH
+    own = 8 * 4 * linear + (8 * 9 // 2) * 2 * WIDTH
+    assert short.flops_per_token == 2 * (DEPTH * (encoder + beside + own) + 8 * 31 * WIDTH) / 8
+
+
+def batch_of(model: Decoder) -> Batch:
+    tokens = text(model.config, 4, 8).numpy()
+    source = np.array([[1, 2, 3], [4, -1, -1], [5, 6, -1], [-1, 7, 8]])
+    return Batch(tokens, ((7,),) * 4, np.array([5, 2, 9, 4]), source)
+
+
+@pytest.mark.parametrize("pieces", [2, 4])
+def test_training_in_pieces(pieces: int) -> None:
+    """Dropout included: the encoder's is keyed by sample as the layers' is."""
+    model = subject(case("encoder")).train()
+    found = []
+    for count in (1, pieces):
+        loss = gradients(model, batch_of(model), (1, 2), count)
+        found.append((loss, {name: value.grad for name, value in model.named_parameters()}))
+        model.zero_grad(set_to_none=True)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-10)
+    assert all(grad is not None and bool((grad != 0).any()) for grad in found[0][1].values())
+
+
+def test_a_step_learns_with_recomputed_and_narrow_layers() -> None:
+    model = heddle.build(case("encoder")).train()
+    model.checkpointing = True
+    optimizer, batch = make_optimizer(model, 0.1), batch_of(model)
+    losses = [float(gradients(model, batch, (0, 0), 1, torch.bfloat16))]
+    for step in range(8):
+        assert apply(model, optimizer, gradients(model, batch, (0, step), 2, torch.bfloat16), 1e-2, 1.0).taken
+    losses.append(float(gradients(model, batch, (0, 0), 1, torch.bfloat16)))
+    assert losses[1] < losses[0]
+
+
+# The compiler itself looks at the .grad of tensors that are no leaves.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_the_compiled_twin_shares_the_encoder() -> None:
+    config = load_config(TRANSFORMER, ["encoder.layers.0.repeat=1", "layers.0.repeat=1"])
+    model = heddle.build(config).eval()
+    twin = compiled(model, backend="eager")
+    source, layout = source_of(model)
+    tokens = text(model.config, 3, 4)
+    answers = [one(tokens, Layout.causal(3, 4).with_memory(one.encode(source, layout)))[0] for one in (model, twin)]
+    torch.testing.assert_close(answers[1], answers[0])
+    assert {id(value) for value in twin.parameters()} == {id(value) for value in model.parameters()}
+
+
+def test_made_small_it_keeps_the_laws() -> None:
+    large = ["width=512", "encoder.width=512", "layers.0.layers.1.mixer.kv_heads=2", "encoder.layers.0.repeat=9"]
+    small = shrink(load_config(TRANSFORMER, large))
+    assert small.encoder is not None
+    assert (small.width, small.encoder.width, small.encoder.depth) == (16, 16, 2)
+    results = run(small, ["cut", "memory", "true_size", "round_trip", "checkpointing", "weights_are_all"])
+    assert [result for result in results if not result.passed] == []
+
+
+def test_an_encoder_takes_the_defaults_and_the_vocabulary() -> None:
+    short = {"width": 8, "layers": [{"mixer": {"kind": "attention", "heads": 2, "causal": False}}]}
+    data = {
+        "vocab_size": 9,
+        "width": 8,
+        "encoder": short,
+        "layers": [{"mixer": {"kind": "cross_attention", "heads": 2}}],
+    }
+    config = load_config(data, ["encoder.norm.eps=1e-3"])
+    assert config.encoder is not None
+    assert config.encoder.norm.dump() == {"kind": "rms", "eps": 1e-3, "offset": 0.0, "cast": "before"}
+    model = heddle.build(config)
+    assert model.encoder is not None
+    assert model.encoder.embed.weight.shape == (9, 8)
+    assert load_config(config.dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("encoder.width=8", "encoder.width: 8 is not the memory_width = 16 that the layers read; make them equal"),
+        ("layers.0.layers.1.mixer.kind=attention",
+         "encoder: no layer reads what it makes; add a cross_attention mixer, or leave it out"),
+        ("encoder.layers.0.mixer={kind: cross_attention, heads: 2}",
+         "encoder.layers: an encoder has no memory to read; take cross_attention out of it"),
+        ("encoder.head.tied=false", "encoder.head.tied: an encoder has no head that could be untied; leave it out"),
+        ("encoder.layers.0.mixer.heads=3",
+         "encoder.layers[0].mixer.heads: 3 does not divide width = 16; give head_dim, or other heads"),
+        ("encoder=3", "encoder: expected a table of fields, got 3 (a whole number)"),
+    ],
+)  # fmt: skip
+def test_refused_designs(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        load_config(TRANSFORMER, [override])
+
+
+def test_an_encoder_within_an_encoder_is_refused() -> None:
+    inner = load_config(TRANSFORMER["encoder"]).dump()
+    inner = inner | {"encoder": inner}
+    with pytest.raises(ConfigError, match=r"^encoder\.encoder: an encoder has none of its own; leave it out$"):
+        load_config(TRANSFORMER | {"encoder": inner})
+
+
+def test_a_design_without_one_does_not_encode() -> None:
+    model = heddle.build(decode(ModelConfig, load_config(TRANSFORMER, ["encoder=null"]).dump()))
+    assert model.memory_width == WIDTH
+    with pytest.raises(ConfigError, match=r"^encoder: this design has none; give a memory of your own"):
+        model.encode(torch.zeros(1, 3, dtype=torch.int64))
