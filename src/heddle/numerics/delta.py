@@ -106,7 +106,7 @@ def _chunked(rule: Rule, memory: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Solve(torch.autograd.Function):
-    """(I + tril(A, −1))⁻¹ B by products alone, which outrun torch's triangular solver several times."""
+    """(I + tril(A, −1))⁻¹ B by products alone, in half the time of torch's triangular solver on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, system: Tensor, wanted: Tensor) -> Tensor:
