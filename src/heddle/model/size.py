@@ -45,11 +45,16 @@ class Size:
     layers: tuple[LayerSize, ...]
 
 
-def size(config: ModelConfig, context: int = 2048, batch: int = 1, dtype: torch.dtype = torch.float32) -> Size:
-    """Measure a design. Raises DesignError where it cannot be built; bidirectional designs keep no state."""
+def size(
+    config: ModelConfig, context: int = 2048, batch: int = 1, dtype: torch.dtype = torch.float32, rewind: int = 0
+) -> Size:
+    """Measure a design, its state with that `rewind`; bidirectional designs keep none.
+
+    Raises DesignError where it cannot be built, ConfigError where it cannot go back.
+    """
     model = build(config, dtype=dtype, device="meta")
     unique = {id(parameter): parameter.numel() for parameter in model.parameters()}
-    state = model.init_state(batch, context) if model.causal else None
+    state = model.init_state(batch, context, rewind=rewind) if model.causal else None
     total = 0 if state is None else state.bytes
     table = 0 if state is None else state.table.bytes
     return Size(
