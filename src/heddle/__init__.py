@@ -11,6 +11,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from heddle.checkpoints.model import load as load
     from heddle.checkpoints.model import save as save
+    from heddle.checkpoints.state import load_state as load_state
+    from heddle.checkpoints.state import save_state as save_state
     from heddle.generation.generate import generate as generate
     from heddle.model.decoder import Decoder as Decoder
     from heddle.model.decoder import build as build
@@ -29,7 +31,9 @@ _HOMES = {
     "kernels": "heddle.numerics.kernels",
     "load": "heddle.checkpoints.model",
     "load_config": "heddle.model.load",
+    "load_state": "heddle.checkpoints.state",
     "save": "heddle.checkpoints.model",
+    "save_state": "heddle.checkpoints.state",
     "size": "heddle.model.size",
 }
 
@@ -43,7 +47,9 @@ __all__ = [
     "kernels",
     "load",
     "load_config",
+    "load_state",
     "save",
+    "save_state",
     "size",
 ]
 

@@ -77,7 +77,7 @@ BUGS = [
     Bug("a turned ring taken for one that was never full", "rewind_refusals", "layers-nested",
         "parts.cache:Cache.goes_back", "table.peak <=", "table.filled <="),
     Bug("a refusal that spoils the handle", "rewind_refusals", "attention-window-2", "model.state:State.rewind",
-        "self._check()", "self.take()"),
+        "self.check()", "self.take()"),
     Bug("a state taken back and still in use", "rewind_refusals", "attention-mha", "model.state:State.rewind",
         "self.consumed = True", "pass"),
     Bug("a size that forgets the slack", "slack_told", "attention-window-7", "model.size:size", ", rewind=rewind", ""),

@@ -193,7 +193,7 @@ def rewind_refusals(config: ModelConfig) -> None:
     twin = Twin(model, 2, rewind=slack)
     twin.feed(text(config, 2, length), "rows")
     for wrong in (torch.tensor(length + 1), torch.tensor([0, length + 1]), torch.tensor(-1), torch.tensor([1, 1, 1])):
-        take = lambda wrong=wrong: twin.state.rewind(wrong)  # type: ignore[misc]  # noqa: E731
+        take = lambda wrong=wrong: twin.state.rewind(wrong)  # noqa: E731
         refuses(take, "rewind", f"{wrong.tolist()} of {length} tokens were taken back")
     if forgets or _rings(model):
         beyond = [slack + 1, 0]

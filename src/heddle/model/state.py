@@ -26,7 +26,7 @@ class State:
 
     def take(self) -> "State":
         """Mark as consumed. Raises ConfigError if it was already: its tensors hold later tokens."""
-        self._check()
+        self.check()
         self.consumed = True
         return self
 
@@ -39,7 +39,7 @@ class State:
 
         Raises ConfigError for a row that is not there. This handle stays good.
         """
-        self._check()
+        self.check()
         index = torch.as_tensor(rows, dtype=torch.int64, device=self.table.counts.device)
         if index.dim() != 1 or index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= self.table.batch:
             raise ConfigError(f"select: rows {index.tolist()} must be numbers from 0 to {self.table.batch - 1}")
@@ -64,7 +64,7 @@ class State:
         Raises ConfigError if a row has fewer, or a layer cannot: a recurrence never, a ring no further than the
         `rewind` that its state was made with. Then this handle stays good; fork before, and replay instead.
         """
-        self._check()
+        self.check()
         counts = self.table.counts
         back = torch.as_tensor(tokens, device=counts.device)
         if back.dtype.is_floating_point or (back.dim() and back.shape != counts.shape):
@@ -88,7 +88,8 @@ class State:
                 return f"layer {index} ({type(layer).__name__})"
         return "the table of positions"
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises ConfigError if an earlier call consumed this handle."""
         if self.consumed:
             raise ConfigError(
                 "state: was consumed by an earlier call; continue with the state that call returned "
