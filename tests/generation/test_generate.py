@@ -15,34 +15,15 @@ from heddle.generation.sample import sample
 from heddle.model.decoder import Decoder, build
 from tests import small
 from tests.cases import CASES, case
+from tests.generation.loops import greedy, lively
 
 CAUSAL = [name for name in CASES if "bidirectional" not in name]
 STEPS = 9
 PROMPTS = [[5, 3, 8, 13, 21, 34, 55, 1], [2], [7, 7, 7, 9]]
 
 
-def greedy(model: Decoder, prompt: list[int], steps: int) -> list[int]:
-    """The plain loop: everything is computed anew for each token."""
-    row = list(prompt)
-    model.eval()
-    with torch.no_grad():
-        for _ in range(steps):
-            logits = model.head(model(torch.tensor([row]))[0])[0, -1]
-            row.append(int((logits == logits.max()).nonzero()[0]))
-    return row[len(prompt) :]
-
-
 def double(name: str) -> Decoder:
     return build(case(name), dtype=torch.float64, seed=1)
-
-
-def lively(model: Decoder) -> Decoder:
-    """Layers that outweigh the embedding, so that greedy text varies instead of repeating one token."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2 and name.startswith("layers."):
-                parameter.mul_(30.0)
-    return model
 
 
 @pytest.mark.parametrize("name", CAUSAL)

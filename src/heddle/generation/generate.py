@@ -131,7 +131,8 @@ def prefix(model: Decoder, text: str | Sequence[int], tokenizer: Tokenizer | Non
     """
     if isinstance(text, str) == (tokenizer is None):
         raise ConfigError("prefix: give a string and its tokenizer, or a list of tokens without one")
-    opened = [tokenizer.end, *tokenizer.encode(text)] if isinstance(text, str) and tokenizer is not None else text
+    opened: list[int] = [] if tokenizer is None else [tokenizer.end]
+    opened += tokenizer.encode(text) if isinstance(text, str) and tokenizer is not None else map(int, text)
     return read_prefix(model, checked_row(opened, model))
 
 
