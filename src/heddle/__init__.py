@@ -11,7 +11,10 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from heddle.checkpoints.model import load as load
     from heddle.checkpoints.model import save as save
+    from heddle.checkpoints.state import load_state as load_state
+    from heddle.checkpoints.state import save_state as save_state
     from heddle.generation.generate import generate as generate
+    from heddle.generation.generate import prefix as prefix
     from heddle.model.decoder import Decoder as Decoder
     from heddle.model.decoder import build as build
     from heddle.model.load import load_config as load_config
@@ -31,7 +34,10 @@ _HOMES = {
     "kernels": "heddle.numerics.kernels",
     "load": "heddle.checkpoints.model",
     "load_config": "heddle.model.load",
+    "load_state": "heddle.checkpoints.state",
+    "prefix": "heddle.generation.generate",
     "save": "heddle.checkpoints.model",
+    "save_state": "heddle.checkpoints.state",
     "size": "heddle.model.size",
 }
 
@@ -46,7 +52,10 @@ __all__ = [
     "kernels",
     "load",
     "load_config",
+    "load_state",
+    "prefix",
     "save",
+    "save_state",
     "size",
 ]
 

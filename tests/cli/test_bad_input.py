@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from heddle.checkpoints.model import load, save
 from heddle.checkpoints.steps import step_folder
 from heddle.cli.main import run
 from heddle.data.tokenizer import Tokenizer
+from heddle.model.decoder import build
 from tests import small
 
 SIZE = ["--context", "16", "--batch-size", "4", "--steps", "2", "--device", "cpu"]
@@ -50,6 +52,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("run", "flipped", "cut"):
         text = ["--data", f"{root}/text", "--out", f"{root}/{name}", "--quiet"]
         assert run(["train", f"{root}/good.yaml", *text, *SIZE, "--save-every", "1"]) == 0
+    own, tokenizer = load(root / "run")
+    save(build(small.config(small.design(vocab_size=310))), root / "wider", tokenizer)
+    save(own, root / "other", Tokenizer.train([small.text(9000)[::-1]], small.VOCABULARY))
     for name in ("flipped", "cut"):
         for step in (1, 2):
             weights = step_folder(root / name, step) / "model.safetensors"
@@ -168,6 +173,13 @@ ONE_LONG_TABLE: list[tuple[str, int, str]] = [
     ("generate @/run --top-p 2", 2, "top_p 2.0: must be above 0 and at most 1"),
     ("generate @/run --seed -1", 2, "seed -1: must be at least 0"),
     ("generate @/run --stop=", 2, "stop: an empty stop string"),
+    ("generate @/run --beams 0", 2, "beams 0: must be at least 1"),
+    ("generate @/run --beams 2 --temperature 1", 2, "beams 2: look for the likeliest text and do not sample; leave"),
+    ("generate @/run --beams 2 --draft @/run", 2, "beams 2: follow their own guesses; leave out the draft, or the"),
+    ("generate @/run --draft @/run --lookahead 0", 2, "lookahead 0: must be at least 1"),
+    ("generate @/run --draft @/none", 2, "@/none.*"),
+    ("generate @/run --draft @/wider", 2, "draft: has a vocabulary of 310 tokens, the model 300; they must be"),
+    ("generate @/run --draft @/other", 2, "--draft @/other: has another tokenizer than @/run; train both with one"),
     ("generate @/run --precision half", 2, "--precision half: unknown precision"),
     ("inspect @/none --text x", 2, "@/none.*"),
     ("inspect @/run --text=", 2, "--text: is empty; give some words"),

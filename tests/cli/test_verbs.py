@@ -206,6 +206,19 @@ def test_generate_answers_several_prompts(place: Path, capsys: pytest.CaptureFix
     assert all(answer["text"] in out for answer in answers)
 
 
+def test_generate_with_a_draft_and_with_beams(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ("generate", place / "run", "--prompt", "The ", "--max-new-tokens", "12", "--device", "cpu")
+    out, err = call(capsys, *ask, "--draft", place / "run", "--lookahead", "3")
+    assert out == call(capsys, *ask)[0]
+    assert re.match(r"draft: \d+ of \d+ guesses kept in \d calls; \d+ tokens", err)
+    assert err.count("\n") == 1
+    assert call(capsys, *ask, "--draft", place / "run", "--quiet") == (out, "")
+    model, tokenizer = load(place / "run")
+    assert tokenizer is not None
+    text = generate(model, ["The "], tokenizer, max_new_tokens=12, beams=3)[0]
+    assert call(capsys, *ask, "--beams", "3") == (text + "\n", "")
+
+
 def test_generate_reads_a_prompt_from_a_pipe(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

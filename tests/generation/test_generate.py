@@ -1,49 +1,29 @@
 """Generation with a state is generation without one, row by row, and text comes out whole."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from heddle.data.tokenizer import Tokenizer
 from heddle.errors import ConfigError, MachineError
 from heddle.generation import generate as module
-from heddle.generation.generate import Rows, generate
+from heddle.generation import reading
+from heddle.generation.generate import generate
+from heddle.generation.reading import Request, Steps
 from heddle.generation.sample import sample
-from heddle.generation.sampling import Sampling
 from heddle.model.decoder import Decoder, build
 from tests import small
 from tests.cases import CASES, case
+from tests.generation.loops import greedy, lively
 
 CAUSAL = [name for name in CASES if "bidirectional" not in name]
 STEPS = 9
 PROMPTS = [[5, 3, 8, 13, 21, 34, 55, 1], [2], [7, 7, 7, 9]]
 
 
-def greedy(model: Decoder, prompt: list[int], steps: int) -> list[int]:
-    """The plain loop: everything is computed anew for each token."""
-    row = list(prompt)
-    model.eval()
-    with torch.no_grad():
-        for _ in range(steps):
-            logits = model.head(model(torch.tensor([row]))[0])[0, -1]
-            row.append(int((logits == logits.max()).nonzero()[0]))
-    return row[len(prompt) :]
-
-
 def double(name: str) -> Decoder:
     return build(case(name), dtype=torch.float64, seed=1)
-
-
-def lively(model: Decoder) -> Decoder:
-    """Layers that outweigh the embedding, so that greedy text varies instead of repeating one token."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2 and name.startswith("layers."):
-                parameter.mul_(30.0)
-    return model
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -61,8 +41,8 @@ def test_the_texts_above_vary() -> None:
 
 def test_padding_on_the_wrong_side_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lively(double("attention-gqa"))
-    right = module.Layout.padded
-    monkeypatch.setattr(module.Layout, "padded", lambda lengths, side, device: right([max(lengths)] * len(lengths)))
+    right = reading.Layout.padded
+    monkeypatch.setattr(reading.Layout, "padded", lambda lengths, side, device: right([max(lengths)] * len(lengths)))
     assert generate(model, PROMPTS, max_new_tokens=STEPS) != [greedy(model, prompt, STEPS) for prompt in PROMPTS]
 
 
@@ -152,16 +132,13 @@ def writer(tokenizer: Tokenizer) -> Decoder:
 def scripted(monkeypatch: pytest.MonkeyPatch, rows: list[list[int]]) -> None:
     """Let the model write these tokens."""
 
-    def tokens(
-        model: Decoder, prompts: Any, steps: int, sampling: Sampling, known: int
-    ) -> Iterator[tuple[Tensor, Rows]]:
-        marks = Rows(len(rows))
-        for step in range(min(steps, max(map(len, rows)))):
-            yield torch.tensor([row[min(step, len(row) - 1)] for row in rows]), marks
-            if all(marks.ended):
+    def plain(model: Decoder, request: Request, ended: list[bool]) -> Steps:
+        for step in range(min(request.steps, max(map(len, rows)))):
+            yield [(number, row[min(step, len(row) - 1)]) for number, row in enumerate(rows)]
+            if all(ended):
                 return
 
-    monkeypatch.setattr(module, "tokens", tokens)
+    monkeypatch.setattr(module, "plain", plain)
 
 
 def test_text_comes_in_whole_characters_and_adds_up(

@@ -17,7 +17,9 @@ ROTATIONS, TABLES = (
     for base in (RotationConfig, AdditiveConfig)
 )
 LEARNED = {"position": {"kind": "learned", "length": 9}}
-CHOICES = "bias, causal, dropout, head_dim, heads, kv_heads, position, qk_norm, scale, value_dim, window"
+CHOICES = (
+    "bias, causal, dropout, gate, head_dim, heads, kv_heads, position, qk_norm, scale, sink, softcap, value_dim, window"
+)
 
 SENTENCES = {
     "layers.0.mixer.kind=attenton": "layers[0].mixer: unknown kind 'attenton'; did you mean 'attention'? "

@@ -4,12 +4,16 @@ import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from heddle.cli.options import Device, Json, Kernel, PartFile, Precision, Quiet, Threads, dtype_of, open_session
 from heddle.errors import CheckpointError, DataError
+
+if TYPE_CHECKING:
+    from heddle.data.tokenizer import Tokenizer
+    from heddle.generation.drafts import Round
 
 
 def generate(  # noqa: PLR0913 - one parameter an option
@@ -30,6 +34,13 @@ def generate(  # noqa: PLR0913 - one parameter an option
     stop: Annotated[
         list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; repeat.")
     ] = None,
+    beams: Annotated[int, typer.Option("--beams", metavar="N", help="Follow n texts and write the likeliest.")] = 1,
+    draft: Annotated[
+        Path | None, typer.Option("--draft", metavar="RUN2", help="A smaller model that guesses ahead.")
+    ] = None,
+    lookahead: Annotated[
+        int, typer.Option("--lookahead", metavar="N", help="Most tokens that the draft guesses at a time.")
+    ] = 4,
     device: Device = "auto",
     precision: Precision = "fp32",
     threads: Threads = None,
@@ -44,9 +55,15 @@ def generate(  # noqa: PLR0913 - one parameter an option
         from heddle.checkpoints.model import load
         from heddle.generation.generate import generate as continue_prompts
 
-        model, tokenizer = load(run, dtype=dtype_of(precision), device=runtime.device)
+        dtype = dtype_of(precision)
+        model, tokenizer = load(run, dtype=dtype, device=runtime.device)
         if tokenizer is None:
             raise CheckpointError(f"{run}: holds no tokenizer.json, so it cannot read a prompt; train it with heddle")
+        guesser = None
+        if draft is not None:
+            guesser, own = load(draft, dtype=dtype, device=runtime.device)
+            _check_draft(draft, own, run, tokenizer)
+        rounds: list[Round] = []
         prompts = [_read(text) for text in prompt or [""]]
         streams = len(prompts) == 1 and not as_json
         texts = continue_prompts(
@@ -60,14 +77,36 @@ def generate(  # noqa: PLR0913 - one parameter an option
             seed=seed,
             stop=stop or (),
             on_text=_show if streams else None,
+            beams=beams,
+            draft=guesser,
+            lookahead=lookahead,
+            on_round=rounds.append,
         )
-    if as_json:
-        print(json.dumps([{"prompt": p, "text": t} for p, t in zip(prompts, texts, strict=True)], ensure_ascii=False))
-    elif streams:
-        print()
-    else:
-        for index, (one, text) in enumerate(zip(prompts, texts, strict=True)):
-            print(f"--- {index + 1} of {len(prompts)}: {one!r}\n{text}")
+        if as_json:
+            answers = [{"prompt": one, "text": text} for one, text in zip(prompts, texts, strict=True)]
+            print(json.dumps(answers, ensure_ascii=False))
+        elif streams:
+            print()
+        else:
+            for index, (one, text) in enumerate(zip(prompts, texts, strict=True)):
+                print(f"--- {index + 1} of {len(prompts)}: {one!r}\n{text}")
+        if rounds:
+            _tell(rounds)
+
+
+def _check_draft(draft: Path, own: "Tokenizer | None", run: Path, tokenizer: "Tokenizer") -> None:
+    """Refuse a draft that spells otherwise: its guesses would be of other words."""
+    if own is not None and own.to_json() != tokenizer.to_json():
+        raise CheckpointError(f"--draft {draft}: has another tokenizer than {run}; train both with one --tokenizer")
+
+
+def _tell(rounds: "list[Round]") -> None:
+    """One line on what the draft was good for."""
+    from heddle.progress import say
+
+    guessed, kept, written, near = (sum(numbers) for numbers in zip(*rounds, strict=True))
+    ties = f"; {near} were near ties, where rounding decides" if near else ""
+    say(f"draft: {kept} of {guessed} guesses kept in {len(rounds)} calls; {written} tokens{ties}")
 
 
 def _read(text: str) -> str:

@@ -1,17 +1,17 @@
 """Continue prompts of any lengths, in one batch, with the state each mixer defines."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, overload
 
-import torch
-from torch import Tensor
-
 from heddle.errors import ConfigError
+from heddle.generation.beams import searched
+from heddle.generation.drafts import Draft, Round, guessed
+from heddle.generation.plain import plain
+from heddle.generation.reading import Prefix, Request, Steps, checked_row, read_prefix
 from heddle.generation.sampling import Sampling
 from heddle.generation.stopping import Tail
 from heddle.model.decoder import Decoder
-from heddle.numerics.linear import packing
-from heddle.parts.layout import Layout, Memory
+from heddle.parts.layout import Memory
 
 
 class TextStream(Protocol):
@@ -47,6 +47,11 @@ def generate(
     memory: Memory | None = ...,
     stop: Sequence[str] = ...,
     on_text: Callable[[int, str], None] | None = ...,
+    prefix: Prefix | None = ...,
+    beams: int = ...,
+    draft: Decoder | None = ...,
+    lookahead: int = ...,
+    on_round: Callable[[Round], None] | None = ...,
 ) -> list[str]: ...
 
 
@@ -62,6 +67,11 @@ def generate(
     top_p: float | None = ...,
     seed: int = ...,
     memory: Memory | None = ...,
+    prefix: Prefix | None = ...,
+    beams: int = ...,
+    draft: Decoder | None = ...,
+    lookahead: int = ...,
+    on_round: Callable[[Round], None] | None = ...,
 ) -> list[list[int]]: ...
 
 
@@ -78,119 +88,127 @@ def generate(  # noqa: PLR0913 - settings by keyword
     memory: Memory | None = None,
     stop: Sequence[str] = (),
     on_text: Callable[[int, str], None] | None = None,
+    prefix: Prefix | None = None,
+    beams: int = 1,
+    draft: Decoder | None = None,
+    lookahead: int = 4,
+    on_round: Callable[[Round], None] | None = None,
 ) -> list[str] | list[list[int]]:
     """Continue each prompt; returns the new texts, or the new tokens where prompts are token lists.
 
     With a tokenizer, prompts are strings, each opened by the end token as in training, and a row ends at the
     end token or at the first of the `stop` strings (left out of the result); `on_text(row, piece)` is called
     as text comes. temperature 0 is greedy. `memory` is what cross-attention reads, a row for each prompt.
-    Raises ConfigError for an empty prompt list or a bad setting.
+    prefix (of `heddle.prefix`): what stands before each prompt. beams: how many continuations are followed for the
+    likeliest text. draft: a smaller model that guesses `lookahead` tokens ahead; what is written stays the same, or
+    as likely; `on_round` hears what came of each guess.
+    Raises ConfigError for an empty prompt list or a setting that is bad or does not go with another.
     """
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens {max_new_tokens}: must be at least 1")
     if not prompts or isinstance(prompts, str):
         raise ConfigError("prompts: expected a list of at least one prompt")
-    sampling = Sampling(temperature, top_k, top_p, seed)
+    guessing = None if draft is None else Draft(draft, lookahead, on_round)
+    _check_ways(model, temperature, prefix, beams, guessing)
+    request = Request(
+        rows=_rows(model, prompts, tokenizer, prefix),
+        steps=max_new_tokens,
+        sampling=Sampling(temperature, top_k, top_p, seed),
+        known=None if tokenizer is None else tokenizer.vocab_size,
+        end=None if tokenizer is None else tokenizer.end,
+        prefix=prefix,
+        memory=memory,
+    )
+    ended = [False] * len(prompts)
+    if beams > 1:
+        steps = searched(model, request, beams)
+    else:
+        steps = plain(model, request, ended) if guessing is None else guessed(model, request, ended, guessing)
     if tokenizer is None:
-        rows = [_checked(prompt, model) for prompt in prompts]
-        return _token_lists(tokens(model, rows, max_new_tokens, sampling, memory=memory), len(rows))
+        return _token_lists(steps, len(prompts))
+    return _texts(steps, ended, tokenizer, stop, on_text)
+
+
+def prefix(model: Decoder, text: str | Sequence[int], tokenizer: Tokenizer | None = None) -> Prefix:
+    """Read once what many prompts begin with (a string with a tokenizer, or tokens), for `generate(prefix=...)`.
+
+    The result is that of prompts with its tokens before theirs. It holds for the weights the model has now.
+    Raises ConfigError for tokens that the model does not know, or none.
+    """
+    if isinstance(text, str) == (tokenizer is None):
+        raise ConfigError("prefix: give a string and its tokenizer, or a list of tokens without one")
+    opened: list[int] = [] if tokenizer is None else [tokenizer.end]
+    opened += tokenizer.encode(text) if isinstance(text, str) and tokenizer is not None else map(int, text)
+    return read_prefix(model, checked_row(opened, model))
+
+
+def _check_ways(model: Decoder, temperature: float, before: Prefix | None, beams: int, guessing: Draft | None) -> None:
+    """Refuse ways of generating that do not go together."""
+    if beams < 1:
+        raise ConfigError(f"beams {beams}: must be at least 1")
+    if beams > 1 and temperature != 0.0:
+        raise ConfigError(f"beams {beams}: look for the likeliest text and do not sample; leave temperature at 0")
+    if beams > 1 and guessing is not None:
+        raise ConfigError(f"beams {beams}: follow their own guesses; leave out the draft, or the beams")
+    if before is not None and before.model is not model:
+        raise ConfigError("prefix: was read by another model; read it with this one")
+    if guessing is not None:
+        guessing.check(model)
+
+
+def _rows(
+    model: Decoder,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    tokenizer: Tokenizer | None,
+    before: Prefix | None,
+) -> list[list[int]]:
+    """The tokens of each row, those before the prompt among them."""
+    if tokenizer is None:
+        opening = [] if before is None else [*before.tokens]
+        if any(isinstance(prompt, str) for prompt in prompts):
+            raise ConfigError("prompts: are strings; give the tokenizer too, or lists of tokens")
+        return [checked_row([*opening, *map(int, prompt)], model) for prompt in prompts]
+    opening = [tokenizer.end] if before is None else [*before.tokens]
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) != len(prompts):
         raise ConfigError("prompts: with a tokenizer every prompt is a string; leave the tokenizer out for tokens")
-    rows = [_checked([tokenizer.end, *tokenizer.encode(text)], model) for text in texts]
-    steps = tokens(model, rows, max_new_tokens, sampling, tokenizer.vocab_size, memory)
-    return _texts(steps, len(rows), tokenizer, stop, on_text)
+    return [checked_row([*opening, *tokenizer.encode(text)], model) for text in texts]
 
 
-def _checked(prompt: str | Sequence[int], model: Decoder) -> list[int]:
-    if isinstance(prompt, str):
-        raise ConfigError("prompts: are strings; give the tokenizer too, or lists of tokens")
-    row = [int(token) for token in prompt]
-    vocab = model.embed.weight.shape[0]
-    if not row or min(row) < 0 or max(row) >= vocab:
-        raise ConfigError(f"prompts: each needs at least one token, all from 0 to {vocab - 1}")
-    return row
-
-
-def tokens(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]],
-    steps: int,
-    sampling: Sampling,
-    known: int | None = None,
-    memory: Memory | None = None,
-) -> Iterator[tuple[Tensor, "Rows"]]:
-    """Yield each step's new tokens int64 [B] and the rows, on which the caller marks those that ended.
-
-    Only the first `known` tokens are written (None: all): a vocabulary may be wider than its tokenizer.
-    """
-    device = model.embed.weight.device
-    lengths = [len(prompt) for prompt in prompts]
-    longest = max(lengths)
-    padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-    inputs = torch.tensor(padded, device=device)
-    ragged = min(lengths) < longest
-    layout = Layout.padded(lengths, side="left", device=device) if ragged else None
-    rows = Rows(len(prompts))
-    was_training = model.training
-    model.eval()
-    try:
-        state = model.init_state(len(prompts), longest + steps - 1, memory)
-        for step in range(steps):
-            with torch.no_grad(), packing():  # neither may be in force where the caller runs
-                hidden, after = model(inputs, layout, state)
-                logits = model.head(hidden[:, -1])[:, :known]
-            chosen = sampling.choose(logits, step)
-            yield chosen, rows
-            if all(rows.ended):
-                return
-            assert after is not None
-            inputs, layout, state = chosen[:, None], None, after
-    finally:
-        model.train(was_training)
-
-
-class Rows:
-    """Which rows of a batch have ended."""
-
-    def __init__(self, count: int) -> None:
-        self.ended = [False] * count
-
-
-def _token_lists(steps: Iterator[tuple[Tensor, Rows]], count: int) -> list[list[int]]:
+def _token_lists(steps: Steps, count: int) -> list[list[int]]:
     result: list[list[int]] = [[] for _ in range(count)]
-    for chosen, _ in steps:
-        for row, token in enumerate(chosen.tolist()):
+    for new in steps:
+        for row, token in new:
             result[row].append(token)
     return result
 
 
 def _texts(
-    steps: Iterator[tuple[Tensor, Rows]],
-    count: int,
+    steps: Steps,
+    ended: list[bool],
     tokenizer: Tokenizer,
     stop: Sequence[str],
     on_text: Callable[[int, str], None] | None,
 ) -> list[str]:
     tell = on_text or (lambda row, piece: None)
-    streams = [tokenizer.stream() for _ in range(count)]
-    tails = [Tail(stop) for _ in range(count)]
+    streams = [tokenizer.stream() for _ in ended]
+    tails = [Tail(stop) for _ in ended]
 
     def add(row: int, piece: str) -> None:
         safe = tails[row].push(piece)
         if safe:
             tell(row, safe)
 
-    for chosen, rows in steps:
-        for row, token in enumerate(chosen.tolist()):
-            if rows.ended[row]:
+    for new in steps:
+        for row, token in new:
+            if ended[row]:
                 continue
             if token == tokenizer.end:
-                rows.ended[row] = True
+                ended[row] = True
             else:
                 add(row, streams[row].push(token))
-                rows.ended[row] = tails[row].stopped
-    for row in range(count):
+                ended[row] = tails[row].stopped
+    for row in range(len(ended)):
         if not tails[row].stopped:
             add(row, streams[row].finish())
         rest = tails[row].finish()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from heddle.errors import ConfigError, MachineError
 from heddle.numerics.noise import Key, keyed, uniform
@@ -37,23 +38,36 @@ class Sampling:
 
         Raises MachineError where a row's highest logit is not a finite number; −inf rules a token out.
         """
-        highest = logits.amax(-1, keepdim=True)
-        if not bool(highest.isfinite().all()):
-            raise MachineError("generation: the model's logits are not numbers; its weights or its state are damaged")
         if self.temperature == 0.0:
-            # argmax may return any of several equal entries; the first is found by comparing.
-            return (logits == highest).to(torch.uint8).argmax(-1)
+            return _highest(logits)
         probabilities, order = self._kept(logits)
         with keyed(Key(self.seed, step, torch.arange(logits.shape[0]))):
             drawn = uniform((logits.shape[0], 1), site=0, device=logits.device).double()
-        total = probabilities.cumsum(-1)
-        index = torch.searchsorted(total, drawn * total[:, -1:], right=True)
-        # Rounding may lead past the last token that has any probability.
-        last = (probabilities > 0).sum(-1, keepdim=True) - 1
-        return order.gather(-1, torch.minimum(index, last)).squeeze(-1)
+        return order.gather(-1, _at(probabilities, drawn)).squeeze(-1)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The distribution that `choose` draws from: logits [..., vocab] -> float64 of the same shape; greedy is sure.
+
+        Raises MachineError as `choose` does.
+        """
+        if self.temperature == 0.0:
+            return functional.one_hot(_highest(logits), logits.shape[-1]).double()
+        probabilities, order = self._kept(logits.flatten(0, -2))
+        return torch.zeros_like(probabilities).scatter(-1, order, probabilities).view(logits.shape)
+
+    def uniform(self, rows: Tensor, places: Tensor, site: int) -> Tensor:
+        """Numbers in [0, 1), float64, each by the seed, its row of the batch, its place in the new text, and a site."""
+        samples = (rows * 2**32 + places).flatten()
+        with keyed(Key(self.seed, 0, samples)):
+            return uniform((len(samples), 1), site, rows.device).double().view(places.shape)
+
+    def draw(self, weights: Tensor, rows: Tensor, places: Tensor, site: int) -> Tensor:
+        """Draw by weights float64 [B, vocab] -> tokens int64 [B]."""
+        return _at(weights, self.uniform(rows, places, site)[:, None]).squeeze(-1)
 
     def _kept(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities, likeliest first, zero where filtered out, and the tokens in that order."""
+        _check(logits.amax(-1))
         ordered, order = logits.double().sort(dim=-1, descending=True, stable=True)
         highest = ordered[:, :1]
         # Dividing the distance to the highest keeps tiny temperatures finite.
@@ -65,3 +79,26 @@ class Sampling:
             before = share.cumsum(-1) - share
             weights = weights.masked_fill(before >= self.top_p, 0.0)
         return weights / weights.sum(-1, keepdim=True), order
+
+
+def _check(highest: Tensor) -> None:
+    if not bool(highest.isfinite().all()):
+        raise MachineError("generation: the model's logits are not numbers; its weights or its state are damaged")
+
+
+def _highest(logits: Tensor) -> Tensor:
+    """The first of the highest of logits [..., vocab]."""
+    highest = logits.amax(-1, keepdim=True)
+    _check(highest)
+    # argmax may return any of several equal entries; the first is found by comparing.
+    return (logits == highest).to(torch.uint8).argmax(-1)
+
+
+def _at(weights: Tensor, drawn: Tensor) -> Tensor:
+    """The index [B, 1] at which the running sum of weights [B, N] passes `drawn` [B, 1] of the whole."""
+    total = weights.cumsum(-1)
+    index = torch.searchsorted(total, drawn * total[:, -1:], right=True)
+    # Rounding may lead past the last that has any weight.
+    places = torch.arange(weights.shape[-1], device=weights.device)
+    last = torch.where(weights > 0, places, 0).amax(-1, keepdim=True)
+    return torch.minimum(index, last)

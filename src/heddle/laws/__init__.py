@@ -13,7 +13,19 @@ from typing import NamedTuple
 import torch
 
 from heddle.errors import ConfigError
-from heddle.laws import building, causality, cutting, kernels, memory, padding, poison, positions, rows, training
+from heddle.laws import (
+    building,
+    causality,
+    cutting,
+    kernels,
+    memory,
+    padding,
+    poison,
+    positions,
+    rows,
+    states,
+    training,
+)
 from heddle.laws.shrink import shrink
 from heddle.laws.subject import Broken
 from heddle.model.config import ModelConfig
@@ -67,6 +79,12 @@ LAWS: dict[str, Law] = {
             rows.rows_alone,
             rows.other_rows,
             rows.no_memory,
+            rows.needle,
+            states.fork_apart,
+            states.selected_rows,
+            states.rewound,
+            states.rewind_refusals,
+            states.slack_told,
             memory.memory,
             positions.shift,
             positions.rotation,

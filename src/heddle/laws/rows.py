@@ -2,6 +2,7 @@
 
 from heddle.laws.subject import advance, answer, equal, fresh, identical, in_chunks, keeps_state, subject, text
 from heddle.model.config import ModelConfig
+from heddle.parts.layout import Layout
 
 
 def rows_alone(config: ModelConfig) -> None:
@@ -24,6 +25,24 @@ def other_rows(config: ModelConfig) -> None:
     others[1] = tokens[1]
     got, want = answer(model, others), answer(model, tokens)
     identical(got[1:2], want[1:2], "the tokens of other rows were changed (the row is counted alone)")
+
+
+def needle(config: ModelConfig) -> None:
+    """A row gives the same answer in any batch: wherever it stands, however many others and much padding beside it."""
+    model = subject(config)
+    row, others = text(config, 1, 7), text(config, 5, 12, seed=1)
+    alone = answer(model, row)
+    for place, lengths in ((0, [7, 7]), (2, [1, 12, 7, 4]), (4, [9, 3, 0, 12, 7])):
+        for side in ("left", "right"):
+            layout = Layout.padded(lengths, side=side)
+            first = 0 if side == "right" else layout.length - 7
+            tokens = others[: len(lengths), : layout.length].clone()
+            tokens[place, first : first + 7] = row[0]
+            what = f"row {place} of {len(lengths)} padded on the {side} (counted alone)"
+            equal(answer(model, tokens, layout)[place : place + 1, first : first + 7], alone, what)
+            if model.causal:
+                hidden, _ = in_chunks(model, tokens, [layout.length - 2, 2], None, layout)
+                equal(hidden[place : place + 1, first : first + 7], alone, f"{what}, with a state")
 
 
 def no_memory(config: ModelConfig) -> None:

@@ -1,5 +1,7 @@
 """A design: the config of a whole model, and of its embedding, layers and head."""
 
+import hashlib
+import json
 from collections.abc import Iterator
 from typing import Self
 
@@ -103,6 +105,12 @@ class ModelConfig(Config):
     def depth(self) -> int:
         """Layers, repeats counted."""
         return sum(layer.count() for layer in self.layers)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the design as plain data: equal for equal designs, layers written out."""
+        layers = [layer.dump() | {"repeat": 1} for _, layer in self.expand()]
+        text = json.dumps(self.dump() | {"layers": layers}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def expand(self) -> Iterator[tuple[str, LayerConfig]]:
         """Each single layer from the bottom, with the path of its entry."""

@@ -75,6 +75,7 @@ class Decoder(nn.Module):
         if config.vocab_size is None:
             raise DesignError("vocab_size", "is required to build a model; give it, or train on a text")
         self.config = config
+        self.fingerprint = config.fingerprint()
         self.embed = build_under("embedding", Embedding, config.vocab_size, config.width, config.embedding)
         self.layers = nn.ModuleList()
         for index, (path, layer) in enumerate(config.expand()):
@@ -163,7 +164,7 @@ class Decoder(nn.Module):
         table = Table.empty(batch, self.reach, capacity, weight.device, rewind)
         kind: Any = {"dtype": weight.dtype, "device": weight.device, "memory": memory, "rewind": rewind}
         states = [None if mixer is None else mixer.init_state(batch, capacity, **kind) for mixer in self.mixers()]
-        state = State(table, states)
+        state = State(table, states, self.fingerprint)
         if rewind and not state.goes_back(1):
             raise ConfigError(f"state: rewind = {rewind} asks a recurrence to go back; fork the state instead")
         return state
@@ -196,7 +197,7 @@ class Decoder(nn.Module):
         state.take()
         table, layout = state.table.extend(layout)
         hidden, states = self._run(tokens, layout, state.layers)
-        return hidden, State(table, states)
+        return hidden, State(table, states, state.design)
 
     def _run(self, tokens: Tensor, layout: Layout, states: list[Any]) -> tuple[Tensor, list[Any]]:
         stream = self.config.residual.open(self.embed(tokens, layout))

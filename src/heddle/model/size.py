@@ -58,15 +58,17 @@ def size(
     batch: int = 1,
     dtype: torch.dtype = torch.float32,
     memory: int | None = None,
+    rewind: int = 0,
 ) -> Size:
     """Measure a design that reads a memory of `memory` tokens (None: as many as `context`), if it reads one.
 
-    Raises DesignError where it cannot be built; bidirectional designs keep no state.
+    `rewind` is that of its state; bidirectional designs keep none. Raises DesignError where it cannot be built,
+    ConfigError where it cannot go back.
     """
     model = build(config, dtype=dtype, device="meta")
     unique = {id(parameter): parameter.numel() for parameter in model.parameters()}
     length = context if memory is None else memory
-    state = model.init_state(batch, context, _memory(model, batch, length)) if model.causal else None
+    state = model.init_state(batch, context, _memory(model, batch, length), rewind) if model.causal else None
     total = 0 if state is None else state.bytes
     table = 0 if state is None else state.table.bytes
     stacks = [model] if model.encoder is None else [model, model.encoder]

@@ -30,14 +30,15 @@ _packs: ContextVar[Packs | None] = ContextVar("packs", default=None)
 
 
 @contextmanager
-def packing() -> Iterator[None]:
+def packing(kept: Packs | None = None) -> Iterator[None]:
     """Within the block, products of few rows without gradients use packed copies of their weights, made when first met.
 
     For loops that use the same weights many times (generation): a copy costs about as much time as one or two
     products and as much memory as the weight, and all are freed when the block ends. A weight changed in place is
     packed anew, as far as torch counts the change: torch's fused optimizers do not, so take no step within.
+    `kept` (an empty dict at first) holds the copies from block to block instead.
     """
-    outer = _packs.get()
+    outer = _packs.get() if kept is None else kept
     token = _packs.set({} if outer is None else outer)
     try:
         yield

@@ -49,9 +49,10 @@ class Table:
         batch: int, reach: int | None, capacity: int | None, device: torch.device | str, rewind: int = 0
     ) -> "Table":
         """A table for rows without tokens."""
+        # Beside those that can be taken back, at least the token before them, which says where the row goes on.
         size = (GROWTH_START if capacity is None else capacity) if reach is None else max(1, reach) + rewind
         if reach is not None and capacity is not None:
-            size = max(1, min(size, capacity))
+            size = min(size, capacity)
         positions = torch.full((batch, size), -1, dtype=torch.int32, device=device)
         last = torch.tensor([-1, 0], device=device).repeat(batch, 1)
         counts = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -81,8 +82,18 @@ class Table:
         """Bytes of every tensor of the table."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
+    def select(self, index: Tensor) -> "Table":
+        """A copy of the rows of `index` (int64), with the facts of these rows."""
+        return self.map(lambda x: x.index_select(0, index))._counted()
+
+    def _counted(self) -> "Table":
+        """The same table, its facts read off its counts."""
+        least, most = torch.stack((self.counts.amin(), self.counts.amax())).tolist()
+        level = least == most
+        return replace(self, filled=most, level=level, ordered=self.ordered and level)
+
     def goes_back(self, tokens: int) -> bool:
-        """Whether the positions before the last `tokens` of each row are still known."""
+        """Whether the position before the last `tokens` of each row is still known."""
         return self.reach is None or self.peak <= self.size or tokens <= self.spare
 
     def check_batch(self, rows: int) -> None:
@@ -107,7 +118,9 @@ class Table:
         arrivals, counts = self._arrivals(layout)
         # Padding makes the number of tokens a value: it is read once a call, only when there may be padding.
         level = self.level and not layout.has_padding
-        filled = int(counts.max()) if layout.has_padding and layout.length else self.filled + layout.length
+        filled, fewest = self.filled + layout.length, layout.length
+        if layout.has_padding and layout.length:
+            filled, fewest = torch.stack((counts.amax(), (counts - self.counts).amin())).tolist()
         if self.capacity is not None and filled > self.capacity:
             raise ConfigError(
                 f"state: capacity {self.capacity} is too small for {filled} tokens; make it with a larger capacity"
@@ -115,8 +128,7 @@ class Table:
         before = self._grown(filled)
         ordered = before.ordered and layout.start == before.filled and level
         last = before._last(layout, arrivals)
-        # Padding makes the fewest new tokens of a row a value; none is a safe guess.
-        spare = min(self.rewind, self.spare + (0 if layout.has_padding else layout.length))
+        spare = min(self.rewind, self.spare + fewest)
         peak = max(self.peak, filled)
         after = replace(before, counts=counts, last=last, filled=filled, level=level, ordered=ordered)
         after = replace(after, spare=spare, peak=peak)
@@ -134,8 +146,8 @@ class Table:
         The second is a function of a number of slots: bool [B, slots], slot = arrival mod slots.
         Raises ConfigError if a row has fewer tokens.
         """
-        most, least = int(tokens.max()), int(tokens.min())
-        if least < 0 or bool((tokens > self.counts).any()):
+        most = int(tokens.max())
+        if bool(((tokens < 0) | (tokens > self.counts)).any()):
             raise ConfigError(
                 f"rewind: cannot take back {tokens.tolist()} tokens of rows that hold {self.counts.tolist()}"
             )
@@ -152,10 +164,7 @@ class Table:
         slot = ((counts - 1) % self.size)[:, None]
         held = torch.cat((self.positions.gather(1, slot), self.documents.gather(1, slot)), dim=1).long()
         last = torch.where((counts > 0)[:, None], held, torch.tensor([-1, 0], device=counts.device))
-        level = self.level and most == least
-        filled = self.filled - most if level else int(counts.max())
-        after = replace(self, counts=counts, last=last, filled=filled, level=level, ordered=self.ordered and level)
-        return replace(after, spare=max(0, self.spare - most)), gone
+        return replace(self, counts=counts, last=last, spare=max(0, self.spare - most))._counted(), gone
 
     def _arrivals(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """Arrival number of each token [B, T] (−1 for padding), and the counts afterwards [B]."""
