@@ -77,7 +77,7 @@ def by_loops(inputs: list[Tensor], seen: Visibility) -> Tensor:
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles that hold everything, or a few keys and queries only."""
     if request.param == "tiles":
-        for name, value in {"LEAST": 2, "WEIGHTS": 24, "EXPANDED": 200}.items():
+        for name, value in {"LEAST": 2, "WEIGHTS": 72}.items():
             monkeypatch.setattr(latent, name, value)
 
 
@@ -124,6 +124,19 @@ def test_forms_in_lower_precision(form: str, case: str, dtype: torch.dtype, boun
     got = FORMS[form](*inputs, seen, SCALE)
     assert got.dtype == dtype
     assert float((got.double() - want).square().mean() / want.square().mean()) <= bound
+
+
+@pytest.mark.parametrize("form", list(FORMS)[:-1])
+def test_forms_under_autocast(form: str) -> None:
+    seen = tail(4, 9)
+    inputs = draw(seen, dtype=torch.float32)
+    inputs[0], inputs[1], inputs[2] = (x.bfloat16() for x in inputs[:3])  # as projections under autocast give them
+    want = FORMS["reference"](*(x.detach().double() for x in inputs), seen, SCALE)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = FORMS[form](*inputs, seen, SCALE)
+    assert got.dtype == torch.bfloat16
+    assert float((got.detach().double() - want).square().mean() / want.square().mean()) <= 1e-3
+    assert bool(torch.autograd.grad(got.float().sum(), inputs[3])[0].isfinite().all())
 
 
 @pytest.mark.usefixtures("tiles")
@@ -186,8 +199,8 @@ class Largest(TorchDispatchMode):
 
 
 def test_a_chunk_after_a_long_state_never_expands_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latent, "EXPANDED", 2**13)
-    monkeypatch.setattr(latent, "WEIGHTS", 2**13)
+    for name, value in {"LEAST": 16, "WEIGHTS": 2**13, "EXPANDED": 2**13}.items():
+        monkeypatch.setattr(latent, name, value)
     found = {}
     for keys in (1024, 4096):
         seen = tail(256, keys, batch=1)

@@ -21,9 +21,9 @@ from heddle.numerics.linear import linear
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.visibility import Visibility, pairs
 
-WEIGHTS = 2**20  # weights, or widened latents, that exist at one time: 4 MB in float32, which a cache holds
-EXPANDED = 2**22  # elements of keys and values that a tile of a state may be expanded to
-LEAST = 16  # queries and keys of a tile, at least
+WEIGHTS = 2**20  # weights, or elements of keys, that a tile makes: 4 MB in float32, which a cache holds
+EXPANDED = 2**22  # elements that the keys and values of a state may be expanded to without tiles
+LEAST = 64  # queries and keys of a tile, at least
 
 Ups = tuple[Tensor, Tensor]
 
@@ -92,7 +92,7 @@ def _tiled(
         k, v = expand(_held(latents, seen, here), (k_up, v_up), heads)
         return at_least_float32(k), at_least_float32(v)
 
-    some_keys = min(keys, max(LEAST, EXPANDED * keys // max(1, facts.expanded)))
+    some_keys = min(keys, max(LEAST, WEIGHTS * keys // max(1, facts.expanded)))
     some_queries = max(LEAST, WEIGHTS // (batch * heads * max(1, some_keys)))
     y = _streamed(torch.cat((q_nope, q_rope), dim=-1) * scale, tile, seen, (some_queries, some_keys))
     return y.to(q_nope.dtype)
@@ -128,6 +128,7 @@ class _Running:
         self.top: Tensor | None = None
         self.total, self.out = q.new_zeros(()), q.new_zeros(())
 
+    @torch.autocast("cpu", enabled=False)
     def add(self, k: Tensor, v: Tensor, hidden: Tensor | None) -> None:
         """k [B, G, s, d], v [B, G, s, d_v], hidden bool [B, 1, T, s] (None: all are seen)."""
         (batch, heads, queries, width), groups, keys = self.q.shape, k.shape[1], k.shape[2]
@@ -159,7 +160,6 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([one @ other for one, other in zip(x[:, 0], y[:, 0], strict=True)])[:, None]
 
 
-@torch.autocast("cpu", enabled=False)
 def _streamed(
     q: Tensor, tile: Callable[[slice], tuple[Tensor, Tensor]], seen: Visibility, sizes: tuple[int, int]
 ) -> Tensor:
@@ -188,7 +188,7 @@ def _few(facts: Facts) -> str | None:
     """A step of a state never expands what was before it."""
     lengths = facts.queries, facts.keys
     if facts.queries < facts.keys and absorbed_flops(*lengths, facts) <= expanded_flops(*lengths, facts):
-        return f"for {facts.queries} queries the {facts.keys} keys of a state are not expanded again"
+        return f"the {facts.keys} keys of a state are not expanded again for so short a call (of {facts.queries})"
     return None
 
 
