@@ -3,11 +3,15 @@
 from contextlib import AbstractContextManager
 
 from heddle.numerics.attention import ATTENTION
+from heddle.numerics.causal_sums import CAUSAL_SUMS
 from heddle.numerics.choose import Operation, forcing
 from heddle.numerics.linear import LINEAR
+from heddle.numerics.linear_attention import DOCUMENT_SUMS
 from heddle.numerics.norms import RMS_NORM
 
-OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in (ATTENTION, LINEAR, RMS_NORM)}
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation for operation in (ATTENTION, LINEAR, RMS_NORM, CAUSAL_SUMS, DOCUMENT_SUMS)
+}
 
 
 def kernels(**choices: str) -> AbstractContextManager[None]:

@@ -3,6 +3,7 @@
 Statistics are computed in at least float32; float64 stays float64.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,11 @@ class NormFacts(NamedTuple):
 def at_least_float32(x: Tensor) -> Tensor:
     """x itself in float32 or float64, else its float32 copy."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def own_dtype(x: Tensor) -> AbstractContextManager[object]:
+    """Within the block, products on the device of x keep the dtype of their operands, whatever `torch.autocast` says."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast: str = "before") -> Tensor:
