@@ -18,7 +18,6 @@ from heddle.numerics.norms import at_least_float32, own_dtype
 class DocumentFacts(NamedTuple):
     """What decides the form."""
 
-    tokens: int
     documents: bool
 
 
@@ -114,7 +113,7 @@ def document_sums(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> T
     """
     count(flops(q.shape[2], q.shape[0], q.shape[1], (q.shape[3], v.shape[3])))
     q, k, v = (at_least_float32(x) for x in (q, k, v))
-    form = DOCUMENT_SUMS.choose(DocumentFacts(q.shape[2], segments is not None))
+    form = DOCUMENT_SUMS.choose(DocumentFacts(segments is not None))
     with own_dtype(q):
         y: Tensor = form.run(q, k, v, segments)
     return y
