@@ -137,7 +137,9 @@ CASES |= {
         layer({**RETENTION, "head_dim": 5, "decay": [1.0, 0.5, 0.01], "gate": "sigmoid"}, repeat=2)
     ),
     "retention-learned-decays": design(layer({**RETENTION, "decay": "learned", "position": ROPE}, repeat=2)),
-    "retention-beside-attention": design(layer({**RETENTION, "gate": "silu"}), layer(attention(window=3)), layer(LINEAR)),
+    "retention-beside-attention": design(
+        layer({**RETENTION, "gate": "silu"}), layer(attention(window=3)), layer(LINEAR)
+    ),
 }
 
 

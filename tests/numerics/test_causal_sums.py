@@ -101,7 +101,9 @@ def test_plain_forms_are_what_the_loop_says(form: str, name: str, decay: str) ->
     want = loop(inputs, log_decay, CASES[name])
     q, k, v, state = inputs
     with kernels(causal_sums=form):
-        got = causal_sums(q, masked(k, CASES[name]), v, log_decay, places_of(CASES[name]), state)
+        y, after = causal_sums(q, masked(k, CASES[name]), v, log_decay, places_of(CASES[name]), state)
+    assert after is not None
+    got = y, after
     probes = [torch.randn_like(x) for x in want]
     slopes = [
         torch.autograd.grad(
@@ -184,8 +186,10 @@ def test_later_tokens_change_no_earlier_bit_across_chunks() -> None:
     log_decay = decay_of("decay")
     before, _ = causal_sums(q, k, v, log_decay, Places())
     for start in (1, 63, 64, 65, 149):
-        changed = [torch.cat((x[:, :, :start], torch.randn_like(x[:, :, start:])), dim=2) for x in (q, k, v)]
-        after, _ = causal_sums(*changed, log_decay, Places())
+        other_q, other_k, other_v = (
+            torch.cat((x[:, :, :start], torch.randn_like(x[:, :, start:])), dim=2) for x in (q, k, v)
+        )
+        after, _ = causal_sums(other_q, other_k, other_v, log_decay, Places())
         assert torch.equal(after[:, :, :start], before[:, :, :start])
 
 
@@ -197,15 +201,15 @@ def test_documents_change_no_bit_of_each_other_across_chunks() -> None:
     for start, stop in pairwise(bounds):
         inside = torch.zeros(150, dtype=torch.bool)
         inside[start:stop] = True
-        changed = [torch.where(inside[:, None], torch.randn_like(x), x) for x in (q, k, v)]
-        after, _ = causal_sums(*changed, decay_of("decay"), places_of(case))
+        other_q, other_k, other_v = (torch.where(inside[:, None], torch.randn_like(x), x) for x in (q, k, v))
+        after, _ = causal_sums(other_q, other_k, other_v, decay_of("decay"), places_of(case))
         assert torch.equal(after[:, :, ~inside], before[:, :, ~inside])
 
 
 def test_gradients_do_not_pass_through_a_state_in_chunks() -> None:
-    inputs = draw(CASES["eleven"])
+    q, k, v, state = draw(CASES["eleven"])
     with kernels(causal_sums="chunked"), pytest.raises(ConfigError, match="gradients do not pass through a state"):
-        causal_sums(*inputs[:3], None, Places(), inputs[3])
+        causal_sums(q, k, v, None, Places(), state)
 
 
 def test_flops_are_those_that_torch_counts() -> None:

@@ -28,7 +28,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def own_dtype(x: Tensor) -> AbstractContextManager[object]:
-    """Within the block, products on the device of x keep the dtype of their operands, whatever `torch.autocast` says."""
+    """Within the block, products on the device of x keep the dtype of their factors, whatever autocast says."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 

@@ -3,7 +3,7 @@
     kernel           S_t = S_{t−1} + ψ(k_t) v_tᵀ,  z_t = z_{t−1} + ψ(k_t),   y_t = φ(q_t)ᵀ S_t / φ(q_t)ᵀ z_t
     double_softmax   softmax_d(Q) (softmax_n(K)ᵀ V),   n over the tokens, d over a head's channels
 
-φ and ψ are elu + 1, relu, or learned (Hedgehog, Zhang et al. 2024), [softmax(W x) ; softmax(−W x)] with a W a head. Where
+φ and ψ are elu + 1, relu, or learned (Hedgehog, Zhang et al. 2024): [softmax(W x) ; softmax(−W x)], a W a head. Where
 the denominator is zero the answer is zero. A rotation turns φ(q) and ψ(k) in the numerator only (RoFormer, eq. 19).
 With `causal: false`, S and z are the sums of the whole document.
 """

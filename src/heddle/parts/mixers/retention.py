@@ -7,6 +7,7 @@
 """
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Literal, Self
 
 import torch
@@ -26,7 +27,7 @@ from heddle.parts.sums import Sums, places, without_padding
 
 Factor = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 
-GATES = {"silu": functional.silu, "sigmoid": torch.sigmoid}
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "sigmoid": torch.sigmoid}
 
 
 class RetentionConfig(MixerConfig):
@@ -71,7 +72,7 @@ class Decay(Leaf):
 
 
 class Retention(Mixer):
-    """The module; its state is a `Sums` [B, H, d_k, d_v]. Fixed factors are no tensor: no change of dtype harms them."""
+    """The module; its state is a `Sums` [B, H, d_k, d_v]. Fixed factors are no tensor, so no dtype rounds them."""
 
     def __init__(self, config: RetentionConfig, place: Place) -> None:
         super().__init__()
@@ -92,6 +93,8 @@ class Retention(Mixer):
         self.log_decays = own if given is None else tuple(math.log(factor) for factor in given)
         position = config.position
         self.position = None if position is None else build_under("position", position.build, self.head_dim)
+        if self.position is not None:
+            self.position.exact = True
 
     @property
     def looks_back(self) -> int:

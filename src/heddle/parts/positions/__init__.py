@@ -24,7 +24,13 @@ class RotationConfig(PositionConfig, ABC):
 
 
 class Rotation(nn.Module, ABC):
-    """Turns heads by their positions."""
+    """Turns heads by their positions.
+
+    exact: whether angles are computed in float64 whatever the dtype of x, for a mixer without a softmax, in which
+    their rounding far from position 0 is not damped.
+    """
+
+    exact: bool = False
 
     @abstractmethod
     def forward(self, x: Tensor, layout: Layout) -> Tensor:

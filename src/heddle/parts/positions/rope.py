@@ -49,4 +49,9 @@ class Rope(Rotation):
 
     @eager
     def _table(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return layout.once(("rope", self.thetas, dtype), lambda: table(layout.positions, list(self.thetas), dtype))
+        return layout.once(("rope", self.thetas, dtype, self.exact), lambda: self._make(layout.positions, dtype))
+
+    def _make(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        exact = self.exact and positions.device.type != "mps"  # which has no float64
+        cosine, sine = table(positions, list(self.thetas), torch.float64 if exact else dtype)
+        return cosine.to(dtype), sine.to(dtype)
