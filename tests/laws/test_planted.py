@@ -21,7 +21,7 @@ class Bug(NamedTuple):
 
 
 ATTENTION, VISIBILITY, TABLE = "numerics.attention", "numerics.visibility", "parts.table"
-SUMS = "numerics.causal_sums"
+SUMS, CHUNKS = "numerics.causal_sums", "numerics.chunked_sums"
 MASK = f"{VISIBILITY}:Visibility.mask"
 
 # fmt: off
@@ -152,28 +152,28 @@ BUGS = [
     Bug("the state of a longer text told", "true_size", "attention-mha", "model.size:size",
         "model.init_state(batch, context)", "model.init_state(batch, context + 1)"),
     # Recurrences
-    Bug("a chunk that forgets those before it", "growth", "linear-attention-elu", f"{SUMS}:_scan",
+    Bug("a chunk that forgets those before it", "growth", "linear-attention-elu", f"{CHUNKS}:_scan",
         "found[:, :, chunk] = state", "found[:, :, chunk] = 0.0"),
-    Bug("decay counted from padding", "padding_is_not_kept", "retention-plain", f"{SUMS}:_counts",
+    Bug("decay counted from padding", "padding_is_not_kept", "retention-plain", f"{CHUNKS}:_counts",
         "if places.arrived is None:", "if True:"),
-    Bug("documents summed together", "other_documents", "linear-attention-elu", f"{SUMS}:weights",
+    Bug("documents summed together", "other_documents", "linear-attention-elu", f"{CHUNKS}:weights",
         "(segments[..., :, None] == segments[..., None, :])", "(segments[..., :, None] >= segments[..., None, :])"),
-    Bug("a state that outlives its document", "cut_ragged", "retention-plain", f"{SUMS}:weights",
+    Bug("a state that outlives its document", "cut_ragged", "retention-plain", f"{CHUNKS}:weights",
         "(segments == earlier[..., None])", "(segments >= earlier[..., None])"),
-    Bug("keys of every document in the state", "packing_continued", "linear-attention-relu", f"{SUMS}:weights",
+    Bug("keys of every document in the state", "packing_continued", "linear-attention-relu", f"{CHUNKS}:weights",
         "(segments == segments[..., -1:])", "(segments <= segments[..., -1:])"),
-    Bug("a sum that sees one token ahead", "later_tokens", "retention-rope-gate", f"{SUMS}:weights", ".tril()",
+    Bug("a sum that sees one token ahead", "later_tokens", "retention-rope-gate", f"{CHUNKS}:weights", ".tril()",
         ".tril(1)"),
     Bug("a step that reads the sum before it adds", "cut_everywhere", "linear-attention-learned",
         f"{SUMS}:_recurrent", "q[:, :, here] @ state", "q[:, :, here] @ (state - k[:, :, here].mT * v[:, :, here])"),
     Bug("a decay that a step leaves out", "cut", "retention-learned-decays", f"{SUMS}:_keep",
         "None if log_decay is None", "None if True"),
-    Bug("half the gradient of a learned decay", "true_gradients", "retention-learned-decays", f"{SUMS}:_slopes",
+    Bug("half the gradient of a learned decay", "true_gradients", "retention-learned-decays", f"{CHUNKS}:_slopes",
         "some_q * for_q - some_k * for_k", "some_q * for_q"),
     Bug("features of padding summed", "padding", "linear-attention-elu", "parts.sums:without_padding",
         "if layout.padding is None", "if True"),
-    Bug("a quotient of zeros", "extremes", "linear-attention-relu", "numerics.linear_attention:quotient",
-        "denominator <= torch.finfo(denominator.dtype).tiny", "denominator < 0.0"),
+    Bug("a quotient of zeros", "extremes", "linear-attention-relu", f"{CHUNKS}:inverse",
+        "x <= torch.finfo(x.dtype).tiny", "x < 0.0"),
     Bug("a token counted twice where both ways meet", "packing", "linear-attention-bidirectional",
         "numerics.linear_attention:_both_ways", "- (q * k).sum(-1, keepdim=True) * v", ""),
     Bug("a softmax over tokens that counts padding", "padding", "linear-attention-double-softmax",

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from heddle.errors import ConfigError
-from heddle.numerics import causal_sums as module
-from heddle.numerics.causal_sums import CAUSAL_SUMS, Places, causal_sums, flops
+from heddle.numerics import chunked_sums
+from heddle.numerics.causal_sums import CAUSAL_SUMS, causal_means, causal_sums, flops
+from heddle.numerics.chunked_sums import Places, inverse
 from heddle.numerics.kernels import kernels
 
 BATCH, HEADS, D_K, D_V = 2, 3, 4, 5
@@ -69,7 +70,7 @@ def loop(inputs: list[Tensor], log_decay: Tensor | None, case: Case) -> tuple[Te
     rows, ends = [], []
     for b in range(BATCH):
         for h in range(HEADS):
-            held, document, out = state[b, h], 0, [torch.zeros(0, D_V, dtype=torch.float64)]
+            held, document, out = state[b, h], 0, [torch.zeros(0, v.shape[3], dtype=torch.float64)]
             for t, (real, own) in enumerate(zip(case.real[b], case.documents[b], strict=True)):
                 if own != document:
                     held, document = torch.zeros_like(held), own
@@ -88,8 +89,8 @@ def decay_of(name: str) -> Tensor | None:
 
 def settings(patch: pytest.MonkeyPatch, chunk: int, chunks: int) -> None:
     """Chunks of so many tokens, so many of them together."""
-    patch.setattr(module, "CHUNK", chunk)
-    patch.setattr(module, "SCORES", chunk * chunk * BATCH * HEADS * chunks)
+    patch.setattr(chunked_sums, "CHUNK", chunk)
+    patch.setattr(chunked_sums, "SCORES", chunk * chunk * BATCH * HEADS * chunks)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -218,3 +219,45 @@ def test_flops_are_those_that_torch_counts() -> None:
         for t in range(11):  # one product to add a token, one to read the sum
             q[:, :, t : t + 1] @ (k[:, :, t : t + 1].mT @ v[:, :, t : t + 1])
     assert counter.get_total_flops() == flops(11, BATCH, HEADS, (D_K, D_V))
+
+
+def test_inverse_is_zero_where_there_is_nothing_to_divide_by() -> None:
+    for dtype in (torch.float32, torch.float64):
+        x = torch.tensor([0.0, torch.finfo(dtype).smallest_normal / 4, 1e-30, 2.0], dtype=dtype, requires_grad=True)
+        y = inverse(x)
+        (slope,) = torch.autograd.grad(y[[0, 1, 3]].sum(), x)
+        assert y[:2].tolist() == slope[:2].tolist() == [0.0, 0.0]
+        torch.testing.assert_close(y[2:], 1 / x[2:])
+        assert float(slope[3]) == -0.25
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if len(case.real[0]) > 1])
+@pytest.mark.parametrize(("chunk", "chunks"), [(3, 2), (4, 9), (64, 1)])
+@pytest.mark.parametrize("form", ["chunked", "reference"])
+def test_means_are_what_the_loop_says(
+    form: str, chunk: int, chunks: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop sums v beside a column of ones; where a query meets no key its mean and gradients are zero."""
+    settings(monkeypatch, chunk, chunks)
+    case = CASES[name]
+    q, k, v, state = (x.detach().abs() for x in draw(case))
+    k[:, 0] = 0.0
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    ones = torch.ones_like(v[..., :1])
+    state = torch.cat((state, state[..., :1]), dim=-1)
+    wants = []
+    for start in (torch.zeros_like(state), state):
+        sums, after = loop([q, masked(k, case), torch.cat((v, ones), dim=-1), start], None, case)
+        nothing = sums[..., -1:] == 0
+        wants.append((torch.where(nothing, 0.0, sums[..., :-1] / torch.where(nothing, 1.0, sums[..., -1:])), after))
+    with kernels(causal_means=form):
+        got, none = causal_means(q, masked(k, case), v, places_of(case))
+        with torch.no_grad():
+            carried = causal_means(q, masked(k, case), v, places_of(case), state)
+    assert none is None
+    for one, other in zip([got, *carried], [wants[0][0], *wants[1]], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    probe = torch.randn_like(got)
+    slopes = [torch.autograd.grad((x * probe).sum(), (q, k, v)) for x in (got, wants[0][0])]
+    for one, other in zip(*slopes, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)

@@ -14,7 +14,7 @@ from heddle.laws import LAWS
 from heddle.laws.subject import answer, fresh, in_chunks, subject, text
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.numerics import causal_sums
+from heddle.numerics import chunked_sums
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer
 from tests.cases import LINEAR, RETENTION, ROPE, case, design, layer
@@ -140,8 +140,8 @@ RECURRENT = [
 )
 def test_laws_hold_over_many_chunks(law: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The laws' texts are shorter than a chunk; here a chunk holds three tokens, and a group two chunks."""
-    monkeypatch.setattr(causal_sums, "CHUNK", 3)
-    monkeypatch.setattr(causal_sums, "SCORES", 120)
+    monkeypatch.setattr(chunked_sums, "CHUNK", 3)
+    monkeypatch.setattr(chunked_sums, "SCORES", 120)
     LAWS[law].check(case(name))
 
 

@@ -1,16 +1,17 @@
-"""What linear attention is made of besides causal sums: feature maps, sums over whole documents, and the quotient.
+"""What linear attention is made of besides causal sums: feature maps, and sums over whole documents.
 
 Maps: elu + 1 (Katharopoulos et al. 2020), relu, and the learned `[softmax(W x) ; softmax(−W x)]` (Hedgehog, Zhang et
 al. 2024); `softmax_n` over the tokens of a document (Shen et al. 2018). All are computed in at least float32.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from heddle.numerics.causal_sums import CAUSAL_SUMS, Places, SumFacts, flops, nothing_summed
+from heddle.numerics.causal_sums import CAUSAL_SUMS, SumFacts, flops, nothing_summed
 from heddle.numerics.choose import Form, Operation
+from heddle.numerics.chunked_sums import Places
 from heddle.numerics.counting import count
 from heddle.numerics.norms import at_least_float32, own_dtype
 
@@ -23,8 +24,23 @@ class DocumentFacts(NamedTuple):
 
 def elu(x: Tensor) -> Tensor:
     """`elu(x) + 1`: x + 1 above zero, exp(x) below, where adding 1 to exp(x) − 1 would round it away."""
-    wide = at_least_float32(x)
-    return wide.clamp(max=0.0).exp() + wide.relu()
+    y: Tensor = _Elu.apply(x)
+    return y
+
+
+class _Elu(torch.autograd.Function):
+    """Its slope is the answer itself below zero, and 1 above: the smaller of the two."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        wide = at_least_float32(x)
+        y = wide.clamp(max=0.0).exp_().add_(wide.relu())
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return ctx.saved_tensors[0].clamp(max=1.0).mul_(gradients[0])
 
 
 def relu(x: Tensor) -> Tensor:
@@ -37,12 +53,6 @@ def learned(x: Tensor, weight: Tensor) -> Tensor:
     count(2 * x.numel() * weight.shape[1])
     scores = at_least_float32(x @ weight.mT)
     return torch.cat((scores.softmax(-1), (-scores).softmax(-1)), dim=-1)
-
-
-def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """`numerator / denominator`, zero with zero gradients where the denominator (≥ 0) is too small to divide by."""
-    nothing = denominator <= torch.finfo(denominator.dtype).tiny
-    return numerator * denominator.masked_fill(nothing, 1.0).reciprocal().masked_fill(nothing, 0.0)
 
 
 def softmax_over_tokens(k: Tensor, padding: Tensor | None, segments: Tensor | None) -> Tensor:
@@ -79,7 +89,7 @@ def _product(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor
 def _both_ways(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
     """The sum up to each token and the sum from it on, less its own term: linear, however many documents."""
     assert segments is not None
-    state = nothing_summed(q, v)
+    state = nothing_summed(q, v.shape[3])
     form = CAUSAL_SUMS.first(SumFacts(q.shape[2], gradients=True, carried=False))
     ahead, _ = form.run(q, k, v, None, Places(None, segments), state)
     turned = [x.flip(2) for x in (q, k, v)]

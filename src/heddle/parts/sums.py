@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heddle.numerics.causal_sums import Places
+from heddle.numerics.chunked_sums import Places
 from heddle.numerics.norms import at_least_float32
 from heddle.parts.layout import Layout
 from heddle.parts.state import MixerState

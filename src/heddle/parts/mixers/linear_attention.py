@@ -14,11 +14,11 @@ from typing import Literal, Self
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
-from torch.nn import functional
 
 from heddle.config import Count, DesignError, build_under, refuse
-from heddle.numerics.causal_sums import causal_sums
-from heddle.numerics.linear_attention import document_sums, elu, learned, quotient, relu, softmax_over_tokens
+from heddle.numerics.causal_sums import causal_means, causal_sums
+from heddle.numerics.chunked_sums import inverse
+from heddle.numerics.linear_attention import document_sums, elu, learned, relu, softmax_over_tokens
 from heddle.numerics.norms import at_least_float32
 from heddle.parts.eager import eager
 from heddle.parts.layout import Layout, Memory
@@ -138,24 +138,21 @@ class LinearAttention(Mixer):
         """φ(q), ψ(k) [B, H, T, d_φ], v [B, H, T, d_v] -> [B, H, T, d_v] and the new state."""
         k = without_padding(k, layout)
         held = None if state is None else state.sums
-        values = functional.pad(at_least_float32(v), (0, 1), value=1.0)
-        if self.position is None:
-            sums, held = self._sums(q, k, values, layout, held)
-            above, below = sums[..., :-1], sums[..., -1:]
-        else:
-            turned = [self.position(x, layout) for x in (q, k)]
-            parts = (None, None) if held is None else (held[..., :-1], held[..., -1:])
-            above, for_above = self._sums(turned[0], turned[1], values[..., :-1], layout, parts[0])
-            below, for_below = self._sums(q, k, values[..., -1:], layout, parts[1])
-            held = None if for_above is None or for_below is None else torch.cat((for_above, for_below), dim=-1)
-        return quotient(above, below), None if held is None else Sums(held)
-
-    def _sums(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        if self.causal:
-            return causal_sums(q, k, v, None, places(layout), state)
-        return document_sums(q, k, v, layout.segments), None
+        if self.causal and self.position is None:
+            y, held = causal_means(q, k, v, places(layout), held)
+            return y, None if held is None else Sums(held)
+        ones = torch.ones_like(v[..., :1])
+        turned = (q, k) if self.position is None else (self.position(q, layout), self.position(k, layout))
+        if not self.causal:
+            above = document_sums(*turned, v, layout.segments)
+            return above * inverse(document_sums(q, k, ones, layout.segments)), None
+        parts = (None, None) if held is None else (held[..., :-1], held[..., -1:])
+        above, for_above = causal_sums(*turned, v, None, places(layout), parts[0])
+        below, for_below = causal_sums(q, k, ones, None, places(layout), parts[1])
+        y = above * inverse(below)
+        if for_above is None or for_below is None:
+            return y, None
+        return y, Sums(torch.cat((for_above, for_below), dim=-1))
 
     @eager
     def _double_softmax(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:

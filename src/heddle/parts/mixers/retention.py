@@ -25,7 +25,7 @@ from heddle.parts.mixers import Mixer, MixerConfig, Place, widen
 from heddle.parts.positions import RotationConfig
 from heddle.parts.sums import Sums, places, without_padding
 
-Factor = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
+Factor = Annotated[float, Field(gt=0.0, le=1.0)]
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "sigmoid": torch.sigmoid}
 
