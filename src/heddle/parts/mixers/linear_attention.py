@@ -142,12 +142,12 @@ class LinearAttention(Mixer):
             y, held = causal_means(q, k, v, places(layout), held)
             return y, None if held is None else Sums(held)
         ones = torch.ones_like(v[..., :1])
-        turned = (q, k) if self.position is None else (self.position(q, layout), self.position(k, layout))
+        turned_q, turned_k = (x if self.position is None else self.position(x, layout) for x in (q, k))
         if not self.causal:
-            above = document_sums(*turned, v, layout.segments)
+            above = document_sums(turned_q, turned_k, v, layout.segments)
             return above * inverse(document_sums(q, k, ones, layout.segments)), None
         parts = (None, None) if held is None else (held[..., :-1], held[..., -1:])
-        above, for_above = causal_sums(*turned, v, None, places(layout), parts[0])
+        above, for_above = causal_sums(turned_q, turned_k, v, None, places(layout), parts[0])
         below, for_below = causal_sums(q, k, ones, None, places(layout), parts[1])
         y = above * inverse(below)
         if for_above is None or for_below is None:
