@@ -196,6 +196,35 @@ CASES: dict[str, Data] = {
 }
 
 
+LINEAR: Data = {"kind": "linear_attention", "heads": 3}
+RETENTION: Data = {"kind": "retention", "heads": 3}
+
+CASES |= {
+    "linear-attention-elu": design(layer(LINEAR, repeat=2), norm={"kind": "layer"}),
+    "linear-attention-relu": design(layer({**LINEAR, "feature_map": "relu", "value_dim": 5}, repeat=2)),
+    "linear-attention-mixed-maps": design(layer({**LINEAR, "feature_map": "relu", "key_feature_map": "elu"})),
+    "linear-attention-learned": design(layer({**LINEAR, "head_dim": 5, "feature_map": "learned"}, repeat=2)),
+    "linear-attention-rope": design(layer({**LINEAR, "head_dim": 6, "position": ROPE}, repeat=2)),
+    "linear-attention-learned-rope": design(
+        layer({**LINEAR, "head_dim": 3, "value_dim": 7, "feature_map": "learned", "position": ROPE}, repeat=2)
+    ),
+    "linear-attention-bidirectional": design(layer({**LINEAR, "causal": False}, repeat=2), norm={"kind": "layer"}),
+    "linear-attention-bidirectional-rope": design(layer({**LINEAR, "causal": False, "position": ROPE}, repeat=2)),
+    "linear-attention-double-softmax": design(
+        layer({**LINEAR, "value_dim": 5, "normalisation": "double_softmax", "causal": False}, repeat=2)
+    ),
+    "retention-plain": design(layer(RETENTION, repeat=2), norm={"kind": "layer"}),
+    "retention-rope-gate": design(layer({**RETENTION, "value_dim": 5, "gate": "silu", "position": ROPE}, repeat=2)),
+    "retention-given-decays": design(
+        layer({**RETENTION, "head_dim": 5, "decay": [1.0, 0.5, 0.01], "gate": "sigmoid"}, repeat=2)
+    ),
+    "retention-learned-decays": design(layer({**RETENTION, "decay": "learned", "position": ROPE}, repeat=2)),
+    "retention-beside-attention": design(
+        layer({**RETENTION, "gate": "silu"}), layer(attention(window=3)), layer(LINEAR)
+    ),
+}
+
+
 @cache
 def case(name: str) -> ModelConfig:
     """The config of a case."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
@@ -211,11 +211,16 @@ def _is_list(annotation: Any) -> bool:
     return get_origin(annotation) is tuple
 
 
+def _allows_words(annotation: Any) -> bool:
+    """Whether an annotation such as `tuple[X, ...] | Literal["learned"]` takes a word in place of a list."""
+    return any(get_origin(argument) is Literal for argument in get_args(annotation))
+
+
 def _decode_value(annotation: Any, value: Any, path: str) -> Any:
     nested = _nested(annotation)
     if value is None or isinstance(value, Config):
         return value
-    if _is_list(annotation):
+    if _is_list(annotation) and not (isinstance(value, str) and _allows_words(annotation)):
         if not isinstance(value, list | tuple):
             raise DesignError(path, f"expected a list, got {_show(value)}")
         if nested is None:

@@ -24,6 +24,7 @@ ATTENTION, VISIBILITY, TABLE = "numerics.attention", "numerics.visibility", "par
 LATENT, LATENT_MIXER = "numerics.latent", "parts.mixers.latent_attention:LatentAttention"
 DELTA, CONVOLUTION, MIXER = "numerics.delta", "numerics.convolution", "parts.mixers.gated_delta:GatedDelta"
 CROSS, PAIR, DOUBLE = "parts.mixers.cross_attention", "parts.mixers.pair", "numerics.double_softmax"
+SUMS, CHUNKS = "numerics.causal_sums", "numerics.chunked_sums"
 MASK = f"{VISIBILITY}:Visibility.mask"
 
 # fmt: off
@@ -296,6 +297,37 @@ BUGS = [
         "_farther(self.first.looks_back, self.second.looks_back)", "self.first.looks_back"),
     Bug("a pair that declares its narrower reach", "receptive_field", "pair-windows", f"{PAIR}:_farther", "max(",
         "min("),
+    # Recurrences
+    Bug("a chunk that forgets those before it", "growth", "linear-attention-elu", f"{CHUNKS}:_scan",
+        "found[:, :, chunk] = state", "found[:, :, chunk] = 0.0"),
+    Bug("decay counted from padding", "padding_is_not_kept", "retention-plain", f"{CHUNKS}:_counts",
+        "if places.arrived is None:", "if True:"),
+    Bug("documents summed together", "other_documents", "linear-attention-elu", f"{CHUNKS}:weights",
+        "(segments[..., :, None] == segments[..., None, :])", "(segments[..., :, None] >= segments[..., None, :])"),
+    Bug("a state that outlives its document", "cut_ragged", "retention-plain", f"{CHUNKS}:weights",
+        "(segments == earlier[..., None])", "(segments >= earlier[..., None])"),
+    Bug("keys of every document in the state", "packing_continued", "linear-attention-relu", f"{CHUNKS}:weights",
+        "(segments == segments[..., -1:])", "(segments <= segments[..., -1:])"),
+    Bug("a sum that sees one token ahead", "later_tokens", "retention-rope-gate", f"{CHUNKS}:weights", ".tril()",
+        ".tril(1)"),
+    Bug("a step that reads the sum before it adds", "cut_everywhere", "linear-attention-learned",
+        f"{SUMS}:_recurrent", "q[:, :, here] @ state", "q[:, :, here] @ (state - k[:, :, here].mT * v[:, :, here])"),
+    Bug("a decay that a step leaves out", "cut", "retention-learned-decays", f"{SUMS}:_keep",
+        "None if log_decay is None", "None if True"),
+    Bug("half the gradient of a learned decay", "true_gradients", "retention-learned-decays", f"{CHUNKS}:_slopes",
+        "some_q * for_q - some_k * for_k", "some_q * for_q"),
+    Bug("features of padding summed", "padding", "linear-attention-elu", "parts.sums:without_padding",
+        "if layout.padding is None", "if True"),
+    Bug("a quotient of zeros", "extremes", "linear-attention-relu", f"{CHUNKS}:inverse",
+        "x <= torch.finfo(x.dtype).tiny", "x < 0.0"),
+    Bug("a token counted twice where both ways meet", "packing", "linear-attention-bidirectional",
+        "numerics.linear_attention:_both_ways", "- (q * k).sum(-1, keepdim=True) * v", ""),
+    Bug("a softmax over tokens that counts padding", "padding", "linear-attention-double-softmax",
+        "numerics.linear_attention:softmax_over_tokens", "torch.finfo(k.dtype).min)", "0.0)"),
+    Bug("a softmax over tokens of every document", "packing", "linear-attention-double-softmax",
+        "numerics.linear_attention:softmax_over_tokens", "if segments is None:", "if True:"),
+    Bug("angles rounded where no softmax damps them", "precision", "retention-learned-decays",
+        "parts.positions.rope:Rope._make", "self.exact and", "False and"),
 ]
 # fmt: on
 

@@ -3,15 +3,28 @@
 from contextlib import AbstractContextManager
 
 from heddle.numerics.attention import ATTENTION
+from heddle.numerics.causal_sums import CAUSAL_MEANS, CAUSAL_SUMS
 from heddle.numerics.choose import Operation, forcing
 from heddle.numerics.convolution import CONVOLUTION
 from heddle.numerics.delta import DELTA
 from heddle.numerics.double_softmax import DOUBLE_SOFTMAX
 from heddle.numerics.latent import LATENT
 from heddle.numerics.linear import LINEAR
+from heddle.numerics.linear_attention import DOCUMENT_SUMS
 from heddle.numerics.norms import RMS_NORM
 
-_ALL: tuple[Operation, ...] = (ATTENTION, CONVOLUTION, DELTA, DOUBLE_SOFTMAX, LATENT, LINEAR, RMS_NORM)
+_ALL: tuple[Operation, ...] = (ATTENTION, CAUSAL_MEANS, CAUSAL_SUMS, CONVOLUTION, DELTA, DOCUMENT_SUMS, DOUBLE_SOFTMAX, LATENT, LINEAR, RMS_NORM)
+    ATTENTION,
+    CAUSAL_MEANS,
+    CAUSAL_SUMS,
+    CONVOLUTION,
+    DELTA,
+    DOUBLE_SOFTMAX,
+    LATENT,
+    LINEAR,
+    DOCUMENT_SUMS,
+    RMS_NORM,
+)
 OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in _ALL}
 
 

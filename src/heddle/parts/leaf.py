@@ -16,11 +16,11 @@ class Leaf(nn.Module, ABC):
         """Fill every own parameter; `generator` is of the CPU, so values do not depend on the device."""
 
 
-def fill_normal(parameter: Tensor, std: float, generator: torch.Generator) -> None:
-    """Normal numbers drawn in float32 on the CPU, whatever the parameter's dtype and device."""
+def fill_normal(parameter: Tensor, std: float, generator: torch.Generator, mean: Tensor | float = 0.0) -> None:
+    """Normal numbers around `mean`, drawn in float32 on the CPU, whatever the parameter's dtype and device."""
     with torch.no_grad():
         numbers = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-        parameter.copy_(numbers.normal_(0.0, std, generator=generator))
+        parameter.copy_(numbers.normal_(0.0, std, generator=generator).add_(mean))
 
 
 class Linear(Leaf):

@@ -28,10 +28,13 @@ class Rotation(nn.Module, ABC):
 
     amplitude: by which it multiplies the turned dims, beside turning them. score: by which a mixer that gives it
     some dims of each head only multiplies its scores (YaRN; see `heddle.parts.scalings`).
+    exact: whether angles are computed in float64 whatever the dtype of x, for a mixer without a softmax, in which
+    their rounding far from position 0 is not damped.
     """
 
     amplitude: float = 1.0
     score: float = 1.0
+    exact: bool = False
 
     @abstractmethod
     def forward(self, x: Tensor, layout: Layout) -> Tensor:

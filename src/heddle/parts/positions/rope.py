@@ -63,5 +63,10 @@ class Rope(Rotation):
 
     @eager
     def _table(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        made = lambda: table(layout.positions, list(self.thetas), dtype, self.amplitude)  # noqa: E731
-        return layout.once(("rope", self.thetas, self.amplitude, dtype), made)
+        known = ("rope", self.thetas, self.amplitude, dtype, self.exact)
+        return layout.once(known, lambda: self._make(layout.positions, dtype))
+
+    def _make(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        exact = self.exact and positions.device.type != "mps"  # which has no float64
+        cosine, sine = table(positions, list(self.thetas), torch.float64 if exact else dtype, self.amplitude)
+        return cosine.to(dtype), sine.to(dtype)

@@ -1,0 +1,111 @@
+"""Are linear attention and retention linear in the length, and how much faster than full attention?
+
+One layer's mixing without its projections, 8 heads of 64, float32: feature maps, sums and quotient against torch's
+fused causal kernel in the same run. A step is one whole mixer, its projections included, with a state.
+"""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.harness import THREADS, alternate, bounded, judged, show, write
+from heddle.model.decoder import build
+from heddle.model.load import load_config
+from heddle.model.size import state_bytes
+from heddle.numerics.causal_sums import causal_means, causal_sums
+from heddle.numerics.chunked_sums import Places
+from heddle.numerics.linear_attention import elu
+from heddle.runtime import prepare
+
+HEADS, WIDTH = 8, 64
+SHORT, LONG = 8192, 32768
+CONTEXTS = (1024, 32768)
+STEPS = 16
+QUESTION = "Are linear attention and retention linear in the length, and how much faster than full attention?"
+
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """elu + 1."""
+    return causal_means(elu(q), elu(k), v, Places())[0]
+
+
+def retention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Retention's own factors."""
+    log_decay = torch.log1p(-(2.0 ** (-5.0 - torch.arange(HEADS))))
+    return causal_sums(q, k, v, log_decay, Places())[0]
+
+
+def full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal softmax attention."""
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def both(mix: Mix, length: int) -> Callable[[], Any]:
+    """Forward and backward of [1, 8, length, 64]."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, HEADS, length, WIDTH, generator=generator).requires_grad_() for _ in range(3))
+    slope = torch.ones(q.shape)
+    return lambda: torch.autograd.grad(mix(q, k, v), (q, k, v), slope)
+
+
+def step(kind: str, context: int) -> Callable[[], Any]:
+    """Some tokens, one after the other, after a text of `context` tokens."""
+    layer = {"mixer": {"kind": kind, "heads": HEADS}}
+    model = build(load_config({"vocab_size": 64, "width": HEADS * WIDTH, "layers": [layer]}))
+    tokens = torch.randint(64, (1, context + STEPS), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        _, start = model(tokens[:, :context], None, model.init_state(1, context + STEPS))
+    assert start is not None
+
+    @torch.no_grad()
+    def work() -> None:
+        state = start.fork()
+        for token in tokens[:, context:].split(1, dim=1):
+            _, state = model(token, None, state)
+
+    return work
+
+
+def against_full(length: int, rounds: int, goal: float) -> list[dict[str, Any]]:
+    """Both mixers against full attention."""
+    mixes: dict[str, Mix] = {"linear": linear, "retention": retention, "full": full}
+    taken = alternate({name: both(mix, length) for name, mix in mixes.items()}, rounds)
+    rows = []
+    for name in ("linear", "retention"):
+        ratios = [slow / fast for fast, slow in zip(taken[name], taken["full"], strict=True)]
+        seconds = {f"{side} seconds": statistics.median(taken[side]) for side in (name, "full")}
+        case = f"{name}, forward and backward, {length}, against full attention"
+        rows.append({"case": case, **seconds, **judged(ratios, goal)})
+    return rows
+
+
+def run(short: int = SHORT, long: int = LONG) -> list[dict[str, Any]]:
+    """All rows."""
+    prepare("cpu", THREADS)
+    rows = [*against_full(short, 7, 8.0), *against_full(long, 3, 15.0)]
+    for name, mix in (("linear", linear), ("retention", retention)):
+        taken = alternate({"short": both(mix, short), "long": both(mix, long)}, rounds=7)
+        growth = [slow / fast for fast, slow in zip(taken["short"], taken["long"], strict=True)]
+        rows.append(bounded(f"{name}, time of {long} over {short}", statistics.median(growth), 5.0, "times"))
+    for kind in ("linear_attention", "retention"):
+        taken = alternate({str(context): step(kind, context) for context in CONTEXTS}, rounds=15)
+        near, far = (taken[str(context)] for context in CONTEXTS)
+        growth = [slow / fast for fast, slow in zip(near, far, strict=True)]
+        name = f"{kind}, a step after {CONTEXTS[1]} over one after {CONTEXTS[0]}"
+        rows.append(bounded(name, statistics.median(growth), 1.1, "times"))
+        design = load_config("preset:mha-tiny", ["vocab_size=512", f"layers.*.mixer={{kind: {kind}, heads: 4}}"])
+        sizes = [state_bytes(design, context) for context in CONTEXTS]
+        rows.append(bounded(f"{kind}, state of {CONTEXTS[1]} over {CONTEXTS[0]}", sizes[1] / sizes[0], 1.0, "times"))
+    return rows
+
+
+if __name__ == "__main__":
+    found = run()
+    show(found)
+    write("benchmarks.linear", QUESTION, found)

@@ -1,0 +1,254 @@
+"""linear_attention and retention against loops over tokens written from the papers; refusals; what a state holds."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import heddle
+from heddle.config import decode
+from heddle.errors import ConfigError
+from heddle.laws import LAWS
+from heddle.laws.subject import answer, fresh, in_chunks, subject, text
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder
+from heddle.numerics import chunked_sums
+from heddle.parts.layout import Layout
+from heddle.parts.mixers import Mixer
+from tests.cases import LINEAR, RETENTION, ROPE, case, design, layer
+
+
+def model_of(mixer: dict[str, Any], **fields: Any) -> Decoder:
+    return subject(decode(ModelConfig, design(layer({**mixer, **fields}))))
+
+
+def mixer_of(model: Decoder) -> Mixer:
+    mixer = model.mixers()[0]
+    assert mixer is not None
+    return mixer
+
+
+def project(mixer: Mixer, name: str, x: Tensor, heads: int) -> Tensor:
+    """One row's heads [H, T, d]."""
+    weight = mixer.get_parameter(f"{name}.weight")
+    return torch.stack([(x @ weight.T)[:, h * (d := len(weight) // heads) : (h + 1) * d] for h in range(heads)])
+
+
+def turned(x: Tensor) -> Tensor:
+    """Rotary positions of one head [T, d], pairs (i, i + d/2), as complex numbers."""
+    half = x.shape[1] // 2
+    theta = torch.tensor([10000.0 ** (-i / half) for i in range(half)], dtype=torch.float64)
+    angle = torch.arange(len(x), dtype=torch.float64)[:, None] * theta
+    pairs = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((pairs.real, pairs.imag), dim=1)
+
+
+def mapped(x: Tensor, kind: str, weight: Tensor | None) -> Tensor:
+    if kind == "relu":
+        return x.clamp(min=0)
+    if kind == "elu":
+        return torch.where(x > 0, x + 1, x.exp())
+    assert weight is not None
+    scores = x @ weight.T
+    return torch.cat((scores.softmax(1), (-scores).softmax(1)), dim=1)
+
+
+MAPS = [("elu", "elu"), ("relu", "relu"), ("relu", "elu"), ("learned", "learned")]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("position", [None, ROPE])
+@pytest.mark.parametrize("maps", MAPS)
+def test_linear_attention_is_its_formula(maps: tuple[str, str], position: Any, causal: bool) -> None:
+    """Every query and key alone: `Σ_j φ(q_i)·ψ(k_j) v_j / Σ_j φ(q_i)·ψ(k_j)`, the rotation in the numerator only."""
+    fields = {"feature_map": maps[0], "key_feature_map": maps[1], "causal": causal, "position": position}
+    mixer = mixer_of(model_of(LINEAR, head_dim=6, value_dim=5, **fields))
+    x = torch.randn(1, 9, 24, dtype=torch.float64)
+    with torch.no_grad():
+        got, _ = mixer(x, Layout.causal(1, 9))
+        heads = []
+        for h in range(3):
+            q, k, v = (project(mixer, name, x[0], 3)[h] for name in "qkv")
+            weights = [mixer.get_parameter(f"{n}_map.weight")[h] if maps[0] == "learned" else None for n in "qk"]
+            plain = [mapped(q, maps[0], weights[0]), mapped(k, maps[1], weights[1])]
+            rotated = plain if position is None else [turned(z) for z in plain]
+            rows = []
+            for i in range(9):
+                seen = range(i + 1) if causal else range(9)
+                above = sum((float(rotated[0][i] @ rotated[1][j]) * v[j] for j in seen), torch.zeros(5).double())
+                below = math.fsum(float(plain[0][i] @ plain[1][j]) for j in seen)
+                rows.append(above / below if below else torch.zeros_like(above))
+            heads.append(torch.stack(rows))
+        want = torch.cat(heads, dim=1) @ mixer.get_parameter("out.weight").T
+    torch.testing.assert_close(got[0], want, rtol=0, atol=1e-12)
+
+
+def test_double_softmax_is_its_formula() -> None:
+    mixer = mixer_of(model_of(LINEAR, value_dim=5, normalisation="double_softmax", causal=False))
+    x = torch.randn(1, 9, 24, dtype=torch.float64)
+    with torch.no_grad():
+        got, _ = mixer(x, Layout.causal(1, 9))
+        q, k, v = (project(mixer, name, x[0], 3) for name in "qkv")
+        heads = [q[h].softmax(1) @ (k[h].softmax(0).T @ v[h]) for h in range(3)]
+        want = torch.cat(heads, dim=1) @ mixer.get_parameter("out.weight").T
+    torch.testing.assert_close(got[0], want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("gate", [None, "silu", "sigmoid"])
+@pytest.mark.parametrize("decay", [None, "learned", [1.0, 0.9, 0.25]])
+@pytest.mark.parametrize("position", [None, ROPE])
+def test_retention_is_its_formula(position: Any, decay: Any, gate: str | None) -> None:
+    mixer = mixer_of(model_of(RETENTION, value_dim=5, position=position, decay=decay, gate=gate))
+    x = torch.randn(1, 9, 24, dtype=torch.float64)
+    with torch.no_grad():
+        got, _ = mixer(x, Layout.causal(1, 9))
+        gammas = [1 - 2.0 ** (-5 - h) for h in range(3)] if decay is None else decay
+        if decay == "learned":
+            gammas = mixer.get_parameter("decay.weight").sigmoid().tolist()
+        heads = []
+        for h in range(3):
+            q, k, v = (project(mixer, name, x[0], 3)[h] for name in "qkv")
+            if position is not None:
+                q, k = turned(q), turned(k)
+            held, rows = torch.zeros(8, 5, dtype=torch.float64), []
+            for t in range(9):
+                held = gammas[h] * held + torch.outer(k[t], v[t])
+                y = q[t] @ held
+                rows.append(y / (y.pow(2).mean() + 1e-5).sqrt() * mixer.get_parameter("norm.weight")[h])
+            heads.append(torch.stack(rows))
+        want = torch.cat(heads, dim=1)
+        if gate is not None:
+            opened = x[0] @ mixer.get_parameter("gate.weight").T
+            want = want * (opened.sigmoid() * (opened if gate == "silu" else 1.0))
+        want = want @ mixer.get_parameter("out.weight").T
+    torch.testing.assert_close(got[0], want, rtol=0, atol=1e-11)
+
+
+RECURRENT = [
+    "linear-attention-rope",
+    "linear-attention-bidirectional",
+    "retention-rope-gate",
+    "retention-learned-decays",
+]
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize(
+    "law", ["cut_ragged", "packing", "later_tokens", "other_documents", "padding_gradients", "forms"]
+)
+def test_laws_hold_over_many_chunks(law: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The laws' texts are shorter than a chunk; here a chunk holds three tokens, and a group two chunks."""
+    monkeypatch.setattr(chunked_sums, "CHUNK", 3)
+    monkeypatch.setattr(chunked_sums, "SCORES", 120)
+    LAWS[law].check(case(name))
+
+
+def test_keys_without_features_give_zeros_and_finite_gradients() -> None:
+    model = model_of(LINEAR, feature_map="relu")
+    mixer = mixer_of(model)
+    with torch.no_grad():
+        mixer.get_parameter("k.weight").copy_(-mixer.get_parameter("q.weight").abs())
+        mixer.get_parameter("q.weight").abs_()
+    x = torch.rand(1, 7, 24, dtype=torch.float64, requires_grad=True)
+    y, _ = mixer(x, Layout.causal(1, 7))
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    assert y.abs().max() == 0
+    assert slope.abs().max() == 0
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e4])
+@pytest.mark.parametrize(
+    "mixer", [LINEAR, {**LINEAR, "feature_map": "relu", "position": ROPE}, {**RETENTION, "decay": [1.0, 0.5, 0.9]}]
+)
+def test_long_texts_of_opposite_or_huge_tokens_stay_finite(mixer: dict[str, Any], factor: float) -> None:
+    """Keys that sum to zero, and huge ones, over 4,096 tokens in float32."""
+    one = mixer_of(model_of(mixer).float())
+    x = torch.randn(1, 1, 24) * torch.tensor([1.0, -1.0]).repeat(2048)[None, :, None] * max(factor, 1.0)
+    x.requires_grad_()
+    y, _ = one(x, Layout.causal(1, 4096))
+    assert bool(y.isfinite().all())
+    assert bool(torch.autograd.grad(y.sum(), x)[0].isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("mixer", "elements"),
+    [
+        (LINEAR, 3 * 8 * (8 + 1)),
+        ({**LINEAR, "head_dim": 5, "value_dim": 7}, 3 * 5 * (7 + 1)),
+        ({**LINEAR, "head_dim": 5, "feature_map": "learned"}, 3 * 10 * (5 + 1)),
+        (RETENTION, 3 * 8 * 8),
+        ({**RETENTION, "head_dim": 6, "value_dim": 4}, 3 * 6 * 4),
+    ],
+)
+def test_a_state_has_one_size_in_at_least_float32(mixer: dict[str, Any], elements: int) -> None:
+    config = decode(ModelConfig, design(layer(mixer)))
+    for dtype in (torch.float32, torch.bfloat16):
+        for context in (16, 100_000):
+            told = heddle.size(config, context=context, batch=2, dtype=dtype)
+            assert told.layers[0].state_bytes == 2 * elements * 4
+            assert told.state_bytes_per_token == 0
+        model = heddle.build(config, dtype=dtype)
+        _, state = in_chunks(model, text(config, 2, 7), [3, 4])
+        assert state.layer_bytes == [2 * elements * 4]
+        assert state.tensors()["layers.0.sums"].dtype == torch.float32
+
+
+def test_padding_takes_no_time() -> None:
+    """Decays count arrivals: a hole of any length between two tokens changes nothing."""
+    model = model_of(RETENTION, decay=[0.9, 0.5, 0.1])
+    tokens = text(model.config, 1, 4)
+    want = answer(model, tokens)
+    positions = torch.tensor([[-1, 0, -1, -1, -1, 1, 2, -1, 3, -1]])
+    spread = torch.zeros(1, 10, dtype=torch.int64)
+    spread[positions >= 0] = tokens[0]
+    got = answer(model, spread, Layout(positions))[positions >= 0]
+    torch.testing.assert_close(got, want[0], rtol=0, atol=1e-12)
+    hidden, _ = in_chunks(model, spread, [1, 2, 4, 3], None, Layout(positions))
+    torch.testing.assert_close(hidden[positions >= 0], want[0], rtol=0, atol=1e-12)
+
+
+def test_going_back_is_refused() -> None:
+    for mixer in (LINEAR, RETENTION):
+        with pytest.raises(ConfigError, match="asks a recurrence to go back"):
+            fresh(model_of(mixer), 1, rewind=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"normalisation": "double_softmax"}, r"causal: the softmax over tokens of double_softmax sees later ones"),
+        ({"normalisation": "double_softmax", "causal": False, "feature_map": "elu"}, "feature_map: belongs to"),
+        ({"normalisation": "double_softmax", "causal": False, "position": ROPE}, "position: belongs to"),
+        ({"feature_map": "learned", "key_feature_map": "elu"}, "key_feature_map: elu and learned differ in width"),
+        ({"heads": 5}, "heads: 5 does not divide width = 24"),
+        ({"head_dim": 5, "position": ROPE}, r"position\.dim: 5 cannot be turned in pairs"),
+    ],
+)
+def test_linear_attention_refuses(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^layers\[0\]\.mixer\.{message}"):
+        heddle.load_config(design(layer({**LINEAR, **fields})))
+
+
+@pytest.mark.parametrize(
+    ("decay", "message"),
+    [
+        ([0.5, 0.5], "decay: 2 factors for heads = 3; give one a head"),
+        ([0.5, 0.5, 1.5], r"decay\[2\]: should be less than or equal to 1"),
+        ([0.5, 0.5, 0.0], r"decay\[2\]: should be greater than 0"),
+        ("learnt", "decay: should be .*'learned', got 'learnt'"),
+        (0.5, "decay: expected a list"),
+    ],
+)
+def test_retention_refuses(decay: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^layers\[0\]\.mixer\.{message}"):
+        heddle.load_config(design(layer({**RETENTION, "decay": decay})))
+
+
+def test_learned_decays_start_near_the_fixed_ones() -> None:
+    config = decode(ModelConfig, design(layer({**RETENTION, "decay": "learned"})))
+    weight = heddle.build(config).get_parameter("layers.0.mixer.decay.weight")
+    want = torch.tensor([math.log(2.0 ** (5 + h) - 1) for h in range(3)])
+    torch.testing.assert_close(weight.detach(), want, rtol=0, atol=0.1)
+    assert not torch.equal(weight.detach(), want)
