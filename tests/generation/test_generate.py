@@ -13,6 +13,7 @@ from heddle.generation import generate as module
 from heddle.generation.generate import Rows, generate
 from heddle.generation.sample import sample
 from heddle.generation.sampling import Sampling
+from heddle.laws.subject import answer, memory
 from heddle.model.decoder import Decoder, build
 from tests import small
 from tests.cases import CASES, case
@@ -28,7 +29,7 @@ def greedy(model: Decoder, prompt: list[int], steps: int) -> list[int]:
     model.eval()
     with torch.no_grad():
         for _ in range(steps):
-            logits = model.head(model(torch.tensor([row]))[0])[0, -1]
+            logits = model.head(answer(model, torch.tensor([row])))[0, -1]
             row.append(int((logits == logits.max()).nonzero()[0]))
     return row[len(prompt) :]
 
@@ -50,8 +51,9 @@ def lively(model: Decoder) -> Decoder:
 def test_greedy_with_a_state_equals_greedy_without(name: str) -> None:
     model = lively(double(name))
     alone = [greedy(model, prompt, STEPS) for prompt in PROMPTS]
-    assert [generate(model, [prompt], max_new_tokens=STEPS)[0] for prompt in PROMPTS] == alone
-    assert generate(model, PROMPTS, max_new_tokens=STEPS) == alone
+    one, all_ = memory(model, 1), memory(model, len(PROMPTS))
+    assert [generate(model, [prompt], memory=one, max_new_tokens=STEPS)[0] for prompt in PROMPTS] == alone
+    assert generate(model, PROMPTS, memory=all_, max_new_tokens=STEPS) == alone
 
 
 def test_the_texts_above_vary() -> None:
@@ -153,7 +155,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, rows: list[list[int]]) -> None:
     """Let the model write these tokens."""
 
     def tokens(
-        model: Decoder, prompts: Any, steps: int, sampling: Sampling, known: int
+        model: Decoder, prompts: Any, steps: int, sampling: Sampling, known: int, beside: None
     ) -> Iterator[tuple[Tensor, Rows]]:
         marks = Rows(len(rows))
         for step in range(min(steps, max(map(len, rows)))):
