@@ -150,12 +150,9 @@ CASES: dict[str, Data] = {
         layer(attention()), layer(cross(3, head_dim=5, value_dim=7, memory_width=10, bias=True), repeat=2)
     ),
     "cross-double-softmax": design(
-        layer(cross(6, kv_heads=2, head_dim=5, value_dim=3, normalisation="double_softmax", bias="qkv"), repeat=2),
-        layer(attention(window=3)),
+        layer(cross(6, kv_heads=2, head_dim=5, value_dim=3, normalisation="double_softmax", bias="qkv"), repeat=2)
     ),
-    "cross-alone": design(
-        layer(cross(memory_width=7, value_dim=9)), layer(cross(memory_width=7, normalisation="double_softmax"))
-    ),
+    "cross-alone": design(layer(cross(memory_width=7, value_dim=9), repeat=2)),
     "encoder": design(
         layer(attention(kv_heads=2), None),
         layer(cross(memory_width=14), ALL_DROP),

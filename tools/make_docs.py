@@ -170,8 +170,8 @@ def states(kind: str, cases: list[str]) -> str:
         mixer = config.layers[0].mixer
         if len(config.layers) > 1 or mixer is None:
             continue
-        sizes = [size(config, context).state_bytes for context in (64, 65)]
-        tables = [size(config, context).table_bytes for context in (64, 65)]
+        told = [size(config, context, memory=64) for context in (64, 65)]
+        sizes, tables = [one.state_bytes for one in told], [one.table_bytes for one in told]
         kept, more = ((a - b) // (ELEMENT * config.depth) for a, b in zip(sizes, tables, strict=True))
         plain = {key: value for key, value in mixer.dump().items() if key in ("window", "causal") or type(value) is int}
         if kept == 0:

@@ -13,6 +13,7 @@ from heddle.checkpoints.model import CONFIG, TOKENIZER, WEIGHTS, load, model_doc
 from heddle.checkpoints.steps import step_folder
 from heddle.data.tokenizer import Tokenizer
 from heddle.errors import CheckpointError, ConfigError
+from heddle.laws.subject import answer
 from heddle.model.decoder import Decoder, build
 from heddle.training.loop import train
 from tests import small
@@ -21,7 +22,7 @@ from tests.cases import CASES, case
 
 def logits(model: Decoder) -> Tensor:
     with torch.no_grad():
-        return model.head(model(torch.arange(24).view(2, 12))[0])
+        return model.head(answer(model, torch.arange(24).view(2, 12)))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -124,7 +124,7 @@ ONE_LONG_TABLE: list[tuple[str, int, str]] = [
     ("show @/good.yaml layers.0.mixer.kind=attentoin", 2, "layers[0].mixer: unknown kind 'attentoin'; did you mean"),
     ("show @/good.yaml layers.7.mixer.heads=2", 2, "override 'layers.7.mixer.heads=2': layers has entries 0 to 0"),
     ("show @/good.yaml =5", 2, "override '=5': expected path.to.field=value"),
-    ("show @/good.yaml --context 0", 2, "show: --context and --batch must be at least 1"),
+    ("show @/good.yaml --context 0", 2, "show: --context, --batch and --memory must be at least 1"),
     ("train @/bidirectional.yaml --data @/text --out @/new", 2, "causal: a mixer sees later tokens"),
     ("compare @/good.yaml @/bidirectional.yaml --data @/text --out @/new", 2, "@/bidirectional.yaml: a mixer sees"),
     # data and tokenizers

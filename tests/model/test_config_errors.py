@@ -30,8 +30,8 @@ SENTENCES = {
     f"choices: {ROTATIONS}",
     "embedding.position.kind=rope": f"embedding.position: kind 'rope' does not belong here; choices: {TABLES}",
     "layers.0.mixer.hads=2": f"layers[0].mixer: unknown field 'hads'; did you mean 'heads'? choices: {CHOICES}",
-    "nonsense=1": "unknown field 'nonsense'; choices: embedding, head, initialisation, layers, norm, residual, "
-    "vocab_size, width",
+    "nonsense=1": "unknown field 'nonsense'; choices: embedding, encoder, head, initialisation, layers, norm, "
+    "residual, vocab_size, width",
     "layers.0.mixer.heads=two": "layers[0].mixer.heads: should be a valid integer, got 'two' (text)",
     "layers.0.mixer.heads=0": "layers[0].mixer.heads: should be greater than 0, got 0 (a whole number)",
     "layers.0.mixer.heads=-1": "layers[0].mixer.heads: should be greater than 0, got -1 (a whole number)",

@@ -1,5 +1,6 @@
 """Designs with an encoder: torch's transformer says the same; decoding, saving, sizing, training; what is refused."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import heddle
+from heddle.comparison.plan import read_entries
 from heddle.config import decode
 from heddle.data.samples import Batch
 from heddle.errors import ConfigError
@@ -20,7 +22,9 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.load import load_config
 from heddle.parts.layout import Layout
+from heddle.training.loop import train
 from heddle.training.step import apply, gradients, make_optimizer
+from tests import small
 from tests.cases import Data, attention, case, cross
 
 WIDTH, DEPTH = 16, 2
@@ -287,3 +291,11 @@ def test_a_design_without_one_does_not_encode() -> None:
     assert model.memory_width == WIDTH
     with pytest.raises(ConfigError, match=r"^encoder: this design has none; give a memory of your own"):
         model.encode(torch.zeros(1, 3, dtype=torch.int64))
+
+
+def test_training_and_comparing_on_plain_text_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^memory: the design reads one, and a text comes without"):
+        train(small.job(small.corpus(tmp_path / "text"), tmp_path / "run", TRANSFORMER | {"vocab_size": 300}))
+    design = small.design_file(tmp_path / "both.yaml", json.loads(json.dumps(TRANSFORMER)))
+    with pytest.raises(ConfigError, match="reads a memory, and texts come without one"):
+        read_entries([str(design)], [])

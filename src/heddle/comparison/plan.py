@@ -58,8 +58,11 @@ def read_entries(designs: Sequence[str], overrides: Sequence[str]) -> tuple[Entr
             config = load_config(source, overrides)
         except DesignError as error:
             raise error.under(source) from None
-        if not build(config if config.vocab_size else config.replace(vocab_size=1), device="meta").causal:
+        model = build(config if config.vocab_size else config.replace(vocab_size=1), device="meta")
+        if not model.causal:
             raise ConfigError(f"{source}: a mixer sees later tokens, so the design cannot learn to predict them")
+        if model.memory_width is not None:
+            raise ConfigError(f"{source}: reads a memory, and texts come without one; take cross_attention out of it")
         name = _name(source)
         numbered = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
         taken = {entry.name for entry in entries}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from heddle.laws.subject import (
+    POISON,
     Broken,
     advance,
     equal,
@@ -205,15 +206,17 @@ def _encoded(model: Decoder, tokens: Tensor) -> None:
         refuses(lambda: model.encode(tokens), "encoder: this design has none", "a design without an encoder encoded")
         return
     source, lengths = text(model.encoder.config, ROWS, LENGTH), [LENGTH, 2, 1]
+    alone = [_read(model, tokens[i : i + 1], model.encode(source[i : i + 1, :n])) for i, n in enumerate(lengths)]
     for side in ("left", "right"):
         layout = Layout.padded(lengths, side=side)
-        held = model.encode(
-            torch.where(layout.positions >= 0, source.gather(1, layout.positions.clamp(min=0)), 0), layout
-        )
-        found = _read(model, tokens, held)
-        for row, length in enumerate(lengths):
-            alone = _read(model, tokens[row : row + 1], model.encode(source[row : row + 1, :length]))
-            equal(found[row : row + 1], alone, f"a source of {length} tokens padded on the {side}, against it alone")
+        padded = torch.where(layout.positions >= 0, source.gather(1, layout.positions.clamp(min=0)), POISON)
+        found = _read(model, tokens, model.encode(padded, layout))
+        equal(found, torch.cat(alone), f"sources padded on the {side}, against each alone")
+        with torch.no_grad():
+            before = model.encoder.embed.weight[POISON].clone()
+            model.encoder.embed.weight[POISON] = NAN
+            identical(_read(model, tokens, model.encode(padded, layout)), found, f"NaN in sources padded on the {side}")
+            model.encoder.embed.weight[POISON] = before
     packed = Layout.packed([[2, LENGTH - 2]] * ROWS)
     refuses(lambda: model.encode(source, packed), "source: packed documents", "a packed source was encoded")
 

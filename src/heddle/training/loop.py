@@ -86,6 +86,8 @@ def train(job: Job) -> Outcome:
     model = build(job.config, device=job.device, seed=settings.seed).train()
     if not model.causal:
         raise ConfigError("causal: a mixer sees later tokens, so the design cannot learn to predict them")
+    if model.memory_width is not None:
+        raise ConfigError("memory: the design reads one, and a text comes without; take the steps of training.step")
     with RunLock(job.out), listening() as wish:
         open_run(job.out, job.identity(), {"data_report": corpus.report, **(job.circumstances or {})})
         torch.manual_seed(settings.seed)
