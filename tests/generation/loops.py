@@ -37,12 +37,17 @@ def designs() -> dict[str, ModelConfig]:
     found = {kind: shrink(load_config(f"preset:{kind}-tiny")) for kind in KINDS}
     known = {mixer for config in found.values() for mixer in _mixers(config)}
     for name in CASES:
-        model = build(case(name), device="meta")
         new = _mixers(case(name)) - known
-        if new and model.causal and model.memory_width is None:
+        if new and writes(case(name)):
             found[name] = case(name)
             known |= new
     return found
+
+
+def writes(config: ModelConfig) -> bool:
+    """Whether a design continues texts: it hides later tokens, and reads nothing beside the text."""
+    model = build(config, device="meta")
+    return model.causal and model.memory_width is None
 
 
 def _mixers(config: ModelConfig) -> set[str]:

@@ -21,7 +21,6 @@ from heddle.laws.subject import (
     refuses,
     subject,
     text,
-    windows,
 )
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
@@ -96,8 +95,9 @@ class Twin:
 
 
 def _rings(model: Decoder) -> list[int]:
-    """What rings hold of a row: each window, or, where no layer looks back, the table's one position."""
-    return [1] if model.reach == 0 else windows(model)
+    """What rings hold of a row: each window; where no layer looks back, the table's one position."""
+    looks = {mixer.looks_back for mixer in model.mixers() if mixer is not None}
+    return sorted(look for look in looks if look) or ([] if None in looks else [1])
 
 
 def fork_apart(config: ModelConfig) -> None:
