@@ -7,6 +7,7 @@ from heddle.comparison import wording
 from heddle.comparison.figures import figures, mean_curve, styles
 from heddle.comparison.statistics import finished
 from heddle.comparison.summary import swatch
+from heddle.comparison.trades import against, state_growth
 
 CAPTIONS = {
     "loss": ("Learning", "Validation loss. Thick: mean of the seeds; thin: each seed. Lower is better."),
@@ -125,6 +126,7 @@ def design_section(report: wording.Report) -> str:
             f'<article class="card design" style="--own:var(--{colour})"><h3>{name}</h3>'
             f"<p>{escape(design['summary'])}</p>"
             f'<p class="small">{escape(" · ".join(facts))}<br>from {source}</p>'
+            f"<p>{escape(f'{state_growth(design)} {against(report, design)}')}</p>"
             f"{_runs(design)}{text}</article>"
         )
     title = "<h2>The designs, and what they write</h2>"

@@ -84,7 +84,15 @@ td small { display: block; }
 .worse { box-shadow: inset 0 0 0 1.5px var(--ink); }
 .open { box-shadow: inset 0 0 0 1px var(--line); color: var(--soft); }
 .bar { display: block; height: 5px; border-radius: 3px; background: var(--tint); margin-top: 5px; }
+.bar.blind { position: relative; }
+.bar.blind::after {
+  content: ""; position: absolute; left: var(--blind); top: -2px; height: 9px; border-left: 2px solid var(--soft);
+}
 .cost { width: 9%; }
+.heat td { background: color-mix(in srgb, var(--series-1) var(--heat), transparent); }
+.heat .blindly :is(th, td) { color: var(--soft); font-weight: 400; background: none; }
+.recall { padding: 18px 22px; }
+.recall p { margin: 0 0 10px; max-width: 62em; }
 .bar i { display: block; height: 100%; border-radius: 3px; background: var(--own); width: var(--part); }
 .legend { display: flex; flex-wrap: wrap; align-items: center; gap: 8px; margin: 0 0 14px; }
 .legend small { margin-left: 6px; }

@@ -58,9 +58,9 @@ class Mqar:
     blanks, and there its value is the target. `keys` is the number of keys and of values there are.
     """
 
-    pairs: int = 8
-    keys: int = 32
-    length: int = 64
+    pairs: int = 12
+    keys: int = 24
+    length: int = 36
 
     def __post_init__(self) -> None:
         check("pairs", self.pairs, 1, self.length // 3, f"a third of length = {self.length}")
