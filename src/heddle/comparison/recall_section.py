@@ -33,8 +33,8 @@ def recall_section(report: wording.Report) -> str:
         f'<th scope="col">right answers</th>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
     )
     asked = "".join(
-        f"<dt>{escape(probe['title'])}</dt><dd>{escape(probe['asks'])} Rows of {probe['length']} tokens, "
-        f"{wording.scaled(probe['train_tokens'])} tokens to learn from.</dd>"
+        f"<div><dt>{escape(probe['title'])}</dt><dd>{escape(probe['asks'])} Rows of {probe['length']} tokens, "
+        f"{wording.scaled(probe['train_tokens'])} tokens to learn from.</dd></div>"
         for probe in probes.values()
     )
     return (

@@ -30,33 +30,33 @@ def state_growth(design: wording.Design) -> str:
     return kept if steps[0] == last else f"Once its windows are full, {kept[0].lower()}{kept[1:]}"
 
 
-def against(report: wording.Report, design: wording.Design) -> str:
-    """The design beside the baseline: state, decode, training, loss and recall."""
+def against(report: wording.Report, design: wording.Design) -> list[str]:
+    """The design beside the baseline, a phrase each: state, decode, training, loss and recall. Empty for itself."""
     base = next(row for row in report["designs"] if row["name"] == report["baseline"])
     if design is base:
-        return "The baseline."
+        return []
     parts = []
-    for key, title in (("state_bytes", "state"), ("decode", "decode")):
+    for key, title in (("state_bytes", "state"), ("decode", "decoding speed")):
         context = wording.shared_context(report["designs"], key)
         mine, other = wording.at(design[key], context), wording.at(base[key], context)
         if context is not None and mine is not None and other:
-            place = wording.context_name(context)
-            parts.append(f"{wording.share(mine, other)} of its {_kind(title)} at {place}")
+            parts.append(f"{_share(mine, other)} its {title} at {wording.context_name(context)}")
     mine, other = design["train_tokens_per_second"], base["train_tokens_per_second"]
     if mine and other:
-        parts.append(f"{wording.share(mine, other)} of its training speed")
+        parts.append(f"{_share(mine, other)} its training speed")
     difference = wording.difference_of(report, design["name"])
     if difference is not None and difference["mean"] is not None:
-        parts.append(f"{wording.signed(difference)} bits per byte ({wording.judgement(difference)})")
+        parts.append(f"{wording.signed(difference)} bits per byte: {wording.judgement(difference)}")
     for name, probe in list(report["recall"].items())[:1]:
         mine, other = recalled(design, name), recalled(base, name)
         if mine is not None and other is not None:
-            parts.append(f"{wording.percent(mine)} right answers on {probe['title']} against {wording.percent(other)}")
-    return f"Beside {base['name']}: {', '.join(parts)}." if parts else ""
+            parts.append(f"{wording.percent(mine)} right answers on {probe['title']}, it {wording.percent(other)}")
+    return parts
 
 
-def _kind(title: str) -> str:
-    return "decoding speed" if title == "decode" else title
+def _share(part: float, whole: float) -> str:
+    words = wording.share(part, whole)
+    return words if words.endswith("times") else f"{words} of"
 
 
 def recall_verdict(report: wording.Report) -> list[str]:

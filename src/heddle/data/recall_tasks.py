@@ -63,6 +63,7 @@ class Mqar:
     length: int = 36
 
     def __post_init__(self) -> None:
+        check("length", self.length, 3, LONGEST, "room for a key, its value and a question")
         check("pairs", self.pairs, 1, self.length // 3, f"a third of length = {self.length}")
         check("keys", self.keys, self.pairs, 2**16, f"at least pairs = {self.pairs}")
 
@@ -136,6 +137,7 @@ class Copying:
     length: int = 64
 
     def __post_init__(self) -> None:
+        check("length", self.length, 2, LONGEST, "room for a letter and its mark")
         check("tokens", self.tokens, 1, self.length // 2, f"half of length = {self.length}")
         check("letters", self.letters, 2, 2**16, "so that there is something to remember")
 
@@ -172,6 +174,7 @@ class Needle:
     length: int = 128
 
     def __post_init__(self) -> None:
+        check("length", self.length, 4, LONGEST, "room for a needle and its question")
         check("needles", self.needles, 1, self.length // 4, f"a quarter of length = {self.length}")
         check("words", self.words, 2, 2**16, "so that there is something to find")
 
