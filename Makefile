@@ -4,20 +4,21 @@ TORCH_INDEX ?=
 PIP_ARGS ?=
 WORKERS ?= 2
 DESIGNS ?= preset:mha-tiny preset:gqa-tiny preset:mqa-tiny preset:local_global-tiny
+ALL_DESIGNS := $(patsubst %,preset:%-tiny,mha gqa mqa local_global mla linear gated_delta hybrid)
 COMPARE_ARGS ?=
 PYTEST_ARGS ?=
 
 OUT := runs/compare
-REPORT := $(OUT)/report.html
+REPORT = $(OUT)/report.html
 RUN := .venv/bin/python
 
 export PYTHON TORCH_INDEX PIP_ARGS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help compare test soak bench clean core dev
+.PHONY: help compare compare-all test soak bench clean core dev
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 	@echo
 	@echo "  PYTHON=python3.12   another interpreter        TORCH_INDEX=URL   one more package index, for torch alone"
 	@echo "  WORKERS=4           test processes             PIP_ARGS='...'    words for every pip call"
@@ -30,6 +31,9 @@ compare: core ## train four small designs on the same text and open the report
 	elif [ "$$(uname)" = Darwin ]; then open $(REPORT); \
 	elif [ -n "$${DISPLAY:-}$${WAYLAND_DISPLAY:-}" ] && command -v xdg-open >/dev/null; then xdg-open $(REPORT); \
 	fi >/dev/null 2>&1 || true
+
+compare-all: ## the same with eight designs, one of each kind of mixer: about a quarter of an hour on 2 cores
+	@$(MAKE) --no-print-directory compare DESIGNS='$(ALL_DESIGNS)' OUT=runs/compare-all
 
 test: dev ## style, types and tests
 	@failed=; \

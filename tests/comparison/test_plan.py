@@ -33,6 +33,7 @@ def plan(*designs: Entry, **changes: Any) -> Plan:
         threads=1,
         parts=(),
         contexts=(32,),
+        recall=("mqar",),
     )
     return dataclasses.replace(made, **changes)
 

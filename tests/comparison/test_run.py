@@ -1,6 +1,7 @@
 """A comparison from beginning to end, its workers run within this process."""
 
 import copy
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from heddle.cli.main import run
-from heddle.comparison import tasks
+from heddle.comparison import probes, tasks
 from heddle.comparison.worker import perform
 from heddle.training import loop
 from heddle.training.record import read_log, write_whole
@@ -80,6 +81,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def command(place: Path, out: Path, *more: str, designs: tuple[str, ...] = ("full", "my local")) -> list[str]:
     files = [f"{place}/{design}.yaml" for design in designs]
     budget = [] if {"--seconds", "--flops"} & {*more} else ["--tokens", "10300"]
+    if "--recall" not in more:
+        more = (*more, "--recall", "none")
     asked = ["compare", *files, "--data", f"{place}/text", "--out", str(out), "--seeds", "2", *budget]
     return [*asked, *OPTIONS, "--quiet", *more]
 
@@ -296,6 +299,73 @@ def test_timing_that_fails_ends_the_comparison_with_a_sentence(
     workers.kills = {"full-calibrate"}
     assert run(command(place, tmp_path, "--seconds", "0.2")) == 1
     assert "full, timing a step: was ended by SIGKILL" in capsys.readouterr().err
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes of a few steps."""
+    for name, probe in probes.PROBES.items():
+        monkeypatch.setitem(probes.PROBES, name, dataclasses.replace(probe, steps=2, rows=2))
+
+
+@pytest.mark.usefixtures("quick")
+def test_recall_is_measured_of_every_design_and_kept(place: Path, tmp_path: Path, workers: Workers) -> None:
+    asked = command(place, tmp_path, "--seeds", "1", "--recall", "mqar")
+    workers.interrupts = {"my local-recall-mqar"}
+    assert run(asked) == 143
+    assert workers.ran[-1] == "full-recall-mqar"
+    workers.ran, workers.interrupts, workers.kills = [], set(), {"my local-recall-mqar"}
+    assert run(asked) == 0
+    assert workers.ran == ["my local-recall-mqar"]
+    made = report(tmp_path)
+    assert list(made["recall"]) == ["mqar"]
+    full, local = (design["recall"]["mqar"] for design in made["designs"])
+    assert 0 <= full["accuracy"] <= 1
+    assert full["scored"] == 12 * (loop.EVALUATED // 36)
+    assert [tokens for tokens, _ in full["curve"]] == [72, 144]
+    assert (local["status"], local["accuracy"]) == ("failed", None)
+    workers.ran, workers.kills = [], set()
+    assert run(asked) == 0
+    assert workers.ran == ["my local-recall-mqar"]
+    again = report(tmp_path)
+    assert again["designs"][1]["recall"]["mqar"]["accuracy"] is not None
+    assert again["designs"][0]["recall"]["mqar"] == full
+
+
+@pytest.mark.usefixtures("quick")
+def test_all_probes_and_none(place: Path, tmp_path: Path, workers: Workers) -> None:
+    assert run(command(place, tmp_path / "all", "--seeds", "1", "--recall", "all", designs=("full",))) == 0
+    made = report(tmp_path / "all")
+    assert list(made["recall"]) == list(made["designs"][0]["recall"]) == list(probes.PROBES)
+    assert all(found["status"] == "done" for found in made["designs"][0]["recall"].values())
+    assert run(command(place, tmp_path / "none", "--seeds", "1", designs=("full",))) == 0
+    made = report(tmp_path / "none")
+    assert (made["recall"], made["designs"][0]["recall"]) == ({}, {})
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_design_too_short_for_a_probe_stops_nothing(
+    place: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = small.design(embedding={"position": {"kind": "learned", "length": 32}})
+    short["layers"][0]["mixer"]["position"] = None
+    small.design_file(place / "thirty-two.yaml", short)
+    asked = command(place, tmp_path, "--seeds", "1", "--recall", "mqar", designs=("full", "thirty-two"))
+    assert run([word for word in asked if word != "--quiet"]) == 0
+    assert "warning: thirty-two, recall mqar: " in capsys.readouterr().err
+    assert [design["recall"]["mqar"]["status"] for design in report(tmp_path)["designs"]] == ["done", "failed"]
+
+
+def test_another_choice_of_probes_is_another_comparison(
+    place: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers.interrupts = {"full-seed0"}
+    assert run(command(place, tmp_path)) == 143
+    assert run(command(place, tmp_path, "--recall", "mqar")) == 2
+    assert "recall was [], now it is" in capsys.readouterr().err
+    assert run(command(place, tmp_path, "--recall", "mqra")) == 2
+    message = "heddle: --recall mqra: unknown choice; did you mean 'mqar'? choices: mqar, all, none\n"
+    assert capsys.readouterr().err == message
 
 
 def test_the_report_as_json(place: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]) -> None:

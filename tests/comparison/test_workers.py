@@ -19,7 +19,8 @@ from heddle.training.signals import Interrupted
 from tests import small
 from tools.kill_test import done
 
-OPTIONS = ["--context", "32", "--batch-size", "8", "--device", "cpu", "--threads", "1", "--speed-context", "16"]
+OPTIONS = ["--context", "32", "--batch-size", "8", "--device", "cpu", "--threads", "1"]
+OPTIONS += ["--speed-context", "16", "--recall", "none"]
 
 
 def start(place: Path, out: Path, tokens: int) -> subprocess.Popen[str]:

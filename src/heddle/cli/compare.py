@@ -58,6 +58,9 @@ def compare(  # noqa: PLR0913 - one parameter an option
         list[int] | None,
         typer.Option("--speed-context", metavar="N", help="Context at which speed is measured; repeat."),
     ] = None,
+    recall: Annotated[
+        str, typer.Option("--recall", metavar="NAME", help="Probes of recall: mqar, all or none.")
+    ] = "mqar",
     device: Device = "auto",
     precision: Precision = "fp32",
     threads: Threads = None,
@@ -69,12 +72,14 @@ def compare(  # noqa: PLR0913 - one parameter an option
     with ExitStack() as stack:
         runtime = open_session(stack, device=device, threads=threads, parts=part, quiet=quiet)
         from heddle.comparison.plan import Plan, read_entries, shared_vocabulary
+        from heddle.comparison.probes import chosen
         from heddle.comparison.run import compare as run
         from heddle.comparison.table import print_table
 
         budget, value = _budget(tokens, seconds, flops)
         if not 1 <= seeds <= 100:
             raise ConfigError(f"--seeds {seeds}: must be from 1 to 100")
+        probes = chosen(recall)
         named = [design for design in designs if "=" not in design or Path(design).exists()]
         entries = read_entries(named, [design for design in designs if design not in named])
         plan = Plan(
@@ -94,6 +99,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
             threads=threads,
             parts=tuple(str(file.resolve()) for file in part or []),
             contexts=tuple(sorted(set(contexts or [512, 2048, 8192]))),
+            recall=probes,
         )
         _check(plan)
         report = run(plan, out, runtime, shlex.join(["heddle", *sys.argv[1:]]))

@@ -4,7 +4,7 @@ import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,6 +29,7 @@ from heddle.cli.options import (
 from heddle.errors import ConfigError
 
 if TYPE_CHECKING:
+    from heddle.data.recall import Practice
     from heddle.training.loop import Job, Outcome
 
 
@@ -44,7 +45,9 @@ def train(  # noqa: PLR0913 - one parameter an option
         int | None, typer.Option("--tokens", metavar="N", help="Tokens to train on, instead of --steps.")
     ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", help="Rows of a step.")] = 8,
-    context: Annotated[int, typer.Option("--context", metavar="N", help="Tokens of a row.")] = 256,
+    context: Annotated[
+        int | None, typer.Option("--context", metavar="N", help="Tokens of a row. [256; a recall task's own length]")
+    ] = None,
     accumulate: Annotated[
         int, typer.Option("--accumulate", metavar="N", help="Pieces a batch is cut into; same result.")
     ] = 1,
@@ -69,19 +72,25 @@ def train(  # noqa: PLR0913 - one parameter an option
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Train a design; ends with its bits per byte on held-out text and a sample of what it writes."""
+    """Train a design; ends with its bits per byte on held-out text and a sample of what it writes.
+
+    Or train it on a recall task, such as --data recall:mqar,pairs=8; ends with the share of right answers.
+    """
     with ExitStack() as stack:
         runtime = open_session(stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet)
-        from heddle.data.corpus import check_vocabulary, prepare
+        from heddle.data.corpus import Corpus, check_vocabulary, prepare
+        from heddle.data.recall import Practice
         from heddle.runtime import versions
         from heddle.training.loop import Job
         from heddle.training.loop import train as run
         from heddle.training.settings import Settings
 
+        practice = _practice(data, tokenizer, vocab_size, context)
+        length = practice.task.length if practice is not None else 256 if context is None else context
         settings = Settings(
-            steps=_steps(steps, tokens, batch_size * context),
+            steps=_steps(steps, tokens, batch_size * length),
             batch_size=batch_size,
-            context=context,
+            context=length,
             learning_rate=lr,
             seed=seed,
             save_every=save_every,
@@ -93,14 +102,20 @@ def train(  # noqa: PLR0913 - one parameter an option
             evaluate_every=evaluate_every,
         )
         config = read_config(design, overrides)
-        wanted = config.vocab_size or vocab_size or (None if tokenizer else DEFAULT_VOCABULARY)
-        budget = settings.steps * settings.tokens_per_step
-        corpus = prepare(data or ["stdlib"], vocab_size=wanted, budget=budget, tokenizer=tokenizer)
-        check_vocabulary(corpus.tokenizer, config.vocab_size)
+        corpus: Corpus | Practice
+        if practice is None:
+            wanted = config.vocab_size or vocab_size or (None if tokenizer else DEFAULT_VOCABULARY)
+            budget = settings.steps * settings.tokens_per_step
+            corpus = prepare(data or ["stdlib"], vocab_size=wanted, budget=budget, tokenizer=tokenizer)
+            check_vocabulary(corpus.tokenizer, config.vocab_size)
+            known = corpus.tokenizer.vocab_size
+        else:
+            corpus, known = practice, practice.vocab_size
+            practice.check_vocabulary(config.vocab_size)
         circumstances = {"command": shlex.join(["heddle", *sys.argv[1:]]), "versions": versions()}
         circumstances["runtime"] = runtime.describe()
         job = Job(
-            config=with_vocabulary(config, corpus.tokenizer.vocab_size),
+            config=with_vocabulary(config, known),
             corpus=corpus,
             settings=settings,
             out=out,
@@ -108,6 +123,25 @@ def train(  # noqa: PLR0913 - one parameter an option
             circumstances=circumstances,
         )
         _report(run(job), job, as_json)
+
+
+def _practice(
+    data: list[str] | None, tokenizer: Path | None, vocab_size: int | None, context: int | None
+) -> "Practice | None":
+    """The recall task that --data names, or None for text. Raises where an option speaks of text alone."""
+    from heddle.data.recall import is_recall, open_recall
+
+    if data is None or len(data) != 1 or not is_recall(data[0]):
+        return None
+    practice = open_recall(data[0])
+    for option, value in (("tokenizer", tokenizer), ("vocab-size", vocab_size)):
+        if value is not None:
+            raise ConfigError(f"--{option} {value}: {data[0]} has a vocabulary of its own; leave --{option} out")
+    if context not in (None, practice.task.length):
+        raise ConfigError(
+            f"--context {context}: {data[0]} has rows of {practice.task.length} tokens; say length={context} in --data"
+        )
+    return practice
 
 
 def _steps(steps: int | None, tokens: int | None, tokens_per_step: int) -> int:
@@ -123,20 +157,25 @@ def _steps(steps: int | None, tokens: int | None, tokens_per_step: int) -> int:
 def _report(outcome: "Outcome", job: "Job", as_json: bool) -> None:
     import json
 
+    from heddle.data.recall import Practice
     from heddle.generation.sample import sample
 
-    text = sample(outcome.model, job.corpus.tokenizer, job.settings.context)
-    result = {
-        "run": str(job.out),
-        "bits_per_byte": outcome.bits_per_byte,
-        "steps": outcome.progress.step,
-        "steps_not_taken": outcome.progress.skipped,
-        "sample": text,
-    }
+    result: dict[str, Any] = {
+        "run": str(job.out), "steps": outcome.progress.step, "steps_not_taken": outcome.progress.skipped
+    }  # fmt: skip
+    if isinstance(job.corpus, Practice):
+        chance = job.corpus.task.chance
+        result |= {"accuracy": outcome.accuracy, "chance": chance}
+        score = f"{outcome.accuracy:.1%} right answers on held-out rows (blindly {chance:.1%})"
+    else:
+        result |= {"bits_per_byte": outcome.bits_per_byte}
+        result |= {"sample": sample(outcome.model, job.corpus.tokenizer, job.settings.context)}
+        score = f"{outcome.bits_per_byte:.4f} bits per byte on held-out text"
     if as_json:
         print(json.dumps(result, indent=2, ensure_ascii=False))
         return
-    print(f"{job.out}: {outcome.bits_per_byte:.4f} bits per byte on held-out text after {outcome.progress.step} steps")
+    print(f"{job.out}: {score} after {outcome.progress.step} steps")
     if outcome.progress.skipped:
         print(f"{outcome.progress.skipped} steps were not taken: their loss or gradient was not finite")
-    print(f"a sample:\n{text}")
+    if "sample" in result:
+        print(f"a sample:\n{result['sample']}")

@@ -44,6 +44,7 @@ class Plan:
     threads: int | None
     parts: tuple[str, ...]
     contexts: tuple[int, ...]
+    recall: tuple[str, ...]  # probes, by name
 
     def identity(self) -> dict[str, Any]:
         """What a continued comparison must share with the one that began."""

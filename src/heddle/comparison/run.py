@@ -10,9 +10,10 @@ import torch
 from heddle import __version__
 from heddle.checkpoints.lock import RunLock
 from heddle.comparison.plan import Entry, Plan, warnings
+from heddle.comparison.probes import PROBES
 from heddle.comparison.report import write_report
 from heddle.comparison.statistics import bits_per_byte, paired_difference, verdict
-from heddle.comparison.tasks import Comparison, measure, steps_of, train
+from heddle.comparison.tasks import Comparison, measure, recall, steps_of, train
 from heddle.data.corpus import Corpus, check_vocabulary, prepare
 from heddle.data.samples import check_size
 from heddle.errors import CheckpointError
@@ -52,7 +53,8 @@ def compare(plan: Plan, out: Path, runtime: Runtime, command: str) -> dict[str, 
             for entry in plan.entries:
                 runs[entry.name].append(train(comparison, entry, seed, steps[entry.name]))
         speeds = {entry.name: measure(comparison, entry) for entry in plan.entries}
-        report = _report(comparison, runs, speeds)
+        recalls = {entry.name: recall(comparison, entry) for entry in plan.entries}
+        report = _report(comparison, runs, {name: {**speeds[name], "recall": recalls[name]} for name in speeds})
         write_report(report, out)
         return report
 
@@ -68,11 +70,11 @@ def _same(path: Path, identity: dict[str, Any]) -> None:
 
 
 def _report(
-    comparison: Comparison, runs: dict[str, list[dict[str, Any]]], speeds: dict[str, dict[str, Any]]
+    comparison: Comparison, runs: dict[str, list[dict[str, Any]]], measured: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
     plan, corpus = comparison.plan, comparison.corpus
     baseline = plan.entries[0].name
-    designs = [_design(comparison, entry, runs[entry.name], speeds[entry.name]) for entry in plan.entries]
+    designs = [_design(comparison, entry, runs[entry.name], measured[entry.name]) for entry in plan.entries]
     differences = [
         {"design": entry.name, "baseline": baseline, **paired_difference(runs[entry.name], runs[baseline])}
         for entry in plan.entries[1:]
@@ -95,6 +97,7 @@ def _report(
             plan, {one["name"]: one["parameters"] for one in designs}, trained, sum(len(file) for file in corpus.train)
         ),
         "baseline": baseline,
+        "recall": {name: PROBES[name].describe() for name in plan.recall},
         "designs": designs,
         "differences": differences,
     }
@@ -114,25 +117,28 @@ def _data(corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def _design(comparison: Comparison, entry: Entry, runs: list[dict[str, Any]], speeds: dict[str, Any]) -> dict[str, Any]:
+def _design(
+    comparison: Comparison, entry: Entry, runs: list[dict[str, Any]], measured: dict[str, Any]
+) -> dict[str, Any]:
     config = comparison.config(entry)
-    measured = size(config, comparison.plan.context)
+    told = size(config, comparison.plan.context)
     dtype = torch.float32 if comparison.plan.precision == "fp32" else torch.bfloat16
     done = [run for run in runs if run["status"] == "done"]
     return {
         "name": entry.name,
         "source": entry.source,
-        "summary": summarise(config, measured),
-        "parameters": measured.parameters,
-        "active_parameters": measured.active_parameters,
-        "flops_per_token": measured.flops_per_token,
+        "summary": summarise(config, told),
+        "parameters": told.parameters,
+        "active_parameters": told.active_parameters,
+        "flops_per_token": told.flops_per_token,
         "runs": runs,
         "bits_per_byte": bits_per_byte(runs),
         "train_tokens_per_second": _middle([run["train_tokens_per_second"] for run in done]),
         "peak_memory_bytes": _middle([run["peak_memory_bytes"] for run in done]),
         "state_bytes": [(context, state_bytes(config, context, dtype=dtype)) for context in STATE_CONTEXTS],
-        "prefill": speeds["prefill"],
-        "decode": speeds["decode"],
+        "prefill": measured["prefill"],
+        "decode": measured["decode"],
+        "recall": measured["recall"],
     }
 
 

@@ -7,6 +7,7 @@ from heddle.comparison import wording
 from heddle.comparison.figures import figures, mean_curve, styles
 from heddle.comparison.statistics import finished
 from heddle.comparison.summary import swatch
+from heddle.comparison.trades import against, state_growth
 
 CAPTIONS = {
     "loss": ("Learning", "Validation loss. Thick: mean of the seeds; thin: each seed. Lower is better."),
@@ -125,10 +126,17 @@ def design_section(report: wording.Report) -> str:
             f'<article class="card design" style="--own:var(--{colour})"><h3>{name}</h3>'
             f"<p>{escape(design['summary'])}</p>"
             f'<p class="small">{escape(" · ".join(facts))}<br>from {source}</p>'
+            f"<p>{escape(state_growth(design))}</p>{_against(report, design)}"
             f"{_runs(design)}{text}</article>"
         )
     title = "<h2>The designs, and what they write</h2>"
     return f'<section>{title}<div class="designs">{"".join(cards)}</div></section>'
+
+
+def _against(report: wording.Report, design: wording.Design) -> str:
+    parts = against(report, design)
+    items = "".join(f"<li>{escape(part)}</li>" for part in parts)
+    return f'<p class="beside">Beside {escape(report["baseline"])}:</p><ul>{items}</ul>' if parts else ""
 
 
 def _runs(design: wording.Design) -> str:

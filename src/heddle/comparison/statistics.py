@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from heddle.comparison import wording
+from heddle.comparison import trades, wording
 from heddle.errors import DataError
 
 LEVEL = 0.95
@@ -185,14 +185,15 @@ def _method(pairs: int, text: bool) -> str:
 
 
 def verdict(report: Mapping[str, Any]) -> list[str]:
-    """One to five plain sentences to read first: the lowest loss and how sure, the state, what failed.
+    """One to six plain sentences to read first: the lowest loss and how sure, the state, recall, what failed.
 
     Says "lowest" of the means as measured and "resolved" only where the paired interval leaves out 0.
     """
     ranking = [design for design in wording.ranked(report) if wording.mean_of(design) is not None]
     if not ranking:
         return ["No design finished a run, so nothing can be compared."]
-    return [_lowest(ranking), *_one_seed(ranking), *_state(report, ranking), *_trouble(report)]
+    certain = [_lowest(ranking), *_one_seed(ranking), *_state(report, ranking)]
+    return [*certain, *trades.recall_verdict(report), *_trouble(report)]
 
 
 def _lowest(ranking: list[wording.Design]) -> str:

@@ -27,7 +27,7 @@ body {
 }
 .threads { display: flex; height: 6px; }
 .threads i { flex: 1; }
-.wrap { max-width: 1280px; margin: 0 auto; padding: 30px 28px 60px; }
+.wrap { max-width: 1360px; margin: 0 auto; padding: 30px 28px 60px; }
 .brand { display: flex; flex-wrap: wrap; align-items: center; gap: 6px 12px; }
 .brand { color: var(--soft); font-size: 14.5px; }
 .brand strong { color: var(--ink); font-size: 17px; letter-spacing: -0.01em; }
@@ -57,15 +57,15 @@ h3 { font-size: 1rem; margin: 0; }
 .warnings ul { margin: 0; padding-left: 1.1em; overflow-wrap: anywhere; }
 .summary { margin: 26px 0 0; overflow: hidden; }
 table { border-collapse: collapse; width: 100%; }
-.summary th, .summary td { text-align: left; padding: 13px 14px; vertical-align: middle; }
+.summary th, .summary td { text-align: left; padding: 13px 10px; vertical-align: middle; }
 .summary th:first-child { padding-left: 22px; }
 .summary :is(td, th):last-child { padding-right: 22px; }
 .summary thead th { font-size: 13px; line-height: 1.3; font-weight: 600; vertical-align: bottom; }
 .summary thead small { display: block; font-weight: 400; font-size: 12px; }
 .summary tbody tr { border-top: 1px solid var(--grid); }
 .summary tbody th { font-weight: 400; }
-.design-name { width: 22%; }
-.loss { width: 12.5%; }
+.design-name { width: 18%; }
+.loss { width: 11.5%; }
 .summary .who { display: flex; gap: 11px; align-items: center; }
 .summary .who b { font-weight: 650; overflow-wrap: anywhere; line-height: 1.3; display: block; }
 .swatch { width: 34px; height: 16px; flex: none; }
@@ -73,7 +73,7 @@ small, .small { color: var(--soft); font-size: 13px; }
 .big { font-size: 1.14rem; font-weight: 650; letter-spacing: -0.01em; }
 td small { display: block; }
 .figure-number, .word, thead .cost, .who small, .name.short { white-space: nowrap; }
-.scale { width: 17%; }
+.scale { width: 15%; min-width: 130px; }
 .summary td.scale { background: linear-gradient(var(--soft), var(--soft)) 50% 0 / 1px 100% no-repeat; }
 .ends { display: flex; justify-content: space-between; gap: 1.5em; }
 .ends span { flex: 1; }
@@ -84,7 +84,17 @@ td small { display: block; }
 .worse { box-shadow: inset 0 0 0 1.5px var(--ink); }
 .open { box-shadow: inset 0 0 0 1px var(--line); color: var(--soft); }
 .bar { display: block; height: 5px; border-radius: 3px; background: var(--tint); margin-top: 5px; }
-.cost { width: 9%; }
+.bar.blind { position: relative; }
+.bar.blind::after {
+  content: ""; position: absolute; left: var(--blind); top: -2px; height: 9px; border-left: 2px solid var(--soft);
+}
+.cost { width: 8.2%; }
+.heat td { background: color-mix(in srgb, var(--series-1) var(--heat), transparent); }
+.heat :is(td, thead th) { padding-right: 12px; }
+.heat .blindly :is(th, td) { color: var(--soft); font-weight: 400; background: none; }
+.recall { padding: 18px 22px; }
+.recall p { margin: 0 0 10px; max-width: 72em; }
+.recall dl { display: grid; gap: 0 26px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 300px), 1fr)); }
 .bar i { display: block; height: 100%; border-radius: 3px; background: var(--own); width: var(--part); }
 .legend { display: flex; flex-wrap: wrap; align-items: center; gap: 8px; margin: 0 0 14px; }
 .legend small { margin-left: 6px; }
@@ -113,7 +123,9 @@ summary { cursor: pointer; color: var(--soft); }
 .data th:first-child { text-align: left; padding-left: 0; }
 .data th { font-weight: 600; }
 .data thead th { color: var(--soft); }
-.designs { grid-template-columns: repeat(auto-fill, minmax(min(100%, 290px), 1fr)); }
+.designs { grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); }
+.design .beside { margin-bottom: 0; }
+.design ul { margin: 0 0 10px; padding-left: 1.2em; }
 .design { padding: 18px 20px; border-top: 4px solid var(--own); min-width: 0; }
 .design h3, .design p, pre { overflow-wrap: anywhere; }
 .design p { margin: 4px 0 10px; }

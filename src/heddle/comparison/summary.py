@@ -4,9 +4,11 @@ import math
 import re
 from collections.abc import Mapping
 from html import escape
+from typing import Any
 
 from heddle.comparison import wording
 from heddle.comparison.figures import styles
+from heddle.comparison.trades import recalled
 
 DASH_ARRAYS = {"solid": "", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3", "longdash": "11 4"}
 # marker: corners, turn in degrees, how far the inner corners of a star lie from the middle
@@ -78,6 +80,11 @@ def summary_table(report: wording.Report) -> str:
         ends = '<div class="ends"><span>← better</span><span>worse →</span></div>'
         heads.append(f'<th class="scale">{ends}</th>')
         heads.append(f"<th>Difference<small>to {escape(report['baseline'])}</small></th>")
+    probes = list(report["recall"].items())[:1]
+    for _, probe in probes:
+        heads.append(
+            f'<th class="cost">Recall, {probe["title"]}<small>blindly {wording.percent(probe["chance"])}</small></th>'
+        )
     for title, write, _ in spent:
         aim = "less" if write is wording.size else "more"
         heads.append(f'<th class="cost">{title}<small>{aim} is better</small></th>')
@@ -87,8 +94,9 @@ def summary_table(report: wording.Report) -> str:
     for design in wording.ranked(report):
         colour = styles(report)[design["name"]][0]
         difference = "" if alone else _difference(report, design, reach)
+        recall = "".join(_recall(design, name, probe) for name, probe in probes)
         bars = "".join(_cost(title, write, values, design["name"]) for title, write, values in spent)
-        cells = _who(report, design) + _loss(design) + difference + bars
+        cells = _who(report, design) + _loss(design) + difference + recall + bars
         rows.append(f'<tr role="row" style="--own:var(--{colour})">{cells}</tr>')
     return (
         f'<table role="table" aria-label="Designs, lowest bits per byte first"><thead role="rowgroup">'
@@ -162,6 +170,17 @@ def _whisker(mean: float, half: float | None, reach: float, filled: bool) -> str
     parts.append(f'<circle cx="{place(mean)}" cy="13" r="6" fill="{dot}"/>')
     shapes = "".join(parts)
     return f'<svg class="whisker" aria-hidden="true" stroke="var(--own)" stroke-width="2.5">{shapes}</svg>'
+
+
+def _recall(design: wording.Design, name: str, probe: Mapping[str, Any]) -> str:
+    """The share of right answers, its bar to 100 %, and a line where picking blindly would be."""
+    value = recalled(design, name)
+    bar = ""
+    if value is not None:
+        marks = f"--part:{100 * value:.1f}%;--blind:{100 * probe['chance']:.1f}%"
+        bar = f'<span class="bar blind" style="{marks}"><i></i></span>'
+    number = f'<span class="figure-number">{wording.percent(value)}</span>'
+    return f'<td role="cell" class="cost" data-label="Recall, {probe["title"]}">{number}{bar}</td>'
 
 
 def _cost(title: str, write: wording.Writer, values: Mapping[str, float | None], name: str) -> str:

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from heddle.comparison import wording
 from heddle.comparison.summary import costs
+from heddle.comparison.trades import recalled
 
 LOOKS = {"better": "bold green", "worse": "bold red"}
 
@@ -30,15 +31,18 @@ def print_table(report: wording.Report, console: Console | None = None) -> None:
 
 
 def _designs(report: wording.Report) -> Table:
-    made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold", show_edge=False)
+    made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold", show_edge=False, pad_edge=False)
     spent = costs(report)
     alone = len(report["designs"]) == 1
-    made.add_column("\n\ndesign", overflow="fold", min_width=17)
+    made.add_column("\n\ndesign", overflow="fold", min_width=14)
     made.add_column("\nbits per\nbyte", justify="right", no_wrap=True)
     if not alone:
         baseline = Text(report["baseline"])
         baseline.truncate(16, overflow="ellipsis")
         made.add_column(Text("\ndifference to\n").append(baseline), no_wrap=True)
+    probes = list(report["recall"].items())[:1]
+    for _, probe in probes:
+        made.add_column(Text(f"\nright\n{probe['title']}"), justify="right", no_wrap=True)
     for title, _, _ in spent:
         made.add_column(_heading(title), justify="right", no_wrap=True)
     for design in wording.ranked(report):
@@ -49,6 +53,7 @@ def _designs(report: wording.Report) -> Table:
         if half is not None:
             loss.append(f"\n±{half:.3f}", style="dim")
         differences = [] if alone else [_difference(report, design)]
+        differences += [Text(wording.percent(recalled(design, name))) for name, _ in probes]
         # the heading says tokens per second once for all
         amounts = [Text(write(values[design["name"]]).replace(" tok/s", "")) for _, write, values in spent]
         made.add_row(name, loss, *differences, *amounts)

@@ -24,7 +24,7 @@ from heddle.training.signals import Interrupted, listening
 
 CURVE_POINTS = 10
 SAVES = 4
-WORDS = {"calibrate": "timing a step", "measure": "measuring reading and writing"}
+WORDS = {"calibrate": "timing a step", "measure": "measuring reading and writing", "recall": "recall"}
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,25 @@ def measure(comparison: Comparison, entry: Entry) -> dict[str, Any]:
     return {"prefill": [], "decode": []}
 
 
+def recall(comparison: Comparison, entry: Entry) -> dict[str, Any]:
+    """What came of each probe that the plan names: its result, or why there is none."""
+    results = {}
+    for probe in comparison.plan.recall:
+        try:
+            result = do(comparison, entry, f"recall-{probe}", 0, 1)
+        except MachineError:
+            raise
+        except HeddleError as error:  # of this probe alone: the design learns no rows of its length, say
+            result = {"status": "failed", "message": str(error)}
+        if result["status"] != "done":
+            progress.say(f"warning: {result['message']}")
+            result = dict.fromkeys(("accuracy", "scored", "seconds")) | {"curve": []} | result
+        results[probe] = result
+    return results
+
+
 def do(comparison: Comparison, entry: Entry, task: str, seed: int, steps: int) -> dict[str, Any]:
-    """The result of a worker, from the folder if it is there already.
+    """The result of a worker, from the folder if it is there already; `task` is of the worker, or recall-PROBE.
 
     Its status is done, diverged, or failed, which is not kept, so that it is tried again. Raises HeddleError
     for what would stop the other workers too, and Interrupted after a worker has saved.
@@ -111,14 +128,19 @@ def do(comparison: Comparison, entry: Entry, task: str, seed: int, steps: int) -
     if target.is_file():
         found: dict[str, Any] = read_whole(target)
         return found
-    what = f"{entry.name}, seed {seed}" if task == "train" else entry.name
-    if task in WORDS:
-        progress.say(f"{what}: {WORDS[task]}")
+    kind, _, probe = task.partition("-")
+    what = f"{entry.name}, seed {seed}" if kind == "train" else entry.name
+    words = f"{WORDS[kind]} {probe}".rstrip() if kind in WORDS else ""
+    if kind == "recall":
+        what = f"{entry.name}, {words}"  # its progress bar says so
+    elif words:
+        progress.say(f"{what}: {words}")
     runs.mkdir(parents=True, exist_ok=True)
     content = _request(comparison, entry, asdict(comparison.settings(seed, steps)))
-    write_whole(request, json.dumps(content | {"task": task, "name": what, "out": str(runs / stem)}))
+    content |= {"task": kind, "probe": probe, "name": what, "out": str(runs / stem)}
+    write_whole(request, json.dumps(content))
     try:
-        return _finish(_spawn(request, target), target, what if task == "train" else f"{what}, {WORDS[task]}")
+        return _finish(_spawn(request, target), target, what if kind in ("train", "recall") else f"{what}, {words}")
     finally:
         request.unlink(missing_ok=True)
 

@@ -50,6 +50,13 @@ def bits(value: float | None) -> str:
     return MISSING if value is None or not math.isfinite(value) else f"{value:.3f}"
 
 
+def percent(value: float | None) -> str:
+    """A share as "98 %", "8.3 %" below ten."""
+    if value is None or not math.isfinite(value):
+        return MISSING
+    return f"{100 * value:.0f} %" if value >= 0.0995 else f"{100 * value:.1f} %"
+
+
 def half_width(interval: Mapping[str, Any] | None) -> float | None:
     """Half of high − low, or None where there is no interval."""
     if interval is None or interval["low"] is None or interval["high"] is None:
@@ -63,11 +70,17 @@ def signed(difference: Mapping[str, Any] | None) -> str:
         return MISSING
     mean, half = float(difference["mean"]), half_width(difference)
     if half is None:
-        return f"{mean:+.3f}".replace("-", "−")
+        return _with_sign(mean, 3)
     digits = 3
     while digits < 6 and half > 1e-6 and (round(half, digits) in (0, round(abs(mean), digits))):
         digits += 1
-    return f"{mean:+.{digits}f} ± {half:.{digits}f}".replace("-", "−")
+    return f"{_with_sign(mean, digits)} ± {half:.{digits}f}"
+
+
+def _with_sign(value: float, digits: int) -> str:
+    """ "+0.012", "−0.012", and "0.000" for what rounds to nothing: nothing has no sign."""
+    text = f"{value:+.{digits}f}".replace("-", "−")
+    return text if any(digit in "123456789" for digit in text) else text[1:]
 
 
 def judgement(difference: Mapping[str, Any] | None) -> str:

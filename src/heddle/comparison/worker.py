@@ -1,6 +1,6 @@
 """One run of a comparison in a process of its own: `python -m heddle.comparison.worker TASK.json RESULT.json`.
 
-TASK.json says what to do ("train", "calibrate" or "measure"); RESULT.json receives what came out, or why not.
+TASK.json says what to do ("train", "calibrate", "measure" or "recall"); RESULT.json receives what came out, or why not.
 """
 
 import ctypes
@@ -142,6 +142,39 @@ def _calibrate(task: dict[str, Any]) -> dict[str, Any]:
     return {"status": "done", "seconds_per_step": statistics.median(times[2:])}
 
 
+def _recall(task: dict[str, Any]) -> dict[str, Any]:
+    """A small copy of the design learns a probe's task, as any run is trained: it saves, and goes on."""
+    from heddle.comparison.probes import PROBES
+    from heddle.config import load_part
+    from heddle.model.load import load_config
+    from heddle.runtime import prepare as set_up
+    from heddle.runtime import versions
+    from heddle.training.loop import Job, train
+    from heddle.training.record import read_log
+
+    for file in task["parts"]:
+        load_part(Path(file))
+    runtime, probe = set_up(task["device"], task["threads"]), PROBES[task["probe"]]
+    job = Job(
+        config=probe.copy(load_config(task["design"])),
+        corpus=probe.practice,
+        settings=probe.settings(),
+        out=Path(task["out"]),
+        device=runtime.device,
+        name=task["name"],
+        circumstances={"command": task["command"], "versions": versions(), "runtime": runtime.describe()},
+    )
+    outcome = train(job)
+    log = read_log(job.out)
+    return {
+        "status": "done",
+        "accuracy": outcome.accuracy,
+        "scored": sum(scored for _, scored in outcome.windows),
+        "seconds": sum(line["seconds"] for line in log),
+        "curve": [(line["tokens"], line["validation_accuracy"]) for line in log if "validation_accuracy" in line],
+    }
+
+
 def _measure(task: dict[str, Any]) -> dict[str, Any]:
     import torch
 
@@ -158,7 +191,7 @@ def _measure(task: dict[str, Any]) -> dict[str, Any]:
     return {"status": "done", **measured}
 
 
-TASKS = {"train": _train, "calibrate": _calibrate, "measure": _measure}
+TASKS = {"train": _train, "calibrate": _calibrate, "measure": _measure, "recall": _recall}
 
 if __name__ == "__main__":
     main()

@@ -19,17 +19,24 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of consecutive tokens: inputs are `tokens[:, :-1]`, targets `tokens[:, 1:]`.
+    """Rows of consecutive tokens: inputs are `tokens[:, :-1]`, targets `tokens[:, 1:]` unless `answers` are given.
 
     tokens int64 [B, T + 1]. lengths: for each row the lengths of the document pieces inside its T inputs,
     summing to T; a piece begins at an end token or at the row's start. samples int64 [B]: each row's sample
     index. source int64 [B, S], −1 at padding: what the encoder of a design that has one reads.
+    index. answers int64 [B, T]: targets of their own, −1 where none is asked.
     """
 
     tokens: np.ndarray
     lengths: tuple[tuple[int, ...], ...]
     samples: np.ndarray
     source: np.ndarray | None = None
+    answers: np.ndarray | None = None
+
+    @property
+    def targets(self) -> np.ndarray:
+        """int64 [B, T]; −1 is not scored."""
+        return self.tokens[:, 1:] if self.answers is None else self.answers
 
 
 class Samples:
@@ -122,15 +129,15 @@ def permute(positions: np.ndarray, size: int, key: tuple[int, int, int]) -> np.n
     a = -(-size // b)
     mixed = 0
     for part in key:
-        mixed = _mix(mixed ^ (part & _MASK))
-    keys = [_mix(mixed + number) for number in range(1, _ROUNDS + 1)]
+        mixed = mix(mixed ^ (part & _MASK))
+    keys = [mix(mixed + number) for number in range(1, _ROUNDS + 1)]
     result = positions.astype(np.uint64)
     outside = np.ones(result.shape, dtype=bool)
     while outside.any():
         left, right = np.divmod(result[outside], np.uint64(b))
         for number in range(0, _ROUNDS, 2):
-            left = (left + _mix_array(right, keys[number]) % np.uint64(a)) % np.uint64(a)
-            right = (right + _mix_array(left, keys[number + 1]) % np.uint64(b)) % np.uint64(b)
+            left = (left + mix_array(right, keys[number]) % np.uint64(a)) % np.uint64(a)
+            right = (right + mix_array(left, keys[number + 1]) % np.uint64(b)) % np.uint64(b)
         result[outside] = left * np.uint64(b) + right
         outside = result >= size
     return result.astype(np.int64)
@@ -194,7 +201,7 @@ def _pieces(tokens: np.ndarray, end: int) -> tuple[tuple[int, ...], ...]:
     return tuple(rows)
 
 
-def _mix(value: int) -> int:
+def mix(value: int) -> int:
     """SplitMix64's mixing of 64 bits (Steele, Lea and Flood 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -202,7 +209,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _mix_array(values: np.ndarray, key: int) -> np.ndarray:
+def mix_array(values: np.ndarray, key: int) -> np.ndarray:
     """The same mixing of uint64 [n] with a key; whole-number arrays wrap around silently."""
     mixed = values ^ np.uint64(key)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from heddle.data.documents import UnreadableError, read_documents
+from heddle.data.recall import is_recall
 from heddle.errors import DataError
 from heddle.progress import printable
 
@@ -184,6 +185,10 @@ def open_source(argument: str) -> tuple[Source, float]:
             )
     if argument == "stdlib":
         return _standard_library(), weight
+    if is_recall(argument):
+        raise DataError(
+            f"data {_shown(argument)} is a task, not text: give it to train as the only --data; compare has --recall."
+        )
     if not argument or "\0" in argument:
         raise DataError("data must name a file, a folder or stdlib, but an empty or impossible name was given.")
     path = Path(argument)

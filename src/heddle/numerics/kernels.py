@@ -13,16 +13,16 @@ from heddle.numerics.linear import LINEAR
 from heddle.numerics.linear_attention import DOCUMENT_SUMS
 from heddle.numerics.norms import RMS_NORM
 
-_ALL: tuple[Operation, ...] = (ATTENTION, CAUSAL_MEANS, CAUSAL_SUMS, CONVOLUTION, DELTA, DOCUMENT_SUMS, DOUBLE_SOFTMAX, LATENT, LINEAR, RMS_NORM)
+_ALL: tuple[Operation, ...] = (
     ATTENTION,
     CAUSAL_MEANS,
     CAUSAL_SUMS,
     CONVOLUTION,
     DELTA,
+    DOCUMENT_SUMS,
     DOUBLE_SOFTMAX,
     LATENT,
     LINEAR,
-    DOCUMENT_SUMS,
     RMS_NORM,
 )
 OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in _ALL}

@@ -1,9 +1,8 @@
 """The loop: batch → gradients → step → log, with saves that make a continued run equal an uninterrupted one."""
 
-import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,14 @@ import torch
 from heddle import progress as display
 from heddle.checkpoints.lock import RunLock
 from heddle.data.corpus import Corpus
-from heddle.data.samples import Batch, Samples, evaluation_windows
+from heddle.data.recall import Practice
+from heddle.data.samples import Batch
 from heddle.errors import ConfigError, MachineError
-from heddle.evaluation.bits import bits_per_byte, window_bits
+from heddle.evaluation.bits import bits_per_byte
 from heddle.model.compiled import compiled
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
+from heddle.training.material import Material, Measured, Recall, Text
 from heddle.training.record import Log, open_run
 from heddle.training.settings import Settings, learning_rate
 from heddle.training.signals import Interrupted, Wish, listening
@@ -36,10 +37,13 @@ class Diverged(MachineError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished run: the model, bits and bytes of each validation window, what happened on the way."""
+    """A finished run: the model, what was measured of each held-out window or row, what happened on the way.
+
+    windows: bits and bytes of a text, right answers and scored targets of a task.
+    """
 
     model: Decoder
-    windows: list[tuple[float, int]]
+    windows: Measured
     progress: Progress
     tokens_per_second: float
 
@@ -48,13 +52,18 @@ class Outcome:
         """Of the whole validation text."""
         return bits_per_byte(self.windows)
 
+    @property
+    def accuracy(self) -> float:
+        """Of a task: right answers over scored targets."""
+        return bits_per_byte(self.windows)
+
 
 @dataclass(frozen=True)
 class Job:
     """What to train, on what, how, where to, and in which circumstances (for run.json)."""
 
     config: ModelConfig
-    corpus: Corpus
+    corpus: Corpus | Practice
     settings: Settings
     out: Path
     device: str = "cpu"
@@ -66,10 +75,14 @@ class Job:
         """The narrow dtype of products, or None."""
         return torch.bfloat16 if self.settings.precision == "bf16" else None
 
+    @property
+    def material(self) -> Material:
+        """What the loop asks of the text or the task."""
+        return Recall(self.corpus) if isinstance(self.corpus, Practice) else Text(self.corpus)
+
     def identity(self) -> dict[str, Any]:
         """What decides the result: a run is continued only by a job that shares it."""
-        # The hash does not tell how far a large text was encoded, which decides the order of samples too.
-        data = {"hash": self.corpus.hash, "tokens": [len(file) for file in self.corpus.train]}
+        data = self.material.identity()
         return {"design": self.config.dump(), "data": data, "settings": self.settings.identity()}
 
 
@@ -79,17 +92,15 @@ def train(job: Job) -> Outcome:
     Raises CheckpointError if the folder is another run's or in use, Diverged after too many bad steps,
     MachineError if it cannot be written, Interrupted after saving when a signal asked for it.
     """
-    settings, corpus = job.settings, job.corpus
-    samples = Samples(
-        corpus.train, corpus.weights, settings.context, settings.batch_size, settings.seed, corpus.tokenizer.end
-    )
+    settings, material = job.settings, job.material
+    batches = material.batches(settings)
     model = build(job.config, device=job.device, seed=settings.seed).train()
     if not model.causal:
         raise ConfigError("causal: a mixer sees later tokens, so the design cannot learn to predict them")
     if model.memory_width is not None:
         raise ConfigError("memory: the design reads one, and a text comes without; take the steps of training.step")
     with RunLock(job.out), listening() as wish:
-        open_run(job.out, job.identity(), {"data_report": corpus.report, **(job.circumstances or {})})
+        open_run(job.out, job.identity(), {"data_report": material.report(), **(job.circumstances or {})})
         torch.manual_seed(settings.seed)
         optimizer = make_optimizer(model, settings.weight_decay)
         progress = resume_run(job.out, model, optimizer)
@@ -97,7 +108,7 @@ def train(job: Job) -> Outcome:
         runner.checkpointing = settings.checkpoint_activations
         log = Log(job.out, progress.step)
         try:
-            speed = _run(job, _Running(model, runner, optimizer, samples, progress, log, wish))
+            speed = _run(job, _Running(model, runner, optimizer, batches, progress, log, wish))
         finally:
             log.close()
         windows = evaluate(model, job, wish=wish)
@@ -109,16 +120,13 @@ def train(job: Job) -> Outcome:
         return Outcome(model, windows, progress, speed)
 
 
-def evaluate(model: Decoder, job: Job, tokens: int = EVALUATED, wish: Wish | None = None) -> list[tuple[float, int]]:
-    """Bits and bytes of validation windows that lie evenly over the text and hold about `tokens` tokens.
+def evaluate(model: Decoder, job: Job, tokens: int = EVALUATED, wish: Wish | None = None) -> Measured:
+    """What is measured on about `tokens` held-out tokens, by window of the text or row of the task.
 
-    Raises Interrupted, between windows, when a `wish` to end is made.
+    Raises Interrupted, between batches, when a `wish` to end is made.
     """
-    corpus, settings = job.corpus, job.settings
-    windows = evaluation_windows(corpus.validation, settings.context, settings.batch_size)
-    batches = -(-len(corpus.validation) // settings.tokens_per_step)
-    chosen = itertools.islice(windows, 0, None, max(1, batches * settings.tokens_per_step // tokens))
-    return window_bits(model, _while_welcome(chosen, wish), corpus.tokenizer.byte_lengths, job.autocast)
+    chosen = job.material.held_out(job.settings, tokens)
+    return job.material.measure(model, _while_welcome(chosen, wish), job.autocast)
 
 
 def _while_welcome(windows: Iterable[Batch], wish: Wish | None) -> Iterator[Batch]:
@@ -134,7 +142,7 @@ class _Running:
     model: Decoder
     runner: Decoder  # the model, or its compiled twin
     optimizer: torch.optim.Optimizer
-    samples: Samples
+    batches: Callable[[int], Batch]
     progress: Progress
     log: Log
     wish: Wish
@@ -156,7 +164,7 @@ def _run(job: Job, run: _Running) -> float:
             due = settings.save_every is not None and progress.step % settings.save_every == 0
             if finished or due or run.wish.number is not None:
                 run.log.keep()
-                save_run(job.out, run.model, run.optimizer, progress, job.corpus.tokenizer)
+                save_run(job.out, run.model, run.optimizer, progress, job.material.tokenizer)
             if run.wish.number is not None and not finished:
                 display.say(f"saved at step {progress.step}; the same command continues")
                 raise Interrupted(run.wish.number)
@@ -167,7 +175,7 @@ def _step(job: Job, run: _Running) -> dict[str, Any]:
     """Take one step; returns its line of the log, in which numbers that are not finite are null."""
     settings, progress = job.settings, run.progress
     began = time.perf_counter()
-    batch = run.samples.batch(progress.step)
+    batch = run.batches(progress.step)
     loss = gradients(run.runner, batch, (settings.seed, progress.step), settings.accumulate, job.autocast)
     rate = learning_rate(settings, progress.step)
     result = apply(run.model, run.optimizer, loss, rate, settings.clip)
@@ -175,14 +183,11 @@ def _step(job: Job, run: _Running) -> dict[str, Any]:
     progress.step += 1
     progress.skipped += not result.taken
     progress.streak = 0 if result.taken else progress.streak + 1
-    # Here end tokens count in the loss, so this is a little above what an evaluation gives.
-    in_bytes = int(job.corpus.tokenizer.byte_lengths[batch.tokens[:, 1:]].sum())
-    bits = result.loss * settings.tokens_per_step / math.log(2) / max(1, in_bytes)
     line: dict[str, Any] = {
         "step": progress.step,
         "tokens": progress.step * settings.tokens_per_step,
         "loss": result.loss,
-        "bits_per_byte": bits,
+        **job.material.told(batch, result.loss),
         "gradient_norm": result.norm,
         "learning_rate": rate,
         "taken": result.taken,
@@ -190,7 +195,7 @@ def _step(job: Job, run: _Running) -> dict[str, Any]:
     }
     every = settings.evaluate_every
     if every is not None and (progress.step % every == 0 or progress.step == settings.steps):
-        line["validation_bits_per_byte"] = bits_per_byte(evaluate(run.model, job, ON_THE_WAY))
+        line[f"validation_{job.material.score}"] = bits_per_byte(evaluate(run.model, job, ON_THE_WAY))
     return {key: value if _says_something(value) else None for key, value in line.items()}
 
 
@@ -199,9 +204,10 @@ def _says_something(value: Any) -> bool:
 
 
 def _note(line: dict[str, Any]) -> str:
-    if line["loss"] is None or line["bits_per_byte"] is None:
+    if line["loss"] is None:
         return f"step {line['step']} not taken: its loss is not finite"
-    return f"{line['bits_per_byte']:.3f} bits per byte"
+    bits = line.get("bits_per_byte")
+    return f"{line['loss']:.3f} nats an answer" if bits is None else f"{bits:.3f} bits per byte"
 
 
 def _watch(job: Job, run: _Running) -> None:

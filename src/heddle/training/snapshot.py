@@ -30,7 +30,7 @@ class Progress:
 
 
 def save_run(
-    run: Path, model: Decoder, optimizer: torch.optim.Optimizer, progress: Progress, tokenizer: Tokenizer
+    run: Path, model: Decoder, optimizer: torch.optim.Optimizer, progress: Progress, tokenizer: Tokenizer | None
 ) -> Path:
     """Write the checkpoint of a step, and drop all but the newest two."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}

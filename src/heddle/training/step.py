@@ -26,24 +26,30 @@ class StepResult:
 def gradients(
     model: Decoder, batch: Batch, key: tuple[int, int], pieces: int = 1, autocast: torch.dtype | None = None
 ) -> Tensor:
-    """Accumulate the gradient of the mean loss of a batch, run in `pieces` of equal rows; returns that mean.
+    """Accumulate the gradient of the mean loss of a batch's targets, run in `pieces` of equal rows; returns that mean.
 
-    key is (seed, step), under which dropout draws by sample: the pieces do not change the result.
+    Where a batch scores only some targets, only those enter. key is (seed, step), under which dropout draws by
+    sample: the pieces do not change the result.
     """
     device = model.embed.weight.device
     total = torch.zeros((), dtype=torch.float64)
-    targets_in_batch = batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
+    targets_in_batch = int((batch.targets >= 0).sum())
     rows = batch.tokens.shape[0] // pieces
     for start in range(0, batch.tokens.shape[0], rows):
         tokens = torch.from_numpy(batch.tokens[start : start + rows]).to(device)
         samples = torch.from_numpy(batch.samples[start : start + rows]).to(device)
+        targets = torch.from_numpy(batch.targets[start : start + rows]).to(device)
         layout = Layout.packed(batch.lengths[start : start + rows], device=device)
         with keyed(Key(*key, samples)):
             with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
                 if batch.source is not None:
                     layout = layout.with_memory(encoded(model, batch.source[start : start + rows]))
                 hidden, _ = model(tokens[:, :-1], layout)
-                loss = loss_sum(hidden.flatten(0, 1), model.head.weight, tokens[:, 1:].flatten()) / targets_in_batch
+                if batch.answers is None:
+                    hidden, targets = hidden.flatten(0, 1), targets.flatten()
+                else:
+                    hidden, targets = hidden[targets >= 0], targets[targets >= 0]
+                loss = loss_sum(hidden, model.head.weight, targets) / targets_in_batch
             torch.autograd.backward(loss)  # recomputed activations must draw under the same key
         total += loss.detach().double().cpu()
     return total
