@@ -26,6 +26,7 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.size import size
 from heddle.parts.layout import Layout
+from heddle.parts.mixers import Mixer
 
 SLACK = 3  # tokens that rings can take back
 ROWS = 3
@@ -96,7 +97,8 @@ class Twin:
 
 def _rings(model: Decoder) -> list[int]:
     """What rings hold of a row: each window; where no layer looks back, the table's one position."""
-    looks = {mixer.looks_back for mixer in model.mixers() if mixer is not None}
+    own = [part for mixer in model.mixers() if mixer is not None for part in mixer.modules()]  # a pair holds two
+    looks = {part.looks_back for part in own if isinstance(part, Mixer)}
     return sorted(look for look in looks if look) or ([] if None in looks else [1])
 
 
