@@ -84,7 +84,7 @@ BUGS = [
         "self.check()", "self.take()"),
     Bug("a state taken back and still in use", "rewind_refusals", "attention-mha", "model.state:State.rewind",
         "self.consumed = True", "pass"),
-    Bug("a size that forgets the slack", "slack_told", "attention-window-7", "model.size:size", ", rewind=rewind", ""),
+    Bug("a size that forgets the slack", "slack_told", "attention-window-7", "model.size:size", "length), rewind)", "length))"),
     Bug("positions that depend on where a row stands", "needle", "attention-gqa", "parts.layout:Layout.padded",
         "positions = index - (width - count) if", "positions = index - (width - count[:1]) if"),
     Bug("statistics over the batch: a needle", "needle", "norm-layer", "numerics.norms:layer_norm",

@@ -32,7 +32,7 @@ class Practice:
         samples = np.arange(first, first + rows, dtype=np.int64)
         inputs, answers = self.task.rows(seed, samples)
         tokens = np.pad(inputs, ((0, 0), (0, 1)))  # what follows the last input is asked nowhere
-        return Batch(tokens, ((self.task.length,),) * rows, samples, answers)
+        return Batch(tokens, ((self.task.length,),) * rows, samples, answers=answers)
 
     def held_out(self, rows: int, batch_size: int) -> Iterator[Batch]:
         """The first `rows` rows that measure, the same for every training."""
