@@ -155,6 +155,40 @@ def test_train_tells_programs(place: Path, tmp_path: Path, capsys: pytest.Captur
     assert again == out
 
 
+def test_train_on_a_recall_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["train", "preset:mha-tiny", "width=16", "layers.0.repeat=1", "--data", "recall:parity,length=8"]
+    asked += ["--steps", "3", "--device", "cpu", "--threads", "1", "--out", str(tmp_path / "run"), "--quiet"]
+    out, err = call(capsys, *asked)
+    assert re.fullmatch(r".*: \d+\.\d% right answers on held-out rows \(blindly 50\.0%\) after 3 steps\n", out)
+    assert err == ""
+    result = json.loads(call(capsys, *asked, "--json")[0])
+    assert result.keys() == {"run", "steps", "steps_not_taken", "accuracy", "chance"}
+    made = json.loads((tmp_path / "run" / RUN).read_text())
+    assert made["design"]["vocab_size"] == 2
+    assert made["settings"]["context"] == 8
+    assert made["data"]["options"] == {"length": 8}
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--context", "9"], "--context 9: recall:mqar has rows of 36 tokens; say length=9 in --data"),
+        (["--vocab-size", "300"], "--vocab-size 300: recall:mqar has a vocabulary of its own; leave --vocab-size out"),
+        (["--tokenizer", "t.json"], "--tokenizer t.json: recall:mqar has a vocabulary of its own; leave --tokenizer"),
+        (["--data", "stdlib"], "data recall:mqar is a task, not text: give it to train as the only --data"),
+        (["vocab_size=48"], "recall:mqar,pairs=12,keys=24,length=36 has 49 tokens, but vocab_size is 48: set"),
+    ],
+)
+def test_what_does_not_go_with_a_recall_task(
+    more: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["train", "preset:mha-tiny", "--data", "recall:mqar", "--device", "cpu", "--out", str(tmp_path / "run")]
+    assert run([*asked, *more]) == 2
+    err = capsys.readouterr().err
+    assert f"heddle: {says}" in err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_says_what_made_it(place: Path) -> None:
     made: dict[str, Any] = json.loads((place / "run" / RUN).read_text())
     assert made["settings"]["steps"] == 5

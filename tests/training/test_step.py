@@ -1,6 +1,7 @@
 """One step: the same gradients however a batch is cut, documents kept apart, bad numbers refused."""
 
 import copy
+import dataclasses
 import math
 import threading
 
@@ -135,6 +136,51 @@ def taught(model: Decoder) -> torch.optim.AdamW:
 def contents(model: Decoder, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     state = [torch.as_tensor(value) for held in optimizer.state.values() for value in held.values()]
     return [tensor.detach().clone() for tensor in (*model.parameters(), *state)]
+
+
+def asked(given: Batch) -> Batch:
+    """The same rows with targets of their own, few of which are asked, and unevenly many in each row."""
+    draw = np.random.default_rng(2)
+    answers = draw.integers(0, small.VOCABULARY, given.targets.shape)
+    answers[draw.random(answers.shape) < 0.7] = -1
+    answers[1] = -1
+    return dataclasses.replace(given, answers=answers)
+
+
+def test_only_asked_targets_enter_and_the_loss_is_their_mean() -> None:
+    model = double(small.design())
+    given = asked(batch(((CONTEXT,),) * ROWS))
+    found = of(model, given)
+    hidden, _ = model(torch.from_numpy(given.tokens[:, :-1]))
+    logits, targets = hidden @ model.head.weight.T, given.targets
+    terms = [
+        torch.logsumexp(logits[row, place], 0) - logits[row, place, targets[row, place]]
+        for row in range(ROWS) for place in range(CONTEXT) if targets[row, place] >= 0
+    ]  # fmt: skip
+    loss = torch.stack(terms).mean()
+    plain = torch.autograd.grad(loss, list(model.parameters()))
+    assert float(found.pop("loss")) == pytest.approx(float(loss.detach()), abs=1e-12)
+    names = [name for name, _ in model.named_parameters()]
+    assert largest_difference(found, dict(zip(names, plain, strict=True))) <= 1e-12
+
+
+@pytest.mark.parametrize("pieces", [2, 4])
+def test_any_split_of_asked_targets_has_the_same_gradients(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = double()
+    whole = of(model, asked(batch()))
+    assert largest_difference(whole, of(model, asked(batch()), pieces)) <= 1e-12
+    right = step.loss_sum
+    monkeypatch.setattr(step, "loss_sum", lambda h, w, t: right(h, w, t) * len(t))  # a weight of its own a piece
+    assert largest_difference(whole, of(model, asked(batch()), pieces)) > 1e-6
+
+
+def test_what_is_not_asked_changes_no_bit() -> None:
+    model = double()
+    given = asked(batch())
+    first = of(model, given)
+    other = dataclasses.replace(given, tokens=given.tokens.copy())
+    other.tokens[:, -1] = 7  # follows the last input
+    assert all(torch.equal(first[name], found) for name, found in of(model, other).items())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

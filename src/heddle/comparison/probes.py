@@ -61,12 +61,12 @@ class Probe:
 
 
 PROBES = {
-    "mqar": Probe("MQAR", "recall:mqar", "12 keys are told with their values; which value belongs to each?", 500),
-    "induction": Probe("Induction", "recall:induction", "A block of tokens comes again; which is next?", 500),
-    "copying": Probe("Copying", "recall:copying", "8 letters stand among blanks; which were they, in order?", 500),
-    "needle": Probe("Needle", "recall:needle", "4 marked words hide in 124 others; which word had which mark?", 500),
-    "parity": Probe("Parity", "recall:parity", "Were the ones so far odd in number?", 500, mixing=False),
-    "s5": Probe("S5", "recall:s5", "Which order have 5 things after each reordering?", 500, mixing=False),
+    "mqar": Probe("MQAR", "recall:mqar", "12 keys are told with their values; which value belongs to each?", 450),
+    "induction": Probe("Induction", "recall:induction", "A block of tokens comes again; which is next?", 450),
+    "copying": Probe("Copying", "recall:copying", "8 letters stand among blanks; which were they, in order?", 450),
+    "needle": Probe("Needle", "recall:needle", "4 marked words hide in 124 others; which word had which mark?", 450),
+    "parity": Probe("Parity", "recall:parity", "Were the ones so far odd in number?", 450, mixing=False),
+    "s5": Probe("S5", "recall:s5", "Which order have 5 things after each reordering?", 450, mixing=False),
 }
 FIRST = "mqar"
 CHOICES = {FIRST: (FIRST,), "all": tuple(PROBES), "none": ()}

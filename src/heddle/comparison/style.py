@@ -90,6 +90,7 @@ td small { display: block; }
 }
 .cost { width: 8.2%; }
 .heat td { background: color-mix(in srgb, var(--series-1) var(--heat), transparent); }
+.heat { width: auto; min-width: min(100%, 420px); }
 .heat :is(td, thead th) { padding-right: 12px; }
 .heat .blindly :is(th, td) { color: var(--soft); font-weight: 400; background: none; }
 .recall { padding: 18px 22px; }

@@ -1,6 +1,9 @@
 """Presets: named designs as plain data, `preset:KIND-SIZE`.
 
-Sizes: tiny (1–2 M parameters), small (≈ 15 M), medium (≈ 100 M). Kinds differ in their mixers only.
+Sizes: tiny (1–2 M parameters), small (≈ 15 M), medium (≈ 100 M). Kinds differ in their mixers only, and mixers are
+sized so that a design has at most the parameters of its mha, or 1 % more. A hybrid has three recurrent layers to a
+full one where the depth can be divided so (medium), and two at a depth of six: of the lists that end with a full layer,
+the nearest.
 """
 
 from difflib import get_close_matches
@@ -19,12 +22,13 @@ class Size(NamedTuple):
     hidden: int
     vocab_size: int | None  # None: the tokenizer's
     window: int
+    kv_rank: int  # the latent that gives mla the parameters of mha
 
 
 SIZES = {
-    "tiny": Size(width=128, depth=6, heads=4, kv_heads=2, hidden=352, vocab_size=None, window=64),
-    "small": Size(width=384, depth=6, heads=6, kv_heads=2, hidden=1024, vocab_size=8192, window=128),
-    "medium": Size(width=768, depth=12, heads=12, kv_heads=4, hidden=2048, vocab_size=32000, window=256),
+    "tiny": Size(width=128, depth=6, heads=4, kv_heads=2, hidden=352, vocab_size=None, window=64, kv_rank=56),
+    "small": Size(width=384, depth=6, heads=6, kv_heads=2, hidden=1024, vocab_size=8192, window=128, kv_rank=176),
+    "medium": Size(width=768, depth=12, heads=12, kv_heads=4, hidden=2048, vocab_size=32000, window=256, kv_rank=368),
 }
 
 KINDS = {
@@ -32,6 +36,12 @@ KINDS = {
     "gqa": "groups of heads share keys and values",
     "mqa": "all heads share one pair of keys and values",
     "local_global": "five layers see a window, one sees everything",
+    "mla": "heads read keys and values from one small latent",
+    "linear": "a sum over the past instead of a softmax; the state is constant",
+    "retention": "the same with a past that fades",
+    "gated_delta": "a memory that fades, and corrects what it holds of a key; the state is constant",
+    "hybrid": "gated_delta, and every third or fourth layer sees everything",
+    "hybrid_mla": "gated_delta, and every third or fourth layer is mla",
 }
 
 
@@ -59,10 +69,38 @@ def preset(name: str) -> dict[str, Any]:
 
 
 def _layers(kind: str, size: Size) -> list[dict[str, Any]]:
-    groups = {"mha": size.heads, "mqa": 1}.get(kind, size.kv_heads)
-    mixer = {"kind": "attention", "heads": size.heads, "kv_heads": groups, "position": {"kind": "rope"}}
-    full = {"mixer": mixer, "feedforward": {"kind": "gated", "hidden": size.hidden}}
-    if kind != "local_global":
-        return [{"repeat": size.depth, **full}]
-    local = {**full, "mixer": {**mixer, "window": size.window}}
-    return [{"repeat": size.depth // 6, "layers": [{"repeat": 5, **local}, full]}]
+    full = _layer(kind if kind in ("mha", "mqa") else "gqa", size)
+    if kind == "local_global":
+        local = {**full, "mixer": {**full["mixer"], "window": size.window}}
+        return [{"repeat": size.depth // 6, "layers": [{"repeat": 5, **local}, full]}]
+    if kind in ("hybrid", "hybrid_mla"):
+        delta, last = _layer("gated_delta", size), full if kind == "hybrid" else _layer("mla", size)
+        group = 4 if size.depth % 4 == 0 else 3
+        return [{"repeat": size.depth // group, "layers": [{"repeat": group - 1, **delta}, last]}]
+    return [{"repeat": size.depth, **_layer(kind, size)}]
+
+
+def _layer(kind: str, size: Size) -> dict[str, Any]:
+    heads, head_dim, rope = size.heads, size.width // size.heads, {"kind": "rope"}
+    groups = {"mha": heads, "gqa": size.kv_heads, "mqa": 1}
+    mixers: dict[str, dict[str, Any]] = {
+        **{name: {"kind": "attention", "kv_heads": kept, "position": rope} for name, kept in groups.items()},
+        "mla": {
+            "kind": "latent_attention",
+            "kv_rank": size.kv_rank,
+            "nope_dim": head_dim,
+            "rope_dim": head_dim // 2,
+            "value_dim": head_dim,
+            "position": rope,
+        },
+        "linear": {"kind": "linear_attention", "head_dim": head_dim, "feature_map": "elu", "position": rope},
+        "retention": {
+            "kind": "retention",
+            "head_dim": head_dim // 2,
+            "value_dim": head_dim,
+            "gate": "silu",
+            "position": rope,
+        },
+        "gated_delta": {"kind": "gated_delta", "key_heads": heads // 2, "head_dim": head_dim, "convolution": 4},
+    }
+    return {"mixer": {"heads": heads, **mixers[kind]}, "feedforward": {"kind": "gated", "hidden": size.hidden}}

@@ -1,0 +1,63 @@
+"""Training on a recall task: it learns, logs what is asked, and resumes with the same bits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import heddle
+from heddle.data.recall import open_recall
+from heddle.errors import CheckpointError
+from heddle.training import loop
+from heddle.training.loop import Job, train
+from heddle.training.record import read_log
+from heddle.training.settings import Settings
+from heddle.training.signals import Interrupted
+from tests import small
+
+SOURCE = "recall:copying,tokens=1,letters=3,length=4"
+
+
+def job(out: Path, source: str = SOURCE, steps: int = 6, **settings: Any) -> Job:
+    practice = open_recall(source)
+    config = small.config(small.design(vocab_size=practice.vocab_size, initialisation={"std": 0.3}))
+    given: dict[str, Any] = {"batch_size": 16, "context": practice.task.length, "learning_rate": 1e-2} | settings
+    return Job(config=config, corpus=practice, settings=Settings(steps=steps, **given), out=out)
+
+
+def test_a_task_is_learned(tmp_path: Path) -> None:
+    outcome = train(job(tmp_path, steps=60, evaluate_every=20))
+    assert outcome.accuracy > 0.9
+    assert {size for _, size in outcome.windows} == {1}
+    log = read_log(tmp_path)
+    assert all(line["scored"] == 0.25 and "bits_per_byte" not in line for line in log)
+    told = [line["validation_accuracy"] for line in log if "validation_accuracy" in line]
+    assert len(told) == 3
+    model, tokenizer = heddle.load(tmp_path)
+    assert tokenizer is None
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), outcome.model.parameters(), strict=True))
+
+
+def test_an_interrupted_training_ends_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(job(tmp_path / "whole", save_every=2))
+    right = loop._watch
+
+    def watch(given: Job, run: Any) -> None:
+        right(given, run)
+        if run.progress.step == 3:
+            run.wish.number = 15
+
+    monkeypatch.setattr(loop, "_watch", watch)
+    with pytest.raises(Interrupted):
+        train(job(tmp_path / "cut", save_every=2))
+    monkeypatch.setattr(loop, "_watch", right)
+    cut = train(job(tmp_path / "cut", save_every=2))
+    assert cut.windows == whole.windows
+    assert all(torch.equal(a, b) for a, b in zip(cut.model.parameters(), whole.model.parameters(), strict=True))
+
+
+def test_other_options_are_another_run(tmp_path: Path) -> None:
+    train(job(tmp_path, steps=1))
+    with pytest.raises(CheckpointError, match=r"holds another run: data\.options\.tokens was 1, now it is 2"):
+        train(job(tmp_path, SOURCE.replace("tokens=1", "tokens=2"), steps=1))
