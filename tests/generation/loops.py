@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from heddle.laws.shrink import shrink
+from heddle.laws.subject import answer
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.load import load_config
@@ -17,7 +18,7 @@ def greedy(model: Decoder, prompt: list[int], steps: int) -> list[int]:
     model.eval()
     with torch.no_grad():
         for _ in range(steps):
-            logits = model.head(model(torch.tensor([row]))[0])[0, -1]
+            logits = model.head(answer(model, torch.tensor([row])))[0, -1]
             row.append(int((logits == logits.max()).nonzero()[0]))
     return row[len(prompt) :]
 
@@ -44,9 +45,8 @@ def designs() -> dict[str, ModelConfig]:
 
 
 def writes(config: ModelConfig) -> bool:
-    """Whether a design continues texts: it hides later tokens, and reads nothing beside the text."""
-    model = build(config, device="meta")
-    return model.causal and model.memory_width is None
+    """Whether a design continues texts: it hides later tokens."""
+    return build(config, device="meta").causal
 
 
 def _mixers(config: ModelConfig) -> set[str]:
@@ -56,7 +56,7 @@ def _mixers(config: ModelConfig) -> set[str]:
 def log_p(model: Decoder, row: list[int]) -> Tensor:
     """log p of each next token after a row, float64 [vocab]."""
     with torch.no_grad():
-        return model.head(model(torch.tensor([row]))[0])[0, -1].double().log_softmax(-1)
+        return model.head(answer(model, torch.tensor([row])))[0, -1].double().log_softmax(-1)
 
 
 def likeliest(model: Decoder, prompt: list[int], steps: int, end: int | None) -> tuple[list[int], float]:

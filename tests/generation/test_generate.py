@@ -12,6 +12,7 @@ from heddle.generation import reading
 from heddle.generation.generate import generate
 from heddle.generation.reading import Request, Steps
 from heddle.generation.sample import sample
+from heddle.laws.subject import memory
 from heddle.model.decoder import Decoder, build
 from tests import small
 from tests.cases import CASES, case
@@ -30,8 +31,9 @@ def double(name: str) -> Decoder:
 def test_greedy_with_a_state_equals_greedy_without(name: str) -> None:
     model = lively(double(name))
     alone = [greedy(model, prompt, STEPS) for prompt in PROMPTS]
-    assert [generate(model, [prompt], max_new_tokens=STEPS)[0] for prompt in PROMPTS] == alone
-    assert generate(model, PROMPTS, max_new_tokens=STEPS) == alone
+    one, all_ = memory(model, 1), memory(model, len(PROMPTS))
+    assert [generate(model, [prompt], memory=one, max_new_tokens=STEPS)[0] for prompt in PROMPTS] == alone
+    assert generate(model, PROMPTS, memory=all_, max_new_tokens=STEPS) == alone
 
 
 def test_the_texts_above_vary() -> None:

@@ -12,7 +12,7 @@ from heddle.generation.sampling import Sampling
 from heddle.model.decoder import Decoder
 from heddle.model.state import State
 from heddle.numerics.linear import Packs, packing
-from heddle.parts.layout import Layout
+from heddle.parts.layout import Layout, Memory
 
 SHARED = 16  # tokens; prompts that share fewer are read whole, which costs less than one more call
 
@@ -35,7 +35,8 @@ class Prefix:
 class Request:
     """What to continue and how: whole rows of tokens (the prefix among them), and how many more each may get.
 
-    Only the first `known` tokens are written (None: all): a vocabulary may be wider than its tokenizer.
+    Only the first `known` tokens are written (None: all): a vocabulary may be wider than its tokenizer. memory: what
+    cross-attention reads, a row each.
     """
 
     rows: Sequence[Sequence[int]]
@@ -44,6 +45,7 @@ class Request:
     known: int | None = None
     end: int | None = None
     prefix: Prefix | None = None
+    memory: Memory | None = None
 
 
 class Reader:
@@ -73,12 +75,12 @@ class Reader:
         shared, state = 0, None
         if request.prefix is not None:
             shared, state = len(request.prefix.tokens) - 1, request.prefix.state.select([0] * batch)
-        elif batch > 1 and (alike := _alike(request.rows)) >= SHARED:
+        elif batch > 1 and request.memory is None and (alike := _alike(request.rows)) >= SHARED:
             one = self.model.init_state(1, capacity, rewind=rewind)
             _, one = self.read(self._tensor([request.rows[0][:alike]]), None, one)
             shared, state = alike, one.select([0] * batch)
         if state is None:
-            state = self.model.init_state(batch, capacity, rewind=rewind)
+            state = self.model.init_state(batch, capacity, request.memory, rewind)
         rest = [list(row[shared:]) for row in request.rows]
         lengths = [len(row) for row in rest]
         longest = max(lengths)
