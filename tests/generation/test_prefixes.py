@@ -11,6 +11,7 @@ from heddle.data.tokenizer import Tokenizer
 from heddle.errors import ConfigError
 from heddle.generation import reading
 from heddle.model.decoder import Decoder, build
+from heddle.parts.layout import Memory
 from tests import small
 from tests.generation.loops import designs, greedy, lively
 
@@ -113,6 +114,11 @@ def test_what_is_no_prefix() -> None:
             lambda: heddle.generate(made("gqa"), [[1]], prefix=heddle.prefix(model, [1])),
             "prefix: was read by another model; read it with this one",
         ),
+        (
+            lambda: heddle.generate(model, [[1]], prefix=heddle.prefix(model, [1]), memory=Memory(torch.zeros(1, 2, 3))),
+            "memory: the prefix was read beside its own",
+        ),
+        (lambda: heddle.generate(model, [[1]], memory=Memory(torch.zeros(1, 2, 3))), "memory: no layer of this design"),
     ):
         with pytest.raises(ConfigError) as caught:
             give()
