@@ -106,6 +106,7 @@ def test_a_prefix_leaves_the_model_as_it_was_and_can_be_kept(tmp_path: Path) -> 
 
 def test_what_is_no_prefix() -> None:
     model = made("gqa")
+    beside = Memory(torch.zeros(1, 2, 3))
     for give, says in (
         (lambda: heddle.prefix(model, []), "prompts: each needs at least one token, all from 0 to 60"),
         (lambda: heddle.prefix(model, [61]), "prompts: each needs"),
@@ -115,10 +116,10 @@ def test_what_is_no_prefix() -> None:
             "prefix: was read by another model; read it with this one",
         ),
         (
-            lambda: heddle.generate(model, [[1]], prefix=heddle.prefix(model, [1]), memory=Memory(torch.zeros(1, 2, 3))),
+            lambda: heddle.generate(model, [[1]], prefix=heddle.prefix(model, [1]), memory=beside),
             "memory: the prefix was read beside its own",
         ),
-        (lambda: heddle.generate(model, [[1]], memory=Memory(torch.zeros(1, 2, 3))), "memory: no layer of this design"),
+        (lambda: heddle.generate(model, [[1]], memory=beside), "memory: no layer of this design"),
     ):
         with pytest.raises(ConfigError) as caught:
             give()
