@@ -45,9 +45,8 @@ def designs() -> dict[str, ModelConfig]:
 
 
 def writes(config: ModelConfig) -> bool:
-    """Whether a design continues texts: it hides later tokens, and reads nothing beside the text."""
-    model = build(config, device="meta")
-    return model.causal and model.memory_width is None
+    """Whether a design continues texts: it hides later tokens."""
+    return build(config, device="meta").causal
 
 
 def _mixers(config: ModelConfig) -> set[str]:

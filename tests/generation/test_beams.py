@@ -11,6 +11,7 @@ from heddle.errors import ConfigError
 from heddle.generation.beams import searched
 from heddle.generation.reading import Request
 from heddle.generation.sampling import Sampling
+from heddle.laws.subject import memory
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from tests import small
@@ -27,7 +28,7 @@ def tiny(config: ModelConfig, seed: int = 1, vocab_size: int = 5) -> Decoder:
 def found(model: Decoder, rows: list[list[int]], steps: int, beams: int, end: int | None) -> list[list[int]]:
     """The text of each row."""
     texts: list[list[int]] = [[] for _ in rows]
-    for new in searched(model, Request(rows, steps, Sampling(), end=end), beams):
+    for new in searched(model, Request(rows, steps, Sampling(), end=end, memory=memory(model, len(rows))), beams):
         for row, token in new:
             texts[row].append(token)
     return texts

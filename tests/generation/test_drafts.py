@@ -12,6 +12,7 @@ from heddle.errors import ConfigError
 from heddle.generation import drafts
 from heddle.generation.drafts import Round
 from heddle.generation.generate import generate
+from heddle.laws.subject import memory
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.state import State
@@ -40,7 +41,12 @@ def blurred(model: Decoder, amount: float) -> Decoder:
 
 def told(model: Decoder, prompts: list[list[int]], **settings: Any) -> tuple[list[list[int]], list[Round]]:
     rounds: list[Round] = []
-    return generate(model, prompts, on_round=rounds.append, **settings), rounds
+    return written(model, prompts, on_round=rounds.append, **settings), rounds
+
+
+def written(model: Decoder, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
+    """Texts, beside the memory of the laws where the design reads one."""
+    return generate(model, prompts, memory=memory(model, len(prompts)), **settings)
 
 
 @pytest.mark.parametrize("kind", DESIGNS)
@@ -53,7 +59,7 @@ def test_greedy_text_is_that_without_a_draft(kind: str, lookahead: int) -> None:
         texts, rounds = told(model, PROMPTS, max_new_tokens=STEPS, draft=draft, lookahead=lookahead)
         assert texts == plain
         assert [
-            generate(model, [p], max_new_tokens=STEPS, draft=draft, lookahead=lookahead)[0] for p in PROMPTS
+            written(model, [p], max_new_tokens=STEPS, draft=draft, lookahead=lookahead)[0] for p in PROMPTS
         ] == plain
         shares.append(sum(one.kept for one in rounds) / sum(one.guessed for one in rounds))
         assert all(one.near_ties == 0 for one in rounds)
@@ -68,8 +74,8 @@ def test_what_cannot_go_back_reads_again(kind: str, monkeypatch: pytest.MonkeyPa
     plain = [greedy(model, prompt, STEPS) for prompt in PROMPTS]
     monkeypatch.setattr(State, "keeps", lambda state, tokens: False)
     monkeypatch.setattr(State, "rewind", None)
-    assert generate(model, PROMPTS, max_new_tokens=STEPS, draft=blurred(model, 0.02)) == plain
-    assert generate(model, PROMPTS[:1], max_new_tokens=STEPS, draft=blurred(model, 0.02)) == plain[:1]
+    assert written(model, PROMPTS, max_new_tokens=STEPS, draft=blurred(model, 0.02)) == plain
+    assert written(model, PROMPTS[:1], max_new_tokens=STEPS, draft=blurred(model, 0.02)) == plain[:1]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])

@@ -11,10 +11,11 @@ from heddle.data.tokenizer import Tokenizer
 from heddle.errors import ConfigError
 from heddle.generation import reading
 from heddle.model.decoder import Decoder, build
+from heddle.parts.layout import Memory
 from tests import small
 from tests.generation.loops import designs, greedy, lively
 
-DESIGNS = designs()
+DESIGNS = {name: config for name, config in designs().items() if build(config, device="meta").memory_width is None}
 SHARED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
 ENDS = [[8, 4], [], [6, 2, 6, 4]]
 STEPS = 9
@@ -105,6 +106,7 @@ def test_a_prefix_leaves_the_model_as_it_was_and_can_be_kept(tmp_path: Path) -> 
 
 def test_what_is_no_prefix() -> None:
     model = made("gqa")
+    beside = Memory(torch.zeros(1, 2, 3))
     for give, says in (
         (lambda: heddle.prefix(model, []), "prompts: each needs at least one token, all from 0 to 60"),
         (lambda: heddle.prefix(model, [61]), "prompts: each needs"),
@@ -113,6 +115,11 @@ def test_what_is_no_prefix() -> None:
             lambda: heddle.generate(made("gqa"), [[1]], prefix=heddle.prefix(model, [1])),
             "prefix: was read by another model; read it with this one",
         ),
+        (
+            lambda: heddle.generate(model, [[1]], prefix=heddle.prefix(model, [1]), memory=beside),
+            "memory: the prefix was read beside its own",
+        ),
+        (lambda: heddle.generate(model, [[1]], memory=beside), "memory: no layer of this design"),
     ):
         with pytest.raises(ConfigError) as caught:
             give()

@@ -54,8 +54,8 @@ class Side:
 
     def __init__(self, model: Decoder, request: Request, lookahead: int) -> None:
         self.reader, self.known = Reader(model), request.known
-        probe = model.init_state(len(request.rows), 1, request.memory)
-        rewind = lookahead if probe.goes_back(1) else 0
+        returns = model.init_state(len(request.rows), 1, request.memory).goes_back(1)
+        rewind = lookahead if returns else 0
         self.hidden, self.state = self.reader.prompts(request, rewind)
         self.forks = not self.state.keeps(lookahead)
 
@@ -92,9 +92,9 @@ def guessed(model: Decoder, request: Request, ended: list[bool], draft: Draft) -
     sampling = request.sampling
     with evaluating(model, draft.model):
         large = Side(model, request, draft.lookahead)
+        # The prefix is the model's alone; a memory serves both, where both read one.
         memory = None if draft.model.memory_width is None else request.memory
-        own = replace(request, prefix=None, memory=memory)  # the prefix is the model's alone
-        small = Side(draft.model, own, draft.lookahead)
+        small = Side(draft.model, replace(request, prefix=None, memory=memory), draft.lookahead)
         rows = torch.arange(len(request.rows), device=large.hidden.device)
         written = torch.zeros_like(rows)
         p = sampling.probabilities(large.reader.logits(large.hidden, request.known))

@@ -98,10 +98,10 @@ def generate(  # noqa: PLR0913 - settings by keyword
 
     With a tokenizer, prompts are strings, each opened by the end token as in training, and a row ends at the
     end token or at the first of the `stop` strings (left out of the result); `on_text(row, piece)` is called
-    as text comes. temperature 0 is greedy. `memory` is what cross-attention reads, a row for each prompt.
-    prefix (of `heddle.prefix`): what stands before each prompt. beams: how many continuations are followed for the
-    likeliest text. draft: a smaller model that guesses `lookahead` tokens ahead; what is written stays the same, or
-    as likely; `on_round` hears what came of each guess.
+    as text comes. temperature 0 is greedy. memory: what cross-attention reads, a row for each prompt. prefix (of
+    `heddle.prefix`): what stands before each prompt. beams: how many continuations are followed for the likeliest
+    text. draft: a smaller model that guesses `lookahead` tokens ahead; what is written stays the same, or as likely;
+    `on_round` hears what came of each guess.
     Raises ConfigError for an empty prompt list or a setting that is bad or does not go with another.
     """
     if max_new_tokens < 1:
@@ -110,6 +110,8 @@ def generate(  # noqa: PLR0913 - settings by keyword
         raise ConfigError("prompts: expected a list of at least one prompt")
     guessing = None if draft is None else Draft(draft, lookahead, on_round)
     _check_ways(model, temperature, prefix, beams, guessing)
+    if prefix is not None and memory is not None:
+        raise ConfigError("memory: the prefix was read beside its own; leave out one of the two")
     request = Request(
         rows=_rows(model, prompts, tokenizer, prefix),
         steps=max_new_tokens,

@@ -36,7 +36,7 @@ class Request:
     """What to continue and how: whole rows of tokens (the prefix among them), and how many more each may get.
 
     Only the first `known` tokens are written (None: all): a vocabulary may be wider than its tokenizer. memory: what
-    cross-attention reads, a row for each.
+    cross-attention reads, a row each.
     """
 
     rows: Sequence[Sequence[int]]
