@@ -40,7 +40,7 @@ def windows(layers: list[dict[str, Any]], probe: str = "mqar") -> list[tuple[int
         ([layer()], [(1, None, False)]),
         ([{"repeat": 6, **layer()}], [(2, None, False)]),
         ([layer()] * 6, [(2, None, False)]),
-        ([{"repeat": 2, "layers": [{"repeat": 5, **layer(4)}, layer()]}], [(2, 4, False), (1, None, False)]),
+        ([{"repeat": 2, "layers": [{"repeat": 5, **layer(4)}, layer()]}], [(1, 4, False), (1, None, False)]),
         ([layer(4), layer(), layer(4)], [(1, 4, False), (1, None, False)]),
         ([layer(4), layer(), layer(2)], [(1, 4, False), (1, None, False), (1, 2, False)]),
         ([layer(), layer(mixer=False)], [(1, None, False)]),

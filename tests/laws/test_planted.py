@@ -124,9 +124,11 @@ BUGS = [
     Bug("statistics over the batch: other rows", "other_rows", "norm-layer", "numerics.norms:layer_norm",
         "functional.layer_norm(wide,", "functional.layer_norm(wide - 0.1 * wide.mean(0, keepdim=True),"),
     # Heads
-    Bug("heads of a group taken in strides", "cut", "attention-gqa", f"{ATTENTION}:_folded",
+    Bug("heads of a group taken in strides", "cut", "attention-sink", f"{ATTENTION}:_folded",
         "q.reshape(batch, k.shape[1], -1, q.shape[-1])",
         "q.unflatten(1, (-1, k.shape[1])).transpose(1, 2).flatten(2, 3)"),
+    Bug("heads of a group taken in strides by plain products", "cut", "attention-gqa", "numerics.triangle:unmasked",
+        "(q * scale).reshape(", "(q * scale).unflatten(1, (-1, k.shape[1])).transpose(1, 2).reshape("),
     Bug("groups tiled instead of repeated", "forms", "attention-gqa", f"{ATTENTION}:attention_weights",
         "grouped = q.unflatten(1, (k.shape[1], -1))", "grouped = q.unflatten(1, (-1, k.shape[1])).transpose(1, 2)"),
     Bug("softmax over queries", "forms", "attention-mha", f"{ATTENTION}:attention_weights", "softmax(-1)",

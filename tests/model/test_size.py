@@ -49,4 +49,4 @@ def test_choices_are_counted_and_reasoned() -> None:
                if choice.operation == "attention"}  # fmt: skip
     step = {choice.form: count for choice, count in choices(config, 1, 9, torch.float32, "cpu").items()
             if choice.operation == "attention"}  # fmt: skip
-    assert (prefill, step) == ({"causal": 3}, {"folded": 3})
+    assert (prefill, step) == ({"causal": 3}, {"unmasked": 3})

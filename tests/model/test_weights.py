@@ -1,5 +1,6 @@
 """Attention weights on request: equal to plain loops for every layout, and the answer keeps its bits."""
 
+import importlib
 from typing import Any
 
 import pytest
@@ -116,3 +117,45 @@ def test_mixers_side_by_side_are_joined_along_the_heads(monkeypatch: pytest.Monk
     keys = 7
     with pytest.raises(ConfigError, match=r"layer 0 reads texts of \[5, 7\] tokens"):
         heddle.attention_weights(model, text(model.config, 1, 5))
+
+
+LINEAR = {
+    "linear-attention-elu": ("linear_attention", "causal_means"),
+    "linear-attention-learned": ("linear_attention", "causal_means"),
+    "linear-attention-double-softmax": ("linear_attention", "document_sums"),
+    "retention-learned-decays": ("retention", "causal_sums"),
+    "delta-key-heads": ("gated_delta", "delta"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", LINEAR)
+def test_implied_weights_make_the_answer_of_the_values(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, place = subject(case(name)), LAYOUTS[layout]()
+    tokens = text(model.config, 2, 9)
+    assert heddle.attention_weights(model, tokens, place) == [None] * len(model.layers)
+    found = heddle.attention_weights(model, tokens, place, implied=True)
+    kind, operation = LINEAR[name]
+    module = importlib.import_module(f"heddle.parts.mixers.{kind}")
+    run, calls = getattr(module, operation), []
+
+    def spy(*given: Any) -> Any:
+        answer = run(*given)
+        values = given[0].v if operation == "delta" else given[2]
+        calls.append((values, answer[0] if isinstance(answer, tuple) else answer))
+        return answer
+
+    monkeypatch.setattr(module, operation, spy)
+    with torch.no_grad():
+        model(tokens, place)
+    real = place.positions >= 0
+    documents = torch.zeros_like(place.positions) if place.documents is None else place.documents
+    apart = (documents[:, :, None] != documents[:, None]) | ~(real[:, :, None] & real[:, None])
+    if model.causal:
+        apart = apart | torch.ones(9, 9, dtype=torch.bool).triu(1)
+    assert len(calls) == len(found) == len(model.layers)
+    for weights, (values, answer) in zip(found, calls, strict=True):
+        assert weights is not None
+        assert not weights.masked_select(apart[:, None].expand_as(weights)).any()
+        wanted = torch.where(real[:, None, :, None], answer, 0.0)
+        torch.testing.assert_close(weights @ values, wanted, rtol=0, atol=1e-10)

@@ -261,3 +261,19 @@ def test_means_are_what_the_loop_says(
     slopes = [torch.autograd.grad((x * probe).sum(), (q, k, v)) for x in (got, wants[0][0])]
     for one, other in zip(*slopes, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+
+
+def test_a_very_long_text_of_keys_that_sum_to_zero() -> None:
+    """131,072 tokens: where features of keys are all zero the answer is zero, later it is a mean of values."""
+    length = 131072
+    q, k, v = (torch.randn(1, 1, length, 2).relu() + shift for shift in (0.1, 0.0, 0.0))
+    k[:, :, : length // 2] = 0.0
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    y, _ = causal_means(q, k, v, Places())
+    assert not y[:, :, : length // 2].detach().any()
+    assert bool(y.isfinite().all())
+    assert float(y[:, :, -1000:].detach().mean()) == pytest.approx(
+        float(v[:, :, length // 2 :].detach().mean()), rel=0.05
+    )
+    for gradient in torch.autograd.grad(y.sin().sum(), inputs):
+        assert bool(gradient.isfinite().all())

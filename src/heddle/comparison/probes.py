@@ -82,15 +82,18 @@ def chosen(word: str) -> tuple[str, ...]:
 
 
 def shortened(layers: list[LayerConfig]) -> tuple[LayerConfig, ...]:
-    """Runs of equal layers cut to two; of a pattern that fills the rest, once."""
+    """Equal layers cut to two; of unlike ones each run to one, and of a pattern that fills the rest, once."""
     runs: list[LayerConfig] = []
     for layer in layers:
-        single = layer.replace(repeat=1)
-        if runs and runs[-1].replace(repeat=1) == single:
-            runs[-1] = single.replace(repeat=min(LONGEST_RUN, runs[-1].repeat + 1))
+        alone = layer.replace(repeat=1)
+        if runs and runs[-1].replace(repeat=1) == alone:
+            runs[-1] = alone.replace(repeat=min(LONGEST_RUN, runs[-1].repeat + 1))
         else:
-            runs.append(single)
+            runs.append(alone)
+    if len(runs) == 1:
+        return tuple(runs)
+    single = [run.replace(repeat=1) for run in runs]
     for period in range(1, len(runs)):
         if all(run == runs[place % period] for place, run in enumerate(runs)):
-            return tuple(runs[:period])
-    return tuple(runs)
+            return tuple(single[:period])
+    return tuple(single)

@@ -6,7 +6,7 @@ from heddle.comparison import wording
 from heddle.comparison.trades import recalled
 
 MEANING = (
-    "A small copy of each design (the same width and mixers, at most two equal layers in a row, a vocabulary of the "
+    "A small copy of each design (the same width and mixers, two layers or one of each kind, a vocabulary of the "
     "task's own) learns a task that is drawn anew in every step, all copies with the same budget and one seed. Loss "
     "after a short training is mostly about frequent words and short phrases, which every mixer learns; whether a "
     "design can fetch one of many things it has read, from a state of a fixed size say, shows only later there, and "

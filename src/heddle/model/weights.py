@@ -12,24 +12,34 @@ from heddle.numerics.observing import Observation, observing
 from heddle.parts.layout import Layout
 
 
-def attention_weights(model: Decoder, tokens: Tensor, layout: Layout | None = None) -> list[Tensor | None]:
+def attention_weights(
+    model: Decoder, tokens: Tensor, layout: Layout | None = None, implied: bool = False
+) -> list[Tensor | None]:
     """What each query takes of each key: for tokens int64 [B, T], a tensor [B, H, T, S] a layer, or None.
 
     In at least float32, before dropout. Rows sum to 1, with a sink to less; rows of padding are zero. S is T, or the
-    length of the memory that cross-attention reads. None: a layer without a mixer, or whose mixer has no weights. Two
-    mixers side by side are joined along the heads; raises ConfigError where they read different lengths.
+    length of the memory that cross-attention reads. None: a layer without a mixer, or whose mixer has no weights. With
+    `implied`, mixers without a softmax tell how much of each value (after its convolution) is in each answer (before
+    its norm and gate): such rows sum to anything, and entries may be negative. Two mixers side by side are joined along
+    the heads; raises ConfigError where they read different lengths.
     """
     found: list[Tensor | None] = [None] * len(model.layers)
 
     def take(index: int, observation: Observation) -> None:
         found[index] = observation.weights
 
-    watch(model, tokens, layout, take)
+    watch(model, tokens, layout, take, implied)
     return found
 
 
 @torch.no_grad()
-def watch(model: Decoder, tokens: Tensor, layout: Layout | None, take: Callable[[int, Observation], None]) -> Tensor:
+def watch(
+    model: Decoder,
+    tokens: Tensor,
+    layout: Layout | None,
+    take: Callable[[int, Observation], None],
+    implied: bool = False,
+) -> Tensor:
     """Call the model without a state; `take(layer, observation)` gets the weights of each layer that has some.
 
     Only one layer's weights exist at a time. Returns the hidden states [B, T, width], the same bits as of any call. No
@@ -52,7 +62,7 @@ def watch(model: Decoder, tokens: Tensor, layout: Layout | None, take: Callable[
             if mixer is not None:
                 for handle in (mixer.register_forward_pre_hook(start), mixer.register_forward_hook(end(index))):
                     stack.callback(handle.remove)
-        stack.enter_context(observing(held.append))
+        stack.enter_context(observing(held.append, implied))
         hidden: Tensor = model(tokens, layout)[0]
     return hidden
 

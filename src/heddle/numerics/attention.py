@@ -21,10 +21,11 @@ from heddle.numerics.counting import count
 from heddle.numerics.fused import fused
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.observing import Observation, observe
-from heddle.numerics.triangle import masked, triangle
+from heddle.numerics.triangle import masked, triangle, unmasked
 from heddle.numerics.visibility import Visibility, pairs
 
 TILE = 512  # queries whose mask may exist at one time
+FEW = 16  # queries of a group that read all keys fastest by two plain products
 SHORT = 1024  # rows up to this length train faster by plain batched products than by torch's fused kernel
 
 NO_CAP = "torch's fused kernel caps no scores"
@@ -62,6 +63,7 @@ class Facts:
     dropout: bool
     gradients: bool
     device: str
+    wide: bool
     softcap: bool = False
     sink: bool = False
 
@@ -190,6 +192,14 @@ def _no_dropout(refuse: Callable[[Facts], str | None]) -> Callable[[Facts], str 
     return reasons
 
 
+def _not_unmasked(facts: Facts) -> str | None:
+    rows = facts.queries * facts.heads // facts.groups
+    if not facts.everything or facts.softcap or facts.sink or rows > FEW:
+        return f"it is for up to {FEW} queries of a group that see every key, without caps and sinks"
+    fits = facts.device == "cpu" and facts.wide
+    return None if fits else "it is for float32 and float64 on the CPU; a narrow product would round the scores"
+
+
 def _not_folded(facts: Facts) -> str | None:
     if facts.softcap and facts.queries > 1:
         return NO_CAP
@@ -239,6 +249,7 @@ def _not_blocks(facts: Facts) -> str | None:
 ATTENTION = Operation(
     "attention",
     (
+        Form("unmasked", lambda q, k, v, seen, scale, extras: unmasked(q, k, v, scale), _no_dropout(_not_unmasked)),
         Form("folded", _folded, _no_dropout(_not_folded)),
         Form("triangle", _triangle, _no_dropout(_not_triangle)),
         Form("causal", _causal, _no_dropout(_not_causal)),
@@ -265,6 +276,7 @@ def facts_of(q: Tensor, k: Tensor, seen: Visibility, dropout: bool, extras: Extr
         dropout=dropout,
         gradients=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad),
         device=device_of(q),
+        wide=q.dtype in (torch.float32, torch.float64),
         softcap=extras.softcap is not None,
         sink=extras.sink is not None,
     )
@@ -282,8 +294,6 @@ def attention(
     count(flops(seen_pairs, q.shape[0], q.shape[1], q.shape[3] + v.shape[3]))
     observe(lambda: Observation(attention_weights(q, k, seen, scale, extras), k.shape[1]))
     form = ATTENTION.choose(facts_of(q, k, seen, weigh is not None, extras))
-    if weigh is not None:
-        y: Tensor = form.run(q, k, v, seen, scale, weigh, extras)
-    else:
-        y = form.run(q, k, v, seen, scale, extras=extras)
+    weighed = () if weigh is None else (weigh,)
+    y: Tensor = form.run(q, k, v, seen, scale, *weighed, extras=extras)
     return y

@@ -49,6 +49,17 @@ def masked(
     return y.view(*q.shape[:3], v.shape[3])
 
 
+def unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Few queries that see every key: K qᵀ, softmax, P V, the keys read in the order in which they lie.
+
+    q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v].
+    """
+    folded = (q * scale).reshape(k.shape[0] * k.shape[1], -1, q.shape[3])
+    scores = torch.bmm(k.flatten(0, 1), folded.transpose(1, 2))
+    weights = scores.transpose(1, 2).contiguous().softmax(-1)
+    return torch.bmm(weights, v.flatten(0, 1)).view(*q.shape[:3], v.shape[3])
+
+
 def _keys(x: Tensor, sink: Tensor | None) -> Tensor:
     """Keys or values [N, S, d] in at least float32, behind zeros for the sink if there is one."""
     wide = at_least_float32(x)

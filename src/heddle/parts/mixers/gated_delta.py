@@ -20,6 +20,7 @@ from heddle.config import Count, DesignError, build_under, refuse
 from heddle.numerics.convolution import Taps, convolution, find_starts, find_taps, next_tail
 from heddle.numerics.delta import Rule, delta, unit
 from heddle.numerics.norms import at_least_float32
+from heddle.numerics.observing import imply
 from heddle.parts.eager import eager
 from heddle.parts.layout import Layout, Memory
 from heddle.parts.leaf import Leaf, Linear, fill_normal
@@ -140,11 +141,15 @@ class GatedDelta(Mixer):
     ) -> GatedDeltaState:
         """Nothing seen yet; the size does not depend on the capacity."""
         tail = torch.zeros(batch, self.kernel - 1, sum(self.widths), dtype=dtype, device=device)
-        return GatedDeltaState(self._nothing(batch, tail), tail)
+        wide = torch.promote_types(dtype, torch.float32)
+        nothing = torch.zeros(batch, self.heads, self.head_dim, self.value_dim, dtype=wide, device=device)
+        return GatedDeltaState(nothing, tail)
 
-    def _nothing(self, batch: int, like: Tensor) -> Tensor:
-        wide = torch.promote_types(like.dtype, torch.float32)
-        return like.new_zeros(batch, self.heads, self.head_dim, self.value_dim, dtype=wide)
+    def _answer(self, rule: Rule) -> Tensor:
+        """What the rule reads of a memory that held nothing."""
+        wide = torch.promote_types(rule.v.dtype, torch.float32)
+        shape = (rule.v.shape[0], self.heads, self.head_dim, rule.v.shape[3])
+        return delta(rule, rule.v.new_zeros(shape, dtype=wide))[0]
 
     def forward(
         self, x: Tensor, layout: Layout, state: GatedDeltaState | None = None
@@ -176,7 +181,8 @@ class GatedDelta(Mixer):
             layout.segments,
         )
         if state is None:
-            return delta(rule, self._nothing(layout.batch, v))[0], None
+            imply(lambda one_hot: self._answer(rule._replace(v=one_hot)), rule.v, layout.padding)
+            return self._answer(rule), None
         y, memory = delta(rule, state.memory)
         return y, GatedDeltaState(memory, next_tail(inputs.to(state.tail.dtype), state.tail, taps))
 

@@ -20,6 +20,7 @@ from heddle.numerics.causal_sums import causal_means, causal_sums
 from heddle.numerics.chunked_sums import inverse
 from heddle.numerics.linear_attention import document_sums, elu, learned, relu, softmax_over_tokens
 from heddle.numerics.norms import at_least_float32
+from heddle.numerics.observing import imply
 from heddle.parts.eager import eager
 from heddle.parts.layout import Layout, Memory
 from heddle.parts.leaf import Leaf, Linear, fill_normal
@@ -137,6 +138,10 @@ class LinearAttention(Mixer):
     ) -> tuple[Tensor, Sums | None]:
         """φ(q), ψ(k) [B, H, T, d_φ], v [B, H, T, d_v] -> [B, H, T, d_v] and the new state."""
         k = without_padding(k, layout)
+        imply(lambda one_hot: self._sums(q, k, one_hot, layout, None)[0], v, layout.padding)
+        return self._sums(q, k, v, layout, state)
+
+    def _sums(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: Sums | None) -> tuple[Tensor, Sums | None]:
         held = None if state is None else state.sums
         if self.causal and self.position is None:
             y, held = causal_means(q, k, v, places(layout), held)
@@ -156,5 +161,6 @@ class LinearAttention(Mixer):
 
     @eager
     def _double_softmax(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        k = softmax_over_tokens(k, layout.padding, layout.segments)
-        return document_sums(at_least_float32(q).softmax(-1), k, v, layout.segments)
+        q, k = at_least_float32(q).softmax(-1), softmax_over_tokens(k, layout.padding, layout.segments)
+        imply(lambda one_hot: document_sums(q, k, one_hot, layout.segments), v, layout.padding)
+        return document_sums(q, k, v, layout.segments)

@@ -18,6 +18,7 @@ from torch.nn import functional
 from heddle.config import Count, DesignError, build_under, refuse
 from heddle.numerics.causal_sums import causal_sums
 from heddle.numerics.norms import at_least_float32
+from heddle.numerics.observing import imply
 from heddle.parts.eager import eager
 from heddle.parts.layout import Layout, Memory
 from heddle.parts.leaf import Leaf, Linear, fill_normal
@@ -130,7 +131,9 @@ class Retention(Mixer):
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: Sums | None
     ) -> tuple[Tensor, Sums | None]:
         held = None if state is None else state.sums
-        y, held = causal_sums(q, without_padding(k, layout), v, self._log_decay(q, layout), places(layout), held)
+        k, log_decay = without_padding(k, layout), self._log_decay(q, layout)
+        imply(lambda one_hot: causal_sums(q, k, one_hot, log_decay, places(layout), None)[0], v, layout.padding)
+        y, held = causal_sums(q, k, v, log_decay, places(layout), held)
         return y, None if held is None else Sums(held)
 
     def _log_decay(self, q: Tensor, layout: Layout) -> Tensor:
