@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from heddle.model.weights import attention_weights as attention_weights
     from heddle.numerics.kernels import kernels as kernels
     from heddle.parts.layout import Layout as Layout
+    from heddle.parts.layout import Memory as Memory
 
 _HOMES = {
     "Decoder": "heddle.model.decoder",
     "Layout": "heddle.parts.layout",
+    "Memory": "heddle.parts.layout",
     "State": "heddle.model.state",
     "attention_weights": "heddle.model.weights",
     "build": "heddle.model.decoder",
@@ -44,6 +46,7 @@ _HOMES = {
 __all__ = [
     "Decoder",
     "Layout",
+    "Memory",
     "State",
     "__version__",
     "attention_weights",
