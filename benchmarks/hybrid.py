@@ -27,7 +27,7 @@ def filled(model: Decoder, context: int, room: int) -> State:
     table, _ = state.table.extend(Layout.causal(1, context))
     generator = torch.Generator().manual_seed(0)
     draw = lambda _, x: torch.randn(x.shape, generator=generator).to(x.dtype)  # noqa: E731
-    return State(table, [None if layer is None else layer.map(draw) for layer in state.layers])
+    return State(table, [None if layer is None else layer.map(draw) for layer in state.layers], state.design)
 
 
 def steps(design: str) -> Callable[[], None]:
@@ -37,7 +37,7 @@ def steps(design: str) -> Callable[[], None]:
 
     @torch.no_grad()
     def work() -> None:
-        state, token = State(start.table, list(start.layers)), torch.tensor([[1]])
+        state, token = State(start.table, list(start.layers), start.design), torch.tensor([[1]])
         for _ in range(STEPS):
             hidden, after = model(token, None, state)
             assert after is not None

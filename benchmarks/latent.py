@@ -50,7 +50,7 @@ def filled(model: Decoder, context: int, steps: int) -> State:
     for layer in state.layers:
         assert isinstance(layer, Cache)
         layer.keys[:, :, :context].normal_()
-    return State(table, state.layers)
+    return State(table, state.layers, state.design)
 
 
 def heddle_side(arguments: dict[str, Any]) -> Step:

@@ -53,6 +53,8 @@ BUGS = [
         "(x.new_zeros(*x.shape[:2], slots - held, x.shape[3]), x)"),
     Bug("one token more than the capacity", "state_refusals", "attention-window-2", f"{TABLE}:Table.extend",
         "filled > self.capacity", "filled > self.capacity + 1"),
+    Bug("a state of any design taken", "state_refusals", "attention-mha", "model.decoder:Decoder.forward",
+        "if state.design != self.fingerprint:", "if False:"),
     Bug("a state that can be used twice", "state_refusals", "attention-mha", "model.state:State.take",
         "self.consumed = True", "pass"),
     Bug("a state for a bidirectional design", "cut", "attention-bidirectional", "model.decoder:Decoder.init_state",

@@ -55,7 +55,7 @@ def test_its_state_is_both_and_can_be_taken_back() -> None:
         assert state.tensors().keys() == names | inner
         rest, state = advance(model, state.rewind(4), tokens[:, 8:])
         equal(rest, whole[:, 8:], "after four tokens were taken back")
-        with pytest.raises(ConfigError, match="cannot take back 5 tokens; make the state with more rewind"):
+        with pytest.raises(ConfigError, match="cannot take back 5 tokens; fork the state before"):
             state.rewind(5)
 
 

@@ -116,7 +116,7 @@ def growth(config: ModelConfig) -> None:
 
 
 def state_refusals(config: ModelConfig) -> None:
-    """A full state, a consumed one, one of another batch and one under gradients are refused."""
+    """A full state, a consumed one, one of another batch or design and one under gradients are refused."""
     model = subject(config)
     if not keeps_state(model):
         return
@@ -127,6 +127,8 @@ def state_refusals(config: ModelConfig) -> None:
     advance(model, first, tokens)
     refuses(lambda: advance(model, first, tokens), "consumed", "a consumed state was used again")
     refuses(lambda: advance(model, fresh(model, 3), tokens), "3 rows", "a state of 3 rows took 2")
+    other = subject(config.replace(initialisation=config.initialisation.replace(std=config.initialisation.std * 2)))
+    refuses(lambda: advance(model, fresh(other, 2), tokens), "another design", "a state of another design was used")
     with torch.enable_grad():
         refuses(lambda: model(tokens, None, fresh(model, 2)), "gradient", "a state was used under gradients")
     for batch, capacity in ((0, 4), (1, 0)):

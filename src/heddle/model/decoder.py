@@ -184,7 +184,7 @@ class Decoder(nn.Module):
         """tokens int64 [B, T] -> (hidden [B, T, width], new state or None).
 
         Without a layout, rows are one document each from position 0, or continue where the state's rows ended.
-        Raises ConfigError if shapes disagree, or a state meets gradients or was consumed.
+        Raises ConfigError if shapes disagree, or a state meets gradients, was consumed or is of another design.
         """
         layout = self._layout(tokens, layout, state)
         if state is None:
@@ -194,6 +194,8 @@ class Decoder(nn.Module):
             raise ConfigError("state: is written in place and carries no gradient; call within torch.no_grad()")
         if layout.memory is not None:
             raise ConfigError("memory: the state holds its own already; give it to init_state alone")
+        if state.design != self.fingerprint:
+            raise ConfigError("state: is of another design; continue with a state that this model's init_state made")
         state.take()
         table, layout = state.table.extend(layout)
         hidden, states = self._run(tokens, layout, state.layers)

@@ -73,8 +73,8 @@ class State:
         most = int(back.max())
         if not self.goes_back(most):
             raise ConfigError(
-                f"rewind: {self._blocker(most)} cannot take back {most} tokens; make the state with more rewind, or "
-                "fork it before and replay what shall stay"
+                f"rewind: {self._blocker(most)} cannot take back {most} tokens; fork the state before and replay what "
+                "shall stay, or, where only windows are in the way, make it with more rewind"
             )
         table, gone = self.table.rewound(back)
         self.consumed = True
