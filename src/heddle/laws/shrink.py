@@ -87,7 +87,7 @@ def _small(number: int, most: int) -> int:
 
 def _heads(mixer: Data) -> tuple[int, int]:
     heads: int = mixer["heads"]
-    groups = mixer.get("kv_heads") or heads
+    groups = mixer.get("kv_heads") or mixer.get("key_heads") or heads
     few = _few(groups)
     return few * _few(heads // groups), few
 
@@ -140,8 +140,9 @@ def _mixer(mixer: Data, width: int, small_width: int, sizes: bool) -> Data:
     small["heads"], groups = _heads(mixer)
     if "kv_rank" in mixer:
         return small | _latent(mixer)
-    if "kv_heads" in mixer:
-        small["kv_heads"] = groups
+    for name in ("kv_heads", "key_heads"):
+        if name in mixer:
+            small[name] = groups
     head = mixer.get("head_dim") or width // mixer["heads"]
     small_head = _small(head, 8) if "head_dim" in mixer else small_width // small["heads"]
     if "head_dim" in mixer:

@@ -21,6 +21,7 @@ from torch.nn import functional
 from heddle.numerics.norms import at_least_float32
 
 TILE = 64  # queries to a tile; up to twice as many are one tile
+BLOCK = 64  # keys of a length that comes again from token to token
 WEIGHTS = 2**20  # weights that exist at one time under a mask: 4 MB in float32, which a cache holds
 
 
@@ -52,12 +53,16 @@ def masked(
 def unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Few queries that see every key: K qᵀ, softmax, P V, the keys read in the order in which they lie.
 
-    q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v].
+    q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v]. Products are of whole blocks of keys, the
+    rest is summed: oneDNN prepares itself for every new length, which costs a step more than its products.
     """
     folded = (q * scale).reshape(k.shape[0] * k.shape[1], -1, q.shape[3])
-    scores = torch.bmm(k.flatten(0, 1), folded.transpose(1, 2))
-    weights = scores.transpose(1, 2).contiguous().softmax(-1)
-    return torch.bmm(weights, v.flatten(0, 1)).view(*q.shape[:3], v.shape[3])
+    k, v = k.flatten(0, 1), v.flatten(0, 1)
+    whole = k.shape[1] - k.shape[1] % BLOCK
+    scores = torch.bmm(k[:, :whole], folded.transpose(1, 2)).transpose(1, 2)
+    weights = torch.cat((scores, (folded[:, :, None] * k[:, None, whole:]).sum(-1)), dim=2).softmax(-1)
+    rest = (weights[:, :, whole:, None] * v[:, None, whole:]).sum(2)
+    return (torch.bmm(weights[:, :, :whole], v[:, :whole]) + rest).view(*q.shape[:3], v.shape[2])
 
 
 def _keys(x: Tensor, sink: Tensor | None) -> Tensor:
