@@ -72,10 +72,10 @@ def _packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.is_meta:
         return functional.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
-    if rows.shape[0] == 1 and weight.numel() >= SLOW_ALONE:
-        rows = rows.expand(4, -1)
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, _pack(weight), bias, "none", [], "")
-    return y[: x.numel() // x.shape[-1]].view(*x.shape[:-1], weight.shape[0])
+    alone = rows.shape[0] == 1 and weight.numel() >= SLOW_ALONE
+    product = torch.ops.mkldnn._linear_pointwise.default
+    y: Tensor = product(rows.expand(4, -1) if alone else rows, _pack(weight), bias, "none", [], "")
+    return (y[:1] if alone else y).view(*x.shape[:-1], weight.shape[0])
 
 
 def _pack(weight: Tensor) -> Tensor:
