@@ -118,6 +118,7 @@ def verdict_of(shares: list[float | None]) -> str:
 def test_recall_in_the_verdict() -> None:
     blind = "picking blindly gives 8.3 %"
     assert verdict_of([1.0, 0.99, 0.95, 0.96]) == f"Recall (MQAR): each design answers at least 95 % right; {blind}."
+    assert verdict_of([1.0, 1.0, 0.9999, 1.0]) == f"Recall (MQAR): each design answers 100 % right; {blind}."
     assert verdict_of([0.1, 0.09, None, 0.5]) == (
         "Recall (MQAR): no design learned it within the budget; "
         f"hybrid-delta-tiny 50 %, mha-tiny 10 % and gqa-tiny 9.0 % ({blind})."

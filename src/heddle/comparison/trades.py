@@ -72,7 +72,8 @@ def recall_verdict(report: wording.Report) -> list[str]:
         blind = f"picking blindly gives {wording.percent(probe['chance'])}"
         if not others:
             lowest = wording.percent(min(known.values()))
-            every = f"each design answers at least {lowest}" if len(known) > 1 else f"{solved[0]} answers {lowest}"
+            few = "" if lowest == wording.percent(1.0) else "at least "
+            every = f"each design answers {few}{lowest}" if len(known) > 1 else f"{solved[0]} answers {lowest}"
             return [f"Recall ({probe['title']}): {every} right; {blind}."]
         rest = wording.listing([f"{design} {wording.percent(known[design])}" for design in others], 6)
         start = f"{wording.listing(solved, 6)} learned it" if solved else "no design learned it"
