@@ -5,7 +5,6 @@ default dynamic cache.
 """
 
 import copy
-import time
 from typing import Any
 
 import torch
@@ -44,31 +43,12 @@ def heddle_side(arguments: dict[str, Any]) -> Step:
 
 def transformers_side(arguments: dict[str, Any]) -> Step:
     """The median time between two calls of a logits processor within `generate`."""
-    from transformers import LogitsProcessorList
 
     model = peers.llama(peers.DTYPES[arguments["precision"]]).eval()
     prompt = peers.tokens(arguments["rows"], arguments["context"] + 1)
     with torch.no_grad():
         start = model(input_ids=prompt[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
-    moments: list[float] = []
-
-    def watch(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        moments.append(time.perf_counter())
-        return scores
-
-    def step() -> float:
-        moments.clear()
-        model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            past_key_values=copy.deepcopy(start),
-            max_new_tokens=STEPS + 1,
-            do_sample=False,
-            logits_processor=LogitsProcessorList([watch]),
-        )
-        return (moments[-1] - moments[0]) / (len(moments) - 1)
-
-    return step
+    return peers.generating(model, prompt, start, STEPS)
 
 
 def case(precision: str, context: int, goal: float | None, rows: int = 1) -> Case:

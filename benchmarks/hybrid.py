@@ -8,32 +8,23 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks import peers
 from benchmarks.harness import THREADS, alternate, bounded, judged, show, write
-from heddle.model.decoder import Decoder, build
+from heddle.model.decoder import build
 from heddle.model.load import load_config
 from heddle.model.size import state_bytes
 from heddle.model.state import State
 from heddle.numerics.linear import packing
-from heddle.parts.layout import Layout
 from heddle.runtime import prepare
 
 QUESTION = "What does a hybrid save after 32,768 tokens?"
 CONTEXT, STEPS, ROUNDS = 32768, 4, 9
 
 
-def filled(model: Decoder, context: int, room: int) -> State:
-    """A state that stands after `context` tokens and has room for more, full of random numbers."""
-    state = model.init_state(1, context + room)
-    table, _ = state.table.extend(Layout.causal(1, context))
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda _, x: torch.randn(x.shape, generator=generator).to(x.dtype)  # noqa: E731
-    return State(table, [None if layer is None else layer.map(draw) for layer in state.layers], state.design)
-
-
 def steps(design: str) -> Callable[[], None]:
     """A few greedy tokens after the context; state and weights stay the same from call to call."""
     model = build(load_config(design)).eval()
-    start = filled(model, CONTEXT, STEPS)
+    start = peers.filled(model, CONTEXT, STEPS)
 
     @torch.no_grad()
     def work() -> None:

@@ -5,21 +5,16 @@ of that shape within its own `generate`, with its default dynamic cache (which k
 step). The tokens before are not read: both states are filled with random latents.
 """
 
-import copy
-import time
 from typing import Any
 
 import torch
 
 from benchmarks import peers
 from benchmarks.harness import THREADS, Case, Step, bounded, main, timed
-from heddle.model.decoder import Decoder, build
+from heddle.model.decoder import build
 from heddle.model.load import load_config
 from heddle.model.size import size
-from heddle.model.state import State
 from heddle.numerics.linear import packing
-from heddle.parts.cache import Cache
-from heddle.parts.layout import Layout
 from heddle.runtime import prepare
 
 LAYERS, WIDTH, HEADS, HIDDEN, RANK, NOPE, ROPE = 12, 768, 12, 2048, 256, 64, 32
@@ -43,22 +38,12 @@ DESIGN: dict[str, Any] = {
 }
 
 
-def filled(model: Decoder, context: int, steps: int) -> State:
-    """A state of one row in which `context` random latents stand, with room for `steps` tokens."""
-    state = model.init_state(1, context + steps)
-    table, _ = state.table.extend(Layout.causal(1, context))
-    for layer in state.layers:
-        assert isinstance(layer, Cache)
-        layer.keys[:, :, :context].normal_()
-    return State(table, state.layers, state.design)
-
-
 def heddle_side(arguments: dict[str, Any]) -> Step:
     """Greedy steps: model, head of the last position, argmax."""
     prepare("cpu", THREADS)
     model = build(load_config(DESIGN), dtype=peers.DTYPES[arguments["precision"]]).eval()
     steps = arguments["steps"]
-    start = filled(model, arguments["context"], steps)
+    start = peers.filled(model, arguments["context"], steps)
 
     @torch.no_grad()
     def step() -> float:
@@ -112,7 +97,7 @@ def deepseek(dtype: torch.dtype) -> Any:
 
 def transformers_side(arguments: dict[str, Any]) -> Step:
     """The median time between two calls of a logits processor within `generate`."""
-    from transformers import DynamicCache, LogitsProcessorList
+    from transformers import DynamicCache
 
     dtype, context, steps = peers.DTYPES[arguments["precision"]], arguments["context"], arguments["steps"]
     model = deepseek(dtype)
@@ -121,25 +106,7 @@ def transformers_side(arguments: dict[str, Any]) -> Step:
         latent, turned = (torch.randn(1, 1, context, dim, dtype=dtype) for dim in (RANK, ROPE))
         start.update(latent, turned, layer)
     prompt = peers.tokens(1, context + 1)
-    moments: list[float] = []
-
-    def watch(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        moments.append(time.perf_counter())
-        return scores
-
-    def step() -> float:
-        moments.clear()
-        model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            past_key_values=copy.deepcopy(start),
-            max_new_tokens=steps + 1,
-            do_sample=False,
-            logits_processor=LogitsProcessorList([watch]),
-        )
-        return (moments[-1] - moments[0]) / (len(moments) - 1)
-
-    return step
+    return peers.generating(model, prompt, start, steps)
 
 
 def case(precision: str, context: int, goal: float, steps: int = 4, pairs: int = 9) -> Case:

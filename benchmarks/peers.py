@@ -1,12 +1,16 @@
 """The models of the comparisons: `preset:gqa-medium` here, and transformers' Llama of the same shape, as it comes."""
 
+import copy
+import time
 from typing import Any
 
 import torch
 
-from benchmarks.harness import THREADS
+from benchmarks.harness import THREADS, Step
 from heddle.model.decoder import Decoder, build
 from heddle.model.load import load_config
+from heddle.model.state import State
+from heddle.parts.layout import Layout
 from heddle.runtime import prepare
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -47,3 +51,40 @@ def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     """Random tokens, int64 [rows, length]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCABULARY, (rows, length), generator=generator)
+
+
+def filled(model: Decoder, context: int, room: int) -> State:
+    """A state of one row after `context` tokens, with room for more, full of random numbers: nothing has to be read."""
+    state = model.init_state(1, context + room)
+    table, _ = state.table.extend(Layout.causal(1, context))
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda _, x: torch.randn(x.shape, generator=generator).to(x.dtype)  # noqa: E731
+    return State(table, [None if layer is None else layer.map(draw) for layer in state.layers], state.design)
+
+
+def generating(model: Any, prompt: torch.Tensor, start: Any, steps: int) -> Step:
+    """transformers' `generate`, greedy, from a cache of all tokens but the last: seconds a token, the first left out.
+
+    The moments are those of a logits processor's calls.
+    """
+    from transformers import LogitsProcessorList
+
+    moments: list[float] = []
+
+    def watch(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        moments.append(time.perf_counter())
+        return scores
+
+    def step() -> float:
+        moments.clear()
+        model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            past_key_values=copy.deepcopy(start),
+            max_new_tokens=steps + 1,
+            do_sample=False,
+            logits_processor=LogitsProcessorList([watch]),
+        )
+        return (moments[-1] - moments[0]) / (len(moments) - 1)
+
+    return step

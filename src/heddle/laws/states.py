@@ -173,11 +173,8 @@ def _rewound_before_the_turn(model: Decoder, config: ModelConfig, turn: int) -> 
     """Before any ring turns everything can be taken back; then, token by token, across the turn and over again."""
     smallest = min(_rings(model), default=turn) + SLACK
     twin = Twin(model, 2, rewind=SLACK)
-    twin.feed(text(config, 2, SLACK + 1), "rows that fill no ring")
-    twin.back([SLACK + 1, SLACK])
-    twin.feed(text(config, 2, smallest - 1), "rows that fill a ring")
-    if twin.state.goes_back(smallest - 1):  # a part may hold a smaller ring than it tells
-        twin.back(smallest - 1)
+    twin.feed(text(config, 2, smallest), "rows that fill a ring")
+    twin.back([smallest, smallest - 1])
     for step in range(smallest + 2):
         twin.feed(text(config, 2, 1, seed=step), f"token {step} after all were taken back")
     for back in (SLACK, 1, 2):

@@ -117,7 +117,7 @@ def _seen_after(past: Past, layout: Layout, window: int | None, slots: int, held
         return Visibility(
             layout.positions,
             positions[:, :held],
-            None if ordered else _documents(layout),
+            None if ordered else layout.numbers,
             None if ordered else documents[:, :held],
             window=window,
             ordered=ordered and not turned,
@@ -139,14 +139,10 @@ def _seen_with_ring(past: Past, layout: Layout, window: int | None, slots: int, 
     return Visibility(
         layout.positions,
         torch.cat((positions[:, :held], layout.positions), dim=1),
-        None if ordered else _documents(layout),
-        None if ordered else torch.cat((documents[:, :held], _documents(layout)), dim=1),
+        None if ordered else layout.numbers,
+        None if ordered else torch.cat((documents[:, :held], layout.numbers), dim=1),
         window=window,
         ordered=ordered,
         pieces=layout.pieces if past.before.filled == 0 else None,
         ragged=not past.level,
     )
-
-
-def _documents(layout: Layout) -> Tensor:
-    return torch.zeros_like(layout.positions) if layout.documents is None else layout.documents

@@ -142,6 +142,11 @@ class Layout:
         return self.once("padding", lambda: self.positions < 0) if self.has_padding else None
 
     @property
+    def numbers(self) -> Tensor:
+        """The documents, int64 [B, T]; zeros where each row is one."""
+        return torch.zeros_like(self.positions) if self.documents is None else self.documents
+
+    @property
     def segments(self) -> Tensor | None:
         """Each token's document within this call, int64 [B, T], counted up; 0 goes on with that of the state.
 
@@ -151,7 +156,7 @@ class Layout:
         return None if one else self.once("segments", self._segments)
 
     def _segments(self) -> Tensor:
-        documents = torch.zeros_like(self.positions) if self.documents is None else self.documents
+        documents = self.numbers
         last = documents[:, :1] if self.past is None else self.past.before.last[:, 1:]
         if self.padding is not None:  # padding takes the document of the real token before it: it ends nothing
             index = torch.arange(self.length, device=documents.device).expand_as(documents)

@@ -136,7 +136,7 @@ class Table:
             after = replace(after, positions=before.positions.clone(), documents=before.documents.clone())
         destination = Destination.of(before, layout, arrivals, counts, before.size)
         destination.write(after.positions, layout.positions.to(torch.int32))
-        destination.write(after.documents, _documents(layout).to(torch.int32))
+        destination.write(after.documents, layout.numbers.to(torch.int32))
         past = Past(before, after, arrivals, layout)
         return after, replace(layout, past=past, memo={})
 
@@ -179,7 +179,7 @@ class Table:
         if layout.length == 0:
             return self.last
         newest = arrivals.argmax(1, keepdim=True)
-        now = torch.cat((layout.positions.gather(1, newest), _documents(layout).gather(1, newest)), dim=1)
+        now = torch.cat((layout.positions.gather(1, newest), layout.numbers.gather(1, newest)), dim=1)
         return torch.where(arrivals.amax(1, keepdim=True) >= 0, now, self.last)
 
     def _grown(self, filled: int) -> "Table":
@@ -202,10 +202,6 @@ class Table:
         index = arrivals.clamp(min=0) % self.size
         positions = torch.where(arrivals >= 0, self.positions.gather(1, index).long(), -1)
         return positions, self.documents.gather(1, index).long()
-
-
-def _documents(layout: Layout) -> Tensor:
-    return torch.zeros_like(layout.positions) if layout.documents is None else layout.documents
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from heddle.config import Part
+from heddle.config import DesignError, Part
 from heddle.parts.layout import Layout, Memory
 from heddle.parts.norms import NormConfig
 
@@ -18,6 +18,12 @@ class Place(NamedTuple):
 
     width: int
     norm: NormConfig
+
+    def head_dim(self, heads: int, given: int | None) -> int:
+        """A head's width: as given, else width / heads. Raises DesignError if that is no whole number."""
+        if given is None and self.width % heads:
+            raise DesignError("heads", f"{heads} does not divide width = {self.width}; give head_dim, or other heads")
+        return given or self.width // heads
 
 
 class MixerConfig(Part, ABC):

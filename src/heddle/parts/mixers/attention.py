@@ -14,7 +14,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from heddle.config import Count, DesignError, Positive, Rate, build_under, refuse
+from heddle.config import Count, Positive, Rate, build_under, refuse
 from heddle.numerics.attention import Extras, attention
 from heddle.parts.cache import Cache
 from heddle.parts.dropout import Dropout
@@ -53,9 +53,6 @@ class AttentionConfig(MixerConfig):
 
     def build(self, place: Place) -> "Attention":
         """Make the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
-        if self.head_dim is None and place.width % self.heads:
-            reason = f"{self.heads} does not divide width = {place.width}; give head_dim, or other heads"
-            raise DesignError("heads", reason)
         return Attention(self, place)
 
 
@@ -66,7 +63,7 @@ class Attention(Leaf, Mixer):
         super().__init__()
         self.heads = config.heads
         self.kv_heads = config.kv_heads or config.heads
-        self.head_dim = config.head_dim or place.width // config.heads
+        self.head_dim = place.head_dim(config.heads, config.head_dim)
         self.value_dim = config.value_dim or self.head_dim
         self.scale = config.scale or self.head_dim**-0.5
         self.reach, self.causal = config.window, config.causal

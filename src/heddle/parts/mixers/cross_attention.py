@@ -14,7 +14,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from heddle.config import Count, DesignError, Positive, refuse
+from heddle.config import Count, Positive, refuse
 from heddle.numerics.attention import attention
 from heddle.numerics.double_softmax import double_softmax, read, summarise
 from heddle.numerics.visibility import Visibility
@@ -48,9 +48,6 @@ class CrossAttentionConfig(MixerConfig):
 
     def build(self, place: Place) -> "CrossAttention":
         """Make the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
-        if self.head_dim is None and place.width % self.heads:
-            reason = f"{self.heads} does not divide width = {place.width}; give head_dim, or other heads"
-            raise DesignError("heads", reason)
         return CrossAttention(self, place)
 
 
@@ -85,7 +82,7 @@ class CrossAttention(Mixer):
         super().__init__()
         self.heads = config.heads
         self.kv_heads = config.kv_heads or config.heads
-        head_dim = config.head_dim or place.width // config.heads
+        head_dim = place.head_dim(config.heads, config.head_dim)
         value_dim = config.value_dim or head_dim
         self.scale = config.scale or head_dim**-0.5
         self.reach, self.causal = 1, True

@@ -16,7 +16,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heddle.config import Count, DesignError, build_under, refuse
+from heddle.config import Count, build_under, refuse
 from heddle.numerics.convolution import Taps, convolution, find_starts, find_taps, next_tail
 from heddle.numerics.delta import Rule, delta, unit
 from heddle.numerics.norms import at_least_float32
@@ -47,9 +47,6 @@ class GatedDeltaConfig(MixerConfig):
 
     def build(self, place: Place) -> "GatedDelta":
         """Make the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
-        if self.head_dim is None and place.width % self.heads:
-            reason = f"{self.heads} does not divide width = {place.width}; give head_dim, or other heads"
-            raise DesignError("heads", reason)
         return GatedDelta(self, place)
 
 
@@ -107,7 +104,7 @@ class GatedDelta(Mixer):
         super().__init__()
         self.heads = config.heads
         self.key_heads = config.key_heads or config.heads
-        self.head_dim = config.head_dim or place.width // config.heads
+        self.head_dim = place.head_dim(config.heads, config.head_dim)
         self.value_dim = config.value_dim or self.head_dim
         self.kernel = config.convolution
         self.reach, self.causal = None, True

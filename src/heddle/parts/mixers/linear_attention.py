@@ -15,7 +15,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from heddle.config import Count, DesignError, build_under, refuse
+from heddle.config import Count, build_under, refuse
 from heddle.numerics.causal_sums import causal_means, causal_sums
 from heddle.numerics.chunked_sums import inverse
 from heddle.numerics.linear_attention import document_sums, elu, learned, relu, softmax_over_tokens
@@ -64,9 +64,6 @@ class LinearAttentionConfig(MixerConfig):
 
     def build(self, place: Place) -> "LinearAttention":
         """Make the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
-        if self.head_dim is None and place.width % self.heads:
-            reason = f"{self.heads} does not divide width = {place.width}; give head_dim, or other heads"
-            raise DesignError("heads", reason)
         return LinearAttention(self, place)
 
 
@@ -92,7 +89,7 @@ class LinearAttention(Mixer):
     def __init__(self, config: LinearAttentionConfig, place: Place) -> None:
         super().__init__()
         self.heads = config.heads
-        self.head_dim = config.head_dim or place.width // config.heads
+        self.head_dim = place.head_dim(config.heads, config.head_dim)
         self.value_dim = config.value_dim or self.head_dim
         self.reach, self.causal = None, config.causal
         self.kernel = config.normalisation == "kernel"

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heddle.config import Count, DesignError, build_under, refuse
+from heddle.config import Count, build_under, refuse
 from heddle.numerics.causal_sums import causal_sums
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.observing import imply
@@ -49,9 +49,6 @@ class RetentionConfig(MixerConfig):
 
     def build(self, place: Place) -> "Retention":
         """Make the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
-        if self.head_dim is None and place.width % self.heads:
-            reason = f"{self.heads} does not divide width = {place.width}; give head_dim, or other heads"
-            raise DesignError("heads", reason)
         return Retention(self, place)
 
 
@@ -78,7 +75,7 @@ class Retention(Mixer):
     def __init__(self, config: RetentionConfig, place: Place) -> None:
         super().__init__()
         self.heads = config.heads
-        self.head_dim = config.head_dim or place.width // config.heads
+        self.head_dim = place.head_dim(config.heads, config.head_dim)
         self.value_dim = config.value_dim or self.head_dim
         self.reach, self.causal = None, True
         self.q = Linear(place.width, self.heads * self.head_dim)
