@@ -4,7 +4,6 @@ import base64
 import json
 import re
 import zlib
-from html.parser import HTMLParser
 from itertools import pairwise
 from typing import Any
 
@@ -25,11 +24,11 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.numerics.observing import Observation
 from tests.cases import attention, design, layer
+from tests.html_page import Page
 
 ATTACK = '</script><script>alert("1")</script>'
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 WORDS = ["start", " a", "\n", "  ", "<b>", "", "é", ATTACK, "\t"]
-VOID = {"meta", "br", "link", "img", "input"}
 
 
 def model_of(*layers: Any, **fields: Any) -> Decoder:
@@ -44,42 +43,6 @@ def mixed() -> Decoder:
 
 def made(model: Decoder) -> str:
     return page(Subject("loom", 12345, WORDS, "1.2.3"), collect(model, TOKENS))
-
-
-class Page(HTMLParser):
-    """Elements must nest; keeps the text outside scripts, the scripts, and what would be loaded."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.words: list[str] = []
-        self.scripts: list[str] = []
-        self.loads: list[str] = []
-        self.ids: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.ids += [value or "" for name, value in attrs if name == "id"]
-        self.loads += [value or "" for name, value in attrs if name in {"src", "href", "srcset", "action", "poster"}]
-        self.scripts += [""] if tag == "script" else []
-        self.open += [] if tag in VOID else [tag]
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Closed where it opens."""
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open[-1:] == ["script"]:
-            self.scripts[-1] += data
-        elif self.open[-1:] != ["style"]:
-            self.words.append(data)
-
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
 
 
 def weights_in(text: str) -> list[Tensor | None]:
