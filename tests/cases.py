@@ -323,6 +323,12 @@ CASES |= {
     "residual-hyper": wired("hyper_connections", streams=3, iterations=9, drop_path=0.4, dropout=0.2),
     "residual-hyper-apart": wired("hyper_connections", *APART, norm={"kind": "rms"}, streams=2, iterations=4),
 }
+CASES |= {
+    "head-bias-scale-softcap": design(
+        layer(attention(), repeat=2), head={"tied": False, "bias": True, "scale": 0.7, "softcap": 1.5}
+    ),
+    "head-tied-bias": design(layer(attention(kv_heads=2)), head={"bias": True}),
+}
 
 
 @cache

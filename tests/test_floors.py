@@ -28,7 +28,8 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": FLOOR_4,
     "generation": FLOOR_4,
     "evaluation": FLOOR_4,
-    "huggingface": FLOOR_4,
+    "exchange": FLOOR_4 | {"data", "checkpoints"},  # decision 24
+    "huggingface": FLOOR_4 | {"data", "checkpoints", "exchange", "generation"},  # decision 24
     "training": FLOOR_4 | {"data", "checkpoints", "distributed", "evaluation"},
     "comparison": FLOOR_4 | {"runtime", "training", "evaluation", "generation", "data", "checkpoints"},  # decision 1
     "inspection": FLOOR_4 | {"comparison"},  # the look of a report: decision 9

@@ -11,9 +11,13 @@ from torch.nn import functional
 
 from heddle.numerics import cross_entropy
 from heddle.numerics.counting import counting
-from heddle.numerics.cross_entropy import loss_sum, losses, reference
+from heddle.numerics.cross_entropy import End
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def loss_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy.loss_sum(hidden, End(weight), targets)
 
 
 def inputs(count: int = 13, vocab: int = 11, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,10 +54,29 @@ def test_values_and_gradients_equal_the_definition_in_chunks_of_any_size(
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", chunk * 11)
     assert agrees(loss_sum)
     hidden, weight, targets = inputs()
-    torch.testing.assert_close(losses(hidden, weight, targets), reference(hidden, weight, targets), rtol=0, atol=1e-12)
-    torch.testing.assert_close(
-        losses(hidden, weight, targets).sum(), plain(hidden, weight, targets), rtol=0, atol=1e-10
-    )
+    each = cross_entropy.losses(hidden, End(weight), targets)
+    torch.testing.assert_close(each, cross_entropy.reference(hidden, End(weight), targets), rtol=0, atol=1e-12)
+    torch.testing.assert_close(each.sum(), plain(hidden, weight, targets), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("fields", [{"scale": 0.3}, {"softcap": 1.5}, {"scale": 2.5, "softcap": 0.7}, {}])
+def test_bias_scale_and_softcap(fields: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", 4 * 11)
+    found = []
+    for side in ("theirs", "ours"):
+        hidden, weight, targets = inputs()
+        bias = torch.linspace(-1.0, 1.0, 11, dtype=torch.float64).requires_grad_()
+        if side == "ours":
+            value = cross_entropy.loss_sum(hidden, End(weight, bias, **fields), targets)
+        else:
+            logits = (hidden @ weight.T + bias) * fields.get("scale", 1.0)
+            if "softcap" in fields:
+                logits = fields["softcap"] * (logits / fields["softcap"]).tanh()
+            value = functional.cross_entropy(logits, targets, reduction="sum")
+        torch.autograd.backward(value)
+        found.append((value.detach(), hidden.grad, weight.grad, bias.grad))
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
 
 
 def test_half_a_slope_or_a_forgotten_row_is_caught() -> None:

@@ -41,7 +41,7 @@ def window_bits(
             layout = Layout.packed(window.lengths, device=device)
             with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
                 hidden, _ = model(tokens[:, :-1], layout)
-                nats = losses(hidden.flatten(0, 1), model.head.weight, targets.flatten()).view(targets.shape)
+                nats = losses(hidden.flatten(0, 1), model.head.end, targets.flatten()).view(targets.shape)
             weight = sizes[targets]
             bits = (nats.double() * (weight > 0)).sum(1) / math.log(2)
             result += [(float(b), int(n)) for b, n in zip(bits, weight.sum(1), strict=True)]

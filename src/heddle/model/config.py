@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from heddle.config import Config, Count, Positive, Rate, refuse
 from heddle.parts.feedforwards import FeedforwardConfig
-from heddle.parts.mixers import MixerConfig
+from heddle.parts.mixers import MixerConfig, Place
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import AdditiveConfig
 from heddle.parts.residuals import ResidualConfig
@@ -26,9 +26,12 @@ class EmbeddingConfig(Config):
 
 
 class HeadConfig(Config):
-    """`tied` uses the embedding's weight."""
+    """`tied` uses the embedding's weight. Logits are `cap · tanh(scale · (W h + b) / cap)` with `softcap` as cap."""
 
     tied: bool = True
+    bias: bool = False
+    scale: Positive = 1.0  # Cohere's logit_scale
+    softcap: Positive | None = None  # Gemma 2
 
 
 class InitialisationConfig(Config):
@@ -111,6 +114,18 @@ class ModelConfig(Config):
         layers = [layer.dump() | {"repeat": 1} for _, layer in self.expand()]
         text = json.dumps(self.dump() | {"layers": layers}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def resolved(self) -> Self:
+        """The same design with layers and defaults written out: equal for designs that build the same model."""
+        place = Place(self.width, self.norm)
+        layers = []
+        for _, layer in self.expand():
+            mixer, forward = layer.mixer, layer.feedforward
+            mixer = None if mixer is None else mixer.resolved(place)
+            forward = None if forward is None else forward.resolved()
+            layers.append(LayerConfig(mixer=mixer, feedforward=forward))
+        encoder = None if self.encoder is None else self.encoder.resolved()
+        return self.replace(layers=tuple(layers), encoder=encoder)
 
     def expand(self) -> Iterator[tuple[str, LayerConfig]]:
         """Each single layer from the bottom, with the path of its entry."""

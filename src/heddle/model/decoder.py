@@ -89,7 +89,7 @@ class Decoder(nn.Module):
         self.encoder = self._encoder(config)
         self.close = config.residual.build_close(config.width, config.norm)
         own = self.embed.weight if config.head.tied else nn.Parameter(torch.empty_like(self.embed.weight))
-        self.head = Head(own)
+        self.head = Head(own, config.head)
         self.checkpointing = False
         drops = [module for module in self.modules() if isinstance(module, Dropout)]
         for site, module in enumerate(drops):

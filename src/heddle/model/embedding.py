@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heddle.config import build_under
-from heddle.model.config import EmbeddingConfig
+from heddle.model.config import EmbeddingConfig, HeadConfig
+from heddle.numerics.cross_entropy import End, bounded
 from heddle.numerics.linear import linear
 from heddle.parts.dropout import Dropout
 from heddle.parts.layout import Layout
@@ -42,14 +43,23 @@ class Embedding(Leaf):
 class Head(Leaf):
     """Hidden states -> logits."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter, config: HeadConfig) -> None:
         super().__init__()
         self.weight = weight
+        self.bias = nn.Parameter(torch.empty(weight.shape[0])) if config.bias else None
+        self.scale, self.softcap = config.scale, config.softcap
 
     def initialise(self, std: float, generator: torch.Generator) -> None:
-        """Normal rows."""
+        """Normal rows, zero bias."""
         fill_normal(self.weight, std, generator)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    @property
+    def end(self) -> End:
+        """What the loss needs of it."""
+        return End(self.weight, self.bias, self.scale, self.softcap)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., width] -> [..., vocab_size]."""
-        return linear(hidden, self.weight)
+        return bounded(linear(hidden, self.weight, self.bias), self.scale, self.softcap)

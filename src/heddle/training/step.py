@@ -69,7 +69,7 @@ def gradients(
                     hidden, targets = hidden.flatten(0, 1), targets.flatten()
                 else:
                     hidden, targets = hidden[targets >= 0], targets[targets >= 0]
-                loss = loss_sum(hidden, model.head.weight, targets) / targets_in_batch
+                loss = loss_sum(hidden, model.head.end, targets) / targets_in_batch
             # The ledger is closed: what layers that run again enter is not counted twice.
             penalty = tallies.take(kept.entries)
             # Recomputed activations must draw under the same key.

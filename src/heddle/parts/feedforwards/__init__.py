@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, Self
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,6 +18,10 @@ class FeedforwardConfig(Part, ABC):
     """Config of a feed-forward."""
 
     slot: ClassVar[str] = "feedforwards"
+
+    def resolved(self) -> Self:
+        """The same feed-forward with every default that depends on other fields written out."""
+        return self
 
     @abstractmethod
     def build(self, width: int) -> "Feedforward":

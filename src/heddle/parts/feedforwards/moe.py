@@ -92,6 +92,11 @@ class MoEConfig(FeedforwardConfig):
         if self.top_k > best * size:
             refuse("top_k", f"{self.top_k} is more than the {best * size} experts of top_groups = {best}; choose fewer")
 
+    def resolved(self) -> Self:
+        """Activation and the width of what is shared written out."""
+        wide = self.shared_hidden or (None if self.shared is None else self.shared * self.hidden)
+        return self.replace(activation=_activation(self), shared_hidden=wide)
+
     def build(self, width: int) -> "MoE":
         """Make the module."""
         return MoE(self, width)

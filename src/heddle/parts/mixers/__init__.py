@@ -3,7 +3,7 @@ uncut answer. Training passes no state, prefill a fresh one, decode passes it ba
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,10 @@ class MixerConfig(Part, ABC):
     """Config of a mixer."""
 
     slot: ClassVar[str] = "mixers"
+
+    def resolved(self, place: Place) -> Self:
+        """The same mixer with every default that depends on the place, or on other fields, written out."""
+        return self
 
     @abstractmethod
     def build(self, place: Place) -> "Mixer":

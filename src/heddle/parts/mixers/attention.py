@@ -52,6 +52,18 @@ class AttentionConfig(MixerConfig):
             refuse("kv_heads", f"{self.kv_heads} does not divide heads = {self.heads}; choose a divisor of it")
         return self
 
+    def resolved(self, place: Place) -> Self:
+        """Heads, widths, scale and turned dims written out."""
+        dim = place.head_dim(self.heads, self.head_dim)
+        position = self.position.resolved(dim) if isinstance(self.position, RotationConfig) else self.position
+        return self.replace(
+            kv_heads=self.kv_heads or self.heads,
+            head_dim=dim,
+            value_dim=self.value_dim or dim,
+            scale=self.scale or dim**-0.5,
+            position=position,
+        )
+
     def build(self, place: Place) -> "Attention":
         """Make the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
         return Attention(self, place)

@@ -46,6 +46,17 @@ class CrossAttentionConfig(MixerConfig):
             refuse("scale", "double_softmax makes no scores to scale; leave it out")
         return self
 
+    def resolved(self, place: Place) -> Self:
+        """Heads and widths written out, and the scale where scores are made."""
+        dim = place.head_dim(self.heads, self.head_dim)
+        return self.replace(
+            kv_heads=self.kv_heads or self.heads,
+            head_dim=dim,
+            value_dim=self.value_dim or dim,
+            memory_width=self.memory_width or place.width,
+            scale=None if self.normalisation == "double_softmax" else self.scale or dim**-0.5,
+        )
+
     def build(self, place: Place) -> "CrossAttention":
         """Make the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
         return CrossAttention(self, place)

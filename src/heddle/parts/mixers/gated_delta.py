@@ -45,6 +45,16 @@ class GatedDeltaConfig(MixerConfig):
             refuse("key_heads", f"{self.key_heads} does not divide heads = {self.heads}; choose a divisor of it")
         return self
 
+    def resolved(self, place: Place) -> Self:
+        """Heads, widths and norm written out."""
+        dim = place.head_dim(self.heads, self.head_dim)
+        return self.replace(
+            key_heads=self.key_heads or self.heads,
+            head_dim=dim,
+            value_dim=self.value_dim or dim,
+            norm=self.norm or place.norm,
+        )
+
     def build(self, place: Place) -> "GatedDelta":
         """Make the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
         return GatedDelta(self, place)

@@ -54,6 +54,17 @@ class LatentAttentionConfig(MixerConfig):
             refuse("query_norm", "norms a latent of queries, and there is none; give query_rank, or leave it out")
         return self
 
+    def resolved(self, place: Place) -> Self:
+        """Widths, norms, scale and turned dims written out."""
+        head, turned = self.nope_dim + (self.rope_dim or 0), self.rope_dim
+        return self.replace(
+            value_dim=self.value_dim or self.nope_dim,
+            kv_norm=self.kv_norm or "rms",
+            query_norm=None if self.query_rank is None else self.query_norm or "rms",
+            scale=self.scale or head**-0.5,
+            position=self.position if self.position is None or turned is None else self.position.resolved(turned),
+        )
+
     def build(self, place: Place) -> "LatentAttention":
         """Make the module. Raises DesignError if a latent is wider than the stream."""
         for name, rank in (("kv_rank", self.kv_rank), ("query_rank", self.query_rank)):

@@ -62,6 +62,13 @@ class LinearAttentionConfig(MixerConfig):
         """φ and ψ."""
         return self.feature_map or "elu", self.key_feature_map or self.feature_map or "elu"
 
+    def resolved(self, place: Place) -> Self:
+        """Widths and turned dims written out."""
+        dim = place.head_dim(self.heads, self.head_dim)
+        turned = 2 * dim if self.maps[0] == "learned" else dim
+        position = None if self.position is None else self.position.resolved(turned)
+        return self.replace(head_dim=dim, value_dim=self.value_dim or dim, position=position)
+
     def build(self, place: Place) -> "LinearAttention":
         """Make the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
         return LinearAttention(self, place)

@@ -6,6 +6,7 @@ zero leaves the first exactly as it was, so that a trained model can be given on
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ class PairConfig(MixerConfig):
 
     first: MixerConfig
     second: MixerConfig
+
+    def resolved(self, place: Place) -> Self:
+        """Both written out."""
+        return self.replace(first=self.first.resolved(place), second=self.second.resolved(place))
 
     def build(self, place: Place) -> "Pair":
         """Make the module. Raises DesignError where one refuses the place, or they do not fit each other."""

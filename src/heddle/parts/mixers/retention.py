@@ -47,6 +47,12 @@ class RetentionConfig(MixerConfig):
             refuse("decay", f"{len(self.decay)} factors for heads = {self.heads}; give one a head")
         return self
 
+    def resolved(self, place: Place) -> Self:
+        """Widths and turned dims written out."""
+        dim = place.head_dim(self.heads, self.head_dim)
+        position = None if self.position is None else self.position.resolved(dim)
+        return self.replace(head_dim=dim, value_dim=self.value_dim or dim, position=position)
+
     def build(self, place: Place) -> "Retention":
         """Make the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
         return Retention(self, place)

@@ -1,7 +1,7 @@
 """The slot of positions: rotations of heads and biases of scores inside a mixer, and tables added at the embedding."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,10 @@ class InnerConfig(PositionConfig, ABC):
 
 class RotationConfig(InnerConfig, ABC):
     """A scheme that turns queries and keys; scores then depend on differences of positions only."""
+
+    def resolved(self, head_dim: int) -> Self:
+        """The same scheme with the number of dims that it turns written out."""
+        return self
 
     @abstractmethod
     def build(self, head_dim: int) -> "Rotation":

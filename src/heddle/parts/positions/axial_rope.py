@@ -7,7 +7,7 @@ token stands at (position, position), so that a text is turned as by RoPE with h
 """
 
 import math
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ class AxialRopeConfig(RotationConfig):
     layout: Literal["half", "interleaved"] = "half"  # of the pairs within the dims of one axis
     dim: Count | None = None  # dims that are turned, both axes together; default: the head's width
     frequencies: tuple[Finite, ...] | None = None
+
+    def resolved(self, head_dim: int) -> Self:
+        """The dims that are turned written out."""
+        return self.replace(dim=self.dim or head_dim)
 
     def build(self, head_dim: int) -> "AxialRope":
         """Make the module. Raises DesignError for a `dim` that does not fit, or a wrong number of frequencies."""

@@ -36,6 +36,10 @@ class RopeConfig(RotationConfig):
             refuse("base", f"{self.base} makes no pair slower than the first, so scaling has none to stretch; raise it")
         return self
 
+    def resolved(self, head_dim: int) -> Self:
+        """The dims that are turned written out."""
+        return self.replace(dim=self.dim or head_dim)
+
     def build(self, head_dim: int) -> "Rope":
         """Make the module. Raises DesignError for an odd or too large `dim`, or a wrong number of frequencies."""
         dim = self.dim or head_dim

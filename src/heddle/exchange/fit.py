@@ -1,0 +1,151 @@
+"""Which family a design fits exactly, and if none, which change is the least that would make it fit one.
+
+A family's `write` makes the config that comes nearest to a design; reading that config again gives the design that the
+family would serve. They are the same, or their differences are what stands in the way: nothing is lost unseen.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from heddle.config import DesignError, decode
+from heddle.errors import HeddleError
+from heddle.exchange.family import Family, families
+from heddle.exchange.fields import Fields
+from heddle.model.config import ModelConfig
+from heddle.model.load import DEFAULTS
+
+OWN = "heddle"
+# Fields that decide how a model is trained, and nothing of what a trained one computes.
+TRAINING = frozenset({"initialisation", "dropout", "drop_path", "capacity", "aux_loss", "z_loss", "bias_update"})
+MISSING = "absent"
+
+
+class Obstacle(NamedTuple):
+    """A field in which a design and what a family can say differ: its path, its value, and what it would be."""
+
+    path: str
+    have: Any
+    need: Any
+
+    def __str__(self) -> str:
+        """`residual.kind=pre_norm`: the override that removes it."""
+        return f"{self.path}={'null' if self.need == MISSING else _plain(self.need)}"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A family, the config it would be given, and what stands in the way (nothing: it fits exactly)."""
+
+    family: Family
+    config: dict[str, Any]
+    obstacles: tuple[Obstacle, ...]
+
+
+def fit(design: ModelConfig, family: Family) -> Fit:
+    """How a design and a family fit."""
+    written = family.write(design.resolved())
+    try:
+        served = read(written, family)
+    except HeddleError as error:
+        path = error.path if isinstance(error, DesignError) else "design"
+        return Fit(family, written, (Obstacle(path, MISSING, MISSING),) * 1000)
+    return Fit(family, written, tuple(differences(design, served)))
+
+
+def read(config: dict[str, Any], family: Family, place: str = "config.json") -> ModelConfig:
+    """The design of a config. Raises ConfigError naming the field that is unknown, unsupported or wrong."""
+    fields = Fields(config, place)
+    data = family.read(fields)
+    fields.finish()
+    return decode(ModelConfig, DEFAULTS | data)
+
+
+def fits(design: ModelConfig) -> list[Fit]:
+    """Every family but heddle's own, the best first."""
+    found = [fit(design, family) for name, family in families().items() if name != OWN]
+    return sorted(found, key=lambda one: len(one.obstacles))
+
+
+def best(design: ModelConfig, wanted: str | None = None) -> Fit:
+    """The family that an export takes: `wanted` if it fits exactly, else another that does, else heddle's own."""
+    found = [one for one in fits(design) if not one.obstacles]
+    found.sort(key=lambda one: one.family.model_type != wanted)
+    return found[0] if found else fit(design, families()[OWN])
+
+
+def serves_as(design: ModelConfig) -> str:
+    """One line: the class that reads an export of this design; if our own, why, and what would make it a known one."""
+    ranked = fits(design)
+    exact = next((one for one in ranked if not one.obstacles), None)
+    if exact is not None:
+        return f"serves as: {exact.family.architecture}"
+    nearest = ranked[0]
+    reasons = ", ".join(f"{one.path} {_plain(one.have)}" for one in nearest.obstacles)
+    changes = " ".join(str(one) for one in nearest.obstacles)
+    own = families()[OWN].architecture
+    return f"serves as: {own} (no native family: {reasons}; {nearest.family.architecture} with {changes})"
+
+
+def differences(design: ModelConfig, other: ModelConfig) -> list[Obstacle]:
+    """Where two designs compute differently, by path; what all layers share is told once."""
+    mine, theirs = (served(one) for one in (design, other))
+    found = list(_compare(mine, theirs, ""))
+    depth = len(mine["layers"])
+    shared: dict[tuple[str, str, str], list[Obstacle]] = {}
+    for one in found:
+        head, _, rest = one.path.partition(".")
+        if head == "layers":
+            _, _, field = rest.partition(".")
+            shared.setdefault((field, repr(one.have), repr(one.need)), []).append(one)
+    merged = {id(one) for group in shared.values() if len(group) == depth > 1 for one in group[1:]}
+    result = []
+    for one in found:
+        if id(one) in merged:
+            continue
+        field = one.path.partition(".")[2].partition(".")[2]
+        whole = one.path.startswith("layers.") and len(shared[(field, repr(one.have), repr(one.need))]) == depth > 1
+        result.append(one._replace(path=f"layers.*.{field}") if whole else one)
+    return result
+
+
+def served(design: ModelConfig) -> dict[str, Any]:
+    """What decides what a trained model of a design computes, as plain data, every default written out."""
+    cleaned: dict[str, Any] = _without_training(design.resolved().dump())
+    return cleaned
+
+
+def _without_training(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_training(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {name: _without_training(item) for name, item in value.items() if name not in TRAINING}
+    return kept | ({"bias_update": 0.0} if "bias_update" in value else {})
+
+
+def _compare(mine: Any, theirs: Any, path: str) -> Any:
+    if isinstance(mine, dict) and isinstance(theirs, dict) and mine.get("kind") == theirs.get("kind"):
+        for name in mine | theirs:
+            inner = f"{path}.{name}" if path else name
+            yield from _compare(mine.get(name, MISSING), theirs.get(name, MISSING), inner)
+    elif isinstance(mine, dict) and isinstance(theirs, dict):
+        yield Obstacle(f"{path}.kind", mine.get("kind"), theirs.get("kind"))
+    elif isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
+        for index, pair in enumerate(zip(mine, theirs, strict=True)):
+            yield from _compare(*pair, f"{path}.{index}")
+    elif not _equal(mine, theirs):
+        yield Obstacle(path, mine, theirs)
+
+
+def _equal(mine: Any, theirs: Any) -> bool:
+    numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (mine, theirs))
+    return math.isclose(mine, theirs, rel_tol=1e-12) if numbers else type(mine) is type(theirs) and mine == theirs
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return str(value.get("kind", "a table"))
+    if isinstance(value, list):
+        return f"[{len(value)} entries]"
+    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else f"{value}"

@@ -1,0 +1,155 @@
+"""RoPE as config.json tells it: in `rope_parameters` since transformers 5, in `rope_theta` and `rope_scaling` before.
+
+Both spellings are read and both are written; readers of either find the same angles.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from heddle.config import Config
+from heddle.errors import ConfigError
+from heddle.exchange.fields import Fields
+from heddle.parts.positions.rope import RopeConfig
+from heddle.parts.scalings.linear import LinearConfig
+from heddle.parts.scalings.llama3 import Llama3Config
+from heddle.parts.scalings.longrope import LongropeConfig
+from heddle.parts.scalings.ntk import NtkConfig
+from heddle.parts.scalings.yarn import YarnConfig
+
+# Our field -> theirs, by kind; of these, `original_length` may be told at the top of the file.
+NAMES: dict[str, dict[str, str]] = {
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "original_length": "original_max_position_embeddings",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+    },
+    "longrope": {
+        "short_factor": "short_factor",
+        "long_factor": "long_factor",
+        "original_length": "original_max_position_embeddings",
+        "factor": "factor",
+        "attention_factor": "attention_factor",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_length": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "truncate": "truncate",
+        "attention_factor": "attention_factor",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+    },
+}
+KINDS: dict[type[Config], str] = {
+    LinearConfig: "linear",
+    NtkConfig: "dynamic",
+    Llama3Config: "llama3",
+    LongropeConfig: "longrope",
+    YarnConfig: "yarn",
+}
+TOP = "original_max_position_embeddings"
+FLOATS = frozenset({"factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"})
+FLOATS |= {"low_freq_factor", "high_freq_factor"}
+
+
+def read_rope(fields: Fields, head_dim: int, base: float = 10000.0, part: float = 1.0) -> dict[str, Any]:
+    """The plain data of `rope` for heads of `head_dim` dims; base and part are the family's defaults.
+
+    Raises ConfigError for a type of scaling that is not known, or one that lacks a field.
+    """
+    told = fields.find("rope_scaling")
+    table = fields.find("rope_parameters") if told is None else told
+    theta = fields.take("rope_theta", base)
+    part = fields.take("partial_rotary_factor", part)
+    fields.unread -= {"rope_parameters", TOP}
+    return rope_of(fields, table or {}, head_dim, theta, part)
+
+
+def rope_of(fields: Fields, table: Mapping[str, Any], head_dim: int, theta: float, part: float) -> dict[str, Any]:
+    """The same of one table of `rope_parameters`, such as that of one type of layers."""
+    if not isinstance(table, dict):
+        raise fields.wrong("rope_parameters", "should be a table of fields")
+    inner = Fields(table, f"{fields.place}, rope_parameters")
+    theta, part = inner.take("rope_theta", theta), inner.take("partial_rotary_factor", part)
+    dim = int(head_dim * part)
+    rope: dict[str, Any] = {"kind": "rope", "base": theta}
+    if dim != head_dim:
+        rope["dim"] = dim
+    scaling = _scaling(fields, inner)
+    inner.finish()
+    return rope if scaling is None else rope | {"scaling": scaling}
+
+
+def _scaling(fields: Fields, inner: Fields) -> dict[str, Any] | None:
+    kind = inner.take("rope_type", inner.take("type", "default"))
+    if kind == "default":
+        inner.unread -= {"factor", TOP}  # read by nobody
+        return None
+    if kind == "su":  # as it was called before
+        kind = "longrope"
+    if kind not in NAMES:
+        known = ", ".join(("default", *NAMES))
+        raise ConfigError(f"{inner.place}: rope_type '{kind}' is not known; heddle reads {known}")
+    found: dict[str, Any] = {ours: inner.find(theirs) for ours, theirs in NAMES[kind].items()}
+    inner.unread.discard(TOP)
+    longest = fields.data.get("max_position_embeddings")
+    if "original_length" in NAMES[kind]:
+        found["original_length"] = fields.data.get(TOP) or found["original_length"] or longest
+    if kind == "dynamic":
+        found |= {"kind": "ntk", "original_length": longest}
+    if kind in ("longrope", "yarn") and found["factor"] is None and isinstance(longest, int):
+        found["factor"] = longest / found["original_length"]
+    if kind == "longrope" and found["attention_factor"] is not None:
+        found["factor"] = None
+    if kind == "longrope" and found["factor"] is not None:
+        found["factor"] = max(1.0, found["factor"])
+    if kind == "yarn" and (found["attention_factor"] is not None or not (found["mscale"] and found["mscale_all_dim"])):
+        found["mscale"] = found["mscale_all_dim"] = None
+    floats = {name: float(found[name]) for name in FLOATS if isinstance(found.get(name), int)}
+    data = {"kind": kind} | found | floats
+    return {name: value for name, value in data.items() if value is not None}
+
+
+def write_rope(rope: RopeConfig, head_dim: int, longest: int) -> dict[str, Any]:
+    """Both spellings of a rotation; `longest` is what max_position_embeddings will say."""
+    table = rope_table(rope, head_dim)
+    part = table.get("partial_rotary_factor", 1.0)
+    scaled = table["rope_type"] != "default"
+    fields = {
+        "rope_parameters": table,
+        "rope_theta": rope.base,
+        "rope_scaling": table | {"type": table["rope_type"]} if scaled else None,
+    }
+    if part != 1.0:
+        fields["partial_rotary_factor"] = part
+    if TOP in table:
+        fields[TOP] = table[TOP]
+    if isinstance(rope.scaling, NtkConfig):
+        fields["max_position_embeddings"] = rope.scaling.original_length or longest
+    return fields
+
+
+def rope_table(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
+    """`rope_parameters` of a rotation of heads of `head_dim` dims."""
+    table: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.base}
+    if rope.scaling is not None and type(rope.scaling) in KINDS:
+        kind = KINDS[type(rope.scaling)]
+        table["rope_type"] = kind
+        for ours, theirs in NAMES[kind].items():
+            value = getattr(rope.scaling, ours)
+            if value is not None:
+                table[theirs] = list(value) if isinstance(value, tuple) else value
+    dim = rope.dim or head_dim
+    if dim != head_dim:
+        table["partial_rotary_factor"] = _part(dim, head_dim)
+    return table
+
+
+def _part(dim: int, head_dim: int) -> float:
+    """A factor of which int(head_dim · factor) is dim, whatever the rounding."""
+    part = dim / head_dim
+    return part if int(head_dim * part) == dim else (dim + 0.5) / head_dim

@@ -1,0 +1,171 @@
+"""Every family in and out against transformers: logits, greedy text, files, and each field of its config."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import heddle
+from heddle.exchange.export import export
+from heddle.exchange.fit import best
+from heddle.exchange.load import load
+from tests.exchange.cases import CASES, INERT
+from tests.exchange.oracle import (
+    AutoModelForCausalLM,
+    batch,
+    config_of,
+    distance,
+    drawn,
+    imported,
+    read_json,
+    saved,
+    their_logits,
+    write,
+)  # fmt: skip
+
+VARIANTS = [(family, variant) for family, case in CASES.items() for variant in case.variants]
+WRITTEN = 64  # tokens of a greedy text
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize(("family", "variant"), VARIANTS)
+def test_logits(family: str, variant: str) -> None:
+    difference = distance(saved(family, variant)[0], imported(family, variant).model)
+    assert difference <= (0.0 if CASES[family].exact else 1e-5)
+
+
+@pytest.mark.parametrize(("family", "variant"), VARIANTS)
+def test_greedy_text(family: str, variant: str) -> None:
+    tokens, mask, layout = batch()
+    theirs, _ = saved(family, variant)
+    written = theirs.generate(tokens, attention_mask=mask, max_new_tokens=WRITTEN, min_new_tokens=WRITTEN, num_beams=1)
+    prompts = [row[place >= 0].tolist() for row, place in zip(tokens, layout.positions, strict=True)]
+    ours = heddle.generate(imported(family, variant).model, prompts, max_new_tokens=WRITTEN)
+    assert ours == written[:, tokens.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(("family", "variant"), VARIANTS)
+def test_exported_again_it_is_the_same_files(family: str, variant: str, tmp_path: Path) -> None:
+    theirs, folder = saved(family, variant)
+    found = export(imported(family, variant).model, tmp_path / "out", source=imported(family, variant), shard=50_000)
+    assert found.family.model_type == family
+    mine, original = tensors_of(tmp_path / "out"), tensors_of(folder)
+    assert set(mine) == set(original)
+    for name, tensor in original.items():
+        assert mine[name].dtype == tensor.dtype, name
+        assert torch.equal(mine[name], tensor), name
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert type(again) is type(theirs)
+    tokens, mask, _ = batch()
+    assert torch.equal(their_logits(again, tokens, mask), their_logits(theirs, tokens, mask))
+    config, before = again.config.to_dict(), theirs.config.to_dict()
+    ignored = {"dtype", "architectures", "transformers_version", "_name_or_path", "heddle", "rope_parameters"}
+    assert {k: config[k] for k in before if k not in ignored} == {k: v for k, v in before.items() if k not in ignored}
+
+
+@pytest.mark.parametrize(("family", "variant"), VARIANTS)
+def test_back_and_forth_design_and_weights_are_bit_equal(family: str, variant: str, tmp_path: Path) -> None:
+    given = imported(family, variant)
+    model = heddle.build(given.model.config.replace(initialisation=given.model.config.initialisation), seed=5)
+    export(model, tmp_path / "out", source=given)
+    again = load(tmp_path / "out")
+    assert again.model.config == model.config
+    assert again.carried == given.carried
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.model.get_parameter(name)), name
+
+
+def numbers(data: dict[str, Any], path: str = "") -> list[str]:
+    """The paths of all numbers and truth values of a config, inner tables and lists of numbers among them."""
+    found = []
+    for name, value in data.items():
+        if isinstance(value, dict):
+            found += numbers(value, f"{path}{name}.")
+        elif isinstance(value, bool | int | float) or (isinstance(value, list) and value and value[0] != str(value[0])):
+            found.append(path + name)
+    return found
+
+
+def changed(value: Any) -> list[Any]:
+    """Other values of a field, the first that both sides can build is taken."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, list):
+        return [[changed(value[0])[0], *value[1:]]]
+    if isinstance(value, int):
+        return [value * 2, value + 1, value - 1, value * 7, 1] if value else [1]
+    return [value * 1.5, value * 0.5, value * 2.0] if value else [0.5]
+
+
+FIELDS = [
+    (family, variant, path)
+    for family, variant in VARIANTS
+    for path in numbers(json.loads(config_of(family, variant).to_json_string()))
+    if path.rpartition(".")[2] not in INERT
+]
+
+
+@pytest.mark.parametrize(("family", "variant", "path"), FIELDS)
+def test_each_number_of_the_config_changes_both_sides_alike(family: str, variant: str, path: str) -> None:
+    """One that nobody reads leaves the logits as they were, which fails; other shapes get weights of their own."""
+    theirs, folder = saved(family, variant)
+    config = read_json(folder)
+    *outer, last = path.split(".")
+    errors = []
+    for value in changed(_at(config, outer)[last]):
+        data = json.loads(json.dumps(config))
+        _at(data, outer)[last] = value
+        try:
+            other = drawn(type(theirs.config).from_dict(data))
+            load(write(other))
+        except Exception as error:  # one side refuses such a value: try the next
+            errors.append(error)
+            continue
+        same = shapes(other) == shapes(theirs)
+        if same:
+            other.load_state_dict(theirs.state_dict())
+        target = write(other)
+        (target / "config.json").write_text(json.dumps(data | {"dtype": "float32"}))
+        ours = load(target).model
+        assert distance(other, ours) <= 1e-5
+        tokens, mask, _ = batch()
+        moved = not same or not torch.equal(their_logits(other, tokens, mask), their_logits(theirs, tokens, mask))
+        assert moved != (path in CASES[family].inert), (
+            f"{path}: {value!r} {'changes' if moved else 'does not change'} logits"
+        )
+        return
+    raise AssertionError(f"{path}: every other value is refused: {errors}")
+
+
+def shapes(model: Any) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def _at(data: dict[str, Any], path: list[str]) -> dict[str, Any]:
+    for name in path:
+        data = data[name]
+    return data
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_a_field_that_nobody_knows_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    _, folder = saved(family, next(iter(CASES[family].variants)))
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(read_json(folder) | {"attention_warp": 3}))
+    with pytest.raises(heddle.errors.ConfigError, match="'attention_warp'"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_every_parameter_has_its_rule_and_every_family_fits_its_own(family: str) -> None:
+    for variant in CASES[family].variants:
+        model = imported(family, variant).model
+        assert best(model.config, family).family.model_type == family
+        assert config_of(family, variant).model_type == family
