@@ -1,6 +1,7 @@
 """A model as a folder: `config.json`, `model.safetensors` and, with a tokenizer, `tokenizer.json`."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,18 @@ CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 
 
-def save(model: Decoder, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
-    """Write a model so that the folder is at every instance whole. Raises CheckpointError or MachineError."""
-    tensors = {WEIGHTS: model_tensors(model)}
-    write_folder(Path(folder), tensors=tensors, documents=model_documents(model, tokenizer), kind="model")
+def save(
+    model: Decoder,
+    folder: str | Path,
+    tokenizer: Tokenizer | None = None,
+    documents: Mapping[str, str] | None = None,
+) -> None:
+    """Write a model so that the folder is at every instance whole; `documents`, texts by file name, go with it.
+
+    Raises CheckpointError or MachineError.
+    """
+    tensors, texts = {WEIGHTS: model_tensors(model)}, dict(documents or {}) | model_documents(model, tokenizer)
+    write_folder(Path(folder), tensors=tensors, documents=texts, kind="model")
 
 
 def load(

@@ -12,7 +12,9 @@ import typer
 from heddle import __version__
 from heddle.cli.check import check
 from heddle.cli.compare import compare
+from heddle.cli.export import export
 from heddle.cli.generate import generate
+from heddle.cli.import_ import import_
 from heddle.cli.inspect import inspect
 from heddle.cli.show import show
 from heddle.cli.train import train
@@ -21,7 +23,7 @@ from heddle.progress import printable
 
 app = typer.Typer(
     name="heddle",
-    help="Interchangeable, verified parts of language models: size, check, train, compare, generate, inspect.",
+    help="Interchangeable, verified parts of language models: size, check, train, compare, generate, exchange.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -33,9 +35,11 @@ VERBS: dict[Callable[..., None], str] = {
     compare: "Train designs side by side and report.",
     generate: "Write on from prompts.",
     inspect: "Draw what every head looks at.",
+    import_: "Read a model of transformers.",
+    export: "Write a model for transformers and others.",
 }
 for verb, summary in VERBS.items():
-    app.command(short_help=summary)(verb)
+    app.command(verb.__name__.rstrip("_"), short_help=summary)(verb)
 
 
 def _version(wanted: bool) -> None:

@@ -69,6 +69,7 @@ def measure(
     config: "ModelConfig", contexts: list[int], batch: int, dtype: Any, device: str, memory: int | None = None
 ) -> dict[str, Any]:
     """Everything `show` prints, as plain data; `memory` None reads one as long as each context."""
+    from heddle.exchange.fit import service
     from heddle.model.size import choices, size
 
     sizes = [size(config, context, batch, dtype, memory) for context in contexts]
@@ -103,6 +104,7 @@ def measure(
             for one in sizes
         ],
         "kernels": chosen,
+        "serves_as": service(config).lines(),
     }
 
 
@@ -143,6 +145,9 @@ def _print(design: str, facts: dict[str, Any]) -> None:
     beside = f" beside a memory of {' or '.join(f'{length:,}' for length in read)} tokens" if read else ""
     console.print(f"\ncost of {rows}{beside}; FLOPs of a forward pass, training takes 3 times as many")
     console.print(costs)
+    console.print()
+    for line in facts["serves_as"]:
+        console.print(line, markup=False, soft_wrap=True)
     for name, chosen in facts["kernels"].items():
         console.print(f"\nkernels in {name}")
         for one in chosen:

@@ -10,7 +10,7 @@ T = TypeVar("T")
 # What says nothing about the model's function: who wrote the file, for which library, and how it is called.
 TELLS_NOTHING = frozenset(
     """
-    architectures model_type transformers_version torch_dtype dtype _name_or_path use_cache _attn_implementation
+    architectures model_type transformers_version torch_dtype dtype _name_or_path _attn_implementation
     return_dict output_hidden_states output_attentions chunk_size_feed_forward id2label label2id problem_type
     task_specific_params tokenizer_class prefix finetuning_task pruned_heads _commit_hash heddle
     """.split()  # noqa: SIM905
@@ -20,7 +20,7 @@ OFF = ("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_d
 # What belongs to texts and training, not to the function: carried along, and written again by an export.
 CARRIED = (
     "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id",
-    "decoder_start_token_id", "model_max_length",
+    "decoder_start_token_id", "model_max_length", "use_cache",
 )  # fmt: skip
 
 

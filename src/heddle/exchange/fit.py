@@ -19,6 +19,7 @@ OWN = "heddle"
 # Fields that decide how a model is trained, and nothing of what a trained one computes.
 TRAINING = frozenset({"initialisation", "dropout", "drop_path", "capacity", "aux_loss", "z_loss", "bias_update"})
 MISSING = "absent"
+MOST = 6  # differences that are told one by one
 
 
 class Obstacle(NamedTuple):
@@ -40,6 +41,24 @@ class Fit:
     family: Family
     config: dict[str, Any]
     obstacles: tuple[Obstacle, ...]
+
+
+@dataclass(frozen=True)
+class Service:
+    """The class that serves a design. Of our own: why no family does, which comes nearest, and with which overrides."""
+
+    architecture: str
+    reasons: tuple[str, ...] = ()
+    nearest: str | None = None
+    changes: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """In words, a line each."""
+        told = [f"serves as: {self.architecture}"]
+        if self.nearest is not None:
+            told += [f"no native family: {', '.join(self.reasons[:MOST])}{_more(self.reasons)}"]
+            told += [f"nearest: {self.nearest}, with {' '.join(self.changes[:MOST])}{_more(self.changes)}"]
+        return told
 
 
 def fit(design: ModelConfig, family: Family) -> Fit:
@@ -74,39 +93,51 @@ def best(design: ModelConfig, wanted: str | None = None) -> Fit:
     return found[0] if found else fit(design, families()[OWN])
 
 
-def serves_as(design: ModelConfig) -> str:
-    """One line: the class that reads an export of this design; if our own, why, and what would make it a known one."""
+def service(design: ModelConfig) -> Service:
+    """Who reads an export of this design, and why it is not a family that others know."""
     ranked = fits(design)
-    exact = next((one for one in ranked if not one.obstacles), None)
-    if exact is not None:
-        return f"serves as: {exact.family.architecture}"
     nearest = ranked[0]
-    reasons = ", ".join(f"{one.path} {_plain(one.have)}" for one in nearest.obstacles)
-    changes = " ".join(str(one) for one in nearest.obstacles)
-    own = families()[OWN].architecture
-    return f"serves as: {own} (no native family: {reasons}; {nearest.family.architecture} with {changes})"
+    if not nearest.obstacles:
+        return Service(nearest.family.architecture)
+    reasons = tuple(f"{one.path} is {_plain(one.have)}" for one in nearest.obstacles)
+    changes = tuple(str(one) for one in nearest.obstacles)
+    return Service(families()[OWN].architecture, reasons, nearest.family.architecture, changes)
 
 
 def differences(design: ModelConfig, other: ModelConfig) -> list[Obstacle]:
-    """Where two designs compute differently, by path; what all layers share is told once."""
-    mine, theirs = (served(one) for one in (design, other))
-    found = list(_compare(mine, theirs, ""))
-    depth = len(mine["layers"])
-    shared: dict[tuple[str, str, str], list[Obstacle]] = {}
-    for one in found:
-        head, _, rest = one.path.partition(".")
-        if head == "layers":
-            _, _, field = rest.partition(".")
-            shared.setdefault((field, repr(one.have), repr(one.need)), []).append(one)
-    merged = {id(one) for group in shared.values() if len(group) == depth > 1 for one in group[1:]}
-    result = []
-    for one in found:
-        if id(one) in merged:
-            continue
-        field = one.path.partition(".")[2].partition(".")[2]
-        whole = one.path.startswith("layers.") and len(shared[(field, repr(one.have), repr(one.need))]) == depth > 1
-        result.append(one._replace(path=f"layers.*.{field}") if whole else one)
+    """Where two designs compute differently, by the path of the field in the first as it is written down.
+
+    Layers that an entry of a design repeats have its path; what every entry shares is told once, of `layers.*`.
+    """
+    entries = [path.replace("[", ".").replace("]", "") for path, _ in design.expand()]
+    found: dict[str, dict[Obstacle, None]] = {}
+    for path, have, need in _compare(served(design), served(other), ""):
+        where, rest = path, ""
+        if path.startswith("layers."):
+            _, index, rest = path.split(".", 2)
+            where = entries[int(index)]
+        told = Obstacle(rest, have if _is_plain(have) else repr(have), need if _is_plain(need) else repr(need))
+        found.setdefault(where, {})[told] = None
+    shared = _shared([found.get(entry, {}) for entry in entries]) if set(entries) == _tops(entries) else []
+    result = [one._replace(path=f"layers.*.{one.path}") for one in shared]
+    for where, told_here in found.items():
+        result += [
+            one._replace(path=f"{where}.{one.path}" if one.path else where) for one in told_here if one not in shared
+        ]
     return result
+
+
+def _tops(entries: list[str]) -> set[str]:
+    return {entry for entry in entries if entry.count(".") == 1}
+
+
+def _shared(told: list[dict[Obstacle, None]]) -> list[Obstacle]:
+    """What is told of each of several layers, two at least."""
+    return [one for one in told[0] if all(one in others for others in told)] if len(told) > 1 else []
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def served(design: ModelConfig) -> dict[str, Any]:
@@ -141,6 +172,11 @@ def _compare(mine: Any, theirs: Any, path: str) -> Any:
 def _equal(mine: Any, theirs: Any) -> bool:
     numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (mine, theirs))
     return math.isclose(mine, theirs, rel_tol=1e-12) if numbers else type(mine) is type(theirs) and mine == theirs
+
+
+def _more(told: tuple[str, ...]) -> str:
+    """The rest of a list, in brackets where it is long."""
+    return f" (and {len(told) - MOST} more)" if len(told) > MOST else ""
 
 
 def _plain(value: Any) -> str:

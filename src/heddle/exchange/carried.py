@@ -1,0 +1,34 @@
+"""What an import brings along, kept beside a model in its checkpoint until an export writes it again."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from heddle.checkpoints.folder import read_folder
+from heddle.checkpoints.model import find, load, save
+from heddle.errors import CheckpointError
+from heddle.exchange.load import Imported
+from heddle.exchange.texts import ALONG
+
+CARRIED = "imported.json"
+
+
+def save_imported(given: Imported, folder: Path) -> None:
+    """Write a model folder of ours. Raises as `heddle.save`."""
+    documents = given.documents | {CARRIED: json.dumps(given.carried, indent=2) + "\n"}
+    save(given.model, folder, given.tokenizer, documents)
+
+
+def open_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> Imported:
+    """A model folder, or the newest checkpoint of a run, and what an import left beside it. Raises as `heddle.load`."""
+    place = find(folder)
+    model, tokenizer = load(place, dtype)
+    documents = dict(read_folder(place).documents)
+    carried = documents.pop(CARRIED, "{}")
+    try:
+        fields = json.loads(carried)
+    except ValueError as error:
+        raise CheckpointError(f"{place}/{CARRIED}: is no JSON ({error}); import the model again") from None
+    along = {name: text for name, text in documents.items() if name in ALONG}
+    return Imported(model, tokenizer, fields, along)

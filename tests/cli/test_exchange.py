@@ -1,0 +1,85 @@
+"""`heddle import` and `heddle export` as one uses them, with transformers at the other end."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from heddle.checkpoints.folder import fingerprint
+from heddle.cli.main import run
+from tests import small
+from tests.exchange.oracle import AutoModelForCausalLM, saved
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on a small text."""
+    root = tmp_path_factory.mktemp("trained")
+    small.folder(root / "text")
+    command = ["train", "preset:gqa-tiny", "layers.0.repeat=2", "--data", f"{root}/text", "--out", f"{root}/run"]
+    sizes = ["--context", "32", "--batch-size", "2", "--steps", "3", "--vocab-size", "300", "--device", "cpu", "-q"]
+    assert run([*command, *sizes]) == 0
+    return root / "run"
+
+
+def test_there_and_back(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["export", str(trained), f"{tmp_path}/hf", "-q"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/hf: serves as: LlamaForCausalLM\n"
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["max_position_embeddings"] == 32
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.num_hidden_layers == 2
+    assert run(["import", f"{tmp_path}/hf", f"{tmp_path}/back", "-q"]) == 0
+    assert "llama of" in capsys.readouterr().out
+    assert run(["export", f"{tmp_path}/back", f"{tmp_path}/again", "-q"]) == 0
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes(), name
+    assert fingerprint(tmp_path / "again") == fingerprint(tmp_path / "hf")
+
+
+def test_narrow_weights(trained: Path, tmp_path: Path) -> None:
+    assert run(["export", str(trained), f"{tmp_path}/hf", "--dtype", "bf16", "-q"]) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
+
+
+def test_no_native_family_is_said_with_the_way_to_one(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    design = json.dumps({"width": 24, "vocab_size": 61, "layers": [{"mixer": {"kind": "retention", "heads": 2}}]})
+    (tmp_path / "design.json").write_text(design)
+    assert run(["show", f"{tmp_path}/design.json", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["serves_as"]
+    assert told[0] == "serves as: HeddleForCausalLM"
+    assert "layers.0.mixer.kind is retention" in told[1]
+    assert "layers.0.mixer.kind=" in told[2]
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["export", "{trained}", "{out}", "--format", "onnx"], "--format onnx"),
+        (["export", "{trained}", "{out}", "--dtype", "int4"], "--dtype int4"),
+        (["export", "nowhere", "{out}"], "nowhere"),
+        (["import", "nowhere", "{out}"], "nowhere"),
+        (["import", "{trained}", "{out}"], "config.json"),
+    ],
+)
+def test_mistakes(
+    command: list[str], words: str, trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = [part.format(trained=trained, out=tmp_path / "out") for part in command]
+    assert run(given) == 2
+    error = capfd.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_foreign_model_keeps_its_family(tmp_path: Path) -> None:
+    _, folder = saved("llama", "plain")
+    assert run(["import", str(folder), f"{tmp_path}/ours", "-q"]) == 0
+    assert run(["show", f"{tmp_path}/ours"]) == 0
+    assert run(["export", f"{tmp_path}/ours", f"{tmp_path}/theirs", "-q"]) == 0
+    mine, other = (json.loads((place / "config.json").read_text()) for place in (tmp_path / "theirs", folder))
+    for name in set(other) - {"transformers_version", "pretraining_tp"}:
+        assert mine[name] == other[name], name
