@@ -26,6 +26,7 @@ from heddle.numerics.kernels import OPERATIONS  # noqa: E402
 from heddle.parts.scalings import Longer  # noqa: E402
 from tests.cases import CASES, case  # noqa: E402
 from tests.laws.test_planted import BUGS  # noqa: E402
+from tools import family_facts  # noqa: E402
 from tools.markdown import joined, prose, table  # noqa: E402
 from tools.part_facts import COSTED, COSTS, bugs_of, parts_of  # noqa: E402
 from tools.refusals import reasons  # noqa: E402
@@ -84,6 +85,7 @@ def pages() -> dict[Path, str]:
     for slot in SLOTS:
         blocks = [block for kind in own_kinds(slot) for block in kind_blocks(slot, kind)]
         found[folder / f"{slot}.md"] = joined(f"# {slot.capitalize()}", WRITTEN, prose(slot_doc(slot)), *blocks)
+    found[ROOT / "docs/huggingface/families.md"] = family_facts.page(WRITTEN)
     found[folder / "kernels.md"] = joined("# Kernels", WRITTEN, kernels_intro(), *kernel_blocks())
     return found
 
