@@ -56,8 +56,10 @@ FLOATS = frozenset({"factor", "beta_fast", "beta_slow", "attention_factor", "msc
 FLOATS |= {"low_freq_factor", "high_freq_factor"}
 
 
-def read_rope(fields: Fields, head_dim: int, base: float = 10000.0, part: float = 1.0) -> dict[str, Any]:
-    """The plain data of `rope` for heads of `head_dim` dims; base and part are the family's defaults.
+def read_rope(
+    fields: Fields, head_dim: int, base: float = 10000.0, part: float = 1.0, original: int | None = None
+) -> dict[str, Any]:
+    """The plain data of `rope` for heads of `head_dim` dims; base, part and original length are the family's defaults.
 
     Raises ConfigError for a type of scaling that is not known, or one that lacks a field.
     """
@@ -66,10 +68,12 @@ def read_rope(fields: Fields, head_dim: int, base: float = 10000.0, part: float 
     theta = fields.take("rope_theta", base)
     part = fields.take("partial_rotary_factor", part)
     fields.unread -= {"rope_parameters", TOP}
-    return rope_of(fields, table or {}, head_dim, theta, part)
+    return rope_of(fields, table or {}, head_dim, theta, part, original)
 
 
-def rope_of(fields: Fields, table: Mapping[str, Any], head_dim: int, theta: float, part: float) -> dict[str, Any]:
+def rope_of(
+    fields: Fields, table: Mapping[str, Any], head_dim: int, theta: float, part: float, original: int | None = None
+) -> dict[str, Any]:
     """The same of one table of `rope_parameters`, such as that of one type of layers."""
     if not isinstance(table, dict):
         raise fields.wrong("rope_parameters", "should be a table of fields")
@@ -79,12 +83,12 @@ def rope_of(fields: Fields, table: Mapping[str, Any], head_dim: int, theta: floa
     rope: dict[str, Any] = {"kind": "rope", "base": theta}
     if dim != head_dim:
         rope["dim"] = dim
-    scaling = _scaling(fields, inner)
+    scaling = _scaling(fields, inner, original)
     inner.finish()
     return rope if scaling is None else rope | {"scaling": scaling}
 
 
-def _scaling(fields: Fields, inner: Fields) -> dict[str, Any] | None:
+def _scaling(fields: Fields, inner: Fields, original: int | None) -> dict[str, Any] | None:
     kind = inner.take("rope_type", inner.take("type", "default"))
     if kind == "default":
         inner.unread -= {"factor", TOP}  # read by nobody
@@ -98,7 +102,7 @@ def _scaling(fields: Fields, inner: Fields) -> dict[str, Any] | None:
     inner.unread.discard(TOP)
     longest = fields.data.get("max_position_embeddings")
     if "original_length" in NAMES[kind]:
-        found["original_length"] = fields.data.get(TOP) or found["original_length"] or longest
+        found["original_length"] = fields.data.get(TOP) or original or found["original_length"] or longest
     if kind == "dynamic":
         found |= {"kind": "ntk", "original_length": longest}
     if kind in ("longrope", "yarn") and found["factor"] is None and isinstance(longest, int):
@@ -114,27 +118,23 @@ def _scaling(fields: Fields, inner: Fields) -> dict[str, Any] | None:
     return {name: value for name, value in data.items() if value is not None}
 
 
-def write_rope(rope: RopeConfig, head_dim: int, longest: int) -> dict[str, Any]:
-    """Both spellings of a rotation; `longest` is what max_position_embeddings will say."""
-    table = rope_table(rope, head_dim)
-    part = table.get("partial_rotary_factor", 1.0)
+def write_rope(rope: RopeConfig, head_dim: int, longest: int, part: float = 1.0) -> dict[str, Any]:
+    """Both spellings of a rotation; `longest` is what max_position_embeddings will say, part the family's default."""
+    table = rope_table(rope, head_dim, part)
     scaled = table["rope_type"] != "default"
     fields = {
         "rope_parameters": table,
         "rope_theta": rope.base,
         "rope_scaling": table | {"type": table["rope_type"]} if scaled else None,
     }
-    if part != 1.0:
-        fields["partial_rotary_factor"] = part
-    if TOP in table:
-        fields[TOP] = table[TOP]
+    fields |= {name: table[name] for name in ("partial_rotary_factor", TOP) if name in table}
     if isinstance(rope.scaling, NtkConfig):
         fields["max_position_embeddings"] = rope.scaling.original_length or longest
     return fields
 
 
-def rope_table(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
-    """`rope_parameters` of a rotation of heads of `head_dim` dims."""
+def rope_table(rope: RopeConfig, head_dim: int, part: float = 1.0) -> dict[str, Any]:
+    """`rope_parameters` of a rotation of heads of `head_dim` dims; the part turned is told unless all are, as usual."""
     table: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.base}
     if rope.scaling is not None and type(rope.scaling) in KINDS:
         kind = KINDS[type(rope.scaling)]
@@ -144,7 +144,7 @@ def rope_table(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
             if value is not None:
                 table[theirs] = list(value) if isinstance(value, tuple) else value
     dim = rope.dim or head_dim
-    if dim != head_dim:
+    if dim != head_dim or part != 1.0:
         table["partial_rotary_factor"] = _part(dim, head_dim)
     return table
 
