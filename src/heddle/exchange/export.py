@@ -19,6 +19,7 @@ from heddle.model.decoder import Decoder
 
 SHARD = 5 * 10**9  # bytes of a file, as transformers cuts them
 NOTE = "heddle"
+UNTOLD = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # null, or the family's own would be taken
 LENGTHS = ("max_position_embeddings", "n_positions")  # of the texts a model was trained for
 
 
@@ -36,7 +37,10 @@ def export(
     else, MachineError where it cannot be written.
     """
     carried = {} if source is None else dict(source.carried)
-    found = best(model.config, carried.pop("model_type", None))
+    kind = carried.pop("model_type", None)
+    found = best(model.config, kind)
+    if found.family.model_type != kind:
+        carried = UNTOLD | carried
     tensors = Tensors(found.family, model)
     texts, told = write_texts(model, tokenizer, source)
     config = _config(found, model, _carried(found, model, carried) | told)
