@@ -105,7 +105,12 @@ CASES: dict[str, Case] = {
     "gpt_neox": Case(
         {
             "plain": {"num_attention_heads": 3},
-            "two-steps-no-biases": {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "relu", "num_attention_heads": 2},
+            "two-steps-no-biases": {
+                "use_parallel_residual": False,
+                "attention_bias": False,
+                "hidden_act": "relu",
+                "num_attention_heads": 2,
+            },
             "half-turned-tied": {
                 "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 500.0},
                 "tie_word_embeddings": True,

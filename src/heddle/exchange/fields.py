@@ -19,8 +19,8 @@ TELLS_NOTHING = frozenset(
 OFF = ("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "cross_attention_hidden_size")
 # What belongs to texts and training, not to the function: carried along, and written again by an export.
 CARRIED = (
-    "max_position_embeddings", "n_positions", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id",
-    "decoder_start_token_id", "model_max_length",
+    "max_position_embeddings", "n_positions", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
+    "sep_token_id", "decoder_start_token_id", "model_max_length",
 )  # fmt: skip
 
 

@@ -52,10 +52,10 @@ def write_frame(design: ModelConfig) -> dict[str, Any]:
     }
 
 
-def write_attention(design: ModelConfig, rope: RopeConfig | None = None, part: float = 1.0) -> dict[str, Any]:
+def write_attention(design: ModelConfig, rope: RopeConfig | None = None, part: float | None = None) -> dict[str, Any]:
     """Heads and rotation of the first attention, as Llama names them.
 
-    rope: what the family can say of the rotation, if not all. part: its default of partial_rotary_factor.
+    rope: what the family can say of the rotation, if not all. part: its default of partial_rotary_factor, if it has it.
     """
     mixer = views.attention(design)
     heads = {

@@ -16,8 +16,6 @@ def read(fields: Fields) -> dict[str, Any]:
     heads = _blocks.read_heads(fields, fields.need("hidden_size", int))
     fields.take("pretraining_tp", 1)  # how its products were once cut; the sums are the same
     position = read_rope(fields, heads["head_dim"], 500000.0)
-    if "dim" in position:
-        raise fields.wrong("partial_rotary_factor", "a Cohere model turns all dims of its heads; leave it out")
     mixer = {
         "kind": "attention",
         **heads,
@@ -41,11 +39,11 @@ def read(fields: Fields) -> dict[str, Any]:
 
 
 def write(design: ModelConfig) -> dict[str, Any]:
-    """As read; a rotation of some dims only cannot be told."""
+    """As read."""
     mixer, feedforward = views.attention(design), views.gated(design)
     return (
         _blocks.write_frame(design)
-        | _blocks.write_attention(design, views.rope(mixer).replace(dim=None))
+        | _blocks.write_attention(design)
         | {
             "attention_bias": mixer.bias is True,
             "use_qk_norm": mixer.qk_norm is not None,

@@ -39,11 +39,10 @@ def read(fields: Fields) -> dict[str, Any]:
     }
     layer = {"repeat": fields.need("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}
     norm = {"kind": "layer", "eps": fields.take("layer_norm_eps", 1e-5)}
-    dropout = fields.take("hidden_dropout", 0.0)
+    dropout = {"dropout": fields.take("hidden_dropout", 0.0)}
     parallel = fields.take("use_parallel_residual", True)
-    residual = {"kind": "parallel", "norms": 2} if parallel else {"kind": "pre_norm"}
-    embedding, residual = {"dropout": dropout}, residual | {"dropout": dropout}
-    return _blocks.frame(fields, norm, [layer], embedding=embedding, residual=residual)
+    wiring: dict[str, Any] = {"kind": "parallel", "norms": 2} if parallel else {"kind": "pre_norm"}
+    return _blocks.frame(fields, norm, [layer], embedding=dropout, residual=wiring | dropout)
 
 
 def _one(fields: Fields, default: float, old: str, new: str) -> float:

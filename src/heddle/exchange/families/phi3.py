@@ -6,7 +6,7 @@ from heddle.exchange import views
 from heddle.exchange.families import _blocks
 from heddle.exchange.family import Family
 from heddle.exchange.fields import Fields
-from heddle.exchange.rope import TOP, read_rope
+from heddle.exchange.rope import read_rope
 from heddle.exchange.rules import Rules
 from heddle.model.config import ModelConfig
 from heddle.parts.scalings.longrope import LongropeConfig
@@ -18,7 +18,7 @@ def read(fields: Fields) -> dict[str, Any]:
     """Every layer alike, all with a window or none."""
     heads = _blocks.read_heads(fields, fields.need("hidden_size", int))
     fields.expect("attention_bias", False, default=False)
-    position = read_rope(fields, heads["head_dim"], original=ORIGINAL)
+    position = read_rope(fields, heads["head_dim"], part=1.0, original=ORIGINAL)
     if position.get("scaling", {}).get("kind", "longrope") != "longrope":
         raise fields.wrong("rope_parameters", "a Phi-3 model has rope_type default or longrope only")
     mixer = {
@@ -43,12 +43,14 @@ def read(fields: Fields) -> dict[str, Any]:
 
 
 def write(design: ModelConfig) -> dict[str, Any]:
-    """As read; the original length stands at the top, and longest : original is the factor, as older readers take it."""
-    feedforward, rope = views.gated(design), views.rope(views.attention(design))
+    """As read; the length is the factor times the original one, which older readers divide."""
+    feedforward, mixer = views.gated(design), views.attention(design)
+    rope = views.rope(mixer)
     scaling = rope.scaling if isinstance(rope.scaling, LongropeConfig) else None
-    fields = _blocks.write_frame(design) | _blocks.write_attention(design, rope.replace(scaling=scaling))
+    fields = _blocks.write_frame(design) | _blocks.write_attention(design, rope.replace(scaling=scaling), part=1.0)
     if scaling is not None:
-        fields[TOP] = scaling.original_length
+        if mixer.head_dim != design.width // mixer.heads:
+            del fields["head_dim"]  # their check of the factors does not look at it
         fields["max_position_embeddings"] = round(scaling.original_length * (scaling.factor or 1.0))
     return fields | {
         "sliding_window": views.window(design),
