@@ -82,6 +82,19 @@ def test_phi3_with_longrope_as_it_was_called(tmp_path: Path) -> None:
     assert (again["max_position_embeddings"], again["original_max_position_embeddings"]) == (512, 128)
 
 
+def test_phi3_without_an_original_length_at_the_top(tmp_path: Path) -> None:
+    """It is 4096 then, whatever the table says."""
+
+    def untold(config: Fields, tensors: Tensors) -> Tensors:
+        del config["original_max_position_embeddings"]
+        return tensors
+
+    folder = rewritten("phi3", "all-longer", tmp_path / "untold", untold)
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert theirs.config.rope_parameters["original_max_position_embeddings"] == 4096
+    assert distance(theirs, load(folder).model) <= 1e-5
+
+
 def test_gptj_with_rotary_dim_null(tmp_path: Path) -> None:
     """It turns as many dims as the model is wide, which is what one head has."""
 

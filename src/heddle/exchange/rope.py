@@ -89,6 +89,8 @@ def rope_of(
     theta, told = inner.take("rope_theta", theta), inner.take("partial_rotary_factor", part or 1.0)
     if part is None and told != 1.0:
         raise inner.wrong("partial_rotary_factor", WHOLE)
+    if not 0.0 < told <= 1.0:
+        raise inner.wrong("partial_rotary_factor", "should be above 0 and at most 1")
     dim = int(head_dim * told)
     rope: dict[str, Any] = {"kind": "rope", "base": theta}
     if dim != head_dim:
@@ -120,7 +122,7 @@ def _scaling(fields: Fields, inner: Fields, original: int | None) -> dict[str, A
         found["factor"] = longest / found["original_length"]
     if kind == "longrope" and found["attention_factor"] is not None:
         found["factor"] = None
-    if kind == "longrope" and found["factor"] is not None:
+    if kind == "longrope" and isinstance(found["factor"], int | float):
         found["factor"] = max(1.0, found["factor"])
     if kind == "yarn" and (found["attention_factor"] is not None or not (found["mscale"] and found["mscale_all_dim"])):
         found["mscale"] = found["mscale_all_dim"] = None

@@ -23,7 +23,7 @@ def read_activation(fields: Fields, name: str = "hidden_act", default: str = "si
 def read_heads(fields: Fields, width: int) -> dict[str, Any]:
     """heads, kv_heads and head_dim of an attention, as Llama names them."""
     heads = fields.count("num_attention_heads")
-    head_dim = fields.find("head_dim") or width // heads
+    head_dim = fields.take("head_dim", width // heads)
     return {"heads": heads, "kv_heads": fields.take("num_key_value_heads", heads), "head_dim": head_dim}
 
 

@@ -35,13 +35,12 @@ def read(fields: Fields) -> dict[str, Any]:
 
 def write(design: ModelConfig) -> dict[str, Any]:
     """As read; of scales only one, and whether it falls with depth."""
-    position, mixer = design.embedding.position, views.attention(design)
+    position = design.embedding.position
     mixers = [layer.mixer for layer in views.layers(design)]
     scales = [one.scale or 1.0 for one in mixers if isinstance(one, AttentionConfig)] or [1.0]
-    plain = (mixer.head_dim or 1) ** -0.5
     return _gpt.write(design) | {
         "n_positions": position.length if isinstance(position, LearnedConfig) else _blocks.LONGEST,
-        "scale_attn_weights": math.isclose(scales[0], plain) or not math.isclose(scales[0], 1.0),
+        "scale_attn_weights": not math.isclose(scales[0], 1.0),
         "scale_attn_by_inverse_layer_idx": len(scales) > 1 and math.isclose(scales[1], scales[0] / 2),
     }
 
