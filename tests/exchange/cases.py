@@ -11,12 +11,17 @@ Fields = dict[str, Any]
 class Case(NamedTuple):
     """variants: name -> fields of the config. inert: fields that change nothing in what a trained model computes, so
     that logits must stay when they are changed; every other number of the config must change them, on both sides alike.
-    exact: whether logits are theirs bit for bit.
+    exact: whether logits are theirs bit for bit. base: fields instead of `BASE`. refused: fields of which both sides
+    refuse any other value. live: fields of `INERT` that do change something here. Each of them names a field, or that
+    of one variant, `variant:field`.
     """
 
     variants: dict[str, Fields]
     inert: frozenset[str] = frozenset()
     exact: bool = False
+    base: Fields | None = None
+    refused: frozenset[str] = frozenset()
+    live: frozenset[str] = frozenset()
 
 
 BASE: Fields = {
@@ -49,6 +54,33 @@ def scaled(kind: str, **fields: Any) -> Fields:
 LLAMA3 = scaled("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 YARN = scaled("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=4.0, beta_slow=0.5, truncate=False)
 
+
+def longrope(original: int, **fields: Any) -> Fields:
+    """Phi-3's scaling of 8 dims a head from texts of `original` tokens, which is told at the top too, to 512."""
+    table = {"short_factor": [1.0, 1.5, 1.1, 2.0], "long_factor": [1.2, 2.0, 3.5, 4.0], **fields}
+    lengths = {"original_max_position_embeddings": original, "max_position_embeddings": 512}
+    return scaled("longrope", **table) | lengths
+
+
+# Of families whose heads are as wide as width / heads, in words of their own.
+OWN_BASE: Fields = {name: value for name, value in BASE.items() if name not in ("num_key_value_heads", "head_dim")}
+OWN_BASE["hidden_size"] = 48
+GPT_BASE: Fields = {
+    "vocab_size": 97,
+    "n_layer": 3,
+    "n_head": 6,
+    "n_positions": 128,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GPT_INERT = frozenset(
+    """
+    attn_pdrop embd_pdrop resid_pdrop summary_first_dropout summary_use_proj summary_proj_to_labels
+    """.split()  # noqa: SIM905
+)
+
 CASES: dict[str, Case] = {
     "llama": Case(
         {
@@ -58,5 +90,107 @@ CASES: dict[str, Case] = {
             "linear-gelu": {"hidden_act": "gelu_pytorch_tanh", **scaled("linear", factor=3.0)},
             "three-kv-heads": {"num_key_value_heads": 3, "attention_dropout": 0.1},
         },
+    ),
+    "gpt2": Case(
+        {
+            "plain": {},
+            "scales-fall-with-depth": {"scale_attn_by_inverse_layer_idx": True, "n_inner": 52, "n_head": 3},
+            "unscaled-untied": {"scale_attn_weights": False, "tie_word_embeddings": False, "attn_pdrop": 0.0},
+            "silu-eps": {"activation_function": "silu", "layer_norm_epsilon": 1e-2, "resid_pdrop": 0.2},
+        },
+        inert=GPT_INERT | {"reorder_and_upcast_attn"},
+        base=GPT_BASE | {"n_embd": 42},
+        refused=frozenset({"add_cross_attention"}),
+    ),
+    "gpt_neox": Case(
+        {
+            "plain": {"num_attention_heads": 3},
+            "two-steps-no-biases": {
+                "use_parallel_residual": False,
+                "attention_bias": False,
+                "hidden_act": "relu",
+                "num_attention_heads": 2,
+            },
+            "half-turned-tied": {
+                "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 500.0},
+                "tie_word_embeddings": True,
+                "num_attention_heads": 3,
+                "hidden_dropout": 0.1,
+            },
+            "llama3-all-turned": {
+                "rope_parameters": LLAMA3["rope_parameters"] | {"partial_rotary_factor": 1.0},
+                "layer_norm_eps": 1e-2,
+            },
+        },
+        inert=frozenset({"is_decoder", "hidden_dropout", "classifier_dropout"}),
+        base=OWN_BASE,
+    ),
+    "gptj": Case(
+        {
+            "plain": {},
+            "tied-all-turned": {"tie_word_embeddings": True, "rotary_dim": 16, "n_head": 3},
+            "gelu-eps-hidden": {"activation_function": "gelu", "layer_norm_epsilon": 1e-2, "n_inner": 52},
+        },
+        inert=GPT_INERT | {"n_positions"},
+        base=GPT_BASE | {"n_embd": 48, "rotary_dim": 4},
+    ),
+    "phi": Case(
+        {
+            "plain": {},
+            "normed-heads": {"qk_layernorm": True, "tie_word_embeddings": True, "resid_pdrop": 0.1},
+            "one-kv-head-linear": {
+                "num_key_value_heads": 1,
+                "head_dim": 10,
+                "hidden_act": "gelu",
+                "layer_norm_eps": 1e-2,
+                "rope_parameters": {"rope_type": "linear", "factor": 3.0, "partial_rotary_factor": 0.4},
+            },
+        },
+        inert=frozenset({"embd_pdrop", "resid_pdrop"}),
+        base=OWN_BASE | {"num_key_value_heads": 2},
+        refused=frozenset({"one-kv-head-linear:qk_layernorm"}),  # its norms are as wide as width / heads
+    ),
+    # The border of longrope is not crossed: heddle chooses once for a whole text, transformers anew at each token.
+    "phi3": Case(
+        {
+            "plain": {},
+            "window-part-tied": {
+                "sliding_window": 7,
+                "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
+                "tie_word_embeddings": True,
+            },
+            "all-shorter": {**longrope(128), "num_key_value_heads": 6, "rms_norm_eps": 1e-2},
+            "all-longer": {**longrope(16, attention_factor=1.3), "num_key_value_heads": 3, "sliding_window": 30},
+            "all-longer-factor": {**longrope(16, factor=5.0), "num_key_value_heads": 1},
+        },
+        inert=frozenset(
+            {
+                "embd_pdrop",
+                "resid_pdrop",
+                "rope_parameters.original_max_position_embeddings",  # the one at the top counts
+                "plain:original_max_position_embeddings",
+                "window-part-tied:original_max_position_embeddings",
+                "all-longer:original_max_position_embeddings",
+                "all-shorter:rope_parameters.long_factor",
+                "all-longer:rope_parameters.short_factor",
+                "all-longer-factor:rope_parameters.short_factor",
+            }
+        ),
+        base=OWN_BASE | {"num_key_value_heads": 2},
+        # There are as many factors as pairs, so that heads keep their width.
+        refused=frozenset(
+            f"{variant}:{field}"
+            for variant in ("all-shorter", "all-longer", "all-longer-factor")
+            for field in ("num_attention_heads", "rope_parameters.partial_rotary_factor")
+        ),
+        live=frozenset({"all-shorter:max_position_embeddings"}),
+    ),
+    "cohere": Case(
+        {
+            "plain": {"num_key_value_heads": 6},
+            "normed-heads-untied": {"use_qk_norm": True, "tie_word_embeddings": False, "layer_norm_eps": 1e-2},
+            "biases-one-kv-head-yarn": {"attention_bias": True, "num_key_value_heads": 1, "head_dim": 10, **YARN},
+        },
+        base=BASE | {"logit_scale": 0.7},
     ),
 }

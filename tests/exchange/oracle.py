@@ -28,7 +28,7 @@ LENGTHS = [41, 17, 1]  # of the rows that are padded together
 
 def config_of(family: str, variant: str, **changes: Any) -> Any:
     """The config of a variant, with some fields changed."""
-    return AutoConfig.for_model(family, **(BASE | CASES[family].variants[variant] | changes))
+    return AutoConfig.for_model(family, **((CASES[family].base or BASE) | CASES[family].variants[variant] | changes))
 
 
 def drawn(config: Any) -> Any:
@@ -37,7 +37,7 @@ def drawn(config: Any) -> Any:
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.dim() == 1 and "inv_freq" not in name:
+            if (tensor.dim() == 1 and "inv_freq" not in name) or "norm" in name:
                 tensor.add_(torch.randn_like(tensor) * 0.2)
     return model
 

@@ -327,6 +327,8 @@ BUGS = [
     # Building
     Bug("a parameter that nothing fills", "nothing_unset", "norm-layer", "parts.norms.layer:LayerNorm.initialise",
         "nn.init.zeros_(self.bias)", "pass"),
+    Bug("a tied head's bias left unset", "nothing_unset", "head-tied-bias", "model.embedding:Head.initialise",
+        "if self.bias is not None", "if self.bias is not None and not self.tied"),
     Bug("numbers of the global generator", "seeds", "attention-mha", "parts.leaf:fill_normal", "generator=generator",
         "generator=None"),
     Bug("the same numbers for every projection", "seeds", "attention-mha", "model.decoder:initialise",

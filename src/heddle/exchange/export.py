@@ -10,7 +10,7 @@ from torch import Tensor
 from heddle.checkpoints.folder import write_folder
 from heddle.data.tokenizer import Tokenizer
 from heddle.exchange.family import Family
-from heddle.exchange.fit import Fit, best
+from heddle.exchange.fit import Fit, best, differences, read
 from heddle.exchange.load import Imported, rules_of
 from heddle.exchange.rules import Rules
 from heddle.exchange.shards import CONFIG, INDEX, SINGLE, to_json
@@ -19,6 +19,8 @@ from heddle.model.decoder import Decoder
 
 SHARD = 5 * 10**9  # bytes of a file, as transformers cuts them
 NOTE = "heddle"
+UNTOLD = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # null, or the family's own would be taken
+LENGTHS = ("max_position_embeddings", "n_positions")  # of the texts a model was trained for
 
 
 def export(
@@ -35,10 +37,13 @@ def export(
     else, MachineError where it cannot be written.
     """
     carried = {} if source is None else dict(source.carried)
-    found = best(model.config, carried.pop("model_type", None))
+    kind = carried.pop("model_type", None)
+    found = best(model.config, kind)
+    if found.family.model_type != kind:
+        carried = UNTOLD | carried
     tensors = Tensors(found.family, model)
     texts, told = write_texts(model, tokenizer, source)
-    config = _config(found, model, carried | told)
+    config = _config(found, model, _carried(found, model, carried) | told)
     files = _files(tensors, shard)
     documents = texts | {CONFIG: to_json(config)}
     if len(files) > 1:
@@ -84,6 +89,16 @@ class Tensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         """How many there are."""
         return len(self.names)
+
+
+def _carried(found: Fit, model: Decoder, carried: dict[str, Any]) -> dict[str, Any]:
+    """What an import brought along; its length as the family calls it, unless there it would mean another design."""
+    kept = {name: value for name, value in carried.items() if name not in LENGTHS}
+    length = next((carried[name] for name in LENGTHS if carried.get(name) is not None), None)
+    if length is None:
+        return kept
+    told = {next((name for name in LENGTHS if name in found.config), LENGTHS[0]): length}
+    return kept | ({} if differences(model.config, read(found.config | told, found.family)) else told)
 
 
 def _config(found: Fit, model: Decoder, carried: dict[str, Any]) -> dict[str, Any]:

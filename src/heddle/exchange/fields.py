@@ -19,8 +19,8 @@ TELLS_NOTHING = frozenset(
 OFF = ("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "cross_attention_hidden_size")
 # What belongs to texts and training, not to the function: carried along, and written again by an export.
 CARRIED = (
-    "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id",
-    "decoder_start_token_id", "model_max_length", "use_cache",
+    "max_position_embeddings", "n_positions", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
+    "sep_token_id", "decoder_start_token_id", "model_max_length", "use_cache",
 )  # fmt: skip
 
 
@@ -55,6 +55,13 @@ class Fields:
             found = float(found)
         if not isinstance(found, kind) or isinstance(found, bool) != (kind is bool):
             raise self.wrong(name, f"should be of kind {kind.__name__}")
+        return found
+
+    def count(self, name: str, *more: str) -> int:
+        """As `need`, a whole number above zero, such as one to divide by."""
+        found = self.need(name, int, *more)
+        if found < 1:
+            raise self.wrong(name, "should be 1 or more")
         return found
 
     def expect(self, name: str, *allowed: Any, default: Any = None) -> Any:

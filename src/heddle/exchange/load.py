@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from heddle.exchange.texts import read_texts
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.progress import say
+
+TABLES = ("*.rotary_emb.inv_freq",)  # of angles, which older files of any family keep
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,10 @@ class _Filling:
         left_out = set()
         for file, name, tensor in self.foreign.tensors():
             place = f"{self.foreign.folder / file}: tensor '{name}'"
-            rule = self.waiting.pop(name, None)
+            rule = self.waiting.pop(name, None) or self.waiting.pop(self.family.prefix + name, None)
             if rule is None:
-                begun = next((one for one in self.family.left_out if name.startswith(one)), None)
+                known = TABLES + self.family.left_out
+                begun = next((one for one in known if fnmatchcase(name, one + "*")), None)
                 if begun is None and not self._is_tied_head(name, tensor):
                     raise CheckpointError(f"{place} belongs to no part of a {self.family.architecture} of this config")
                 left_out |= {begun} if begun else set()

@@ -52,39 +52,55 @@ KINDS: dict[type[Config], str] = {
     YarnConfig: "yarn",
 }
 TOP = "original_max_position_embeddings"
+WHOLE = "models of this family turn all dims of their heads; leave it out"
 FLOATS = frozenset({"factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"})
 FLOATS |= {"low_freq_factor", "high_freq_factor"}
 
 
-def read_rope(fields: Fields, head_dim: int, base: float = 10000.0, part: float = 1.0) -> dict[str, Any]:
-    """The plain data of `rope` for heads of `head_dim` dims; base and part are the family's defaults.
+def read_rope(
+    fields: Fields, head_dim: int, base: float = 10000.0, part: float | None = None, original: int | None = None
+) -> dict[str, Any]:
+    """The plain data of `rope` for heads of `head_dim` dims; base, part and original length are the family's defaults.
 
-    Raises ConfigError for a type of scaling that is not known, or one that lacks a field.
+    part: that of the dims that are turned; None: the family turns all and looks at no partial_rotary_factor. Raises
+    ConfigError for a type of scaling that is not known, one that lacks a field, or a part that nobody would look at.
     """
-    told = fields.find("rope_scaling")
-    table = fields.find("rope_parameters") if told is None else told
-    theta = fields.take("rope_theta", base)
-    part = fields.take("partial_rotary_factor", part)
+    older = fields.find("rope_scaling")
+    table = fields.find("rope_parameters") if older is None else older
+    theta, told = fields.take("rope_theta", base), fields.take("partial_rotary_factor", part or 1.0)
     fields.unread -= {"rope_parameters", TOP}
-    return rope_of(fields, table or {}, head_dim, theta, part)
+    if part is None and told != 1.0:
+        raise fields.wrong("partial_rotary_factor", WHOLE)
+    return rope_of(fields, table or {}, head_dim, theta, None if part is None else told, original)
 
 
-def rope_of(fields: Fields, table: Mapping[str, Any], head_dim: int, theta: float, part: float) -> dict[str, Any]:
+def rope_of(
+    fields: Fields,
+    table: Mapping[str, Any],
+    head_dim: int,
+    theta: float,
+    part: float | None = None,
+    original: int | None = None,
+) -> dict[str, Any]:
     """The same of one table of `rope_parameters`, such as that of one type of layers."""
     if not isinstance(table, dict):
         raise fields.wrong("rope_parameters", "should be a table of fields")
     inner = Fields(table, f"{fields.place}, rope_parameters")
-    theta, part = inner.take("rope_theta", theta), inner.take("partial_rotary_factor", part)
-    dim = int(head_dim * part)
+    theta, told = inner.take("rope_theta", theta), inner.take("partial_rotary_factor", part or 1.0)
+    if part is None and told != 1.0:
+        raise inner.wrong("partial_rotary_factor", WHOLE)
+    if not 0.0 < told <= 1.0:
+        raise inner.wrong("partial_rotary_factor", "should be above 0 and at most 1")
+    dim = int(head_dim * told)
     rope: dict[str, Any] = {"kind": "rope", "base": theta}
     if dim != head_dim:
         rope["dim"] = dim
-    scaling = _scaling(fields, inner)
+    scaling = _scaling(fields, inner, original)
     inner.finish()
     return rope if scaling is None else rope | {"scaling": scaling}
 
 
-def _scaling(fields: Fields, inner: Fields) -> dict[str, Any] | None:
+def _scaling(fields: Fields, inner: Fields, original: int | None) -> dict[str, Any] | None:
     kind = inner.take("rope_type", inner.take("type", "default"))
     if kind == "default":
         inner.unread -= {"factor", TOP}  # read by nobody
@@ -96,16 +112,17 @@ def _scaling(fields: Fields, inner: Fields) -> dict[str, Any] | None:
         raise ConfigError(f"{inner.place}: rope_type '{kind}' is not known; heddle reads {known}")
     found: dict[str, Any] = {ours: inner.find(theirs) for ours, theirs in NAMES[kind].items()}
     inner.unread.discard(TOP)
-    longest = fields.data.get("max_position_embeddings")
+    longest: Any = fields.data.get("max_position_embeddings")
     if "original_length" in NAMES[kind]:
-        found["original_length"] = fields.data.get(TOP) or found["original_length"] or longest
+        found["original_length"] = fields.take(TOP, 0) or original or found["original_length"] or longest
     if kind == "dynamic":
         found |= {"kind": "ntk", "original_length": longest}
-    if kind in ("longrope", "yarn") and found["factor"] is None and isinstance(longest, int):
+    both = isinstance(longest, int) and isinstance(found.get("original_length"), int)
+    if kind in ("longrope", "yarn") and found["factor"] is None and both:
         found["factor"] = longest / found["original_length"]
     if kind == "longrope" and found["attention_factor"] is not None:
         found["factor"] = None
-    if kind == "longrope" and found["factor"] is not None:
+    if kind == "longrope" and isinstance(found["factor"], int | float):
         found["factor"] = max(1.0, found["factor"])
     if kind == "yarn" and (found["attention_factor"] is not None or not (found["mscale"] and found["mscale_all_dim"])):
         found["mscale"] = found["mscale_all_dim"] = None
@@ -114,27 +131,23 @@ def _scaling(fields: Fields, inner: Fields) -> dict[str, Any] | None:
     return {name: value for name, value in data.items() if value is not None}
 
 
-def write_rope(rope: RopeConfig, head_dim: int, longest: int) -> dict[str, Any]:
-    """Both spellings of a rotation; `longest` is what max_position_embeddings will say."""
-    table = rope_table(rope, head_dim)
-    part = table.get("partial_rotary_factor", 1.0)
+def write_rope(rope: RopeConfig, head_dim: int, longest: int, part: float | None = None) -> dict[str, Any]:
+    """Both spellings of a rotation; `longest` is what max_position_embeddings will say, part as in `read_rope`."""
+    table = rope_table(rope, head_dim, part)
     scaled = table["rope_type"] != "default"
     fields = {
         "rope_parameters": table,
         "rope_theta": rope.base,
         "rope_scaling": table | {"type": table["rope_type"]} if scaled else None,
     }
-    if part != 1.0:
-        fields["partial_rotary_factor"] = part
-    if TOP in table:
-        fields[TOP] = table[TOP]
+    fields |= {name: table[name] for name in ("partial_rotary_factor", TOP) if name in table}
     if isinstance(rope.scaling, NtkConfig):
         fields["max_position_embeddings"] = rope.scaling.original_length or longest
     return fields
 
 
-def rope_table(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
-    """`rope_parameters` of a rotation of heads of `head_dim` dims."""
+def rope_table(rope: RopeConfig, head_dim: int, part: float | None = None) -> dict[str, Any]:
+    """`rope_parameters` of a rotation of heads of `head_dim` dims; part as in `read_rope`."""
     table: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.base}
     if rope.scaling is not None and type(rope.scaling) in KINDS:
         kind = KINDS[type(rope.scaling)]
@@ -144,7 +157,7 @@ def rope_table(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
             if value is not None:
                 table[theirs] = list(value) if isinstance(value, tuple) else value
     dim = rope.dim or head_dim
-    if dim != head_dim:
+    if part is not None:
         table["partial_rotary_factor"] = _part(dim, head_dim)
     return table
 

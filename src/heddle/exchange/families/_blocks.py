@@ -7,6 +7,7 @@ from heddle.exchange.fields import Fields
 from heddle.exchange.rope import write_rope
 from heddle.exchange.rules import Rules
 from heddle.model.config import ModelConfig
+from heddle.parts.positions.rope import RopeConfig
 
 LONGEST = 2048  # max_position_embeddings of a design that tells no length
 
@@ -21,8 +22,8 @@ def read_activation(fields: Fields, name: str = "hidden_act", default: str = "si
 
 def read_heads(fields: Fields, width: int) -> dict[str, Any]:
     """heads, kv_heads and head_dim of an attention, as Llama names them."""
-    heads = fields.need("num_attention_heads", int)
-    head_dim = fields.find("head_dim") or width // heads
+    heads = fields.count("num_attention_heads")
+    head_dim = fields.take("head_dim", width // heads)
     return {"heads": heads, "kv_heads": fields.take("num_key_value_heads", heads), "head_dim": head_dim}
 
 
@@ -31,7 +32,7 @@ def frame(fields: Fields, norm: dict[str, Any], layers: list[dict[str, Any]], **
     std = fields.take("initializer_range", 0.02)
     return {
         "vocab_size": fields.need("vocab_size", int),
-        "width": fields.need("hidden_size", int),
+        "width": fields.need("hidden_size", int, "n_embd"),
         "norm": norm,
         "layers": layers,
         "head": {"tied": fields.take("tie_word_embeddings", False)},
@@ -51,8 +52,11 @@ def write_frame(design: ModelConfig) -> dict[str, Any]:
     }
 
 
-def write_attention(design: ModelConfig) -> dict[str, Any]:
-    """Heads and rotation of the first attention, as Llama names them."""
+def write_attention(design: ModelConfig, rope: RopeConfig | None = None, part: float | None = None) -> dict[str, Any]:
+    """Heads and rotation of the first attention, as Llama names them.
+
+    rope: what the family can say of the rotation, if not all. part: its default of partial_rotary_factor, if it has it.
+    """
     mixer = views.attention(design)
     heads = {
         "num_attention_heads": mixer.heads,
@@ -60,7 +64,7 @@ def write_attention(design: ModelConfig) -> dict[str, Any]:
         "head_dim": mixer.head_dim,
         "attention_dropout": mixer.dropout,
     }
-    return heads | write_rope(views.rope(mixer), mixer.head_dim or design.width, LONGEST)
+    return heads | write_rope(rope or views.rope(mixer), mixer.head_dim or design.width, LONGEST, part)
 
 
 def ends(design: ModelConfig, to: Rules) -> None:

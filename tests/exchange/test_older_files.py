@@ -1,0 +1,147 @@
+"""Files as other versions write them, and what an export says beside the design."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import heddle
+from heddle.errors import CheckpointError, ConfigError
+from heddle.exchange.export import export
+from heddle.exchange.family import families
+from heddle.exchange.fit import best, fit
+from heddle.exchange.load import load
+from tests.exchange.cases import Fields
+from tests.exchange.oracle import AutoModelForCausalLM, batch, distance, imported, read_json, saved, their_logits
+from tests.exchange.test_families import tensors_of
+
+Tensors = dict[str, torch.Tensor]
+
+
+def rewritten(family: str, variant: str, target: Path, change: Callable[[Fields, Tensors], Tensors]) -> Path:
+    """A saved model of transformers with its config changed in place and its tensors as `change` returns them."""
+    _, folder = saved(family, variant)
+    config, tensors = read_json(folder), tensors_of(folder)
+    tensors = change(config, tensors)
+    target.mkdir(exist_ok=True)
+    (target / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
+    return target
+
+
+def test_gpt2_without_a_prefix_and_with_its_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def older(config: Fields, tensors: Tensors) -> Tensors:
+        config["n_ctx"] = config["n_positions"]
+        masks = {"h.0.attn.bias": torch.ones(1, 1, 8, 8).tril().bool(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+        return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()} | masks
+
+    folder = rewritten("gpt2", "plain", tmp_path / "older", older)
+    assert distance(saved("gpt2", "plain")[0], load(folder).model) <= 1e-5
+    assert "left out: tensors *.attn.bias" in capsys.readouterr().err
+
+
+def test_a_bias_that_a_family_does_not_have_is_no_mask(tmp_path: Path) -> None:
+    def wrong(config: Fields, tensors: Tensors) -> Tensors:
+        return tensors | {"transformer.h.0.attn.q_proj.bias": torch.zeros(48)}
+
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias' belongs to no part of a GPTJForCausalLM"):
+        load(rewritten("gptj", "plain", tmp_path / "wrong", wrong))
+
+
+NEOX = "half-turned-tied"
+
+
+def test_neox_with_its_older_fields(tmp_path: Path) -> None:
+    def older(config: Fields, tensors: Tensors) -> Tensors:
+        table = config.pop("rope_parameters")
+        config |= {"rotary_pct": table["partial_rotary_factor"], "rotary_emb_base": int(table["rope_theta"])}
+        name = "gpt_neox.layers.1.attention."
+        return tensors | {name + "bias": torch.ones(1, 1, 8, 8), name + "rotary_emb.inv_freq": torch.ones(4)}
+
+    folder = rewritten("gpt_neox", NEOX, tmp_path / "older", older)
+    assert distance(saved("gpt_neox", NEOX)[0], load(folder).model) <= 1e-5
+    config = read_json(folder) | {"rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"field 'rope_theta' is 10000\.0; but 'rotary_emb_base' is 500\.0"):
+        load(folder)
+
+
+def test_phi3_with_longrope_as_it_was_called(tmp_path: Path) -> None:
+    def older(config: Fields, tensors: Tensors) -> Tensors:
+        table = config.pop("rope_parameters")
+        lists = {name: table[name] for name in ("short_factor", "long_factor")}
+        config |= {"rope_theta": table["rope_theta"], "rope_scaling": {"type": "su", **lists}}
+        return tensors
+
+    folder = rewritten("phi3", "all-shorter", tmp_path / "older", older)
+    assert distance(saved("phi3", "all-shorter")[0], load(folder).model) <= 1e-5
+    again = best(load(folder).model.config, "phi3").config
+    assert (again["max_position_embeddings"], again["original_max_position_embeddings"]) == (512, 128)
+
+
+def test_phi3_without_an_original_length_at_the_top(tmp_path: Path) -> None:
+    """It is 4096 then, whatever the table says."""
+
+    def untold(config: Fields, tensors: Tensors) -> Tensors:
+        del config["original_max_position_embeddings"]
+        return tensors
+
+    folder = rewritten("phi3", "all-longer", tmp_path / "untold", untold)
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert theirs.config.rope_parameters["original_max_position_embeddings"] == 4096
+    assert distance(theirs, load(folder).model) <= 1e-5
+
+
+def test_gptj_with_rotary_dim_null(tmp_path: Path) -> None:
+    """It turns as many dims as the model is wide, which is what one head has."""
+
+    def null(config: Fields, tensors: Tensors) -> Tensors:
+        config["rotary_dim"] = None
+        return tensors
+
+    folder = rewritten("gptj", "plain", tmp_path / "null", null)
+    with pytest.raises(ConfigError, match="field 'rotary_dim' is None"):
+        load(folder)
+    config = read_json(folder) | {"n_head": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    told = config | {"rotary_dim": 48}
+    ours = load(folder).model.config
+    (folder / "config.json").write_text(json.dumps(told))
+    assert load(folder).model.config == ours
+
+
+@pytest.mark.parametrize(("family", "place"), [("llama", "top"), ("cohere", "top"), ("cohere", "table")])
+def test_a_part_of_the_dims_that_the_family_would_not_look_at(family: str, place: str, tmp_path: Path) -> None:
+    def partial(config: Fields, tensors: Tensors) -> Tensors:
+        (config if place == "top" else config["rope_parameters"])["partial_rotary_factor"] = 0.5
+        return tensors
+
+    with pytest.raises(ConfigError, match=r"'partial_rotary_factor' is 0\.5; models of this family turn all dims"):
+        load(rewritten(family, "plain", tmp_path / "partial", partial))
+    data = imported(family, "plain").model.config.resolved().dump()
+    for layer in data["layers"]:
+        layer["mixer"]["position"]["dim"] = 4
+    paths = [one.path for one in fit(heddle.load_config(data), families()[family]).obstacles]
+    assert paths == ["layers.*.mixer.position.dim"]
+
+
+def test_an_export_names_lengths_and_tokens_that_mean_no_other_design(tmp_path: Path) -> None:
+    """A table that was made longer is told; tokens that nobody named are null, not the family's own."""
+    source = imported("gpt2", "plain")
+    longer = heddle.build(heddle.load_config(source.model.config.dump(), ["embedding.position.length=200"]))
+    export(longer, tmp_path / "gpt2", source=source)
+    assert read_json(tmp_path / "gpt2")["n_positions"] == 200
+    export(imported("gptj", "plain").model, tmp_path / "gptj", source=imported("gptj", "plain"))
+    assert read_json(tmp_path / "gptj")["n_positions"] == 128
+    model = imported("phi3", "plain").model
+    drop = [f"layers.0.{place}" for place in ("mixer.window=9", "mixer.position.dim=4")]
+    other = heddle.build(heddle.load_config(model.config.dump(), drop)).eval()
+    assert export(other, tmp_path / "phi3").family.model_type == "phi3"
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "phi3").eval()  # padding 32000 would not be in 97
+    assert theirs.config.pad_token_id is None
+    tokens, mask, _ = batch()
+    assert distance(theirs, other) <= 1e-5
+    assert torch.isfinite(their_logits(theirs, tokens, mask)).all()
