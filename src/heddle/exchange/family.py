@@ -22,7 +22,8 @@ class Family:
     read: the fields of a config.json -> the plain data of a design, every field read that decides what is computed.
     write: a design, written out (`ModelConfig.resolved`) -> the config.json that comes nearest to it. It may not
     fail: what the family cannot say is told by reading the result again and comparing. rules: names of tensors.
-    left_out: beginnings of names of tensors that belong to no part of the model; each is told when met.
+    left_out: beginnings of names of tensors that belong to no part of the model, in which {depth} stands for the
+    number of its layers; each is told when met.
     preferred: of several families that fit a design exactly, the lowest is taken.
     """
 
