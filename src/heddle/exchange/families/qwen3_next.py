@@ -92,6 +92,7 @@ def write(design: ModelConfig) -> dict[str, Any]:
             "linear_conv_kernel_dim": delta.convolution,
             "shared_expert_intermediate_size": moe.shared_hidden or moe.hidden,
             "rms_norm_eps": views.eps(design),
+            "hidden_act": "silu",
         }
     )
 
