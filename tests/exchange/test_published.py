@@ -1,4 +1,4 @@
-"""Configs in the older words and the sizes of published models: read as transformers reads them, and as many parameters."""
+"""Configs in the older words of published models: read as transformers reads them, and as many parameters built."""
 
 import json
 from typing import Any
