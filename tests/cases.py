@@ -102,7 +102,7 @@ CASES: dict[str, Data] = {
     "latent-low-rank-query": design(layer(latent(query_rank=9, value_dim=9), repeat=2)),
     "latent-interleaved": design(layer(latent({"kind": "rope", "layout": "interleaved"}, heads=4), repeat=2)),
     "latent-no-rope": design(layer(latent(None), repeat=2)),
-    "latent-shared-unturned": design(layer(latent(None, rope_dim=3, heads=1), repeat=2)),
+    "latent-shared-unturned": design(layer(latent(None, rope_dim=3, heads=1, bias=True), repeat=2)),
     "latent-no-norms": design(layer(latent(query_rank=11, kv_norm="none", query_norm="none"), repeat=2)),
     "latent-bias-scale": design(layer(latent(query_rank=6, bias=True, scale=0.4), repeat=2), norm={"kind": "layer"}),
     "latent-yarn": design(layer(latent(YARN, rope_dim=8), repeat=2)),
@@ -258,6 +258,7 @@ CASES |= {
         6, 2, routing="softmax_group_max", groups=3, top_groups=2, renormalise=False, shared=1, scale=3.0, aux_loss=0.2
     ),
     "moe-shared-gate": moe(shared=1, shared_hidden=11, shared_gate=True, bias=True, dropout=0.3, aux_loss=0.5),
+    "moe-shared-bias": moe(4, 2, shared=2, bias="shared", capacity=0.8),
     "moe-mlp-shared": moe(expert="mlp", shared=2, shared_gate=True, aux_loss=0.3, z_loss=0.01, bias_update=0.5),
     "moe-every-expert": moe(3, 3, renormalise=False, z_loss=0.1, expert="mlp"),
     "moe-one-expert": moe(1, 1, routing="sigmoid", renormalise=False),

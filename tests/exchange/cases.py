@@ -12,8 +12,8 @@ class Case(NamedTuple):
     """variants: name -> fields of the config. inert: fields that change nothing in what a trained model computes, so
     that logits must stay when they are changed; every other number of the config must change them, on both sides alike.
     exact: whether logits are theirs bit for bit. base: fields instead of `BASE`. refused: fields of which both sides
-    refuse any other value. live: fields of `INERT` that do change something here. Each of them names a field, or that
-    of one variant, `variant:field`.
+    refuse any other value. fixed: fields that have one value here, and any other is refused by name. live: fields of
+    `INERT` that do change something here. Each of them names a field, or that of one variant, `variant:field`.
     """
 
     variants: dict[str, Fields]
@@ -22,6 +22,7 @@ class Case(NamedTuple):
     base: Fields | None = None
     refused: frozenset[str] = frozenset()
     live: frozenset[str] = frozenset()
+    fixed: frozenset[str] = frozenset()
 
 
 BASE: Fields = {
@@ -80,6 +81,46 @@ GPT_INERT = frozenset(
     attn_pdrop embd_pdrop resid_pdrop summary_first_dropout summary_use_proj summary_proj_to_labels
     """.split()  # noqa: SIM905
 )
+# Experts, in a model with a dense layer among theirs.
+MIXTRAL: Fields = {"num_experts": 6, "num_experts_per_tok": 2}
+EXPERTS: Fields = MIXTRAL | {"moe_intermediate_size": 20, "num_hidden_layers": 4}
+LATENT: Fields = {
+    "num_key_value_heads": 6,
+    "head_dim": 8,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 7,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 17,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+}
+DELTA: Fields = EXPERTS | {
+    "rms_norm_eps": 0.1,  # heads whose memory is all but gone are normed by it; less would magnify float32's rounding
+    "mlp_only_layers": [1],
+    "shared_expert_intermediate_size": 15,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 9,
+}
+GROUPS: Fields = {"n_group": 4, "topk_group": 2}
+FACTORS = scaled(
+    "yarn",
+    factor=8.0,
+    original_max_position_embeddings=32,
+    beta_fast=4.0,
+    beta_slow=0.5,
+    truncate=False,
+    mscale=1.3,
+    mscale_all_dim=0.6,
+)
+OF_LATENTS = frozenset(["num_key_value_heads", "qk_head_dim", "output_router_logits"])
+OF_LOSSES = frozenset(["output_router_logits", "router_aux_loss_coef"])
 
 CASES: dict[str, Case] = {
     "llama": Case(
@@ -192,5 +233,67 @@ CASES: dict[str, Case] = {
             "biases-one-kv-head-yarn": {"attention_bias": True, "num_key_value_heads": 1, "head_dim": 10, **YARN},
         },
         base=BASE | {"logit_scale": 0.7},
+    ),
+    "mixtral": Case(
+        {
+            "plain": MIXTRAL,
+            "window-loss": MIXTRAL | {"num_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7},
+            "one-kv-head-tied-yarn": MIXTRAL
+            | {"num_key_value_heads": 1, "tie_word_embeddings": True, "hidden_act": "gelu", **YARN},
+        },
+        inert=OF_LOSSES,
+        fixed=frozenset(["router_jitter_noise"]),
+    ),
+    "qwen3_moe": Case(
+        {
+            "dense-between": EXPERTS
+            | {"mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 9, "norm_topk_prob": True},
+            "every-second": EXPERTS | {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
+            "biases-tied-linear": EXPERTS
+            | {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 10, "num_key_value_heads": 3}
+            | {
+                "mlp_only_layers": [0, 3],
+                "use_sliding_window": True,
+                "sliding_window": 11,
+                **scaled("linear", factor=3.0),
+            },
+        },
+        inert=OF_LOSSES,
+    ),
+    "deepseek_v2": Case(
+        {
+            "greedy": LATENT | {"num_experts_per_tok": 4},
+            "groups-yarn": LATENT
+            | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0, **GROUPS, **FACTORS},
+            "no-query-rank-biases-tied": LATENT
+            | {"q_lora_rank": None, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        },
+        inert=OF_LATENTS | {"norm_topk_prob"},
+        fixed=frozenset(["head_dim"]),
+    ),
+    "deepseek_v3": Case(
+        {
+            "plain": LATENT | {"num_mtp_layers": 0, **GROUPS},
+            "halves-no-query-rank": LATENT
+            | {"num_mtp_layers": 0, "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, **GROUPS}
+            | {"routed_scaling_factor": 0.75},
+            "yarn-bias-tied": LATENT
+            | {"num_mtp_layers": 0, "attention_bias": True, "tie_word_embeddings": True, "routed_scaling_factor": 1.5}
+            | {"num_experts_per_tok": 2, **GROUPS, **FACTORS},
+        },
+        inert=OF_LATENTS | {"num_nextn_predict_layers"},
+        fixed=frozenset(["head_dim"]),
+    ),
+    "qwen3_next": Case(
+        {
+            "plain": DELTA,
+            "by-types": DELTA
+            | {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]}
+            | {"attention_bias": True, "linear_num_key_heads": 4, "norm_topk_prob": False, "mlp_only_layers": [2]},
+            "half-turned-tied": DELTA
+            | {"partial_rotary_factor": 0.5, "tie_word_embeddings": True, "linear_conv_kernel_dim": 2}
+            | {"full_attention_interval": 2, "decoder_sparse_step": 2, "mlp_only_layers": []},
+        },
+        inert=OF_LOSSES,
     ),
 }

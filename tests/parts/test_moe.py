@@ -39,6 +39,7 @@ def made(**fields: Any) -> MoE:
         ({"routing": "topk_softmax", "renormalise": False}, "renormalise: false has no meaning with topk_softmax"),
         ({"shared_gate": True}, "shared_gate: belongs to shared experts, of which there are none"),
         ({"shared_hidden": 7}, "shared_hidden: belongs to shared experts, of which there are none"),
+        ({"bias": "shared"}, "bias: 'shared' belongs to shared experts, of which there are none"),
         ({"groups": 2}, "groups: is not read by softmax_topk"),
         ({"routing": "topk_softmax", "top_groups": 2}, "top_groups: is not read by topk_softmax"),
         ({"routing": "softmax_group_max"}, "groups: is missing; give groups and top_groups"),

@@ -106,9 +106,8 @@ def _config(found: Fit, model: Decoder, carried: dict[str, Any]) -> dict[str, An
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     head = {"architectures": [found.family.architecture], "model_type": found.family.model_type}
     own = {"design": model.config.dump()}
-    told = {name: value for name, value in found.config.items() if value is not None}
-    note = own if "design" in told else {NOTE: own}
-    return dict(sorted((head | {"dtype": dtype, "torch_dtype": dtype} | told | carried | note).items()))
+    note = own if "design" in found.config else {NOTE: own}
+    return dict(sorted((head | {"dtype": dtype, "torch_dtype": dtype} | found.config | carried | note).items()))
 
 
 def _files(tensors: Tensors, shard: int) -> dict[str, list[str]]:

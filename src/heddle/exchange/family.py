@@ -22,8 +22,9 @@ class Family:
     read: the fields of a config.json -> the plain data of a design, every field read that decides what is computed.
     write: a design, written out (`ModelConfig.resolved`) -> the config.json that comes nearest to it. It may not
     fail: what the family cannot say is told by reading the result again and comparing. rules: names of tensors.
-    left_out: beginnings of names of tensors that belong to no part of the model, with * for anything; each is told
-    when met. prefix: the beginning of names that older files leave out.
+    left_out: beginnings of names of tensors that belong to no part of the model, in which {depth} stands for the
+    number of its layers and * for anything; each is told when met. prefix: the beginning of names that older files
+    leave out.
     preferred: of several families that fit a design exactly, the lowest is taken.
     """
 

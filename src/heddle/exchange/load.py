@@ -38,6 +38,8 @@ class Imported:
 def load(folder: str | Path, dtype: torch.dtype | None = None) -> Imported:
     """Read a folder that transformers wrote, or one exported by us; dtype None keeps each tensor's own.
 
+    A dtype is that of what gradients teach.
+
     Memory: the model's own and that of one tensor. Raises CheckpointError and ConfigError of one sentence, naming
     file, tensor or field, for whatever is missing, altered, unknown or not supported.
     """
@@ -83,13 +85,13 @@ class _Filling:
 
     def run(self, dtype: torch.dtype | None) -> None:
         """Read every tensor. Raises CheckpointError naming one that is missing, too many, or of a wrong shape."""
-        left_out = set()
+        known = TABLES + self.family.left_out
+        left_out, beginnings = set(), [one.format(depth=self.model.config.depth) for one in known]
         for file, name, tensor in self.foreign.tensors():
             place = f"{self.foreign.folder / file}: tensor '{name}'"
             rule = self.waiting.pop(name, None) or self.waiting.pop(self.family.prefix + name, None)
             if rule is None:
-                known = TABLES + self.family.left_out
-                begun = next((one for one in known if fnmatchcase(name, one + "*")), None)
+                begun = next((one for one in beginnings if fnmatchcase(name, one + "*")), None)
                 if begun is None and not self._is_tied_head(name, tensor):
                     raise CheckpointError(f"{place} belongs to no part of a {self.family.architecture} of this config")
                 left_out |= {begun} if begun else set()
@@ -98,7 +100,7 @@ class _Filling:
                 raise CheckpointError(f"{place} is of type {tensor.dtype}; heddle reads unquantised floating point")
             if tensor.shape != (shape := self.rules.shape(rule)):
                 raise CheckpointError(f"{place} has shape {list(tensor.shape)}, the config needs {list(shape)}")
-            self._place(rule, tensor if dtype is None else tensor.to(dtype))
+            self._place(rule, tensor if dtype is None or not self._learned(rule) else tensor.to(dtype))
         for name in self.waiting:
             raise CheckpointError(f"{self.foreign.folder}: tensor '{name}' is missing; download the weights again")
         for begun in sorted(left_out):
@@ -112,6 +114,11 @@ class _Filling:
     def _is_tied_head(self, name: str, tensor: Tensor) -> bool:
         """A tied head that was written beside the embedding."""
         return self.model.config.head.tied and name in ("lm_head.weight", "embed_out.weight")
+
+    def _learned(self, rule: Rule) -> bool:
+        """Whether gradients teach it; what only counts, such as the bias that balances experts, stays as precise."""
+        first = rule.ours[0]
+        return self.parameters[first if isinstance(first, str) else first[0]].requires_grad
 
     def _place(self, rule: Rule, tensor: Tensor) -> None:
         shapes = self.rules.pieces(rule)

@@ -6,7 +6,10 @@ from heddle.config import Config
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.parts.feedforwards.gated import GatedConfig
 from heddle.parts.feedforwards.mlp import MLPConfig
+from heddle.parts.feedforwards.moe import MoEConfig
 from heddle.parts.mixers.attention import AttentionConfig
+from heddle.parts.mixers.gated_delta import GatedDeltaConfig
+from heddle.parts.mixers.latent_attention import LatentAttentionConfig
 from heddle.parts.norms.layer import LayerNormConfig
 from heddle.parts.norms.rms import RMSConfig
 from heddle.parts.positions.rope import RopeConfig
@@ -30,6 +33,18 @@ def attention(design: ModelConfig) -> AttentionConfig:
     return AttentionConfig(heads=1, kv_heads=1, head_dim=design.width, value_dim=design.width)
 
 
+def latent(design: ModelConfig) -> LatentAttentionConfig:
+    """The first latent attention, or a plain one."""
+    plain = LatentAttentionConfig(heads=1, kv_rank=design.width, nope_dim=design.width, rope_dim=2, value_dim=1)
+    return next((x.mixer for x in layers(design) if isinstance(x.mixer, LatentAttentionConfig)), plain)
+
+
+def delta(design: ModelConfig) -> GatedDeltaConfig:
+    """The first gated delta rule, or a plain one."""
+    plain = GatedDeltaConfig(heads=1, key_heads=1, head_dim=design.width, value_dim=design.width)
+    return next((x.mixer for x in layers(design) if isinstance(x.mixer, GatedDeltaConfig)), plain)
+
+
 def rope(mixer: Any) -> RopeConfig:
     """The rotation of a mixer, or a plain one."""
     position = getattr(mixer, "position", None)
@@ -44,6 +59,17 @@ def gated(design: ModelConfig) -> GatedConfig:
 def mlp(design: ModelConfig) -> MLPConfig:
     """The first MLP, or a plain one."""
     return next((x for x in _forwards(design) if isinstance(x, MLPConfig)), MLPConfig(hidden=4 * design.width))
+
+
+def moe(design: ModelConfig) -> MoEConfig:
+    """The first mixture of experts, or a plain one."""
+    plain = MoEConfig(experts=1, top_k=1, hidden=design.width).resolved()
+    return next((x for x in _forwards(design) if isinstance(x, MoEConfig)), plain)
+
+
+def sparse(design: ModelConfig) -> list[bool]:
+    """Which layers have a mixture of experts."""
+    return [isinstance(layer.feedforward, MoEConfig) for layer in layers(design)]
 
 
 def eps(design: ModelConfig) -> float:

@@ -28,9 +28,9 @@ class MoEConfig(FeedforwardConfig):
     """Fields of `moe`: each token meets `top_k` of `experts`, each `hidden` wide, and every shared one.
 
     `shared` experts are one, as wide as all of them, or `shared_hidden` wide; `shared_gate` multiplies it by
-    `sigmoid(w · x)` (Qwen2-MoE). `renormalise` divides the gates of the chosen by their sum (with one, it is always 1,
-    and the loss teaches the router nothing). `groups` of which `top_groups` are kept belong to `sigmoid` and
-    `softmax_group_max`. `scale` multiplies the gates.
+    `sigmoid(w · x)` (Qwen2-MoE); `bias: shared` gives it biases, and the others none (DeepSeek-V2). `renormalise`
+    divides the gates of the chosen by their sum (with one, it is always 1, and the loss teaches the router nothing).
+    `groups` of which `top_groups` are kept belong to `sigmoid` and `softmax_group_max`. `scale` multiplies the gates.
 
     To choose evenly: `aux_loss` and `z_loss` are coefficients of losses that training adds; with `bias_update` a bias
     that only selects moves by as much each step (0: it stays as it is loaded). `capacity`: in training an expert takes
@@ -42,7 +42,7 @@ class MoEConfig(FeedforwardConfig):
     hidden: Count
     expert: Literal["mlp", "gated"] = "gated"
     activation: Activation | None = None  # None: gelu for mlp, silu for gated, as in the kinds of these names
-    bias: bool = False
+    bias: bool | Literal["shared"] = False
     dropout: Rate = 0.0
     shared: Count | None = None
     shared_hidden: Count | None = None
@@ -67,6 +67,8 @@ class MoEConfig(FeedforwardConfig):
         if self.shared is None and (self.shared_hidden is not None or self.shared_gate):
             name = "shared_gate" if self.shared_hidden is None else "shared_hidden"
             refuse(name, "belongs to shared experts, of which there are none; give shared, or leave it out")
+        if self.shared is None and self.bias == "shared":
+            refuse("bias", "'shared' belongs to shared experts, of which there are none; give shared, true or false")
         self._check_groups()
         return self
 
@@ -93,9 +95,16 @@ class MoEConfig(FeedforwardConfig):
             refuse("top_k", f"{self.top_k} is more than the {best * size} experts of top_groups = {best}; choose fewer")
 
     def resolved(self) -> Self:
-        """Activation and the width of what is shared written out."""
+        """Activation and the width of what is shared, as one expert, written out; a single group is none."""
         wide = self.shared_hidden or (None if self.shared is None else self.shared * self.hidden)
-        return self.replace(activation=_activation(self), shared_hidden=wide)
+        single = self.groups == 1 and self.routing == "sigmoid"
+        return self.replace(
+            activation=_activation(self),
+            shared=None if wide is None else 1,
+            shared_hidden=wide,
+            groups=None if single else self.groups,
+            top_groups=None if single else self.top_groups,
+        )
 
     def build(self, width: int) -> "MoE":
         """Make the module."""
@@ -155,9 +164,10 @@ class Shared(nn.Module):
 
     def __init__(self, config: MoEConfig, width: int, hidden: int) -> None:
         super().__init__()
-        self.gate = Linear(width, hidden, config.bias) if config.expert == "gated" else None
-        self.up = Linear(width, hidden, config.bias)
-        self.down = Linear(hidden, width, config.bias, last=True)
+        bias = bool(config.bias)
+        self.gate = Linear(width, hidden, bias) if config.expert == "gated" else None
+        self.up = Linear(width, hidden, bias)
+        self.down = Linear(hidden, width, bias, last=True)
         self.activation = activation(_activation(config))
         self.dropout = Dropout(config.dropout)
 
@@ -178,12 +188,12 @@ class MoE(Feedforward):
 
     def __init__(self, config: MoEConfig, width: int) -> None:
         super().__init__()
-        number, hidden = config.experts, config.hidden
+        number, hidden, bias = config.experts, config.hidden, config.bias is True
         self.config, self.rule = config, config.rule
         self.router = Router(config, width)
-        self.gate = Stack(number, width, hidden, config.bias) if config.expert == "gated" else None
-        self.up = Stack(number, width, hidden, config.bias)
-        self.down = Stack(number, hidden, width, config.bias, last=True)
+        self.gate = Stack(number, width, hidden, bias) if config.expert == "gated" else None
+        self.up = Stack(number, width, hidden, bias)
+        self.down = Stack(number, hidden, width, bias, last=True)
         wide = config.shared_hidden or (config.shared or 0) * hidden
         self.shared = Shared(config, width, wide) if wide else None
         self.shared_gate = Linear(width, 1) if config.shared_gate else None

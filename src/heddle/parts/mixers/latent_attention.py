@@ -41,7 +41,7 @@ class LatentAttentionConfig(MixerConfig):
     kv_norm: Normed | None = None  # default: rms
     query_norm: Normed | None = None  # default: rms
     scale: Positive | None = None  # default: 1 / sqrt(nope_dim + rope_dim); YaRN multiplies either
-    bias: bool = False  # of the projections that read the stream, and of out
+    bias: bool = False  # of the latents, of the shared keys and of out; queries without a latent have none (DeepSeek)
     position: RotationConfig | None = None
 
     @model_validator(mode="after")
@@ -82,7 +82,7 @@ class LatentAttention(Mixer):
         self.heads, self.nope_dim, self.rope_dim = config.heads, config.nope_dim, config.rope_dim or 0
         head, value = self.nope_dim + self.rope_dim, config.value_dim or self.nope_dim
         into, rank, query_rank = config.bias, config.kv_rank, config.query_rank
-        self.q = Linear(width, self.heads * head, bias=into) if query_rank is None else None
+        self.q = Linear(width, self.heads * head) if query_rank is None else None
         self.q_down = None if query_rank is None else Linear(width, query_rank, bias=into)
         self.q_norm = None if query_rank is None else _norm(query_rank, config.query_norm)
         self.q_up = None if query_rank is None else Linear(query_rank, self.heads * head)

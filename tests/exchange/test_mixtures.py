@@ -1,0 +1,193 @@
+"""Families with experts, beside what is held for all: precisions, losses, tensors left out, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import heddle
+from heddle.config import decode
+from heddle.errors import CheckpointError, ConfigError
+from heddle.exchange.export import export
+from heddle.exchange.family import families
+from heddle.exchange.fit import best, fit, read
+from heddle.exchange.load import load, read_design
+from heddle.model.config import ModelConfig
+from heddle.parts.ledger import ledger
+from tests.exchange.oracle import batch, config_of, drawn, our_logits, read_json, saved, write
+
+
+def copy(family: str, variant: str, folder: Path) -> Path:
+    return Path(shutil.copytree(saved(family, variant)[1], folder / "theirs"))
+
+
+def add(folder: Path, name: str) -> None:
+    """A tensor more, in a file that holds others."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    file = sorted(set(index["weight_map"].values()))[0]
+    tensors = load_file(folder / file) | {name: torch.ones(3, 2)}
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    index["weight_map"][name] = file
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "told"),
+    [
+        ("deepseek_v3", "model.layers.3.eh_proj.weight", "model.layers.3."),
+        ("qwen3_next", "mtp.fc.weight", "mtp."),
+    ],
+)
+def test_what_predicts_further_tokens_is_left_out_and_told(
+    family: str, name: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy(family, "plain", tmp_path)
+    add(folder, name)
+    tokens, _, layout = batch()
+    found = our_logits(load(folder).model, tokens, layout)
+    assert f"left out: tensors {told}…" in capsys.readouterr().err
+    assert torch.equal(found, our_logits(load(saved(family, "plain")[1]).model, tokens, layout))
+
+
+@pytest.mark.parametrize("name", ["model.layers.4.mlp.up_proj.weight", "mtp.fc.weight"])
+def test_other_tensors_are_refused(name: str, tmp_path: Path) -> None:
+    folder = copy("deepseek_v3", "plain", tmp_path)
+    add(folder, name)
+    with pytest.raises(CheckpointError, match=name):
+        load(folder)
+
+
+def test_the_balancing_bias_stays_in_float32(tmp_path: Path) -> None:
+    model = drawn(config_of("deepseek_v3", "plain")).to(torch.bfloat16)
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.e_score_correction_bias = layer.mlp.gate.e_score_correction_bias.float()
+    folder = write(model)
+    given = load(folder)
+    told = {name: parameter.dtype for name, parameter in given.model.named_parameters()}
+    wide = {name for name, dtype in told.items() if dtype == torch.float32}
+    assert wide == {f"layers.{index}.feedforward.router.balance" for index in (1, 2)}
+    assert set(told.values()) == {torch.float32, torch.bfloat16}
+    export(given.model, tmp_path / "out", source=given)
+    files = [load_file(file) for file in (*folder.glob("*.safetensors"), *(tmp_path / "out").glob("*.safetensors"))]
+    mine, theirs = files.pop(), {name: tensor for tensors in files for name, tensor in tensors.items()}
+    assert all(mine[name].dtype == tensor.dtype and torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+    tokens, _, layout = batch()
+    exact = load(folder, torch.float32).model
+    distance = (our_logits(given.model, tokens, layout) - our_logits(exact, tokens, layout)).abs()
+    assert 0.0 < float(distance[layout.positions >= 0].median()) < 0.05
+    lowered = load(saved("deepseek_v3", "plain")[1], torch.bfloat16).model
+    assert lowered.get_parameter("layers.1.feedforward.router.balance").dtype == torch.float32
+    assert lowered.embed.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_their_balancing_loss_is_ours_of_one_layer_and_row(family: str) -> None:
+    changes = {"num_hidden_layers": 1, "output_router_logits": True, "router_aux_loss_coef": 0.03}
+    model = drawn(config_of(family, "plain" if family == "mixtral" else "dense-between", **changes))
+    ours = load(write(model)).model.train()
+    tokens = batch()[0][:1]
+    with torch.no_grad(), ledger() as kept:
+        ours(tokens)
+        want = 0.03 * model(tokens).aux_loss
+    (entry,) = kept.entries
+    assert entry.penalty is not None
+    torch.testing.assert_close(entry.penalty / tokens.numel(), want)
+
+
+@pytest.mark.parametrize("coefficient", [0.001, 0.02, 1 / 3])
+@pytest.mark.parametrize(("layers", "top_k"), [(1, 2), (3, 5), (48, 7)])
+def test_the_coefficient_of_a_loss_comes_back(coefficient: float, layers: int, top_k: int) -> None:
+    changes = {"num_hidden_layers": layers, "num_experts_per_tok": top_k, "num_experts": 8}
+    coefficient = float(f"{coefficient:.12g}")
+    config = config_of("mixtral", "plain", **changes, output_router_logits=True, router_aux_loss_coef=coefficient)
+    design = read(json.loads(config.to_json_string()), families()["mixtral"])
+    loss = design.dump()["layers"][0]["feedforward"]["aux_loss"]
+    assert loss == pytest.approx(coefficient * top_k / layers)
+    assert families()["mixtral"].write(design.resolved())["router_aux_loss_coef"] == coefficient
+
+
+def altered(family: str, variant: str, **feedforward: Any) -> ModelConfig:
+    """A design of the family with other fields of its experts."""
+    data = load(saved(family, variant)[1]).model.config.dump()
+    for layer in data["layers"]:
+        if layer["feedforward"]["kind"] == "moe":
+            layer["feedforward"] = {**layer["feedforward"], **feedforward}
+    return decode(ModelConfig, data)
+
+
+SAME = [
+    ("deepseek_v3", {"groups": None, "top_groups": None}),
+    ("deepseek_v3", {"groups": 1, "top_groups": 1}),
+    ("deepseek_v3", {"shared": 1, "shared_hidden": 60}),
+    ("deepseek_v3", {"bias_update": 0.001, "aux_loss": 0.0001, "z_loss": 0.1, "capacity": 2.0}),
+    ("qwen3_next", {"shared": 3, "shared_hidden": None}),
+]
+
+
+@pytest.mark.parametrize(("family", "fields"), SAME)
+def test_other_words_for_what_a_family_has_fit_it(family: str, fields: dict[str, Any]) -> None:
+    assert best(altered(family, "plain", **fields)).family.model_type == family
+
+
+OTHER = [
+    ("deepseek_v3", {"bias_update": None}, "bias_update=0.0"),
+    ("deepseek_v3", {"shared": 1, "shared_hidden": 50}, "shared_hidden=40"),
+    ("deepseek_v2", {"renormalise": True}, "renormalise=false"),
+    ("qwen3_next", {"shared_gate": False}, "shared_gate=true"),
+    ("qwen3_moe", {"scale": 2.0}, "scale=1.0"),
+    ("mixtral", {"renormalise": False}, "renormalise=true"),
+    ("mixtral", {"routing": "topk_softmax"}, "routing=softmax_topk"),
+]
+
+
+@pytest.mark.parametrize(("family", "fields", "change"), OTHER)
+def test_what_a_family_has_not_is_told_as_the_change_that_is_needed(
+    family: str, fields: dict[str, Any], change: str
+) -> None:
+    variant = {"deepseek_v2": "greedy", "qwen3_moe": "dense-between"}.get(family, "plain")
+    found = fit(altered(family, variant, **fields), families()[family])
+    assert {str(one).partition("feedforward.")[2] for one in found.obstacles} == {change}
+
+
+REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
+    ("mixtral", "plain", {"num_experts": 5}, "num_local_experts"),
+    ("qwen3_moe", "dense-between", {"num_experts": 7}, "num_local_experts"),
+    ("deepseek_v2", "greedy", {"topk_method": "noaux_tc"}, "topk_method"),
+    ("deepseek_v2", "greedy", {"scoring_func": "sigmoid"}, "scoring_func"),
+    ("deepseek_v2", "greedy", {"moe_layer_freq": 2}, "moe_layer_freq"),
+    ("deepseek_v2", "greedy", {"num_key_value_heads": 2}, "num_key_value_heads"),
+    ("deepseek_v2", "greedy", {"attention_dropout": 0.1}, "attention_dropout"),
+    ("deepseek_v3", "plain", {"topk_method": "greedy"}, "topk_method"),
+    ("deepseek_v3", "plain", {"seq_aux": False}, "seq_aux"),
+    ("deepseek_v3", "plain", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("qwen3_next", "plain", {"layer_types": ["linear_attention"]}, "layer_types"),
+    ("qwen3_next", "plain", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    ("qwen3_next", "plain", {"hidden_act": "gelu"}, "hidden_act"),
+    ("qwen3_next", "plain", {"use_sliding_window": True}, "use_sliding_window"),
+]
+
+
+@pytest.mark.parametrize(("family", "variant", "fields", "named"), REFUSED)
+def test_refused_by_name(family: str, variant: str, fields: dict[str, Any], named: str) -> None:
+    config = read_json(saved(family, variant)[1]) | fields
+    with pytest.raises(ConfigError, match=f"^config.json: field '{named}' is "):
+        read_design(config, families()[family], "config.json")
+
+
+@pytest.mark.parametrize("change", [{"mscale": None}, {"attention_factor": 1.5}])
+def test_scores_that_a_scaling_multiplies_by_half_a_pair_are_refused(change: dict[str, Any]) -> None:
+    config = read_json(saved("deepseek_v3", "yarn-bias-tied")[1])
+    config["rope_parameters"] = config["rope_parameters"] | change
+    with pytest.raises(ConfigError, match="mscale_all_dim"):
+        read_design(config, families()["deepseek_v3"], "config.json")
+
+
+def test_experts_of_a_shared_bias_have_none() -> None:
+    model = heddle.build(load(saved("deepseek_v2", "no-query-rank-biases-tied")[1]).model.config)
+    named = {name.partition("feedforward.")[2] for name, _ in model.named_parameters() if name.endswith("bias")}
+    assert named - {""} == {f"{prefix}{role}.bias" for prefix in ("", "shared.") for role in ("gate", "up", "down")}
+    assert "layers.1.feedforward.up.bias" not in dict(model.named_parameters())
