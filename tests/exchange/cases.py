@@ -48,6 +48,21 @@ def scaled(kind: str, **fields: Any) -> Fields:
 
 LLAMA3 = scaled("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 YARN = scaled("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=4.0, beta_slow=0.5, truncate=False)
+LONG = scaled(
+    "longrope", short_factor=[1.0, 1.1, 1.3, 1.7], long_factor=[1.2, 2.0, 3.5, 6.0],
+    original_max_position_embeddings=32, factor=4.0,
+)  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOWS: Fields = {"use_sliding_window": True, "sliding_window": 7}
+# Fields that say again what layer_types says, which transformers always writes and then goes by.
+SPELLINGS = frozenset({"use_sliding_window", "max_window_layers"})
+
+
+def by_type(full: Fields, theta: float) -> Fields:
+    """`rope_parameters` of full layers, and of sliding ones with this theta."""
+    full = {name: value for name, value in full.items() if name != "truncate"}  # transformers finds none in there
+    return {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": theta}}
+
 
 CASES: dict[str, Case] = {
     "llama": Case(
@@ -57,6 +72,99 @@ CASES: dict[str, Case] = {
             "one-kv-head-yarn": {"num_key_value_heads": 1, "head_dim": 10, "rms_norm_eps": 1e-3, **YARN},
             "linear-gelu": {"hidden_act": "gelu_pytorch_tanh", **scaled("linear", factor=3.0)},
             "three-kv-heads": {"num_key_value_heads": 3, "attention_dropout": 0.1},
+        },
+    ),
+    "mistral": Case(
+        {
+            "window": {"sliding_window": 7, "num_key_value_heads": 3},
+            "no-window-tied": {"sliding_window": None, "tie_word_embeddings": True, "hidden_act": "gelu"},
+            "one-kv-head-longrope": {
+                "sliding_window": 9, "num_key_value_heads": 1, "rms_norm_eps": 1e-3, "attention_dropout": 0.1, **LONG,
+            },
+            "window-one-llama3": {"sliding_window": 1, "num_key_value_heads": 6, **LLAMA3},
+        },
+    ),
+    "qwen2": Case(
+        {
+            "no-window": {"max_window_layers": 3, "num_key_value_heads": 3},
+            "upper-windows-tied-yarn": WINDOWS | YARN | {"max_window_layers": 1, "tie_word_embeddings": True},
+            "one-kv-head-types": WINDOWS | {
+                "max_window_layers": 0, "layer_types": [SLIDING, FULL, SLIDING], "num_key_value_heads": 1,
+                "attention_dropout": 0.1, "rms_norm_eps": 1e-3, "hidden_act": "gelu_pytorch_tanh",
+            },
+            "all-windows-linear": WINDOWS | {"max_window_layers": 0, **scaled("linear", factor=3.0)},
+        },
+        inert=SPELLINGS,
+    ),
+    "qwen3": Case(
+        {
+            "no-window": {"max_window_layers": 3},
+            "upper-windows-tied-biases": WINDOWS | {
+                "max_window_layers": 2, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 6,
+            },
+            "one-kv-head-yarn": WINDOWS | YARN | {
+                "max_window_layers": 0, "layer_types": [SLIDING, FULL, SLIDING], "num_key_value_heads": 1,
+                "attention_dropout": 0.1, "rms_norm_eps": 1e-3, "hidden_act": "gelu",
+            },
+            "three-kv-heads-llama3": {"max_window_layers": 3, "num_key_value_heads": 3, "head_dim": 10, **LLAMA3},
+        },
+        inert=SPELLINGS,
+    ),
+    "gemma2": Case(
+        {
+            "plain": {"sliding_window": 7},
+            "untied-biases-caps": {
+                "sliding_window": 5, "tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 1,
+                "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5, "query_pre_attn_scalar": 11,
+                "use_bidirectional_attention": False,
+            },
+            "no-caps-types": {
+                "attn_logit_softcapping": None, "final_logit_softcapping": None, "rms_norm_eps": 1e-3,
+                "hidden_activation": "silu", "sliding_window": 6, "layer_types": [FULL, SLIDING, SLIDING],
+                "attention_dropout": 0.1, "num_key_value_heads": 3, **scaled("linear", factor=3.0),
+            },
+            "three-kv-heads-yarn": {"num_key_value_heads": 3, "sliding_window": 9, **YARN},
+        },
+    ),
+    "gemma3_text": Case(
+        {
+            "plain": {"sliding_window": 7, "num_hidden_layers": 7},
+            "pattern-untied-biases-cap": {
+                "sliding_window": 5, "tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 1,
+                "final_logit_softcapping": 1.5, "query_pre_attn_scalar": 11, "sliding_window_pattern": 2,
+            },
+            "two-thetas-linear": {
+                "sliding_window": 6, "layer_types": [FULL, SLIDING, SLIDING], "attention_dropout": 0.1,
+                "rms_norm_eps": 1e-3, "hidden_activation": "silu", "num_key_value_heads": 3,
+                "rope_parameters": by_type({"rope_type": "linear", "factor": 8.0, "rope_theta": 3000.0}, 70.0),
+            },
+            "yarn": {
+                "sliding_window": 6, "layer_types": [FULL, SLIDING, FULL],
+                "rope_parameters": by_type(YARN["rope_parameters"], 900.0),
+            },
+        },
+        inert=frozenset({"_sliding_window_pattern", "sliding_window_pattern"}),
+    ),
+    "olmo2": Case(
+        {
+            "plain": {"num_key_value_heads": 6},
+            "tied-biases-gelu": {"tie_word_embeddings": True, "attention_bias": True, "hidden_act": "gelu"},
+            "one-kv-head-yarn": {"num_key_value_heads": 1, "rms_norm_eps": 1e-3, "attention_dropout": 0.1, **YARN},
+            "three-kv-heads-linear": {"num_key_value_heads": 3, "head_dim": 10, **scaled("linear", factor=3.0)},
+        },
+    ),
+    "olmo3": Case(
+        {
+            "plain": {"sliding_window": 7, "num_hidden_layers": 5},
+            "tied-biases-types": {
+                "tie_word_embeddings": True, "attention_bias": True, "hidden_act": "gelu", "sliding_window": 5,
+                "layer_types": [FULL, SLIDING, SLIDING], "num_key_value_heads": 1,
+            },
+            "yarn": {
+                "sliding_window": 9, "layer_types": [SLIDING, FULL, FULL], "rms_norm_eps": 1e-3,
+                "attention_dropout": 0.1, "num_key_value_heads": 3,
+                "rope_parameters": by_type(YARN["rope_parameters"], 5000.0),
+            },
         },
     ),
 }

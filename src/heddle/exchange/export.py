@@ -91,8 +91,8 @@ def _config(found: Fit, model: Decoder, carried: dict[str, Any]) -> dict[str, An
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     head = {"architectures": [found.family.architecture], "model_type": found.family.model_type}
     note = {} if "design" in found.config else {NOTE: {"design": model.config.dump()}}
-    told = {name: value for name, value in found.config.items() if value is not None}
-    return head | {"dtype": dtype, "torch_dtype": dtype} | told | carried | note
+    # What is null is written too: many fields stand for something else where they are absent.
+    return head | {"dtype": dtype, "torch_dtype": dtype} | found.config | carried | note
 
 
 def _files(tensors: Tensors, shard: int) -> dict[str, list[str]]:

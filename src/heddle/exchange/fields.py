@@ -46,6 +46,11 @@ class Fields:
             raise self.wrong(name, f"should be of kind {type(default).__name__}")
         return default if found is None else found
 
+    def given(self, name: str, default: Any) -> Any:
+        """The value of a field for which null means off; the default stands only for what is absent."""
+        self.unread.discard(name)
+        return self.data.get(name, default)
+
     def need(self, name: str, kind: type[T], *more: str) -> T:
         """The value of a field that must be there. Raises ConfigError naming it."""
         found: Any = self.find(name, *more)
@@ -55,6 +60,13 @@ class Fields:
             found = float(found)
         if not isinstance(found, kind) or isinstance(found, bool) != (kind is bool):
             raise self.wrong(name, f"should be of kind {kind.__name__}")
+        return found
+
+    def count(self, name: str, most: int = 2**31) -> int:
+        """A number of something, of which there must be one at least. Raises ConfigError naming it."""
+        found = self.need(name, int)
+        if not 1 <= found <= most:
+            raise self.wrong(name, f"should be from 1 to {most}")
         return found
 
     def expect(self, name: str, *allowed: Any, default: Any = None) -> Any:

@@ -33,7 +33,7 @@ class Embedding(Leaf):
         """tokens int64 [B, T] -> [B, T, width]."""
         x = functional.embedding(tokens, self.weight)
         if self.scale != 1.0:
-            x = x * self.scale
+            x = x * torch.tensor(self.scale, dtype=x.dtype)  # rounded to the weight's dtype, as Gemma was trained
         if self.position is not None:
             x = self.position(x, layout)
         x = self.dropout(x)

@@ -1,10 +1,11 @@
 """What most families share: the fields and the tensor names of Llama's decoder."""
 
+from collections.abc import Callable
 from typing import Any
 
 from heddle.exchange import views
 from heddle.exchange.fields import Fields
-from heddle.exchange.rope import write_rope
+from heddle.exchange.rope import read_rope, write_rope
 from heddle.exchange.rules import Rules
 from heddle.model.config import ModelConfig
 
@@ -19,11 +20,30 @@ def read_activation(fields: Fields, name: str = "hidden_act", default: str = "si
     return views.READ[told]
 
 
-def read_heads(fields: Fields, width: int) -> dict[str, Any]:
-    """heads, kv_heads and head_dim of an attention, as Llama names them."""
-    heads = fields.need("num_attention_heads", int)
-    head_dim = fields.find("head_dim") or width // heads
-    return {"heads": heads, "kv_heads": fields.take("num_key_value_heads", heads), "head_dim": head_dim}
+def read_heads(fields: Fields, width: int, head_dim: int | None = None) -> dict[str, Any]:
+    """heads, kv_heads and head_dim of an attention, as Llama names them; `head_dim` is the family's default."""
+    heads = fields.count("num_attention_heads")
+    dim = fields.find("head_dim") or head_dim or width // heads
+    return {"heads": heads, "kv_heads": fields.take("num_key_value_heads", heads), "head_dim": dim}
+
+
+def check_width(fields: Fields) -> None:
+    """Raises ConfigError for a width that heads do not divide, where the family's own class does."""
+    width, heads = fields.need("hidden_size", int), fields.count("num_attention_heads")
+    if width % heads:
+        raise fields.wrong("hidden_size", f"{fields.data.get('model_type')} asks a multiple of its {heads} heads")
+
+
+def read_whole_rope(fields: Fields, head_dim: int) -> dict[str, Any]:
+    """RoPE over all of a head, of a family whose own class turns all of it whatever `partial_rotary_factor` says."""
+    return whole(fields, read_rope(fields, head_dim))
+
+
+def whole(fields: Fields, rope: dict[str, Any]) -> dict[str, Any]:
+    """The same rotation. Raises ConfigError for one that turns some dims of a head only."""
+    if "dim" in rope:
+        raise fields.wrong("partial_rotary_factor", "this family turns all dims of a head")
+    return rope
 
 
 def frame(fields: Fields, norm: dict[str, Any], layers: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -91,11 +111,11 @@ def pre_norms(to: Rules, theirs: str, ours: str) -> None:
     to.module(f"{theirs}.post_attention_layernorm", f"{ours}.residual.norms.feedforward")
 
 
-def rules(design: ModelConfig, to: Rules) -> None:
-    """All of Llama's names; what a design does not have is left out."""
+def rules(design: ModelConfig, to: Rules, norms: Callable[[Rules, str, str], None] = pre_norms) -> None:
+    """All of Llama's names; what a design does not have is left out. `norms` names those of a layer."""
     ends(design, to)
     for index in range(design.depth):
         theirs, ours = f"model.layers.{index}", f"layers.{index}"
         attention(to, theirs, ours)
         gated(to, f"{theirs}.mlp", f"{ours}.feedforward")
-        pre_norms(to, theirs, ours)
+        norms(to, theirs, ours)

@@ -6,12 +6,12 @@ from heddle.exchange import views
 from heddle.exchange.families import _blocks
 from heddle.exchange.family import Family
 from heddle.exchange.fields import Fields
-from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
 
 def read(fields: Fields) -> dict[str, Any]:
     """Every layer alike."""
+    _blocks.check_width(fields)
     heads = _blocks.read_heads(fields, fields.need("hidden_size", int))
     fields.take("pretraining_tp", 1)  # how its products were once cut; the sums are the same
     mixer = {
@@ -19,7 +19,7 @@ def read(fields: Fields) -> dict[str, Any]:
         **heads,
         "bias": fields.take("attention_bias", False),
         "dropout": fields.take("attention_dropout", 0.0),
-        "position": read_rope(fields, heads["head_dim"]),
+        "position": _blocks.read_whole_rope(fields, heads["head_dim"]),
     }
     feedforward = {
         "kind": "gated",
