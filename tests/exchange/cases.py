@@ -11,11 +11,13 @@ Fields = dict[str, Any]
 class Case(NamedTuple):
     """variants: name -> fields of the config. inert: fields that change nothing in what a trained model computes, so
     that logits must stay when they are changed; every other number of the config must change them, on both sides alike.
+    refused: fields of which one side may build no other value, since those beside them say the opposite.
     exact: whether logits are theirs bit for bit.
     """
 
     variants: dict[str, Fields]
     inert: frozenset[str] = frozenset()
+    refused: frozenset[str] = frozenset()
     exact: bool = False
 
 
@@ -52,6 +54,10 @@ LONG = scaled(
     "longrope", short_factor=[1.0, 1.1, 1.3, 1.7], long_factor=[1.2, 2.0, 3.5, 6.0],
     original_max_position_embeddings=32, factor=4.0,
 )  # fmt: skip
+ROUNDED: Fields = {  # of one type of layers: transformers finds no `truncate` in there
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 512,
+    "beta_fast": 8.0, "beta_slow": 1.0,
+}  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOWS: Fields = {"use_sliding_window": True, "sliding_window": 7}
 # Fields that say again what layer_types says, which transformers always writes and then goes by.
@@ -60,7 +66,6 @@ SPELLINGS = frozenset({"use_sliding_window", "max_window_layers"})
 
 def by_type(full: Fields, theta: float) -> Fields:
     """`rope_parameters` of full layers, and of sliding ones with this theta."""
-    full = {name: value for name, value in full.items() if name != "truncate"}  # transformers finds none in there
     return {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": theta}}
 
 
@@ -81,8 +86,9 @@ CASES: dict[str, Case] = {
             "one-kv-head-longrope": {
                 "sliding_window": 9, "num_key_value_heads": 1, "rms_norm_eps": 1e-3, "attention_dropout": 0.1, **LONG,
             },
-            "window-one-llama3": {"sliding_window": 1, "num_key_value_heads": 6, **LLAMA3},
+            "window-two-llama3": {"sliding_window": 2, "num_key_value_heads": 6, **LLAMA3},
         },
+        inert=frozenset({"rope_parameters.short_factor"}),  # the rows are longer than it is for
     ),
     "qwen2": Case(
         {
@@ -95,6 +101,7 @@ CASES: dict[str, Case] = {
             "all-windows-linear": WINDOWS | {"max_window_layers": 0, **scaled("linear", factor=3.0)},
         },
         inert=SPELLINGS,
+        refused=SPELLINGS,
     ),
     "qwen3": Case(
         {
@@ -109,6 +116,7 @@ CASES: dict[str, Case] = {
             "three-kv-heads-llama3": {"max_window_layers": 3, "num_key_value_heads": 3, "head_dim": 10, **LLAMA3},
         },
         inert=SPELLINGS,
+        refused=SPELLINGS,
     ),
     "gemma2": Case(
         {
@@ -116,7 +124,6 @@ CASES: dict[str, Case] = {
             "untied-biases-caps": {
                 "sliding_window": 5, "tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 1,
                 "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5, "query_pre_attn_scalar": 11,
-                "use_bidirectional_attention": False,
             },
             "no-caps-types": {
                 "attn_logit_softcapping": None, "final_logit_softcapping": None, "rms_norm_eps": 1e-3,
@@ -129,9 +136,10 @@ CASES: dict[str, Case] = {
     "gemma3_text": Case(
         {
             "plain": {"sliding_window": 7, "num_hidden_layers": 7},
-            "pattern-untied-biases-cap": {
+            "untied-biases-cap": {
                 "sliding_window": 5, "tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 1,
-                "final_logit_softcapping": 1.5, "query_pre_attn_scalar": 11, "sliding_window_pattern": 2,
+                "final_logit_softcapping": 1.5, "query_pre_attn_scalar": 11,
+                "layer_types": [SLIDING, SLIDING, FULL],
             },
             "two-thetas-linear": {
                 "sliding_window": 6, "layer_types": [FULL, SLIDING, SLIDING], "attention_dropout": 0.1,
@@ -140,10 +148,12 @@ CASES: dict[str, Case] = {
             },
             "yarn": {
                 "sliding_window": 6, "layer_types": [FULL, SLIDING, FULL],
-                "rope_parameters": by_type(YARN["rope_parameters"], 900.0),
+                "head_dim": 16,
+                "rope_parameters": by_type(ROUNDED, 900.0),
             },
         },
-        inert=frozenset({"_sliding_window_pattern", "sliding_window_pattern"}),
+        inert=frozenset({"_sliding_window_pattern"}),
+        refused=frozenset({"use_bidirectional_attention"}),
     ),
     "olmo2": Case(
         {
@@ -163,7 +173,8 @@ CASES: dict[str, Case] = {
             "yarn": {
                 "sliding_window": 9, "layer_types": [SLIDING, FULL, FULL], "rms_norm_eps": 1e-3,
                 "attention_dropout": 0.1, "num_key_value_heads": 3,
-                "rope_parameters": by_type(YARN["rope_parameters"], 5000.0),
+                "head_dim": 16,
+                "rope_parameters": by_type(ROUNDED, 5000.0),
             },
         },
     ),
