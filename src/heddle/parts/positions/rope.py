@@ -12,7 +12,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import Count, DesignError, Finite, Positive, build_under, refuse
-from heddle.numerics.rotate import frequencies, rotate, table
+from heddle.numerics.rotate import drift, frequencies, rotate, table
 from heddle.parts.eager import eager
 from heddle.parts.layout import Layout
 from heddle.parts.positions import Rotation, RotationConfig
@@ -62,6 +62,7 @@ class Rope(Rotation):
         self.layout = config.layout
         self.by_length = config.scaling is not None and config.scaling.by_length
         self.turns = lru_cache(maxsize=16)(partial(_turns, config, dim))
+        self.rounded = lru_cache(maxsize=16)(partial(_rounded, config, dim))
         _, self.amplitude, self.score = self.turns(1)
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
@@ -71,7 +72,9 @@ class Rope(Rotation):
 
     @eager
     def _table(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        thetas = self.turns(layout.text_length if self.by_length else 1).thetas
+        exact = self.table_dtype(dtype, layout.positions.device) == torch.float64
+        length = layout.text_length if self.by_length else 1
+        thetas = (self.turns(length) if exact else self.rounded(length)).thetas
         known = ("rope", thetas, self.amplitude, dtype, self.exact)
         return layout.once(known, lambda: self._make(layout.positions, thetas, dtype))
 
@@ -86,3 +89,12 @@ def _turns(config: RopeConfig, dim: int, length: int) -> Stretched:
     if config.scaling is None:
         return Stretched(tuple(config.frequencies or frequencies(dim, config.base)))
     return build_under("scaling", config.scaling.stretch, dim, config.base, length)
+
+
+def _rounded(config: RopeConfig, dim: int, length: int) -> Stretched:
+    """The same, from frequencies of `base` as float32 arithmetic finds them, for models narrower than float64."""
+    turns = _turns(config, dim, length)
+    if config.frequencies is not None:
+        return turns
+    pairs = zip(turns.thetas, drift(dim, config.base), strict=True)
+    return turns._replace(thetas=tuple(theta * one for theta, one in pairs))
