@@ -238,8 +238,8 @@ BUGS = [
         "if seen.ragged", "if False"),
     # Norms and projections
     Bug("epsilon outside the root", "forms", "attention-mha", "numerics.norms:reference",
-        "torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps)",
-        "(torch.sqrt(wide.pow(2).mean(-1, keepdim=True)) + eps)"),
+        "torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)",
+        "1.0 / (torch.sqrt(wide.pow(2).mean(-1, keepdim=True)) + eps)"),
     Bug("no epsilon", "extremes", "attention-mha", "numerics.norms:_fused", "weight, eps)", "weight, 0.0)"),
     Bug("a bias lost", "forms", "attention-bias", "numerics.linear:reference",
         "return y if bias is None else y + bias", "return y"),

@@ -13,15 +13,13 @@ def frequencies(dim: int, base: float) -> list[float]:
     return [base ** (-2 * i / dim) for i in range(dim // 2)]
 
 
-def drift(dim: int, base: float) -> list[float]:
-    """What float32 arithmetic makes of each θ_i, over θ_i itself.
+def periods(dim: int, base: float, dtype: torch.dtype) -> Tensor:
+    """`1/θ_i = base^(2i/dim)` [dim/2], on the CPU, computed in `dtype`.
 
-    Models are trained with the frequencies that float32 gives, so they are served with these, as transformers does: an
-    ulp of difference turns a pair by a thousandth at position 30,000.
+    Models are trained with the frequencies that float32 arithmetic gives, and served with these by transformers: one
+    ulp more or less would turn a fast pair by a thousandth at position 30,000.
     """
-    powers = base ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
-    rounded = (1.0 / powers).tolist()
-    return [one / theta if theta else 1.0 for one, theta in zip(rounded, frequencies(dim, base), strict=True)]
+    return base ** (torch.arange(0, dim, 2, dtype=dtype, device="cpu") / dim)
 
 
 def table(positions: Tensor, thetas: list[float], dtype: torch.dtype, amplitude: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import Count, DesignError, Finite, Positive, build_under, refuse
-from heddle.numerics.rotate import drift, frequencies, rotate, table
+from heddle.numerics.rotate import periods, rotate, table
 from heddle.parts.eager import eager
 from heddle.parts.layout import Layout
 from heddle.parts.positions import Rotation, RotationConfig
@@ -62,7 +62,6 @@ class Rope(Rotation):
         self.layout = config.layout
         self.by_length = config.scaling is not None and config.scaling.by_length
         self.turns = lru_cache(maxsize=16)(partial(_turns, config, dim))
-        self.rounded = lru_cache(maxsize=16)(partial(_rounded, config, dim))
         _, self.amplitude, self.score = self.turns(1)
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
@@ -74,7 +73,7 @@ class Rope(Rotation):
     def _table(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         exact = self.table_dtype(dtype, layout.positions.device) == torch.float64
         length = layout.text_length if self.by_length else 1
-        thetas = (self.turns(length) if exact else self.rounded(length)).thetas
+        thetas = self.turns(length, torch.float64 if exact else torch.float32).thetas
         known = ("rope", thetas, self.amplitude, dtype, self.exact)
         return layout.once(known, lambda: self._make(layout.positions, thetas, dtype))
 
@@ -84,17 +83,10 @@ class Rope(Rotation):
         return cosine.to(dtype), sine.to(dtype)
 
 
-def _turns(config: RopeConfig, dim: int, length: int) -> Stretched:
-    """What turns `dim` dims in a text of `length` tokens."""
-    if config.scaling is None:
-        return Stretched(tuple(config.frequencies or frequencies(dim, config.base)))
-    return build_under("scaling", config.scaling.stretch, dim, config.base, length)
-
-
-def _rounded(config: RopeConfig, dim: int, length: int) -> Stretched:
-    """The same, from frequencies of `base` as float32 arithmetic finds them, for models narrower than float64."""
-    turns = _turns(config, dim, length)
+def _turns(config: RopeConfig, dim: int, length: int, dtype: torch.dtype = torch.float64) -> Stretched:
+    """What turns `dim` dims in a text of `length` tokens, computed in `dtype`."""
     if config.frequencies is not None:
-        return turns
-    pairs = zip(turns.thetas, drift(dim, config.base), strict=True)
-    return turns._replace(thetas=tuple(theta * one for theta, one in pairs))
+        return Stretched(config.frequencies)
+    if config.scaling is None:
+        return Stretched(tuple((1.0 / periods(dim, config.base, dtype)).tolist()))
+    return build_under("scaling", config.scaling.stretch, dim, config.base, length, dtype)
