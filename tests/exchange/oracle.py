@@ -91,10 +91,15 @@ def our_logits(model: heddle.Decoder, tokens: Tensor, layout: heddle.Layout | No
 
 def distance(theirs: Any, ours: heddle.Decoder) -> float:
     """The largest difference of logits, rows padded together and the longest alone."""
+    return max(distances(theirs, ours))
+
+
+def distances(theirs: Any, ours: heddle.Decoder) -> tuple[float, float]:
+    """The largest difference of logits of rows padded together, and of the longest alone."""
     tokens, mask, layout = batch()
     real = mask.bool()
     want = their_logits(theirs, tokens, mask)[real]
     assert float(want.std()) > 0.3, "logits this even would agree whatever the model does"
     padded = (our_logits(ours, tokens, layout)[real] - want).abs().max()
     alone = (our_logits(ours, tokens[:1]) - their_logits(theirs, tokens[:1])).abs().max()
-    return float(torch.maximum(padded, alone))
+    return float(padded), float(alone)

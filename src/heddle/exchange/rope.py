@@ -120,12 +120,13 @@ def read_ropes(fields: Fields, head_dim: int, base: float, local: float) -> dict
 
     `rope_parameters` has a table a type; before, rope_theta and rope_scaling told that of full layers.
     """
-    tables, scaling = fields.take("rope_parameters", {}), fields.take("rope_scaling", {})
+    nothing: dict[str, Any] = {}
+    tables, scaling = fields.take("rope_parameters", nothing), fields.take("rope_scaling", nothing)
     if set(tables) - {FULL, SLIDING}:
         raise fields.wrong("rope_parameters", f"should have a table for {FULL} and one for {SLIDING}")
     if any(table.get("truncate") is False for table in (scaling, *tables.values()) if isinstance(table, dict)):
         raise fields.wrong("rope_parameters", "transformers reads no 'truncate' in the table of one type of layers")
-    full, sliding = (Fields(tables, fields.place).take(kind, {}) for kind in (FULL, SLIDING))
+    full, sliding = (Fields(tables, fields.place).take(kind, nothing) for kind in (FULL, SLIDING))
     return {
         FULL: rope_of(fields, full | scaling, head_dim, base, 1.0),
         SLIDING: rope_of(fields, sliding, head_dim, local, 1.0),

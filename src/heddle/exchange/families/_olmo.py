@@ -1,4 +1,4 @@
-"""What OLMo 2 and 3 share: norms of what branches give and of whole projections of q and k, multiplied before a cast."""
+"""What OLMo 2 and 3 share: norms of what branches give and of whole projections of q and k, cast at their end."""
 
 from typing import Any
 
