@@ -13,7 +13,7 @@ class Case(NamedTuple):
     that logits must stay when they are changed; every other number of the config must change them, on both sides alike.
     refused: fields of which one side may build no other value, since those beside them say the opposite.
     exact: whether logits are theirs bit for bit, but for the variants `inexact`, and for rows without padding where
-    layers have a window, which are computed in blocks. narrow: whether those in bfloat16 are, of padded rows.
+    layers have a window, which are computed in blocks. narrow: whether those of padded rows are in bfloat16, too.
     """
 
     variants: dict[str, Fields]
@@ -217,6 +217,7 @@ CASES: dict[str, Case] = {
             "three-kv-heads-linear": {"num_key_value_heads": 3, "head_dim": 10, **scaled("linear", factor=3.0)},
         },
         exact=True,
+        narrow=True,
     ),
     "olmo3": Case(
         {
@@ -240,5 +241,6 @@ CASES: dict[str, Case] = {
             },
         },
         exact=True,
+        narrow=True,
     ),
 }

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from heddle.config import decode
 from heddle.errors import ConfigError
 from heddle.exchange.export import export
 from heddle.exchange.family import families
-from heddle.exchange.fit import fit, read, serves_as
-from heddle.model.config import LayerConfig
+from heddle.exchange.fit import fit, fits, read, serves_as
+from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import build
+from tests.cases import CASES as DESIGNS
 from tests.exchange.cases import FULL, SLIDING, Fields
 from tests.exchange.oracle import AutoConfig, AutoModelForCausalLM, config_of, imported, our_logits, their_logits
 
@@ -177,3 +179,12 @@ def test_what_a_family_cannot_be_is_refused_by_field(family: str, fields: Fields
         del config["layer_types"]
     with pytest.raises(ConfigError, match=sentence):
         read(config | fields, families()[family])
+
+
+def test_every_family_has_a_config_that_comes_nearest_to_any_design() -> None:
+    """Whatever parts a design has, each family writes what it can and says what it cannot."""
+    for name, data in DESIGNS.items():
+        design = decode(ModelConfig, data)
+        for found in fits(design):
+            assert json.dumps(found.config), name
+            assert all(str(one) for one in found.obstacles), name

@@ -208,6 +208,8 @@ BUGS = [
         "y = torch.cat((first * cosine - second * sine, second * cosine.flip(-1) + first * sine.flip(-1)), dim=-1)"),
     Bug("a sign of the interleaved rotation", "rotation", "rope-interleaved", "numerics.rotate:rotate",
         "torch.stack((first * cosine - second * sine", "torch.stack((first * cosine + second * sine"),
+    Bug("heads of float64 turned by a float32 table", "rotation", "rope-cast-after",
+        "parts.positions.rope:Rope.forward", "torch.promote_types(x.dtype, torch.float32)", "torch.float32"),
     Bug("queries left unrotated", "shift", "attention-gqa", "parts.mixers.attention:Attention._heads",
         "if self.position is None", "if self.position is None or heads != self.kv_heads"),
     Bug("absolute positions counted from the call", "shift", "sinusoidal",

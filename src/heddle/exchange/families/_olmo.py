@@ -20,6 +20,11 @@ def read_mixer(fields: Fields) -> dict[str, Any]:
     }
 
 
+def rope(fields: Fields, found: dict[str, Any]) -> dict[str, Any]:
+    """Their rotation: of all dims, in float32 whatever the model's dtype."""
+    return _blocks.whole(fields, found) | {"cast": "after"}
+
+
 def read(fields: Fields, mixers: list[dict[str, Any]]) -> dict[str, Any]:
     """A design of one layer for each mixer."""
     feedforward = {

@@ -2,15 +2,16 @@
 
 from typing import Any
 
-from heddle.exchange.families import _blocks, _local, _olmo
+from heddle.exchange.families import _local, _olmo
 from heddle.exchange.family import Family
 from heddle.exchange.fields import Fields
+from heddle.exchange.rope import read_rope
 
 
 def read(fields: Fields) -> dict[str, Any]:
     """No windows."""
     mixer = _olmo.read_mixer(fields)
-    mixer["position"] = _blocks.read_whole_rope(fields, mixer["head_dim"])
+    mixer["position"] = _olmo.rope(fields, read_rope(fields, mixer["head_dim"]))
     return _olmo.read(fields, [mixer] * _local.depth(fields))
 
 

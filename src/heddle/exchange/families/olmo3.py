@@ -3,7 +3,7 @@
 from typing import Any
 
 from heddle.exchange import views
-from heddle.exchange.families import _blocks, _local, _olmo
+from heddle.exchange.families import _local, _olmo
 from heddle.exchange.family import Family
 from heddle.exchange.fields import Fields
 from heddle.exchange.rope import read_ropes, write_ropes
@@ -20,7 +20,7 @@ def read(fields: Fields) -> dict[str, Any]:
     types = _local.read_types(fields, _local.every(4, fields))
     windows = _local.windows(fields, types, fields.given("sliding_window", WINDOW))
     mixers = [
-        mixer | {"window": window, "position": _blocks.whole(fields, ropes[kind])}
+        mixer | {"window": window, "position": _olmo.rope(fields, ropes[kind])}
         for kind, window in zip(types, windows, strict=True)
     ]
     return _olmo.read(fields, mixers)

@@ -27,6 +27,7 @@ class RopeConfig(RotationConfig):
     dim: Count | None = None  # default: the head's width
     frequencies: tuple[Finite, ...] | None = None
     scaling: ScalingConfig | None = None  # stretches the frequencies of `base` to longer texts
+    cast: Literal["after"] | None = None  # narrow heads are turned in float32 and cast then (OLMo-2)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -59,15 +60,16 @@ class Rope(Rotation):
 
     def __init__(self, config: RopeConfig, dim: int) -> None:
         super().__init__()
-        self.layout = config.layout
+        self.layout, self.cast = config.layout, config.cast
         self.by_length = config.scaling is not None and config.scaling.by_length
         self.turns = lru_cache(maxsize=16)(partial(_turns, config, dim))
         _, self.amplitude, self.score = self.turns(1)
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """x [B, H, T, head_dim] -> the same shape; the table is made once for all layers."""
-        cosine, sine = self._table(layout, x.dtype)
-        return rotate(x, cosine, sine, self.layout)
+        wide = torch.promote_types(x.dtype, torch.float32) if self.cast == "after" else x.dtype
+        cosine, sine = self._table(layout, wide)
+        return rotate(x, cosine, sine, self.layout).to(x.dtype)
 
     @eager
     def _table(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
