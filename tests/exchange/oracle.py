@@ -23,6 +23,7 @@ with warnings.catch_warnings():
     logging.disable_progress_bar()
 
 VOCABULARY = BASE["vocab_size"]
+FOLDERS = tempfile.TemporaryDirectory(prefix="heddle-exchange-")  # of all models, gone when the tests end
 LENGTHS = [41, 17, 1]  # of the rows that are padded together
 
 
@@ -51,7 +52,7 @@ def saved(family: str, variant: str) -> tuple[Any, Path]:
 
 def write(model: Any) -> Path:
     """A folder of their model."""
-    folder = Path(tempfile.mkdtemp(prefix="heddle-exchange-"))
+    folder = Path(tempfile.mkdtemp(dir=FOLDERS.name))
     model.save_pretrained(folder, max_shard_size="40KB")
     return folder
 
