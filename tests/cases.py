@@ -146,6 +146,7 @@ CASES: dict[str, Data] = {
         layer({"kind": "gated_delta", "heads": 4, "key_heads": 2, "head_dim": 6, "value_dim": 8}, None, repeat=3),
         layer(attention(kv_heads=2)),
     ),
+    "rope-cast-after": alone(kv_heads=2, position=ROPE | {"cast": "after", "layout": "interleaved"}),
     "rope-half": alone(head_dim=6, position={"kind": "rope", "layout": "half"}),
     "rope-interleaved": alone(kv_heads=2, position={"kind": "rope", "layout": "interleaved"}),
     "rope-partial": alone(head_dim=11, position={"kind": "rope", "dim": 4}),

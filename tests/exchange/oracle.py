@@ -29,6 +29,7 @@ with warnings.catch_warnings():
     logging.disable_progress_bar()
 
 VOCABULARY = BASE["vocab_size"]
+FOLDERS = tempfile.TemporaryDirectory(prefix="heddle-exchange-")  # of all models, gone when the tests end
 PLAIN = {"experts_implementation": "eager"}  # their faster one refuses rows that are not whole multiples of 16 bytes
 CLEAR = 2e-5  # scores of experts that are further apart are chosen alike in float32
 LENGTHS = [41, 17, 1]  # of the rows that are padded together
@@ -59,7 +60,7 @@ def saved(family: str, variant: str) -> tuple[Any, Path]:
 
 def write(model: Any) -> Path:
     """A folder of their model."""
-    folder = Path(tempfile.mkdtemp(prefix="heddle-exchange-"))
+    folder = Path(tempfile.mkdtemp(dir=FOLDERS.name))
     model.save_pretrained(folder, max_shard_size="40KB")
     return folder
 
@@ -98,7 +99,12 @@ def our_logits(model: heddle.Decoder, tokens: Tensor, layout: heddle.Layout | No
 
 
 def distance(theirs: Any, ours: heddle.Decoder) -> float:
-    """The largest difference of logits, rows padded together and the longest alone.
+    """The largest difference of logits, rows padded together and the longest alone."""
+    return max(distances(theirs, ours))
+
+
+def distances(theirs: Any, ours: heddle.Decoder) -> tuple[float, float]:
+    """The largest difference of logits of rows padded together, and of the longest alone.
 
     Where two experts were so close that rounding may choose either, that token and those after it are left out.
     """
@@ -111,7 +117,8 @@ def distance(theirs: Any, ours: heddle.Decoder) -> float:
     assert kept.sum() > mask.sum() / 2
     with choices() as margins:
         alone = our_logits(ours, tokens[:1]) - their_logits(theirs, tokens[:1])
-    return float(torch.cat(((got - want)[kept], alone[sure(margins, torch.ones_like(mask[:1]))])).abs().max())
+    clear = sure(margins, torch.ones_like(mask[:1]))
+    return float((got - want)[kept].abs().max()), float(alone[clear].abs().max())
 
 
 @contextmanager

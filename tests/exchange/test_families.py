@@ -20,8 +20,10 @@ from tests.exchange.oracle import (
     batch,
     config_of,
     distance,
+    distances,
     drawn,
     imported,
+    our_logits,
     read_json,
     saved,
     their_logits,
@@ -30,6 +32,7 @@ from tests.exchange.oracle import (
 
 VARIANTS = [(family, variant) for family, case in CASES.items() for variant in case.variants]
 WRITTEN = 64  # tokens of a greedy text
+ALIKE = 3e-5  # of a model with one field changed, which may be larger, and its logits with it
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -38,8 +41,29 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("family", "variant"), VARIANTS)
 def test_logits(family: str, variant: str) -> None:
-    difference = distance(saved(family, variant)[0], imported(family, variant).model)
-    assert difference <= (0.0 if CASES[family].exact else 1e-5)
+    model, case = imported(family, variant).model, CASES[family]
+    padded, alone = distances(saved(family, variant)[0], model)
+    assert padded <= (0.0 if case.exact and variant not in case.inexact else 1e-5)
+    windows = any(mixer is not None and mixer.reach is not None for mixer in model.mixers())
+    assert alone <= (0.0 if case.exact and not windows and variant not in case.inexact else 1e-5)
+
+
+@pytest.mark.parametrize(("family", "variant"), VARIANTS)
+def test_logits_in_bfloat16(family: str, variant: str) -> None:
+    """Theirs bit for bit, or else as near to those in float32 as theirs are.
+
+    By the median, since rounding to bfloat16 may choose another expert for some token, on either side.
+    """
+    wide, folder = saved(family, variant)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **PLAIN).eval()
+    ours = load(folder, dtype=torch.bfloat16).model
+    tokens, mask, layout = batch()
+    want, got = their_logits(theirs, tokens, mask), our_logits(ours, tokens, layout)
+    if CASES[family].narrow:
+        assert torch.equal(got[mask.bool()], want[mask.bool()])
+    true = their_logits(wide, tokens, mask)
+    errors = [float((logits - true)[mask.bool()].abs().median()) for logits in (got, want)]
+    assert errors[0] <= 1.25 * errors[1]
 
 
 @pytest.mark.parametrize(("family", "variant"), VARIANTS)
@@ -121,9 +145,6 @@ FIELDS = [
 ]
 
 
-FOLLOWING = {"num_hidden_layers": "layer_types", "qk_rope_head_dim": "head_dim"}  # both sides find it by the other
-
-
 @pytest.mark.parametrize(("family", "variant", "path"), FIELDS)
 def test_each_number_of_the_config_changes_both_sides_alike(family: str, variant: str, path: str) -> None:
     """One that nobody reads leaves the logits as they were, which fails; other shapes get weights of their own."""
@@ -139,7 +160,7 @@ def test_each_number_of_the_config_changes_both_sides_alike(family: str, variant
     for value in changed(_at(config, outer)[last]):
         data = json.loads(json.dumps(config))
         _at(data, outer)[last] = value
-        data.pop(FOLLOWING.get(last), None)
+        follow(data, last)
         try:
             other = drawn(type(theirs.config).from_dict(data))
             load(write(other))
@@ -152,21 +173,30 @@ def test_each_number_of_the_config_changes_both_sides_alike(family: str, variant
         target = write(other)
         (target / "config.json").write_text(json.dumps(data | {"dtype": "float32"}))
         ours = load(target).model
-        assert distance(other, ours) <= 1e-5
+        assert distance(other, ours) <= ALIKE
         tokens, mask, _ = batch()
         moved = not same or not torch.equal(their_logits(other, tokens, mask), their_logits(theirs, tokens, mask))
         assert moved != holds(CASES[family].inert, variant, path), (
             f"{path}: {value!r} {'changes' if moved else 'does not change'} logits"
         )
-        assert not holds(CASES[family].refused, variant, path)
         return
-    if holds(CASES[family].refused, variant, path):
-        return
-    raise AssertionError(f"{path}: every other value is refused: {errors}")
+    assert holds(CASES[family].refused, variant, path), f"{path}: every other value is refused: {errors}"
 
 
 def shapes(model: Any) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def follow(data: dict[str, Any], changed: str) -> None:
+    """Make lists as long as the changed field asks; drop what both sides find by it."""
+    rope = data.get("rope_parameters", {})
+    if changed == "num_hidden_layers" and "layer_types" in data:
+        data["layer_types"] = (data["layer_types"] * data[changed])[: data[changed]]
+    if changed == "qk_rope_head_dim":
+        data.pop("head_dim", None)
+    if changed == "head_dim" and "long_factor" in rope:
+        for name in ("short_factor", "long_factor"):
+            rope[name] = (rope[name] * data["head_dim"])[: data["head_dim"] // 2]
 
 
 def _at(data: dict[str, Any], path: list[str]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def test_yarn_is_that_of_transformers(name: str) -> None:
     theirs, factor = reference.scaled("yarn", (dim, base), fields)
     mine = rope(dim, base, fields)
     assert list(mine.turns(1).thetas) == pytest.approx(theirs.tolist(), rel=1e-6)
+    assert list(mine.turns(1, torch.float32).thetas) == theirs.tolist()
     assert mine.amplitude == pytest.approx(factor, rel=1e-12)
     x, layout = torch.randn(1, 2, 3, dim), Layout(torch.tensor([[0, 7, 4000]]))
     angle = layout.positions[0, :, None].float() * theirs

@@ -46,6 +46,7 @@ def test_tables_are_those_of_transformers(
     mine = rope(kind, sizes, fields, int(sizes[0] * part))
     assert mine.turns(1) == mine.turns(10**6)
     assert list(mine.turns(1).thetas) == pytest.approx(theirs.tolist(), rel=1e-6)
+    assert list(mine.turns(1, torch.float32).thetas) == theirs.tolist()
     assert (mine.amplitude, mine.score) == (factor, 1.0)
 
 
@@ -85,6 +86,7 @@ def test_longrope_is_that_of_transformers(name: str, length: int, part: float) -
     fields = {"original_length": 4096, **lists, **LONGROPES[name]}
     theirs, factor = reference.scaled("longrope", sizes, fields, length, part)
     mine = rope("longrope", sizes, fields, 2 * pairs)
+    assert list(mine.turns(length, torch.float32).thetas) == theirs.tolist()
     assert list(mine.turns(length).thetas) == pytest.approx(theirs.tolist(), rel=1e-6)
     assert mine.amplitude == pytest.approx(factor, rel=1e-12)
     assert mine.turns(length).amplitude == mine.amplitude

@@ -46,6 +46,11 @@ class Fields:
             raise self.wrong(name, f"should be of kind {type(default).__name__}")
         return default if found is None else found
 
+    def given(self, name: str, default: Any) -> Any:
+        """The value of a field for which null means off; the default stands only for what is absent."""
+        self.unread.discard(name)
+        return self.data.get(name, default)
+
     def need(self, name: str, kind: type[T], *more: str) -> T:
         """The value of a field that must be there. Raises ConfigError naming it."""
         found: Any = self.find(name, *more)
@@ -57,11 +62,11 @@ class Fields:
             raise self.wrong(name, f"should be of kind {kind.__name__}")
         return found
 
-    def count(self, name: str, *more: str) -> int:
-        """As `need`, a whole number above zero, such as one to divide by."""
+    def count(self, name: str, *more: str, most: int = 2**31) -> int:
+        """As `need`, a number of something, of which there must be one at least, such as one to divide by."""
         found = self.need(name, int, *more)
-        if found < 1:
-            raise self.wrong(name, "should be 1 or more")
+        if not 1 <= found <= most:
+            raise self.wrong(name, f"should be from 1 to {most}")
         return found
 
     def expect(self, name: str, *allowed: Any, default: Any = None) -> Any:

@@ -51,6 +51,7 @@ KINDS: dict[type[Config], str] = {
     LongropeConfig: "longrope",
     YarnConfig: "yarn",
 }
+FULL, SLIDING = "full_attention", "sliding_attention"
 TOP = "original_max_position_embeddings"
 WHOLE = "models of this family turn all dims of their heads; leave it out"
 FLOATS = frozenset({"factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"})
@@ -131,6 +132,24 @@ def _scaling(fields: Fields, inner: Fields, original: int | None) -> dict[str, A
     return {name: value for name, value in data.items() if value is not None}
 
 
+def read_ropes(fields: Fields, head_dim: int, base: float, local: float) -> dict[str, dict[str, Any]]:
+    """The rotation of each type of layers; base and local are theta of full and of sliding layers if no table tells.
+
+    `rope_parameters` has a table a type; before, rope_theta and rope_scaling told that of full layers.
+    """
+    nothing: dict[str, Any] = {}
+    tables, scaling = fields.take("rope_parameters", nothing), fields.take("rope_scaling", nothing)
+    if set(tables) - {FULL, SLIDING}:
+        raise fields.wrong("rope_parameters", f"should have a table for {FULL} and one for {SLIDING}")
+    if any(table.get("truncate") is False for table in (scaling, *tables.values()) if isinstance(table, dict)):
+        raise fields.wrong("rope_parameters", "transformers reads no 'truncate' in the table of one type of layers")
+    full, sliding = (Fields(tables, fields.place).take(kind, nothing) for kind in (FULL, SLIDING))
+    return {
+        FULL: rope_of(fields, full | scaling, head_dim, base),
+        SLIDING: rope_of(fields, sliding, head_dim, local),
+    }
+
+
 def write_rope(rope: RopeConfig, head_dim: int, longest: int, part: float | None = None) -> dict[str, Any]:
     """Both spellings of a rotation; `longest` is what max_position_embeddings will say, part as in `read_rope`."""
     table = rope_table(rope, head_dim, part)
@@ -144,6 +163,16 @@ def write_rope(rope: RopeConfig, head_dim: int, longest: int, part: float | None
     if isinstance(rope.scaling, NtkConfig):
         fields["max_position_embeddings"] = rope.scaling.original_length or longest
     return fields
+
+
+def write_ropes(full: RopeConfig, sliding: RopeConfig, head_dim: int) -> dict[str, Any]:
+    """Both spellings of two rotations; the older one has no scaling of sliding layers."""
+    tables = {FULL: rope_table(full, head_dim), SLIDING: rope_table(sliding, head_dim)}
+    for table in tables.values():
+        table.pop("truncate", None)  # see `read_ropes`
+    kind = tables[FULL]["rope_type"]
+    scaling = None if kind == "default" else tables[FULL] | {"type": kind}
+    return {"rope_parameters": tables, "rope_theta": full.base, "rope_scaling": scaling}
 
 
 def rope_table(rope: RopeConfig, head_dim: int, part: float | None = None) -> dict[str, Any]:

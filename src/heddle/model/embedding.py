@@ -21,7 +21,7 @@ class Embedding(Leaf):
     def __init__(self, vocab_size: int, width: int, config: EmbeddingConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, width))
-        self.scale = math.sqrt(width) if config.scale else 1.0
+        self.scale = _rounded(math.sqrt(width)) if config.scale else None
         self.position = None if config.position is None else build_under("position", config.position.build, width)
         self.dropout = Dropout(config.dropout)
 
@@ -32,12 +32,18 @@ class Embedding(Leaf):
     def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
         """tokens int64 [B, T] -> [B, T, width]."""
         x = functional.embedding(tokens, self.weight)
-        if self.scale != 1.0:
-            x = x * self.scale
+        if self.scale is not None:
+            x = x * self.scale[x.dtype]
         if self.position is not None:
             x = self.position(x, layout)
         x = self.dropout(x)
         return x if layout.padding is None else x.masked_fill(layout.padding[..., None], 0.0)
+
+
+def _rounded(number: float) -> dict[torch.dtype, float]:
+    """A number in each dtype: Gemma's embeddings meet a scale of their own dtype, 55.5 in bfloat16 for sqrt(3072)."""
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    return {dtype: torch.tensor(number, dtype=dtype, device="cpu").item() for dtype in dtypes}
 
 
 class Head(Leaf):

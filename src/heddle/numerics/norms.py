@@ -41,7 +41,7 @@ def reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast: 
     dtype: "before" γ is applied (Llama) or "after" (Gemma, OLMo-2).
     """
     wide = at_least_float32(x)
-    y = wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if cast == "before":
         return (weight + offset if offset else weight).to(x.dtype) * y.to(x.dtype)
     gain = weight.to(wide.dtype) + offset

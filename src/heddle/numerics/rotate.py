@@ -13,6 +13,15 @@ def frequencies(dim: int, base: float) -> list[float]:
     return [base ** (-2 * i / dim) for i in range(dim // 2)]
 
 
+def periods(dim: int, base: float, dtype: torch.dtype) -> Tensor:
+    """`1/θ_i = base^(2i/dim)` [dim/2], on the CPU, computed in `dtype`.
+
+    Models are trained with the frequencies that float32 arithmetic gives, and served with these by transformers: one
+    ulp more or less would turn a fast pair by a thousandth at position 30,000.
+    """
+    return base ** (torch.arange(0, dim, 2, dtype=dtype, device="cpu") / dim)
+
+
 def table(positions: Tensor, thetas: list[float], dtype: torch.dtype, amplitude: float = 1.0) -> tuple[Tensor, Tensor]:
     """Positions [B, T] -> `amplitude` times cosine and sine [B, 1, T, pairs], in `dtype`, to rotate [B, H, T, d].
 

@@ -1,5 +1,6 @@
 """What most families share: the fields and the tensor names of Llama's decoder."""
 
+from collections.abc import Callable
 from typing import Any
 
 from heddle.exchange import views
@@ -20,11 +21,18 @@ def read_activation(fields: Fields, name: str = "hidden_act", default: str = "si
     return views.READ[told]
 
 
-def read_heads(fields: Fields, width: int) -> dict[str, Any]:
-    """heads, kv_heads and head_dim of an attention, as Llama names them."""
+def read_heads(fields: Fields, width: int, head_dim: int | None = None) -> dict[str, Any]:
+    """heads, kv_heads and head_dim of an attention, as Llama names them; `head_dim` is the family's default."""
     heads = fields.count("num_attention_heads")
-    head_dim = fields.take("head_dim", width // heads)
-    return {"heads": heads, "kv_heads": fields.take("num_key_value_heads", heads), "head_dim": head_dim}
+    dim = fields.take("head_dim", head_dim or width // heads)
+    return {"heads": heads, "kv_heads": fields.take("num_key_value_heads", heads), "head_dim": dim}
+
+
+def check_width(fields: Fields) -> None:
+    """Raises ConfigError for a width that heads do not divide, where the family's own class does."""
+    width, heads = fields.need("hidden_size", int), fields.count("num_attention_heads")
+    if width % heads:
+        raise fields.wrong("hidden_size", f"{fields.data.get('model_type')} asks a multiple of its {heads} heads")
 
 
 def frame(fields: Fields, norm: dict[str, Any], layers: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -95,11 +103,11 @@ def pre_norms(to: Rules, theirs: str, ours: str) -> None:
     to.module(f"{theirs}.post_attention_layernorm", f"{ours}.residual.norms.feedforward")
 
 
-def rules(design: ModelConfig, to: Rules) -> None:
-    """All of Llama's names; what a design does not have is left out."""
+def rules(design: ModelConfig, to: Rules, norms: Callable[[Rules, str, str], None] = pre_norms) -> None:
+    """All of Llama's names; what a design does not have is left out. `norms` names those of a layer."""
     ends(design, to)
     for index in range(design.depth):
         theirs, ours = f"model.layers.{index}", f"layers.{index}"
         attention(to, theirs, ours)
         gated(to, f"{theirs}.mlp", f"{ours}.feedforward")
-        pre_norms(to, theirs, ours)
+        norms(to, theirs, ours)

@@ -12,6 +12,7 @@ from heddle.model.config import ModelConfig
 
 def read(fields: Fields) -> dict[str, Any]:
     """Every layer alike."""
+    _blocks.check_width(fields)
     heads = _blocks.read_heads(fields, fields.need("hidden_size", int))
     fields.take("pretraining_tp", 1)  # how its products were once cut; the sums are the same
     mixer = {

@@ -12,7 +12,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import Count, DesignError, Finite, Positive, build_under, refuse
-from heddle.numerics.rotate import frequencies, rotate, table
+from heddle.numerics.rotate import periods, rotate, table
 from heddle.parts.eager import eager
 from heddle.parts.layout import Layout
 from heddle.parts.positions import Rotation, RotationConfig
@@ -27,6 +27,7 @@ class RopeConfig(RotationConfig):
     dim: Count | None = None  # default: the head's width
     frequencies: tuple[Finite, ...] | None = None
     scaling: ScalingConfig | None = None  # stretches the frequencies of `base` to longer texts
+    cast: Literal["after"] | None = None  # narrow heads are turned in float32 and cast then (OLMo-2)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -59,19 +60,22 @@ class Rope(Rotation):
 
     def __init__(self, config: RopeConfig, dim: int) -> None:
         super().__init__()
-        self.layout = config.layout
+        self.layout, self.cast = config.layout, config.cast
         self.by_length = config.scaling is not None and config.scaling.by_length
         self.turns = lru_cache(maxsize=16)(partial(_turns, config, dim))
         _, self.amplitude, self.score = self.turns(1)
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """x [B, H, T, head_dim] -> the same shape; the table is made once for all layers."""
-        cosine, sine = self._table(layout, x.dtype)
-        return rotate(x, cosine, sine, self.layout)
+        wide = torch.promote_types(x.dtype, torch.float32) if self.cast == "after" else x.dtype
+        cosine, sine = self._table(layout, wide)
+        return rotate(x, cosine, sine, self.layout).to(x.dtype)
 
     @eager
     def _table(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        thetas = self.turns(layout.text_length if self.by_length else 1).thetas
+        exact = self.table_dtype(dtype, layout.positions.device) == torch.float64
+        length = layout.text_length if self.by_length else 1
+        thetas = self.turns(length, torch.float64 if exact else torch.float32).thetas
         known = ("rope", thetas, self.amplitude, dtype, self.exact)
         return layout.once(known, lambda: self._make(layout.positions, thetas, dtype))
 
@@ -81,8 +85,10 @@ class Rope(Rotation):
         return cosine.to(dtype), sine.to(dtype)
 
 
-def _turns(config: RopeConfig, dim: int, length: int) -> Stretched:
-    """What turns `dim` dims in a text of `length` tokens."""
+def _turns(config: RopeConfig, dim: int, length: int, dtype: torch.dtype = torch.float64) -> Stretched:
+    """What turns `dim` dims in a text of `length` tokens, computed in `dtype`."""
+    if config.frequencies is not None:
+        return Stretched(config.frequencies)
     if config.scaling is None:
-        return Stretched(tuple(config.frequencies or frequencies(dim, config.base)))
-    return build_under("scaling", config.scaling.stretch, dim, config.base, length)
+        return Stretched(tuple((1.0 / periods(dim, config.base, dtype)).tolist()))
+    return build_under("scaling", config.scaling.stretch, dim, config.base, length, dtype)

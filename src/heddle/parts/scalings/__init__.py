@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Annotated, ClassVar, NamedTuple
 
+import torch
 from pydantic import Field
 
 from heddle.config import Part
@@ -33,9 +34,10 @@ class ScalingConfig(Part, ABC):
         return False
 
     @abstractmethod
-    def stretch(self, dim: int, base: float, length: int) -> Stretched:
+    def stretch(self, dim: int, base: float, length: int, dtype: torch.dtype) -> Stretched:
         """Stretch the frequencies `base^(-2i/dim)` of dim / 2 pairs, `base` above 1, for texts of `length` tokens.
 
+        dtype: float64, or float32, in which transformers computes them: then with its operations in its order.
         Only a scaling that is `by_length` looks at `length`, and for its angles alone: amplitude and score are the
         same for every length. Raises DesignError where it does not fit the pairs.
         """

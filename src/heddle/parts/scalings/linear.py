@@ -3,7 +3,9 @@
 Positions of a text `factor` times longer then fall between those that the frequencies were trained for.
 """
 
-from heddle.numerics.rotate import frequencies
+import torch
+
+from heddle.numerics.rotate import periods
 from heddle.parts.scalings import Longer, ScalingConfig, Stretched
 
 
@@ -12,6 +14,6 @@ class LinearConfig(ScalingConfig):
 
     factor: Longer  # how many times slower pairs turn
 
-    def stretch(self, dim: int, base: float, length: int) -> Stretched:
+    def stretch(self, dim: int, base: float, length: int, dtype: torch.dtype) -> Stretched:
         """Every frequency divided by the factor."""
-        return Stretched(tuple(theta / self.factor for theta in frequencies(dim, base)))
+        return Stretched(tuple((1.0 / periods(dim, base, dtype) / self.factor).tolist()))

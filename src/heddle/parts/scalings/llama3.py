@@ -8,10 +8,11 @@ n_i = original_length · θ_i / 2π is how many times pair i turns over the orig
 import math
 from typing import Self
 
+import torch
 from pydantic import model_validator
 
 from heddle.config import Count, Positive, refuse
-from heddle.numerics.rotate import frequencies
+from heddle.numerics.rotate import periods
 from heddle.parts.scalings import Longer, ScalingConfig, Stretched
 
 
@@ -32,12 +33,10 @@ class Llama3Config(ScalingConfig):
             )
         return self
 
-    def stretch(self, dim: int, base: float, length: int) -> Stretched:
+    def stretch(self, dim: int, base: float, length: int, dtype: torch.dtype) -> Stretched:
         """The ramp between pairs that are kept and pairs that are slowed."""
-        thetas = []
-        for theta in frequencies(dim, base):
-            turns = self.original_length * theta / (2 * math.pi)
-            ramp = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-            kept = min(max(ramp, 0.0), 1.0)
-            thetas.append(theta * (kept + (1.0 - kept) / self.factor))
-        return Stretched(tuple(thetas))
+        theta = 1.0 / periods(dim, base, dtype)
+        turns = self.original_length / (2 * math.pi / theta)
+        ramp = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = ramp.clamp(0.0, 1.0)
+        return Stretched(tuple(((1.0 - kept) * theta / self.factor + kept * theta).tolist()))

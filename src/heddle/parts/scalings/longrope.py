@@ -7,10 +7,11 @@ grow by `attention_factor`, or by sqrt(1 + ln(factor) / ln(original_length)).
 import math
 from typing import Self
 
+import torch
 from pydantic import model_validator
 
 from heddle.config import Count, DesignError, Positive, refuse
-from heddle.numerics.rotate import frequencies
+from heddle.numerics.rotate import periods
 from heddle.parts.scalings import Longer, ScalingConfig, Stretched
 
 
@@ -38,14 +39,14 @@ class LongropeConfig(ScalingConfig):
             refuse("factor", f"{self.factor} grows by ln(original_length) = 0; give attention_factor instead")
         return self
 
-    def stretch(self, dim: int, base: float, length: int) -> Stretched:
+    def stretch(self, dim: int, base: float, length: int, dtype: torch.dtype) -> Stretched:
         """Every frequency divided by its factor. Raises DesignError where there are not as many factors as pairs."""
         for name, given in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
             if len(given) != dim // 2:
                 raise DesignError(name, f"{len(given)} given; {dim} turned dims need {dim // 2}")
         factors = self.long_factor if length > self.original_length else self.short_factor
-        thetas = tuple(theta / own for theta, own in zip(frequencies(dim, base), factors, strict=True))
-        return Stretched(thetas, self._amplitude())
+        slower = torch.tensor(factors, dtype=dtype, device="cpu") * periods(dim, base, dtype)
+        return Stretched(tuple((1.0 / slower).tolist()), self._amplitude())
 
     def _amplitude(self) -> float:
         if self.factor is None or self.factor == 1.0:

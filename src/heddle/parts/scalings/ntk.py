@@ -6,8 +6,10 @@ s is `factor`, or, where `original_length` is given, it grows with the text (dyn
 s = 1 + factor · (max(length, original_length) / original_length − 1), which is 1 up to the original length.
 """
 
+import torch
+
 from heddle.config import Count, DesignError
-from heddle.numerics.rotate import frequencies
+from heddle.numerics.rotate import periods
 from heddle.parts.scalings import Longer, ScalingConfig, Stretched
 
 
@@ -22,12 +24,12 @@ class NtkConfig(ScalingConfig):
         """Whether it is the dynamic one."""
         return self.original_length is not None
 
-    def stretch(self, dim: int, base: float, length: int) -> Stretched:
+    def stretch(self, dim: int, base: float, length: int, dtype: torch.dtype) -> Stretched:
         """Each frequency by its own share. Raises DesignError for a single pair, which has nothing to share."""
         if dim == 2:
             raise DesignError("", "a single pair keeps its frequency under ntk; turn more dims, or scale by linear")
         times = self.factor
         if self.original_length is not None:
             times = 1.0 + self.factor * max(0.0, length / self.original_length - 1.0)
-        thetas = (theta * times ** (-2 * i / (dim - 2)) for i, theta in enumerate(frequencies(dim, base)))
-        return Stretched(tuple(thetas))
+        share = torch.arange(0, dim, 2, dtype=dtype, device="cpu") / (dim - 2)
+        return Stretched(tuple((times**-share / periods(dim, base, dtype)).tolist()))

@@ -10,10 +10,11 @@ then latent attention multiplies its scores by m(mscale_all_dim)² (DeepSeek).
 import math
 from typing import Self
 
+import torch
 from pydantic import model_validator
 
 from heddle.config import Count, Positive, refuse
-from heddle.numerics.rotate import frequencies
+from heddle.numerics.rotate import periods
 from heddle.parts.scalings import Longer, ScalingConfig, Stretched
 
 
@@ -40,17 +41,16 @@ class YarnConfig(ScalingConfig):
             refuse("attention_factor", "is given beside mscale, which says the same; keep one of the two")
         return self
 
-    def stretch(self, dim: int, base: float, length: int) -> Stretched:
+    def stretch(self, dim: int, base: float, length: int, dtype: torch.dtype) -> Stretched:
         """The ramp between pairs, and the factors of cosines and scores."""
         fast, slow = (self._pair(turns, dim, base) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:
             fast, slow = math.floor(fast), math.ceil(slow)
         fast, slow = max(fast, 0), min(slow, dim - 1)
         span = slow - fast or 0.001  # a step where both are one pair
-        thetas = []
-        for index, theta in enumerate(frequencies(dim, base)):
-            slower = min(max((index - fast) / span, 0.0), 1.0)
-            thetas.append(theta * (1.0 - slower) + theta / self.factor * slower)
+        period = periods(dim, base, dtype)
+        kept = 1.0 - ((torch.arange(dim // 2, dtype=dtype, device="cpu") - fast) / span).clamp(0.0, 1.0)
+        thetas = (1.0 / (self.factor * period) * (1.0 - kept) + 1.0 / period * kept).tolist()
         if self.mscale is None or self.mscale_all_dim is None:
             return Stretched(tuple(thetas), self.attention_factor or self._growth(1.0))
         whole = self._growth(self.mscale_all_dim)

@@ -1,0 +1,190 @@
+"""Config files as they were published, in the spelling of transformers 4; and files that are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heddle.config import decode
+from heddle.errors import ConfigError
+from heddle.exchange.export import export
+from heddle.exchange.family import families
+from heddle.exchange.fit import fit, fits, read, service
+from heddle.model.config import LayerConfig, ModelConfig
+from heddle.model.decoder import build
+from tests.cases import CASES as DESIGNS
+from tests.exchange.cases import FULL, SLIDING, Fields
+from tests.exchange.oracle import AutoConfig, AutoModelForCausalLM, config_of, imported, our_logits, their_logits
+
+OLD: Fields = {
+    "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": True, "attention_dropout": 0.0,
+    "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
+    "intermediate_size": 14336, "vocab_size": 32000, "rms_norm_eps": 1e-05,
+}  # fmt: skip
+SILU: Fields = {"hidden_act": "silu", "tie_word_embeddings": False}
+QWEN: Fields = SILU | {"num_hidden_layers": 28, "rope_theta": 1000000.0, "sliding_window": 131072}
+GEMMA: Fields = {
+    "hidden_activation": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "attention_bias": False,
+    "num_attention_heads": 8, "num_hidden_layers": 26, "query_pre_attn_scalar": 144, "pad_token_id": 0,
+}  # fmt: skip
+OLMO: Fields = SILU | {"attention_bias": False, "rope_theta": 500000, "num_key_value_heads": 32}
+PUBLISHED: dict[str, tuple[str, Fields]] = {
+    "llama": (
+        "llama",
+        SILU
+        | {
+            "rope_theta": 500000.0, "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1,
+            "rope_scaling": {
+                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    "llama-linear": ("llama", SILU | {"rope_scaling": {"type": "linear", "factor": 2}}),
+    "mistral": ("mistral", SILU | {"rope_theta": 10000.0, "sliding_window": 4096}),
+    "mistral-full": ("mistral", SILU | {"rope_theta": 1000000.0, "sliding_window": None}),
+    "mistral-silent": ("mistral", SILU),
+    "qwen2": ("qwen2", QWEN | {"use_sliding_window": False, "max_window_layers": 28}),
+    "qwen2-windows": ("qwen2", QWEN | {"use_sliding_window": True, "max_window_layers": 21}),
+    "qwen2-yarn": (
+        "qwen2",
+        QWEN | {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
+    ),
+    "qwen3": (
+        "qwen3",
+        QWEN | {"sliding_window": None, "head_dim": 128, "attention_bias": False, "max_window_layers": 28},
+    ),
+    "gemma2": (
+        "gemma2",
+        GEMMA
+        | {
+            "hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0, "rope_theta": 10000.0, "sliding_window": 4096, "sliding_window_size": 4096,
+            "use_bidirectional_attention": False,
+        },
+    ),
+    "gemma2-silent": ("gemma2", GEMMA),
+    "gemma3": (
+        "gemma3_text",
+        GEMMA
+        | {
+            "head_dim": 256, "attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_theta": 1000000,
+            "rope_local_base_freq": 10000, "rope_scaling": None, "sliding_window": 512, "sliding_window_pattern": 6,
+        },
+    ),
+    "gemma3-linear": (
+        "gemma3_text",
+        GEMMA
+        | {
+            "rope_theta": 2000000.0, "rope_local_base_freq": 20000.0, "sliding_window": 1024,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 4,
+        },
+    ),
+    "olmo2": ("olmo2", OLMO | {"rope_scaling": None}),
+    "olmo3": (
+        "olmo3",
+        OLMO
+        | {
+            "sliding_window": 4096, "layer_types": ([SLIDING] * 3 + [FULL]) * 8,
+            "rope_scaling": {
+                "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0,
+                "beta_slow": 1.0, "attention_factor": 1.2079441541679836,
+            },
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_an_older_file_says_what_transformers_makes_of_it(name: str) -> None:
+    """Their own class turns it into the newer spelling; we read both as the same design."""
+    family, fields = PUBLISHED[name]
+    old = OLD | fields | {"model_type": family}
+    new = json.loads(AutoConfig.for_model(**old).to_json_string())
+    assert "rope_theta" not in new
+    assert new["rope_parameters"]
+    design = read(old, families()[family])
+    assert design == read(new | {"model_type": family}, families()[family])
+
+
+OLDER = ("rope_theta", "rope_scaling", "rope_local_base_freq")
+
+
+@pytest.mark.parametrize("unread", [(), ("rope_parameters",), OLDER])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_an_export_says_the_same_to_older_and_newer_readers(name: str, unread: tuple[str, ...]) -> None:
+    """What transformers makes of a config of ours is the design again, whichever spelling it knows."""
+    family, fields = PUBLISHED[name]
+    design = read(OLD | fields | {"model_type": family}, families()[family])
+    found = fit(design, families()[family])
+    assert not found.obstacles
+    told = {name: value for name, value in found.config.items() if name not in unread}
+    seen = json.loads(AutoConfig.for_model(family, **told).to_json_string())
+    assert read(seen | {"model_type": family}, families()[family]) == design
+
+
+WINDOWED = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3"]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("family", WINDOWED)
+def test_layers_of_one_type_alone_go_out(family: str, window: int | None, tmp_path: Path) -> None:
+    variant = "plain" if family in ("gemma2", "gemma3_text", "olmo3") else None
+    given = imported(family, variant or {"mistral": "window"}.get(family, "no-window")).model.config
+    first = next(layer for _, layer in given.expand())
+    assert first.mixer is not None
+    mixer = first.mixer.replace(window=window)
+    model = build(given.replace(layers=(LayerConfig(repeat=3, mixer=mixer, feedforward=first.feedforward),)), seed=4)
+    found = export(model, tmp_path / "out")
+    simpler = {} if window else {"mistral": "llama", "olmo3": "olmo2"}
+    assert found.family.model_type == simpler.get(family, family)
+    assert service(model.config).architecture == found.family.architecture
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.randint(1, 90, (2, 23))
+    torch.testing.assert_close(our_logits(model, tokens), their_logits(theirs, tokens), rtol=0, atol=1e-5)
+
+
+NESTED = {FULL: {"rope_type": "default", "rope_theta": 1e6}, SLIDING: {"rope_type": "default", "rope_theta": 1e4}}
+SHORT_YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 9, "truncate": False}
+WRONG: list[tuple[str, Fields, str]] = [
+    ("mistral", {"num_attention_heads": 0}, "'num_attention_heads' is 0; should be from 1 to"),
+    ("mistral", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5; models of this family turn all dims"),
+    ("llama", {"hidden_size": 43}, "'hidden_size' is 43; llama asks a multiple of its 6 heads"),
+    ("gemma2", {"hidden_size": 43}, "'hidden_size' is 43; gemma2 asks a multiple of its 6 heads"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "'query_pre_attn_scalar' is 0; should be at least 1"),
+    ("gemma2", {"use_bidirectional_attention": True}, "'use_bidirectional_attention' is True; heddle builds False"),
+    ("gemma2", {"layer_types": [SLIDING]}, "'layer_types' is .*; num_hidden_layers asks 3 entries"),
+    ("gemma2", {"layer_types": [SLIDING, FULL, "conv"]}, f"'layer_types' is .*; this family has {FULL} and {SLIDING}"),
+    ("gemma2", {"sliding_window": None}, f"'sliding_window' is None; layers of type {SLIDING} need a window"),
+    ("gemma2", {"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; should be from 1 to"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0; heddle builds None only"),
+    ("gemma3_text", {"sliding_window_pattern": 0}, "'sliding_window_pattern' is 0; should be at least 1"),
+    ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "should have a table for full_attention and one"),
+    ("olmo3", {"rope_parameters": NESTED | {FULL: SHORT_YARN}}, "transformers reads no 'truncate' in the table of one"),
+    ("olmo3", {"rope_parameters": NESTED | {FULL: [1.0]}}, "'full_attention' is .*; should be of kind dict"),
+    ("olmo3", {"sliding_window": -1}, "window: "),
+    ("qwen2", {"use_sliding_window": "no"}, "'use_sliding_window' is 'no'; should be of kind bool"),
+    ("qwen3", {"layer_types": [SLIDING, FULL, FULL]}, f"layers of type {SLIDING} need a window"),
+]
+
+
+@pytest.mark.parametrize(("family", "fields", "sentence"), WRONG)
+def test_what_a_family_cannot_be_is_refused_by_field(family: str, fields: Fields, sentence: str) -> None:
+    variant = {"mistral": "window", "qwen2": "no-window", "qwen3": "no-window"}.get(family, "plain")
+    config: dict[str, Any] = json.loads(config_of(family, variant).to_json_string())
+    if "num_hidden_layers" in fields or "sliding_window_pattern" in fields:
+        del config["layer_types"]
+    with pytest.raises(ConfigError, match=sentence):
+        read(config | fields, families()[family])
+
+
+def test_every_family_has_a_config_that_comes_nearest_to_any_design() -> None:
+    """Whatever parts a design has, each family writes what it can and says what it cannot."""
+    for name, data in DESIGNS.items():
+        design = decode(ModelConfig, data)
+        for found in fits(design):
+            assert json.dumps(found.config), name
+            assert all(str(one) for one in found.obstacles), name
