@@ -11,6 +11,7 @@ from heddle.checkpoints.folder import Contents, read_folder, write_folder
 from heddle.checkpoints.steps import FOLDER, latest
 from heddle.data.tokenizer import Tokenizer
 from heddle.errors import CheckpointError
+from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.load import load_config
 from heddle.progress import say
@@ -76,9 +77,11 @@ def read_design(contents: Contents) -> dict[str, Any]:
     return data
 
 
-def restore(contents: Contents, dtype: torch.dtype | None, device: torch.device | str) -> Decoder:
-    """Build the design of a folder with its weights."""
-    model = build(load_config(read_design(contents)), device="meta")
+def restore(
+    contents: Contents, dtype: torch.dtype | None, device: torch.device | str, config: ModelConfig | None = None
+) -> Decoder:
+    """Build the design of a folder, or another one of the same parameters, with its weights."""
+    model = build(load_config(read_design(contents)) if config is None else config, device="meta")
     held = contents.tensors(WEIGHTS, device)
     expected = dict(model.named_parameters())
     place = f"{contents.folder}/{WEIGHTS}"

@@ -1,6 +1,7 @@
 """Everything a run needs to go on as if it had never stopped, as one checkpoint folder."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,13 +31,20 @@ class Progress:
     streak: int = 0
 
 
-def save_run(run: Path, model: Decoder, optimizer: Optimizer, progress: Progress, tokenizer: Tokenizer | None) -> Path:
-    """Write the checkpoint of a step, and drop all but the newest two."""
+def save_run(
+    run: Path,
+    model: Decoder,
+    optimizer: Optimizer,
+    progress: Progress,
+    tokenizer: Tokenizer | None,
+    texts: Mapping[str, str],
+) -> Path:
+    """Write the checkpoint of a step, with other texts by file name, and drop all but the newest two."""
     moments: dict[str, Tensor] = {"rng.cpu": torch.get_rng_state()}
     for name, state in optimizer.state.items():
         for key, value in state.items():
             moments[f"{key}.{name}"] = torch.as_tensor(value)
-    documents = model_documents(model, tokenizer) | {PROGRESS: json.dumps(vars(progress), sort_keys=True) + "\n"}
+    documents = dict(texts) | model_documents(model, tokenizer) | {PROGRESS: json.dumps(vars(progress), sort_keys=True) + "\n"}
     tensors = {WEIGHTS: model_tensors(model), TRAINING: moments}
     path = write_step(run, progress.step, tensors=tensors, documents=documents)
     prune(run, KEEP)

@@ -57,7 +57,7 @@ def gradients(
         tokens = torch.from_numpy(batch.tokens[start : start + rows]).to(device)
         samples = torch.from_numpy(batch.samples[start : start + rows]).to(device)
         targets = torch.from_numpy(batch.targets[start : start + rows]).to(device)
-        layout = Layout.packed(batch.lengths[start : start + rows], device=device)
+        layout = Layout.packed(batch.lengths[start : start + rows], targets.shape[1], device)
         if batch.places is not None:
             layout = layout.with_places(torch.from_numpy(batch.places[start : start + rows]).to(device))
         with keyed(Key(*key, samples)):
