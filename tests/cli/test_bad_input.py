@@ -73,7 +73,7 @@ MANY_WIDTHS = ",".join(str(width) for width in range(2, 132, 2))
 ONE_LONG_TABLE: list[tuple[str, int, str]] = [
     # verbs and options
     ("frob", 2, "No such command 'frob'; see heddle --help"),
-    ("train", 2, "Missing argument 'DESIGN'; see heddle train --help"),
+    ("train", 2, "DESIGN: is missing; give a file, preset:NAME or a folder, or --from FOLDER"),
     ("show", 2, "DESIGN: is missing; give a file"),
     ("compare", 2, "Missing argument 'DESIGN|FIELD=VALUE'"),
     ("generate", 2, "Missing argument 'RUN'"),

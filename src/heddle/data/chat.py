@@ -66,6 +66,11 @@ class Chat:
         """Tokens of a row."""
         return self.train.context
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """That which they are written with."""
+        return self.form.tokenizer
+
     def batch(self, seed: int, first: int, rows: int) -> Batch:
         """Rows `first` to `first + rows − 1` of an endless order: every row once an epoch, each epoch anew."""
         samples = np.arange(first, first + rows, dtype=np.int64)

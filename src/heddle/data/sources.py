@@ -190,6 +190,8 @@ def open_source(argument: str) -> tuple[Source, float]:
         return _standard_library(), weight
     if tables.is_table(argument):
         return _table(argument), weight
+    if argument.startswith("chat:"):
+        raise DataError(f"data {_shown(argument)} is conversations, not text: give them to train, beside nothing else.")
     if is_recall(argument):
         raise DataError(
             f"data {_shown(argument)} is a task, not text: give it to train as the only --data; compare has --recall."

@@ -33,19 +33,25 @@ class Base:
     def design(self, given: str | None, overrides: Sequence[str]) -> ModelConfig:
         """The base's design with overrides; `given` may name it again. Raises ConfigError for another one."""
         if given is not None:
-            named = load_config(given)
-            named = named if named.vocab_size is not None else named.replace(vocab_size=self.config.vocab_size)
-            other = first_difference(plain(self.config.resolved().dump()), plain(named.resolved().dump()))
+            if self._differs(load_config(given, overrides)) is None:
+                return self.config
+            other = self._differs(load_config(given))
             if other is not None:
                 raise ConfigError(
                     f"{given}: is another design than that in {self.contents.folder} ({other}); leave DESIGN out, and "
                     "give what changes as FIELD=VALUE"
                 )
         config = load_config(self.config.dump(), overrides)
-        changed = first_difference(plain(self.config.resolved().dump()), plain(config.resolved().dump()))
+        changed = self._differs(config)
         if changed is not None:
             say(f"the design is not quite that of {self.contents.folder}: {changed}")
         return config
+
+    def _differs(self, other: ModelConfig) -> str | None:
+        """The first field in which a design differs, in words; one that names no vocabulary has the base's."""
+        if other.vocab_size is None:
+            other = other.replace(vocab_size=self.config.vocab_size)
+        return first_difference(plain(self.config.resolved().dump()), plain(other.resolved().dump()))
 
     def start(self, config: ModelConfig, device: str) -> Decoder:
         """A design with the base's weights, in float32. Raises CheckpointError where their names or shapes differ."""

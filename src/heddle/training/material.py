@@ -1,5 +1,4 @@
-"""What a run learns from, and how it is measured: text and conversations in bits per byte, answers by how many are right.
-"""
+"""What a run learns from, and how it is measured: text and chats in bits per byte, answers by how many are right."""
 
 import itertools
 import math
@@ -121,7 +120,7 @@ class Turns:
     @property
     def tokenizer(self) -> Tokenizer:
         """That which the conversations are written with."""
-        return self.chat.form.tokenizer
+        return self.chat.tokenizer
 
     @property
     def documents(self) -> dict[str, str]:
