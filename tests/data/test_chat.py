@@ -80,10 +80,6 @@ def check_our_own(known: Tokenizer) -> None:
         assert scored[len(prompt) - 1 : len(prompt) + 1] == [False, True]
 
 
-def test_our_own_format_is_as_described(known: Tokenizer) -> None:
-    check_our_own(known)
-
-
 @pytest.mark.parametrize("template", [MARKED, HEADED, None])
 @pytest.mark.parametrize("where", [TEMPLATE, SETTINGS])
 def test_a_template_gives_the_tokens_that_transformers_gives(marked: Tokenizer, template: str, where: str) -> None:
@@ -92,7 +88,7 @@ def test_a_template_gives_the_tokens_that_transformers_gives(marked: Tokenizer, 
     if template is not None and where == SETTINGS:
         settings["chat_template"] = [{"name": "tools", "template": "x"}, {"name": "default", "template": template}]
     form = ChatFormat(marked, documents | {SETTINGS: json.dumps(settings)})
-    theirs = PreTrainedTokenizerFast(tokenizer_object=Engine.from_str(marked.to_json()), bos_token="<s>")
+    theirs: Any = PreTrainedTokenizerFast(tokenizer_object=Engine.from_str(marked.to_json()), bos_token="<s>")
     for seed in range(6):
         said = chats.talk(seed)
         ((tokens, scored),) = spoken(form, said)
@@ -173,8 +169,15 @@ def check_batches(known: Tokenizer, tmp_path: Path) -> None:
     assert sorted(seen) == sorted(tuple(chats.plainly(known, one)[0]) for one in talks)
 
 
-def test_batches_ask_what_the_assistant_says(known: Tokenizer, tmp_path: Path) -> None:
+def check_everything(known: Tokenizer, tmp_path: Path) -> None:
+    check_our_own(known)
     check_batches(known, tmp_path)
+
+
+def test_our_own_format_is_as_described_and_batches_ask_what_the_assistant_says(
+    known: Tokenizer, tmp_path: Path
+) -> None:
+    check_everything(known, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +198,7 @@ def test_planted_faults_are_caught(
 ) -> None:
     plant(monkeypatch, place, old, new)
     with pytest.raises((AssertionError, ValueError)):
-        check_our_own(known)
-        check_batches(known, tmp_path)
+        check_everything(known, tmp_path)
 
 
 @given(st.lists(st.integers(1, 40)), st.integers(40, 50))

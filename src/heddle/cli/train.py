@@ -174,7 +174,7 @@ def _config(design: str | None, overrides: list[str] | None, base: "Base | None"
             raise ConfigError("DESIGN: is missing; give a file, preset:NAME or a folder, or --from FOLDER")
         return read_config(design, given)
     if design is not None and "=" in design and not Path(design).exists():  # an override stands first
-        design, given = None, [design, *given]
+        return base.design(None, [design, *given])
     return base.design(design, given)
 
 

@@ -94,8 +94,8 @@ def prepare_chat(
 ) -> Chat:
     """Read, check, write as tokens and pack. `documents`: what lies beside the tokenizer, such as its chat template.
 
-    One conversation in twenty, chosen by its hash, is held out, so equal ones are never on both sides; where that leaves
-    a side empty, one. A conversation longer than `context` is cut there. Raises DataError naming file and line.
+    One conversation in twenty, chosen by its hash, is held out, so equal ones are never on both sides; where that
+    leaves a side empty, one. A conversation longer than `context` is cut there. Raises DataError naming file and line.
     """
     try:
         form = ChatFormat(tokenizer, documents)
@@ -112,7 +112,7 @@ def prepare_chat(
                 bar.advance(size)
     train, held = sides.packed()
     cut, lost = sides.cut, sides.lost
-    report = {
+    report: dict[str, Any] = {
         "name": "+".join(printable(path.name) for path in paths),
         "hash": hashlib.sha256(content.digest() + form.hash.encode()).hexdigest(),
         "conversations": found,
@@ -196,21 +196,22 @@ def _conversations(path: Path, form: ChatFormat) -> Iterator[tuple[bytes, list[S
     label = printable(str(path))
     if not path.is_file():
         raise DataError(f"data file {label} is no file: give chat:FILE.jsonl.")
-    number = 0
+    line = 0
     try:
         with open(path, "rb") as file:
             for number, record in json_lines(file):
+                line = number
                 messages = _messages(record)
                 plain = json.dumps([[one["role"], one["content"]] for one in messages]).encode()
                 yield hashlib.sha256(plain).digest(), form.rows(messages), len(plain)
     except _Misfit as error:
-        raise DataError(f"data file {label} {error} on line {number}: give {_EXPECTED}.") from error
+        raise DataError(f"data file {label} {error} on line {line}: give {_EXPECTED}.") from error
     except UnreadableError as error:
-        place = "" if "on line" in str(error) else f", line {number},"
+        place = "" if "on line" in str(error) else f", line {line},"
         raise DataError(f"data file {label}{place} {error}.") from error
     except OSError as error:
         raise DataError(f"data file {label} cannot be read ({error.strerror or error}): make it readable.") from error
-    if number == 0:
+    if line == 0:
         raise DataError(f"data file {label} is empty: give one conversation a line.")
 
 

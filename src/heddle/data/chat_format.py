@@ -1,8 +1,8 @@
 """A conversation as tokens: a chat template writes it as one text, and the assistant's own tokens are marked in it.
 
-The template is the one a tokenizer came with (Jinja, in a sandbox), or heddle's: `<|end|>ROLE`, a line end, the content,
-for each message, and `<|end|>` after the last answer. An answer is what stands after the prompt to generate it, up to
-the special token that ends its turn, which is learned too.
+The template is the one a tokenizer came with (Jinja, in a sandbox), or heddle's: `<|end|>ROLE`, a line end and the
+content for each message, and `<|end|>` after the last answer. An answer is what stands after the prompt to generate it,
+up to the special token that ends its turn, which is learned too.
 """
 
 from __future__ import annotations

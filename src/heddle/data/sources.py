@@ -173,9 +173,9 @@ def open_source(argument: str) -> tuple[Source, float]:
 
     `stdlib`, a data set (`hf:PATH`, see `tables`), a file, or a folder (searched recursively; hidden files,
     linked folders, `__pycache__`, installed packages and files without a text suffix are left out), each
-    optionally with `@WEIGHT`, such as `books@3`: a positive number with at most three decimals. A file or folder whose name really ends so
-    wins over the weight. `stdlib` is always the source of the running Python; write `./stdlib` for a folder
-    of that name. Raises DataError.
+    optionally with `@WEIGHT`, such as `books@3`: a positive number with at most three decimals. A file or folder
+    whose name really ends so wins over the weight. `stdlib` is always the source of the running Python; write
+    `./stdlib` for a folder of that name. Raises DataError.
     """
     weight = 1.0
     match = _WEIGHT.fullmatch(argument)

@@ -57,7 +57,9 @@ def parse_table(argument: str) -> Table:
     while match := _OPTION.fullmatch(rest):
         rest, key, value = match["rest"], match["key"], match["value"]
         if key not in ("text", "split") or not value:
-            raise DataError(f"data {printable(argument)}: cannot read '{key}={value}'; options: text=COLUMN, split=NAME")
+            raise DataError(
+                f"data {printable(argument)}: has no option '{key}={value}'; choices: text=COLUMN, split=NAME"
+            )
         if key in options:
             raise DataError(f"data {printable(argument)}: says {key} twice; keep one")
         options[key] = value
@@ -151,7 +153,7 @@ def _check_column(schema: Any, column: str) -> int:
     if types.is_dictionary(kind):
         kind = kind.value_type
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise UnreadableError(f"has {printable(str(kind))[:60]} in column '{column}', not text: name a column of strings")
+        raise UnreadableError(f"has {printable(str(kind))[:60]} in column '{column}', not text: name another")
     return int(index)
 
 
@@ -176,7 +178,7 @@ def _saved(table: Table, folder: Path) -> list[Path]:
     names = [entry.get("filename") for entry in one.get("_data_files") or [] if isinstance(entry, dict)]
     if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
         raise DataError(f"data file {printable(str(state))} names no files of its folder: save the data set again.")
-    return [folder / name for name in names]
+    return [folder / str(name) for name in names]
 
 
 def _found(table: Table) -> list[Path]:
@@ -205,9 +207,7 @@ def _below(table: Table) -> Iterator[Path]:
 
     for folder, inner, names in os.walk(table.path, onerror=unreadable):
         inner[:] = [name for name in inner if not name.startswith(".")]
-        yield from (
-            Path(folder, name) for name in names if not name.startswith(".") and name.lower().endswith(FORMATS)
-        )
+        yield from (Path(folder, name) for name in names if not name.startswith(".") and name.lower().endswith(FORMATS))
 
 
 def _splits_of(relative: Path) -> set[str]:

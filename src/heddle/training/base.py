@@ -60,7 +60,8 @@ class Base:
         except CheckpointError as error:
             if config == self.config:
                 raise
-            raise ConfigError(f"{error}, since an override changed it; with --from, override what has no weights") from None
+            reason = f"{error}, since an override changed it"
+            raise ConfigError(f"{reason}; with --from, override only what has no weights") from None
 
 
 def open_base(folder: Path) -> Base:

@@ -44,9 +44,9 @@ def save_run(
     for name, state in optimizer.state.items():
         for key, value in state.items():
             moments[f"{key}.{name}"] = torch.as_tensor(value)
-    documents = dict(texts) | model_documents(model, tokenizer) | {PROGRESS: json.dumps(vars(progress), sort_keys=True) + "\n"}
+    own = model_documents(model, tokenizer) | {PROGRESS: json.dumps(vars(progress), sort_keys=True) + "\n"}
     tensors = {WEIGHTS: model_tensors(model), TRAINING: moments}
-    path = write_step(run, progress.step, tensors=tensors, documents=documents)
+    path = write_step(run, progress.step, tensors=tensors, documents={**texts, **own})
     prune(run, KEEP)
     return path
 
