@@ -495,6 +495,10 @@ BUGS = [
         "to_gates[piece] += (", "to_gates[piece] += 0 * ("),
     Bug("half the gradient of the stream", "forms", "moe", f"{SORTED}:_backward",
         "to_rows[piece].addmm_(slopes[1][piece], own.gate)", "pass"),
+    Bug("a sigmoid that passes no gradient", "true_gradients", "gated-clamped", "numerics.activations:clamped",
+        "(alpha * bounded)", "(alpha * bounded.detach())"),
+    Bug("up and gate exchanged", "forms", "moe-clamped", f"{SORTED}:hidden_of", "activation(up, gate)",
+        "activation(up, gate) if gate is None else activation(gate, up)"),
     Bug("rows that are no choice in the gradient", "forms", "moe", f"{SORTED}:_spread", "made[unused] = 0.0", "pass"),
 ]
 # fmt: on

@@ -14,6 +14,7 @@ from heddle.errors import CheckpointError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.load import load_config
+from heddle.model.lora import merge_lora
 from heddle.progress import say
 
 WEIGHTS = "model.safetensors"
@@ -22,7 +23,10 @@ TOKENIZER = "tokenizer.json"
 
 
 def save(model: Decoder, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
-    """Write a model so that the folder is at every instance whole. Raises CheckpointError or MachineError."""
+    """Write a model so that the folder is at every instance whole; adapters (LoRA) are merged.
+
+    Raises CheckpointError or MachineError.
+    """
     tensors = {WEIGHTS: model_tensors(model)}
     write_folder(Path(folder), tensors=tensors, documents=model_documents(model, tokenizer), kind="model")
 
@@ -56,8 +60,8 @@ def find(folder: Path) -> Path:
 
 
 def model_tensors(model: Decoder) -> dict[str, Tensor]:
-    """The parameters by name; a tied head is written once, as the embedding."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """The parameters by name; a tied head is written once, as the embedding, and adapters are merged."""
+    return {name: parameter.detach() for name, parameter in merge_lora(model).named_parameters()}
 
 
 def model_documents(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, str]:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from heddle.data.recall import Practice
     from heddle.data.tokenizer import Tokenizer
     from heddle.model.config import ModelConfig
-    from heddle.training.base import Base
+    from heddle.training.base import Base, Lora
     from heddle.training.loop import Job, Outcome
     from heddle.training.settings import Settings
 
@@ -52,6 +52,13 @@ def train(  # noqa: PLR0913 - one parameter an option
         Path | None, typer.Option("--from", metavar="FOLDER", help="Start from this model's or run's weights.")
     ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The run's folder.")] = Path("runs/train"),
+    lora: Annotated[
+        int | None, typer.Option("--lora", metavar="RANK", help="With --from: learn adapters of this rank alone.")
+    ] = None,
+    lora_targets: Annotated[
+        list[str] | None,
+        typer.Option("--lora-targets", metavar="PATH", help="Projections with adapters; repeat. [layers.*.mixer.q, .v]"),
+    ] = None,
     data: Data = None,
     tokenizer: TokenizerFile = None,
     vocab_size: VocabSize = None,
@@ -143,6 +150,7 @@ def train(  # noqa: PLR0913 - one parameter an option
             device=runtime.device,
             circumstances=circumstances,
             base=base,
+            lora=_lora(lora, lora_targets, base),
         )
         _report(run(job), job, as_json)
 
@@ -176,6 +184,18 @@ def _config(design: str | None, overrides: list[str] | None, base: "Base | None"
     if design is not None and "=" in design and not Path(design).exists():  # an override stands first
         return base.design(None, [design, *given])
     return base.design(design, given)
+
+
+def _lora(rank: int | None, targets: list[str] | None, base: "Base | None") -> "Lora | None":
+    from heddle.training.base import Lora
+
+    if rank is None:
+        if targets:
+            raise ConfigError(f"--lora-targets {targets[0]}: says where adapters go; give their rank with --lora too")
+        return None
+    if base is None:
+        raise ConfigError(f"--lora {rank}: adapters learn beside weights that have learned; give these with --from")
+    return Lora(rank, tuple(targets)) if targets else Lora(rank)
 
 
 def _tokenizer(given: Path | None, vocab_size: int | None, base: "Base | None") -> "Tokenizer | Path | None":

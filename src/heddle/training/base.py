@@ -13,11 +13,20 @@ from heddle.errors import CheckpointError, ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.load import load_config
+from heddle.model.lora import TARGETS
 from heddle.progress import say
 from heddle.training.record import first_difference, plain
 from heddle.training.snapshot import PROGRESS
 
 OWN = (CONFIG, TOKENIZER, PROGRESS)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Only adapters learn: their rank, and the paths of the projections that have one."""
+
+    rank: int
+    targets: tuple[str, ...] = TARGETS
 
 
 @dataclass(frozen=True)

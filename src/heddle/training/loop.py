@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from heddle.evaluation.bits import bits_per_byte
 from heddle.model.compiled import compiled
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
-from heddle.training.base import Base
+from heddle.model.lora import add_lora
+from heddle.training.base import Base, Lora
 from heddle.training.material import Answers, Material, Measured, Source, Text, Turns
 from heddle.training.optimizer import Optimizer, make_optimizer
 from heddle.training.record import Log, open_run
@@ -72,6 +73,7 @@ class Job:
     name: str = "training"  # of the progress bar
     circumstances: dict[str, Any] | None = None
     base: Base | None = None  # whose weights it starts from
+    lora: Lora | None = None
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -93,14 +95,20 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """What decides the result: a run is continued only by a job that shares it."""
         data = self.material.identity()
-        base = None if self.base is None else self.base.hash
-        return {"design": self.config.dump(), "data": data, "settings": self.settings.identity(), "base": base}
+        start = {
+            "base": None if self.base is None else self.base.hash,
+            "lora": None if self.lora is None else asdict(self.lora),
+        }
+        return {"design": self.config.dump(), "data": data, "settings": self.settings.identity(), **start}
 
     def start(self) -> Decoder:
         """The model before the first step."""
-        if self.base is not None:
-            return self.base.start(self.config, self.device)
-        return build(self.config, device=self.device, seed=self.settings.seed)
+        seed = self.settings.seed
+        if self.base is None:
+            model = build(self.config, device=self.device, seed=seed)
+        else:
+            model = self.base.start(self.config, self.device)
+        return model if self.lora is None else add_lora(model, self.lora.targets, self.lora.rank, seed=seed)
 
 
 def train(job: Job) -> Outcome:

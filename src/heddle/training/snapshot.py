@@ -14,11 +14,13 @@ from heddle.checkpoints.steps import latest, prune, write_step
 from heddle.data.tokenizer import Tokenizer
 from heddle.errors import CheckpointError
 from heddle.model.decoder import Decoder
+from heddle.model.lora import lora_tensors
 from heddle.progress import say
 from heddle.training.optimizer import Optimizer
 
 TRAINING = "training.safetensors"
 PROGRESS = "training.json"
+ADAPTERS = "adapters.safetensors"  # beside the weights in which they are merged
 KEEP = 2
 
 
@@ -46,6 +48,8 @@ def save_run(
             moments[f"{key}.{name}"] = torch.as_tensor(value)
     own = model_documents(model, tokenizer) | {PROGRESS: json.dumps(vars(progress), sort_keys=True) + "\n"}
     tensors = {WEIGHTS: model_tensors(model), TRAINING: moments}
+    if adapters := lora_tensors(model):
+        tensors[ADAPTERS] = adapters
     path = write_step(run, progress.step, tensors=tensors, documents={**texts, **own})
     prune(run, KEEP)
     return path
@@ -60,7 +64,11 @@ def resume_run(run: Path, model: Decoder, optimizer: Optimizer) -> Progress:
         return Progress()
     contents = read_folder(newest.path, "training")
     device = model.embed.weight.device
-    saved = dict(restore(contents, None, device).named_parameters())
+    learned = lora_tensors(model)
+    if learned:
+        saved = contents.tensors(ADAPTERS, device)
+    else:
+        learned, saved = dict(model.named_parameters()), dict(restore(contents, None, device).named_parameters())
     moments = contents.tensors(TRAINING)
     torch.set_rng_state(moments.pop("rng.cpu"))
     state: dict[str, dict[str, Tensor]] = {}
@@ -68,7 +76,7 @@ def resume_run(run: Path, model: Decoder, optimizer: Optimizer) -> Progress:
         name, _, parameter = key.partition(".")
         state.setdefault(parameter, {})[name] = value.to(device)  # the fused step keeps even its counter there
     with torch.no_grad():
-        for path, weight in model.named_parameters():
+        for path, weight in learned.items():
             weight.copy_(saved[path])
     optimizer.load(state)
     try:
