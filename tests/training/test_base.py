@@ -19,7 +19,7 @@ from heddle.errors import CheckpointError, ConfigError
 from heddle.evaluation.bits import bits_per_byte, window_bits
 from heddle.model.decoder import build
 from heddle.training import snapshot
-from heddle.training.base import open_base
+from heddle.training.base import Lora, open_base
 from heddle.training.loop import Job, evaluate, train
 from heddle.training.record import read_log
 from tests import small
@@ -41,10 +41,10 @@ def first(texts: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def job(texts: Corpus, out: Path, base: Path, *overrides: str, **settings: Any) -> Job:
+def job(texts: Corpus, out: Path, base: Path, *overrides: str, lora: Lora | None = None, **settings: Any) -> Job:
     opened = open_base(base)
     made = small.job(texts, out, steps=STEPS, **({"save_every": 1, "evaluate_every": 2} | settings))
-    return dataclasses.replace(made, config=opened.design(None, overrides), base=opened)
+    return dataclasses.replace(made, config=opened.design(None, overrides), base=opened, lora=lora)
 
 
 STILL = ("layers.0.mixer.dropout=0", "layers.0.feedforward.dropout=0", "embedding.dropout=0", "residual.drop_path=0")
@@ -85,18 +85,37 @@ def ending(out: Path) -> tuple[str, list[dict[str, Any]]]:
     return fingerprint(step_folder(out, STEPS)), lines
 
 
+@pytest.mark.parametrize("lora", [None, Lora(2)])
 @pytest.mark.parametrize("name", ["gradients", "save_run"])
 def test_an_interrupted_training_ends_with_the_same_bits(
-    texts: Corpus, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    texts: Corpus, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, lora: Lora | None
 ) -> None:
-    train(job(texts, tmp_path / "whole", first))
-    for at in range(1, STEPS + 1):
+    train(job(texts, tmp_path / "whole", first, lora=lora))
+    for at in range(1, STEPS + 1, 2):
         out = tmp_path / str(at)
         with dying(monkeypatch, name, at, before=True):
-            train(job(texts, out, first))
+            train(job(texts, out, first, lora=lora))
         torch.manual_seed(99)
-        train(job(texts, out, first))
+        train(job(texts, out, first, lora=lora))
         assert ending(out) == ending(tmp_path / "whole"), at
+
+
+def test_adapters_learn_alone_and_are_merged_in_checkpoints(texts: Corpus, first: Path, tmp_path: Path) -> None:
+    given = job(texts, tmp_path, first, *STILL, lora=Lora(2, ("layers.*.mixer.q", "layers.*.feedforward.down")))
+    outcome = train(given)
+    base, _ = load(first)
+    merged, _ = load(tmp_path)
+    old = dict(base.named_parameters())
+    changed = {name for name, weight in merged.named_parameters() if not torch.equal(weight, old[name])}
+    assert changed == {f"layers.{n}.{path}.weight" for n in (0, 1) for path in ("mixer.q", "feedforward.down")}
+    for (bits, size), (like, same) in zip(outcome.windows, evaluate(merged, given), strict=True):
+        assert size == same
+        assert bits == pytest.approx(like, rel=1e-5)
+    assert bits_per_byte(outcome.windows) < bits_per_byte(evaluate(base, given))
+    with pytest.raises(CheckpointError, match=r"lora\.rank was 2, now it is 3"):
+        train(dataclasses.replace(given, lora=Lora(3, ("layers.*.mixer.q", "layers.*.feedforward.down"))))
+    with pytest.raises(CheckpointError, match=r"lora was .*, now it is null"):
+        train(dataclasses.replace(given, lora=None))
 
 
 def test_forgetting_the_base_is_caught(

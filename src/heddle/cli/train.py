@@ -57,7 +57,9 @@ def train(  # noqa: PLR0913 - one parameter an option
     ] = None,
     lora_targets: Annotated[
         list[str] | None,
-        typer.Option("--lora-targets", metavar="PATH", help="Projections with adapters; repeat. [layers.*.mixer.q, .v]"),
+        typer.Option(
+            "--lora-targets", metavar="PATH", help="Projections with adapters; repeat. [layers.*.mixer.q, .v]"
+        ),
     ] = None,
     data: Data = None,
     tokenizer: TokenizerFile = None,
@@ -129,6 +131,7 @@ def train(  # noqa: PLR0913 - one parameter an option
             lr_scale=parse_scales(lr_scale),
             evaluate_every=evaluate_every,
         )
+        adapters = _lora(lora, lora_targets, from_)
         base = None if from_ is None else open_base(from_)
         config = _config(design, overrides, base)
         corpus: Corpus | Chat | Practice
@@ -150,7 +153,7 @@ def train(  # noqa: PLR0913 - one parameter an option
             device=runtime.device,
             circumstances=circumstances,
             base=base,
-            lora=_lora(lora, lora_targets, base),
+            lora=adapters,
         )
         _report(run(job), job, as_json)
 
@@ -186,7 +189,7 @@ def _config(design: str | None, overrides: list[str] | None, base: "Base | None"
     return base.design(design, given)
 
 
-def _lora(rank: int | None, targets: list[str] | None, base: "Base | None") -> "Lora | None":
+def _lora(rank: int | None, targets: list[str] | None, base: Path | None) -> "Lora | None":
     from heddle.training.base import Lora
 
     if rank is None:

@@ -63,7 +63,8 @@ class Layout:
     """Positions int64 [B, T] (−1 is padding) and documents int64 [B, T] (None: one a row).
 
     start: every row stands at start, start + 1, …, in one document (`causal`). pieces: the lengths of the
-    documents of each row (`packed`). has_padding: some position may be −1. past: set by a model that carries a state.
+    documents of each row (`packed`), where no padding follows them. longest: the longest of these, padding or not.
+    has_padding: some position may be −1. past: set by a model that carries a state.
     memory: what cross-attention reads, where no state holds it already. places: x and y of each token [B, T, 2] for
     positions in the plane, beside the order that `positions` tell and causality goes by; padding's mean nothing.
     """
@@ -72,6 +73,7 @@ class Layout:
     documents: Tensor | None = None
     start: int | None = None
     pieces: tuple[tuple[int, ...], ...] | None = None
+    longest: int | None = None
     has_padding: bool = True
     past: "Past | None" = None
     memory: Memory | None = None
@@ -143,8 +145,9 @@ class Layout:
         positions = torch.full(real.shape, -1, device="cpu").masked_scatter_(real, torch.cat(made))
         documents = torch.zeros_like(positions).masked_scatter_(real, torch.repeat_interleave(numbers, sizes))
         pieces = None if any(rest) else tuple(tuple(row) for row in rows)
+        longest = max(map(max, rows))
         place = torch.get_default_device() if device is None else device
-        return Layout(positions.to(place), documents.to(place), pieces=pieces, has_padding=any(rest))
+        return Layout(positions.to(place), documents.to(place), None, pieces, longest, has_padding=any(rest))
 
     @property
     def batch(self) -> int:
@@ -167,9 +170,7 @@ class Layout:
             if self.past.after.capacity is None:
                 raise ConfigError("state: declares no capacity, on which a rotation depends; make it with one")
             return self.past.after.capacity
-        if self.pieces is not None:
-            return max(piece for row in self.pieces for piece in row)
-        return self.length
+        return self.length if self.longest is None else self.longest
 
     @property
     def padding(self) -> Tensor | None:
