@@ -168,7 +168,7 @@ ONE_LONG_TABLE: list[tuple[str, int, str]] = [
     ("train --from @/run --data chat:@/none --out @/new", 2, "data file @/none is no file: give chat:FILE.jsonl"),
     ("train --from @/run --data chat:@/talk.jsonl --data @/text --out @/new", 2,
      "--data @/text: is no conversations, and these train alone; leave it out"),
-    ("compare @/good.yaml --data chat:@/talk.jsonl", 2, "data chat:@/talk.jsonl is conversations, not text"),
+    ("compare @/good.yaml --data chat:@/talk.jsonl --out @/c9", 2, "data chat:@/talk.jsonl is conversations, not text"),
     # continued trainings
     ("train --from @/none --data @/text --out @/new", 2, "@/none.*"),
     ("train --from @/mine --data @/text --out @/new", 2, "@/mine.*"),
