@@ -297,6 +297,9 @@ def test_the_start_depends_on_seed_and_path_alone() -> None:
     assert torch.equal(first[name], small_one[name])
     assert not torch.equal(first[name], other[name])
     assert not torch.equal(first[name], first["layers.0.mixer.v.a"])
+    drawn = build(case("attention-gqa"), dtype=torch.float64, seed=1).get_parameter("layers.1.mixer.v.weight")
+    pair = torch.stack((first[name].flatten(), drawn.detach()[: len(first[name])].flatten()))
+    assert abs(float(pair.corrcoef()[0, 1])) < 0.5
 
 
 def unmerged_equals_merged() -> None:

@@ -329,7 +329,7 @@ BUGS = [
         "nn.init.zeros_(self.bias)", "pass"),
     Bug("numbers of the global generator", "seeds", "attention-mha", "parts.leaf:fill_normal", "generator=generator",
         "generator=None"),
-    Bug("the same numbers for every projection", "seeds", "attention-mha", "model.decoder:initialise",
+    Bug("the same numbers for every projection", "seeds", "attention-mha", "model.decoder:generator_of",
         'f"{seed}/{name}"', 'f"{seed}"'),
     Bug("a tied head given a weight of its own", "tied_head", "attention-mha", "model.decoder:Decoder.tie",
         "if self.config.head.tied:", "if False:"),

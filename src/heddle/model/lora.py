@@ -87,7 +87,8 @@ def add_lora(
         assert isinstance(base, Linear)
         made = LoraLinear(base, rank, alpha).train(base.training)
         if not base.weight.is_meta:
-            made.initialise(base.weight.shape[1] ** -0.5, generator_of(seed, path))
+            # Not from where the weight itself was drawn: A would be its first rows.
+            made.initialise(base.weight.shape[1] ** -0.5, generator_of(seed, f"{path}.a"))
         setattr(twin.get_submodule(owner), name, made)
     return twin
 
