@@ -192,6 +192,7 @@ CASES: dict[str, Data] = {
     "gated-relu2": forward("gated", activation="relu2"),
     "gated-gelu-tanh": forward("gated", activation="gelu_tanh"),
     "gated-gelu-bias": forward("gated", activation="gelu", bias=True),
+    "gated-clamped": forward("gated", activation="swiglu_clamped", limit=0.8, alpha=2.3, bias=True, dropout=0.2),
     "cross-grouped": design(layer(attention(kv_heads=2), None), layer(cross(6, kv_heads=2)), layer(cross(scale=0.7))),
     "cross-own-widths": design(
         layer(attention()), layer(cross(3, head_dim=5, value_dim=7, memory_width=10, bias=True), repeat=2)
@@ -264,6 +265,7 @@ CASES |= {
     "moe-every-expert": moe(3, 3, renormalise=False, z_loss=0.1, expert="mlp"),
     "moe-one-expert": moe(1, 1, routing="sigmoid", renormalise=False),
     "moe-capacity": moe(4, 2, capacity=0.6, aux_loss=0.2, dropout=0.2),
+    "moe-clamped": moe(5, 2, activation="swiglu_clamped", limit=0.6, bias=True, routing="topk_softmax", shared=1),
     "moe-after-dense": design(
         layer(attention(kv_heads=2, window=3), ALL_DROP),
         layer(delta()["mixer"], moe(6, 1, renormalise=False, aux_loss=0.4)["layers"][0]["feedforward"], 2),

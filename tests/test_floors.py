@@ -41,6 +41,7 @@ TOP = {"", "__main__", "cli"}  # heddle itself, `python -m heddle` and the comma
 # Imports that have a home: only these units may hold them.
 HOMES = {
     "transformers": {"huggingface"},
+    "pyarrow": {"data"},
     "torch.distributed": {"distributed", "checkpoints"},
 }
 # Modules outside cli/ that may read environment variables: where the cache lies, and what the terminal is.

@@ -1,6 +1,7 @@
 """Every mistake is answered with one sentence on stderr and an exit code, and leaves what was there as it was."""
 
 import io
+import json
 import re
 from pathlib import Path
 
@@ -55,6 +56,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own, tokenizer = load(root / "run")
     save(build(small.config(small.design(vocab_size=310))), root / "wider", tokenizer)
     save(own, root / "other", Tokenizer.train([small.text(9000)[::-1]], small.VOCABULARY))
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (root / "talk.jsonl").write_text(json.dumps({"messages": talk}) + "\n" + json.dumps({"messages": talk[:1]}) + "\n")
+    (root / "rows.jsonl").write_text('{"body": "warp"}\n')
     for name in ("flipped", "cut"):
         for step in (1, 2):
             weights = step_folder(root / name, step) / "model.safetensors"
@@ -73,7 +77,7 @@ MANY_WIDTHS = ",".join(str(width) for width in range(2, 132, 2))
 ONE_LONG_TABLE: list[tuple[str, int, str]] = [
     # verbs and options
     ("frob", 2, "No such command 'frob'; see heddle --help"),
-    ("train", 2, "Missing argument 'DESIGN'; see heddle train --help"),
+    ("train", 2, "DESIGN: is missing; give a file, preset:NAME or a folder, or --from FOLDER"),
     ("show", 2, "DESIGN: is missing; give a file"),
     ("compare", 2, "Missing argument 'DESIGN|FIELD=VALUE'"),
     ("generate", 2, "Missing argument 'RUN'"),
@@ -153,6 +157,34 @@ ONE_LONG_TABLE: list[tuple[str, int, str]] = [
      "the tokenizer has 320 tokens, but vocab_size is 280: set vocab_size to at least 320"),
     ("train preset:gqa-tiny --vocab-size 20 --data @/text --out @/new", 2, "vocab_size 20 is too small"),
     (f"{TRAIN} --batch-size 99999999", 2, "the training split holds .* tokens, but one batch of 99999999 samples"),
+    ("train @/good.yaml --data hf:@/none --out @/new", 2, "data hf:@/none does not exist: give a folder"),
+    ("train @/good.yaml --data hf:@/rows.jsonl --out @/new", 2, 'data file @/rows.jsonl has no string "text" on'),
+    ("train @/good.yaml --data hf:@/rows.jsonl,txt=body --out @/new", 2, "data hf:.*: has no option 'txt=body'"),
+    ("train @/good.yaml --data hf:@/empty --out @/new", 2, "data hf:@/empty holds no .parquet, "),
+    ("train @/good.yaml --data chat:@/talk.jsonl --out @/new", 2,
+     "--data chat:@/talk.jsonl: needs a tokenizer that is there already; give --from or --tokenizer"),
+    ("train --from @/run --data chat:@/talk.jsonl --out @/new", 2,
+     "data file @/talk.jsonl has no message of the assistant on line 2: give {"),
+    ("train --from @/run --data chat:@/none --out @/new", 2, "data file @/none is no file: give chat:FILE.jsonl"),
+    ("train --from @/run --data chat:@/talk.jsonl --data @/text --out @/new", 2,
+     "--data @/text: is no conversations, and these train alone; leave it out"),
+    ("compare @/good.yaml --data chat:@/talk.jsonl --out @/c9", 2, "data chat:@/talk.jsonl is conversations, not text"),
+    # continued trainings
+    ("train --from @/none --data @/text --out @/new", 2, "@/none.*"),
+    ("train --from @/mine --data @/text --out @/new", 2, "@/mine.*"),
+    ("train @/narrow.yaml --from @/run --data @/text --out @/new", 2,
+     "@/narrow.yaml: is another design than that in @/run/checkpoints/step-00000002 (vocab_size was 300, now"),
+    (f"train width=32 --from @/run --data @/text --out @/new {' '.join(SIZE)}", 2,
+     "@/run.*model.safetensors: tensor '.*, since an override changed it; with --from, override only what has no"),
+    ("train --from @/run --tokenizer @/tokenizer.json --data @/text --out @/new", 2,
+     "--tokenizer @/tokenizer.json: --from brings a tokenizer along; leave --tokenizer out"),
+    ("train --from @/run --vocab-size 400 --data @/text --out @/new", 2, "--vocab-size 400: --from brings a tokenizer"),
+    (f"train --from @/run --data @/text --out @/run {' '.join(SIZE)}", 2, "@/run: holds another run: .*"),
+    (f"{TRAIN} --lora 4", 2, "--lora 4: adapters learn beside weights that have learned; give these with --from"),
+    (f"{TRAIN} --lora-targets embed", 2, "--lora-targets embed: says where adapters go; give their rank with --lora"),
+    (f"train --from @/run --lora 0 --data @/text --out @/new {' '.join(SIZE)}", 2, "lora: rank = 0 must be at least 1"),
+    (f"train --from @/run --lora 2 --lora-targets embed --data @/text --out @/new {' '.join(SIZE)}", 2,
+     "lora: no projection is at 'embed'; there are layers.*.mixer.q, "),
     # folders
     ("train @/good.yaml --data @/text --out @/mine", 2, "@/mine: holds something else (thesis.tex)"),
     ("train @/good.yaml --data @/text --out @/file", 2, "@/file: cannot be made a folder"),

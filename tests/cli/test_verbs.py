@@ -279,3 +279,22 @@ def test_a_part_of_ones_own(place: Path, tmp_path: Path, capsys: pytest.CaptureF
     out, _ = call(capsys, "show", f"{place}/a design.yaml", "norm.kind=halved", "--part", part, "--device", "cpu")
     assert "parameters" in out
     forget_parts()
+
+
+def test_training_goes_on_from_a_run(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    talks = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}] for n in range(30)]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in talks))
+    asked = ["--from", f"{place}/run", "--steps", "3", "--data", f"chat:{tmp_path}/talks.jsonl", "--context", "48"]
+    more = ["--batch-size", "4", "--device", "cpu"]
+    out, err = call(capsys, "train", *asked, *more, "--out", tmp_path / "chat")
+    assert re.fullmatch(r".*chat: [\d.]+ bits per byte of the assistant's text in held-out .* after 3 steps\n", out)
+    assert "are the assistant's" in err
+    out, _ = call(
+        capsys, "train", "residual.dropout=0.1", *asked, *more, "--lora", "2", "--out", tmp_path / "l", "--json"
+    )
+    assert set(json.loads(out)) == {"run", "steps", "steps_not_taken", "bits_per_byte"}
+    run_of = json.loads((tmp_path / "l" / RUN).read_text())
+    assert run_of["lora"] == {"rank": 2, "targets": ["layers.*.mixer.q", "layers.*.mixer.v"]}
+    assert run_of["design"]["residual"]["dropout"] == 0.1
+    assert load(tmp_path / "l")[0].config.residual != load(place / "run")[0].config.residual
+    call(capsys, "generate", tmp_path / "l", "--max-new-tokens", "2", "--device", "cpu")

@@ -21,6 +21,10 @@ class Window:
     tokens: np.ndarray
     lengths: tuple[tuple[int, ...], ...]
 
+    @property
+    def targets(self) -> np.ndarray:
+        return self.tokens[:, 1:]
+
 
 def windows() -> list[Window]:
     """Two batches; documents begin with token 0."""

@@ -143,7 +143,41 @@ FACTORS = scaled(
 OF_LATENTS = frozenset(["num_key_value_heads", "qk_head_dim", "output_router_logits"])
 OF_LOSSES = frozenset(["output_router_logits", "router_aux_loss_coef"])
 
+# Their product of all experts takes rows of multiples of 16 bytes. A limit that no number reaches would be read by
+# nobody.
+GPT_OSS: Fields = {
+    "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7, "layer_types": None, "swiglu_limit": 1.1,
+    "hidden_size": 44, "intermediate_size": 20,
+}  # fmt: skip
+
 CASES: dict[str, Case] = {
+    "gpt_oss": Case(
+        {
+            "yarn": {**GPT_OSS, **YARN},
+            "no-biases-window-beyond-padding": {
+                **GPT_OSS,
+                "attention_bias": False,
+                "num_key_value_heads": 1,
+                "swiglu_limit": 0.7,
+                "swiglu_alpha": 0.9,
+                "sliding_window": 3,
+                "head_dim": 10,
+                "rms_norm_eps": 1e-3,
+                **scaled("default"),
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            },
+            "every-expert-tied": {
+                **GPT_OSS,
+                "num_local_experts": 3,
+                "num_experts_per_tok": 3,
+                "tie_word_embeddings": True,
+                "num_key_value_heads": 3,
+                "layer_types": ["sliding_attention"] * 3,
+                **YARN,
+            },
+        },
+        inert=frozenset({"router_aux_loss_coef", "output_router_logits"}),
+    ),
     "llama": Case(
         {
             "plain": {"num_key_value_heads": 6},

@@ -333,7 +333,7 @@ BUGS = [
         "if self.bias is not None", "if self.bias is not None and not self.tied"),
     Bug("numbers of the global generator", "seeds", "attention-mha", "parts.leaf:fill_normal", "generator=generator",
         "generator=None"),
-    Bug("the same numbers for every projection", "seeds", "attention-mha", "model.decoder:initialise",
+    Bug("the same numbers for every projection", "seeds", "attention-mha", "model.decoder:generator_of",
         'f"{seed}/{name}"', 'f"{seed}"'),
     Bug("a tied head given a weight of its own", "tied_head", "attention-mha", "model.decoder:Decoder.tie",
         "if self.config.head.tied:", "if False:"),
@@ -499,6 +499,10 @@ BUGS = [
         "to_gates[piece] += (", "to_gates[piece] += 0 * ("),
     Bug("half the gradient of the stream", "forms", "moe", f"{SORTED}:_backward",
         "to_rows[piece].addmm_(slopes[1][piece], own.gate)", "pass"),
+    Bug("a sigmoid that passes no gradient", "true_gradients", "gated-clamped", "numerics.activations:clamped",
+        "(alpha * bounded)", "(alpha * bounded.detach())"),
+    Bug("up and gate exchanged", "forms", "moe-clamped", f"{SORTED}:hidden_of", "activation(up, gate)",
+        "activation(up, gate) if gate is None else activation(gate, up)"),
     Bug("rows that are no choice in the gradient", "forms", "moe", f"{SORTED}:_spread", "made[unused] = 0.0", "pass"),
 ]
 # fmt: on

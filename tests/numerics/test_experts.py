@@ -1,6 +1,6 @@
 """Experts: every form against a loop over single choices, gradients, refusals and operations."""
 
-from collections.abc import Callable
+import math
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from heddle.errors import ConfigError
+from heddle.numerics.activations import Activation, clamped, glu
 from heddle.numerics.choose import witnessing
 from heddle.numerics.counting import counting
 from heddle.numerics.experts import EXPERTS, Choices, Weights, experts, flops
@@ -18,8 +19,12 @@ EXPERTS_, WIDTH, HIDDEN = 5, 16, 8
 FORMS = [form.name for form in EXPERTS.forms]
 
 
-def relu2(x: Tensor) -> Tensor:
-    return functional.relu(x).square()
+TANH = glu(torch.tanh)
+
+
+def relu2(up: Tensor, gate: Tensor | None = None, /) -> Tensor:
+    first = functional.relu(up if gate is None else gate).square()
+    return first if gate is None else first * up
 
 
 def made(gated: bool, bias: bool, dtype: torch.dtype = torch.float64) -> Weights:
@@ -50,7 +55,7 @@ def chosen(
     return Choices(named, gates, mask, not drop)
 
 
-def plain(x: Tensor, choices: Choices, weights: Weights, activation: Callable[[Tensor], Tensor]) -> Tensor:
+def plain(x: Tensor, choices: Choices, weights: Weights, activation: Activation) -> Tensor:
     """One choice at a time."""
     rows = []
     for token in range(len(x)):
@@ -62,11 +67,8 @@ def plain(x: Tensor, choices: Choices, weights: Weights, activation: Callable[[T
             up, down, gate, up_bias, down_bias, gate_bias = own
             assert up is not None
             assert down is not None
-            hidden = up @ x[token] + (0 if up_bias is None else up_bias)
-            if gate is None:
-                hidden = activation(hidden)
-            else:
-                hidden = activation(gate @ x[token] + (0 if gate_bias is None else gate_bias)) * hidden
+            gated = None if gate is None else gate @ x[token] + (0 if gate_bias is None else gate_bias)
+            hidden = activation(up @ x[token] + (0 if up_bias is None else up_bias), gated)
             if choices.keep is not None:
                 hidden = hidden * choices.keep[token, slot]
             y = y + choices.gates[token, slot] * (down @ hidden + (0 if down_bias is None else down_bias))
@@ -110,6 +112,60 @@ def test_forms_and_their_gradients(name: str, form: str) -> None:
         close(one, other, 1e-12)
 
 
+LIMIT, ALPHA = 0.9, 1.3  # some rows are beyond it, some within
+
+
+def scalar(up: float, gate: float) -> float:
+    """The clamped SwiGLU of single numbers."""
+    bounded = LIMIT if gate > LIMIT else gate
+    return (max(-LIMIT, min(up, LIMIT)) + 1) * bounded / (1 + math.exp(-ALPHA * bounded))
+
+
+def scalars(up: Tensor, gate: Tensor | None = None, /) -> Tensor:
+    assert gate is not None
+    made = [scalar(*pair) for pair in zip(up.flatten().tolist(), gate.flatten().tolist(), strict=True)]
+    return up.new_tensor(made).view(up.shape)
+
+
+def test_clamped_is_its_formula_and_its_slopes_are_differences() -> None:
+    up = torch.linspace(-3, 3, 40, dtype=torch.float64)[:, None].expand(40, 40).clone().requires_grad_()
+    gate = torch.linspace(-4, 4, 40, dtype=torch.float64).expand(40, 40).clone().requires_grad_()
+    got = clamped(LIMIT, ALPHA)(up, gate)
+    torch.testing.assert_close(got, scalars(up, gate), rtol=0, atol=1e-14)
+    found = torch.autograd.grad(got.sum(), (up, gate))
+    for index, slope in enumerate(found):
+        step = [1e-6 * (index == 0), 1e-6 * (index == 1)]
+        ahead, behind = (scalars(up + sign * step[0], gate + sign * step[1]) for sign in (1, -1))
+        torch.testing.assert_close(slope, (ahead - behind) / 2e-6, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("form", ["few", "sorted", "reference"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0]])
+def test_clamped_experts(name: str, form: str) -> None:
+    _, bias, top_k, drop, keep = CASES[name]
+    x = torch.randn(7, WIDTH, dtype=torch.float64)
+    weights, choices = made(True, bias), chosen(7, top_k, drop, keep)
+    with kernels(experts=form):
+        got = experts(x, choices, weights, clamped(LIMIT, ALPHA))
+    close(got, plain(x, choices, weights, scalars), 1e-12)
+
+
+@pytest.mark.parametrize("form", ["sorted", "grouped"])
+def test_slopes_of_clamped_experts(form: str) -> None:
+    dtype = torch.float32 if form == "grouped" else torch.float64
+    x = torch.randn(11, WIDTH, dtype=dtype)
+    weights, choices = made(True, True, dtype), chosen(11, 3, True, True, dtype)
+    learned = [x, choices.gates, *(weight for weight in weights if weight is not None)]
+    for value in learned:
+        value.requires_grad_()
+    answers = []
+    for one in (form, "reference"):
+        with kernels(experts=one):
+            answers.append(slopes(experts(x, choices, weights, clamped(LIMIT, ALPHA)), learned))
+    for got, want in zip(*answers, strict=True):
+        close(got, want, 1e-4 if form == "grouped" else 1e-12)
+
+
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_few_tokens(name: str, tokens: int) -> None:
@@ -117,8 +173,8 @@ def test_few_tokens(name: str, tokens: int) -> None:
     x = torch.randn(tokens, WIDTH, dtype=torch.float64)
     weights, choices = made(gated, bias), chosen(tokens, top_k, drop, keep)
     with kernels(experts="few"):
-        got = experts(x, choices, weights, torch.tanh)
-    torch.testing.assert_close(got, plain(x, choices, weights, torch.tanh), rtol=0, atol=1e-12)
+        got = experts(x, choices, weights, TANH)
+    torch.testing.assert_close(got, plain(x, choices, weights, TANH), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
@@ -132,9 +188,9 @@ def test_grouped(name: str, dtype: torch.dtype, bound: float) -> None:
     for value in learned:
         value.requires_grad_()
     with kernels(experts="grouped"):
-        got = experts(x, choices, weights, functional.silu)
+        got = experts(x, choices, weights, glu(functional.silu))
     with kernels(experts="reference"):
-        want = experts(x, choices, weights, functional.silu)
+        want = experts(x, choices, weights, glu(functional.silu))
     close(got, want, bound)
     for one, other in zip(slopes(got, learned), slopes(want, learned), strict=True):
         close(one, other, bound)
@@ -149,7 +205,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero(form: str) -> None:
         weight.requires_grad_()
     x = torch.randn(7, WIDTH, requires_grad=True)
     with kernels(experts=form):
-        y = experts(x, chosen(7, 2, dtype=torch.float32), weights, functional.silu)
+        y = experts(x, chosen(7, 2, dtype=torch.float32), weights, glu(functional.silu))
     found = torch.autograd.grad(y.sum(), [x, *(weight for weight in weights if weight is not None)])
     assert bool(y.isfinite().all())
     assert bool(found[0].isfinite().all())
@@ -164,11 +220,11 @@ def test_no_choice_at_all(form: str, tokens: int) -> None:
     weights, x = made(True, True), torch.randn(tokens, WIDTH, dtype=torch.float64)
     choices = Choices(torch.full((tokens, 2), -1), torch.ones(tokens, 2, dtype=torch.float64))
     with torch.no_grad(), kernels(experts=form):
-        assert torch.equal(experts(x, choices, weights, torch.tanh), torch.zeros(tokens, WIDTH, dtype=torch.float64))
+        assert torch.equal(experts(x, choices, weights, TANH), torch.zeros(tokens, WIDTH, dtype=torch.float64))
     if form != "few":
         x.requires_grad_()
         with kernels(experts=form):
-            y = experts(x, choices, weights, torch.tanh)
+            y = experts(x, choices, weights, TANH)
         (found,) = torch.autograd.grad(y.sum(), [x], materialize_grads=True)
         assert torch.equal(found, torch.zeros_like(x))
 
@@ -177,7 +233,7 @@ def test_only_wanted_gradients_are_made() -> None:
     weights, x = made(True, False), torch.randn(6, WIDTH, dtype=torch.float64, requires_grad=True)
     weights.down.requires_grad_()
     with kernels(experts="sorted"):
-        y = experts(x, chosen(6, 2), weights, torch.tanh)
+        y = experts(x, chosen(6, 2), weights, TANH)
     y.sum().backward()
     assert weights.down.grad is not None
     assert weights.up.grad is None
@@ -187,7 +243,7 @@ def test_only_wanted_gradients_are_made() -> None:
 def test_a_second_gradient_is_refused() -> None:
     weights, x = made(True, False), torch.randn(6, WIDTH, dtype=torch.float64, requires_grad=True)
     with kernels(experts="sorted"):
-        y = experts(x, chosen(6, 2), weights, torch.tanh)
+        y = experts(x, chosen(6, 2), weights, TANH)
     with pytest.raises(ConfigError, match="no second gradient"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
@@ -198,9 +254,9 @@ def test_autocast_multiplies_in_its_dtype_and_gradients_keep_theirs() -> None:
         assert weight is not None
         weight.requires_grad_()
     x, choices = torch.randn(9, WIDTH, requires_grad=True), chosen(9, 2, dtype=torch.float32)
-    want = experts(x, choices, weights, functional.silu)
+    want = experts(x, choices, weights, glu(functional.silu))
     with torch.autocast("cpu", torch.bfloat16):
-        got = experts(x, choices, weights, functional.silu)
+        got = experts(x, choices, weights, glu(functional.silu))
         got.float().sum().backward()
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.float(), want, rtol=0, atol=0.2)
@@ -213,26 +269,26 @@ def test_experts_are_packed_once_and_anew_after_a_change() -> None:
     choices = Choices(torch.tensor([[2, 0]]), torch.rand(1, 2), None, True)
     x = torch.randn(1, 512)
     with torch.no_grad():
-        want = experts(x, choices, weights, torch.tanh)
+        want = experts(x, choices, weights, TANH)
         kept: Packs = {}
         with packing(kept):
             for _ in range(3):
-                torch.testing.assert_close(experts(x, choices, weights, torch.tanh), want, rtol=1e-4, atol=1e-2)
+                torch.testing.assert_close(experts(x, choices, weights, TANH), want, rtol=1e-4, atol=1e-2)
             ((_, _, copies),) = kept.values()
             assert sorted(copies) == [0, 2]
             weights.up.mul_(2.0)
-            changed = experts(x, choices, weights, torch.tanh)
+            changed = experts(x, choices, weights, TANH)
     with torch.no_grad():
-        torch.testing.assert_close(changed, experts(x, choices, weights, torch.tanh), rtol=1e-4, atol=1e-2)
+        torch.testing.assert_close(changed, experts(x, choices, weights, TANH), rtol=1e-4, atol=1e-2)
 
 
 def test_forms_say_why_they_cannot_serve() -> None:
     weights, x = made(True, False), torch.randn(40, WIDTH, dtype=torch.float64)
     for form, words in (("grouped", "takes no torch.float64"), ("few", "takes 64 choices, here are 80")):
         with pytest.raises(ConfigError, match=words), torch.no_grad(), kernels(experts=form):
-            experts(x, chosen(40, 2), weights, torch.tanh)
+            experts(x, chosen(40, 2), weights, TANH)
     with pytest.raises(ConfigError, match="gradients are wanted"), kernels(experts="few"):
-        experts(x[:1].requires_grad_(), chosen(1, 2), weights, torch.tanh)
+        experts(x[:1].requires_grad_(), chosen(1, 2), weights, TANH)
 
 
 @pytest.mark.parametrize(
@@ -244,14 +300,14 @@ def test_the_choice_depends_on_the_device_alone(device: str, dtype: torch.dtype,
     some = chosen(100, 2, dtype=dtype)
     choices = Choices(some.experts.to("meta"), some.gates.to("meta"), None, True)
     with witnessing(device) as seen:
-        experts(torch.empty(100, WIDTH, dtype=dtype, device="meta"), choices, weights, torch.tanh)
+        experts(torch.empty(100, WIDTH, dtype=dtype, device="meta"), choices, weights, TANH)
     assert [choice.form for choice in seen] == [form]
 
 
 def test_flops_are_those_of_the_chosen() -> None:
     x = torch.randn(6, WIDTH, dtype=torch.float64)
     with counting() as tally:
-        experts(x, chosen(6, 2), made(True, False), torch.tanh)
-        experts(x, chosen(6, 3), made(False, False), torch.tanh)
+        experts(x, chosen(6, 2), made(True, False), TANH)
+        experts(x, chosen(6, 3), made(False, False), TANH)
     assert tally[0] == flops(12, WIDTH, HIDDEN, True) + flops(18, WIDTH, HIDDEN, False)
     assert tally[0] == 12 * 2 * 3 * WIDTH * HIDDEN + 18 * 2 * 2 * WIDTH * HIDDEN

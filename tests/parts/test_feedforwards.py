@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from heddle.config import decode
+from heddle.config import DesignError, decode
 from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.layout import Layout
 
@@ -17,6 +18,39 @@ FORMULAS: dict[str, Callable[[float], float]] = {
     "gelu_tanh": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "silu": lambda x: x / (1 + math.exp(-x)),
 }
+
+
+def test_clamped() -> None:
+    """gpt-oss's: both bounded above, up below too, one added to it, the sigmoid steeper."""
+    data = {"kind": "gated", "hidden": 7, "activation": "swiglu_clamped", "limit": 0.5}
+    config = decode(FeedforwardConfig, data)  # type: ignore[type-abstract]
+    part = config.build(5).double()
+    x = torch.randn(2, 3, 5, dtype=torch.float64)
+    with torch.no_grad():
+        for value in part.parameters():
+            value.normal_()
+        gate, up = (x @ part.get_parameter(f"{role}.weight").T for role in ("gate", "up"))
+        hidden = [
+            (max(-0.5, min(u, 0.5)) + 1) * min(g, 0.5) / (1 + math.exp(-1.702 * min(g, 0.5)))
+            for u, g in zip(up.flatten().tolist(), gate.flatten().tolist(), strict=True)
+        ]
+        want = torch.tensor(hidden, dtype=torch.float64).view(up.shape) @ part.get_parameter("down.weight").T
+        torch.testing.assert_close(part(x, Layout.causal(2, 3)), want, rtol=0, atol=1e-10)
+    assert config.resolved().dump() == data | {"alpha": 1.702, "bias": False, "dropout": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"kind": "gated", "limit": 7.0}, "limit: 7 is read by swiglu_clamped alone"),
+        ({"kind": "moe", "experts": 2, "top_k": 1, "alpha": 2.0}, "alpha: 2 is read by swiglu_clamped alone"),
+        ({"kind": "moe", "experts": 2, "top_k": 1, "expert": "mlp", "activation": "swiglu_clamped"}, "needs a gate"),
+        ({"kind": "mlp", "activation": "swiglu_clamped"}, "activation: unknown value"),
+    ],
+)
+def test_bounds_that_nobody_reads(data: dict[str, Any], words: str) -> None:
+    with pytest.raises(DesignError, match=words):
+        decode(FeedforwardConfig, {"hidden": 4, **data})  # type: ignore[type-abstract]
 
 
 @pytest.mark.parametrize("bias", [True, False])

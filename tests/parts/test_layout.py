@@ -67,6 +67,19 @@ def test_what_is_told_of_what_is_seen() -> None:
     }
 
 
+def test_packed_rows_may_end_in_padding() -> None:
+    layout = Layout.packed([[2, 1], [4], [1]], 4)
+    assert layout.positions.tolist() == [[0, 1, 0, -1], [0, 1, 2, 3], [0, -1, -1, -1]]
+    assert layout.documents is not None
+    assert layout.documents[0, :3].tolist() == [0, 0, 1]
+    assert (layout.has_padding, layout.pieces, layout.start, layout.text_length) == (True, None, None, 4)
+    assert Layout.packed([[2, 1], [1, 2]], 9).text_length == Layout.packed([[2, 1], [1, 2]]).text_length == 2
+    for lengths in ([[2, 2], [4]], [[3], [3]]):
+        full, plain = Layout.packed(lengths, sum(lengths[0])), Layout.packed(lengths)
+        assert (full.pieces, full.start, full.has_padding) == (plain.pieces, plain.start, False)
+        assert torch.equal(full.positions, plain.positions)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -104,6 +117,15 @@ def test_what_is_told_of_what_is_seen() -> None:
             lambda: Layout.packed([[1, 0]]),
             "layout: packed lengths [[1, 0]] must be positive and sum to the same length in each row",
         ),
+        (
+            lambda: Layout.packed([]),
+            "layout: packed lengths [] must be positive and sum to the same length in each row",
+        ),
+        (
+            lambda: Layout.packed([[1, 2], [4]], 3),
+            "layout: packed lengths [[1, 2], [4]] must be positive and sum at most to 3",
+        ),
+        (lambda: Layout.packed([[1], []], 3), "layout: packed lengths [[1], []] must be positive and sum at most to 3"),
     ],
 )
 def test_refusals(make: Callable[[], Layout], message: str) -> None:

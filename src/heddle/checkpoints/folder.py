@@ -192,12 +192,13 @@ def verify_folder(folder: Path, kind: str | None = None) -> Contents:
     return contents
 
 
-def fingerprint(source: Contents | Path) -> str:
+def fingerprint(source: Contents | Path, file: str | None = None) -> str:
     """One SHA-256 over the names, types, shapes and bytes of all tensors: equal exactly when these are equal.
 
-    A path is verified first; of Contents, the hashes in its manifest are taken as they are.
+    A path is verified first; of Contents, the hashes in its manifest are taken as they are. file: its tensors alone.
     """
     contents = source if isinstance(source, Contents) else verify_folder(source)
-    lines = [f"{name} {value}\n" for name, value in contents.tensor_hashes.items()]
-    lines += [f"{name} {contents.records[name].header_sha256}\n" for name in contents.tensor_files]
+    files = contents.tensor_files if file is None else [file]
+    lines = [f"{name} {value}\n" for name, value in contents.tensor_hashes.items() if name.split(":")[0] in files]
+    lines += [f"{name} {contents.records[name].header_sha256}\n" for name in files]
     return hashlib.sha256("".join(sorted(lines)).encode("ascii")).hexdigest()

@@ -12,8 +12,10 @@ from heddle.checkpoints.folder import Contents, read_folder, write_folder
 from heddle.checkpoints.steps import FOLDER, latest
 from heddle.data.tokenizer import Tokenizer
 from heddle.errors import CheckpointError
+from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.load import load_config
+from heddle.model.lora import merge_lora
 from heddle.progress import say
 
 WEIGHTS = "model.safetensors"
@@ -29,7 +31,7 @@ def save(
 ) -> None:
     """Write a model so that the folder is at every instance whole; `documents`, texts by file name, go with it.
 
-    Raises CheckpointError or MachineError.
+    Adapters (LoRA) are merged. Raises CheckpointError or MachineError.
     """
     tensors, texts = {WEIGHTS: model_tensors(model)}, dict(documents or {}) | model_documents(model, tokenizer)
     write_folder(Path(folder), tensors=tensors, documents=texts, kind="model")
@@ -64,8 +66,8 @@ def find(folder: Path) -> Path:
 
 
 def model_tensors(model: Decoder) -> dict[str, Tensor]:
-    """The parameters by name; a tied head is written once, as the embedding."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """The parameters by name; a tied head is written once, as the embedding, and adapters are merged."""
+    return {name: parameter.detach() for name, parameter in merge_lora(model).named_parameters()}
 
 
 def model_documents(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, str]:
@@ -85,9 +87,11 @@ def read_design(contents: Contents) -> dict[str, Any]:
     return data
 
 
-def restore(contents: Contents, dtype: torch.dtype | None, device: torch.device | str) -> Decoder:
-    """Build the design of a folder with its weights."""
-    model = build(load_config(read_design(contents)), device="meta")
+def restore(
+    contents: Contents, dtype: torch.dtype | None, device: torch.device | str, config: ModelConfig | None = None
+) -> Decoder:
+    """Build the design of a folder, or another one of the same parameters, with its weights."""
+    model = build(load_config(read_design(contents)) if config is None else config, device="meta")
     held = contents.tensors(WEIGHTS, device)
     expected = dict(model.named_parameters())
     place = f"{contents.folder}/{WEIGHTS}"

@@ -21,7 +21,9 @@ Overrides = Annotated[
 Data = Annotated[
     list[str] | None,
     typer.Option(
-        "--data", metavar="PATH", help="A file or folder of text, with a weight as PATH@2; repeat for several. [stdlib]"
+        "--data",
+        metavar="PATH",
+        help="A file or folder of text, or hf:PATH, with a weight as PATH@2; repeat for several. [stdlib]",
     ),
 ]
 TokenizerFile = Annotated[

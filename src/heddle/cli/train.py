@@ -1,4 +1,4 @@
-"""`heddle train`: one design on a text; the same command again continues."""
+"""`heddle train`: one design on a text, from fresh weights or a model's; the same command again continues."""
 
 import shlex
 import sys
@@ -11,7 +11,6 @@ import typer
 from heddle.cli.options import (
     DEFAULT_VOCABULARY,
     Data,
-    DesignArgument,
     Device,
     Json,
     Kernel,
@@ -31,17 +30,37 @@ from heddle.cli.options import (
     read_config,
     with_vocabulary,
 )
-from heddle.errors import ConfigError
+from heddle.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from heddle.data.chat import Chat
+    from heddle.data.corpus import Corpus
     from heddle.data.recall import Practice
+    from heddle.data.tokenizer import Tokenizer
+    from heddle.model.config import ModelConfig
+    from heddle.training.base import Base, Lora
     from heddle.training.loop import Job, Outcome
+    from heddle.training.settings import Settings
 
 
 def train(  # noqa: PLR0913 - one parameter an option
-    design: DesignArgument,
+    design: Annotated[
+        str | None, typer.Argument(metavar="DESIGN", help="A file, preset:NAME or a folder; with --from, left out.")
+    ] = None,
     overrides: Overrides = None,
+    from_: Annotated[
+        Path | None, typer.Option("--from", metavar="FOLDER", help="Start from this model's or run's weights.")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The run's folder.")] = Path("runs/train"),
+    lora: Annotated[
+        int | None, typer.Option("--lora", metavar="RANK", help="With --from: learn adapters of this rank alone.")
+    ] = None,
+    lora_targets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--lora-targets", metavar="PATH", help="Projections with adapters; repeat. [layers.*.mixer.q, .v]"
+        ),
+    ] = None,
     data: Data = None,
     tokenizer: TokenizerFile = None,
     vocab_size: VocabSize = None,
@@ -82,13 +101,13 @@ def train(  # noqa: PLR0913 - one parameter an option
 ) -> None:
     """Train a design; ends with its bits per byte on held-out text and a sample of what it writes.
 
-    Or train it on a recall task, such as --data recall:mqar,pairs=8; ends with the share of right answers.
+    Or train it on conversations (--data chat:FILE.jsonl), learning what the assistant says; or on a recall task, such
+    as --data recall:mqar,pairs=8, which ends with the share of right answers.
     """
     with ExitStack() as stack:
         runtime = open_session(stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet)
-        from heddle.data.corpus import Corpus, check_vocabulary, prepare
-        from heddle.data.recall import Practice
         from heddle.runtime import versions
+        from heddle.training.base import open_base
         from heddle.training.loop import Job
         from heddle.training.loop import train as run
         from heddle.training.settings import Settings
@@ -112,26 +131,29 @@ def train(  # noqa: PLR0913 - one parameter an option
             lr_scale=parse_scales(lr_scale),
             evaluate_every=evaluate_every,
         )
-        config = read_config(design, overrides)
-        corpus: Corpus | Practice
+        adapters = _lora(lora, lora_targets, from_)
+        base = None if from_ is None else open_base(from_)
+        config = _config(design, overrides, base)
+        corpus: Corpus | Chat | Practice
         if practice is None:
-            wanted = config.vocab_size or vocab_size or (None if tokenizer else DEFAULT_VOCABULARY)
-            budget = settings.steps * settings.tokens_per_step
-            corpus = prepare(data or ["stdlib"], vocab_size=wanted, budget=budget, tokenizer=tokenizer)
-            check_vocabulary(corpus.tokenizer, config.vocab_size)
-            known = corpus.tokenizer.vocab_size
+            known = _tokenizer(tokenizer, vocab_size, base)
+            texts = {} if base is None else base.documents
+            corpus = _texts(data or ["stdlib"], settings, (config.vocab_size, vocab_size), known, texts)
+            size = corpus.tokenizer.vocab_size
         else:
-            corpus, known = practice, practice.vocab_size
+            corpus, size = practice, practice.vocab_size
             practice.check_vocabulary(config.vocab_size)
         circumstances = {"command": shlex.join(["heddle", *sys.argv[1:]]), "versions": versions()}
         circumstances["runtime"] = runtime.describe()
         job = Job(
-            config=with_vocabulary(config, known),
+            config=with_vocabulary(config, size),
             corpus=corpus,
             settings=settings,
             out=out,
             device=runtime.device,
             circumstances=circumstances,
+            base=base,
+            lora=adapters,
         )
         _report(run(job), job, as_json)
 
@@ -155,6 +177,70 @@ def _practice(
     return practice
 
 
+def _config(design: str | None, overrides: list[str] | None, base: "Base | None") -> "ModelConfig":
+    """What is to be trained. Raises ConfigError where neither DESIGN nor --from says it."""
+    given = list(overrides or [])
+    if base is None:
+        if design is None:
+            raise ConfigError("DESIGN: is missing; give a file, preset:NAME or a folder, or --from FOLDER")
+        return read_config(design, given)
+    if design is not None and "=" in design and not Path(design).exists():  # an override stands first
+        return base.design(None, [design, *given])
+    return base.design(design, given)
+
+
+def _lora(rank: int | None, targets: list[str] | None, base: Path | None) -> "Lora | None":
+    from heddle.training.base import Lora
+
+    if rank is None:
+        if targets:
+            raise ConfigError(f"--lora-targets {targets[0]}: says where adapters go; give their rank with --lora too")
+        return None
+    if base is None:
+        raise ConfigError(f"--lora {rank}: adapters learn beside weights that have learned; give these with --from")
+    return Lora(rank, tuple(targets)) if targets else Lora(rank)
+
+
+def _tokenizer(given: Path | None, vocab_size: int | None, base: "Base | None") -> "Tokenizer | Path | None":
+    """What text is to be read with, where that is known. Raises ConfigError for an option beside a base's own."""
+    if base is None:
+        return given
+    for option, value in (("tokenizer", given), ("vocab-size", vocab_size)):
+        if value is not None:
+            raise ConfigError(f"--{option} {value}: --from brings a tokenizer along; leave --{option} out")
+    if base.tokenizer is None:
+        raise CheckpointError(f"{base.contents.folder}: holds no tokenizer.json, so it cannot read text; train it anew")
+    return base.tokenizer
+
+
+def _texts(
+    data: list[str],
+    settings: "Settings",
+    sizes: tuple[int | None, int | None],
+    tokenizer: "Tokenizer | Path | None",
+    documents: dict[str, str],
+) -> "Corpus | Chat":
+    """Text or conversations, ready to train on. sizes: the design's vocabulary, and the one asked for beside it."""
+    from heddle.data.chat import is_chat, prepare_chat
+    from heddle.data.corpus import check_vocabulary, prepare
+    from heddle.data.tokenizer import Tokenizer
+
+    if not any(map(is_chat, data)):
+        wanted = sizes[0] or sizes[1] or (None if tokenizer else DEFAULT_VOCABULARY)
+        budget = settings.steps * settings.tokens_per_step
+        corpus = prepare(data, vocab_size=wanted, budget=budget, tokenizer=tokenizer)
+        check_vocabulary(corpus.tokenizer, sizes[0])
+        return corpus
+    for one in data:
+        if not is_chat(one):
+            raise ConfigError(f"--data {one}: is no conversations, and these train alone; leave it out, or write chat:")
+    if tokenizer is None:
+        raise ConfigError(f"--data {data[0]}: needs a tokenizer that is there already; give --from or --tokenizer")
+    known = Tokenizer.load(tokenizer) if isinstance(tokenizer, Path) else tokenizer
+    check_vocabulary(known, sizes[0])
+    return prepare_chat(data, known, settings.context, documents)
+
+
 def _steps(steps: int | None, tokens: int | None, tokens_per_step: int) -> int:
     if steps is not None and tokens is not None:
         raise ConfigError("--steps and --tokens: both say how long to train; give one of them")
@@ -168,6 +254,7 @@ def _steps(steps: int | None, tokens: int | None, tokens_per_step: int) -> int:
 def _report(outcome: "Outcome", job: "Job", as_json: bool) -> None:
     import json
 
+    from heddle.data.chat import Chat
     from heddle.data.corpus import Corpus
     from heddle.generation.sample import sample
 
@@ -178,6 +265,9 @@ def _report(outcome: "Outcome", job: "Job", as_json: bool) -> None:
         result |= {"bits_per_byte": outcome.bits_per_byte}
         result |= {"sample": sample(outcome.model, job.corpus.tokenizer, job.settings.context)}
         score = f"{outcome.bits_per_byte:.4f} bits per byte on held-out text"
+    elif isinstance(job.corpus, Chat):
+        result |= {"bits_per_byte": outcome.bits_per_byte}
+        score = f"{outcome.bits_per_byte:.4f} bits per byte of the assistant's text in held-out conversations"
     else:
         chance = job.corpus.describe()["chance"]
         result |= {"accuracy": outcome.accuracy, "chance": chance}

@@ -55,19 +55,19 @@ def prepare(
     vocab_size: int | None,
     budget: int | None,
     cache: Path | None = None,
-    tokenizer: Path | None = None,
+    tokenizer: Path | Tokenizer | None = None,
 ) -> Corpus:
     """Make a corpus of the sources (see `open_source`), from the cache where it is there already.
 
     `budget` is the number of training tokens that will be used at most (None: all). A split of over 48 MB
     is encoded only as far as the budget needs: an even sample of its documents, the same one whatever the
-    cache holds. `vocab_size` bounds the tokenizer: one given as a file may not be larger; without one, BPE
+    cache holds. `vocab_size` bounds the tokenizer: one that is given may not be larger; without one, BPE
     learns that many tokens (None: 8192) from at most 16 MB of the training split. Raises DataError and
     MachineError.
     """
     if not sources:
         raise DataError("no data was named: give a file, a folder or stdlib.")
-    given = Tokenizer.load(tokenizer) if tokenizer is not None else None
+    given = Tokenizer.load(tokenizer) if isinstance(tokenizer, Path) else tokenizer
     if given is not None:
         check_vocabulary(given, vocab_size)
     elif vocab_size is not None and vocab_size < SMALLEST_VOCABULARY:

@@ -8,7 +8,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 # A document is at most this many bytes of UTF-8.
 DOCUMENT_BYTES = 64 * 1024
@@ -25,8 +25,8 @@ class UnreadableError(Exception):
     """Why one file cannot be used, as the end of a sentence that begins with the file's name."""
 
 
-def read_documents(path: Path) -> Iterator[str]:
-    """The documents of one file, in order; a `.jsonl` file gives the field `text` of each line.
+def read_documents(path: Path, field: str = "text") -> Iterator[str]:
+    """The documents of one file, in order; a `.jsonl` file gives this field of each line.
 
     A file of at most 64 KB is one document. A longer one is cut into documents of at most 64 KB, after the
     last blank line that fits, else the last line end, else the last space, else between two characters.
@@ -37,7 +37,8 @@ def read_documents(path: Path) -> Iterator[str]:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise UnreadableError("is not a regular file: copy its content to one")
         with open(path, "rb") as file:
-            yield from _json_documents(file) if path.suffix.lower() == ".jsonl" else _text_documents(file)
+            is_json = path.suffix.lower() == ".jsonl"
+            yield from _json_documents(file, field) if is_json else _text_documents(file)
     except OSError as error:
         raise UnreadableError(f"cannot be read ({error.strerror or error}): make it readable") from error
 
@@ -101,7 +102,16 @@ def _text_documents(file: BinaryIO) -> Iterator[str]:
             yield text
 
 
-def _json_documents(file: BinaryIO) -> Iterator[str]:
+def documents_of(data: bytes) -> Iterator[str]:
+    """The documents that one text in UTF-8 gives: cut where it is long, none where it is white space alone."""
+    for piece in cut([data]):
+        text = piece.decode("utf-8")
+        if not text.isspace():
+            yield text
+
+
+def json_lines(file: BinaryIO) -> Iterator[tuple[int, Any]]:
+    """The number, from 1, and the JSON of each line that is not blank. Raises UnreadableError."""
     number = 0
     while line := file.readline(JSON_LINE_BYTES + 1):
         number += 1
@@ -109,23 +119,24 @@ def _json_documents(file: BinaryIO) -> Iterator[str]:
             raise UnreadableError(f"has more than {JSON_LINE_BYTES // 2**20} MB on line {number}: split that record")
         if number == 1:
             line = line.removeprefix(_BYTE_ORDER_MARK)
-        if not line.isspace():
-            data = _json_text(line, number)
-            for piece in cut([data]):
-                text = piece.decode("utf-8")
-                if not text.isspace():
-                    yield text
+        if line.isspace():
+            continue
+        try:
+            record = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise UnreadableError(f"has no valid UTF-8 JSON on line {number}: give one object a line") from error
+        yield number, record
 
 
-def _json_text(line: bytes, number: int) -> bytes:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"has no valid UTF-8 JSON on line {number}: give one object a line") from error
-    text = record.get("text") if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise UnreadableError(f'has no string "text" on line {number}: give one object with "text" a line')
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UnreadableError(f'has half a surrogate pair in "text" on line {number}: repair that record') from error
+def _json_documents(file: BinaryIO, field: str) -> Iterator[str]:
+    for number, record in json_lines(file):
+        text = record.get(field) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            raise UnreadableError(f'has no string "{field}" on line {number}: give one object with "{field}" a line')
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UnreadableError(
+                f'has half a surrogate pair in "{field}" on line {number}: repair that record'
+            ) from error
+        yield from documents_of(data)

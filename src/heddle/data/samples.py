@@ -21,9 +21,9 @@ _MASK = (1 << 64) - 1
 class Batch:
     """Rows of consecutive tokens: inputs are `tokens[:, :-1]`, targets `tokens[:, 1:]` unless `answers` are given.
 
-    tokens int64 [B, T + 1]. lengths: for each row the lengths of the document pieces inside its T inputs,
-    summing to T; a piece begins at an end token or at the row's start. samples int64 [B]: each row's sample
-    index. source int64 [B, S], −1 at padding: what the encoder of a design that has one reads.
+    tokens int64 [B, T + 1]. lengths: for each row the lengths of the document pieces inside its T inputs; a piece
+    begins at an end token or at the row's start, and after the last one the row is padding. samples int64 [B]: each
+    row's sample index. source int64 [B, S], −1 at padding: what the encoder of a design that has one reads.
     answers int64 [B, T]: targets of their own, −1 where none is asked. places [B, T, 2]: x and y of each input.
     """
 

@@ -9,9 +9,11 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from heddle.data import tables
 from heddle.data.documents import UnreadableError, read_documents
 from heddle.data.recall import is_recall
 from heddle.errors import DataError
@@ -107,11 +109,12 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class TextFile:
-    """One file of a source; `label` is how it is shown, `named` whether the user wrote its very name."""
+    """One file of a source; `label` is how it is shown, `named` whether a bad one is an error, not skipped."""
 
     path: Path
     label: str
     named: bool
+    read: Callable[[Path], Iterator[str]] = read_documents
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ class FileSource:
             trial = tally.copy()
             try:
                 mark = _mark(file.path)
-                for text in read_documents(file.path):
+                for text in file.read(file.path):
                     before = trial.bytes
                     trial.add(text)
                     advance(trial.bytes - before)
@@ -168,15 +171,15 @@ class FileSource:
 def open_source(argument: str) -> tuple[Source, float]:
     """The source a `--data` argument names, and its weight (1 when none is given).
 
-    `stdlib`, a file, or a folder (searched recursively; hidden files, linked folders, `__pycache__`,
-    installed packages and files without a text suffix are left out), each optionally with `@WEIGHT`, such
-    as `books@3`: a positive number with at most three decimals. A file or folder whose name really ends so
-    wins over the weight. `stdlib` is always the source of the running Python; write `./stdlib` for a folder
-    of that name. Raises DataError.
+    `stdlib`, a data set (`hf:PATH`, see `tables`), a file, or a folder (searched recursively; hidden files,
+    linked folders, `__pycache__`, installed packages and files without a text suffix are left out), each
+    optionally with `@WEIGHT`, such as `books@3`: a positive number with at most three decimals. A file or folder
+    whose name really ends so wins over the weight. `stdlib` is always the source of the running Python; write
+    `./stdlib` for a folder of that name. Raises DataError.
     """
     weight = 1.0
     match = _WEIGHT.fullmatch(argument)
-    if match is not None and not os.path.lexists(argument):
+    if match is not None and not os.path.lexists(argument.removeprefix(tables.PREFIX)):
         argument, written = match["path"], match["weight"]
         weight = float(written)
         if not 0 < weight < math.inf or round(weight, 3) != weight:
@@ -185,6 +188,10 @@ def open_source(argument: str) -> tuple[Source, float]:
             )
     if argument == "stdlib":
         return _standard_library(), weight
+    if tables.is_table(argument):
+        return _table(argument), weight
+    if argument.startswith("chat:"):
+        raise DataError(f"data {_shown(argument)} is conversations, not text: give them to train, beside nothing else.")
     if is_recall(argument):
         raise DataError(
             f"data {_shown(argument)} is a task, not text: give it to train as the only --data; compare has --recall."
@@ -199,6 +206,14 @@ def open_source(argument: str) -> tuple[Source, float]:
     if path.is_dir():
         return _folder(path, name, SUFFIXES), weight
     return FileSource(name, (TextFile(path, label, named=True),)), weight
+
+
+def _table(argument: str) -> FileSource:
+    table = tables.parse_table(argument)
+    read = partial(tables.read_table, column=table.column)
+    found = tables.table_files(table)
+    name = _shown(table.path.name or table.path.resolve().name)
+    return FileSource(name, tuple(TextFile(path, _shown(str(path)), named=True, read=read) for path in found))
 
 
 def _standard_library() -> FileSource:
@@ -239,7 +254,7 @@ def _read_again(files: list[tuple[TextFile, tuple[int, int]]]) -> Iterator[str]:
         try:
             if _mark(file.path) != mark:
                 raise UnreadableError("has other content than before")
-            yield from read_documents(file.path)
+            yield from file.read(file.path)
             if _mark(file.path) != mark:
                 raise UnreadableError("has other content than before")
         except UnreadableError as error:

@@ -38,7 +38,7 @@ class Tokenizer:
 
     `end` is the id of the token that opens each document; it is never the encoding of any text. `hash`
     names the tokenizer by its content. `byte_lengths[id]` is the number of bytes a token stands for, int64
-    [vocab_size]; 0 for the end token and other special tokens.
+    [vocab_size]; 0 for the end token and other special tokens, which `special` names: id to text.
     """
 
     def __init__(self, engine: Engine, name: str) -> None:
@@ -52,6 +52,7 @@ class Tokenizer:
         engine.encode_special_tokens = True
         self._engine = engine
         self._bytes = _token_bytes(engine, name)
+        self.special = {i: one.content for i, one in engine.get_added_tokens_decoder().items() if one.special}
         self.vocab_size = len(self._bytes)
         self.byte_lengths = np.array([len(b) for b in self._bytes], dtype=np.int64)
         self.hash = hashlib.sha256(_canonical(self.to_json())).hexdigest()
@@ -124,6 +125,15 @@ class Tokenizer:
         except TypeError as error:
             raise DataError("a text holds half a surrogate pair, which is not Unicode: repair the text.") from error
         return [one.ids for one in encoded]
+
+    def encode_marked(self, text: str) -> list[tuple[int, int]]:
+        """(id, first character) of each token of a text in which special tokens count, as a chat template writes it."""
+        self._engine.encode_special_tokens = False
+        try:
+            encoded = self._engine.encode(text, add_special_tokens=False)
+        finally:
+            self._engine.encode_special_tokens = True
+        return [(token, start) for token, (start, _) in zip(encoded.ids, encoded.offsets, strict=True)]
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes one token stands for; empty for special tokens. Raises DataError for an id out of range."""

@@ -13,13 +13,16 @@ from heddle.parts.layout import Layout
 
 
 class Windows(Protocol):
-    """Rows of a text: tokens int64 [B, T + 1] and the lengths of the documents in each row's T inputs."""
+    """Rows of a text: tokens int64 [B, T + 1], the lengths of the documents in each row's T inputs, targets or −1."""
 
     @property
     def tokens(self) -> np.ndarray: ...
 
     @property
     def lengths(self) -> tuple[tuple[int, ...], ...]: ...
+
+    @property
+    def targets(self) -> np.ndarray: ...
 
 
 def window_bits(
@@ -37,13 +40,15 @@ def window_bits(
     try:
         for window in windows:
             tokens = torch.tensor(window.tokens, device=device)  # a copy: windows may be read-only
-            targets = tokens[:, 1:]
-            layout = Layout.packed(window.lengths, device=device)
+            targets = torch.tensor(window.targets, device=device)
+            layout = Layout.packed(window.lengths, targets.shape[1], device)
             with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
                 hidden, _ = model(tokens[:, :-1], layout)
-                nats = losses(hidden.flatten(0, 1), model.head.end, targets.flatten()).view(targets.shape)
-            weight = sizes[targets]
-            bits = (nats.double() * (weight > 0)).sum(1) / math.log(2)
+                scored = targets >= 0
+                nats = torch.zeros(targets.shape, dtype=torch.float64, device=device)
+                nats[scored] = losses(hidden[scored], model.head.end, targets[scored]).double()
+            weight = sizes[targets.clamp(min=0)] * scored
+            bits = (nats * (weight > 0)).sum(1) / math.log(2)
             result += [(float(b), int(n)) for b, n in zip(bits, weight.sum(1), strict=True)]
     finally:
         model.train(was_training)

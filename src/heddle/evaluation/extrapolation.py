@@ -63,6 +63,11 @@ class Pieces(NamedTuple):
     tokens: np.ndarray
     lengths: tuple[tuple[int, ...], ...]
 
+    @property
+    def targets(self) -> np.ndarray:
+        """What follows each input."""
+        return self.tokens[:, 1:]
+
 
 def choose(text: Text, context: int, largest: int, trained: int) -> Stretches:
     """The stretches for multiples 1, 2, 4 … `largest`, or as far as the text's longest document goes.

@@ -16,6 +16,7 @@ from heddle.exchange.rules import Rules
 from heddle.exchange.shards import CONFIG, INDEX, SINGLE, to_json
 from heddle.exchange.texts import write_texts
 from heddle.model.decoder import Decoder
+from heddle.model.lora import merge_lora
 
 SHARD = 5 * 10**9  # bytes of a file, as transformers cuts them
 NOTE = "heddle"
@@ -33,10 +34,11 @@ def export(
     """Write `folder`, whole or not at all; returns the family it was written as.
 
     source: what an import brought along (its family, the lengths and tokens it named, its texts), written again where
-    it still fits. Files of more than `shard` bytes are cut. Raises CheckpointError for a folder that holds something
-    else, MachineError where it cannot be written.
+    it still fits. Adapters (LoRA) are merged. Files of more than `shard` bytes are cut. Raises CheckpointError for a
+    folder that holds something else, MachineError where it cannot be written.
     """
     carried = {} if source is None else dict(source.carried)
+    model = merge_lora(model)
     kind = carried.pop("model_type", None)
     found = best(model.config, kind)
     if found.family.model_type != kind:

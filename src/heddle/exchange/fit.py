@@ -65,11 +65,10 @@ def fit(design: ModelConfig, family: Family) -> Fit:
     """How a design and a family fit."""
     written = family.write(design.resolved())
     try:
-        served = read(written, family)
+        return Fit(family, written, tuple(differences(design, read(written, family))))
     except HeddleError as error:
         path = error.path if isinstance(error, DesignError) else "design"
         return Fit(family, written, (Obstacle(path, MISSING, MISSING),) * 1000)
-    return Fit(family, written, tuple(differences(design, served)))
 
 
 def read(config: dict[str, Any], family: Family, place: str = "config.json") -> ModelConfig:

@@ -18,6 +18,7 @@ ACTIVATIONS = {"relu": "relu", "relu2": "relu2", "gelu": "gelu", "gelu_tanh": "g
 READ = {theirs: ours for ours, theirs in ACTIVATIONS.items()} | {
     "gelu_new": "gelu_tanh", "gelu_python": "gelu", "gelu_fast": "gelu_tanh", "swish": "silu",
 }  # fmt: skip
+ACTIVATIONS |= {"swiglu_clamped": "silu"}  # the nearest; where it is a family's own, its file writes it
 
 
 def layers(design: ModelConfig) -> list[LayerConfig]:

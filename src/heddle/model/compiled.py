@@ -1,5 +1,6 @@
 """A model whose layers are compiled, sharing every parameter with the plain one."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +16,11 @@ def compiled(model: Decoder, backend: str | Callable[..., Any] | None = None) ->
     Methods marked `eager` (attention over a layout, tables of positions, keyed noise) run uncompiled between the
     compiled pieces, so a new layout never compiles anything anew. `backend` is torch.compile's; None is its default.
     """
-    with torch.device("meta"):
-        twin = Decoder(model.config)
-    for path, module in twin.named_modules():
-        for name, parameter in model.get_submodule(path).named_parameters(recurse=False):
-            setattr(module, name, parameter)
+    twin = copy.deepcopy(model, {id(one): one for one in model.parameters()})
+    for module in twin.modules():
         for name in eager_methods(module):
             setattr(module, name, torch.compiler.disable(getattr(module, name)))
     for stack in (twin, twin.encoder):
         for layer in () if stack is None else stack.layers:
             layer.compile() if backend is None else layer.compile(backend=backend)
-    return twin.train(model.training)
+    return twin

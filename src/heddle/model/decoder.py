@@ -251,9 +251,13 @@ def initialise(model: Decoder, seed: int) -> None:
         if own and not isinstance(module, Leaf):
             raise TypeError(f"{name}: owns parameters but is no Leaf, so nothing says how they start")
         if isinstance(module, Leaf):
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            module.initialise(config.std, generator)
+            module.initialise(config.std, generator_of(seed, name))
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """That which a module of this name is filled from, on the CPU."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def build(

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from heddle.numerics.activations import Activation
 from heddle.numerics.choose import Form, Operation, device_of
 from heddle.numerics.counting import count
 from heddle.numerics.linear import PACKED_ROWS, Packed, kept, pack, packed_rows, packs_serve, product, products
 from heddle.numerics.norms import without_autocast
-from heddle.numerics.sorted_experts import Activation, Choices, Sorted, Weights, hidden_of
+from heddle.numerics.sorted_experts import Choices, Sorted, Weights, hidden_of
 
 
 class Facts(NamedTuple):
@@ -40,11 +41,8 @@ def reference(x: Tensor, choices: Choices, weights: Weights, activation: Activat
     for expert in range(weights.up.shape[0]):
         own = weights.of(expert)
         token, slot = (choices.experts == expert).nonzero(as_tuple=True)
-        hidden = functional.linear(x[token], own.up, own.up_bias)
-        if own.gate is None:
-            hidden = activation(hidden)
-        else:
-            hidden = activation(functional.linear(x[token], own.gate, own.gate_bias)) * hidden
+        gate = None if own.gate is None else functional.linear(x[token], own.gate, own.gate_bias)
+        hidden = activation(functional.linear(x[token], own.up, own.up_bias), gate)
         if choices.keep is not None:
             hidden = hidden * choices.keep[token, slot]
         out = functional.linear(hidden, own.down, own.down_bias) * choices.gates[token, slot, None].to(x.dtype)

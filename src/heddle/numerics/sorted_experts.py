@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from heddle.errors import ConfigError
+from heddle.numerics.activations import Activation
 from heddle.numerics.linear import Map
 from heddle.numerics.norms import without_autocast
 
 ALIKE = 16  # rows: oneDNN prepares half a millisecond for each number of rows that it has not met
-
-Activation = Callable[[Tensor], Tensor]
 
 
 class Weights(NamedTuple):
@@ -126,7 +125,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
 
 
 def hidden_of(up: Tensor, gate: Tensor | None, keep: Tensor | None, activation: Activation) -> Tensor:
-    hidden = activation(up) if gate is None else activation(gate) * up
+    hidden = activation(up, gate)
     return hidden if keep is None else hidden * keep
 
 

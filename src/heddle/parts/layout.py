@@ -63,7 +63,8 @@ class Layout:
     """Positions int64 [B, T] (−1 is padding) and documents int64 [B, T] (None: one a row).
 
     start: every row stands at start, start + 1, …, in one document (`causal`). pieces: the lengths of the
-    documents of each row (`packed`). has_padding: some position may be −1. past: set by a model that carries a state.
+    documents of each row (`packed`), where no padding follows them. longest: the longest of these, padding or not.
+    has_padding: some position may be −1. past: set by a model that carries a state.
     memory: what cross-attention reads, where no state holds it already. places: x and y of each token [B, T, 2] for
     positions in the plane, beside the order that `positions` tell and causality goes by; padding's mean nothing.
     """
@@ -72,6 +73,7 @@ class Layout:
     documents: Tensor | None = None
     start: int | None = None
     pieces: tuple[tuple[int, ...], ...] | None = None
+    longest: int | None = None
     has_padding: bool = True
     past: "Past | None" = None
     memory: Memory | None = None
@@ -119,22 +121,33 @@ class Layout:
         return Layout(torch.where(real, positions, -1), has_padding=True)
 
     @staticmethod
-    def packed(lengths: Sequence[Sequence[int]], device: torch.device | str | None = None) -> "Layout":
-        """Documents one after another in each row; lengths of one row's documents sum to the row's length."""
+    def packed(
+        lengths: Sequence[Sequence[int]], length: int | None = None, device: torch.device | str | None = None
+    ) -> "Layout":
+        """Documents one after another in each row; lengths of one row's documents sum to the row's length.
+
+        With a `length` given they may sum to less: the rest of the row is padding.
+        """
         rows = [list(row) for row in lengths]
-        if not rows or len({sum(row) for row in rows}) != 1 or any(size <= 0 for row in rows for size in row):
-            raise ConfigError(f"layout: packed lengths {rows} must be positive and sum to the same length in each row")
-        if all(len(row) == 1 for row in rows):
-            return Layout.causal(len(rows), sum(rows[0]), device=device)
-        pieces = tuple(tuple(row) for row in rows)
+        width = sum(rows[0]) if rows and length is None else length or 0
+        rest = [width - sum(row) for row in rows]
+        uneven = min(rest, default=-1) < 0 or (length is None and any(rest))
+        if uneven or any(not row or min(row) <= 0 for row in rows):
+            bound = "to the same length in each row" if length is None else f"at most to {length}"
+            raise ConfigError(f"layout: packed lengths {rows} must be positive and sum {bound}")
+        if all(len(row) == 1 for row in rows) and not any(rest):
+            return Layout.causal(len(rows), width, device=device)
         # Made on the CPU, where many small tensors are cheap, and moved as two.
         made = [torch.arange(size, device="cpu") for row in rows for size in row]
         numbers = torch.tensor([number for row in rows for number in range(len(row))], device="cpu")
         sizes = torch.tensor([size for row in rows for size in row], device="cpu")
-        positions = torch.cat(made).view(len(rows), -1)
-        documents = torch.repeat_interleave(numbers, sizes).view(len(rows), -1)
+        real = torch.arange(width, device="cpu") < width - torch.tensor(rest, device="cpu")[:, None]
+        positions = torch.full(real.shape, -1, device="cpu").masked_scatter_(real, torch.cat(made))
+        documents = torch.zeros_like(positions).masked_scatter_(real, torch.repeat_interleave(numbers, sizes))
+        pieces = None if any(rest) else tuple(tuple(row) for row in rows)
+        longest = max(map(max, rows))
         place = torch.get_default_device() if device is None else device
-        return Layout(positions.to(place), documents.to(place), pieces=pieces, has_padding=False)
+        return Layout(positions.to(place), documents.to(place), None, pieces, longest, has_padding=any(rest))
 
     @property
     def batch(self) -> int:
@@ -157,9 +170,7 @@ class Layout:
             if self.past.after.capacity is None:
                 raise ConfigError("state: declares no capacity, on which a rotation depends; make it with one")
             return self.past.after.capacity
-        if self.pieces is not None:
-            return max(piece for row in self.pieces for piece in row)
-        return self.length
+        return self.length if self.longest is None else self.longest
 
     @property
     def padding(self) -> Tensor | None:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from heddle import progress as display
 from heddle.checkpoints.lock import RunLock
+from heddle.data.chat import Chat
 from heddle.data.corpus import Corpus
 from heddle.data.samples import Batch
 from heddle.errors import ConfigError, MachineError
@@ -18,7 +19,9 @@ from heddle.evaluation.bits import bits_per_byte
 from heddle.model.compiled import compiled
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
-from heddle.training.material import Answers, Material, Measured, Source, Text
+from heddle.model.lora import add_lora
+from heddle.training.base import Base, Lora
+from heddle.training.material import Answers, Material, Measured, Source, Text, Turns
 from heddle.training.optimizer import Optimizer, make_optimizer
 from heddle.training.record import Log, open_run
 from heddle.training.settings import Settings, learning_rate
@@ -63,12 +66,14 @@ class Job:
     """What to train, on what, how, where to, and in which circumstances (for run.json)."""
 
     config: ModelConfig
-    corpus: Corpus | Source
+    corpus: Corpus | Chat | Source
     settings: Settings
     out: Path
     device: str = "cpu"
     name: str = "training"  # of the progress bar
     circumstances: dict[str, Any] | None = None
+    base: Base | None = None  # whose weights it starts from
+    lora: Lora | None = None
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -78,12 +83,32 @@ class Job:
     @property
     def material(self) -> Material:
         """What the loop asks of the text or the rows."""
-        return Text(self.corpus) if isinstance(self.corpus, Corpus) else Answers(self.corpus)
+        if isinstance(self.corpus, Corpus):
+            return Text(self.corpus)
+        return Turns(self.corpus) if isinstance(self.corpus, Chat) else Answers(self.corpus)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """What is saved beside model and tokenizer, by file name."""
+        return ({} if self.base is None else self.base.documents) | self.material.documents
 
     def identity(self) -> dict[str, Any]:
         """What decides the result: a run is continued only by a job that shares it."""
         data = self.material.identity()
-        return {"design": self.config.dump(), "data": data, "settings": self.settings.identity()}
+        start = {
+            "base": None if self.base is None else self.base.hash,
+            "lora": None if self.lora is None else asdict(self.lora),
+        }
+        return {"design": self.config.dump(), "data": data, "settings": self.settings.identity(), **start}
+
+    def start(self) -> Decoder:
+        """The model before the first step."""
+        seed = self.settings.seed
+        if self.base is None:
+            model = build(self.config, device=self.device, seed=seed)
+        else:
+            model = self.base.start(self.config, self.device)
+        return model if self.lora is None else add_lora(model, self.lora.targets, self.lora.rank, seed=seed)
 
 
 def train(job: Job) -> Outcome:
@@ -94,7 +119,7 @@ def train(job: Job) -> Outcome:
     """
     settings, material = job.settings, job.material
     batches = material.batches(settings)
-    model = build(job.config, device=job.device, seed=settings.seed).train()
+    model = job.start().train()
     material.check(model)
     if model.memory_width is not None:
         raise ConfigError("memory: the design reads one, and these data come without; take the steps of training.step")
@@ -163,7 +188,7 @@ def _run(job: Job, run: _Running) -> float:
             due = settings.save_every is not None and progress.step % settings.save_every == 0
             if finished or due or run.wish.number is not None:
                 run.log.keep()
-                save_run(job.out, run.model, run.optimizer, progress, job.material.tokenizer)
+                save_run(job.out, run.model, run.optimizer, progress, job.material.tokenizer, job.texts)
             if run.wish.number is not None and not finished:
                 display.say(f"saved at step {progress.step}; the same command continues")
                 raise Interrupted(run.wish.number)

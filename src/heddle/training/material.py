@@ -1,4 +1,4 @@
-"""What a run learns from, and how it is measured: text in bits per byte, answers by how many of them are right."""
+"""What a run learns from, and how it is measured: text and chats in bits per byte, answers by how many are right."""
 
 import itertools
 import math
@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from heddle.data.chat import Chat
+from heddle.data.chat_format import TEMPLATE
 from heddle.data.corpus import Corpus
 from heddle.data.samples import Batch, Samples, evaluation_windows
 from heddle.data.tokenizer import Tokenizer
@@ -30,6 +32,10 @@ class Material(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """Saved beside the model."""
+
+    @property
+    def documents(self) -> dict[str, str]:
+        """Other texts to save there, by file name."""
 
     def check(self, model: Decoder) -> None:
         """Raises ConfigError for a design that cannot learn from it."""
@@ -65,6 +71,11 @@ class Text:
         """The corpus's own."""
         return self.corpus.tokenizer
 
+    @property
+    def documents(self) -> dict[str, str]:
+        """None."""
+        return {}
+
     def check(self, model: Decoder) -> None:
         """Each next token must be hidden."""
         _hides_what_follows(model)
@@ -86,8 +97,7 @@ class Text:
 
     def told(self, batch: Batch, loss: float) -> dict[str, float]:
         """Bits per byte; end tokens count in the loss, so it is a little above what an evaluation gives."""
-        in_bytes = int(self.tokenizer.byte_lengths[batch.targets].sum())
-        return {"bits_per_byte": loss * batch.targets.size / math.log(2) / max(1, in_bytes)}
+        return {"bits_per_byte": _bits(self.tokenizer, batch, loss)}
 
     def held_out(self, settings: Settings, tokens: int) -> Iterable[Batch]:
         """Validation windows that lie evenly over the text."""
@@ -97,6 +107,55 @@ class Text:
 
     def measure(self, model: Decoder, batches: Iterable[Batch], autocast: torch.dtype | None) -> Measured:
         """Bits and bytes of each window."""
+        return window_bits(model, batches, self.tokenizer.byte_lengths, autocast)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Conversations, of which what the assistant says is learned and measured."""
+
+    chat: Chat
+    score: str = "bits_per_byte"
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """That which the conversations are written with."""
+        return self.chat.tokenizer
+
+    @property
+    def documents(self) -> dict[str, str]:
+        """The template, for whoever talks to the model."""
+        return {TEMPLATE: self.chat.form.template}
+
+    def check(self, model: Decoder) -> None:
+        """Each next token must be hidden."""
+        _hides_what_follows(model)
+
+    def batches(self, settings: Settings) -> Callable[[int], Batch]:
+        """Rows one after another. Raises ConfigError where `context` is not that they were packed for."""
+        rows = settings.batch_size
+        if settings.context != self.chat.context:
+            raise ConfigError(f"--context {settings.context}: these conversations are packed for {self.chat.context}")
+        return lambda step: self.chat.batch(settings.seed, step * rows, rows)
+
+    def identity(self) -> dict[str, Any]:
+        """Every conversation, and how it is written."""
+        return {"hash": self.chat.hash}
+
+    def report(self) -> dict[str, Any]:
+        """Conversations, rows and tokens."""
+        return self.chat.report
+
+    def told(self, batch: Batch, loss: float) -> dict[str, float]:
+        """Bits per byte of what the assistant says, the end of its turns in the bits; the share of targets it says."""
+        return {"bits_per_byte": _bits(self.tokenizer, batch, loss), "scored": float((batch.targets >= 0).mean())}
+
+    def held_out(self, settings: Settings, tokens: int) -> Iterable[Batch]:
+        """Rows of conversations that are held out."""
+        return self.chat.held_out(tokens // settings.context, settings.batch_size)
+
+    def measure(self, model: Decoder, batches: Iterable[Batch], autocast: torch.dtype | None) -> Measured:
+        """Bits and bytes of what the assistant says in each row."""
         return window_bits(model, batches, self.tokenizer.byte_lengths, autocast)
 
 
@@ -133,6 +192,11 @@ class Answers:
     score: str = "accuracy"
     tokenizer: Tokenizer | None = None
 
+    @property
+    def documents(self) -> dict[str, str]:
+        """None."""
+        return {}
+
     def check(self, model: Decoder) -> None:
         """The vocabulary must hold every token and answer; some sources need later tokens hidden."""
         if self.source.causal:
@@ -167,6 +231,12 @@ class Answers:
     def measure(self, model: Decoder, batches: Iterable[Batch], autocast: torch.dtype | None) -> Measured:
         """Right answers and scored targets of each row."""
         return right_answers(model, batches, autocast)
+
+
+def _bits(tokenizer: Tokenizer, batch: Batch, loss: float) -> float:
+    """Bits per byte of a batch's scored targets, from their mean loss in nats."""
+    asked = batch.targets[batch.targets >= 0]
+    return loss * asked.size / math.log(2) / max(1, int(tokenizer.byte_lengths[asked].sum()))
 
 
 def _hides_what_follows(model: Decoder) -> None:

@@ -10,7 +10,7 @@ from heddle.errors import CheckpointError, MachineError
 
 RUN = "run.json"
 LOG = "log.jsonl"
-SAME = ("design", "data", "settings")
+SAME = ("design", "data", "settings", "base", "lora")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -43,9 +43,9 @@ def read_whole(path: Path) -> dict[str, Any]:
 def open_run(folder: Path, identity: dict[str, Any], circumstances: dict[str, Any]) -> bool:
     """Start a run folder or recognise it; True if it is being continued.
 
-    identity: design, data and settings, which must be those of the run; circumstances: command, versions and
-    machine, written when the run starts. Raises CheckpointError naming the first difference, or for a folder
-    that holds something else.
+    identity: design, data, settings and where it starts, which must be those of the run; circumstances: command,
+    versions and machine, written when the run starts. Raises CheckpointError naming the first difference, or for a
+    folder that holds something else.
     """
     path = folder / RUN
     if path.is_file():

@@ -1,6 +1,7 @@
 """Everything a run needs to go on as if it had never stopped, as one checkpoint folder."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +14,13 @@ from heddle.checkpoints.steps import latest, prune, write_step
 from heddle.data.tokenizer import Tokenizer
 from heddle.errors import CheckpointError
 from heddle.model.decoder import Decoder
+from heddle.model.lora import lora_tensors
 from heddle.progress import say
 from heddle.training.optimizer import Optimizer
 
 TRAINING = "training.safetensors"
 PROGRESS = "training.json"
+ADAPTERS = "adapters.safetensors"  # beside the weights in which they are merged
 KEEP = 2
 
 
@@ -30,15 +33,24 @@ class Progress:
     streak: int = 0
 
 
-def save_run(run: Path, model: Decoder, optimizer: Optimizer, progress: Progress, tokenizer: Tokenizer | None) -> Path:
-    """Write the checkpoint of a step, and drop all but the newest two."""
+def save_run(
+    run: Path,
+    model: Decoder,
+    optimizer: Optimizer,
+    progress: Progress,
+    tokenizer: Tokenizer | None,
+    texts: Mapping[str, str],
+) -> Path:
+    """Write the checkpoint of a step, with other texts by file name, and drop all but the newest two."""
     moments: dict[str, Tensor] = {"rng.cpu": torch.get_rng_state()}
     for name, state in optimizer.state.items():
         for key, value in state.items():
             moments[f"{key}.{name}"] = torch.as_tensor(value)
-    documents = model_documents(model, tokenizer) | {PROGRESS: json.dumps(vars(progress), sort_keys=True) + "\n"}
+    own = model_documents(model, tokenizer) | {PROGRESS: json.dumps(vars(progress), sort_keys=True) + "\n"}
     tensors = {WEIGHTS: model_tensors(model), TRAINING: moments}
-    path = write_step(run, progress.step, tensors=tensors, documents=documents)
+    if adapters := lora_tensors(model):
+        tensors[ADAPTERS] = adapters
+    path = write_step(run, progress.step, tensors=tensors, documents={**texts, **own})
     prune(run, KEEP)
     return path
 
@@ -52,7 +64,11 @@ def resume_run(run: Path, model: Decoder, optimizer: Optimizer) -> Progress:
         return Progress()
     contents = read_folder(newest.path, "training")
     device = model.embed.weight.device
-    saved = dict(restore(contents, None, device).named_parameters())
+    learned = lora_tensors(model)
+    if learned:
+        saved = contents.tensors(ADAPTERS, device)
+    else:
+        learned, saved = dict(model.named_parameters()), dict(restore(contents, None, device).named_parameters())
     moments = contents.tensors(TRAINING)
     torch.set_rng_state(moments.pop("rng.cpu"))
     state: dict[str, dict[str, Tensor]] = {}
@@ -60,7 +76,7 @@ def resume_run(run: Path, model: Decoder, optimizer: Optimizer) -> Progress:
         name, _, parameter = key.partition(".")
         state.setdefault(parameter, {})[name] = value.to(device)  # the fused step keeps even its counter there
     with torch.no_grad():
-        for path, weight in model.named_parameters():
+        for path, weight in learned.items():
             weight.copy_(saved[path])
     optimizer.load(state)
     try:

@@ -57,7 +57,7 @@ def gradients(
         tokens = torch.from_numpy(batch.tokens[start : start + rows]).to(device)
         samples = torch.from_numpy(batch.samples[start : start + rows]).to(device)
         targets = torch.from_numpy(batch.targets[start : start + rows]).to(device)
-        layout = Layout.packed(batch.lengths[start : start + rows], device=device)
+        layout = Layout.packed(batch.lengths[start : start + rows], targets.shape[1], device)
         if batch.places is not None:
             layout = layout.with_places(torch.from_numpy(batch.places[start : start + rows]).to(device))
         with keyed(Key(*key, samples)):
@@ -90,8 +90,8 @@ def encoded(model: Decoder, source: np.ndarray) -> Memory:
 def apply(model: Decoder, optimizer: Optimizer, batch: BatchResult, rate: float, clip: float) -> StepResult:
     """Clip and step, unless the loss or the gradient's norm is not finite: then weights and moments stay.
 
-    After a step that was taken each mixture of experts that learns is told its loads, once. The gradient is that of
-    all parameters that learn.
+    After a step that was taken each mixture whose experts or router learn is told its loads, once. The gradient is
+    that of all parameters that learn.
     """
     learned = list(optimizer.learned.values())
     norm = nn.utils.get_total_norm([parameter.grad for parameter in learned if parameter.grad is not None])
@@ -99,9 +99,12 @@ def apply(model: Decoder, optimizer: Optimizer, batch: BatchResult, rate: float,
     if finite:
         nn.utils.clip_grads_with_norm_(learned, clip, norm)
         optimizer.step(rate)
+        taught = {id(parameter) for parameter in learned}
         for path, tally in batch.mixtures.items():
-            mixture = model.get_submodule(path)
-            if isinstance(mixture, Feedforward) and any(name.startswith(f"{path}.") for name in optimizer.learned):
-                mixture.balance(tally.loads)
+            part = model.get_submodule(path)
+            assert isinstance(part, Feedforward)
+            assert part.mixture is not None
+            if any(id(one) in taught for one in (*part.mixture.router.parameters(), *part.mixture.weights)):
+                part.balance(tally.loads)
     model.zero_grad(set_to_none=True)
     return StepResult(float(batch.loss), float(norm), finite)

@@ -8,10 +8,13 @@ from typing import ClassVar, Literal, NamedTuple, Self
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heddle.config import Part
+from heddle.config import Part, refuse
+from heddle.numerics import activations
 from heddle.parts.layout import Layout
 
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu"]
+GatedActivation = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu", "swiglu_clamped"]
+LIMIT, ALPHA = 7.0, 1.702  # of gpt-oss
 
 
 class FeedforwardConfig(Part, ABC):
@@ -67,8 +70,13 @@ class Feedforward(nn.Module, ABC):
         """x [B, T, width] -> the same shape."""
 
 
-def activation(name: Activation) -> Callable[[Tensor], Tensor]:
-    """The function of a name: `gelu` is exact, `gelu_tanh` its approximation, `relu2` the square of ReLU."""
+def activation(name: GatedActivation, limit: float | None = None, alpha: float | None = None) -> activations.Activation:
+    """The function of a name: `gelu` is exact, `gelu_tanh` its approximation, `relu2` the square of ReLU.
+
+    `swiglu_clamped` bounds what it reads by `limit`, and the sigmoid of its gate is `alpha` times as steep.
+    """
+    if name == "swiglu_clamped":
+        return activations.clamped(**clamps(name, limit, alpha))
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "relu": functional.relu,
         "relu2": lambda x: functional.relu(x).square(),
@@ -76,4 +84,14 @@ def activation(name: Activation) -> Callable[[Tensor], Tensor]:
         "gelu_tanh": partial(functional.gelu, approximate="tanh"),
         "silu": functional.silu,
     }
-    return functions[name]
+    return activations.glu(functions[name])
+
+
+def clamps(name: str | None, limit: float | None, alpha: float | None) -> dict[str, float]:
+    """limit and alpha of an activation, written out. Refuses them beside one that does not read them."""
+    if name == "swiglu_clamped":
+        return {"limit": limit or LIMIT, "alpha": alpha or ALPHA}
+    for field, value in (("limit", limit), ("alpha", alpha)):
+        if value is not None:
+            refuse(field, f"{value:g} is read by swiglu_clamped alone; choose that activation, or leave it out")
+    return {}

@@ -1,6 +1,7 @@
 """Mixture of experts (Shazeer et al. 2017; DeepSeek-V3 2024): `shared(x) + Σ_i gate_i · expert_i(x)` over the k chosen.
 
-Experts are feed-forwards, `down f(up x)` or `down (f(gate x) ⊙ up x)`; how they are chosen is in numerics/routing.py.
+Experts are feed-forwards, `down f(up x)` or `down (f(gate x) ⊙ up x)`, or `gated` with `swiglu_clamped`; how they are
+chosen is in numerics/routing.py.
 """
 
 from typing import Annotated, Literal, Self
@@ -16,7 +17,7 @@ from heddle.numerics.routing import Route, Routing, Rule, logits, route, within_
 from heddle.parts.balancing import entry
 from heddle.parts.dropout import Dropout
 from heddle.parts.eager import eager
-from heddle.parts.feedforwards import Activation, Feedforward, FeedforwardConfig, Mixture, activation
+from heddle.parts.feedforwards import Feedforward, FeedforwardConfig, GatedActivation, Mixture, activation, clamps
 from heddle.parts.layout import Layout
 from heddle.parts.leaf import Leaf, Linear, fill_normal, together
 from heddle.parts.ledger import enter
@@ -28,9 +29,10 @@ class MoEConfig(FeedforwardConfig):
     """Fields of `moe`: each token meets `top_k` of `experts`, each `hidden` wide, and every shared one.
 
     `shared` experts are one, as wide as all of them, or `shared_hidden` wide; `shared_gate` multiplies it by
-    `sigmoid(w · x)` (Qwen2-MoE); `bias: shared` gives it biases, and the others none (DeepSeek-V2). `renormalise`
-    divides the gates of the chosen by their sum (with one, it is always 1, and the loss teaches the router nothing).
-    `groups` of which `top_groups` are kept belong to `sigmoid` and `softmax_group_max`. `scale` multiplies the gates.
+    `sigmoid(w · x)` (Qwen2-MoE); `bias: shared` gives it biases, and the others none (DeepSeek-V2). `limit` and `alpha`
+    are those of `gated`. `renormalise` divides the gates of the chosen by their sum (with one, it is always 1, and the
+    loss teaches the router nothing). `groups` of which `top_groups` are kept belong to `sigmoid` and
+    `softmax_group_max`. `scale` multiplies the gates.
 
     To choose evenly: `aux_loss` and `z_loss` are coefficients of losses that training adds; with `bias_update` a bias
     that only selects moves by as much each step (0: it stays as it is loaded). `capacity`: in training an expert takes
@@ -41,7 +43,9 @@ class MoEConfig(FeedforwardConfig):
     top_k: Count
     hidden: Count
     expert: Literal["mlp", "gated"] = "gated"
-    activation: Activation | None = None  # None: gelu for mlp, silu for gated, as in the kinds of these names
+    activation: GatedActivation | None = None  # None: gelu for mlp, silu for gated, as in the kinds of these names
+    limit: Positive | None = None
+    alpha: Positive | None = None
     bias: bool | Literal["shared"] = False
     dropout: Rate = 0.0
     shared: Count | None = None
@@ -69,6 +73,9 @@ class MoEConfig(FeedforwardConfig):
             refuse(name, "belongs to shared experts, of which there are none; give shared, or leave it out")
         if self.shared is None and self.bias == "shared":
             refuse("bias", "'shared' belongs to shared experts, of which there are none; give shared, true or false")
+        if self.expert == "mlp" and self.activation == "swiglu_clamped":
+            refuse("activation", "'swiglu_clamped' needs a gate; choose expert: gated, or another activation")
+        clamps(self.activation, self.limit, self.alpha)
         self._check_groups()
         return self
 
@@ -95,20 +102,26 @@ class MoEConfig(FeedforwardConfig):
             refuse("top_k", f"{self.top_k} is more than the {best * size} experts of top_groups = {best}; choose fewer")
 
     def resolved(self) -> Self:
-        """Activation and the width of what is shared, as one expert, written out; a single group is none."""
+        """Activation, limits and the width of what is shared, as one expert, written out; a single group is none."""
         wide = self.shared_hidden or (None if self.shared is None else self.shared * self.hidden)
         single = self.groups == 1 and self.routing == "sigmoid"
         return self.replace(
-            activation=_activation(self),
+            activation=self.chosen_activation,
             shared=None if wide is None else 1,
             shared_hidden=wide,
             groups=None if single else self.groups,
             top_groups=None if single else self.top_groups,
+            **clamps(self.activation, self.limit, self.alpha),
         )
 
     def build(self, width: int) -> "MoE":
         """Make the module."""
         return MoE(self, width)
+
+    @property
+    def chosen_activation(self) -> GatedActivation:
+        """That of the experts."""
+        return self.activation or ("silu" if self.expert == "gated" else "gelu")
 
     @property
     def rule(self) -> Rule:
@@ -168,19 +181,14 @@ class Shared(nn.Module):
         self.gate = Linear(width, hidden, bias) if config.expert == "gated" else None
         self.up = Linear(width, hidden, bias)
         self.down = Linear(hidden, width, bias, last=True)
-        self.activation = activation(_activation(config))
+        self.activation = activation(config.chosen_activation, config.limit, config.alpha)
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, width] -> the same shape."""
         up, *gate = together(x, self.up, *([] if self.gate is None else [self.gate]))
-        hidden = self.activation(up) if not gate else self.activation(gate[0]) * up
-        y: Tensor = self.down(self.dropout(hidden))
+        y: Tensor = self.down(self.dropout(self.activation(up, *gate)))
         return y
-
-
-def _activation(config: MoEConfig) -> Activation:
-    return config.activation or ("silu" if config.expert == "gated" else "gelu")
 
 
 class MoE(Feedforward):
@@ -197,7 +205,7 @@ class MoE(Feedforward):
         wide = config.shared_hidden or (config.shared or 0) * hidden
         self.shared = Shared(config, width, wide) if wide else None
         self.shared_gate = Linear(width, 1) if config.shared_gate else None
-        self.activation = activation(_activation(config))
+        self.activation = activation(config.chosen_activation, config.limit, config.alpha)
         self.dropout = Dropout(config.dropout)
 
     @property

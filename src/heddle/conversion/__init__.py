@@ -1,0 +1,1 @@
+"""Rewrites: a design and its weights to another design, or other weights."""

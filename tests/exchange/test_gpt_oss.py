@@ -1,0 +1,81 @@
+"""gpt-oss: what absent fields stand for, the fields of the published file, and what the family does not have."""
+
+from typing import Any
+
+import pytest
+from transformers import GptOssConfig
+
+from heddle.errors import ConfigError
+from heddle.exchange.family import families
+from heddle.exchange.fit import fit, fits, read
+from heddle.model.config import ModelConfig
+from tests.cases import CASES, case
+from tests.exchange.cases import GPT_OSS
+
+FAMILY = families()["gpt_oss"]
+SMALL: dict[str, Any] = {
+    "model_type": "gpt_oss", "vocab_size": 97, "hidden_size": 44, "intermediate_size": 20, "num_hidden_layers": 4,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+# As in the published file, beside sizes.
+PUBLISHED: dict[str, Any] = {
+    "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002, "experts_per_token": 2,
+    "hidden_act": "silu", "initial_context_length": 4096, "initializer_range": 0.02,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "max_position_embeddings": 131072,
+    "output_router_logits": False, "pad_token_id": 199999, "rms_norm_eps": 1e-05, "rope_theta": 150000,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    "use_cache": True,
+}  # fmt: skip
+
+
+def design(**changes: Any) -> ModelConfig:
+    return read(SMALL | changes, FAMILY)
+
+
+def test_absent_fields_are_what_their_class_makes_of_them() -> None:
+    assert design() == read(GptOssConfig(**SMALL).to_dict(), FAMILY)
+    windows = [getattr(layer.mixer, "window", None) for _, layer in design().expand()]
+    assert windows == [128, None, 128, None]
+
+
+def test_the_published_file() -> None:
+    assert design(**PUBLISHED) == design()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "turn all dims"),
+        ({"sliding_window": None}, "'sliding_window' is None"),
+        ({"layer_types": ["full_attention"]}, "'layer_types' is .* needs 4 entries"),
+        ({"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, "'layer_types'"),
+        ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
+        ({"experts_per_token": 3}, "'experts_per_token' is 3"),
+        ({"initial_context_length": 8192}, "'initial_context_length' is 8192"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+    ],
+)
+def test_what_the_family_does_not_have_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        design(**changes)
+
+
+def test_a_loss_of_training_is_taken_where_they_take_it() -> None:
+    told = design(output_router_logits=True, router_aux_loss_coef=0.05).dump()
+    assert {layer["feedforward"]["aux_loss"] for layer in told["layers"]} == {0.05}
+    assert "aux_loss" not in design(router_aux_loss_coef=0.05).dump()["layers"][0]["feedforward"]
+
+
+def test_every_design_can_be_held_against_the_family_and_only_its_own_fit() -> None:
+    assert not fit(design(**{**GPT_OSS, "layer_types": ["full_attention"] * 4}), FAMILY).obstacles
+    assert all(fit(case(name), FAMILY).obstacles for name in CASES)
+
+
+def test_clamped_experts_are_no_other_familys() -> None:
+    assert [one.family.model_type for one in fits(design()) if not one.obstacles] == ["gpt_oss"]

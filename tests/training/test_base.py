@@ -1,0 +1,164 @@
+"""Trainings that start from a checkpoint: its weights, its tokenizer, its texts, and exactly resumable."""
+
+import dataclasses
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from heddle.checkpoints.folder import fingerprint, read_folder
+from heddle.checkpoints.model import find, load, save
+from heddle.checkpoints.steps import step_folder
+from heddle.data.corpus import Corpus
+from heddle.data.samples import Samples
+from heddle.errors import CheckpointError, ConfigError
+from heddle.evaluation.bits import bits_per_byte, window_bits
+from heddle.model.decoder import build
+from heddle.training import snapshot
+from heddle.training.base import Lora, open_base
+from heddle.training.loop import Job, evaluate, train
+from heddle.training.record import read_log
+from tests import small
+from tests.training.test_resume import dying
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return small.corpus(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def first(texts: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that others go on from."""
+    out = tmp_path_factory.mktemp("first")
+    train(small.job(texts, out, small.dropping(), 6, learning_rate=1e-2))
+    return out
+
+
+def job(texts: Corpus, out: Path, base: Path, *overrides: str, lora: Lora | None = None, **settings: Any) -> Job:
+    opened = open_base(base)
+    made = small.job(texts, out, steps=STEPS, **({"save_every": 1, "evaluate_every": 2} | settings))
+    return dataclasses.replace(made, config=opened.design(None, overrides), base=opened, lora=lora)
+
+
+STILL = ("layers.0.mixer.dropout=0", "layers.0.feedforward.dropout=0", "embedding.dropout=0", "residual.drop_path=0")
+
+
+def test_the_first_loss_is_that_of_the_base(texts: Corpus, first: Path, tmp_path: Path) -> None:
+    made = job(texts, tmp_path, first, *STILL, seed=5)
+    outcome = train(made)
+    base, _ = load(first)
+    drawn = Samples(texts.train, texts.weights, 16, 4, 5, texts.tokenizer.end).batch(0)
+    every = np.ones(small.VOCABULARY, dtype=np.int64)  # end tokens count in a loss
+    nats = bits_per_byte(window_bits(base, [drawn], every)) * math.log(2)
+    assert read_log(tmp_path)[0]["loss"] == pytest.approx(nats, rel=1e-6)
+    assert outcome.bits_per_byte < bits_per_byte(evaluate(base, made))
+
+
+def test_weights_texts_and_tokenizer_go_along(texts: Corpus, first: Path, tmp_path: Path) -> None:
+    model, tokenizer = load(first)
+    save(model.to(torch.bfloat16), tmp_path / "model", tokenizer)
+    contents = read_folder(tmp_path / "model")
+    opened = dataclasses.replace(open_base(tmp_path / "model"), documents={"chat_template.jinja": "{{ 1 }}"})
+    assert opened.tokenizer is not None
+    assert opened.tokenizer.hash == texts.tokenizer.hash
+    started = opened.start(opened.config, "cpu")
+    for (name, weight), old in zip(started.named_parameters(), model.parameters(), strict=True):
+        assert weight.dtype == torch.float32, name
+        assert torch.equal(weight.to(torch.bfloat16), old)
+    assert opened.hash == fingerprint(contents)
+    made = dataclasses.replace(job(texts, tmp_path / "run", first), base=opened)
+    train(made)
+    again = open_base(tmp_path / "run")
+    assert again.documents == opened.documents
+    assert find(tmp_path / "run") == step_folder(tmp_path / "run", STEPS)
+
+
+def ending(out: Path) -> tuple[str, list[dict[str, Any]]]:
+    lines = [{name: value for name, value in line.items() if name != "seconds"} for line in read_log(out)]
+    return fingerprint(step_folder(out, STEPS)), lines
+
+
+@pytest.mark.parametrize("lora", [None, Lora(2)])
+@pytest.mark.parametrize("name", ["gradients", "save_run"])
+def test_an_interrupted_training_ends_with_the_same_bits(
+    texts: Corpus, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, lora: Lora | None
+) -> None:
+    train(job(texts, tmp_path / "whole", first, lora=lora))
+    for at in range(1, STEPS + 1, 2):
+        out = tmp_path / str(at)
+        with dying(monkeypatch, name, at, before=True):
+            train(job(texts, out, first, lora=lora))
+        torch.manual_seed(99)
+        train(job(texts, out, first, lora=lora))
+        assert ending(out) == ending(tmp_path / "whole"), at
+
+
+def test_adapters_learn_alone_and_are_merged_in_checkpoints(texts: Corpus, first: Path, tmp_path: Path) -> None:
+    given = job(texts, tmp_path, first, *STILL, lora=Lora(2, ("layers.*.mixer.q", "layers.*.feedforward.down")))
+    outcome = train(given)
+    base, _ = load(first)
+    merged, _ = load(tmp_path)
+    old = dict(base.named_parameters())
+    changed = {name for name, weight in merged.named_parameters() if not torch.equal(weight, old[name])}
+    assert changed == {f"layers.{n}.{path}.weight" for n in (0, 1) for path in ("mixer.q", "feedforward.down")}
+    for (bits, size), (like, same) in zip(outcome.windows, evaluate(merged, given), strict=True):
+        assert size == same
+        assert bits == pytest.approx(like, rel=1e-5)
+    assert bits_per_byte(outcome.windows) < bits_per_byte(evaluate(base, given))
+    with pytest.raises(CheckpointError, match=r"lora\.rank was 2, now it is 3"):
+        train(dataclasses.replace(given, lora=Lora(3, ("layers.*.mixer.q", "layers.*.feedforward.down"))))
+    with pytest.raises(CheckpointError, match=r"lora was .*, now it is null"):
+        train(dataclasses.replace(given, lora=None))
+
+
+def test_forgetting_the_base_is_caught(
+    texts: Corpus, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(job(texts, tmp_path / "right", first))
+    monkeypatch.setattr(Job, "start", lambda self: build(self.config, seed=self.settings.seed))
+    train(job(texts, tmp_path / "wrong", first))
+    assert read_log(tmp_path / "wrong")[0]["loss"] > read_log(tmp_path / "right")[0]["loss"] + 0.05
+
+
+def test_another_base_is_refused(texts: Corpus, first: Path, tmp_path: Path) -> None:
+    train(job(texts, tmp_path / "run", first))
+    other = step_folder(first, 3)
+    with pytest.raises(CheckpointError, match=r"run: holds another run: base was \"[0-9a-f]{64}\", now it is"):
+        train(job(texts, tmp_path / "run", other))
+    with pytest.raises(CheckpointError, match=r"base was .*, now it is null"):
+        train(dataclasses.replace(job(texts, tmp_path / "run", first), base=None))
+    copy = tmp_path / "copy"
+    shutil.copytree(find(first), copy)  # elsewhere it is still the same
+    train(job(texts, tmp_path / "run", copy))
+    moments = read_folder(copy).tensors(snapshot.TRAINING)
+    assert open_base(copy).hash == open_base(first).hash
+    assert moments
+
+
+def test_a_design_named_again_must_be_the_same(first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = open_base(first)
+    file = str(small.design_file(tmp_path / "same.yaml", small.dropping() | {"vocab_size": None}))
+    assert base.design(file, []) == base.design(None, []) == base.config
+    wide = str(small.design_file(tmp_path / "wide.yaml", small.dropping() | {"width": 32}))
+    assert base.design(wide, ["width=16"]) == base.config
+    with pytest.raises(ConfigError, match=r"wide\.yaml: is another design than that in .* \(width was 16, now"):
+        base.design(wide, [])
+    assert capsys.readouterr().err == ""
+    changed = base.design(file, ["layers.*.mixer.position.base=500000"])
+    assert changed != base.config
+    assert "position.base was 10000.0, now it is 500000" in capsys.readouterr().err
+    assert base.start(changed, "cpu").config == changed
+
+
+@pytest.mark.parametrize("override", ["width=32", "layers.0.repeat=3", "head.tied=false", "layers.0.mixer.kv_heads=1"])
+def test_an_override_that_changes_weights_is_refused(first: Path, override: str) -> None:
+    base = open_base(first)
+    with pytest.raises(ConfigError, match=r"tensor '.*' .*, since an override changed it; with --from"):
+        base.start(base.design(None, [override]), "cpu")
