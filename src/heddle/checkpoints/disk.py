@@ -20,6 +20,7 @@ CHUNK = 4 * 2**20  # bytes hashed and copied at a time: small enough to stay in 
 PARALLEL = 2**18  # bytes from which a second thread is worth its start
 LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<role>tmp|old)-(?P<process>\d{1,10})-[0-9a-f]{8}", re.DOTALL)
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no links followed, no waiting on a pipe
+READ_LINKED = READ & ~os.O_NOFOLLOW  # for folders of others: the cache of a hub is made of links
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG)
 
@@ -45,13 +46,13 @@ def unwritable(path: Path, error: OSError) -> HeddleError:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[int, int]]:
+def opened(path: Path, flags: int = READ) -> Iterator[tuple[int, int]]:
     """Open a regular file for reading and give (descriptor, size in bytes).
 
-    Links, pipes, devices and folders are a CheckpointError, and never wait; a failing disk is a MachineError.
+    Links (but with READ_LINKED), pipes, devices and folders are a CheckpointError, and never wait; a failing disk is a MachineError.
     """
     try:
-        descriptor = system.open(path, READ)
+        descriptor = system.open(path, flags)
     except OSError as error:
         raise unreadable(path, error) from error
     try:
