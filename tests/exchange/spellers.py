@@ -1,4 +1,4 @@
-"""Tokenizers as others make them, small: those of Llama 2, Gemma, Mistral, Llama 3, Qwen, GPT-2, T5 and BERT in kind."""
+"""Small tokenizers as others make them: in kind those of Llama 2, Gemma, Mistral, Llama 3, Qwen, GPT-2, T5 and BERT."""
 
 import json
 from functools import cache
@@ -121,7 +121,7 @@ def _bert() -> Tokenizer:
 
 
 # name -> engine, tokenizer_config.json, eos_token_id of generation_config.json, what opens a text
-SPELLERS = {
+SPELLERS: dict[str, tuple[Any, dict[str, Any], Any, list[str]]] = {
     "llama2": (_llama2, {"add_bos_token": True, "bos_token": "<s>", "eos_token": {"content": "</s>"}}, None, ["<s>"]),
     "gemma": (_gemma, {"bos_token": "<s>", "eos_token": "</s>"}, None, ["<s>"]),
     "mistral": (_mistral, {"add_bos_token": False, "bos_token": "<s>", "eos_token": "</s>"}, 2, []),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Engine
@@ -13,10 +14,14 @@ from tokenizers import Tokenizer as Engine
 import heddle
 from heddle.checkpoints.model import load as load_checkpoint
 from heddle.data.spelling import SPACE
-from heddle.data.tokenizer import END, Tokenizer
+from heddle.data.tokenizer import END, Marks, Tokenizer
 from heddle.errors import ConfigError, DataError
 from heddle.exchange.export import export
 from heddle.exchange.load import Imported, load
+from heddle.generation.beams import searched
+from heddle.generation.plain import plain
+from heddle.generation.reading import Reader, Request
+from heddle.generation.sampling import Sampling
 from tests.exchange.oracle import AutoTokenizer
 from tests.exchange.spellers import MEASURED, SPELLERS, TEXTS, made
 
@@ -83,7 +88,7 @@ def test_texts_are_read_as_their_library_reads_them(carried: Any, name: str, tex
     ids = tokenizer.encode(text)
     assert ids == engine.encode(text, add_special_tokens=False).ids
     assert tokenizer.decode(ids) == engine.decode(ids)
-    if name in MEASURED and SPACE not in text:
+    if name in MEASURED and SPACE not in text and not (name == "mistral" and text.startswith(" ")):
         same = Engine.from_str(made(name)).normalizer.normalize_str(text) if name == "qwen" else text
         assert tokenizer.decode(ids) == same
         documents = tokenizer.encode_batch([text])[0]
@@ -114,7 +119,7 @@ def test_a_run_of_bytes_is_text_only_as_a_whole(carried: Any) -> None:
     first = tokenizer.encode("日")
     assert len(first) == 3
     stream = tokenizer.stream()
-    assert [stream.push(i) for i in [*first, tokenizer.encode("the")[0]]] == ["", "", "", "日the"]
+    assert [stream.push(i) for i in [*first, *tokenizer.encode("the")]] == ["", "", "", "日th", "e"]
     assert tokenizer.decode(first[:2]) == "\ufffd\ufffd"
 
 
@@ -123,9 +128,10 @@ def test_what_opens_and_ends_a_text(carried: Any, name: str) -> None:
     tokenizer, engine = carried(name), Engine.from_str(made(name))
     _, settings, eos, opening = SPELLERS[name]
     assert [engine.id_to_token(token) for token in tokenizer.opening] == opening
-    wanted = {"both": ["<|end_of_text|>", "<|eot_id|>"], 2: ["</s>"]}.get(eos) or [
-        token.get("content") if isinstance(token, dict) else token for token in [settings.get("eos_token")] if token
-    ]
+    told = settings.get("eos_token")
+    wanted = [told["content"] if isinstance(told, dict) else told] if told else []
+    if eos == "both":
+        wanted = ["<|end_of_text|>", "<|eot_id|>"]
     assert [engine.id_to_token(token) for token in tokenizer.ends] == [*wanted, *opening]
 
 
@@ -163,47 +169,43 @@ def test_everything_is_written_again_byte_for_byte_also_by_way_of_a_checkpoint(n
 def test_generation_opens_and_ends_as_the_folder_says_and_writes_no_token_that_is_not_there(carried: Any) -> None:
     writer = model()
     for name in SPELLERS:
-        texts = heddle.generate(writer, ["the warp", ""], carried(name), max_new_tokens=30, temperature=2.0)
+        prompts = ["the warp", "" if carried(name).ends else "weft"]
+        texts = heddle.generate(writer, prompts, carried(name), max_new_tokens=30, temperature=2.0)
         assert len(texts) == 2
     data = json.loads(made("gpt2"))
-    gone = [token for token, i in data["model"]["vocab"].items() if i in (280, 281, 300)]
-    data["model"]["vocab"] = {token: i for token, i in data["model"]["vocab"].items() if token not in gone}
-    data["model"]["merges"] = [pair for pair in data["model"]["merges"] if "".join(pair) in data["model"]["vocab"]]
+    data["model"]["vocab"]["far"] = 420
+    tokenizer = Tokenizer.from_json(json.dumps(data), marks=Marks(ends=(1,)))
+    assert tokenizer.vocab_size == 421
+    assert {*range(421)} - {*tokenizer.absent} == {*Engine.from_str(json.dumps(data)).get_vocab().values()}
+    assert len(tokenizer.absent) > 50
+    request = Request([[1]], 3, Sampling(), tokenizer.vocab_size, (), tokenizer.absent)
+    logits = Reader(writer).logits(torch.zeros(1, 16), request)
+    assert (logits == -torch.inf).nonzero()[:, 1].tolist() == list(tokenizer.absent)
+    assert logits.shape == (1, 421)
+    for steps in (plain(writer, request, [False]), searched(writer, request, 2)):
+        assert not {token for new in steps for _, token in new} & {*tokenizer.absent}
 
 
-@pytest.mark.parametrize("opening", [True, False])
-def test_a_prompt_reads_names_of_special_tokens_and_a_document_does_not(carried: Any, opening: bool) -> None:
+def test_a_prompt_reads_names_of_special_tokens_and_a_document_does_not(carried: Any) -> None:
     tokenizer = carried("llama3")
     ids = tokenizer.encode("<|eot_id|>the")
     assert ids[0] == Engine.from_str(made("llama3")).token_to_id("<|eot_id|>")
     assert ids[0] not in tokenizer.encode_batch(["<|eot_id|>the"])[0]
 
 
-@cache
-def exported(tokenizer: Tokenizer, root: str) -> Path:
-    """An export of ours."""
-    target = Path(root) / "out"
-    export(model(), target, tokenizer)
-    return target
+@pytest.fixture(scope="module")
+def theirs(trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What transformers makes of our export."""
+    folder = tmp_path_factory.mktemp("exported") / "out"
+    export(model(), folder, trained)
+    return AutoTokenizer.from_pretrained(folder)
 
 
 @given(text=TEXT)
-def test_transformers_reads_our_export_as_we_train(trained: Tokenizer, text: str, tmp_path_factory: Any) -> None:
-    theirs = _auto(exported(trained, str(_root(tmp_path_factory))))
+def test_transformers_reads_our_export_as_we_train(trained: Tokenizer, theirs: Any, text: str) -> None:
     assert theirs(text).input_ids == [trained.end, *trained.encode(text)]
     assert theirs.decode(trained.encode(text)) == text
     assert (theirs.bos_token, theirs.eos_token, theirs.eos_token_id) == (END, END, trained.end)
-
-
-@cache
-def _root(factory: Any) -> Path:
-    found: Path = factory.mktemp("exported")
-    return found
-
-
-@cache
-def _auto(folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def test_our_export_comes_back_as_it_was(trained: Tokenizer, tmp_path: Path) -> None:

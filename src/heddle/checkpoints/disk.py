@@ -49,7 +49,8 @@ def unwritable(path: Path, error: OSError) -> HeddleError:
 def opened(path: Path, flags: int = READ) -> Iterator[tuple[int, int]]:
     """Open a regular file for reading and give (descriptor, size in bytes).
 
-    Links (but with READ_LINKED), pipes, devices and folders are a CheckpointError, and never wait; a failing disk is a MachineError.
+    Pipes, devices, folders and, but with READ_LINKED, links are a CheckpointError, and never wait; a failing disk is
+    a MachineError.
     """
     try:
         descriptor = system.open(path, flags)

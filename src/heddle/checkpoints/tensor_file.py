@@ -100,13 +100,12 @@ def _bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def read_tensor_file(
-    path: Path, record: FileRecord | None = None, flags: int = READ
-) -> Iterator[tuple[str, Tensor]]:
+def read_tensor_file(path: Path, record: FileRecord | None = None, flags: int = READ) -> Iterator[tuple[str, Tensor]]:
     """Give (name, tensor on the CPU, in memory of its own) in the file's order, each checked before.
 
     With a record from a manifest, size, header and every tensor must be what it says; without one (a file
-    of others) the format's own rules hold; `flags` open it. Every defect is a CheckpointError naming the file and tensor.
+    of others) the format's own rules hold. `flags` open it. Every defect is a CheckpointError naming the file
+    and tensor.
     """
     with opened(path, flags) as (descriptor, size):
         head = _read_head(descriptor, path, size, record)

@@ -59,8 +59,8 @@ def spelling_of(engine: Engine, name: str) -> Spelling:
     else:
         for token, i in vocabulary.items():
             pieces[i] = token.replace(SPACE, " ").encode("utf-8")
-    for i, token in added.items():
-        if token.special:
+    for i, one in added.items():
+        if one.special:
             pieces[i] = b""
     if spaced is None:
         return Spelling(pieces, absent, known=[step["type"] for step in steps] == ["ByteLevel"])
@@ -173,7 +173,8 @@ class WholeStream:
 def added_bytes(engine: Engine, spelling: Spelling) -> int | None:
     """How many bytes (0 or 1: a space) an engine sets before a text that it otherwise gives back; None: it does not.
 
-    A text is given back in its normal form NFC, which is the same text to Unicode, and ▁ cannot be told from a space.
+    A text may come back in its normal form NFC, which is the same text to Unicode, with spaces for ▁, and where it
+    begins with a space that was there already.
     """
     if not spelling.known:
         return None
@@ -190,7 +191,8 @@ def added_bytes(engine: Engine, spelling: Spelling) -> int | None:
         told = b"".join(spelling.pieces[i] for i in one.ids)
         if told not in (want, b" " + want):
             return None
-        added.add(len(told) - len(want))
+        if not text.startswith(" "):
+            added.add(len(told) - len(want))
     return added.pop() if len(added) == 1 else None
 
 

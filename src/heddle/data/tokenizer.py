@@ -75,12 +75,11 @@ class Tokenizer:
         self._spelling = spelling_of(engine, name)
         self.absent = self._spelling.absent
         self.vocab_size = len(self._spelling.pieces)
-        self.beside: Mapping[str, str] = {}
+        self.beside: Mapping[str, str] = {} if marks is None else marks.beside
         if marks is None:
             self.hash = hashlib.sha256(_canonical(self.to_json())).hexdigest()
             self._check_round_trip(name)
             return
-        self.beside = marks.beside
         self.opening = self._checked(marks.opening)
         self.ends = list(dict.fromkeys([*self._checked(marks.ends), *self.opening[:1]]))
         self.hash = hashlib.sha256(f"{self.opening}{self.ends}{text}".encode()).hexdigest()
@@ -88,8 +87,8 @@ class Tokenizer:
     @property
     def end(self) -> int:
         """The token that divides documents: the first of the opening, or of the ends. DataError: there is none."""
-        for token in (*self.opening, *self.ends):
-            return token
+        if found := [*self.opening, *self.ends]:
+            return found[0]
         raise DataError(f"tokenizer {self._name} has no token that ends or opens a text: train another one.")
 
     @classmethod

@@ -110,9 +110,7 @@ def _content(token: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def write_texts(
-    tokenizer: Tokenizer | None, source: "Imported | None"
-) -> tuple[dict[str, str], dict[str, Any]]:
+def write_texts(tokenizer: Tokenizer | None, source: "Imported | None") -> tuple[dict[str, str], dict[str, Any]]:
     """The documents of an export, and what config.json says of tokens.
 
     A tokenizer of ours opens every text with its end token, as in training, so its file says so too; an imported one

@@ -170,11 +170,11 @@ def _rows(
 ) -> list[list[int]]:
     """The tokens of each row, those before the prompt among them."""
     if tokenizer is None:
-        opening = [] if before is None else [*before.tokens]
+        given = [] if before is None else [*before.tokens]
         if any(isinstance(prompt, str) for prompt in prompts):
             raise ConfigError("prompts: are strings; give the tokenizer too, or lists of tokens")
-        return [checked_row([*opening, *map(int, prompt)], model) for prompt in prompts]
-    opening = tokenizer.opening if before is None else before.tokens
+        return [checked_row([*given, *map(int, prompt)], model) for prompt in prompts]
+    opening: Sequence[int] = tokenizer.opening if before is None else before.tokens
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) != len(prompts):
         raise ConfigError("prompts: with a tokenizer every prompt is a string; leave the tokenizer out for tokens")
