@@ -26,6 +26,10 @@ VOCABULARY = BASE["vocab_size"]
 LENGTHS = [41, 17, 1]  # of the rows that are padded together
 
 
+def their_tokenizer(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
 def config_of(family: str, variant: str, **changes: Any) -> Any:
     """The config of a variant, with some fields changed."""
     return AutoConfig.for_model(family, **(BASE | CASES[family].variants[variant] | changes))

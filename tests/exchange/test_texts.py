@@ -22,7 +22,7 @@ from heddle.generation.beams import searched
 from heddle.generation.plain import plain
 from heddle.generation.reading import Reader, Request
 from heddle.generation.sampling import Sampling
-from tests.exchange.oracle import AutoTokenizer
+from tests.exchange.oracle import their_tokenizer
 from tests.exchange.spellers import MEASURED, SPELLERS, TEXTS, made
 
 TEXT = st.one_of(st.text(), st.lists(st.sampled_from(
@@ -198,7 +198,7 @@ def theirs(trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What transformers makes of our export."""
     folder = tmp_path_factory.mktemp("exported") / "out"
     export(model(), folder, trained)
-    return AutoTokenizer.from_pretrained(folder)
+    return their_tokenizer(folder)
 
 
 @given(text=TEXT)
@@ -225,7 +225,7 @@ def test_our_export_comes_back_as_it_was(trained: Tokenizer, tmp_path: Path) -> 
 
 def test_one_of_ours_that_transformers_saved_again_still_opens_texts(trained: Tokenizer, tmp_path: Path) -> None:
     export(model(), tmp_path / "out", trained)
-    AutoTokenizer.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "out")
+    their_tokenizer(tmp_path / "out").save_pretrained(tmp_path / "out")
     (tmp_path / "out/manifest.json").unlink()
     found = load(tmp_path / "out").tokenizer
     assert found is not None

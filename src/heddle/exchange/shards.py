@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from heddle.checkpoints.disk import READ_LINKED, opened, read_exactly
+from heddle.checkpoints.disk import READ_LINKED, opened, read_exactly, unreadable
 from heddle.checkpoints.folder import MAX_DOCUMENT, read_folder
 from heddle.checkpoints.manifest import FILE, FileRecord, is_file_name, parse_object
 from heddle.checkpoints.tensor_file import read_tensor_file
@@ -19,6 +19,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LARGEST = 64 * 2**20  # of a text file
+DEEPEST = 64  # of tables in tables
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 
 
@@ -31,6 +32,12 @@ class Foreign:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        try:
+            self._open(folder)
+        except OSError as error:
+            raise unreadable(folder, error) from error
+
+    def _open(self, folder: Path) -> None:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: there is no such folder; name one that holds a {CONFIG}")
         if not (folder / CONFIG).is_file():
@@ -104,6 +111,10 @@ class Foreign:
         missing = dict(index)
         with bar("reading", self.bytes, "bytes") as shown:
             for file in self.files:
+                if self.records and file not in self.records:
+                    raise CheckpointError(
+                        f"{self.folder / file}: is not in the {FILE} beside it; remove one of the two"
+                    )
                 for name, tensor in read_tensor_file(self.folder / file, self.records.get(file), READ_LINKED):
                     if index and missing.pop(name, None) != file:
                         raise CheckpointError(f"{self.folder / file}: holds '{name}', which {INDEX} does not say")
@@ -131,9 +142,21 @@ def parsed(text: str, path: Path) -> dict[str, Any]:
     if len(text) > LARGEST:
         raise CheckpointError(f"{path}: is larger than {LARGEST} bytes; it should be a small text")
     try:
-        return parse_object(text.encode("utf-8"))
+        found = parse_object(text.encode("utf-8"))
+        if _depth(found) > DEEPEST:
+            raise ValueError("it is nested too deeply")
     except ValueError as error:
         raise CheckpointError(f"{path}: is no table in JSON ({error}); restore the file") from None
+    return found
+
+
+def _depth(table: Any) -> int:
+    """How deep tables and lists are nested, counted without recursion."""
+    level, depth = [table], 0
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        depth += 1
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return depth
 
 
 def to_json(data: Mapping[str, Any]) -> str:

@@ -30,13 +30,13 @@ def read_texts(foreign: Foreign, known: int) -> tuple[Tokenizer | None, dict[str
     CheckpointError for a text that is.
     """
     documents = {name: foreign.text(name) for name in BESIDE if (foreign.folder / name).is_file()}
+    tables = {name: parsed(text, foreign.folder / name) for name, text in documents.items() if name.endswith(".json")}
     path = foreign.folder / FILE
     if not path.is_file():
         other = next((name for name in OTHERS if (foreign.folder / name).is_file()), None)
         if other is not None:
             say(f"warning: {foreign.folder / other}: is not read; save the tokenizer as {FILE} with transformers")
         return None, documents
-    tables = {name: parsed(text, foreign.folder / name) for name, text in documents.items() if name.endswith(".json")}
     text = foreign.text(FILE)
     settings = tables.get(SETTINGS, {})
     tokenizer = _ours(text, settings, documents)
