@@ -7,7 +7,7 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -67,17 +67,31 @@ def opened(path: Path, flags: int = READ) -> Iterator[tuple[int, int]]:
         os.close(descriptor)
 
 
-def read_exactly(descriptor: int, view: memoryview, path: Path, digest: "hashlib._Hash | None" = None) -> None:
-    """Fill `view` from the descriptor, adding the bytes to `digest`; a file that ends early is an error."""
+def read_exactly(
+    descriptor: int,
+    view: memoryview,
+    path: Path,
+    digest: "hashlib._Hash | None" = None,
+    helper: ThreadPoolExecutor | None = None,
+) -> None:
+    """Fill `view` from the descriptor, adding the bytes to `digest`; a file that ends early is an error.
+
+    A helper (of one thread) hashes what is there while more is read, which on two cores takes half the time.
+    """
     done = 0
+    hashed: list[Future[None]] = []
     while done < len(view):
         part = view[done : done + CHUNK]
         count = system.readv(descriptor, [part])
         if count == 0:
             raise CheckpointError(f"{path}: ended while it was read; restore the file")
-        if digest is not None:
+        if digest is not None and helper is not None and len(view) >= PARALLEL:
+            hashed.append(helper.submit(digest.update, part[:count]))
+        elif digest is not None:
             digest.update(part[:count])
         done += count
+    for one in hashed:
+        one.result()
 
 
 class NewFile:

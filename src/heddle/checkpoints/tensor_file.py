@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def read_tensor_file(path: Path, record: FileRecord | None = None, flags: int = 
     of others) the format's own rules hold. `flags` open it. Every defect is a CheckpointError naming the file
     and tensor.
     """
-    with opened(path, flags) as (descriptor, size):
+    with opened(path, flags) as (descriptor, size), ThreadPoolExecutor(1) as helper:
         head = _read_head(descriptor, path, size, record)
         entries = parse_header(path, head[8:], size - len(head))
         hashes = None if record is None else record.tensors
@@ -116,7 +117,7 @@ def read_tensor_file(path: Path, record: FileRecord | None = None, flags: int = 
         for entry in entries:
             buffer = torch.empty(entry.end - entry.start, dtype=torch.uint8)
             digest = None if hashes is None else hashlib.sha256()
-            read_exactly(descriptor, buffer.numpy().data, path, digest)
+            read_exactly(descriptor, buffer.numpy().data, path, digest, helper)
             if hashes is not None and digest is not None and digest.hexdigest() != hashes[entry.name]:
                 raise CheckpointError(
                     f"{path}: tensor {entry.name!r} was altered (its SHA-256 differs from the manifest);"
