@@ -120,11 +120,13 @@ def _bert() -> Tokenizer:
     return engine
 
 
+EOS = {"__type": "AddedToken", "content": "</s>", "lstrip": False, "normalized": False, "rstrip": False}
+EOS |= {"single_word": False}
 # name -> engine, tokenizer_config.json, eos_token_id of generation_config.json, what opens a text
 SPELLERS: dict[str, tuple[Any, dict[str, Any], Any, list[str]]] = {
-    "llama2": (_llama2, {"add_bos_token": True, "bos_token": "<s>", "eos_token": {"content": "</s>"}}, None, ["<s>"]),
+    "llama2": (_llama2, {"add_bos_token": True, "bos_token": "<s>", "eos_token": EOS}, None, ["<s>"]),
     "gemma": (_gemma, {"bos_token": "<s>", "eos_token": "</s>"}, None, ["<s>"]),
-    "mistral": (_mistral, {"add_bos_token": False, "bos_token": "<s>", "eos_token": "</s>"}, 2, []),
+    "mistral": (_mistral, {"add_bos_token": False, "bos_token": "<s>", "eos_token": "</s>"}, 2, ["<s>"]),
     "llama3": (_llama3, {"eos_token": "<|eot_id|>"}, "both", ["<|begin_of_text|>"]),
     "qwen": (_qwen, {"add_bos_token": False, "bos_token": None, "eos_token": "<|im_end|>"}, None, []),
     "gpt2": (_bytes, {"eos_token": "<|endoftext|>"}, None, []),

@@ -168,7 +168,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "config is deep": (replaced(CONFIG, b'{"a":' * 5000 + b"1" + b"}" * 5000), r"config\.json: .*nested too deeply"),
     "config is rather deep": (replaced(CONFIG, b'{"a":' * 200 + b"1" + b"}" * 200), r"config\.json: .*too deeply"),
     "config is huge": (lambda f: os.truncate(f / CONFIG, 2**33), r"config\.json: has \d+ bytes, over"),
-    "config is large": (replaced(CONFIG, b'{"a": "' + b"x" * 2**26 + b'"}'), r"config\.json: is larger than"),
+    "config is large": (replaced(CONFIG, b'{"a": "' + b"x" * 2**26 + b'"}'), r"config\.json: has more than"),
     "config with a key twice": (duplicate, r"config\.json: is no table in JSON \(a key stands twice\)"),
     "config with NaN": (replaced(CONFIG, b'{"rms_norm_eps": NaN}'), r"config\.json: .*NaN is not a JSON number"),
     "a text for a number": (fields(hidden_size="42"), r"field 'hidden_size' is '42'; should be of kind int"),

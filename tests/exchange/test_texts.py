@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Engine
 
 import heddle
 from heddle.checkpoints.model import load as load_checkpoint
+from heddle.cli.main import run
 from heddle.data.spelling import SPACE
 from heddle.data.tokenizer import END, Marks, Tokenizer
 from heddle.errors import ConfigError, DataError
@@ -136,6 +137,27 @@ def test_what_opens_and_ends_a_text(carried: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPELLERS)
+def test_transformers_opens_texts_alike(carried: Any, name: str, tmp_path: Path) -> None:
+    folder = folder_of(name, tmp_path / name)
+    settings = SPELLERS[name][1] | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer, other = carried(name), their_tokenizer(folder)
+    for text in TEXTS:
+        ids = [*tokenizer.opening, *tokenizer.encode(text)]
+        assert other(text).input_ids[: len(ids)] == ids
+        assert other.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids)
+
+
+def test_settings_may_ask_for_an_opening_that_the_file_does_not_set(tmp_path: Path) -> None:
+    folder = folder_of("gpt2", tmp_path / "gpt2")
+    settings = {"add_bos_token": True, "bos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = load(folder).tokenizer
+    assert found is not None
+    assert found.opening == [Engine.from_str(made("gpt2")).token_to_id("<|endoftext|>")] == found.ends
+
+
+@pytest.mark.parametrize("name", SPELLERS)
 def test_what_can_be_measured(carried: Any, name: str) -> None:
     tokenizer = carried(name)
     if name in MEASURED:
@@ -184,6 +206,19 @@ def test_generation_opens_and_ends_as_the_folder_says_and_writes_no_token_that_i
     assert logits.shape == (1, 421)
     for steps in (plain(writer, request, [False]), searched(writer, request, 2)):
         assert not {token for new in steps for _, token in new} & {*tokenizer.absent}
+
+
+def test_the_command_line_writes_on_with_an_imported_tokenizer(
+    carried: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("llama2", "qwen", "bert"):
+        heddle.save(model(), tmp_path / name, carried(name))
+        assert run(["generate", str(tmp_path / name), "--prompt", "the warp", "--max-new-tokens", "9"]) == 0
+        streamed_text = capsys.readouterr().out
+        assert (
+            streamed_text.removesuffix("\n")
+            == heddle.generate(model(), ["the warp"], carried(name), max_new_tokens=9)[0]
+        )
 
 
 def test_a_prompt_reads_names_of_special_tokens_and_a_document_does_not(carried: Any) -> None:

@@ -140,7 +140,7 @@ def read_text(path: Path) -> str:
 def parsed(text: str, path: Path) -> dict[str, Any]:
     """The table in the text of a JSON file. Raises CheckpointError naming the file."""
     if len(text) > LARGEST:
-        raise CheckpointError(f"{path}: is larger than {LARGEST} bytes; it should be a small text")
+        raise CheckpointError(f"{path}: has more than {LARGEST} characters; it should be a small text")
     try:
         found = parse_object(text.encode("utf-8"))
         if _depth(found) > DEEPEST:

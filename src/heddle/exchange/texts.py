@@ -78,15 +78,17 @@ def _opened(own: Tokenizer) -> tuple[str, dict[str, Any]]:
 
 
 def _opening(engine: Engine, settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids that stand before each text: by add_bos_token where the settings say it, else by the file itself."""
-    if "add_bos_token" in settings or "add_eos_token" in settings:
-        begin = _content(settings.get("bos_token"))
-        token = engine.token_to_id(begin) if begin is not None and settings.get("add_bos_token") is True else None
-        return () if token is None else (token,)
+    """The ids that stand before each text: by the file's post-processor, as transformers 5 takes them from it alone.
+
+    Where it sets none, add_bos_token of the settings may ask for one, as it did in transformers 4.
+    """
     engine.no_padding()
     engine.no_truncation()
     found = engine.encode("a")
-    return tuple(found.ids[: next((i for i, special in enumerate(found.special_tokens_mask) if not special), 0)])
+    opening = found.ids[: next((i for i, special in enumerate(found.special_tokens_mask) if not special), 0)]
+    begin = _content(settings.get("bos_token")) if settings.get("add_bos_token") is True else None
+    token = engine.token_to_id(begin) if begin is not None and not opening else None
+    return tuple(opening) if token is None else (token,)
 
 
 def _ends(tables: Mapping[str, Mapping[str, Any]], engine: Engine, folder: Path) -> tuple[int, ...]:
@@ -114,8 +116,10 @@ def write_texts(tokenizer: Tokenizer | None, source: "Imported | None") -> tuple
     """The documents of an export, and what config.json says of tokens.
 
     A tokenizer of ours opens every text with its end token, as in training, so its file says so too; an imported one
-    is written as it was, with the files that came with it.
+    is written as it was, with the files that came with it. None: that of the source.
     """
+    if tokenizer is None and source is not None:
+        tokenizer = source.tokenizer
     if tokenizer is None:
         return ({} if source is None else dict(source.documents)), {}
     ends = [token for token in tokenizer.ends if token not in tokenizer.opening] or tokenizer.ends
