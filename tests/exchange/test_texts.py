@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Engine
 import heddle
 from heddle.checkpoints.model import load as load_checkpoint
 from heddle.cli.main import run
+from heddle.data.corpus import check_vocabulary
 from heddle.data.spelling import SPACE
 from heddle.data.tokenizer import END, Marks, Tokenizer
 from heddle.errors import ConfigError, DataError
@@ -162,9 +163,10 @@ def test_what_can_be_measured(carried: Any, name: str) -> None:
     tokenizer = carried(name)
     if name in MEASURED:
         assert tokenizer.byte_lengths[tokenizer.end] == -MEASURED[name]
+        check_vocabulary(tokenizer, None)
         return
-    with pytest.raises(DataError, match=r"bits per byte cannot be measured|has no token that"):
-        assert tokenizer.byte_lengths is None
+    with pytest.raises(DataError, match=r"bits per byte cannot be measured .* training needs another one"):
+        check_vocabulary(tokenizer, None)
 
 
 @pytest.mark.parametrize("name", SPELLERS)
