@@ -260,6 +260,16 @@ def test_our_export_comes_back_as_it_was(trained: Tokenizer, tmp_path: Path) -> 
         assert (tmp_path / "again/tokenizer.json").read_bytes() == (tmp_path / name / "tokenizer.json").read_bytes()
 
 
+def test_one_of_ours_that_somebody_changed_is_taken_as_changed(trained: Tokenizer, tmp_path: Path) -> None:
+    export(model(), tmp_path / "out", trained)
+    (tmp_path / "out/manifest.json").unlink()
+    file = tmp_path / "out/tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"post_processor": None}))
+    found = load(tmp_path / "out").tokenizer
+    assert found is not None
+    assert (found.own, found.opening, found.ends) == (False, [], [trained.end])
+
+
 def test_one_of_ours_that_transformers_saved_again_still_opens_texts(trained: Tokenizer, tmp_path: Path) -> None:
     export(model(), tmp_path / "out", trained)
     their_tokenizer(tmp_path / "out").save_pretrained(tmp_path / "out")
