@@ -22,7 +22,7 @@ from tests.exchange.cases import BASE, CASES, Fields
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -33,6 +33,10 @@ FOLDERS = tempfile.TemporaryDirectory(prefix="heddle-exchange-")  # of all model
 PLAIN = {"experts_implementation": "eager"}  # their faster one refuses rows that are not whole multiples of 16 bytes
 CLEAR = 2e-5  # scores of experts that are further apart are chosen alike in float32
 LENGTHS = [41, 17, 1]  # of the rows that are padded together
+
+
+def their_tokenizer(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def config_of(family: str, variant: str, **changes: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`heddle export`: a model of ours as a folder that others read."""
+"""`heddle export`: a model of ours as a folder or a file that others read."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,14 +12,16 @@ from heddle.errors import ConfigError
 if TYPE_CHECKING:
     from heddle.exchange.load import Imported
 
-FORMATS = ("hf",)
+FORMATS = ("hf", "gguf")
 DTYPES = ("fp32", "bf16", "fp16")
 
 
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A run's or a model's folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="What to write.")],
-    form: Annotated[str, typer.Option("--format", metavar="NAME", help="hf, a folder for transformers.")] = "hf",
+    form: Annotated[
+        str, typer.Option("--format", metavar="NAME", help="hf, a folder for transformers; gguf, a file for llama.cpp.")
+    ] = "hf",
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="NAME", help="fp32, bf16 or fp16. [as in the checkpoint]")
     ] = None,
@@ -42,8 +44,15 @@ def export(
         from heddle.exchange.fit import service
 
         kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        given = open_checkpoint(checkpoint, None if dtype is None else kinds[dtype])
+        wanted = None if dtype is None else kinds[dtype]
+        given = open_checkpoint(checkpoint, wanted if form == "hf" else None)
         _tell_length(checkpoint, given)
+        if form == "gguf":  # it rounds matrices alone
+            from heddle.exchange.gguf import export_gguf
+
+            _, graph = export_gguf(given.model, out, given.tokenizer, given, wanted)
+            print(f"{out}: llama.cpp runs it as {graph}")
+            return
         found = write(given.model, out, given.tokenizer, given)
         print(f"{out}: serves as: {found.family.architecture}")
         if found.family.model_type == "heddle":

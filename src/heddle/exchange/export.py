@@ -44,7 +44,7 @@ def export(
     if found.family.model_type != kind:
         carried = UNTOLD | carried
     tensors = Tensors(found.family, model)
-    texts, told = write_texts(model, tokenizer, source)
+    texts, told = write_texts(tokenizer, source)
     config = _config(found, model, _carried(found, model, carried) | told)
     files = _files(tensors, shard)
     documents = texts | {CONFIG: to_json(config)}

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from heddle.checkpoints.folder import Contents, fingerprint, read_folder
-from heddle.checkpoints.model import CONFIG, TOKENIZER, WEIGHTS, find, read_design, restore
-from heddle.data.tokenizer import Tokenizer
+from heddle.checkpoints.model import CONFIG, WEIGHTS, find, read_design, restore
+from heddle.data.tokenizer import FILE, MARKS, Tokenizer
 from heddle.errors import CheckpointError, ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
@@ -18,7 +18,7 @@ from heddle.progress import say
 from heddle.training.record import first_difference, plain
 from heddle.training.snapshot import PROGRESS
 
-OWN = (CONFIG, TOKENIZER, PROGRESS)
+OWN = (CONFIG, FILE, MARKS, PROGRESS)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,6 @@ def open_base(folder: Path) -> Base:
     """Open a model's folder, or the newest checkpoint of a run. Raises CheckpointError."""
     contents = read_folder(find(folder))
     config = load_config(read_design(contents))
-    text = contents.documents.get(TOKENIZER)
-    tokenizer = None if text is None else Tokenizer.from_json(text, str(contents.folder / TOKENIZER))
+    tokenizer = Tokenizer.from_documents(contents.documents)
     documents = {name: text for name, text in contents.documents.items() if name not in OWN}
     return Base(contents, config, tokenizer, documents, fingerprint(contents, WEIGHTS))

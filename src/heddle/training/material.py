@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from heddle.data.chat import Chat
@@ -97,7 +98,7 @@ class Text:
 
     def told(self, batch: Batch, loss: float) -> dict[str, float]:
         """Bits per byte; end tokens count in the loss, so it is a little above what an evaluation gives."""
-        return {"bits_per_byte": _bits(self.tokenizer, batch, loss)}
+        return {"bits_per_byte": _bits(self.tokenizer.byte_lengths, batch, loss)}
 
     def held_out(self, settings: Settings, tokens: int) -> Iterable[Batch]:
         """Validation windows that lie evenly over the text."""
@@ -148,7 +149,7 @@ class Turns:
 
     def told(self, batch: Batch, loss: float) -> dict[str, float]:
         """Bits per byte of what the assistant says, the end of its turns in the bits; the share of targets it says."""
-        return {"bits_per_byte": _bits(self.tokenizer, batch, loss), "scored": float((batch.targets >= 0).mean())}
+        return {"bits_per_byte": _bits(self._sizes, batch, loss), "scored": float((batch.targets >= 0).mean())}
 
     def held_out(self, settings: Settings, tokens: int) -> Iterable[Batch]:
         """Rows of conversations that are held out."""
@@ -156,7 +157,12 @@ class Turns:
 
     def measure(self, model: Decoder, batches: Iterable[Batch], autocast: torch.dtype | None) -> Measured:
         """Bits and bytes of what the assistant says in each row."""
-        return window_bits(model, batches, self.tokenizer.byte_lengths, autocast)
+        return window_bits(model, batches, self._sizes, autocast)
+
+    @property
+    def _sizes(self) -> np.ndarray:
+        """Bytes of each token; the end of a turn takes none back, since no text begins after it."""
+        return np.maximum(self.tokenizer.byte_lengths, 0)
 
 
 class Source(Protocol):
@@ -233,10 +239,10 @@ class Answers:
         return right_answers(model, batches, autocast)
 
 
-def _bits(tokenizer: Tokenizer, batch: Batch, loss: float) -> float:
+def _bits(byte_lengths: np.ndarray, batch: Batch, loss: float) -> float:
     """Bits per byte of a batch's scored targets, from their mean loss in nats."""
     asked = batch.targets[batch.targets >= 0]
-    return loss * asked.size / math.log(2) / max(1, int(tokenizer.byte_lengths[asked].sum()))
+    return loss * asked.size / math.log(2) / max(1, int(byte_lengths[asked].sum()))
 
 
 def _hides_what_follows(model: Decoder) -> None:
