@@ -62,5 +62,4 @@ const model = await llama.loadModel({modelPath: request.model, useMmap: false});
 const answers = [];
 for (const run of request.runs) answers.push(await answer(model, run));
 await model.dispose();
-process.stdout.write(JSON.stringify(answers) + "\n");
-process.exit(0);
+process.stdout.write(JSON.stringify(answers) + "\n", () => process.exit(0)); // exiting sooner would cut a long answer

@@ -62,7 +62,9 @@ def _machine() -> str:
     """The package of this machine, such as linux-x64."""
     system, machine = SYSTEMS.get(platform.system()), MACHINES.get(platform.machine().lower())
     if system is None or machine is None:
-        raise LlamaCppMissing(f"llama.cpp has no build for {platform.system()} {platform.machine()}; use Linux or macOS")
+        raise LlamaCppMissing(
+            f"llama.cpp has no build for {platform.system()} {platform.machine()}; use Linux or macOS"
+        )
     return f"{system}-{machine}" + ("-metal" if (system, machine) == ("mac", "arm64") else "")
 
 

@@ -4,6 +4,7 @@ A design goes into a GGUF by way of its Hugging Face family. llama.cpp computes 
 what its graph has fixed stands here as (path in a design, value), and a design that differs is refused by that path.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,11 @@ from heddle.parts.scalings.yarn import YarnConfig
 Told = dict[str, Any]  # fields of a config.json, or keys of a GGUF
 POSITION = "layers.*.mixer.position"
 MOST = 6  # differences that are told
+# A GGUF can tell other betas, but what is built on llama.cpp goes by its defaults.
+YARN = {
+    "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "attention_factor": None, "mscale": None,
+    "mscale_all_dim": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -27,104 +33,69 @@ class Architecture:
     """One of llama.cpp's graphs.
 
     name: as llama.cpp calls it. fixed: field of the config -> (its path in a design, the value of the graph).
-    keys: what a GGUF tells of it beside what all do. wrong: what else the graph has otherwise.
-    interleaved: its rotation turns dims (2i, 2i + 1), so rows of q and k change places.
-    offset: its norms multiply by the weight itself, where the family's multiply by 1 + weight.
-    partial: whether it can turn some dims of a head only.
+    keys: what a GGUF tells of it beside what all do. interleaved: its rotation turns dims (2i, 2i + 1), so rows of q
+    and k change places. offset: its norms multiply by the weight itself, where the family's multiply by 1 + weight.
+    period: every so many layers one has no window, and all others have one; None: no layer has one. capped: scores and
+    logits are. by_width: the depth at which scores are divided by the root of width / heads, as in the largest Gemmas,
+    and not by that of the head's width. square: heads
+    together are as wide as the model. scalings: of rotations.
     """
 
     name: str
     fixed: dict[str, tuple[str, Any]] = field(default_factory=dict)
     keys: Callable[[Told], Told] = lambda config: {}
-    wrong: Callable[[Told], Iterator[Obstacle]] = lambda config: iter(())
     interleaved: bool = False
     offset: bool = False
-    partial: bool = False
+    period: int | None = None
+    capped: bool = False
+    by_width: int | None = None
+    square: bool = False
     scalings: tuple[type, ...] = (LinearConfig, YarnConfig)
 
 
-GEMMA2_CAPS = {
-    "attn_logit_softcapping": ("layers.*.mixer.softcap", 50.0),
-    "final_logit_softcapping": ("head.softcap", 30.0),
-}
-
-
 def _expert_keys(config: Told) -> Told:
-    hidden = config.get("moe_intermediate_size") or config["intermediate_size"]
     return {
         "expert_count": config.get("num_experts") or config["num_local_experts"],
         "expert_used_count": config["num_experts_per_tok"],
-        "expert_feed_forward_length": hidden,
+        "expert_feed_forward_length": config.get("moe_intermediate_size") or config["intermediate_size"],
     }
 
 
-def _gemma_keys(config: Told) -> Told:
-    told: Told = {"attention.sliding_window": config["sliding_window"]}
-    return told | {name: float(config[name]) for name in GEMMA2_CAPS}
+def _local_keys(config: Told) -> Told:
+    caps = {name: float(config[name]) for name in CAPS if config.get(name)}
+    return {"attention.sliding_window": config["sliding_window"]} | caps
 
 
-def _pattern(config: Told, period: int, full: int) -> Iterator[Obstacle]:
-    """Every layer has a window but number `full` of each `period`."""
-    types = config.get("layer_types") or []
-    for index, kind in enumerate(types):
-        need = "full_attention" if index % period == full else "sliding_attention"
-        if kind != need:
-            window = config.get("sliding_window")
-            have, wanted = (window, MISSING) if need == "full_attention" else (MISSING, window or "some")
-            yield Obstacle(f"layers.{index}.mixer.window", have, wanted)
-
-
-def _scale(config: Told) -> Iterator[Obstacle]:
-    """Scores are divided by the root of the head's width."""
-    told, dim = config.get("query_pre_attn_scalar"), config["head_dim"]
-    if told is not None and told != dim:
-        yield Obstacle("layers.*.mixer.scale", told**-0.5, dim**-0.5)
-
-
-def _gemma2_wrong(config: Told) -> Iterator[Obstacle]:
-    yield from _pattern(config, 2, 1)
-    yield from _scale(config)
-    for name, (path, usual) in GEMMA2_CAPS.items():
-        if not config.get(name):
-            yield Obstacle(path, MISSING, usual)
-
-
-def _dense(config: Told) -> Iterator[Obstacle]:
-    """Qwen3-MoE: every layer has experts."""
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        yield Obstacle("layers.*.feedforward.kind", "gated", "moe")
-
-
-SILU = ("layers.*.feedforward.activation", "silu")
-GELU = ("layers.*.feedforward.activation", "gelu_tanh")
-NO_WINDOW = {"sliding_window": ("layers.*.mixer.window", None)}
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+SILU = {"hidden_act": ("layers.*.feedforward.activation", "silu")}
+GELU = {"hidden_activation": ("layers.*.feedforward.activation", "gelu_pytorch_tanh")}
+PLAIN = {"attention_bias": ("layers.*.mixer.bias", False)}
+TIED = {"tie_word_embeddings": ("head.tied", True)}
+UNTIED = {"tie_word_embeddings": ("head.tied", False)}
+# Every layer of Qwen3-MoE has experts, and the weights of those that are chosen sum to 1.
+ALL_EXPERTS = {
+    "norm_topk_prob": ("layers.*.feedforward.renormalise", True),
+    "mlp_only_layers": ("layers.*.feedforward.kind", []),
+    "decoder_sparse_step": ("layers.*.feedforward.kind", 1),
+}
 LLAMA3 = (LinearConfig, YarnConfig, Llama3Config)
 
-# By the model_type of the family. Mistral is Llama with a window, which this graph has not.
+# By the model_type of the family. Mistral is Llama, as long as it has no window.
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", {"hidden_act": SILU}, interleaved=True, scalings=LLAMA3),
-    "mistral": Architecture("llama", {"hidden_act": SILU, **NO_WINDOW}, interleaved=True, scalings=LLAMA3),
-    "mixtral": Architecture(
-        "llama", {"hidden_act": SILU, **NO_WINDOW}, keys=_expert_keys, interleaved=True, scalings=LLAMA3
-    ),
-    "qwen2": Architecture("qwen2", {"hidden_act": SILU, **NO_WINDOW}),
-    "qwen3": Architecture(
-        "qwen3", {"hidden_act": SILU, "attention_bias": ("layers.*.mixer.bias", False), **NO_WINDOW}
-    ),
-    "qwen3_moe": Architecture(
-        "qwen3moe",
-        {
-            "hidden_act": SILU,
-            "attention_bias": ("layers.*.mixer.bias", False),
-            "norm_topk_prob": ("layers.*.feedforward.renormalise", True),
-            **NO_WINDOW,
-        },
-        keys=_expert_keys,
-        wrong=_dense,
-    ),
+    "llama": Architecture("llama", SILU, interleaved=True, scalings=LLAMA3),
+    "mistral": Architecture("llama", SILU, interleaved=True, scalings=LLAMA3),
+    "mixtral": Architecture("llama", SILU, keys=_expert_keys, interleaved=True, scalings=LLAMA3),
+    "qwen2": Architecture("qwen2", SILU),
+    "qwen3": Architecture("qwen3", SILU | PLAIN),
+    "qwen3_moe": Architecture("qwen3moe", SILU | PLAIN | ALL_EXPERTS, keys=_expert_keys),
     "gemma2": Architecture(
-        "gemma2", {"hidden_activation": GELU}, keys=_gemma_keys, wrong=_gemma2_wrong, offset=True, scalings=()
+        "gemma2", GELU | PLAIN | TIED, keys=_local_keys, offset=True, period=2, capped=True, by_width=46, scalings=()
     ),
+    "gemma3_text": Architecture(
+        "gemma3", GELU | PLAIN, keys=_local_keys, offset=True, period=6, by_width=62, scalings=(LinearConfig,)
+    ),
+    "olmo2": Architecture("olmo2", SILU | PLAIN | UNTIED, square=True),
+    "olmo3": Architecture("olmo2", SILU | PLAIN | UNTIED, keys=_local_keys, period=4, square=True),
 }
 
 
@@ -135,39 +106,83 @@ def runs_as(design: ModelConfig) -> tuple[Fit, Architecture]:
         graph = ARCHITECTURES.get(one.family.model_type)
         if graph is None:
             continue
-        obstacles = one.obstacles or tuple(_obstacles(design, one.config, graph))
-        if not obstacles:
+        told = [obstacle for obstacle in one.obstacles if obstacle.have != obstacle.need]
+        obstacles = _outermost([*told, *_obstacles(design, one.config, graph)])
+        if not obstacles and not one.obstacles:
             return one, graph
-        found.append((obstacles, graph))
+        if obstacles:
+            found.append((obstacles, graph))
     obstacles, graph = min(found, key=lambda pair: len(pair[0]))
-    told = list(dict.fromkeys(obstacles))[:MOST]
-    reasons = ", ".join(f"{one.path} is {one.have}" for one in told)
-    changes = " ".join(str(one) for one in told)
+    reasons = ", ".join(f"{one.path} is {one.have}" for one in obstacles[:MOST])
+    changes = " ".join(str(one) for one in obstacles[:MOST])
     raise ConfigError(f"llama.cpp cannot run this design: {reasons}; its {graph.name} runs it with {changes}")
+
+
+def _outermost(obstacles: list[Obstacle]) -> list[Obstacle]:
+    """One of each path, and none of a field within another that is to go."""
+    by_path = {one.path: one for one in obstacles}
+    return [one for path, one in by_path.items() if not any(path.startswith(f"{other}.") for other in by_path)]
+
+
+def rotations(design: ModelConfig) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rotation of layers without a window, and of those with one (None: there are none)."""
+    mixers = [layer.mixer for layer in views.layers(design.resolved())]
+    full = [views.rope(mixer) for mixer in mixers if getattr(mixer, "window", None) is None]
+    local = [views.rope(mixer) for mixer in mixers if getattr(mixer, "window", None) is not None]
+    return (full or local)[0], local[0] if local else None
 
 
 def _obstacles(design: ModelConfig, config: Told, graph: Architecture) -> Iterator[Obstacle]:
     """What a design that fits the family has otherwise than llama.cpp's graph."""
     for name, (path, value) in graph.fixed.items():
-        told = config.get(name)
-        have = views.READ.get(told, told) if isinstance(told, str) else told
-        if have != value and not (have is None and name not in config):
-            yield Obstacle(path, MISSING if have is None else have, MISSING if value is None else value)
-    yield from graph.wrong(config)
+        told = config.get(name, value)
+        if told != value:
+            yield Obstacle(path, *(views.READ.get(one, one) if isinstance(one, str) else one for one in (told, value)))
     mixer = views.attention(design.resolved())
-    yield from _rotation(views.rope(mixer), mixer.head_dim or 0, graph)
+    dim = mixer.head_dim or design.width
+    divisor = design.width / mixer.heads if design.depth == graph.by_width else dim
+    if mixer.scale is not None and not math.isclose(mixer.scale, divisor**-0.5, rel_tol=1e-6):
+        yield Obstacle("layers.*.mixer.scale", mixer.scale, divisor**-0.5)
+    if graph.square and mixer.heads * dim != design.width:
+        yield Obstacle("layers.*.mixer.head_dim", dim, design.width / mixer.heads)
+    if graph.capped:
+        for path, cap, usual in (
+            ("layers.*.mixer.softcap", mixer.softcap, 50.0),
+            ("head.softcap", design.head.softcap, 30.0),
+        ):
+            if cap is None:
+                yield Obstacle(path, MISSING, usual)
+    yield from _windows([getattr(layer.mixer, "window", None) for layer in views.layers(design)], graph)
+    full, local = rotations(design)
+    yield from _rotation(full, dim, graph.scalings)
+    if local is not None:
+        yield from _rotation(local, dim, ())
 
 
-def _rotation(rope: RopeConfig, head_dim: int, graph: Architecture) -> Iterator[Obstacle]:
-    if rope.dim not in (None, head_dim) and not graph.partial:
-        yield Obstacle(f"{POSITION}.dim", rope.dim, head_dim)
+def _windows(windows: list[int | None], graph: Architecture) -> Iterator[Obstacle]:
+    """Windows stand where the graph has them, and nowhere else."""
+    some = next((one for one in windows if one is not None), None)
+    if graph.period is None:
+        if some is not None and windows == [some] * len(windows):
+            yield Obstacle("layers.*.mixer.window", some, MISSING)
+            return
+        wanted: list[int | None] = [None] * len(windows)
+    else:
+        wanted = [some or 1024 if (index + 1) % graph.period else None for index in range(len(windows))]
+    for index, (have, need) in enumerate(zip(windows, wanted, strict=True)):
+        if have != need:
+            told = (MISSING if one is None else one for one in (have, need))
+            yield Obstacle(f"layers.{index}.mixer.window", *told)
+
+
+def _rotation(rope: RopeConfig, dim: int, scalings: tuple[type, ...]) -> Iterator[Obstacle]:
+    if rope.dim not in (None, dim):
+        yield Obstacle(f"{POSITION}.dim", rope.dim, dim)
     scaling = rope.scaling
-    if scaling is None:
-        return
-    if not isinstance(scaling, graph.scalings):
+    if scaling is not None and not isinstance(scaling, scalings):
         yield Obstacle(f"{POSITION}.scaling", scaling.kind, MISSING)
     elif isinstance(scaling, YarnConfig):
-        for name, value in (("truncate", True), ("attention_factor", None), ("mscale", None), ("mscale_all_dim", None)):
+        for name, value in YARN.items():
             have = getattr(scaling, name)
             if have != value:
                 yield Obstacle(f"{POSITION}.scaling.{name}", have, MISSING if value is None else value)

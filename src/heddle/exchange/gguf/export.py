@@ -13,16 +13,15 @@ import torch
 from heddle.checkpoints import disk
 from heddle.data.tokenizer import Tokenizer
 from heddle.errors import CheckpointError, ConfigError
-from heddle.exchange import views
 from heddle.exchange.export import Tensors
 from heddle.exchange.fit import Fit
-from heddle.exchange.gguf.architectures import Architecture, runs_as
+from heddle.exchange.gguf.architectures import Architecture, rotations, runs_as
 from heddle.exchange.gguf.tensors import Piece, pieces
 from heddle.exchange.gguf.vocabulary import vocabulary
 from heddle.exchange.load import Imported
+from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.numerics.rotate import frequencies
-from heddle.parts.positions.rope import RopeConfig
 from heddle.parts.scalings.linear import LinearConfig
 from heddle.parts.scalings.llama3 import Llama3Config
 from heddle.parts.scalings.yarn import YarnConfig
@@ -77,13 +76,14 @@ def _check_package() -> None:
     try:
         import gguf  # noqa: F401
     except ImportError:
-        raise ConfigError("a GGUF is written with the package gguf, which is missing: pip install 'heddle-lm[gguf]'") from None
+        raise ConfigError(
+            "a GGUF is written with the package gguf, which is missing: pip install 'heddle-lm[gguf]'"
+        ) from None
 
 
 def _keys(config: dict[str, Any], model: Decoder, graph: Architecture, carried: dict[str, Any]) -> dict[str, Any]:
     """What a GGUF tells of a model, but for its tokenizer."""
     dim = config["head_dim"]
-    mixer = views.attention(model.config.resolved())
     told = {
         "context_length": carried.get("max_position_embeddings") or config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -95,14 +95,17 @@ def _keys(config: dict[str, Any], model: Decoder, graph: Architecture, carried: 
         "attention.value_length": dim,
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         "vocab_size": config["vocab_size"],
-        **_rotation(views.rope(mixer), dim),
+        **_rotation(model.config, dim),
         **graph.keys(config),
     }
     return {"general.type": "model"} | {f"{graph.name}.{name}": value for name, value in told.items()}
 
 
-def _rotation(rope: RopeConfig, dim: int) -> dict[str, Any]:
-    told: dict[str, Any] = {"rope.dimension_count": rope.dim or dim, "rope.freq_base": float(rope.base)}
+def _rotation(design: ModelConfig, dim: int) -> dict[str, Any]:
+    rope, local = rotations(design)
+    told: dict[str, Any] = {"rope.dimension_count": dim, "rope.freq_base": float(rope.base)}
+    if local is not None:
+        told["rope.freq_base_swa"] = float(local.base)
     if isinstance(rope.scaling, LinearConfig):
         told |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope.scaling.factor)}
     if isinstance(rope.scaling, YarnConfig):
@@ -110,19 +113,16 @@ def _rotation(rope: RopeConfig, dim: int) -> dict[str, Any]:
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": float(rope.scaling.factor),
             "rope.scaling.original_context_length": rope.scaling.original_length,
-            "rope.scaling.yarn_beta_fast": float(rope.scaling.beta_fast),
-            "rope.scaling.yarn_beta_slow": float(rope.scaling.beta_slow),
         }
     return told
 
 
 def _factors(model: Decoder) -> dict[str, torch.Tensor]:
     """Llama 3's scaling: how many times slower each pair turns."""
-    mixer = views.attention(model.config.resolved())
-    rope = views.rope(mixer)
+    rope, _ = rotations(model.config)
     if not isinstance(rope.scaling, Llama3Config):
         return {}
-    dim = rope.dim or mixer.head_dim or 0
+    dim = rope.dim or 0
     slower = zip(frequencies(dim, rope.base), rope.scaling.stretch(dim, rope.base, 1).thetas, strict=True)
     return {FACTORS: torch.tensor([before / after for before, after in slower])}
 

@@ -1,4 +1,4 @@
-"""A family's tensors as llama.cpp keeps them: other names, experts stacked, rows of q and k in the order of its turns."""
+"""A family's tensors as llama.cpp keeps them: other names, experts stacked, rows in the order of its rotation."""
 
 import re
 from collections.abc import Callable, Iterator

@@ -66,7 +66,9 @@ def _split(data: dict[str, Any]) -> str:
     plain = [pattern.replace(f"{{1,{LONGEST_RUN}}}", "+") for pattern in patterns]
     name = SPLITS.get(plain[0]) if len(plain) == 1 else None
     if name is None or bytewise is None or bytewise.get("add_prefix_space"):
-        raise DataError("tokenizer: splits texts in a way that llama.cpp has no name for; take one that splits as GPT-2")
+        raise DataError(
+            "tokenizer: splits texts in a way that llama.cpp has no name for; take one that splits as GPT-2"
+        )
     if bool(data["model"].get("ignore_merges")) != (name in IGNORES_MERGES):
         raise DataError(f"tokenizer: splits as {name}, but its ignore_merges is not that of {name}; take another")
     return name
