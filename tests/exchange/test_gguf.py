@@ -19,8 +19,10 @@ from heddle.exchange.gguf import export as exporting
 from heddle.exchange.gguf import export_gguf, tensors
 from heddle.exchange.gguf.architectures import ARCHITECTURES, runs_as
 from heddle.exchange.load import Imported, load
+from heddle.model.config import ModelConfig
+from tests.cases import CASES as DESIGNS
 from tests.exchange.cases import LLAMA3, Fields, scaled
-from tests.exchange.oracle import AutoConfig, AutoModelForCausalLM, drawn, their_logits, write
+from tests.exchange.oracle import AutoConfig, AutoModelForCausalLM, drawn, our_logits, their_logits, write
 from tests.source import ROOT
 from tools.llama_cpp.runner import run
 
@@ -296,6 +298,33 @@ def test_what_llama_cpp_cannot_run_is_named_with_a_change_that_helps(override: s
     changes = str(caught.value).rpartition(" with ")[2].split(" ")
     runs_as(heddle.load_config("preset:gqa-tiny", overrides=["vocab_size=300", override, *changes]))
     assert list(tmp_path.iterdir()) == []
+
+
+def refused(design: ModelConfig) -> str | None:
+    """Why llama.cpp cannot run a design."""
+    try:
+        runs_as(design)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_any_design_runs_alike_or_is_refused(name: str, tmp_path: Path) -> None:
+    design = heddle.load_config(DESIGNS[name], overrides=[f"vocab_size={ROWS}"])
+    reason = refused(design)
+    assert (name == "gated-silu") <= (reason is None)
+    if reason is not None:
+        assert "llama.cpp cannot run this design: " in reason
+        return
+    model = heddle.build(design, seed=3).eval()
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.2
+    export_gguf(model, tmp_path / "model.gguf", tokenizer())
+    answer = run(tmp_path / "model.gguf", [{"tokens": prompt(), "n": 0, "logits": True}])[0]
+    want = our_logits(model, torch.tensor([prompt()]))[0]
+    assert float(want.std()) > 0.3
+    assert float((torch.tensor(answer["logits"]) - want).abs().max()) <= CLOSE
 
 
 def test_a_tokenizer_that_llama_cpp_does_not_know_is_refused() -> None:

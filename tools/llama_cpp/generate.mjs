@@ -20,10 +20,10 @@ function promptOf(model, run) {
     return [...first, ...model.tokenize(run.text, false)];
 }
 
-async function logitsOf(sequence, prompt, rows) {
+async function logitsOf(sequence, prompt) {
     const input = prompt.map((token) => [token, {generateNext: {logits: true, token: false}}]);
     const found = await sequence.controlledEvaluate(input);
-    return found.map(({next}) => Array.from({length: rows}, (_, id) => next.logits.get(id)));
+    return found.map(({next}) => Array.from({length: next.logits.size}, (_, id) => next.logits.get(id)));
 }
 
 async function write(model, sequence, prompt, n) {
@@ -49,7 +49,7 @@ async function answer(model, run) {
         experimentalKvCacheValueType: "F32"
     });
     const sequence = context.getSequence();
-    const logits = run.logits ? await logitsOf(sequence, prompt, model.fileInfo.metadata.tokenizer.ggml.tokens.length) : null;
+    const logits = run.logits ? await logitsOf(sequence, prompt) : null;
     await sequence.clearHistory();
     const tokens = await write(model, sequence, prompt, run.n ?? 64);
     await context.dispose();

@@ -38,7 +38,7 @@ class Architecture:
     period: every so many layers one has no window, and all others have one; None: no layer has one. capped: scores and
     logits are. by_width: the depth at which scores are divided by the root of width / heads, as in the largest Gemmas,
     and not by that of the head's width. square: heads
-    together are as wide as the model. scalings: of rotations.
+    together are as wide as the model. sparse: every layer has experts. scalings: of rotations.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Architecture:
     capped: bool = False
     by_width: int | None = None
     square: bool = False
+    sparse: bool = False
     scalings: tuple[type, ...] = (LinearConfig, YarnConfig)
 
 
@@ -72,12 +73,7 @@ GELU = {"hidden_activation": ("layers.*.feedforward.activation", "gelu_pytorch_t
 PLAIN = {"attention_bias": ("layers.*.mixer.bias", False)}
 TIED = {"tie_word_embeddings": ("head.tied", True)}
 UNTIED = {"tie_word_embeddings": ("head.tied", False)}
-# Every layer of Qwen3-MoE has experts, and the weights of those that are chosen sum to 1.
-ALL_EXPERTS = {
-    "norm_topk_prob": ("layers.*.feedforward.renormalise", True),
-    "mlp_only_layers": ("layers.*.feedforward.kind", []),
-    "decoder_sparse_step": ("layers.*.feedforward.kind", 1),
-}
+RENORMALISED = {"norm_topk_prob": ("layers.*.feedforward.renormalise", True)}
 LLAMA3 = (LinearConfig, YarnConfig, Llama3Config)
 
 # By the model_type of the family. Mistral is Llama, as long as it has no window.
@@ -87,7 +83,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mixtral": Architecture("llama", SILU, keys=_expert_keys, interleaved=True, scalings=LLAMA3),
     "qwen2": Architecture("qwen2", SILU),
     "qwen3": Architecture("qwen3", SILU | PLAIN),
-    "qwen3_moe": Architecture("qwen3moe", SILU | PLAIN | ALL_EXPERTS, keys=_expert_keys),
+    "qwen3_moe": Architecture("qwen3moe", SILU | PLAIN | RENORMALISED, keys=_expert_keys, sparse=True),
     "gemma2": Architecture(
         "gemma2", GELU | PLAIN | TIED, keys=_local_keys, offset=True, period=2, capped=True, by_width=46, scalings=()
     ),
@@ -112,6 +108,8 @@ def runs_as(design: ModelConfig) -> tuple[Fit, Architecture]:
             return one, graph
         if obstacles:
             found.append((obstacles, graph))
+    if not found:
+        raise ConfigError("llama.cpp cannot run this design, nor one near it; begin with preset:gqa-tiny")
     obstacles, graph = min(found, key=lambda pair: len(pair[0]))
     reasons = ", ".join(f"{one.path} is {one.have}" for one in obstacles[:MOST])
     changes = " ".join(str(one) for one in obstacles[:MOST])
@@ -152,15 +150,21 @@ def _obstacles(design: ModelConfig, config: Told, graph: Architecture) -> Iterat
         ):
             if cap is None:
                 yield Obstacle(path, MISSING, usual)
-    yield from _windows([getattr(layer.mixer, "window", None) for layer in views.layers(design)], graph)
+    layers = [(path.replace("[", ".").replace("]", ""), layer) for path, layer in design.expand()]
+    for path, layer in layers:
+        kind = None if layer.feedforward is None else layer.feedforward.kind
+        if graph.sparse and kind != "moe":
+            yield Obstacle(f"{path}.feedforward.kind", kind or MISSING, "moe")
+    yield from _windows([(path, getattr(layer.mixer, "window", None)) for path, layer in layers], graph)
     full, local = rotations(design)
     yield from _rotation(full, dim, graph.scalings)
     if local is not None:
         yield from _rotation(local, dim, ())
 
 
-def _windows(windows: list[int | None], graph: Architecture) -> Iterator[Obstacle]:
+def _windows(layers: list[tuple[str, int | None]], graph: Architecture) -> Iterator[Obstacle]:
     """Windows stand where the graph has them, and nowhere else."""
+    windows = [window for _, window in layers]
     some = next((one for one in windows if one is not None), None)
     if graph.period is None:
         if some is not None and windows == [some] * len(windows):
@@ -169,10 +173,9 @@ def _windows(windows: list[int | None], graph: Architecture) -> Iterator[Obstacl
         wanted: list[int | None] = [None] * len(windows)
     else:
         wanted = [some or 1024 if (index + 1) % graph.period else None for index in range(len(windows))]
-    for index, (have, need) in enumerate(zip(windows, wanted, strict=True)):
+    for (path, have), need in zip(layers, wanted, strict=True):
         if have != need:
-            told = (MISSING if one is None else one for one in (have, need))
-            yield Obstacle(f"layers.{index}.mixer.window", *told)
+            yield Obstacle(f"{path}.mixer.window", *(MISSING if one is None else one for one in (have, need)))
 
 
 def _rotation(rope: RopeConfig, dim: int, scalings: tuple[type, ...]) -> Iterator[Obstacle]:

@@ -21,7 +21,6 @@ from heddle.exchange.gguf.vocabulary import vocabulary
 from heddle.exchange.load import Imported
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.numerics.rotate import frequencies
 from heddle.parts.scalings.linear import LinearConfig
 from heddle.parts.scalings.llama3 import Llama3Config
 from heddle.parts.scalings.yarn import YarnConfig
@@ -123,8 +122,8 @@ def _factors(model: Decoder) -> dict[str, torch.Tensor]:
     if not isinstance(rope.scaling, Llama3Config):
         return {}
     dim = rope.dim or 0
-    slower = zip(frequencies(dim, rope.base), rope.scaling.stretch(dim, rope.base, 1).thetas, strict=True)
-    return {FACTORS: torch.tensor([before / after for before, after in slower])}
+    before, after = (one.build(dim).turns(1).thetas for one in (rope.replace(scaling=None), rope))
+    return {FACTORS: torch.tensor([fast / slow for fast, slow in zip(before, after, strict=True)])}
 
 
 def _write(
