@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGUFReader
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Engine
 
 import heddle
 from heddle.data.tokenizer import Tokenizer
@@ -18,6 +20,7 @@ from heddle.exchange.family import families
 from heddle.exchange.gguf import export as exporting
 from heddle.exchange.gguf import export_gguf, tensors
 from heddle.exchange.gguf.architectures import ARCHITECTURES, runs_as
+from heddle.exchange.gguf.vocabulary import IGNORES_MERGES, SPLITS, vocabulary
 from heddle.exchange.load import Imported, load
 from heddle.model.config import ModelConfig
 from tests.cases import CASES as DESIGNS
@@ -181,6 +184,35 @@ def test_llama_cpp_cuts_texts_as_we_do(tmp_path: Path) -> None:
         assert answer["prompt"] == [tokenizer().end, *tokenizer().encode(text)], repr(text[:40])
 
 
+def other_tokenizer(pattern: str | None, ignores_merges: bool) -> Tokenizer:
+    """One that splits by a pattern, None: as `ByteLevel` does by itself."""
+    engine = Engine(models.BPE(ignore_merges=ignores_merges))
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    split = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    engine.pre_tokenizer = pre_tokenizers.Sequence([*split, bytewise])
+    engine.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=ROWS, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    engine.train_from_iterator(["12 123 1234 \n\n x\n\n y's Y'S (a) !!!\n if  x:\n\n\n" * 50], trainer)
+    return Tokenizer.from_json(engine.to_str())
+
+
+@pytest.mark.parametrize("pattern", [None, *SPLITS], ids=["bytes", *SPLITS.values()])
+def test_splits_that_llama_cpp_has_a_name_for(pattern: str | None, tmp_path: Path) -> None:
+    _, ours = given("llama", "plain")
+    name = "gpt-2" if pattern is None else SPLITS[pattern]
+    other = other_tokenizer(pattern, name in IGNORES_MERGES)
+    export_gguf(ours.model, tmp_path / "model.gguf", other)
+    fields = GGUFReader(tmp_path / "model.gguf").fields
+    assert fields["tokenizer.ggml.pre"].contents() == name
+    texts = [*TEXTS, "x's X'S I'VE 1234567 !!!\n\n\n  y\n \n(a)\t\t\tb  "]
+    answers = run(tmp_path / "model.gguf", [{"text": text, "spell": True} for text in texts])
+    for text, answer in zip(texts, answers, strict=True):
+        assert answer["prompt"] == [other.end, *other.encode(text)], repr(text[:40])
+
+
 def test_llama_cpp_writes_the_same_text(tmp_path: Path) -> None:
     """From text to text: the tokenizer, what opens a text and what ends it, and every type of weights runs."""
     _, ours = given("llama", "llama3-tied-biases")
@@ -328,8 +360,6 @@ def test_any_design_runs_alike_or_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_llama_cpp_does_not_know_is_refused() -> None:
-    from heddle.exchange.gguf.vocabulary import vocabulary
-
     other = tokenizer().to_json().replace(r"\\p{N}{1,256}", r"\\p{N}{1,2}")
     assert other != tokenizer().to_json()
     with pytest.raises(DataError, match=r"llama\.cpp has no name"):

@@ -1,6 +1,7 @@
 """llama.cpp from its npm build, for tests and documentation: put beside this file once, and run on GGUF files.
 
-    python -m tools.llama_cpp.runner          installs it, if it is not there
+    python -m tools.llama_cpp.runner                              installs it, if it is not there
+    python -m tools.llama_cpp.runner FILE.gguf PROMPT TOKENS      goes on with a prompt, greedily
 
 No package of a graphics card is taken, no script of a package is run, and nothing is compiled.
 """
@@ -26,8 +27,7 @@ class LlamaCppMissing(RuntimeError):
 
 def install() -> None:
     """Put llama.cpp into node_modules of this folder, once. Raises LlamaCppMissing."""
-    version = json.loads((HERE / "package.json").read_text(encoding="utf-8"))["dependencies"][NAME]
-    wanted = f"{NAME}@{version} {_machine()}\n"
+    wanted = f"{NAME}@{version()} {_machine()}\n"
     receipt = HERE / "node_modules" / "receipt"
     if receipt.is_file() and receipt.read_text(encoding="utf-8") == wanted:
         return
@@ -39,11 +39,17 @@ def install() -> None:
         if receipt.is_file() and receipt.read_text(encoding="utf-8") == wanted:
             return
         command = ["npm", "install", "--ignore-scripts", "--omit=optional", "--no-package-lock", "--no-save",
-                   "--no-audit", "--no-fund", f"@{NAME}/{_machine()}@{version}"]  # fmt: skip
+                   "--no-audit", "--no-fund", f"@{NAME}/{_machine()}@{version()}"]  # fmt: skip
         done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise LlamaCppMissing(f"npm could not install {NAME} {version}: {done.stderr.strip()}")
+            raise LlamaCppMissing(f"npm could not install {NAME} {version()}: {done.stderr.strip()}")
         receipt.write_text(wanted, encoding="utf-8")
+
+
+def version() -> str:
+    """The version of the npm build."""
+    found: str = json.loads((HERE / "package.json").read_text(encoding="utf-8"))["dependencies"][NAME]
+    return found
 
 
 def run(model: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -71,5 +77,7 @@ def _machine() -> str:
 if __name__ == "__main__":
     try:
         install()
+        if len(sys.argv) == 4:
+            print(run(Path(sys.argv[1]), [{"text": sys.argv[2], "n": int(sys.argv[3])}])[0]["text"])
     except LlamaCppMissing as error:
         sys.exit(f"heddle: {error}")
