@@ -24,7 +24,7 @@ from heddle.exchange.gguf import export_gguf  # noqa: E402
 from tools.llama_cpp.runner import run, version  # noqa: E402
 
 PAGE = ROOT / "docs/deploy/transcript.md"
-PROMPTS = ("import os", "def __init__(self", "    for name in", "class Test", "# This")
+PROMPTS = ("def __init__(self", "    @property", "    while True:", "    def test_read(self", "    return ")
 TOKENS = 64
 WIDTH = 38  # of a column
 STARTS = (0, WIDTH + 1, 2 * (WIDTH + 1))  # where columns begin
@@ -99,7 +99,7 @@ def page(found: Transcript) -> str:
         "",
         textwrap.fill(
             f"The model of [README.md](README.md), greedy, {TOKENS} tokens after each prompt in fp32; a `|` begins "
-            "each line of a column, long lines are cut. The largest difference of any next token's probability, over "
+            "each line of a column, long lines go on below. The largest difference of any next token's probability, over "
             f"all tokens of all prompts: heddle and transformers {found.differences['transformers']:.0e}, heddle and "
             f"llama.cpp {found.differences['llama.cpp']:.0e}.",
             width=120,

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFWriter
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Engine
 
 import heddle
 from heddle.data.tokenizer import Tokenizer
-from heddle.errors import CheckpointError, ConfigError, DataError
+from heddle.errors import CheckpointError, ConfigError, DataError, MachineError
 from heddle.exchange.family import families
 from heddle.exchange.gguf import export as exporting
 from heddle.exchange.gguf import export_gguf, tensors
@@ -389,6 +389,18 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["model.gguf"]
     export_gguf(ours.model, file, tokenizer(), dtype=torch.float16)
     assert len(file.read_bytes()) < len(before)
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours = given("llama", "plain")
+
+    def write_tensor_data(writer: GGUFWriter, tensor: Any) -> None:
+        raise OSError("1200 requested and 17 written")  # as numpy says it
+
+    monkeypatch.setattr(GGUFWriter, "write_tensor_data", write_tensor_data)
+    with pytest.raises(MachineError, match="free some space"):
+        export_gguf(ours.model, tmp_path / "model.gguf", tokenizer())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_stands_there_is_left_as_it_is(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 from heddle.errors import ConfigError
 from heddle.exchange import views
-from heddle.exchange.fit import MISSING, Fit, Obstacle, fits
+from heddle.exchange.family import families
+from heddle.exchange.fit import MISSING, Fit, Obstacle, fit
 from heddle.model.config import ModelConfig
 from heddle.parts.positions.rope import RopeConfig
 from heddle.parts.scalings.linear import LinearConfig
@@ -98,10 +99,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 def runs_as(design: ModelConfig) -> tuple[Fit, Architecture]:
     """The family and the graph that a design is written for. Raises ConfigError naming what fits none, and a change."""
     found = []
-    for one in fits(design):
-        graph = ARCHITECTURES.get(one.family.model_type)
-        if graph is None:
-            continue
+    for name in (name for name in ARCHITECTURES if name in families()):
+        one, graph = fit(design, families()[name]), ARCHITECTURES[name]
         told = [obstacle for obstacle in one.obstacles if obstacle.have != obstacle.need]
         obstacles = _outermost([*told, *_obstacles(design, one.config, graph)])
         if not obstacles and not one.obstacles:

@@ -3,8 +3,8 @@
 Numbers are moved, and rounded only where another type is asked for (Gemma's norms have 1 added to their weights).
 """
 
+import errno
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,7 +130,7 @@ def _write(
     file: Path,
     graph: str,
     told: dict[str, Any],
-    plan: Iterable[Piece],
+    plan: list[Piece],
     tensors: Tensors,
     extra: dict[str, torch.Tensor],
 ) -> None:
@@ -142,10 +142,10 @@ def _write(
         disk.make_folder(file.parent)
         disk.sweep(file.parent, file.name)
         staged = disk.leftover_name(file, "tmp")
-        disk.system.mkdir(staged)
         writer = GGUFWriter(staged / file.name, graph)
         try:
-            _fill(writer, told, list(plan), tensors, extra)
+            disk.system.mkdir(staged)
+            _fill(writer, told, plan, tensors, extra)
             writer.close()
             _sync(staged / file.name)
             disk.system.rename(staged / file.name, file)
@@ -154,7 +154,8 @@ def _write(
             writer.close()
             disk.remove_folder(staged)
     except OSError as error:
-        raise disk.unwritable(file, error) from error
+        full = OSError(errno.ENOSPC, str(error))  # numpy tells a short write, and no number
+        raise disk.unwritable(file, error if error.errno else full) from error
 
 
 def _check_place(file: Path) -> None:
