@@ -99,9 +99,10 @@ def page(found: Transcript) -> str:
         "",
         textwrap.fill(
             f"The model of [README.md](README.md), greedy, {TOKENS} tokens after each prompt in fp32; a `|` begins "
-            "each line of a column, long lines go on below. The largest difference of any next token's probability, over "
-            f"all tokens of all prompts: heddle and transformers {found.differences['transformers']:.0e}, heddle and "
-            f"llama.cpp {found.differences['llama.cpp']:.0e}.",
+            "each line of a column, long lines go on below. The largest difference of any next token's probability, "
+            "over all tokens of all prompts: heddle and "
+            + ", heddle and ".join(f"{name} {value:.0e}" for name, value in found.differences.items())
+            + ".",
             width=120,
         ),
         "",
