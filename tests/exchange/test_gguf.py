@@ -1,0 +1,422 @@
+"""GGUF files against llama.cpp itself, run from its npm build, and against transformers' reader of GGUF."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGUFReader, GGUFWriter
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Engine
+
+import heddle
+from heddle.data.tokenizer import Tokenizer
+from heddle.errors import CheckpointError, ConfigError, DataError, MachineError
+from heddle.exchange.family import families
+from heddle.exchange.gguf import export as exporting
+from heddle.exchange.gguf import export_gguf, tensors
+from heddle.exchange.gguf.architectures import ARCHITECTURES, runs_as
+from heddle.exchange.gguf.vocabulary import IGNORES_MERGES, SPLITS, vocabulary
+from heddle.exchange.load import Imported, load
+from heddle.model.config import ModelConfig
+from tests.cases import CASES as DESIGNS
+from tests.exchange.cases import LLAMA3, Fields, scaled
+from tests.exchange.oracle import AutoConfig, AutoModelForCausalLM, drawn, our_logits, their_logits, write
+from tests.source import ROOT
+from tools.llama_cpp.runner import run
+
+ROWS = 330  # of the embedding: some more than the tokenizer has tokens
+WRITTEN = 64
+# What llama.cpp's sums and ours may differ by, in logits whose spread is about 1; its GELU is a table of half floats.
+CLOSE, CLOSE_WITH_GELU = 1e-4, 1e-2
+BASE: Fields = {
+    "vocab_size": ROWS,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "initializer_range": 0.15,
+    "rms_norm_eps": 1e-3,
+    "max_position_embeddings": 300,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    **scaled("default"),
+}
+YARN = scaled("yarn", factor=4.0, original_max_position_embeddings=32)
+EXPERTS: Fields = {"num_experts_per_tok": 3, "initializer_range": 0.25, "intermediate_size": 40}
+GEMMA: Fields = {
+    "num_hidden_layers": 7,
+    "query_pre_attn_scalar": 10,
+    "sliding_window": 16,
+}
+CAPS: Fields = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0}
+TWO_ROTATIONS: Fields = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 7000.0, "factor": 3.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    }
+}
+YARN_IN_FULL_LAYERS: Fields = {
+    "rope_parameters": {
+        "full_attention": YARN["rope_parameters"],
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+    }
+}
+VARIANTS: dict[str, dict[str, Fields]] = {
+    "llama": {
+        "plain": {},
+        "llama3-tied-biases": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, **LLAMA3},
+        "one-kv-head-linear": {"num_key_value_heads": 1, **scaled("linear", factor=3.0)},
+        "yarn": YARN,
+    },
+    "mistral": {"no-window": {"sliding_window": None}},
+    "mixtral": {
+        "plain": {"num_local_experts": 5, **EXPERTS},
+        "tied": {"num_local_experts": 4, "tie_word_embeddings": True, **EXPERTS},
+    },
+    "qwen2": {"plain": {"head_dim": 8}, "tied-yarn": {"head_dim": 8, "tie_word_embeddings": True, **YARN}},
+    "qwen3": {"plain": {}, "tied-linear": {"tie_word_embeddings": True, **scaled("linear", factor=2.0)}},
+    "qwen3_moe": {
+        "plain": {"num_experts": 5, "moe_intermediate_size": 24, "norm_topk_prob": True, **EXPERTS},
+        "tied": {"num_experts": 4, "norm_topk_prob": True, "tie_word_embeddings": True, **EXPERTS},
+    },
+    "gemma2": {"plain": GEMMA | CAPS},
+    "gemma3_text": {"plain": GEMMA | TWO_ROTATIONS, "untied": GEMMA | TWO_ROTATIONS | {"tie_word_embeddings": False}},
+    "olmo2": {"plain": {"head_dim": 8}, "yarn": {"head_dim": 8, **YARN}},
+    "olmo3": {"plain": {"head_dim": 8, "num_hidden_layers": 7, "sliding_window": 16, **YARN_IN_FULL_LAYERS}},
+}
+PAIRS = [(family, variant) for family in VARIANTS if family in families() for variant in VARIANTS[family]]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """One of ours."""
+    return Tokenizer.train([(ROOT / "docs/tour.md").read_text(encoding="utf-8")], ROWS - 10)
+
+
+@cache
+def given(family: str, variant: str) -> tuple[Any, Imported]:
+    """A model of transformers with random weights, and the same read by us."""
+    theirs = drawn(AutoConfig.for_model(family, **(BASE | VARIANTS[family][variant])))
+    return theirs, load(write(theirs))
+
+
+def prompt() -> list[int]:
+    generator = torch.Generator().manual_seed(7)
+    return [0, *torch.randint(1, ROWS - 10, (40,), generator=generator).tolist()]
+
+
+def logits_of(theirs: Any, tokens: list[int]) -> torch.Tensor:
+    return their_logits(theirs, torch.tensor([tokens]))[0]
+
+
+def distance(file: Path, theirs: Any) -> float:
+    """The largest difference of a logit between llama.cpp on the file and transformers on the model."""
+    answer = run(file, [{"tokens": prompt(), "n": 0, "logits": True}])[0]
+    want = logits_of(theirs, prompt())
+    assert float(want.std()) > 0.3, "logits this even would agree whatever the model does"
+    return float((torch.tensor(answer["logits"]) - want).abs().max())
+
+
+@pytest.mark.parametrize(("family", "variant"), PAIRS)
+def test_llama_cpp_computes_what_transformers_does(family: str, variant: str, tmp_path: Path) -> None:
+    theirs, ours = given(family, variant)
+    file = tmp_path / "model.gguf"
+    _, graph = export_gguf(ours.model, file, tokenizer())
+    assert graph == ARCHITECTURES[family].name
+    answer = run(file, [{"tokens": prompt(), "n": WRITTEN, "logits": True}])[0]
+    want = logits_of(theirs, prompt())
+    difference = float((torch.tensor(answer["logits"]) - want).abs().max())
+    print(f"\n{family} {variant}: largest difference of a logit {difference:.1e}, spread {float(want.std()):.2f}")
+    assert float(want.std()) > 0.3
+    assert difference <= (CLOSE_WITH_GELU if family.startswith("gemma") else CLOSE)
+    written = heddle.generate(ours.model, [prompt()], max_new_tokens=WRITTEN)[0]
+    ended = written.index(0) if 0 in written else WRITTEN
+    assert answer["tokens"] == written[:ended]
+    assert ended > 8
+
+
+# What transformers' reader of GGUF knows: no scaling, no bias, and head_dim and experts of its own defaults.
+READABLE: list[tuple[str, Fields]] = [
+    ("llama", {}),
+    ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    ("qwen2", {"head_dim": 8}),
+    ("qwen3", {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts_per_tok": 2}),
+]
+ROUNDED = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", ROUNDED, ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(("family", "fields"), [one for one in READABLE if one[0] in families()])
+def test_transformers_reads_the_same_bits(family: str, fields: Fields, dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs = drawn(AutoConfig.for_model(family, **(BASE | fields)))
+    export_gguf(load(write(theirs)).model, tmp_path / "model.gguf", tokenizer(), dtype=dtype)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
+    for name, parameter in theirs.named_parameters():
+        if parameter.dim() > 1 and not name.endswith("mlp.gate.weight"):  # vectors and routers stay float32
+            parameter.data = parameter.data.to(dtype).float()
+    assert torch.equal(logits_of(again, prompt()), logits_of(theirs, prompt()))
+
+
+TEXTS = [
+    "Once upon a time", "  two  spaces ", "a\n\n\n  b\t\tc\r\nd", "don't I'LL we've x'y 's",
+    "3.14159 1234567 ٣٤٥ ½²",
+    "e\u0301 \u00e9 \ufb01 ＡＢ", "日本語の文章。 한국어 العربية हिन्दी ไทย",
+    "👩\u200d👩\u200d👧🏽 ☃ → ∑", "\u3000\u00a0\u2028x\u200by",
+    "def f(x):\n    return x**2  # !!!\n", "<|end|> <s> </s> [PAD325]", "a" * 200 + " " * 200 + "!" * 200, "",
+]  # fmt: skip
+
+
+def test_llama_cpp_cuts_texts_as_we_do(tmp_path: Path) -> None:
+    _, ours = given("llama", "plain")
+    export_gguf(ours.model, tmp_path / "model.gguf", tokenizer())
+    texts = [*TEXTS, (ROOT / "README.md").read_text(encoding="utf-8")]
+    answers = run(tmp_path / "model.gguf", [{"text": text, "spell": True} for text in texts])
+    for text, answer in zip(texts, answers, strict=True):
+        assert answer["prompt"] == [tokenizer().end, *tokenizer().encode(text)], repr(text[:40])
+
+
+def other_tokenizer(pattern: str | None, ignores_merges: bool) -> Tokenizer:
+    """One that splits by a pattern, None: as `ByteLevel` does by itself."""
+    engine = Engine(models.BPE(ignore_merges=ignores_merges))
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    split = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    engine.pre_tokenizer = pre_tokenizers.Sequence([*split, bytewise])
+    engine.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=ROWS, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    engine.train_from_iterator(["12 123 1234 \n\n x\n\n y's Y'S (a) !!!\n if  x:\n\n\n" * 50], trainer)
+    return Tokenizer.from_json(engine.to_str())
+
+
+@pytest.mark.parametrize("pattern", [None, *SPLITS], ids=["bytes", *SPLITS.values()])
+def test_splits_that_llama_cpp_has_a_name_for(pattern: str | None, tmp_path: Path) -> None:
+    _, ours = given("llama", "plain")
+    name = "gpt-2" if pattern is None else SPLITS[pattern]
+    other = other_tokenizer(pattern, name in IGNORES_MERGES)
+    export_gguf(ours.model, tmp_path / "model.gguf", other)
+    fields = GGUFReader(tmp_path / "model.gguf").fields
+    assert fields["tokenizer.ggml.pre"].contents() == name
+    texts = [*TEXTS, "x's X'S I'VE 1234567 !!!\n\n\n  y\n \n(a)\t\t\tb  "]
+    answers = run(tmp_path / "model.gguf", [{"text": text, "spell": True} for text in texts])
+    for text, answer in zip(texts, answers, strict=True):
+        assert answer["prompt"] == [other.end, *other.encode(text)], repr(text[:40])
+
+
+def test_llama_cpp_writes_the_same_text(tmp_path: Path) -> None:
+    """From text to text: the tokenizer, what opens a text and what ends it, and every type of weights runs."""
+    _, ours = given("llama", "llama3-tied-biases")
+    for dtype in ROUNDED:
+        export_gguf(ours.model, tmp_path / "model.gguf", tokenizer(), dtype=dtype)
+        answer = run(tmp_path / "model.gguf", [{"text": "The six nouns", "n": WRITTEN}])[0]
+        if dtype == torch.float32:
+            want = heddle.generate(ours.model, ["The six nouns"], tokenizer(), max_new_tokens=WRITTEN)[0]
+            assert answer["text"] == want
+        assert len(answer["tokens"]) > 8
+
+
+def test_the_file_tells_all_that_llama_cpp_asks(tmp_path: Path) -> None:
+    _, ours = given("llama", "plain")
+    export_gguf(ours.model, tmp_path / "named.gguf", tokenizer())
+    fields = {name: field.contents() for name, field in GGUFReader(tmp_path / "named.gguf").fields.items()}
+    assert {name.partition(".")[2]: value for name, value in fields.items() if name.startswith("llama.")} == {
+        "context_length": 2048,
+        "embedding_length": 48,
+        "block_count": 3,
+        "feed_forward_length": 80,
+        "attention.head_count": 6,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 10,
+        "attention.value_length": 10,
+        "attention.layer_norm_rms_epsilon": pytest.approx(1e-3),
+        "vocab_size": ROWS,
+        "rope.dimension_count": 10,
+        "rope.freq_base": 5000.0,
+    }
+    assert fields["general.name"] == "named"
+    assert fields["tokenizer.ggml.pre"] == "gpt-2"
+    end = tokenizer().end
+    assert (fields["tokenizer.ggml.bos_token_id"], fields["tokenizer.ggml.eos_token_id"]) == (end, end)
+    assert fields["tokenizer.ggml.add_bos_token"] is True
+    assert fields["tokenizer.ggml.tokens"][end] == "<|end|>"
+    assert fields["tokenizer.ggml.token_type"][end] == 3
+    assert fields["tokenizer.ggml.token_type"][-1] == 5
+    assert len(fields["tokenizer.ggml.tokens"]) == len(fields["tokenizer.ggml.token_type"]) == ROWS
+    export_gguf(ours.model, tmp_path / "named.gguf", tokenizer(), source=ours)
+    carried = GGUFReader(tmp_path / "named.gguf").fields["llama.context_length"].contents()
+    assert carried == 300
+
+
+def test_without_a_tokenizer_it_runs_on_tokens(tmp_path: Path) -> None:
+    theirs, ours = given("llama", "plain")
+    export_gguf(ours.model, tmp_path / "model.gguf")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").eval()
+    assert torch.equal(logits_of(again, prompt()), logits_of(theirs, prompt()))
+
+
+def _drop(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """A key is not written."""
+    add = exporting._add
+    return lambda patch: patch.setattr(
+        exporting, "_add", lambda writer, key, value: None if key.endswith(name) else add(writer, key, value)
+    )
+
+
+def _graph(family: str, **fields: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    """A graph is taken for another."""
+    return lambda patch: patch.setitem(ARCHITECTURES, family, replace(ARCHITECTURES[family], **fields))
+
+
+INTERLEAVED = tensors.interleaved
+PLANTED: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "rows as they are": ("llama", "plain", _graph("llama", interleaved=False)),
+    "rows of all heads as one": (
+        "llama", "plain", lambda patch: patch.setattr(tensors, "interleaved", lambda x, heads: INTERLEAVED(x, 1)),
+    ),
+    "no factors": ("llama", "llama3-tied-biases", lambda patch: patch.setattr(exporting, "_factors", lambda model: {})),
+    "no base": ("llama", "plain", _drop("rope.freq_base")),
+    "no factor": ("llama", "one-kv-head-linear", _drop("rope.scaling.factor")),
+    "no original length": ("llama", "yarn", _drop("rope.scaling.original_context_length")),
+    "no base of windows": ("gemma3_text", "plain", _drop("rope.freq_base_swa")),
+    "no window": ("gemma2", "plain", _drop("attention.sliding_window")),
+    "no cap of scores": ("gemma2", "plain", _drop("attn_logit_softcapping")),
+    "no cap of logits": ("gemma2", "plain", _drop("final_logit_softcapping")),
+    "offset left out": ("gemma2", "plain", _graph("gemma2", offset=False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name, (family, *_) in PLANTED.items() if family in families()])
+def test_planted_faults_are_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, variant, plant = PLANTED[name]
+    theirs, ours = given(family, variant)
+    plant(monkeypatch)
+    export_gguf(ours.model, tmp_path / "model.gguf", tokenizer())
+    assert distance(tmp_path / "model.gguf", theirs) > 2 * CLOSE_WITH_GELU
+
+
+REFUSED = [
+    ("layers.*.mixer.window=64", "layers.*.mixer.window"),
+    ("layers.*.feedforward.activation=gelu", "layers.*.feedforward.activation"),
+    ("layers.*.mixer.position.dim=16", "layers.*.mixer.position.dim"),
+    ("layers.*.mixer.position.layout=interleaved", "layers.*.mixer.position.layout"),
+    ("layers.*.mixer.scale=0.5", "layers.*.mixer.scale"),
+    ("layers.*.mixer.sink=true", "layers.*.mixer.sink"),
+    ("head.softcap=30", "head.softcap"),
+    ("residual.kind=post_norm", "residual.kind"),
+    ('layers.*.mixer.position.scaling={"kind": "ntk", "factor": 2.0}', "layers.*.mixer.position.scaling"),
+    (
+        'layers.*.mixer.position.scaling={"kind": "yarn", "factor": 2.0, "original_length": 64, "beta_fast": 8.0}',
+        "layers.*.mixer.position.scaling.beta_fast",
+    ),
+]
+
+
+@pytest.mark.parametrize(("override", "path"), REFUSED)
+def test_what_llama_cpp_cannot_run_is_named_with_a_change_that_helps(override: str, path: str, tmp_path: Path) -> None:
+    design = heddle.load_config("preset:gqa-tiny", overrides=["vocab_size=300", override])
+    with pytest.raises(ConfigError, match=r"llama\.cpp cannot run this design") as caught:
+        export_gguf(heddle.build(design, device="meta"), tmp_path / "model.gguf")
+    assert f"{path} is " in str(caught.value)
+    changes = str(caught.value).rpartition(" with ")[2].split(" ")
+    runs_as(heddle.load_config("preset:gqa-tiny", overrides=["vocab_size=300", override, *changes]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def refused(design: ModelConfig) -> str | None:
+    """Why llama.cpp cannot run a design."""
+    try:
+        runs_as(design)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_any_design_runs_alike_or_is_refused(name: str, tmp_path: Path) -> None:
+    design = heddle.load_config(DESIGNS[name], overrides=[f"vocab_size={ROWS}"])
+    reason = refused(design)
+    assert (name == "gated-silu") <= (reason is None)
+    if reason is not None:
+        assert "llama.cpp cannot run this design: " in reason
+        return
+    model = heddle.build(design, seed=3).eval()
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.2
+    export_gguf(model, tmp_path / "model.gguf", tokenizer())
+    answer = run(tmp_path / "model.gguf", [{"tokens": prompt(), "n": 0, "logits": True}])[0]
+    want = our_logits(model, torch.tensor([prompt()]))[0]
+    assert float(want.std()) > 0.3
+    assert float((torch.tensor(answer["logits"]) - want).abs().max()) <= CLOSE
+
+
+def test_a_tokenizer_that_llama_cpp_does_not_know_is_refused() -> None:
+    other = tokenizer().to_json().replace(r"\\p{N}{1,256}", r"\\p{N}{1,2}")
+    assert other != tokenizer().to_json()
+    with pytest.raises(DataError, match=r"llama\.cpp has no name"):
+        vocabulary(Tokenizer.from_json(other), ROWS)
+
+
+class Torn(Exception):
+    """What stops a writing."""
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours = given("llama", "plain")
+    file = tmp_path / "model.gguf"
+    export_gguf(ours.model, file, tokenizer())
+    before = file.read_bytes()
+
+    def make(piece: tensors.Piece, found: Any) -> torch.Tensor:
+        raise Torn
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tensors.Piece, "make", make)
+        with pytest.raises(Torn):
+            export_gguf(ours.model, file, tokenizer(), dtype=torch.float16)
+        with pytest.raises(Torn):
+            export_gguf(ours.model, tmp_path / "new/other.gguf", tokenizer())
+    assert file.read_bytes() == before
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["model.gguf"]
+    export_gguf(ours.model, file, tokenizer(), dtype=torch.float16)
+    assert len(file.read_bytes()) < len(before)
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours = given("llama", "plain")
+
+    def write_tensor_data(writer: GGUFWriter, tensor: Any) -> None:
+        raise OSError("1200 requested and 17 written")  # as numpy says it
+
+    monkeypatch.setattr(GGUFWriter, "write_tensor_data", write_tensor_data)
+    with pytest.raises(MachineError, match="free some space"):
+        export_gguf(ours.model, tmp_path / "model.gguf", tokenizer())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_stands_there_is_left_as_it_is(tmp_path: Path) -> None:
+    _, ours = given("llama", "plain")
+    (tmp_path / "notes.gguf").write_text("my notes")
+    (tmp_path / "folder.gguf").mkdir()
+    for name, told in (("notes.gguf", "is no GGUF"), ("folder.gguf", "is a folder"), ("model.bin", "ends in .gguf")):
+        with pytest.raises(CheckpointError, match=told):
+            export_gguf(ours.model, tmp_path / name, tokenizer())
+    assert (tmp_path / "notes.gguf").read_text() == "my notes"
+
+
+def test_a_missing_package_or_a_wrong_type_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours = given("llama", "plain")
+    with pytest.raises(ConfigError, match=r"dtype torch\.int8"):
+        export_gguf(ours.model, tmp_path / "model.gguf", dtype=torch.int8)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConfigError, match=r"heddle-lm\[gguf\]"):
+        export_gguf(ours.model, tmp_path / "model.gguf")

@@ -1,0 +1,65 @@
+// Runs llama.cpp on a GGUF: one JSON request on standard input, one JSON answer on standard output.
+//
+//   {"model": "model.gguf", "runs": [{"text": "Once" or "tokens": [1, 2], "n": 64, "logits": true, "spell": false}]}
+//
+// Each run answers {"tokens", "text", "prompt", "logits"}: what greedy decoding wrote, the prompt's tokens, and, where
+// asked for, the logits of all tokens after each token of the prompt. `spell` only cuts the text into tokens.
+
+import process from "node:process";
+import {getLlama} from "node-llama-cpp";
+
+async function readAll(stream) {
+    const pieces = [];
+    for await (const piece of stream) pieces.push(piece);
+    return Buffer.concat(pieces).toString("utf-8");
+}
+
+function promptOf(model, run) {
+    if (run.tokens != null) return run.tokens;
+    const first = model.tokens.shouldPrependBosToken ? [model.tokens.bos] : [];
+    return [...first, ...model.tokenize(run.text, false)];
+}
+
+async function logitsOf(sequence, prompt) {
+    const input = prompt.map((token) => [token, {generateNext: {logits: true, token: false}}]);
+    const found = await sequence.controlledEvaluate(input);
+    return found.map(({next}) => Array.from({length: next.logits.size}, (_, id) => next.logits.get(id)));
+}
+
+async function write(model, sequence, prompt, n) {
+    const tokens = [];
+    if (n === 0) return tokens;
+    for await (const token of sequence.evaluate(prompt, {temperature: 0})) {
+        if (model.isEogToken(token)) break;
+        tokens.push(token);
+        if (tokens.length === n) break;
+    }
+    return tokens;
+}
+
+async function answer(model, run) {
+    const prompt = promptOf(model, run);
+    if (run.spell) return {prompt, tokens: [], text: "", logits: null};
+    const context = await model.createContext({
+        contextSize: prompt.length + run.n + 8,
+        sequences: 1,
+        threads: 1,
+        flashAttention: false,
+        experimentalKvCacheKeyType: "F32",
+        experimentalKvCacheValueType: "F32"
+    });
+    const sequence = context.getSequence();
+    const logits = run.logits ? await logitsOf(sequence, prompt) : null;
+    await sequence.clearHistory();
+    const tokens = await write(model, sequence, prompt, run.n ?? 64);
+    await context.dispose();
+    return {prompt, tokens, text: model.detokenize(tokens, false, prompt), logits};
+}
+
+const request = JSON.parse(await readAll(process.stdin));
+const llama = await getLlama({gpu: false, build: "never", maxThreads: 1, logLevel: "error", progressLogs: false});
+const model = await llama.loadModel({modelPath: request.model, useMmap: false});
+const answers = [];
+for (const run of request.runs) answers.push(await answer(model, run));
+await model.dispose();
+process.stdout.write(JSON.stringify(answers) + "\n", () => process.exit(0)); // exiting sooner would cut a long answer

@@ -1,0 +1,138 @@
+"""Write docs/deploy/transcript.md: one trained run, and what heddle, transformers and llama.cpp go on to write.
+
+    python tools/transcript.py RUN
+
+RUN is a run of `heddle train` of a design that llama.cpp runs. The page is not written if the texts differ.
+"""
+
+import sys
+import tempfile
+import textwrap
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+import torch  # noqa: E402
+from heddle.exchange.carried import open_checkpoint  # noqa: E402
+
+import heddle  # noqa: E402
+from heddle.exchange.export import export  # noqa: E402
+from heddle.exchange.gguf import export_gguf  # noqa: E402
+from tools.llama_cpp.runner import run, version  # noqa: E402
+
+PAGE = ROOT / "docs/deploy/transcript.md"
+PROMPTS = ("def __init__(self", "    @property", "    while True:", "    def test_read(self", "    return ")
+TOKENS = 64
+WIDTH = 38  # of a column
+STARTS = (0, WIDTH + 1, 2 * (WIDTH + 1))  # where columns begin
+
+
+class Transcript(NamedTuple):
+    """What each program wrote after each prompt, and the largest difference of a next token's probability."""
+
+    texts: dict[str, list[str]]
+    differences: dict[str, float]
+
+
+def main(place: Path) -> None:
+    """Write the page."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = transcript(place, Path(folder))
+    for name, texts in found.texts.items():
+        assert texts == found.texts["heddle"], f"{name} writes otherwise: {texts}"
+    PAGE.write_text(page(found), encoding="utf-8")
+
+
+def transcript(place: Path, folder: Path) -> Transcript:
+    """Greedy texts of a run in the three programs; `folder` receives the exports."""
+    given = open_checkpoint(place)
+    assert given.tokenizer is not None, f"{place}: has no tokenizer"
+    export(given.model, folder / "hf", given.tokenizer, given)
+    export_gguf(given.model, folder / "model.gguf", given.tokenizer, given)
+    ours = heddle.generate(given.model, PROMPTS, given.tokenizer, max_new_tokens=TOKENS)
+    theirs, probabilities = _transformers(folder / "hf")
+    asked = [{"text": prompt, "n": TOKENS, "logits": True} for prompt in PROMPTS]
+    answers = run(folder / "model.gguf", asked)
+    differences = {"transformers": 0.0, "llama.cpp": 0.0}
+    for answer, their in zip(answers, probabilities, strict=True):
+        tokens = torch.tensor([answer["prompt"]])
+        with torch.no_grad():
+            own = given.model.head(given.model(tokens)[0])[0].softmax(-1)
+        for name, other in (("transformers", their), ("llama.cpp", torch.tensor(answer["logits"]).softmax(-1))):
+            differences[name] = max(differences[name], float((own - other).abs().max()))
+    return Transcript(
+        {"heddle": ours, "transformers": theirs, "llama.cpp": [one["text"] for one in answers]}, differences
+    )
+
+
+def _transformers(folder: Path) -> tuple[list[str], list[torch.Tensor]]:
+    """Texts, and probabilities after each token of each prompt."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    texts: list[str] = []
+    probabilities: list[torch.Tensor] = []
+    for prompt in PROMPTS:
+        read = tokenizer(prompt, return_tensors="pt")
+        written = model.generate(**read, max_new_tokens=TOKENS, do_sample=False)
+        texts.append(str(tokenizer.decode(written[0, read.input_ids.shape[1] :], skip_special_tokens=True)))
+        with torch.no_grad():
+            probabilities.append(model(**read).logits[0].softmax(-1))
+    return texts, probabilities
+
+
+def page(found: Transcript) -> str:
+    """The page's text."""
+    told = {
+        "heddle": heddle.__version__,
+        "transformers": metadata.version("transformers"),
+        "llama.cpp": f"that of node-llama-cpp {version()}",
+    }
+    lines = [
+        "# Three programs, one model",
+        "",
+        "<!-- Written by tools/transcript.py. -->",
+        "",
+        textwrap.fill(
+            f"The model of [README.md](README.md), greedy, {TOKENS} tokens after each prompt in fp32; a `|` begins "
+            "each line of a column, long lines go on below. The largest difference of any next token's probability, "
+            "over all tokens of all prompts: heddle and "
+            + ", heddle and ".join(f"{name} {value:.0e}" for name, value in found.differences.items())
+            + ".",
+            width=120,
+        ),
+        "",
+        "| program | version |",
+        "| --- | --- |",
+        *(f"| {name} | {number} |" for name, number in told.items()),
+    ]
+    for index, prompt in enumerate(PROMPTS):
+        columns = [_lines(found.texts[name][index]) for name in told]
+        lines += ["", f"## `{prompt}`", "", "```text", _row(list(told))]
+        lines += [_row([f"| {cell}" for cell in cells]) for cells in zip(*columns, strict=True)]
+        lines.append("```")
+    return "\n".join(lines) + "\n"
+
+
+def _lines(text: str) -> list[str]:
+    """The lines of a text, each cut into pieces that fit a column."""
+    cut = WIDTH - 3
+    return [
+        line[start : start + cut]
+        for line in text.expandtabs(4).split("\n")
+        for start in range(0, max(1, len(line)), cut)
+    ]
+
+
+def _row(cells: list[str]) -> str:
+    return " ".join(cell.ljust(WIDTH) for cell in cells).rstrip()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("python tools/transcript.py RUN")
+    main(Path(sys.argv[1]))
