@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 import torch  # noqa: E402
-from heddle.exchange.carried import open_checkpoint  # noqa: E402
 
 import heddle  # noqa: E402
+from heddle.exchange.carried import open_checkpoint  # noqa: E402
 from heddle.exchange.export import export  # noqa: E402
 from heddle.exchange.gguf import export_gguf  # noqa: E402
 from tools.llama_cpp.runner import run, version  # noqa: E402

@@ -55,7 +55,7 @@ def export_gguf(
     tensors = Tensors(found.family, model)
     told = _keys(found.config, model, graph, {} if source is None else source.carried)
     told |= {"general.name": file.stem, "general.file_type": TYPES[kind][1]}
-    words = {"model": "none"} if tokenizer is None else vocabulary(tokenizer, model.config.vocab_size or 0, source)
+    words = {"model": "none"} if tokenizer is None else vocabulary(tokenizer, model.config.vocab_size or 0)
     told |= {f"tokenizer.ggml.{name}": value for name, value in words.items()}
     extra = _factors(model)
     _write(file, graph.name, told, list(pieces(tensors, found.config, graph, kind)), tensors, extra)

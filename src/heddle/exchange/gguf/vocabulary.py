@@ -5,13 +5,10 @@ heddle splits as GPT-2's does, but for runs of more than 256 characters of a kin
 """
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from heddle.data.tokenizer import LONGEST_RUN, Tokenizer
 from heddle.errors import DataError
-
-if TYPE_CHECKING:
-    from heddle.exchange.load import Imported
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -26,7 +23,7 @@ SPLITS = {
 IGNORES_MERGES = {"llama-bpe"}  # a word that is a token is that token, whatever the merges say
 
 
-def vocabulary(tokenizer: Tokenizer, rows: int, source: "Imported | None" = None) -> dict[str, Any]:
+def vocabulary(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     """The keys below `tokenizer.ggml.`, for an embedding of `rows` rows; rows without a token are marked as unused.
 
     Raises DataError, naming it, for a kind of tokenizer that llama.cpp does not know.
@@ -52,7 +49,7 @@ def vocabulary(tokenizer: Tokenizer, rows: int, source: "Imported | None" = None
         "token_type": [types.get(index, UNUSED) for index in range(rows)],
         "merges": merges,
     }
-    return told | _ends(tokenizer, data, source)
+    return told | _ends(tokenizer)
 
 
 def _split(data: dict[str, Any]) -> str:
@@ -74,14 +71,12 @@ def _split(data: dict[str, Any]) -> str:
     return name
 
 
-def _ends(tokenizer: Tokenizer, data: dict[str, Any], source: "Imported | None") -> dict[str, Any]:
-    """What opens and ends a text: the end token for a tokenizer of ours, else what came with the import."""
-    if source is None or not source.documents:
-        end = tokenizer.end
-        return {"bos_token_id": end, "eos_token_id": end, "add_bos_token": True, "add_eos_token": False}
-    told = {}
-    for name in ("bos_token_id", "eos_token_id"):
-        found = source.carried.get(name)
-        first = found[0] if isinstance(found, list) and found else found
-        told[name] = tokenizer.end if first is None else first
-    return told | {"add_bos_token": "SpecialToken" in json.dumps(data.get("post_processor")), "add_eos_token": False}
+def _ends(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What opens and ends a text."""
+    ends = [token for token in tokenizer.ends if token not in tokenizer.opening] or tokenizer.ends
+    told: dict[str, Any] = {"add_bos_token": bool(tokenizer.opening), "add_eos_token": False}
+    if tokenizer.opening:
+        told["bos_token_id"] = tokenizer.opening[0]
+    if ends:
+        told["eos_token_id"] = ends[0]
+    return told
