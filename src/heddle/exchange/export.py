@@ -92,6 +92,8 @@ def _config(found: Fit, model: Decoder, carried: dict[str, Any]) -> dict[str, An
     head = {"architectures": [found.family.architecture], "model_type": found.family.model_type}
     note = {} if "design" in found.config else {NOTE: {"design": model.config.dump()}}
     told = {name: value for name, value in found.config.items() if value is not None}
+    if "design" in told:
+        told["design"] = model.config.dump()  # as it was given, defaults not written out
     return head | {"dtype": dtype, "torch_dtype": dtype} | told | carried | note
 
 
