@@ -1,6 +1,6 @@
 """The cache of transformers: one layer of ours, which holds the state of the whole model.
 
-Where transformers takes tokens back (assisted decoding), a state is rewound, and one that cannot be is forked before and
+Where transformers takes tokens back (assisted decoding), a state is rewound; one that cannot be is forked before, and
 reads again what stays.
 """
 
@@ -40,7 +40,7 @@ class Call(NamedTuple):
         return self.map(lambda x: x[:, :columns])
 
 
-class HeddleLayer(CacheLayerMixin):  # type: ignore[misc]
+class HeddleLayer(CacheLayerMixin):
     """A state, and how many columns (tokens and padding) it has read; `max_cache_len` is never exceeded.
 
     What a fork shall read again is `unread` until the next call, and counts as read.
@@ -58,7 +58,8 @@ class HeddleLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget everything."""
         self.state: State | None = None
-        self.columns, self.real = 0, None
+        self.columns = 0
+        self.real: Tensor | None = None
         self.unread: list[Call] = []
         self._commit()
 
@@ -187,7 +188,7 @@ class HeddleLayer(CacheLayerMixin):  # type: ignore[misc]
         raise ConfigError("cache: is of heddle and takes no keys and values; use it with a Heddle model")
 
 
-class HeddleCache(Cache):  # type: ignore[misc]
+class HeddleCache(Cache):
     """The cache that a model of heddle makes; with `max_cache_len` it holds as many columns and no more."""
 
     def __init__(self, max_cache_len: int | None = None) -> None:

@@ -10,7 +10,7 @@ from heddle.model.config import ModelConfig
 from heddle.model.load import load_config
 
 
-class HeddleConfig(PreTrainedConfig):  # type: ignore[misc]
+class HeddleConfig(PreTrainedConfig):
     """`design` is a design as plain data, or what `heddle.load_config` reads: a file, "preset:gqa-small", a folder.
 
     The sizes beside it tell other programs; they follow from the design, and one that says otherwise is refused.

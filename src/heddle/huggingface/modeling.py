@@ -20,7 +20,7 @@ from heddle.parts.leaf import Leaf
 from heddle.parts.ledger import Entry, ledger
 
 
-class HeddlePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
+class HeddlePreTrainedModel(PreTrainedModel):
     """What both classes share. Weights that are not loaded start as those of `heddle.build`, with torch's seed."""
 
     config_class = HeddleConfig
@@ -36,7 +36,7 @@ class HeddlePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         return decoder
 
     def initialize_weights(self) -> None:
-        """Fill what was not loaded; transformers calls this after it built or loaded a model, and goes on module-wise."""
+        """Fill what was not loaded; transformers calls this when a model was built or loaded, then goes by modules."""
         if not getattr(self.of_heddle, "_is_hf_initialized", False):
             _start(self.of_heddle)
         super().initialize_weights()
@@ -88,7 +88,7 @@ class HeddleModel(HeddlePreTrainedModel):
     def gradient_checkpointing(self, value: bool) -> None:
         self.decoder.checkpointing = value
 
-    @can_return_tuple  # type: ignore[untyped-decorator]
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -103,7 +103,7 @@ class HeddleModel(HeddlePreTrainedModel):
 
         attention_mask, 2-D [B, columns] (1: a token, 0: padding, anywhere) or 4-D, and position_ids become a layout;
         see `masks`. Without gradients a cache is made where none is given, unless use_cache is False. More keywords:
-        output_hidden_states, output_attentions, return_dict. Raises ConfigError for others, and for what no layout says.
+        output_hidden_states, output_attentions, return_dict. Raises ConfigError for others, and for what no layout is.
         """
         hidden_wanted, weights_wanted = (
             bool(getattr(self.config, name) if (value := more.pop(name, None)) is None else value)
@@ -119,7 +119,7 @@ class HeddleModel(HeddlePreTrainedModel):
         cache, layer = self._cache(past_key_values, use_cache)
         past = Columns() if layer is None else layer.past(self.decoder)
         found = read(tokens, attention_mask, position_ids, past)
-        if weights_wanted and past.count and (past.real is not None or found.real is not None):
+        if weights_wanted and past.size and (past.real is not None or found.real is not None):
             raise ConfigError("output_attentions: beside a cache with padding, columns are not kept; use no cache")
         with seeing(self.decoder, hidden_wanted, weights_wanted) as seen:
             if layer is None:
@@ -143,7 +143,7 @@ class HeddleModel(HeddlePreTrainedModel):
         return given, layer_of(given)
 
 
-class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
     """Tokens -> logits of the next ones, and their loss; `generate` as of every model of transformers."""
 
     def __init__(self, config: HeddleConfig) -> None:
@@ -160,8 +160,8 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):  # type: ignore
         model.config.dtype = model.dtype
         return model.train(decoder.training)
 
-    @can_return_tuple  # type: ignore[untyped-decorator]
-    def forward(
+    @can_return_tuple
+    def forward(  # noqa: PLR0913 - transformers reads the names off the signature
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,

@@ -195,7 +195,8 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, State | None]:
         """tokens int64 [B, T] -> (hidden [B, T, width], new state or None).
 
-        Rows of the embedding [B, T, width], or other vectors in their place, may be given for the tokens. Without a layout, rows are one document each from position 0, or continue where the state's rows ended.
+        Rows of the embedding [B, T, width], or other vectors in their place, may stand for tokens. Without a layout,
+        rows are one document each from position 0, or continue where the state's rows ended.
         Raises ConfigError if shapes disagree, or a state meets gradients, was consumed or is of another design.
         """
         layout = self._layout(tokens, layout, state)

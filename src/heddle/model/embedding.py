@@ -30,7 +30,7 @@ class Embedding(Leaf):
         fill_normal(self.weight, std, generator)
 
     def forward(self, tokens: Tensor, layout: Layout | None = None) -> Tensor:
-        """tokens int64 [B, T] -> [B, T, width], or their plain rows without a layout; such rows may stand for tokens."""
+        """tokens int64 [B, T] -> [B, T, width]; plain rows without a layout, and such rows may stand for tokens."""
         x = tokens if tokens.is_floating_point() else functional.embedding(tokens, self.weight)
         if layout is None:
             return x
