@@ -29,9 +29,11 @@ class Embedding(Leaf):
         """Normal rows."""
         fill_normal(self.weight, std, generator)
 
-    def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
-        """tokens int64 [B, T] -> [B, T, width]."""
-        x = functional.embedding(tokens, self.weight)
+    def forward(self, tokens: Tensor, layout: Layout | None = None) -> Tensor:
+        """tokens int64 [B, T] -> [B, T, width]; plain rows without a layout, and such rows may stand for tokens."""
+        x = tokens if tokens.is_floating_point() else functional.embedding(tokens, self.weight)
+        if layout is None:
+            return x
         if self.scale != 1.0:
             x = x * self.scale
         if self.position is not None:
