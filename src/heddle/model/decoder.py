@@ -254,7 +254,7 @@ def initialise(model: Decoder, seed: int, wanted: Callable[[Leaf], bool] = lambd
             module.branch_scale = (2 * stack.config.depth) ** -0.5 if config.depth_scaled else 1.0
         if own and not isinstance(module, Leaf):
             raise TypeError(f"{name}: owns parameters but is no Leaf, so nothing says how they start")
-        if isinstance(module, Leaf) and wanted(module) and not (isinstance(module, Head) and stack.config.head.tied):
+        if isinstance(module, Leaf) and wanted(module):
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             module.initialise(config.std, generator)

@@ -49,11 +49,12 @@ class Head(Leaf):
         super().__init__()
         self.weight = weight
         self.bias = nn.Parameter(torch.empty(weight.shape[0])) if config.bias else None
-        self.scale, self.softcap = config.scale, config.softcap
+        self.tied, self.scale, self.softcap = config.tied, config.scale, config.softcap
 
     def initialise(self, std: float, generator: torch.Generator) -> None:
-        """Normal rows, zero bias."""
-        fill_normal(self.weight, std, generator)
+        """Normal rows, unless they are the embedding's; zero bias."""
+        if not self.tied:
+            fill_normal(self.weight, std, generator)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
