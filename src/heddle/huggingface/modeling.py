@@ -114,7 +114,7 @@ class HeddleModel(HeddlePreTrainedModel):
             raise ConfigError("input_ids: give them or inputs_embeds, one of the two")
         tokens = inputs_embeds if input_ids is None else input_ids
         assert tokens is not None
-        if attention_mask is not None and attention_mask.dim() == 4 and not self.decoder.causal:
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and not self.decoder.causal:
             raise ConfigError("attention_mask: is 4-D, but the design sees later tokens; give one of [batch, length]")
         cache, layer = self._cache(past_key_values, use_cache)
         past = Columns() if layer is None else layer.past(self.decoder)
@@ -210,12 +210,29 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         with packing():
             return super().generate(*given, **more)
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
         """The inputs of the next call: what was just written is never padding, so its mask need not be read."""
-        cache, step = kwargs.get("past_key_values"), kwargs.get("next_sequence_length") is not None
-        if step and cache is not None and not kwargs.get("is_first_iteration") and cache.get_seq_length():
-            kwargs["attention_mask"] = None
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        goes_on = past_key_values is not None and past_key_values.get_seq_length() > 0
+        if goes_on and next_sequence_length is not None and not is_first_iteration:
+            attention_mask = None
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
         return inputs
 
     def _prepare_position_ids_for_generation(self, *_: Any) -> None:
