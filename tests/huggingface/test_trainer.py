@@ -1,0 +1,96 @@
+"""transformers' Trainer on our classes: the losses of heddle's own loop, and what Trainer promises besides."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import IterableDataset
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+import heddle
+from heddle.huggingface import HeddleForCausalLM, export
+from heddle.model.decoder import Decoder
+from heddle.training.loop import Job
+from heddle.training.optimizer import make_optimizer
+from heddle.training.settings import Settings, learning_rate
+from heddle.training.step import apply, gradients
+from tests import small
+
+STEPS, ROWS, CONTEXT = 20, 4, 32
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A design of every native field and a text, packed as heddle packs it."""
+    root = tmp_path_factory.mktemp("trainer")
+    settings = Settings(steps=STEPS, batch_size=ROWS, context=CONTEXT, learning_rate=3e-3, seed=1)
+    return Job(config=small.config(), corpus=small.corpus(root / "text"), settings=settings, out=root / "run")
+
+
+def our_losses(job: Job, model: Decoder) -> list[float]:
+    """Heddle's own steps."""
+    batches, settings = job.material.batches(job.settings), job.settings
+    optimizer = make_optimizer(model.train(), settings.weight_decay, settings.optimizer)
+    found = []
+    for step in range(STEPS):
+        result = gradients(model, batches(step), (settings.seed, step))
+        found.append(apply(model, optimizer, result, learning_rate(settings, step), settings.clip).loss)
+    return found
+
+
+def rows(job: Job) -> Iterator[dict[str, list[int]]]:
+    """The same batches, row by row, as transformers wants them: positions start anew with each document.
+
+    A row's first token is scored nowhere; the token after its inputs is only a target.
+    """
+    batches = job.material.batches(job.settings)
+    for step in range(STEPS):
+        batch = batches(step)
+        for tokens, lengths in zip(batch.tokens.tolist(), batch.lengths, strict=True):
+            positions = [place for length in lengths for place in range(length)]
+            yield {
+                "input_ids": tokens,
+                "position_ids": [*positions, positions[-1] + 1],
+                "labels": [-100, *tokens[1:]],
+            }
+
+
+def trainer_of(model: Any, job: Job, out: Path, **more: Any) -> Trainer:
+    """Trainer with heddle's optimizer and schedule."""
+    settings = job.settings
+    decays = {True: [], False: []}  # type: ignore[var-annotated]
+    for name, parameter in model.named_parameters():
+        decays[parameter.dim() >= 2 and not name.endswith(".bias")].append(parameter)
+    groups = [{"params": ones, "weight_decay": settings.weight_decay * kind} for kind, ones in decays.items()]
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate(settings, min(step, STEPS - 1)) / settings.learning_rate
+    )
+    given = {
+        "max_steps": STEPS, "per_device_train_batch_size": ROWS, "logging_steps": 1, "use_cpu": True, "report_to": [],
+        "save_strategy": "no", "max_grad_norm": settings.clip, "disable_tqdm": True, "output_dir": str(out),
+    } | more  # fmt: skip
+    data = IterableDataset.from_generator(rows, gen_kwargs={"job": job})
+    return Trainer(model, TrainingArguments(**given), train_dataset=data, optimizers=(optimizer, schedule))
+
+
+def their_losses(trainer: Trainer) -> list[float]:
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+@pytest.mark.parametrize("kind", ["ours", "native"])
+def test_the_losses_of_twenty_steps_are_those_of_heddles_own_loop(kind: str, job: Job, tmp_path: Path) -> None:
+    start = heddle.build(job.config, seed=7)
+    if kind == "ours":
+        model: Any = HeddleForCausalLM.of(heddle.build(job.config, seed=7))
+    else:
+        export(start, tmp_path / "native")
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "native")
+    theirs = their_losses(trainer_of(model, job, tmp_path / "out"))
+    ours = our_losses(job, start)
+    assert len(theirs) == STEPS
+    assert theirs == pytest.approx(ours, abs=1e-4)
+    assert ours[-1] < ours[0] - 0.3
