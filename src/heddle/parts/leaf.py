@@ -55,7 +55,7 @@ class Linear(Leaf, nn.Linear):
 
 
 def matrix(projection: nn.Module) -> Tensor:
-    """The matrix [outputs, inputs] of a `Linear` without a bias; of one that is wrapped, what the wrapper makes of it."""
+    """The matrix [outputs, inputs] of a `Linear` without a bias, or of the wrapper around one."""
     if type(projection) is Linear:
         return projection.weight
     inner = next(module for module in projection.modules() if isinstance(module, Linear))
