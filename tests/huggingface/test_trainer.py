@@ -94,3 +94,79 @@ def test_the_losses_of_twenty_steps_are_those_of_heddles_own_loop(kind: str, job
     assert len(theirs) == STEPS
     assert theirs == pytest.approx(ours, abs=1e-4)
     assert ours[-1] < ours[0] - 0.3
+
+
+DROPPING = small.dropping() | {"embedding": {"dropout": 0.0}}
+
+
+def texts_of(count: int) -> list[dict[str, list[int]]]:
+    """Rows of unlike lengths, so that a batch's pieces have unlike numbers of labels."""
+    draw = torch.Generator().manual_seed(4)
+    sizes = [9, 30, 4, 17, 25, 6, 12, 21]
+    drawn = [torch.randint(1, small.VOCABULARY, (sizes[i % 8],), generator=draw).tolist() for i in range(count)]
+    return [{"input_ids": tokens} for tokens in drawn]
+
+
+class Padded:
+    """Rows of a batch padded on the right; nothing is asked at padding."""
+
+    def __call__(self, given: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        longest = max(len(one["input_ids"]) for one in given)
+        tokens = torch.zeros(len(given), longest, dtype=torch.int64)
+        mask = torch.zeros_like(tokens)
+        for row, one in enumerate(given):
+            tokens[row, : len(one["input_ids"])] = torch.tensor(one["input_ids"])
+            mask[row, : len(one["input_ids"])] = 1
+        return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(mask.bool(), -100)}
+
+
+def plain_trainer(out: Path, data: Any = None, model: Any = None, collate: Any = None, **more: Any) -> Trainer:
+    """Trainer with its own optimizer, on rows of unlike lengths."""
+    given = {
+        "max_steps": 6, "per_device_train_batch_size": 8, "logging_steps": 1, "use_cpu": True, "report_to": [],
+        "save_strategy": "no", "disable_tqdm": True, "output_dir": str(out), "learning_rate": 3e-3, "seed": 3,
+    } | more  # fmt: skip
+    model = model or HeddleForCausalLM.of(heddle.build(small.config(), seed=7))
+    return Trainer(
+        model, TrainingArguments(**given), data_collator=collate or Padded(), train_dataset=data or texts_of(48)
+    )
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+def test_a_batch_in_pieces_is_the_same_batch(tmp_path: Path) -> None:
+    """Labels of the whole batch divide the loss: pieces with few labels do not count more."""
+    whole, pieces = (
+        plain_trainer(tmp_path / "whole"),
+        plain_trainer(tmp_path / "pieces", per_device_train_batch_size=2, gradient_accumulation_steps=4),
+    )
+    assert their_losses(pieces) == pytest.approx(their_losses(whole), abs=2e-4)
+    for mine, other in zip(weights(pieces), weights(whole), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=2e-5)
+
+
+def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
+    whole, again = (
+        plain_trainer(
+            tmp_path,
+            model=HeddleForCausalLM.of(heddle.build(small.config(DROPPING), seed=7)),
+            save_strategy="steps",
+            save_steps=3,
+        )
+        for _ in range(2)
+    )
+    whole.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert again.state.global_step == 6
+    for mine, other in zip(weights(again), weights(whole), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("option", ["bf16", "gradient_checkpointing"])
+def test_options(option: str, tmp_path: Path) -> None:
+    plain = their_losses(plain_trainer(tmp_path / "plain"))
+    other = their_losses(plain_trainer(tmp_path / "other", **{option: True}))
+    assert other == pytest.approx(plain, abs=2e-4 if option == "gradient_checkpointing" else 0.05)
