@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from heddle.checkpoints.folder import read_folder, write_folder
-from heddle.checkpoints.model import CONFIG, TOKENIZER, WEIGHTS, load, model_documents, model_tensors, save
+from heddle.checkpoints.model import CONFIG, WEIGHTS, load, model_documents, model_tensors, save
 from heddle.checkpoints.steps import step_folder
-from heddle.data.tokenizer import Tokenizer
+from heddle.data.tokenizer import FILE, Tokenizer
 from heddle.errors import CheckpointError, ConfigError
 from heddle.laws.subject import answer
 from heddle.model.decoder import Decoder, build
@@ -154,7 +154,7 @@ def test_an_altered_tensor_is_named_with_its_file(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_is_none_is_named(tmp_path: Path) -> None:
     model = build(small.config())
-    documents = model_documents(model, None) | {TOKENIZER: "{}"}
+    documents = model_documents(model, None) | {FILE: "{}"}
     write_folder(tmp_path / "model", tensors={WEIGHTS: model_tensors(model)}, documents=documents, kind="model")
     with pytest.raises(Exception, match=r"is not a valid tokenizer\.json"):
         load(tmp_path / "model")

@@ -16,7 +16,7 @@ from tests.exchange.cases import BASE, CASES, Fields
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -24,6 +24,10 @@ with warnings.catch_warnings():
 
 VOCABULARY = BASE["vocab_size"]
 LENGTHS = [41, 17, 1]  # of the rows that are padded together
+
+
+def their_tokenizer(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def config_of(family: str, variant: str, **changes: Any) -> Any:

@@ -28,7 +28,7 @@ def tiny(config: ModelConfig, seed: int = 1, vocab_size: int = 5) -> Decoder:
 def found(model: Decoder, rows: list[list[int]], steps: int, beams: int, end: int | None) -> list[list[int]]:
     """The text of each row."""
     texts: list[list[int]] = [[] for _ in rows]
-    for new in searched(model, Request(rows, steps, Sampling(), end=end, memory=memory(model, len(rows))), beams):
+    for new in searched(model, Request(rows, steps, Sampling(), ends=() if end is None else (end,), memory=memory(model, len(rows))), beams):
         for row, token in new:
             texts[row].append(token)
     return texts
@@ -98,10 +98,10 @@ def test_texts_end_where_they_end() -> None:
 
     texts = heddle.generate(model, ["The", ""], tokenizer, max_new_tokens=9, beams=3, on_text=hear)
     assert texts == pieces
-    request = Request([[tokenizer.end, *tokenizer.encode("The")]], 9, Sampling(), tokenizer.vocab_size, tokenizer.end)
+    request = Request([[tokenizer.end, *tokenizer.encode("The")]], 9, Sampling(), tokenizer.vocab_size, (tokenizer.end,))
     tokens = [token for _, token in next(searched(model, request, 3))]
     assert texts[0] == tokenizer.decode([token for token in tokens if token != tokenizer.end])
-    narrow = next(searched(model, replace(request, known=7, end=None), 3))
+    narrow = next(searched(model, replace(request, known=7, ends=()), 3))
     assert max(token for _, token in narrow) < 7
     stop = texts[0][1]
     assert heddle.generate(model, ["The"], tokenizer, max_new_tokens=9, beams=3, stop=[stop]) == [

@@ -141,29 +141,29 @@ def _stage(
     disk.sync_folder(staged)
 
 
-def read_folder(folder: Path, kind: str | None = None) -> Contents:
-    """Open a folder that write_folder wrote; `kind`, if given, must be the one it was written with.
+def read_folder(folder: Path, kind: str | None = None, flags: int = disk.READ) -> Contents:
+    """Open a folder that write_folder wrote; `kind`, if given, must be the one it was written with; `flags` open files.
 
     Manifest, sizes and documents are verified here, each tensor when it is read. Files that the manifest does
     not list are ignored. Every defect is a CheckpointError of one sentence; a failing disk is a MachineError.
     """
     folder = disk.locate(Path(folder))
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder, flags)
     if kind is not None and manifest.kind != kind:
         raise CheckpointError(f"{folder}: holds {manifest.kind!r} where {kind!r} is needed; name another folder")
     documents: dict[str, str] = {}
     hashes: dict[str, str] = {}
     for name, record in sorted(manifest.files.items()):
         if record.tensors is None:
-            documents[name] = _read_document(folder / name, record)
+            documents[name] = _read_document(folder / name, record, flags)
             continue
-        with disk.opened(folder / name):  # a missing file is reported now, not when it is first needed
+        with disk.opened(folder / name, flags):  # a missing file is reported now, not when it is first needed
             hashes |= {f"{name}:{tensor}": value for tensor, value in sorted(record.tensors.items())}
     return Contents(folder, manifest.kind, documents, hashes, manifest.files)
 
 
-def _read_document(path: Path, record: FileRecord) -> str:
-    with disk.opened(path) as (descriptor, size):
+def _read_document(path: Path, record: FileRecord, flags: int) -> str:
+    with disk.opened(path, flags) as (descriptor, size):
         if size != record.size or size > MAX_DOCUMENT:
             raise CheckpointError(
                 f"{path}: has {size} bytes where the manifest says {record.size} (at most {MAX_DOCUMENT});"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from heddle.checkpoints.disk import opened, read_exactly
+from heddle.checkpoints.disk import READ, opened, read_exactly
 from heddle.errors import CheckpointError
 
 FILE = "manifest.json"
@@ -85,7 +85,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return content
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, flags: int = READ) -> Manifest:
     """Read and check a folder's manifest; a CheckpointError says what is wrong with it."""
     path = folder / FILE
     if not os.path.isdir(folder):
@@ -94,7 +94,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(
             f"{folder}: has no {FILE}, so heddle did not save it; name another folder, or import this one"
         )
-    with opened(path) as (descriptor, size):
+    with opened(path, flags) as (descriptor, size):
         if size > MAX_BYTES:
             raise CheckpointError(f"{path}: is larger than {MAX_BYTES} bytes, so it is not a manifest of heddle")
         raw = bytearray(size)

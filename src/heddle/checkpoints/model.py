@@ -18,7 +18,6 @@ from heddle.progress import say
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
-TOKENIZER = "tokenizer.json"
 
 
 def save(
@@ -44,8 +43,7 @@ def load(
     """
     contents = read_folder(find(Path(folder)))
     model = restore(contents, dtype, device)
-    text = contents.documents.get(TOKENIZER)
-    return model.eval(), None if text is None else Tokenizer.from_json(text)
+    return model.eval(), Tokenizer.from_documents(contents.documents)
 
 
 def find(folder: Path) -> Path:
@@ -71,7 +69,7 @@ def model_tensors(model: Decoder) -> dict[str, Tensor]:
 def model_documents(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, str]:
     """The texts that belong to a model."""
     documents = {CONFIG: json.dumps(model.config.dump(), indent=2) + "\n"}
-    return documents if tokenizer is None else documents | {TOKENIZER: tokenizer.to_json()}
+    return documents if tokenizer is None else documents | tokenizer.documents()
 
 
 def read_design(contents: Contents) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heddle.checkpoints.disk import NewFile, opened, read_exactly
+from heddle.checkpoints.disk import READ, NewFile, opened, read_exactly
 from heddle.checkpoints.manifest import MAX_TENSORS, NAME, FileRecord, parse_object
 from heddle.errors import CheckpointError
 
@@ -100,13 +101,14 @@ def _bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def read_tensor_file(path: Path, record: FileRecord | None = None) -> Iterator[tuple[str, Tensor]]:
+def read_tensor_file(path: Path, record: FileRecord | None = None, flags: int = READ) -> Iterator[tuple[str, Tensor]]:
     """Give (name, tensor on the CPU, in memory of its own) in the file's order, each checked before.
 
     With a record from a manifest, size, header and every tensor must be what it says; without one (a file
-    of others) the format's own rules hold. Every defect is a CheckpointError naming the file and tensor.
+    of others) the format's own rules hold. `flags` open it. Every defect is a CheckpointError naming the file
+    and tensor.
     """
-    with opened(path) as (descriptor, size):
+    with opened(path, flags) as (descriptor, size), ThreadPoolExecutor(1) as helper:
         head = _read_head(descriptor, path, size, record)
         entries = parse_header(path, head[8:], size - len(head))
         hashes = None if record is None else record.tensors
@@ -115,7 +117,7 @@ def read_tensor_file(path: Path, record: FileRecord | None = None) -> Iterator[t
         for entry in entries:
             buffer = torch.empty(entry.end - entry.start, dtype=torch.uint8)
             digest = None if hashes is None else hashlib.sha256()
-            read_exactly(descriptor, buffer.numpy().data, path, digest)
+            read_exactly(descriptor, buffer.numpy().data, path, digest, helper)
             if hashes is not None and digest is not None and digest.hexdigest() != hashes[entry.name]:
                 raise CheckpointError(
                     f"{path}: tensor {entry.name!r} was altered (its SHA-256 differs from the manifest);"

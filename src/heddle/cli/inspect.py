@@ -35,9 +35,9 @@ def inspect(  # noqa: PLR0913 - one parameter an option
         model, tokenizer = load(run, dtype=dtype_of(precision), device=runtime.device)
         if tokenizer is None:
             raise CheckpointError(f"{run}: holds no tokenizer.json, so it cannot read a text; train it with heddle")
-        tokens = [tokenizer.end, *tokenizer.encode(text)]
-        views = collect(model, tokens)
-        words = ["start", *(tokenizer.decode([token]) for token in tokens[1:])]
+        spelled = tokenizer.encode(text)
+        views = collect(model, [*tokenizer.opening, *spelled])
+        words = [*("start" for _ in tokenizer.opening), *(tokenizer.decode([token]) for token in spelled)]
         parameters = sum(parameter.numel() for parameter in model.parameters())
         made = page(Subject(run.resolve().name, parameters, words, __version__), views)
     try:

@@ -1,23 +1,28 @@
-"""Byte-level BPE over `tokenizers`: every text comes back exactly, and every token stands for known bytes."""
+"""Tokenizers over `tokenizers`: our byte-level BPE, of which every text comes back exactly, and those of imports."""
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
-import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Engine
 
+from heddle.data.spelling import Stream, WholeStream, added_bytes, probes, spelling_of
 from heddle.errors import DataError
 from heddle.progress import printable
 
+FILE = "tokenizer.json"
+MARKS = "texts.json"  # what opens and ends a text, beside an imported tokenizer
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
 END = "<|end|>"
 SMALLEST_VOCABULARY = 257  # the 256 bytes and the end token
 # Longest run that BPE merges within: its time grows faster than the run, and one letter may fill 100 MB.
@@ -33,29 +38,58 @@ _WORD = re.compile(rf"\w{{1,{LONGEST_RUN}}}|[^\w\s]{{1,{LONGEST_RUN}}}")
 _FILE_BYTES = 256 * 1024 * 1024
 
 
-class Tokenizer:
-    """Text to token ids and back. Round-trips any Unicode text exactly; ids are below `vocab_size`.
+@dataclass(frozen=True)
+class Marks:
+    """What an imported tokenizer sets around a text: ids that open it, and ids that end it, the usual one first.
 
-    `end` is the id of the token that opens each document; it is never the encoding of any text. `hash`
-    names the tokenizer by its content. `byte_lengths[id]` is the number of bytes a token stands for, int64
-    [vocab_size]; 0 for the end token and other special tokens.
+    beside: other files of its folder by name, which go where it goes.
     """
 
-    def __init__(self, engine: Engine, name: str) -> None:
-        """Take over an engine; `name` is for messages. Raises DataError where it does not round-trip."""
+    opening: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+    beside: Mapping[str, str] = field(default_factory=dict)
+
+
+class Tokenizer:
+    """Text to token ids and back; ids are below `vocab_size`, and none is one of `absent`.
+
+    One of ours (`own`) round-trips any Unicode text exactly, and opens each with `end`, a token that no text holds.
+    An imported one does as its folder says. `opening` stands before each text, `ends` end one; `end` divides
+    documents in training. `hash` names the tokenizer by its content.
+    """
+
+    def __init__(self, engine: Engine, name: str, text: str | None = None, marks: Marks | None = None) -> None:
+        """Take over an engine; `name` is for messages. With `marks` it is an imported one, whose file is `text`.
+
+        Raises DataError where one of ours does not round-trip.
+        """
         engine.no_truncation()
         engine.no_padding()
         if isinstance(engine.model, models.BPE):
             engine.model.dropout = None
-        self.end = _end_token(engine)
+        self.own, self._name, self._engine, self._text = marks is None, name, engine, text
+        end = _end_token(engine) if marks is None else None
+        self.opening, self.ends = ([end], [end]) if end is not None else ([], [])
         # "<|end|>" written in a text is seven characters, never the token.
         engine.encode_special_tokens = True
-        self._engine = engine
-        self._bytes = _token_bytes(engine, name)
-        self.vocab_size = len(self._bytes)
-        self.byte_lengths = np.array([len(b) for b in self._bytes], dtype=np.int64)
-        self.hash = hashlib.sha256(_canonical(self.to_json())).hexdigest()
-        self._check_round_trip(name)
+        self._spelling = spelling_of(engine, name)
+        self.absent = self._spelling.absent
+        self.vocab_size = len(self._spelling.pieces)
+        self.beside: Mapping[str, str] = {} if marks is None else marks.beside
+        if marks is None:
+            self.hash = hashlib.sha256(_canonical(self.to_json())).hexdigest()
+            self._check_round_trip(name)
+            return
+        self.opening = self._checked(marks.opening)
+        self.ends = list(dict.fromkeys([*self._checked(marks.ends), *self.opening[:1]]))
+        self.hash = hashlib.sha256(f"{self.opening}{self.ends}{text}".encode()).hexdigest()
+
+    @property
+    def end(self) -> int:
+        """The token that divides documents: the first of the opening, or of the ends. DataError: there is none."""
+        if found := [*self.opening, *self.ends]:
+            return found[0]
+        raise DataError(f"tokenizer {self._name} has no token that ends or opens a text: train another one.")
 
     @classmethod
     def train(cls, documents: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -97,50 +131,112 @@ class Tokenizer:
         return cls.from_json(text, name=name)
 
     @classmethod
-    def from_json(cls, text: str, name: str = "given as JSON") -> Tokenizer:
-        """Read the content of a `tokenizer.json`. Raises DataError as `load` does."""
+    def from_json(cls, text: str, name: str = "given as JSON", marks: Marks | None = None) -> Tokenizer:
+        """Read the content of a `tokenizer.json`, with `marks` an imported one. Raises DataError as `load` does."""
+        return cls(read_engine(text, name), name, text, marks)
+
+    @classmethod
+    def from_documents(cls, documents: Mapping[str, str]) -> Tokenizer | None:
+        """The tokenizer of a checkpoint's documents; None where they hold none."""
+        if FILE not in documents:
+            return None
+        beside = {name: text for name, text in documents.items() if name in BESIDE}
+        if MARKS not in documents:
+            tokenizer = cls.from_json(documents[FILE])
+            tokenizer.beside = beside
+            return tokenizer
         try:
-            engine = Engine.from_str(text)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # the library raises bare Exception, and panics that are not one
-            raise DataError(
-                f"tokenizer {name} is not a valid tokenizer.json: save it again with `tokenizers`."
-            ) from error
-        return cls(engine, name)
+            told = json.loads(documents[MARKS])
+            marks = Marks(tuple(told["opening"]), tuple(told["ends"]), beside)
+        except (ValueError, TypeError, KeyError):
+            raise DataError(f"{MARKS} does not say what opens and ends a text: import the model again.") from None
+        return cls.from_json(documents[FILE], marks=marks)
+
+    def documents(self) -> dict[str, str]:
+        """The files of a checkpoint that `from_documents` reads."""
+        found = {FILE: self.to_json(), **self.beside}
+        told = {"opening": self.opening, "ends": self.ends}
+        return found if self.own else found | {MARKS: json.dumps(told) + "\n"}
 
     def to_json(self) -> str:
-        """The content of a `tokenizer.json` that `from_json`, `tokenizers` and `transformers` read."""
-        return self._engine.to_str(pretty=True)
+        """The content of a `tokenizer.json` that `tokenizers` and `transformers` read; an import's is as it was."""
+        return self._engine.to_str(pretty=True) if self.own or self._text is None else self._text
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without an end token. Raises DataError for half a surrogate pair."""
-        return self.encode_batch([text])[0]
+        """Token ids of a text, without an end token. Raises DataError for half a surrogate pair.
+
+        Names of special tokens in the text are characters; but for an import they are the tokens, as in its library,
+        where templates of chats are written so.
+        """
+        if self.own:
+            return self.encode_batch([text])[0]
+        self._engine.encode_special_tokens = False
+        try:
+            return self.encode_batch([text])[0]
+        finally:
+            self._engine.encode_special_tokens = True
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of several texts, encoded in parallel."""
+        """Token ids of several documents, encoded in parallel; names of special tokens are characters."""
         try:
             encoded = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError as error:
             raise DataError("a text holds half a surrogate pair, which is not Unicode: repair the text.") from error
         return [one.ids for one in encoded]
 
+    @cached_property
+    def byte_lengths(self) -> NDArray[np.int64]:
+        """Bytes that each token stands for, int64 [vocab_size]; 0 for special tokens.
+
+        Where an import sets a space before each text, the token that divides texts takes its byte back. Raises
+        DataError for an import that does not give back what it reads, Unicode's normal form NFC aside.
+        """
+        lengths = np.array([len(piece) for piece in self._spelling.pieces], dtype=np.int64)
+        if not self.own:
+            added = added_bytes(self._engine, self._spelling)
+            if added is None:
+                raise DataError(
+                    f"tokenizer {self._name} does not give back every text that it reads, so bits per byte cannot be "
+                    "measured with it: it can generate, but training needs another one."
+                )
+            lengths[self.end] = -added
+        return lengths
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes one token stands for; empty for special tokens. Raises DataError for an id out of range."""
         if not 0 <= token < self.vocab_size:
             raise DataError(f"token {token} is outside the tokenizer's vocabulary of {self.vocab_size}.")
-        return self._bytes[token]
+        return self._spelling.pieces[token]
+
+    def token(self, token: int) -> str:
+        """How the file spells a token."""
+        return str(self._engine.id_to_token(token))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""
-        return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", "replace")
+        tokens = [int(i) for i in ids]
+        if self.own:
+            return b"".join(map(self.token_bytes, tokens)).decode("utf-8", "replace")
+        stream = self.stream()
+        return "".join(map(stream.push, tokens)) + stream.finish()
 
-    def stream(self) -> Stream:
-        """A decoder to push ids into one at a time."""
-        return Stream(self)
+    def stream(self, before: Sequence[int] = ()) -> Stream | WholeStream:
+        """A decoder to push ids into one at a time; `before`: the ids that they follow, whose text is known."""
+        if self.own or self._spelling.known:
+            return Stream(self._spelling, any(map(self.token_bytes, before)))
+        return WholeStream(self._engine, list(before))
+
+    def _checked(self, tokens: Sequence[int]) -> list[int]:
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                raise DataError(
+                    f"tokenizer {self._name}: a text is opened or ended by token {token!r}, which is none of its "
+                    f"{self.vocab_size}: restore the files beside it."
+                )
+        return list(tokens)
 
     def _check_round_trip(self, name: str) -> None:
-        texts = list(_probes(self._engine))
+        texts, pieces = list(probes(self._engine)), self._spelling.pieces
         try:
             encoded = self.encode_batch(texts)
         except Exception as error:  # the library raises bare Exception
@@ -148,7 +244,7 @@ class Tokenizer:
                 f"tokenizer {name} cannot encode every text: use a byte-level one, or leave --tokenizer out."
             ) from error
         for text, ids in zip(texts, encoded, strict=True):
-            if b"".join(self._bytes[i] for i in ids) != text.encode("utf-8") or self.end in ids:
+            if b"".join(pieces[i] for i in ids) != text.encode("utf-8") or self.end in ids:
                 back = printable(self.decode(ids))[:40]
                 raise DataError(
                     f"tokenizer {name} does not round-trip ('{printable(text)[:40]}' comes back as '{back}'): "
@@ -156,20 +252,14 @@ class Tokenizer:
                 )
 
 
-class Stream:
-    """Incremental decoding: what `push` and the last `finish` return, joined, is `decode` of all ids."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: int) -> str:
-        """The characters completed by this token; never half a character."""
-        return self._decoder.decode(self._tokenizer.token_bytes(token))
-
-    def finish(self) -> str:
-        """What is left of an unfinished character, as U+FFFD, or nothing."""
-        return self._decoder.decode(b"", final=True)
+def read_engine(text: str, name: str) -> Engine:
+    """The engine of a tokenizer.json. Raises DataError, with the tokenizer's name, where it is malformed."""
+    try:
+        return Engine.from_str(text)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and panics that are not one
+        raise DataError(f"tokenizer {name} is not a valid tokenizer.json: save it again with `tokenizers`.") from error
 
 
 def distinct_bytes(texts: Iterable[str], bound: int) -> int:
@@ -199,35 +289,6 @@ def _end_token(engine: Engine) -> int:
     return end
 
 
-def _token_bytes(engine: Engine, name: str) -> list[bytes]:
-    """Bytes by id: the byte-level spelling, an added token's own text, and nothing for special tokens."""
-    spelling = {character: byte for byte, character in enumerate(_spelling())}
-    added = engine.get_added_tokens_decoder()
-    vocabulary = engine.get_vocab(with_added_tokens=True)
-    largest = max(vocabulary.values())
-    if largest > 4 * len(vocabulary) + 1024:
-        raise DataError(
-            f"tokenizer {name} gives a token the id {largest}, with only {len(vocabulary)} tokens: number them."
-        )
-    table = [b""] * (largest + 1)
-    for token, i in vocabulary.items():
-        if i in added:
-            table[i] = b"" if added[i].special else token.encode("utf-8")
-        elif all(character in spelling for character in token):
-            table[i] = bytes(spelling[character] for character in token)
-    return table
-
-
-def _spelling() -> list[str]:
-    """The character that byte-level BPE writes for each byte: itself where visible, else U+0100 and on (GPT-2)."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    characters, hidden = [], 0
-    for byte in range(256):
-        characters.append(chr(byte) if byte in visible else chr(256 + hidden))
-        hidden += byte not in visible
-    return characters
-
-
 def _canonical(text: str) -> bytes:
     """The JSON with sorted keys and without nulls, so that formatting and new optional fields do not count."""
 
@@ -237,31 +298,3 @@ def _canonical(text: str) -> bytes:
         return [clean(inner) for inner in value] if isinstance(value, list) else value
 
     return json.dumps(clean(json.loads(text)), sort_keys=True).encode()
-
-
-def _probes(engine: Engine) -> Iterator[str]:
-    """Texts that a tokenizer loses something of, if it loses anything: every range of Unicode, spaces, forms."""
-    yield from ("a", " a", "a ", "  a  b ", "A b\tc\r\nd\n\n\n  e", "\n", " ", "\t\t", "\r", "don't I'LL x'y")
-    yield from (
-        "e\u0301 \u00e9 \u212b \ufb01 \uff21",
-        "\u2581a\u2581",
-        "\u0120a\u010a",
-        "<0x41> ## @@ </w>",
-        "\ufeffa",
-    )
-    yield from (
-        "日本語の文章。",
-        "한국어",
-        "العربية",
-        "हिन्दी",
-        "👩‍👩‍👧‍👦🏽",
-        "1234567 3.14",
-        "\u3000\u00a0\u200b\u2028",
-    )
-    yield "".join(map(chr, range(0x800)))
-    draw = random.Random(0)
-    for _ in range(64):
-        points = (draw.randrange(0x110000 - 0x800) for _ in range(64))
-        yield "".join(chr(point if point < 0xD800 else point + 0x800) for point in points)
-    for token in list(engine.get_added_tokens_decoder().values())[:2000]:
-        yield f"x {token.content} y{token.content}"

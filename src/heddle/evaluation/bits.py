@@ -27,7 +27,7 @@ def window_bits(
 ) -> list[tuple[float, int]]:
     """Total bits and bytes of each window, the model in eval mode and its mode restored afterwards.
 
-    byte_lengths: int [vocab], bytes each token stands for, 0 for the end token.
+    byte_lengths: int [vocab], bytes each token stands for; the end token's are counted, but not its bits.
     """
     device = model.embed.weight.device
     sizes = torch.from_numpy(np.asarray(byte_lengths, dtype=np.int64)).to(device)

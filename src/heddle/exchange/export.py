@@ -37,7 +37,7 @@ def export(
     carried = {} if source is None else dict(source.carried)
     found = best(model.config, carried.pop("model_type", None))
     tensors = Tensors(found.family, model)
-    texts, told = write_texts(model, tokenizer, source)
+    texts, told = write_texts(tokenizer, source)
     config = _config(found, model, carried | told)
     files = _files(tensors, shard)
     documents = texts | {CONFIG: to_json(config)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from heddle.errors import ConfigError
-from heddle.exchange.fields import Fields
+from heddle.exchange.fields import Fields, shown
 from heddle.exchange.rules import Rules
 from heddle.model.config import ModelConfig
 
@@ -49,5 +49,5 @@ def family_of(config: Mapping[str, Any], place: str) -> Family:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in families():
         known = ", ".join(families())
-        raise ConfigError(f"{place}: model_type {kind!r} is not read; heddle reads {known}")
+        raise ConfigError(f"{place}: model_type {shown(kind)} is not read; heddle reads {known}")
     return families()[kind]

@@ -1,9 +1,11 @@
 """The fields of somebody's config.json, each read once: what nobody has read is refused by name, never ignored."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from heddle.errors import ConfigError
+from heddle.model.config import MOST_LAYERS
 
 T = TypeVar("T")
 
@@ -22,19 +24,31 @@ CARRIED = (
     "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id",
     "decoder_start_token_id", "model_max_length", "use_cache",
 )  # fmt: skip
+# Fields that say how often something is built; a wrong one must not cost the memory that it asks for.
+COUNTS = re.compile(r".*(layers?|experts)(_per_tok(en)?)?")
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: on one line, and short."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
 
 
 class Fields:
     """A table of fields and which of them were read; `place` is for messages."""
 
     def __init__(self, data: Mapping[str, Any], place: str = "config.json") -> None:
-        self.data, self.place = data, place
+        self.data, self.place, self.last = data, place, ""
         self.unread = set(data) - TELLS_NOTHING - set(CARRIED) - {name for name in OFF if not data.get(name)}
 
     def find(self, name: str, *more: str) -> Any:
         """The value of a field, or of the first of `more` that is there, its older names; None: absent or null."""
+        self.last = name
         for key in (name, *more):
             self.unread.discard(key)
+            found = self.data.get(key)
+            if type(found) is int and found > MOST_LAYERS and COUNTS.fullmatch(key):
+                raise self.wrong(key, f"heddle builds at most {MOST_LAYERS}")
         return next((self.data[key] for key in (name, *more) if self.data.get(key) is not None), None)
 
     def take(self, name: str, default: T, *more: str) -> T:
@@ -59,6 +73,7 @@ class Fields:
 
     def expect(self, name: str, *allowed: Any, default: Any = None) -> Any:
         """A field that may only have these values (absent: the default). Raises ConfigError naming it."""
+        self.last = name
         self.unread.discard(name)
         found = self.data.get(name, default)
         if not any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in allowed):
@@ -72,11 +87,11 @@ class Fields:
 
     def wrong(self, name: str, remedy: str) -> ConfigError:
         """The error about a field's value."""
-        return ConfigError(f"{self.place}: field '{name}' is {self.data.get(name)!r}; {remedy}")
+        return ConfigError(f"{self.place}: field '{name}' is {shown(self.data.get(name))}; {remedy}")
 
     def finish(self) -> None:
         """Raises ConfigError naming fields that were not read."""
         if self.unread:
-            names = ", ".join(f"'{name}'" for name in sorted(self.unread))
-            model = self.data.get("model_type", "this kind of model")
+            names = ", ".join(map(shown, sorted(self.unread)[:9])) + (" and more" if len(self.unread) > 9 else "")
+            model = shown(self.data.get("model_type", "this kind of model")).strip("'")
             raise ConfigError(f"{self.place}: {names}: heddle does not know what this asks of {model}; it was not read")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from heddle.config import DesignError, decode
-from heddle.errors import HeddleError
+from heddle.errors import ConfigError, HeddleError
 from heddle.exchange.family import Family, families
-from heddle.exchange.fields import Fields
+from heddle.exchange.fields import Fields, shown
 from heddle.model.config import ModelConfig
 from heddle.model.load import DEFAULTS
 
@@ -75,9 +75,21 @@ def fit(design: ModelConfig, family: Family) -> Fit:
 def read(config: dict[str, Any], family: Family, place: str = "config.json") -> ModelConfig:
     """The design of a config. Raises ConfigError naming the field that is unknown, unsupported or wrong."""
     fields = Fields(config, place)
-    data = family.read(fields)
+    try:
+        data = family.read(fields)
+    except HeddleError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # Values that no rule of ours foresaw, such as a table for a number; where they were used is the best hint.
+        raise ConfigError(
+            f"{place}: its fields do not make a {family.architecture} ({shown(str(error))}, after '{fields.last}' was"
+            " read); restore the file"
+        ) from error
     fields.finish()
-    return decode(ModelConfig, DEFAULTS | data)
+    try:
+        return decode(ModelConfig, DEFAULTS | data)
+    except DesignError as error:
+        raise DesignError(error.path, f"{error.reason} (as {place} makes it)") from error
 
 
 def fits(design: ModelConfig) -> list[Fit]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from heddle.config import decode
 from heddle.data.tokenizer import Tokenizer
-from heddle.errors import CheckpointError
+from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.family import Family, family_of
 from heddle.exchange.fields import Fields
 from heddle.exchange.fit import differences, read
@@ -42,7 +42,10 @@ def load(folder: str | Path, dtype: torch.dtype | None = None) -> Imported:
     place = str(foreign.folder / CONFIG)
     family = family_of(foreign.config, place)
     design = read_design(foreign.config, family, place)
-    model = build(design, device="meta")
+    try:
+        model = build(design, device="meta")
+    except (RuntimeError, OverflowError) as error:  # torch counts bytes in 63 bits
+        raise ConfigError(f"{place}: asks for tensors larger than any machine holds; restore the file") from error
     _Filling(model, family, foreign).run(dtype)
     tokenizer, documents = read_texts(foreign, model.embed.weight.shape[0])
     carried = Fields(foreign.config).carried() | {"model_type": family.model_type}
@@ -94,6 +97,8 @@ class _Filling:
                 raise CheckpointError(f"{place} is of type {tensor.dtype}; heddle reads unquantised floating point")
             if tensor.shape != (shape := self.rules.shape(rule)):
                 raise CheckpointError(f"{place} has shape {list(tensor.shape)}, the config needs {list(shape)}")
+            if tensor.numel() and not all(bound.isfinite() for bound in tensor.aminmax()):
+                say(f"warning: {place} holds values that are not finite; the model may write nothing sensible")
             self._place(rule, tensor if dtype is None else tensor.to(dtype))
         for name in self.waiting:
             raise CheckpointError(f"{self.foreign.folder}: tensor '{name}' is missing; download the weights again")

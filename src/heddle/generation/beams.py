@@ -2,10 +2,11 @@
 
     score = log p(tokens) / number of tokens        (the end token counts)
 
-Every continuation of a kept one by the end token is a candidate. Equal scores go to the earlier beam, then to the
+Every continuation of a kept one by an end token is a candidate. Equal scores go to the earlier beam, then to the
 lower token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,14 +27,14 @@ class Search:
     best: Tokens = ()
     score: float = float("-inf")
 
-    def step(self, log_p: Tensor, beams: int, end: int | None) -> list[int]:
+    def step(self, log_p: Tensor, beams: int, ends: Sequence[int]) -> list[int]:
         """Go on by one token, log_p float64 [beams, vocab]; returns each new beam's parent."""
         totals = self.totals[:, None] + log_p
-        if end is not None:
-            for text, total in zip(self.texts, totals[:, end].tolist(), strict=True):
-                self.offer((*text, end), total)
-            totals[:, end] = -torch.inf
-        chosen = _likeliest(totals.flatten(), beams if end is None else min(beams, totals.numel() - len(totals)))
+        for text, row in zip(self.texts, totals, strict=True):
+            for end in ends:
+                self.offer((*text, end), float(row[end]))
+        totals[:, list(ends)] = -torch.inf
+        chosen = _likeliest(totals.flatten(), min(beams, int((totals > -torch.inf).sum())))
         parents = (chosen // totals.shape[1]).tolist()
         added = (chosen % totals.shape[1]).tolist()
         self.texts = [(*self.texts[parent], token) for parent, token in zip(parents, added, strict=True)]
@@ -73,12 +74,12 @@ def searched(model: Decoder, request: Request, beams: int) -> Steps:
         hidden, state = reader.prompts(request)
         live = searches
         for step in range(request.steps):
-            log_p = reader.logits(hidden, request.known).double().log_softmax(-1).cpu()
+            log_p = reader.logits(hidden, request).double().log_softmax(-1).cpu()
             widths = [len(search.texts) for search in live]
             rows: list[int] = []
             following, first = [], 0
             for search, width in zip(live, widths, strict=True):
-                parents = search.step(log_p[first : first + width], beams, request.end)
+                parents = search.step(log_p[first : first + width], beams, request.ends)
                 if not search.settled(request.steps):
                     following.append(search)
                     rows += [first + parent for parent in parents]

@@ -53,7 +53,7 @@ class Side:
     """One of the two models and its state, which can give back tokens of the last round."""
 
     def __init__(self, model: Decoder, request: Request, lookahead: int) -> None:
-        self.reader, self.known = Reader(model), request.known
+        self.reader, self.request = Reader(model), request
         returns = model.init_state(len(request.rows), 1, request.memory).goes_back(1)
         rewind = lookahead if returns else 0
         self.hidden, self.state = self.reader.prompts(request, rewind)
@@ -66,7 +66,7 @@ class Side:
     def read(self, tokens: Tensor) -> Tensor:
         """tokens [B, T] -> logits [B, T, vocab]."""
         hidden, self.state = self.reader.read(tokens, None, self.state)
-        return self.reader.logits(hidden, self.known)
+        return self.reader.logits(hidden, self.request)
 
     def keep(self, tokens: Tensor, kept: Tensor) -> None:
         """Of the round's tokens [B, T], all of them read, the first and `kept` [B] after it stay."""
@@ -97,7 +97,7 @@ def guessed(model: Decoder, request: Request, ended: list[bool], draft: Draft) -
         small = Side(draft.model, replace(request, prefix=None, memory=memory), draft.lookahead)
         rows = torch.arange(len(request.rows), device=large.hidden.device)
         written = torch.zeros_like(rows)
-        p = sampling.probabilities(large.reader.logits(large.hidden, request.known))
+        p = sampling.probabilities(large.reader.logits(large.hidden, request))
         newest = sampling.draw(p, rows, written, NEXT)
         yield list(zip(rows.tolist(), newest.tolist(), strict=True))
         written = written + 1

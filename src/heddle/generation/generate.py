@@ -23,14 +23,16 @@ class TextStream(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What generation needs of a tokenizer."""
+    """What generation needs of a tokenizer: `opening` stands before a text, any of `ends` ends it, none is `absent`."""
 
-    end: int
+    opening: list[int]
+    ends: list[int]
     vocab_size: int
+    absent: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]: ...
 
-    def stream(self) -> TextStream: ...
+    def stream(self, before: Sequence[int] = ...) -> TextStream: ...
 
 
 @overload
@@ -96,7 +98,7 @@ def generate(  # noqa: PLR0913 - settings by keyword
 ) -> list[str] | list[list[int]]:
     """Continue each prompt; returns the new texts, or the new tokens where prompts are token lists.
 
-    With a tokenizer, prompts are strings, each opened by the end token as in training, and a row ends at the
+    With a tokenizer, prompts are strings, each opened as in training (ours by the end token), and a row ends at an
     end token or at the first of the `stop` strings (left out of the result); `on_text(row, piece)` is called
     as text comes. temperature 0 is greedy. memory: what cross-attention reads, a row for each prompt. prefix (of
     `heddle.prefix`): what stands before each prompt. beams: how many continuations are followed for the likeliest
@@ -118,7 +120,8 @@ def generate(  # noqa: PLR0913 - settings by keyword
         steps=max_new_tokens,
         sampling=Sampling(temperature, top_k, top_p, seed),
         known=None if tokenizer is None else tokenizer.vocab_size,
-        end=None if tokenizer is None else tokenizer.end,
+        ends=() if tokenizer is None else tuple(tokenizer.ends),
+        absent=() if tokenizer is None else tokenizer.absent,
         prefix=prefix,
         memory=memory,
     )
@@ -129,7 +132,7 @@ def generate(  # noqa: PLR0913 - settings by keyword
         steps = plain(model, request, ended) if guessing is None else guessed(model, request, ended, guessing)
     if tokenizer is None:
         return _token_lists(steps, len(prompts))
-    return _texts(steps, ended, tokenizer, stop, on_text)
+    return _texts(steps, request, tokenizer, ended, stop, on_text)
 
 
 def prefix(model: Decoder, text: str | Sequence[int], tokenizer: Tokenizer | None = None) -> Prefix:
@@ -140,9 +143,9 @@ def prefix(model: Decoder, text: str | Sequence[int], tokenizer: Tokenizer | Non
     """
     if isinstance(text, str) == (tokenizer is None):
         raise ConfigError("prefix: give a string and its tokenizer, or a list of tokens without one")
-    opened: list[int] = [] if tokenizer is None else [tokenizer.end]
-    opened += tokenizer.encode(text) if isinstance(text, str) and tokenizer is not None else map(int, text)
-    return read_prefix(model, checked_row(opened, model))
+    if isinstance(text, str) and tokenizer is not None:
+        return read_prefix(model, checked_row(_opened(tokenizer, tokenizer.opening, text), model))
+    return read_prefix(model, checked_row([int(token) for token in text], model))
 
 
 def _check_ways(model: Decoder, temperature: float, before: Prefix | None, beams: int, guessing: Draft | None) -> None:
@@ -167,15 +170,20 @@ def _rows(
 ) -> list[list[int]]:
     """The tokens of each row, those before the prompt among them."""
     if tokenizer is None:
-        opening = [] if before is None else [*before.tokens]
+        given = [] if before is None else [*before.tokens]
         if any(isinstance(prompt, str) for prompt in prompts):
             raise ConfigError("prompts: are strings; give the tokenizer too, or lists of tokens")
-        return [checked_row([*opening, *map(int, prompt)], model) for prompt in prompts]
-    opening = [tokenizer.end] if before is None else [*before.tokens]
+        return [checked_row([*given, *map(int, prompt)], model) for prompt in prompts]
+    opening: Sequence[int] = tokenizer.opening if before is None else before.tokens
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) != len(prompts):
         raise ConfigError("prompts: with a tokenizer every prompt is a string; leave the tokenizer out for tokens")
-    return [checked_row([*opening, *tokenizer.encode(text)], model) for text in texts]
+    return [checked_row(_opened(tokenizer, opening, text), model) for text in texts]
+
+
+def _opened(tokenizer: Tokenizer, opening: Sequence[int], text: str) -> list[int]:
+    """A text after its opening. An empty one that nothing opens begins where another would have ended."""
+    return [*opening, *tokenizer.encode(text)] or tokenizer.ends[:1]
 
 
 def _token_lists(steps: Steps, count: int) -> list[list[int]]:
@@ -188,13 +196,14 @@ def _token_lists(steps: Steps, count: int) -> list[list[int]]:
 
 def _texts(
     steps: Steps,
-    ended: list[bool],
+    request: Request,
     tokenizer: Tokenizer,
+    ended: list[bool],
     stop: Sequence[str],
     on_text: Callable[[int, str], None] | None,
 ) -> list[str]:
     tell = on_text or (lambda row, piece: None)
-    streams = [tokenizer.stream() for _ in ended]
+    streams = [tokenizer.stream(row) for row in request.rows]
     tails = [Tail(stop) for _ in ended]
 
     def add(row: int, piece: str) -> None:
@@ -206,7 +215,7 @@ def _texts(
         for row, token in new:
             if ended[row]:
                 continue
-            if token == tokenizer.end:
+            if token in tokenizer.ends:
                 ended[row] = True
             else:
                 add(row, streams[row].push(token))

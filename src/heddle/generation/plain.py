@@ -10,7 +10,7 @@ def plain(model: Decoder, request: Request, ended: list[bool]) -> Steps:
     with evaluating(model):
         hidden, state = reader.prompts(request)
         for step in range(request.steps):
-            chosen = request.sampling.choose(reader.logits(hidden, request.known), step)
+            chosen = request.sampling.choose(reader.logits(hidden, request), step)
             yield list(enumerate(chosen.tolist()))
             if all(ended) or step + 1 == request.steps:
                 return

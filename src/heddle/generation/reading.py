@@ -35,15 +35,16 @@ class Prefix:
 class Request:
     """What to continue and how: whole rows of tokens (the prefix among them), and how many more each may get.
 
-    Only the first `known` tokens are written (None: all): a vocabulary may be wider than its tokenizer. memory: what
-    cross-attention reads, a row each.
+    Only the first `known` tokens are written (None: all), and no `absent` one: a vocabulary may be wider than its
+    tokenizer. A row may end at any of `ends`. memory: what cross-attention reads, a row each.
     """
 
     rows: Sequence[Sequence[int]]
     steps: int
     sampling: Sampling
     known: int | None = None
-    end: int | None = None
+    ends: tuple[int, ...] = ()
+    absent: tuple[int, ...] = ()
     prefix: Prefix | None = None
     memory: Memory | None = None
 
@@ -63,11 +64,15 @@ class Reader:
         assert after is not None
         return hidden, after
 
-    def logits(self, hidden: Tensor, known: int | None) -> Tensor:
-        """hidden [..., width] -> logits of the known tokens [..., vocab]."""
+    def logits(self, hidden: Tensor, request: Request) -> Tensor:
+        """hidden [..., width] -> logits of the tokens that a request knows [..., known]; -inf for absent ones."""
         with torch.no_grad(), packing(self.packs):
             logits: Tensor = self.model.head(hidden)
-        return logits[..., :known]
+        logits = logits[..., : request.known]
+        if request.absent:
+            absent = torch.tensor(request.absent, device=logits.device)
+            logits = logits.index_fill(-1, absent, -torch.inf)
+        return logits
 
     def prompts(self, request: Request, rewind: int = 0) -> tuple[Tensor, State]:
         """Read all prompts; returns hidden states of their last tokens [B, width], and the state."""

@@ -1,0 +1,105 @@
+"""What does it cost to import a folder in shards, in time and in memory?
+
+A random Llama of 1 GB in bfloat16, width 2,048, exported by heddle in eight shards, so that every byte is held against
+the manifest. Time is compared with that of reading and hashing (SHA-256) the same files in turn, both from the page
+cache; memory is the peak of a program of its own, less what it held before.
+"""
+
+import argparse
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import ROOT, THREADS, alternate, bounded, peak_memory, show, timed, write
+from heddle.checkpoints.model import save
+from heddle.exchange.export import export
+from heddle.exchange.load import load
+from heddle.model.decoder import build
+from heddle.model.load import load_config
+from heddle.runtime import prepare
+
+WIDTH, HIDDEN, SHARDS = 2048, 5632, 8
+LAYER = 2 * (4 * WIDTH * WIDTH + 3 * WIDTH * HIDDEN)  # bytes
+ROUNDS = 7
+
+
+def make(folder: Path, size: int) -> int:
+    """Write a folder of about `size` bytes, at least one layer; returns how many its tensors have."""
+    layer = {
+        "repeat": max(1, round(size / LAYER)),
+        "mixer": {"kind": "attention", "heads": 16, "position": {"kind": "rope"}},
+        "feedforward": {"kind": "gated", "hidden": HIDDEN},
+    }
+    design = {"vocab_size": 8192, "width": WIDTH, "norm": {"kind": "rms", "eps": 1e-6}, "layers": [layer]}
+    model = build(load_config(design), dtype=torch.bfloat16)
+    held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    assert export(model, folder, shard=held // SHARDS).family.model_type == "llama"
+    return held
+
+
+def read_and_hash(folder: Path) -> None:
+    """Every file of a folder, in pieces that stay in the cache between the two."""
+    buffer = bytearray(4 * 2**20)
+    for path in sorted(folder.iterdir()):
+        digest = hashlib.sha256()
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(memoryview(buffer)[:count])
+
+
+def report_memory(folder: Path) -> None:
+    """Print the MB held before and at the peak of a load; for a program of its own."""
+    prepare("cpu", THREADS)
+    torch.zeros(8) @ torch.zeros(8)  # what torch takes at its first product is not the import's
+    before = peak_memory()
+    load(folder)
+    print(json.dumps([before, peak_memory()]))
+
+
+def measure(root: Path, size: int) -> list[dict[str, Any]]:
+    """All rows."""
+    folder = root / "theirs"
+    megabytes = make(folder, size) / 2**20
+    prepare("cpu", THREADS)
+    calls = {"load": lambda: load(folder), "read and hash": lambda: read_and_hash(folder)}
+    seconds = alternate(calls, ROUNDS)
+    ratios = [ours / plain for ours, plain in zip(seconds["load"], seconds["read and hash"], strict=True)]
+    rows = [bounded("load over reading and hashing", statistics.median(ratios), 1.5, "of its time")]
+    rows += [
+        {"case": name, "value": round(statistics.median(taken), 3), "unit": "seconds"}
+        for name, taken in seconds.items()
+    ]
+    command = [sys.executable, "-m", "benchmarks.exchange", "--memory", str(folder)]
+    answer = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    before, peak = json.loads(answer)
+    rows.append(bounded("peak memory of a load", (peak - before) / megabytes, 1.2, "of the size"))
+    rows.append({"case": "peak with Python and torch", "value": round(peak), "unit": "MB"})
+    rows.append({"case": "size of the folder", "value": round(megabytes), "unit": "MB"})
+
+    def converted() -> None:
+        save(load(folder).model, root / "ours")
+
+    rows.append({"case": "load and save as a checkpoint", "value": round(timed(converted), 3), "unit": "seconds"})
+    return rows
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("--size", type=int, default=1024, help="MB of the folder; other than 1024 writes no result")
+    parser.add_argument("--memory", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.memory:
+        report_memory(options.memory)
+    else:
+        with tempfile.TemporaryDirectory() as root:
+            found = measure(Path(root), options.size * 2**20)
+        show(found)
+        if options.size == 1024:
+            write("benchmarks.exchange", "What does the import of a folder in shards cost?", found)

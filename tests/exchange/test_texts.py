@@ -1,0 +1,274 @@
+"""Tokenizers of others carried along, read as their own library reads them; ours, as transformers reads its export."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Engine
+
+import heddle
+from heddle.checkpoints.model import load as load_checkpoint
+from heddle.cli.main import run
+from heddle.data.spelling import SPACE
+from heddle.data.tokenizer import END, Marks, Tokenizer
+from heddle.errors import ConfigError, DataError
+from heddle.exchange.export import export
+from heddle.exchange.load import Imported, load
+from heddle.generation.beams import searched
+from heddle.generation.plain import plain
+from heddle.generation.reading import Reader, Request
+from heddle.generation.sampling import Sampling
+from tests.exchange.oracle import their_tokenizer
+from tests.exchange.spellers import MEASURED, SPELLERS, TEXTS, made
+
+TEXT = st.one_of(st.text(), st.lists(st.sampled_from(
+    ["the", " the", "\n", "  ", "héddle", "日本", "😀", "e\u0301", " <0x41>", "İ", "\u0e01\u0e33", "़", "ﬁ", "\t"]
+)).map("".join))  # fmt: skip
+LLAMA: dict[str, Any] = {
+    "vocab_size": 600, "width": 16, "norm": {"kind": "rms", "eps": 1e-6}, "head": {"tied": False},
+    "layers": [{"mixer": {"kind": "attention", "heads": 2, "position": {"kind": "rope"}},
+                "feedforward": {"kind": "gated", "hidden": 24}}],
+}  # fmt: skip
+
+
+def model(**changes: Any) -> heddle.Decoder:
+    return heddle.build(heddle.load_config(LLAMA | changes), seed=1)
+
+
+def folder_of(name: str, folder: Path) -> Path:
+    """A Llama of random weights with somebody's tokenizer beside it."""
+    export(model(), folder)
+    (folder / "manifest.json").unlink()
+    (folder / "tokenizer.json").write_text(made(name), encoding="utf-8")
+    _, settings, eos, _ = SPELLERS[name]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text("{{ messages }}\r\n", newline="")
+    if eos is not None:
+        engine = Engine.from_str(made(name))
+        ids = [engine.token_to_id(token) for token in ("<|end_of_text|>", "<|eot_id|>")] if eos == "both" else eos
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    return folder
+
+
+@cache
+def imported(name: str, root: str) -> Imported:
+    return load(folder_of(name, Path(root) / name))
+
+
+@pytest.fixture(scope="module")
+def carried(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = str(tmp_path_factory.mktemp("spellers"))
+
+    def find(name: str) -> Tokenizer:
+        found = imported(name, root).tokenizer
+        assert found is not None
+        return found
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def trained() -> Tokenizer:
+    return Tokenizer.train(TEXTS, 400)
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int], before: list[int]) -> str:
+    stream = tokenizer.stream(before)
+    return "".join(map(stream.push, ids)) + stream.finish()
+
+
+@pytest.mark.parametrize("name", SPELLERS)
+@given(text=TEXT)
+def test_texts_are_read_as_their_library_reads_them(carried: Any, name: str, text: str) -> None:
+    engine, tokenizer = Engine.from_str(made(name)), carried(name)
+    ids = tokenizer.encode(text)
+    assert ids == engine.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(ids) == engine.decode(ids)
+    if name in MEASURED and SPACE not in text and not (name == "mistral" and text.startswith(" ")):
+        same = Engine.from_str(made(name)).normalizer.normalize_str(text) if name == "qwen" else text
+        assert tokenizer.decode(ids) == same
+        documents = tokenizer.encode_batch([text])[0]
+        stored = int(tokenizer.byte_lengths[[tokenizer.end, *documents]].sum())
+        assert stored == len(same.encode()) or (not text and stored == -MEASURED[name])
+
+
+@pytest.mark.parametrize("name", SPELLERS)
+@given(data=st.data())
+def test_any_ids_are_decoded_as_their_library_decodes_them_piece_by_piece(carried: Any, name: str, data: Any) -> None:
+    engine, tokenizer = Engine.from_str(made(name)), carried(name)
+    some = st.integers(0, tokenizer.vocab_size - 1) | st.integers(0, min(300, tokenizer.vocab_size - 1))
+    ids = data.draw(st.lists(some))
+    assert tokenizer.decode(ids) == engine.decode(ids) == streamed(tokenizer, ids, [])
+    whole = tokenizer.encode("the warp")
+    assert "the warp" + streamed(tokenizer, whole, whole) in ("the warpthe warp", "the warp the warp")
+
+
+def test_a_continuation_keeps_its_space(carried: Any) -> None:
+    tokenizer = carried("llama2")
+    the, warp = tokenizer.encode("the"), tokenizer.encode("warp")
+    assert (streamed(tokenizer, warp, []), streamed(tokenizer, warp, [1, *the])) == ("warp", " warp")
+    assert streamed(tokenizer, warp, [1]) == "warp"
+
+
+def test_a_run_of_bytes_is_text_only_as_a_whole(carried: Any) -> None:
+    tokenizer = carried("gemma")
+    first = tokenizer.encode("日")
+    assert len(first) == 3
+    stream = tokenizer.stream()
+    assert [stream.push(i) for i in [*first, *tokenizer.encode("the")]] == ["", "", "", "日th", "e"]
+    assert tokenizer.decode(first[:2]) == "\ufffd\ufffd"
+
+
+@pytest.mark.parametrize("name", SPELLERS)
+def test_what_opens_and_ends_a_text(carried: Any, name: str) -> None:
+    tokenizer, engine = carried(name), Engine.from_str(made(name))
+    _, settings, eos, opening = SPELLERS[name]
+    assert [engine.id_to_token(token) for token in tokenizer.opening] == opening
+    told = settings.get("eos_token")
+    wanted = [told["content"] if isinstance(told, dict) else told] if told else []
+    if eos == "both":
+        wanted = ["<|end_of_text|>", "<|eot_id|>"]
+    assert [engine.id_to_token(token) for token in tokenizer.ends] == [*wanted, *opening]
+
+
+@pytest.mark.parametrize("name", SPELLERS)
+def test_transformers_opens_texts_alike(carried: Any, name: str, tmp_path: Path) -> None:
+    folder = folder_of(name, tmp_path / name)
+    settings = SPELLERS[name][1] | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer, other = carried(name), their_tokenizer(folder)
+    for text in TEXTS:
+        ids = [*tokenizer.opening, *tokenizer.encode(text)]
+        assert other(text).input_ids[: len(ids)] == ids
+        assert other.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids)
+
+
+def test_settings_may_ask_for_an_opening_that_the_file_does_not_set(tmp_path: Path) -> None:
+    folder = folder_of("gpt2", tmp_path / "gpt2")
+    settings = {"add_bos_token": True, "bos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = load(folder).tokenizer
+    assert found is not None
+    assert found.opening == [Engine.from_str(made("gpt2")).token_to_id("<|endoftext|>")] == found.ends
+
+
+@pytest.mark.parametrize("name", SPELLERS)
+def test_what_can_be_measured(carried: Any, name: str) -> None:
+    tokenizer = carried(name)
+    if name in MEASURED:
+        assert tokenizer.byte_lengths[tokenizer.end] == -MEASURED[name]
+        return
+    with pytest.raises(DataError, match=r"bits per byte cannot be measured|has no token that"):
+        assert tokenizer.byte_lengths is None
+
+
+@pytest.mark.parametrize("name", SPELLERS)
+def test_everything_is_written_again_byte_for_byte_also_by_way_of_a_checkpoint(name: str, tmp_path: Path) -> None:
+    folder = folder_of(name, tmp_path / "theirs")
+    given = load(folder)
+    export(given.model, tmp_path / "again", given.tokenizer, given)
+    heddle.save(given.model, tmp_path / "ours", given.tokenizer)
+    kept, tokenizer = load_checkpoint(tmp_path / "ours")
+    export(kept, tmp_path / "later", tokenizer)
+    assert tokenizer is not None
+    assert given.tokenizer is not None
+    assert (tokenizer.opening, tokenizer.ends) == (given.tokenizer.opening, given.tokenizer.ends)
+    assert tokenizer.hash == given.tokenizer.hash
+    for out in ("again", "later"):
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+            if (folder / file).is_file():
+                assert (tmp_path / out / file).read_bytes() == (folder / file).read_bytes(), (out, file)
+    again = load(tmp_path / "later").tokenizer
+    assert again is not None
+    assert (again.opening, again.ends) == (tokenizer.opening, tokenizer.ends)
+
+
+def test_generation_opens_and_ends_as_the_folder_says_and_writes_no_token_that_is_not_there(carried: Any) -> None:
+    writer = model()
+    for name in SPELLERS:
+        prompts = ["the warp", "" if carried(name).ends else "weft"]
+        texts = heddle.generate(writer, prompts, carried(name), max_new_tokens=30, temperature=2.0)
+        assert len(texts) == 2
+    data = json.loads(made("gpt2"))
+    data["model"]["vocab"]["far"] = 420
+    tokenizer = Tokenizer.from_json(json.dumps(data), marks=Marks(ends=(1,)))
+    assert tokenizer.vocab_size == 421
+    assert {*range(421)} - {*tokenizer.absent} == {*Engine.from_str(json.dumps(data)).get_vocab().values()}
+    assert len(tokenizer.absent) > 50
+    request = Request([[1]], 3, Sampling(), tokenizer.vocab_size, (), tokenizer.absent)
+    logits = Reader(writer).logits(torch.zeros(1, 16), request)
+    assert (logits == -torch.inf).nonzero()[:, 1].tolist() == list(tokenizer.absent)
+    assert logits.shape == (1, 421)
+    for steps in (plain(writer, request, [False]), searched(writer, request, 2)):
+        assert not {token for new in steps for _, token in new} & {*tokenizer.absent}
+
+
+def test_the_command_line_writes_on_with_an_imported_tokenizer(
+    carried: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("llama2", "qwen", "bert"):
+        heddle.save(model(), tmp_path / name, carried(name))
+        assert run(["generate", str(tmp_path / name), "--prompt", "the warp", "--max-new-tokens", "9"]) == 0
+        streamed_text = capsys.readouterr().out
+        assert (
+            streamed_text.removesuffix("\n")
+            == heddle.generate(model(), ["the warp"], carried(name), max_new_tokens=9)[0]
+        )
+
+
+def test_a_prompt_reads_names_of_special_tokens_and_a_document_does_not(carried: Any) -> None:
+    tokenizer = carried("llama3")
+    ids = tokenizer.encode("<|eot_id|>the")
+    assert ids[0] == Engine.from_str(made("llama3")).token_to_id("<|eot_id|>")
+    assert ids[0] not in tokenizer.encode_batch(["<|eot_id|>the"])[0]
+
+
+@pytest.fixture(scope="module")
+def theirs(trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What transformers makes of our export."""
+    folder = tmp_path_factory.mktemp("exported") / "out"
+    export(model(), folder, trained)
+    return their_tokenizer(folder)
+
+
+@given(text=TEXT)
+def test_transformers_reads_our_export_as_we_train(trained: Tokenizer, theirs: Any, text: str) -> None:
+    assert theirs(text).input_ids == [trained.end, *trained.encode(text)]
+    assert theirs.decode(trained.encode(text)) == text
+    assert (theirs.bos_token, theirs.eos_token, theirs.eos_token_id) == (END, END, trained.end)
+
+
+def test_our_export_comes_back_as_it_was(trained: Tokenizer, tmp_path: Path) -> None:
+    for name, own in {"ours": trained, "theirs": Tokenizer.from_json(made("llama3"))}.items():
+        export(model(), tmp_path / name, own)
+        found = load(tmp_path / name)
+        assert found.tokenizer is not None
+        assert (found.tokenizer.own, found.tokenizer.hash) == (True, own.hash)
+        assert found.tokenizer.to_json() == own.to_json()
+        export(found.model, tmp_path / "again", found.tokenizer, found)
+        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"):
+            assert (tmp_path / "again" / file).read_bytes() == (tmp_path / name / file).read_bytes(), file
+        heddle.save(found.model, tmp_path / "saved", found.tokenizer)
+        export(*load_checkpoint(tmp_path / "saved")[:1], tmp_path / "again", load_checkpoint(tmp_path / "saved")[1])
+        assert (tmp_path / "again/tokenizer.json").read_bytes() == (tmp_path / name / "tokenizer.json").read_bytes()
+
+
+def test_one_of_ours_that_transformers_saved_again_still_opens_texts(trained: Tokenizer, tmp_path: Path) -> None:
+    export(model(), tmp_path / "out", trained)
+    their_tokenizer(tmp_path / "out").save_pretrained(tmp_path / "out")
+    (tmp_path / "out/manifest.json").unlink()
+    found = load(tmp_path / "out").tokenizer
+    assert found is not None
+    assert (found.opening, found.ends) == ([trained.end], [trained.end])
+    assert found.encode("the warp") == trained.encode("the warp")
+
+
+def test_a_tokenizer_of_another_size_than_the_embedding(trained: Tokenizer, tmp_path: Path) -> None:
+    export(model(vocab_size=trained.vocab_size - 1), tmp_path / "narrow", trained)
+    with pytest.raises(ConfigError, match=rf"tokenizer\.json: has {trained.vocab_size} tokens, but the embedding"):
+        load(tmp_path / "narrow")
