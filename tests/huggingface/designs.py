@@ -23,7 +23,16 @@ with warnings.catch_warnings():
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
-MOE: Data = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 9, "shared": 1, "aux_loss": 0.3, "routing": "sigmoid"}
+MOE: Data = {
+    "kind": "moe",
+    "experts": 4,
+    "top_k": 2,
+    "hidden": 9,
+    "shared": 1,
+    "aux_loss": 0.3,
+    "routing": "sigmoid",
+    "bias_update": 0.01,
+}
 DESIGNS: dict[str, Data] = {
     "gqa": design(layer(attention(6, kv_heads=2), repeat=2)),
     "window": design(layer(attention(window=5)), layer(attention(kv_heads=1)), head={"tied": False, "bias": True}),

@@ -1,6 +1,7 @@
 """Masks and positions of transformers against rows and documents by themselves, and what is refused."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,10 @@ def near(found: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(found, want, rtol=0, atol=1e-9)
 
 
+def joined(documents: list[list[int]]) -> list[int]:
+    return [token for document in documents for token in document]
+
+
 def starts() -> Tensor:
     """The position ids of packed rows, [1, T]."""
     return torch.cat([torch.arange(size) for size in PACKED])[None]
@@ -39,7 +44,7 @@ def check_padded(name: str, side: str) -> None:
 
 def check_packed(name: str) -> None:
     documents = prompts(PACKED)
-    found = logits(name, input_ids=torch.tensor([sum(documents, [])]), position_ids=starts())
+    found = logits(name, input_ids=torch.tensor([joined(documents)]), position_ids=starts())
     near(found[0], torch.cat([alone(name, row) for row in documents]))
 
 
@@ -104,7 +109,7 @@ def test_four_dimensions_as_transformers_makes_them(name: str, kind: str) -> Non
     found = logits(name, input_ids=given["input_ids"], attention_mask=mask)
     for row, real, one in zip(rows, given["attention_mask"].bool(), found, strict=True):
         near(one[real], alone(name, row))
-    tokens = torch.tensor([sum(documents, [])])
+    tokens = torch.tensor([joined(documents)])
     mask = theirs(kind, None, starts(), *tokens.shape)
     want = torch.cat([alone(name, row) for row in documents])
     near(logits(name, input_ids=tokens, attention_mask=mask)[0], want)
@@ -115,7 +120,7 @@ def test_packed_and_padded_at_once_by_a_mask_of_pairs() -> None:
     documents = prompts(PACKED)
     number = torch.tensor([-1, -1, *(n for n, size in enumerate(PACKED) for _ in range(size)), -1])
     seen = (number[:, None] == number[None, :]) & (number >= 0) & torch.ones(14, 14, dtype=torch.bool).tril()
-    found = logits("hybrid", input_ids=torch.tensor([[9, 9, *sum(documents, []), 9]]), attention_mask=seen[None, None])
+    found = logits("hybrid", input_ids=torch.tensor([[9, 9, *joined(documents), 9]]), attention_mask=seen[None, None])
     near(found[0, 2:13], torch.cat([alone("hybrid", row) for row in documents]))
 
 
@@ -137,7 +142,7 @@ def band(window: int) -> Tensor:
 
 
 HEADS = torch.stack((torch.ones(6, 6).tril(), torch.eye(6)))[None].bool()
-REFUSED = {
+REFUSED: dict[str, dict[str, Any]] = {
     "attention_mask: hides column 0 of row 0 to its token 2": {"attention_mask": band(2)},
     "attention_mask: adds numbers other than 0": {"attention_mask": torch.full((1, 1, 6, 6), -0.5)},
     "attention_mask: differs between heads": {"attention_mask": HEADS},

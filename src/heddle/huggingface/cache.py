@@ -141,9 +141,8 @@ class HeddleLayer(CacheLayerMixin):
             return
         self.state = self.state.select(rows)
         self.mark = None if self.mark is None else self.mark.select(rows)
-        self.calls, self.unread = (
-            [call.map(lambda x: x[rows]) for call in calls] for calls in (self.calls, self.unread)
-        )
+        self.calls = [call.map(lambda x: x[rows]) for call in self.calls]
+        self.unread = [call.map(lambda x: x[rows]) for call in self.unread]
         self.real = None if self.real is None else self.real[rows]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

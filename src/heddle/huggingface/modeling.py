@@ -1,5 +1,6 @@
 """HeddleModel and HeddleForCausalLM: a decoder of heddle behind the classes of transformers."""
 
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -16,8 +17,9 @@ from heddle.huggingface.outputs import OF_LOSS, check, seeing
 from heddle.huggingface.vocabulary import resize
 from heddle.model.decoder import Decoder, initialise
 from heddle.numerics.linear import packing
+from heddle.parts.feedforwards import Feedforward
 from heddle.parts.leaf import Leaf
-from heddle.parts.ledger import Entry, ledger
+from heddle.parts.ledger import Entry, Ledger, ledger
 
 
 class HeddlePreTrainedModel(PreTrainedModel):
@@ -149,6 +151,7 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
     def __init__(self, config: HeddleConfig) -> None:
         super().__init__(config)
         self.model = HeddleModel(config)
+        self.loads: dict[Feedforward, Tensor] = {}  # what training gave each expert since `balance_experts`
         self.post_init()
 
     @classmethod
@@ -180,7 +183,7 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         """
         of_loss = {name: more.pop(name) for name in OF_LOSS & more.keys()}
         scored = labels is not None or of_loss.get("shift_labels") is not None
-        with ledger() as kept:
+        with ledger() if self.training else nullcontext(Ledger()) as kept:
             outputs = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -197,6 +200,9 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         if scored:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **of_loss)
             loss = loss + _penalty(kept.entries, labels, of_loss)
+        if self.training:
+            for entry in kept.entries:
+                self.loads[entry.mixture] = self.loads.get(entry.mixture, 0) + entry.loads.detach()
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -204,6 +210,13 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def balance_experts(self) -> None:
+        """Tell mixtures of experts that balance themselves their loads, once after each step that was taken."""
+        for mixture, loads in self.loads.items():
+            if any(parameter.requires_grad for parameter in mixture.parameters()):
+                mixture.balance(loads)
+        self.loads.clear()
 
     def generate(self, *given: Any, **more: Any) -> Any:
         """As every model of transformers; weights are packed once for the whole text."""
