@@ -13,7 +13,7 @@ from heddle.errors import ConfigError
 from heddle.huggingface.cache import Call, HeddleCache, HeddleLayer, layer_of
 from heddle.huggingface.config import HeddleConfig
 from heddle.huggingface.masks import Columns, read
-from heddle.huggingface.outputs import OF_LOSS, check, seeing
+from heddle.huggingface.outputs import OF_GENERATION, OF_LOSS, check, seeing
 from heddle.huggingface.vocabulary import resize
 from heddle.model.decoder import Decoder, initialise
 from heddle.numerics.linear import packing
@@ -234,6 +234,8 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The inputs of the next call: what was just written is never padding, so its mask need not be read."""
+        for name in OF_GENERATION & kwargs.keys():
+            del kwargs[name]
         goes_on = past_key_values is not None and past_key_values.get_seq_length() > 0
         if goes_on and next_sequence_length is not None and not is_first_iteration:
             attention_mask = None

@@ -14,6 +14,8 @@ from heddle.numerics.observing import Observation
 
 # Keywords that say nothing a layout does not say already: how packed rows are cut, as some collators tell kernels.
 SAID_ALREADY = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position"}
+# What `generate` hands on to a model although it is read before, where texts stop at strings.
+OF_GENERATION = {"tokenizer", "assistant_tokenizer"}
 OF_LOSS = {"num_items_in_batch", "ignore_index", "shift_labels"}
 
 
