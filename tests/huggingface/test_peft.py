@@ -52,7 +52,7 @@ def test_adapters_learn_alone_and_merge(name: str, targets: Any, tmp_path: Path)
     step(adapted)
     moved = logits(adapted)
     assert float((moved - before).abs().max()) > 1e-4
-    adapted.save_pretrained(tmp_path / "adapters")
+    adapted.save_pretrained(str(tmp_path / "adapters"))
     again = PeftModel.from_pretrained(model_of(name), tmp_path / "adapters").eval()
     assert torch.equal(logits(again), moved)
     written = again.generate(TOKENS, max_new_tokens=8, do_sample=False)

@@ -44,8 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def loaded(folder: Path) -> tuple[heddle.Decoder, Any]:
+    """The model and the tokenizer, by heddle."""
+    return heddle.load(folder / "ours")
+
+
 def test_pipeline_writes_what_heddle_writes(folder: Path) -> None:
-    model, tokenizer = heddle.load(folder / "ours")
+    model, tokenizer = loaded(folder)
     wanted = heddle.generate(model, PROMPTS, tokenizer, max_new_tokens=12)
     write = pipeline("text-generation", model=str(folder / "model"), device="cpu")
     write.tokenizer.pad_token, write.tokenizer.padding_side = write.tokenizer.eos_token, "left"
@@ -56,7 +61,7 @@ def test_pipeline_writes_what_heddle_writes(folder: Path) -> None:
 
 def test_pipeline_speaks_by_the_template_that_came_along(folder: Path, tmp_path: Path) -> None:
     """A chat is the text that the template makes of it, with the end token before."""
-    model, tokenizer = heddle.load(folder / "ours")
+    model, tokenizer = loaded(folder)
     export(model, tmp_path, tokenizer)
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == TEMPLATE
     (wanted,) = heddle.generate(model, ["user: The weaver\nassistant:"], tokenizer, max_new_tokens=9)
@@ -97,7 +102,7 @@ def test_lm_eval_scores_as_heddle_does(folder: Path, tmp_path: Path, monkeypatch
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    model, tokenizer = heddle.load(folder / "ours")
+    model, tokenizer = loaded(folder)
     likely = score(model, tokenizer)
     lines = [{"text": prompt, "choices": CHOICES, "target": 1} for prompt in PROMPTS]
     (tmp_path / "lines.jsonl").write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
@@ -119,7 +124,7 @@ def test_lm_eval_scores_as_heddle_does(folder: Path, tmp_path: Path, monkeypatch
 @torch.no_grad()
 def score(model: heddle.Decoder, tokenizer: Any) -> list[list[float]]:
     """The log-likelihood of each choice after each prompt, by the model of heddle."""
-    found = []
+    found: list[list[float]] = []
     for prompt in PROMPTS:
         before = [tokenizer.end, *tokenizer.encode(prompt)]
         found.append([])
@@ -167,7 +172,7 @@ def ask(address: str, question: dict[str, Any]) -> Any:
 
 
 def test_a_server_writes_what_heddle_writes(folder: Path, server: str) -> None:
-    model, tokenizer = heddle.load(folder / "ours")
+    model, tokenizer = loaded(folder)
     wanted = heddle.generate(model, [*PROMPTS, "user: Hm\nassistant:"], tokenizer, max_new_tokens=10)
     asked = {"model": str(folder / "model"), "max_tokens": 10, "temperature": 0}
     for prompt, text in zip(PROMPTS, wanted[:-1], strict=True):

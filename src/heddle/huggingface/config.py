@@ -5,7 +5,9 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from heddle.errors import ConfigError
+from heddle.exchange import views
 from heddle.exchange.families.heddle import FAMILY, TOLD
+from heddle.huggingface.elsewhere import elsewhere
 from heddle.model.config import ModelConfig
 from heddle.model.load import load_config
 
@@ -53,6 +55,31 @@ class HeddleConfig(PreTrainedConfig):
         self.design = design.dump()
         for name in TOLD:
             setattr(self, name, told[name])
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Which layers have a window, for those who compute attention themselves; otherwise there is no such field."""
+        return views.layer_types(self._told("layer_types"))
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The window, likewise."""
+        return views.window(self._told("sliding_window"))
+
+    @property
+    def logit_scale(self) -> float:
+        """What logits are multiplied by, likewise."""
+        return self._told("logit_scale").head.scale
+
+    @property
+    def final_logit_softcapping(self) -> float | None:
+        """What bounds them, likewise."""
+        return self._told("final_logit_softcapping").head.softcap
+
+    def _told(self, name: str) -> ModelConfig:
+        if not elsewhere(self):
+            raise AttributeError(name)
+        return self.read().resolved()
 
     def read(self) -> ModelConfig:
         """The design. Raises ConfigError where none was given."""

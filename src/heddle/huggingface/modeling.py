@@ -12,14 +12,17 @@ from transformers.utils import can_return_tuple
 from heddle.errors import ConfigError
 from heddle.huggingface.cache import Call, HeddleCache, HeddleLayer, layer_of
 from heddle.huggingface.config import HeddleConfig
-from heddle.huggingface.masks import Columns, read
-from heddle.huggingface.outputs import OF_GENERATION, OF_LOSS, check, seeing
+from heddle.huggingface.elsewhere import TOLD, Told, attach, elsewhere
+from heddle.huggingface.masks import Columns, Reading, read
+from heddle.huggingface.outputs import OF_GENERATION, OF_LOSS, check, penalty, seeing
+from heddle.huggingface.starting import start
 from heddle.huggingface.vocabulary import resize
-from heddle.model.decoder import Decoder, initialise
+from heddle.model.decoder import Decoder
+from heddle.model.embedding import Embedding
 from heddle.numerics.linear import packing
 from heddle.parts.feedforwards import Feedforward
-from heddle.parts.leaf import Leaf
-from heddle.parts.ledger import Entry, Ledger, ledger
+from heddle.parts.layout import Layout
+from heddle.parts.ledger import Ledger, ledger
 
 
 class HeddlePreTrainedModel(PreTrainedModel):
@@ -28,6 +31,7 @@ class HeddlePreTrainedModel(PreTrainedModel):
     config_class = HeddleConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _supports_attention_backend = _supports_sdpa = True
     _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers reads a list
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
 
@@ -40,7 +44,7 @@ class HeddlePreTrainedModel(PreTrainedModel):
     def initialize_weights(self) -> None:
         """Fill what was not loaded; transformers calls this when a model was built or loaded, then goes by modules."""
         if not getattr(self.of_heddle, "_is_hf_initialized", False):
-            _start(self.of_heddle)
+            start(self.of_heddle)
         super().initialize_weights()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -48,11 +52,15 @@ class HeddlePreTrainedModel(PreTrainedModel):
 
     def get_input_embeddings(self) -> nn.Module:
         """Tokens -> rows [B, T, width], which `inputs_embeds` takes; scale and positions come after."""
-        return self.of_heddle.embed
+        embed = self.of_heddle.embed
+        return embed if embed.rows is None else embed.rows
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the module."""
-        self.of_heddle.embed = value  # type: ignore[assignment]
+        """Replace the module, or what looks rows up within it; scale and positions come after."""
+        if isinstance(value, Embedding):
+            self.of_heddle.embed = value
+        else:
+            self.of_heddle.embed.lookup(value)
 
     def get_output_embeddings(self) -> nn.Module:
         """The head."""
@@ -79,6 +87,7 @@ class HeddleModel(HeddlePreTrainedModel):
         self.decoder = Decoder(config.read())
         if self.decoder.memory_width is not None:
             raise ConfigError("design: reads a memory beside the text (cross_attention), which these classes have not")
+        attach(self.decoder, self.config)
         self.post_init()
 
     @property
@@ -111,7 +120,8 @@ class HeddleModel(HeddlePreTrainedModel):
             bool(getattr(self.config, name) if (value := more.pop(name, None)) is None else value)
             for name in ("output_hidden_states", "output_attentions")
         )
-        check(more)
+        if not (others := attach(self.decoder, self.config)):
+            check(more)
         if (input_ids is None) == (inputs_embeds is None):
             raise ConfigError("input_ids: give them or inputs_embeds, one of the two")
         tokens = inputs_embeds if input_ids is None else input_ids
@@ -120,12 +130,18 @@ class HeddleModel(HeddlePreTrainedModel):
             raise ConfigError("attention_mask: is 4-D, but the design sees later tokens; give one of [batch, length]")
         cache, layer = self._cache(past_key_values, use_cache)
         past = Columns() if layer is None else layer.past(self.decoder)
-        found = read(tokens, attention_mask, position_ids, past)
+        if others and attention_mask is None and position_ids is not None:  # no value is read
+            found = Reading(Layout(position_ids.expand(tokens.shape[:2]), has_padding=False), None)
+        else:
+            found = read(tokens, attention_mask, position_ids, past)
         if weights_wanted and past.size and (past.real is not None or found.real is not None):
             raise ConfigError("output_attentions: beside a cache with padding, columns are not kept; use no cache")
         with seeing(self.decoder, hidden_wanted, weights_wanted) as seen:
             if layer is None:
-                hidden, _ = self.decoder(tokens, found.layout)
+                layout = found.layout or Layout.causal(tokens.shape[0], tokens.shape[1], device=tokens.device)
+                if others:
+                    layout.memo[TOLD] = Told(attention_mask, position_ids, more)
+                hidden, _ = self.decoder(tokens, layout)
             else:
                 hidden = layer.read(self.decoder, Call(tokens, found.layout), found.real)
         return BaseModelOutputWithPast(
@@ -137,8 +153,15 @@ class HeddleModel(HeddlePreTrainedModel):
 
     def _cache(self, given: Any, wanted: bool | None) -> tuple[Any, HeddleLayer | None]:
         """The cache of a call and our layer in it."""
+        if elsewhere(self.config) and (given is not None or wanted):
+            raise ConfigError("use_cache: attention that others compute has no cache of heddle; set it to False")
         if given is None:
-            usual = self.config.use_cache and self.decoder.causal and not torch.is_grad_enabled()
+            usual = (
+                not elsewhere(self.config)
+                and self.config.use_cache
+                and self.decoder.causal
+                and not torch.is_grad_enabled()
+            )
             if not (usual if wanted is None else wanted):
                 return None, None
             given = HeddleCache()
@@ -199,7 +222,7 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         loss = None
         if scored:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **of_loss)
-            loss = loss + _penalty(kept.entries, labels, of_loss)
+            loss = loss + penalty(kept.entries, labels, of_loss)
         if self.training:
             for entry in kept.entries:
                 self.loads[entry.mixture] = self.loads.get(entry.mixture, 0) + entry.loads.detach()
@@ -265,32 +288,3 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
-
-
-def _penalty(entries: list[Entry], labels: Tensor | None, of_loss: dict[str, Any]) -> Tensor | float:
-    """What balances experts, a mean token, by the share of the batch's scored tokens that this call has."""
-    found = [entry.penalty / entry.tokens.clamp(min=1) for entry in entries if entry.penalty is not None]
-    if not found:
-        return 0.0
-    items = of_loss.get("num_items_in_batch")
-    if items is None:
-        return sum(found[1:], found[0])
-    shifted = of_loss.get("shift_labels")
-    targets = labels[:, 1:] if shifted is None and labels is not None else shifted
-    assert targets is not None
-    return sum(found[1:], found[0]) * ((targets != of_loss.get("ignore_index", -100)).sum() / items)
-
-
-@torch.no_grad()
-def _start(decoder: Decoder) -> None:
-    """Fill what was not loaded, as `heddle.build(seed=torch.initial_seed())` does."""
-    loaded = {p for p in decoder.parameters() if getattr(p, "_is_hf_initialized", False)}
-
-    def wanted(leaf: Leaf) -> bool:
-        return any(parameter not in loaded for parameter in leaf.parameters(recurse=False))
-
-    leaves = [leaf for leaf in decoder.modules() if isinstance(leaf, Leaf) and wanted(leaf)]
-    held = {p: p.clone() for leaf in leaves for p in leaf.parameters(recurse=False) if p in loaded}
-    initialise(decoder, torch.initial_seed(), wanted)
-    for parameter, value in held.items():
-        parameter.copy_(value)

@@ -11,6 +11,7 @@ from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
 from heddle.model.weights import watching
 from heddle.numerics.observing import Observation
+from heddle.parts.ledger import Entry
 
 # Keywords that say nothing a layout does not say already: how packed rows are cut, as some collators tell kernels.
 SAID_ALREADY = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position"}
@@ -70,3 +71,17 @@ def check(more: dict[str, Any]) -> None:
             continue  # a text of one part, as some tokenizers tell always
         if value is not None and name not in SAID_ALREADY | OF_LOSS:
             raise ConfigError(f"{name}: is not read by the models of heddle; leave it out")
+
+
+def penalty(entries: list[Entry], labels: Tensor | None, of_loss: dict[str, Any]) -> Tensor | float:
+    """What balances experts, a mean token, by the share of the batch's scored tokens that this call has."""
+    found = [entry.penalty / entry.tokens.clamp(min=1) for entry in entries if entry.penalty is not None]
+    if not found:
+        return 0.0
+    items = of_loss.get("num_items_in_batch")
+    if items is None:
+        return sum(found[1:], found[0])
+    shifted = of_loss.get("shift_labels")
+    targets = labels[:, 1:] if shifted is None and labels is not None else shifted
+    assert targets is not None
+    return sum(found[1:], found[0]) * ((targets != of_loss.get("ignore_index", -100)).sum() / items)

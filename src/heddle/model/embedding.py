@@ -24,6 +24,12 @@ class Embedding(Leaf):
         self.scale = math.sqrt(width) if config.scale else 1.0
         self.position = None if config.position is None else build_under("position", config.position.build, width)
         self.dropout = Dropout(config.dropout)
+        self.rows: nn.Module | None = None
+
+    def lookup(self, rows: nn.Module) -> None:
+        """Let a module of others (tokens [B, T] -> rows [B, T, width]) look tokens up, in a `weight` of its own."""
+        weight = rows.get_parameter("weight")
+        self.rows, self.weight = rows, weight
 
     def initialise(self, std: float, generator: torch.Generator) -> None:
         """Normal rows."""
@@ -31,7 +37,10 @@ class Embedding(Leaf):
 
     def forward(self, tokens: Tensor, layout: Layout | None = None) -> Tensor:
         """tokens int64 [B, T] -> [B, T, width]; plain rows without a layout, and such rows may stand for tokens."""
-        x = tokens if tokens.is_floating_point() else functional.embedding(tokens, self.weight)
+        if tokens.is_floating_point():
+            x = tokens
+        else:
+            x = functional.embedding(tokens, self.weight) if self.rows is None else self.rows(tokens)
         if layout is None:
             return x
         if self.scale != 1.0:
