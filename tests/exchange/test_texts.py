@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Engine
 import heddle
 from heddle.checkpoints.model import load as load_checkpoint
 from heddle.cli.main import run
+from heddle.data.corpus import check_vocabulary
 from heddle.data.spelling import SPACE
 from heddle.data.tokenizer import END, Marks, Tokenizer
 from heddle.errors import ConfigError, DataError
@@ -162,9 +163,10 @@ def test_what_can_be_measured(carried: Any, name: str) -> None:
     tokenizer = carried(name)
     if name in MEASURED:
         assert tokenizer.byte_lengths[tokenizer.end] == -MEASURED[name]
+        check_vocabulary(tokenizer, None)
         return
-    with pytest.raises(DataError, match=r"bits per byte cannot be measured|has no token that"):
-        assert tokenizer.byte_lengths is None
+    with pytest.raises(DataError, match=r"bits per byte cannot be measured .* training needs another one"):
+        check_vocabulary(tokenizer, None)
 
 
 @pytest.mark.parametrize("name", SPELLERS)
@@ -256,6 +258,16 @@ def test_our_export_comes_back_as_it_was(trained: Tokenizer, tmp_path: Path) -> 
         heddle.save(found.model, tmp_path / "saved", found.tokenizer)
         export(*load_checkpoint(tmp_path / "saved")[:1], tmp_path / "again", load_checkpoint(tmp_path / "saved")[1])
         assert (tmp_path / "again/tokenizer.json").read_bytes() == (tmp_path / name / "tokenizer.json").read_bytes()
+
+
+def test_one_of_ours_that_somebody_changed_is_taken_as_changed(trained: Tokenizer, tmp_path: Path) -> None:
+    export(model(), tmp_path / "out", trained)
+    (tmp_path / "out/manifest.json").unlink()
+    file = tmp_path / "out/tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"post_processor": None}))
+    found = load(tmp_path / "out").tokenizer
+    assert found is not None
+    assert (found.own, found.opening, found.ends) == (False, [], [trained.end])
 
 
 def test_one_of_ours_that_transformers_saved_again_still_opens_texts(trained: Tokenizer, tmp_path: Path) -> None:

@@ -100,8 +100,11 @@ def prepare(
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> None:
-    """Raise DataError where a design's vocabulary is below the tokenizer's (None: it takes the tokenizer's)."""
-    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+    """Raise DataError where a design's vocabulary is below the tokenizer's (None: it takes the tokenizer's).
+
+    A tokenizer that cannot be measured is refused here too, before anything is encoded.
+    """
+    if len(tokenizer.byte_lengths) > (vocab_size or tokenizer.vocab_size):
         raise DataError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size is {vocab_size}: "
             f"set vocab_size to at least {tokenizer.vocab_size}, or take a smaller tokenizer."

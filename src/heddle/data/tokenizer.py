@@ -192,14 +192,13 @@ class Tokenizer:
         DataError for an import that does not give back what it reads, Unicode's normal form NFC aside.
         """
         lengths = np.array([len(piece) for piece in self._spelling.pieces], dtype=np.int64)
-        if not self.own:
-            added = added_bytes(self._engine, self._spelling)
-            if added is None:
-                raise DataError(
-                    f"tokenizer {self._name} does not give back every text that it reads, so bits per byte cannot be "
-                    "measured with it: it can generate, but training needs another one."
-                )
-            lengths[self.end] = -added
+        added = 0 if self.own else added_bytes(self._engine, self._spelling)
+        if added is None:
+            raise DataError(
+                f"tokenizer {self._name} does not give back every text that it reads, so bits per byte cannot be "
+                "measured with it: it can generate, but training needs another one."
+            )
+        lengths[self.end] = -added
         return lengths
 
     def token_bytes(self, token: int) -> bytes:
