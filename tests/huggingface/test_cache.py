@@ -1,6 +1,7 @@
 """The cache by itself: taking tokens back, choosing rows, copies, limits; each against rows read anew."""
 
 import copy
+import random
 import warnings
 
 import pytest
@@ -98,6 +99,44 @@ def test_columns_of_padding_are_taken_back(name: str) -> None:
 @EACH
 def test_rows_are_chosen(name: str) -> None:
     check_rows(name)
+
+
+def check_program(name: str, seed: int) -> None:
+    """Calls of any length with padding anywhere, columns taken back, rows chosen: always as the rows alone."""
+    draw = random.Random(seed)
+    cache = HeddleCache()
+    cache.activate_past_recording()
+    rows: list[list[tuple[int, int]]] = [[], [], []]  # (token, 1) or (any, 0) for padding
+    fresh = 0  # columns that may be taken back
+    for _ in range(12):
+        kind = draw.choice(("read", "read", "crop", "rows"))
+        if kind == "read" or not rows[0]:
+            length = draw.randint(1, 5)
+            new = [[(draw.randint(1, 60), int(draw.random() < 0.7)) for _ in range(length)] for _ in rows]
+            rows = [row + more for row, more in zip(rows, new, strict=True)]
+            mask = torch.tensor([[real for _, real in row] for row in rows])
+            found = read(name, [[token for token, _ in more] for more in new], cache, mask)
+            fresh += length
+            for row, one in zip(rows, found, strict=True):
+                real = torch.tensor([bool(real) for _, real in row])
+                if bool(real[-length:].any()):
+                    want = alone(name, [token for token, real in row if real])
+                    near(one[real[-length:]], want[len(want) - int(real[-length:].sum()) :])
+        elif kind == "crop":
+            gone = draw.randint(0, fresh)
+            cache.crop(-gone)
+            rows, fresh = [row[: len(row) - gone] for row in rows], 0
+        else:
+            chosen = [draw.randrange(len(rows)) for _ in rows]
+            cache.reorder_cache(torch.tensor(chosen))
+            rows = [list(rows[i]) for i in chosen]
+        assert cache.get_seq_length() == len(rows[0])
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", ["gqa", "rings", "hybrid", "mla"])
+def test_any_program_of_a_cache(name: str, seed: int) -> None:
+    check_program(name, seed)
 
 
 @pytest.mark.parametrize("name", ["gqa", "rings", "hybrid"])

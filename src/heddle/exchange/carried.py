@@ -7,9 +7,9 @@ import torch
 
 from heddle.checkpoints.folder import read_folder
 from heddle.checkpoints.model import find, load, save
+from heddle.data.tokenizer import BESIDE
 from heddle.errors import CheckpointError
 from heddle.exchange.load import Imported
-from heddle.exchange.texts import ALONG
 
 CARRIED = "imported.json"
 
@@ -30,5 +30,5 @@ def open_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> Imported:
         fields = json.loads(carried)
     except ValueError as error:
         raise CheckpointError(f"{place}/{CARRIED}: is no JSON ({error}); import the model again") from None
-    along = {name: text for name, text in documents.items() if name in ALONG}
+    along = {name: text for name, text in documents.items() if name in BESIDE}
     return Imported(model, tokenizer, fields, along)
