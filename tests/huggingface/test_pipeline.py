@@ -142,7 +142,7 @@ def server(folder: Path) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]), "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "src")]), "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(folder / "home"),
     }  # fmt: skip
     command = [sys.executable, "-m", "heddle.huggingface.serve", "--host", "127.0.0.1", "--port", str(port)]
