@@ -24,6 +24,7 @@ from tests.cases import ALIBI, LONG, ROPE, Data, attention, design, latent, laye
 from tests.generation.loops import lively
 from tests.huggingface.designs import MOE, padded, prompts
 from tests.huggingface.vllm_stand_in import Registry, install
+from tests.laws.planting import plant
 from tests.source import ROOT
 
 OTHERS: dict[str, Data] = {
@@ -70,18 +71,20 @@ def alone(name: str, row: list[int]) -> Tensor:
     return found
 
 
-@pytest.fixture
-def model(request: pytest.FixtureRequest) -> HeddleForCausalLM:
+def others(name: str) -> HeddleForCausalLM:
     """The model with the recorder's attention; its decoder by itself computes as ever."""
-    CALLS.clear()
-    found = HeddleForCausalLM.of(decoder(request.param))
+    found = HeddleForCausalLM.of(decoder(name))
+    for mixer in decoder(name).mixers():
+        mixer.__dict__.pop("_attend", None)
     found.set_attn_implementation("recorder")
     return found
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("model", "name"), [(name, name) for name in OTHERS], indirect=["model"])
-def test_attention_of_others_gives_the_same_logits(model: HeddleForCausalLM, name: str) -> None:
+def check_logits(name: str) -> None:
+    """Padded on either side, packed, and told the windows and what a caller says besides."""
+    CALLS.clear()
+    model = others(name)
     rows = prompts(LENGTHS)
     wanted = [alone(name, row) for row in rows]
     for side in ("left", "right"):
@@ -99,8 +102,13 @@ def test_attention_of_others_gives_the_same_logits(model: HeddleForCausalLM, nam
     assert [call["sliding_window"] for call in CALLS[:depth]] == windows
 
 
-@pytest.mark.parametrize("model", ["gqa"], indirect=True)
-def test_what_others_cannot_do_is_refused(model: HeddleForCausalLM) -> None:
+@pytest.mark.parametrize("name", OTHERS)
+def test_attention_of_others_gives_the_same_logits(name: str) -> None:
+    check_logits(name)
+
+
+def test_what_others_cannot_do_is_refused() -> None:
+    model = others("gqa")
     tokens = torch.tensor(prompts([4]))
     with pytest.raises(ConfigError, match="use_cache: attention that others compute"):
         model(tokens, use_cache=True)
@@ -150,18 +158,16 @@ def test_the_entry_point_tells_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", OTHERS)
-def test_vllm_would_run_an_exported_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_served(name: str, folder: Path) -> None:
     """Prompts, pieces of prompts and single tokens of several requests in the same calls."""
-    install(monkeypatch)
-    HeddleForCausalLM.of(decoder(name)).save_pretrained(tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path)
+    HeddleForCausalLM.of(decoder(name)).save_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
     assert config.architectures == ["HeddleForCausalLM"]
     from heddle.huggingface.vllm import SERVED
 
     served = EntryPoint("model", SERVED, "").load()
     model = served(vllm_config=SimpleNamespace(model_config=SimpleNamespace(hf_config=config)))
-    model.load_weights(load_file(tmp_path / "model.safetensors").items())
+    model.load_weights(load_file(folder / "model.safetensors").items())
     rows = dict(enumerate(prompts([9, 6, 4])))
     steps = [[(0, 9)], [(1, 4)], [(0, 1), (2, 4)], [(1, 2), (0, 1)], [(2, 1), (1, 1), (0, 1)]]
     rows = {request: row + prompts([3], seed=request)[0] for request, row in rows.items()}
@@ -176,6 +182,47 @@ def test_vllm_would_run_an_exported_folder(name: str, tmp_path: Path, monkeypatc
     for request, logits in said.items():
         found = torch.cat(logits)
         torch.testing.assert_close(found, alone(name, rows[request])[: len(found)], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_vllm_would_run_an_exported_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    check_served(name, tmp_path)
+
+
+ATTEND, CONFIG = "huggingface.elsewhere:_attend", "huggingface.config:HeddleConfig"
+# A place, what stands there, what stands there instead, and a design whose check must fail then.
+BUGS = {
+    "a window forgotten": (ATTEND, "if mixer.reach is None else", "or", "windows"),
+    "a scale forgotten": (ATTEND, "scaling=mixer.scale", "scaling=None or mixer.head_dim**-0.5", "normed"),
+    "heads before tokens": (
+        ATTEND,
+        "q.shape[2], mixer.heads, mixer.value_dim).transpose(1, 2)",
+        "mixer.heads, q.shape[2], mixer.value_dim)",
+        "gqa",
+    ),
+    "keywords kept": (ATTEND, "**told.keywords", "", "gqa"),
+    "padding seen": ("huggingface.modeling:HeddleModel.forward", "Told(attention_mask,", "Told(None,", "gqa"),
+    "one cache for all layers": ("huggingface.elsewhere:attach", '"layer_idx": index', '"layer_idx": 0', "gqa"),
+}
+SERVED_BUGS = {
+    "a head left empty": ("huggingface.vllm_model:ServedHeddle.load_weights", "if name.startswith(HEAD)", "if False",
+                          "learned"),
+    "a soft cap not told": (f"{CONFIG}.final_logit_softcapping", ".head.softcap", ".head.bias or None", "normed"),
+    "a scale of logits not told": (f"{CONFIG}.logit_scale", ".head.scale", ".head.scale ** 0", "moe"),
+    "windows not told": (f"{CONFIG}.sliding_window", "views.window(", "0 * views.window(", "windows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", [*BUGS, *SERVED_BUGS])
+def test_a_planted_bug_is_caught(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    place, old, new, name = (BUGS | SERVED_BUGS)[bug]
+    decoder(name), [alone(name, row) for row in prompts(LENGTHS)]
+    with monkeypatch.context() as patch:
+        plant(patch, place, old, new)
+        with pytest.raises((AssertionError, KeyError, RuntimeError, ConfigError)):
+            check_logits(name) if bug in BUGS else check_served(name, tmp_path)
 
 
 def test_the_folder_says_nothing_of_others(tmp_path: Path) -> None:
