@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import IterableDataset
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import heddle
 from heddle.huggingface import HeddleForCausalLM, export
@@ -136,13 +136,31 @@ def weights(trainer: Trainer) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in trainer.model.parameters()]
 
 
+class Gradients(TrainerCallback):
+    """Keeps the gradients of the first step."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        self.found = self.found or [parameter.grad.clone() for parameter in model.parameters()]
+
+
 def test_a_batch_in_pieces_is_the_same_batch(tmp_path: Path) -> None:
     """Labels of the whole batch divide the loss: pieces with few labels do not count more."""
+    kept = []
     whole, pieces = (
-        plain_trainer(tmp_path / "whole"),
-        plain_trainer(tmp_path / "pieces", per_device_train_batch_size=2, gradient_accumulation_steps=4),
+        plain_trainer(tmp_path / "whole", max_grad_norm=0.0),
+        plain_trainer(
+            tmp_path / "pieces", max_grad_norm=0.0, per_device_train_batch_size=2, gradient_accumulation_steps=4
+        ),
     )
-    assert their_losses(pieces) == pytest.approx(their_losses(whole), abs=2e-4)
+    for trainer in (whole, pieces):
+        kept.append(Gradients())
+        trainer.add_callback(kept[-1])
+    assert their_losses(pieces) == pytest.approx(their_losses(whole), abs=1e-5)
+    for mine, other in zip(kept[0].found, kept[1].found, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
     for mine, other in zip(weights(pieces), weights(whole), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=2e-5)
 
