@@ -7,6 +7,7 @@ after another, in a batch of one, without a mask and without a cache of transfor
 
 import sys
 from collections.abc import Iterable
+from inspect import signature
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -105,6 +106,8 @@ class TransformersForCausalLM(nn.Module):
         with torch.device("meta"):
             self.model: Any = AutoModel.from_config(self.config, dtype=torch.float64)
         assert self.model._supports_attention_backend
+        compiled = signature(type(self.model.get_decoder()).forward).parameters
+        assert {"input_ids", "inputs_embeds", "position_ids"} <= set(compiled), "vLLM's compiler looks for these"
         self._replace(self.model)
         sizes = self.config.vocab_size, self.config.hidden_size
         with torch.device("cpu"):

@@ -62,6 +62,11 @@ class HeddlePreTrainedModel(PreTrainedModel):
         else:
             self.of_heddle.embed.lookup(value)
 
+    def get_decoder(self) -> nn.Module:
+        """HeddleModel, which takes what transformers' models do; `of_heddle` is what it holds."""
+        model: nn.Module = self.base_model
+        return model
+
     def get_output_embeddings(self) -> nn.Module:
         """The head."""
         return self.of_heddle.head
