@@ -17,7 +17,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 VOCABULARY = 32000
 
 
-def ours(design: str = "preset:gqa-medium", dtype: torch.dtype = torch.float32) -> Decoder:
+def ours(design: str | dict[str, Any] = "preset:gqa-medium", dtype: torch.dtype = torch.float32) -> Decoder:
     """A model of this package, in a process set up as the command line does."""
     prepare("cpu", THREADS)
     return build(load_config(design), dtype=dtype)

@@ -47,6 +47,8 @@ def parse(command: str) -> None:
     typer.main.get_command(app).commands[verb].make_context(verb, arguments)  # type: ignore[attr-defined]
 
 
+# PEFT reads a name that transformers is giving up.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 @pytest.mark.parametrize("page", [page for page in pages() if not page.startswith(OWN)])
 def test_page(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     space: dict[str, Any] = {"__name__": "page"}

@@ -195,7 +195,8 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, State | None]:
         """tokens int64 [B, T] -> (hidden [B, T, width], new state or None).
 
-        Without a layout, rows are one document each from position 0, or continue where the state's rows ended.
+        Rows of the embedding [B, T, width], or other vectors in their place, may stand for tokens. Without a layout,
+        rows are one document each from position 0, or continue where the state's rows ended.
         Raises ConfigError if shapes disagree, or a state meets gradients, was consumed or is of another design.
         """
         layout = self._layout(tokens, layout, state)
@@ -227,21 +228,24 @@ class Decoder(nn.Module):
         return self.close(stream), after
 
     def _layout(self, tokens: Tensor, layout: Layout | None, state: State | None) -> Layout:
-        if tokens.dim() != 2:
+        shape = tokens.shape[:2]
+        if tokens.dim() - tokens.is_floating_point() != 2:
             raise ConfigError(f"tokens: have shape {list(tokens.shape)}; expected [batch, length]")
+        if tokens.is_floating_point() and tokens.shape[2] != self.config.width:
+            raise ConfigError(f"tokens: are vectors {tokens.shape[2]} wide; the embedding's are {self.config.width}")
         if layout is None:
             if state is not None:
                 state.table.check_batch(tokens.shape[0])
                 return state.table.following(tokens.shape[1])
             return Layout.causal(tokens.shape[0], tokens.shape[1], device=tokens.device)
-        if layout.positions.shape != tokens.shape:
-            shapes = f"{list(layout.positions.shape)} and tokens {list(tokens.shape)}"
+        if layout.positions.shape != shape:
+            shapes = f"{list(layout.positions.shape)} and tokens {list(shape)}"
             raise ConfigError(f"layout: positions have shape {shapes}; they must be equal")
         return layout
 
 
-def initialise(model: Decoder, seed: int) -> None:
-    """Fill every parameter: a function of the seed and the parameter's name, whatever the device or dtype."""
+def initialise(model: Decoder, seed: int, wanted: Callable[[Leaf], bool] = lambda leaf: True) -> None:
+    """Fill every parameter of the `wanted` modules: a function of the seed and the parameter's name alone."""
     for name, module in model.named_modules():
         stack = model if model.encoder is None or not name.startswith("encoder.") else model.encoder
         config = stack.config.initialisation
@@ -250,7 +254,7 @@ def initialise(model: Decoder, seed: int) -> None:
             module.branch_scale = (2 * stack.config.depth) ** -0.5 if config.depth_scaled else 1.0
         if own and not isinstance(module, Leaf):
             raise TypeError(f"{name}: owns parameters but is no Leaf, so nothing says how they start")
-        if isinstance(module, Leaf):
+        if isinstance(module, Leaf) and wanted(module):
             module.initialise(config.std, generator_of(seed, name))
 
 

@@ -24,14 +24,25 @@ class Embedding(Leaf):
         self.scale = _rounded(math.sqrt(width)) if config.scale else None
         self.position = None if config.position is None else build_under("position", config.position.build, width)
         self.dropout = Dropout(config.dropout)
+        self.rows: nn.Module | None = None
+
+    def lookup(self, rows: nn.Module) -> None:
+        """Let a module of others (tokens [B, T] -> rows [B, T, width]) look tokens up, in a `weight` of its own."""
+        weight = rows.get_parameter("weight")
+        self.rows, self.weight = rows, weight
 
     def initialise(self, std: float, generator: torch.Generator) -> None:
         """Normal rows."""
         fill_normal(self.weight, std, generator)
 
-    def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
-        """tokens int64 [B, T] -> [B, T, width]."""
-        x = functional.embedding(tokens, self.weight)
+    def forward(self, tokens: Tensor, layout: Layout | None = None) -> Tensor:
+        """tokens int64 [B, T] -> [B, T, width]; plain rows without a layout, and such rows may stand for tokens."""
+        if tokens.is_floating_point():
+            x = tokens
+        else:
+            x = functional.embedding(tokens, self.weight) if self.rows is None else self.rows(tokens)
+        if layout is None:
+            return x
         if self.scale is not None:
             x = x * self.scale[x.dtype]
         if self.position is not None:

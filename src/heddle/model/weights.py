@@ -1,7 +1,7 @@
 """Attention weights of every layer of a call, exact, beside the fast forms that make the answer."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -45,6 +45,14 @@ def watch(
     Only one layer's weights exist at a time. Returns the hidden states [B, T, width], the same bits as of any call. No
     other thread may call the model meanwhile. Raises ConfigError as `attention_weights`.
     """
+    with watching(model, take, implied):
+        hidden: Tensor = model(tokens, layout)[0]
+    return hidden
+
+
+@contextmanager
+def watching(model: Decoder, take: Callable[[int, Observation], None], implied: bool = False) -> Iterator[None]:
+    """As `watch`, for whatever calls of the model the block makes; with a state, S are the tokens a mixer holds."""
     held: list[Observation] = []
 
     def start(*_: object) -> None:
@@ -63,8 +71,7 @@ def watch(
                 for handle in (mixer.register_forward_pre_hook(start), mixer.register_forward_hook(end(index))):
                     stack.callback(handle.remove)
         stack.enter_context(observing(held.append, implied))
-        hidden: Tensor = model(tokens, layout)[0]
-    return hidden
+        yield
 
 
 def _joined(index: int, held: list[Observation]) -> Observation:

@@ -31,16 +31,17 @@ def fill_normal(parameter: Tensor, std: float, generator: torch.Generator, mean:
         parameter.copy_(numbers.normal_(0.0, std, generator=generator).add_(mean))
 
 
-class Linear(Leaf):
-    """`y = x Wᵀ + b` with W [outputs, inputs]."""
+class Linear(Leaf, nn.Linear):
+    """`y = x Wᵀ + b` with W [outputs, inputs]: to others a Linear of torch, which adapters and quantisers look for."""
 
     maps = ("weight",)
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False, last: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        nn.Linear.__init__(self, inputs, outputs, bias)
         self.last = last  # the last projection of a branch: its start is scaled with depth
+
+    def reset_parameters(self) -> None:
+        """Nothing, where torch would draw numbers: the model says how each parameter starts."""
 
     def initialise(self, std: float, generator: torch.Generator) -> None:
         """Normal weights, zero bias."""
@@ -52,9 +53,14 @@ class Linear(Leaf):
         """x [..., inputs] -> [..., outputs]."""
         return linear(x, self.weight, self.bias)
 
-    def extra_repr(self) -> str:
-        """Inputs, outputs and bias, as torch prints them."""
-        return f"{self.weight.shape[1]}, {self.weight.shape[0]}, bias={self.bias is not None}"
+
+def matrix(projection: nn.Module) -> Tensor:
+    """The matrix [outputs, inputs] of a `Linear` without a bias, or of the wrapper around one."""
+    if type(projection) is Linear:
+        return projection.weight
+    inner = next(module for module in projection.modules() if isinstance(module, Linear))
+    made: Tensor = projection(torch.eye(inner.in_features, dtype=inner.weight.dtype, device=inner.weight.device))
+    return made.mT
 
 
 def together(x: Tensor, *projections: nn.Module) -> Sequence[Tensor]:

@@ -2,45 +2,38 @@
 
 from typing import Any
 
+from heddle.config import decode
 from heddle.exchange import views
 from heddle.exchange.family import Family
 from heddle.exchange.fields import Fields
 from heddle.exchange.rules import Rules
 from heddle.model.config import ModelConfig
+from heddle.model.load import DEFAULTS
 
 PREFIX = "model.decoder."
+# Sizes under the names that other programs look for.
+TOLD = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "tie_word_embeddings",
+)  # fmt: skip
 
 
 def read(fields: Fields) -> dict[str, Any]:
-    """The design, as it was written; what stands beside it is told for other readers only."""
+    """The design, as it was written; what is told beside it may not say otherwise."""
     design: dict[str, Any] = fields.need("design", dict)
-    fields.unread -= set(_told())
+    told = write(decode(ModelConfig, DEFAULTS | design).resolved())
+    for name in TOLD:
+        fields.expect(name, told[name], default=told[name])
     return design
 
 
 def write(design: ModelConfig) -> dict[str, Any]:
-    """The design, and its sizes under the names that other programs look for."""
+    """The design, and its sizes."""
     mixer = views.attention(design)
-    return {
-        "design": design.dump(),
-        **_told(
-            vocab_size=design.vocab_size,
-            hidden_size=design.width,
-            num_hidden_layers=design.depth,
-            num_attention_heads=mixer.heads,
-            num_key_value_heads=mixer.kv_heads,
-            head_dim=mixer.head_dim,
-            tie_word_embeddings=design.head.tied,
-        ),
-    }
-
-
-def _told(**values: Any) -> dict[str, Any]:
-    names = (
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "tie_word_embeddings", "layer_types",
+    sizes = (
+        design.vocab_size, design.width, design.depth, mixer.heads, mixer.kv_heads, mixer.head_dim, design.head.tied
     )  # fmt: skip
-    return values or dict.fromkeys(names)
+    return {"design": design.dump(), **dict(zip(TOLD, sizes, strict=True))}
 
 
 def rules(design: ModelConfig, to: Rules) -> None:

@@ -18,7 +18,7 @@ from heddle.numerics.latent import latent_attention
 from heddle.parts.cache import Cache
 from heddle.parts.eager import eager
 from heddle.parts.layout import Layout, Memory
-from heddle.parts.leaf import Leaf, Linear, together
+from heddle.parts.leaf import Leaf, Linear, matrix, together
 from heddle.parts.mixers import Mixer, MixerConfig, Place, narrow, widen
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import RotationConfig
@@ -146,7 +146,8 @@ class LatentAttention(Mixer):
             seen = layout.seen(None, True)
         else:
             latents, _, seen, state = state.extend(latents, latents[..., :0], layout, None)
-        return latent_attention(q_nope, q_rope, latents, self.k_up.weight, self.v_up.weight, seen, self.scale), state
+        up = matrix(self.k_up), matrix(self.v_up)
+        return latent_attention(q_nope, q_rope, latents, *up, seen, self.scale), state
 
 
 def _norm(rank: int, kind: Normed | None) -> Leaf | None:

@@ -1,0 +1,56 @@
+"""Designs at random, from everything that can be built: exported, read by transformers, and computed there alike."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+import heddle
+import heddle.huggingface  # registers our classes
+from heddle.exchange.export import export
+from heddle.exchange.load import load
+from heddle.model.config import ModelConfig
+from tests.covering import attempt, fits, sites
+from tests.exchange.oracle import AutoModelForCausalLM, our_logits, their_logits
+from tests.pairs import Draft, catalogue
+
+DESIGNS = 100
+
+
+@st.composite
+def designs(draw: st.DrawFn) -> ModelConfig:
+    """Any parts in any order, as the pairs of the laws are drawn, but what is refused and what reads a memory."""
+    draft = Draft({})
+    for site in sites():
+        fitting = [label for label in catalogue()[site[1]] if fits(draft.labels | {site: label})]
+        draft.labels[site] = draw(st.sampled_from(fitting))
+        draft.picks[site] = draw(st.integers(0, 1000))
+    made = attempt(draft)
+    assume(isinstance(made, ModelConfig))
+    assert isinstance(made, ModelConfig)
+    assume(heddle.build(made, device="meta").memory_width is None)
+    return made
+
+
+@settings(max_examples=DESIGNS, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(designs())
+def test_any_design_computes_alike_in_transformers(design: ModelConfig) -> None:
+    model = heddle.build(design, seed=3).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.05)
+    tokens = torch.randint(1, 61, (3, 23), generator=torch.Generator().manual_seed(9))
+    layout = heddle.Layout.padded([23, 9, 1], side="left")
+    real = layout.positions >= 0
+    with TemporaryDirectory() as folder:
+        export(model, Path(folder) / "out")
+        theirs = AutoModelForCausalLM.from_pretrained(Path(folder) / "out").eval()
+        again = load(Path(folder) / "out").model
+    assert again.config == design
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+    want = our_logits(model, tokens, layout)[real]
+    torch.testing.assert_close(their_logits(theirs, tokens, real.long())[real], want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(their_logits(theirs, tokens[:1]), our_logits(model, tokens[:1]), rtol=0, atol=1e-5)
