@@ -13,7 +13,7 @@ from heddle.checkpoints.steps import FOLDER, latest
 from heddle.data.tokenizer import Tokenizer
 from heddle.errors import CheckpointError
 from heddle.model.config import ModelConfig
-from heddle.model.decoder import Decoder, build
+from heddle.model.decoder import Decoder, build, held_in
 from heddle.model.load import load_config
 from heddle.model.lora import merge_lora
 from heddle.progress import say
@@ -103,7 +103,7 @@ def restore(
     for name, parameter in expected.items():
         owner, _, last = name.rpartition(".")
         tensor = held.pop(name)
-        tensor = tensor.to(tensor.dtype if dtype is None else dtype)
+        tensor = tensor.to(tensor.dtype if dtype is None else held_in(parameter, dtype))
         setattr(model.get_submodule(owner), last, nn.Parameter(tensor, parameter.requires_grad))
     model.tie()
     return model

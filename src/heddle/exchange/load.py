@@ -19,7 +19,7 @@ from heddle.exchange.rules import Rule, Rules
 from heddle.exchange.shards import CONFIG, Foreign
 from heddle.exchange.texts import read_texts
 from heddle.model.config import ModelConfig
-from heddle.model.decoder import Decoder, build
+from heddle.model.decoder import Decoder, build, held_in
 from heddle.progress import say
 
 TABLES = ("*.rotary_emb.inv_freq",)  # of angles, which older files of any family keep
@@ -105,7 +105,7 @@ class _Filling:
                 raise CheckpointError(f"{place} has shape {list(tensor.shape)}, the config needs {list(shape)}")
             if tensor.numel() and not all(bound.isfinite() for bound in tensor.aminmax()):
                 say(f"warning: {place} holds values that are not finite; the model may write nothing sensible")
-            self._place(rule, tensor if dtype is None or not self._learned(rule) else tensor.to(dtype))
+            self._place(rule, tensor if dtype is None else tensor.to(held_in(self._first(rule), dtype)))
         for name in self.waiting:
             raise CheckpointError(f"{self.foreign.folder}: tensor '{name}' is missing; download the weights again")
         for begun in sorted(left_out):
@@ -120,10 +120,10 @@ class _Filling:
         """A tied head that was written beside the embedding."""
         return self.model.config.head.tied and name in ("lm_head.weight", "embed_out.weight")
 
-    def _learned(self, rule: Rule) -> bool:
-        """Whether gradients teach it; what only counts, such as the bias that balances experts, stays as precise."""
+    def _first(self, rule: Rule) -> nn.Parameter:
+        """The first parameter of a rule."""
         first = rule.ours[0]
-        return self.parameters[first if isinstance(first, str) else first[0]].requires_grad
+        return self.parameters[first if isinstance(first, str) else first[0]]
 
     def _place(self, rule: Rule, tensor: Tensor) -> None:
         shapes = self.rules.pieces(rule)

@@ -34,6 +34,7 @@ class HeddlePreTrainedModel(PreTrainedModel):
     _supports_attention_backend = _supports_sdpa = True
     _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers reads a list
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["balance"]  # noqa: RUF012 - what chooses experts moves by steps that bf16 would lose
 
     @property
     def of_heddle(self) -> Decoder:

@@ -41,7 +41,7 @@ def seeds(config: ModelConfig) -> None:
     for name, value in first.items():
         if not torch.equal(value, again[name]):
             raise Broken(f"{name}: differs between two builds with one seed")
-        if not torch.equal(wide[name].float(), value) or not torch.equal(value.bfloat16(), narrow[name]):
+        if not torch.equal(wide[name].float(), value) or not torch.equal(value.to(narrow[name].dtype), narrow[name]):
             raise Broken(f"{name}: starts otherwise in another dtype")
         spread = value.numel() > 1 and float(value.detach().std()) > 0  # constants are the same for every seed
         if spread and torch.equal(value, other[name]):

@@ -273,17 +273,21 @@ def build(
     """
     with torch.device("meta"):
         model = Decoder(config)
-    if torch.device(device).type == "meta":
-        return model.to(dtype=dtype)
     materialise(model, dtype, device)
-    initialise(model, seed)
+    if torch.device(device).type != "meta":
+        initialise(model, seed)
     return model
+
+
+def held_in(parameter: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
+    """What a model of `dtype` holds a parameter in: one that no gradient teaches counts in at least float32."""
+    return dtype if parameter.requires_grad else torch.promote_types(dtype, torch.float32)
 
 
 def materialise(model: Decoder, dtype: torch.dtype, device: torch.device | str) -> None:
     """Give every parameter of a meta model its (unset) storage, keeping the head tied."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            empty = torch.empty(parameter.shape, dtype=dtype, device=device)
+            empty = torch.empty(parameter.shape, dtype=held_in(parameter, dtype), device=device)
             setattr(module, name, nn.Parameter(empty, parameter.requires_grad))
     model.tie()
