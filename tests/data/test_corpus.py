@@ -16,7 +16,8 @@ from heddle.data import corpus as corpus_module
 from heddle.data.cache import Cache, default_folder
 from heddle.data.corpus import Corpus, prepare
 from heddle.data.samples import Samples
-from heddle.data.tokenizer import Tokenizer, distinct_bytes
+from heddle.data.tokenizer import Tokenizer
+from heddle.data.words import distinct_bytes
 from heddle.errors import DataError, MachineError
 
 WORDS = ["warp", "weft", "heddle", "shed", "reed", "treadle", "loom", "thread", "lift", "lower", "cross", "bind"]

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Engine
 
-from heddle.data.tokenizer import END, LONGEST_RUN, Tokenizer, distinct_bytes
+from heddle.data.tokenizer import END, LONGEST_RUN, Tokenizer
+from heddle.data.words import distinct_bytes
 from heddle.errors import DataError
 
 TEXTS = [

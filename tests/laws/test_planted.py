@@ -339,7 +339,7 @@ BUGS = [
         "if self.config.head.tied:", "if False:"),
     Bug("a number kept outside the weights", "weights_are_all", "attention-mha", "model.decoder:Embedding.initialise",
         "fill_normal(self.weight, std, generator)", "fill_normal(self.weight, std, generator)\n"
-        "    self.scale = 1.0 + float(torch.rand((), generator=generator))"),
+        "    self.scale = {torch.float64: 1.0 + float(torch.rand((), generator=generator))}"),
     Bug("false written as if it were the default", "round_trip", "attention-bidirectional", "config:Config.dump",
         "if value is not None", "if value"),
     Bug("the state of a longer text told", "true_size", "attention-mha", "model.size:size",

@@ -14,7 +14,8 @@ from heddle.data.bin import TokenFile, TokenWriter, write_token_file
 from heddle.data.cache import Cache, digest, write_text
 from heddle.data.sources import Survey, open_source
 from heddle.data.split import TRAIN, VALIDATION, Split, split
-from heddle.data.tokenizer import LONGEST_RUN, SMALLEST_VOCABULARY, Tokenizer, distinct_bytes
+from heddle.data.tokenizer import LONGEST_RUN, SMALLEST_VOCABULARY, Tokenizer
+from heddle.data.words import distinct_bytes
 from heddle.errors import DataError
 
 DEFAULT_VOCABULARY = 8192

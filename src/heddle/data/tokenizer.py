@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,7 +33,6 @@ _PATTERN = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}{1,N}| ?\p{N}{1,N}| ?[^\s\p{L}\p{N}
 _END_NAMES = (
     END, "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>"
 )  # fmt: skip
-_WORD = re.compile(rf"\w{{1,{LONGEST_RUN}}}|[^\w\s]{{1,{LONGEST_RUN}}}")
 _FILE_BYTES = 256 * 1024 * 1024
 
 
@@ -269,22 +267,6 @@ def read_engine(text: str, name: str) -> Engine:
         raise
     except BaseException as error:  # the library raises bare Exception, and panics that are not one
         raise DataError(f"tokenizer {name} is not a valid tokenizer.json: save it again with `tokenizers`.") from error
-
-
-def distinct_bytes(texts: Iterable[str], bound: int) -> int:
-    """UTF-8 bytes of the distinct words of the texts, counted until they pass `bound`.
-
-    Learning holds every distinct word, at about 100 bytes a byte: scripts without spaces have many, source code few.
-    """
-    seen: set[str] = set()
-    total = 0
-    for text in texts:
-        new = set(_WORD.findall(text)) - seen
-        seen |= new
-        total += sum(len(word.encode("utf-8")) for word in new)
-        if total > bound:
-            break
-    return total
 
 
 def _end_token(engine: Engine) -> int:

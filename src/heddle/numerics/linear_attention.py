@@ -48,11 +48,18 @@ def relu(x: Tensor) -> Tensor:
     return at_least_float32(x).relu()
 
 
+LEAST = 1e-12  # of a learned feature
+
+
 def learned(x: Tensor, weight: Tensor) -> Tensor:
-    """x [B, H, T, d], weight [H, d, d] -> `[softmax(W x) ; softmax(−W x)]` [B, H, T, 2d]."""
+    """x [B, H, T, d], weight [H, d, d] -> `[softmax(W x) ; softmax(−W x)]` [B, H, T, 2d], at least 1e-12.
+
+    That bound is its authors'. So a query and a key of which each has what the other lacks still meet: where a rotation
+    turns the numerator alone, something over next to nothing would know no bounds.
+    """
     count(2 * x.numel() * weight.shape[1])
     scores = at_least_float32(x @ weight.mT)
-    return torch.cat((scores.softmax(-1), (-scores).softmax(-1)), dim=-1)
+    return torch.cat((scores.softmax(-1), (-scores).softmax(-1)), dim=-1).clamp(min=LEAST)
 
 
 def softmax_over_tokens(k: Tensor, padding: Tensor | None, segments: Tensor | None) -> Tensor:
