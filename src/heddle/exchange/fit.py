@@ -20,6 +20,7 @@ OWN = "heddle"
 TRAINING = frozenset({"initialisation", "dropout", "drop_path", "capacity", "aux_loss", "z_loss", "bias_update"})
 MISSING = "absent"
 MOST = 6  # differences that are told one by one
+OF_A_KIND = 8  # differences of fields that weigh as much as one of a kind
 
 
 class Obstacle(NamedTuple):
@@ -28,6 +29,11 @@ class Obstacle(NamedTuple):
     path: str
     have: Any
     need: Any
+
+    @property
+    def weight(self) -> int:
+        """Another kind of part is another model; another value of a field is not so much."""
+        return OF_A_KIND if self.path.endswith("kind") else 1
 
     def __str__(self) -> str:
         """`residual.kind=pre_norm`: the override that removes it."""
@@ -94,7 +100,7 @@ def read(config: dict[str, Any], family: Family, place: str = "config.json") -> 
 def fits(design: ModelConfig) -> list[Fit]:
     """Every family but heddle's own, the best first."""
     found = [fit(design, family) for name, family in families().items() if name != OWN]
-    return sorted(found, key=lambda one: len(one.obstacles))
+    return sorted(found, key=lambda one: sum(each.weight for each in one.obstacles))
 
 
 def best(design: ModelConfig, wanted: str | None = None) -> Fit:

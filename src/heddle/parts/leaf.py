@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,9 @@ def matrix(projection: nn.Module) -> Tensor:
     """The matrix [outputs, inputs] of a `Linear` without a bias, or of the wrapper around one."""
     if type(projection) is Linear:
         return projection.weight
-    inner = next(module for module in projection.modules() if isinstance(module, Linear))
+    inner = next((module for module in projection.modules() if isinstance(module, Linear)), None)
+    if inner is None:  # a module in the place of one, which says what its matrix is
+        return cast(Tensor, projection.weight)
     made: Tensor = projection(torch.eye(inner.in_features, dtype=inner.weight.dtype, device=inner.weight.device))
     return made.mT
 
