@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import heddle
-from heddle.exchange.load import Imported, load
+from heddle.exchange.imported import Imported
+from heddle.exchange.load import load
 from heddle.numerics import routing
 from heddle.parts.feedforwards import moe
 from tests.exchange.cases import BASE, CASES, Fields

@@ -20,7 +20,8 @@ from heddle.exchange.gguf import export as exporting
 from heddle.exchange.gguf import export_gguf, tensors
 from heddle.exchange.gguf.architectures import ARCHITECTURES, runs_as
 from heddle.exchange.gguf.vocabulary import IGNORES_MERGES, SPLITS, vocabulary
-from heddle.exchange.load import Imported, load
+from heddle.exchange.imported import Imported
+from heddle.exchange.load import load
 from heddle.model.config import ModelConfig
 from tests.cases import CASES as DESIGNS
 from tests.exchange.cases import LLAMA3, Fields, scaled

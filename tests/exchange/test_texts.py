@@ -19,7 +19,8 @@ from heddle.data.spelling import SPACE
 from heddle.data.tokenizer import END, Marks, Tokenizer
 from heddle.errors import ConfigError, DataError
 from heddle.exchange.export import export
-from heddle.exchange.load import Imported, load
+from heddle.exchange.imported import Imported
+from heddle.exchange.load import load
 from heddle.generation.beams import searched
 from heddle.generation.plain import plain
 from heddle.generation.reading import Reader, Request

@@ -10,7 +10,7 @@ from heddle.cli.options import Quiet, open_session
 from heddle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from heddle.exchange.load import Imported
+    from heddle.exchange.imported import Imported
 
 FORMATS = ("hf", "gguf")
 DTYPES = ("fp32", "bf16", "fp16")

@@ -9,7 +9,7 @@ from heddle.checkpoints.folder import read_folder
 from heddle.checkpoints.model import find, load, save
 from heddle.data.tokenizer import BESIDE
 from heddle.errors import CheckpointError
-from heddle.exchange.load import Imported
+from heddle.exchange.imported import Imported
 
 CARRIED = "imported.json"
 

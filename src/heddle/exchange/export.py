@@ -11,7 +11,8 @@ from heddle.checkpoints.folder import write_folder
 from heddle.data.tokenizer import Tokenizer
 from heddle.exchange.family import Family
 from heddle.exchange.fit import Fit, best, differences, read
-from heddle.exchange.load import Imported, rules_of
+from heddle.exchange.imported import Imported
+from heddle.exchange.load import rules_of
 from heddle.exchange.rules import Rules
 from heddle.exchange.shards import CONFIG, INDEX, SINGLE, to_json
 from heddle.exchange.texts import write_texts

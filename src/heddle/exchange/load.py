@@ -1,7 +1,6 @@
 """A foreign folder -> a model: its config read field by field, its tensors placed one at a time as they are read."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from heddle.config import decode
-from heddle.data.tokenizer import Tokenizer
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.family import Family, family_of
 from heddle.exchange.fields import Fields
 from heddle.exchange.fit import differences, read
+from heddle.exchange.imported import Imported
 from heddle.exchange.rules import Rule, Rules
 from heddle.exchange.shards import CONFIG, Foreign
 from heddle.exchange.texts import read_texts
@@ -23,16 +22,6 @@ from heddle.model.decoder import Decoder, build, held_in
 from heddle.progress import say
 
 TABLES = ("*.rotary_emb.inv_freq",)  # of angles, which older files of any family keep
-
-
-@dataclass(frozen=True)
-class Imported:
-    """A model and what came with it: `carried` fields and documents that an export writes again."""
-
-    model: Decoder
-    tokenizer: Tokenizer | None
-    carried: dict[str, Any] = field(default_factory=dict)
-    documents: dict[str, str] = field(default_factory=dict)
 
 
 def load(folder: str | Path, dtype: torch.dtype | None = None) -> Imported:

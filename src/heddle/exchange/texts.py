@@ -3,18 +3,16 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import Tokenizer as Engine
 from tokenizers.processors import TemplateProcessing
 
 from heddle.data.tokenizer import BESIDE, FILE, Marks, Tokenizer, read_engine
 from heddle.errors import ConfigError, DataError
+from heddle.exchange.imported import Imported
 from heddle.exchange.shards import CONFIG, Foreign, parsed, to_json
 from heddle.progress import say
-
-if TYPE_CHECKING:
-    from heddle.exchange.load import Imported
 
 SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 LONGEST = int(1e30)  # what transformers writes for a tokenizer that knows no longest text
@@ -112,7 +110,7 @@ def _content(token: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def write_texts(tokenizer: Tokenizer | None, source: "Imported | None") -> tuple[dict[str, str], dict[str, Any]]:
+def write_texts(tokenizer: Tokenizer | None, source: Imported | None) -> tuple[dict[str, str], dict[str, Any]]:
     """The documents of an export, and what config.json says of tokens.
 
     A tokenizer of ours opens every text with its end token, as in training, so its file says so too; an imported one

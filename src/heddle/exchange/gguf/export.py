@@ -18,7 +18,7 @@ from heddle.exchange.fit import Fit
 from heddle.exchange.gguf.architectures import Architecture, rotations, runs_as
 from heddle.exchange.gguf.tensors import Piece, pieces
 from heddle.exchange.gguf.vocabulary import vocabulary
-from heddle.exchange.load import Imported
+from heddle.exchange.imported import Imported
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.parts.scalings.linear import LinearConfig
