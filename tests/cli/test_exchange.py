@@ -10,6 +10,8 @@ from heddle.checkpoints.folder import fingerprint
 from heddle.cli.main import run
 from tests import small
 from tests.exchange.oracle import AutoModelForCausalLM, saved
+from tests.exchange.spellers import MEASURED
+from tests.exchange.test_texts import folder_of
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +85,16 @@ def test_a_foreign_model_keeps_its_family(tmp_path: Path) -> None:
     mine, other = (json.loads((place / "config.json").read_text()) for place in (tmp_path / "theirs", folder))
     for name in set(other) - {"transformers_version", "pretraining_tp"}:
         assert mine[name] == other[name], name
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_an_imported_model_is_trained_on_with_its_own_tokenizer_and_leaves_with_it(name: str, tmp_path: Path) -> None:
+    folder, text = folder_of(name, tmp_path / "theirs"), small.folder(tmp_path / "text")
+    assert run(["import", str(folder), f"{tmp_path}/ours", "-q"]) == 0
+    sizes = ["--context", "32", "--batch-size", "2", "--steps", "3", "--device", "cpu", "-q"]
+    command = ["train", "--from", f"{tmp_path}/ours", "--data", str(text), "--lora", "2", "--out", f"{tmp_path}/run"]
+    assert run([*command, *sizes]) == 0
+    assert run(["export", f"{tmp_path}/run", f"{tmp_path}/out", "-q"]) == 0
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes(), file
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "llama"
