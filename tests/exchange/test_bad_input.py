@@ -378,3 +378,18 @@ def test_an_export_that_dies_leaves_no_half_of_a_folder(tmp_path: Path) -> None:
                 assert not os.path.lexists(tmp_path / "out")
         if (tmp_path / "out").is_dir():
             load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_head_that_was_written_must_be_the_embedding(same: bool, tmp_path: Path) -> None:
+    folder = copy(saved("llama", "llama3-tied-biases")[1], tmp_path / "model")
+    held = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    head = held["model.embed_tokens.weight"].clone()
+    save_file(held | {"lm_head.weight": head if same else head + 1}, folder / "model.safetensors")
+    if same:
+        assert torch.equal(load(folder).model.head.weight, head)
+    else:
+        with pytest.raises(HeddleError, match="field 'tie_word_embeddings'"):
+            load(folder)

@@ -21,13 +21,12 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build, held_in
 from heddle.progress import say
 
+HEAD, HEADS = "head.weight", ("lm_head.weight", "embed_out.weight")
 TABLES = ("*.rotary_emb.inv_freq",)  # of angles, which older files of any family keep
 
 
 def load(folder: str | Path, dtype: torch.dtype | None = None) -> Imported:
     """Read a folder that transformers wrote, or one exported by us; dtype None keeps each tensor's own.
-
-    A dtype is that of what gradients teach.
 
     Memory: the model's own and that of one tensor. Raises CheckpointError and ConfigError of one sentence, naming
     file, tensor or field, for whatever is missing, altered, unknown or not supported.
@@ -78,15 +77,19 @@ class _Filling:
     def run(self, dtype: torch.dtype | None) -> None:
         """Read every tensor. Raises CheckpointError naming one that is missing, too many, or of a wrong shape."""
         known = TABLES + self.family.left_out
-        left_out, beginnings = set(), [one.format(depth=self.model.config.depth) for one in known]
+        left_out: set[str] = set()
+        beginnings = [one.format(depth=self.model.config.depth) for one in known]
         for file, name, tensor in self.foreign.tensors():
             place = f"{self.foreign.folder / file}: tensor '{name}'"
             rule = self.waiting.pop(name, None) or self.waiting.pop(self.family.prefix + name, None)
             if rule is None:
                 begun = next((one for one in beginnings if fnmatchcase(name, one + "*")), None)
-                if begun is None and not self._is_tied_head(name, tensor):
+                if begun is not None:
+                    left_out.add(begun)
+                elif self.model.config.head.tied and name in HEADS:
+                    self.made[HEAD] = tensor
+                else:
                     raise CheckpointError(f"{place} belongs to no part of a {self.family.architecture} of this config")
-                left_out |= {begun} if begun else set()
                 continue
             if not tensor.is_floating_point() or tensor.element_size() == 1:
                 raise CheckpointError(f"{place} is of type {tensor.dtype}; heddle reads unquantised floating point")
@@ -97,6 +100,7 @@ class _Filling:
             self._place(rule, tensor if dtype is None else tensor.to(held_in(self._first(rule), dtype)))
         for name in self.waiting:
             raise CheckpointError(f"{self.foreign.folder}: tensor '{name}' is missing; download the weights again")
+        self._check_head()
         for begun in sorted(left_out):
             say(f"left out: tensors {begun}…, which heddle does not build")
         for name, tensor in self.made.items():
@@ -105,9 +109,14 @@ class _Filling:
             setattr(self.model.get_submodule(owner), last, nn.Parameter(tensor, learned))
         self.model.tie()
 
-    def _is_tied_head(self, name: str, tensor: Tensor) -> bool:
-        """A tied head that was written beside the embedding."""
-        return self.model.config.head.tied and name in ("lm_head.weight", "embed_out.weight")
+    def _check_head(self) -> None:
+        """Raises ConfigError for a tied head that was written beside the embedding and is another."""
+        head = self.made.pop(HEAD, None) if self.model.config.head.tied else None
+        if head is not None and not torch.equal(head.to(self.made["embed.weight"].dtype), self.made["embed.weight"]):
+            raise ConfigError(
+                f"{self.foreign.folder / CONFIG}: field 'tie_word_embeddings' says that the head is the embedding, but "
+                "the weights hold another; set it to false"
+            )
 
     def _first(self, rule: Rule) -> nn.Parameter:
         """The first parameter of a rule."""
