@@ -400,6 +400,7 @@ CASES: dict[str, Case] = {
                 "head_dim": 10,
                 "hidden_act": "gelu",
                 "layer_norm_eps": 1e-2,
+                "partial_rotary_factor": 0.4,
                 "rope_parameters": {"rope_type": "linear", "factor": 3.0, "partial_rotary_factor": 0.4},
             },
         },

@@ -15,8 +15,8 @@ from heddle.exchange.fit import best
 from heddle.exchange.load import load, read_design
 from tests.exchange.cases import CASES, INERT
 from tests.exchange.oracle import (
-    PLAIN,
     AutoModelForCausalLM,
+    as_told,
     batch,
     config_of,
     distance,
@@ -24,6 +24,7 @@ from tests.exchange.oracle import (
     drawn,
     imported,
     our_logits,
+    plain,
     read_json,
     saved,
     their_logits,
@@ -55,7 +56,7 @@ def test_logits_in_bfloat16(family: str, variant: str) -> None:
     By the median, since rounding to bfloat16 may choose another expert for some token, on either side.
     """
     wide, folder = saved(family, variant)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **PLAIN).eval()
+    theirs = as_told(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **plain(family)).eval())
     ours = load(folder, dtype=torch.bfloat16).model
     tokens, mask, layout = batch()
     want, got = their_logits(theirs, tokens, mask), our_logits(ours, tokens, layout)
@@ -86,7 +87,7 @@ def test_exported_again_it_is_the_same_files(family: str, variant: str, tmp_path
     for name, tensor in original.items():
         assert mine[name].dtype == tensor.dtype, name
         assert torch.equal(mine[name], tensor), name
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **PLAIN).eval()
+    again = as_told(AutoModelForCausalLM.from_pretrained(tmp_path / "out", **plain(family)).eval())
     assert type(again) is type(theirs)
     tokens, mask, _ = batch()
     weights = again.state_dict()
@@ -160,7 +161,7 @@ def test_each_number_of_the_config_changes_both_sides_alike(family: str, variant
     for value in changed(_at(config, outer)[last]):
         data = json.loads(json.dumps(config))
         _at(data, outer)[last] = value
-        follow(data, last)
+        follow(data, last, value)
         try:
             other = drawn(type(theirs.config).from_dict(data))
             load(write(other))
@@ -187,9 +188,12 @@ def shapes(model: Any) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def follow(data: dict[str, Any], changed: str) -> None:
-    """Make lists as long as the changed field asks; drop what both sides find by it."""
+def follow(data: dict[str, Any], changed: str, value: Any) -> None:
+    """Make lists as long as the changed field asks; drop what both sides find by it; say alike what is said twice."""
     rope = data.get("rope_parameters", {})
+    for table in (data, rope):
+        if changed == "partial_rotary_factor" and changed in table:
+            table[changed] = value
     if changed == "num_hidden_layers" and "layer_types" in data:
         data["layer_types"] = (data["layer_types"] * data[changed])[: data[changed]]
     if changed == "qk_rope_head_dim":

@@ -16,7 +16,7 @@ from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import build
 from tests.cases import CASES as DESIGNS
 from tests.exchange.cases import FULL, SLIDING, Fields
-from tests.exchange.oracle import AutoConfig, AutoModelForCausalLM, config_of, imported, our_logits, their_logits
+from tests.exchange.oracle import AutoConfig, AutoModelForCausalLM, config_of, imported, our_logits, plain, their_logits
 
 OLD: Fields = {
     "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "max_position_embeddings": 32768,
@@ -142,7 +142,7 @@ def test_layers_of_one_type_alone_go_out(family: str, window: int | None, tmp_pa
     simpler = {} if window else {"mistral": "llama", "olmo3": "olmo2"}
     assert found.family.model_type == simpler.get(family, family)
     assert service(model.config).architecture == found.family.architecture
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **plain(found.family.model_type)).eval()
     tokens = torch.randint(1, 90, (2, 23))
     torch.testing.assert_close(our_logits(model, tokens), their_logits(theirs, tokens), rtol=0, atol=1e-5)
 
