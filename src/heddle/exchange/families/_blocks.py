@@ -35,6 +35,18 @@ def check_width(fields: Fields) -> None:
         raise fields.wrong("hidden_size", f"{fields.data.get('model_type')} asks a multiple of its {heads} heads")
 
 
+def read_gated(fields: Fields, name: str = "hidden_act", default: str = "silu", **more: Any) -> dict[str, Any]:
+    """A gated feed-forward; `name` and `default` are of its activation."""
+    hidden = fields.need("intermediate_size", int)
+    return {"kind": "gated", "hidden": hidden, "activation": read_activation(fields, name, default), **more}
+
+
+def write_gated(design: ModelConfig, name: str = "hidden_act") -> dict[str, Any]:
+    """The same of the first one."""
+    found = views.gated(design)
+    return {"intermediate_size": found.hidden, name: views.ACTIVATIONS[found.activation]}
+
+
 def frame(fields: Fields, norm: dict[str, Any], layers: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     """A design of these layers, with the fields that every family has."""
     std = fields.take("initializer_range", 0.02)

@@ -10,7 +10,6 @@ where it is on (`output_router_logits`). Only training reads it, and only with o
 An export tells the coefficient and leaves the switch off, with which their `generate` fails: who trains sets it.
 """
 
-from itertools import groupby
 from typing import Any
 
 from heddle.exchange import views
@@ -99,11 +98,6 @@ def write_forwards(design: ModelConfig) -> dict[str, Any]:
         **write_sparse(design),
         **write_loss(design, moe),
     }
-
-
-def alike(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Layers with equal neighbours told once."""
-    return [{"repeat": len(list(same)), **layer} for layer, same in groupby(layers)]
 
 
 def experts(to: Rules, theirs: str, ours: str, names: dict[str, str] = LLAMA_NAMES) -> None:

@@ -9,6 +9,7 @@ from heddle.exchange.rules import Rules
 from heddle.model.config import ModelConfig
 
 WINDOW = 4096  # of a file that does not tell
+ACTIVATION = "hidden_activation"
 
 
 def read_mixer(fields: Fields) -> dict[str, Any]:
@@ -31,11 +32,7 @@ def read(fields: Fields, mixers: list[dict[str, Any]], softcap: float | None) ->
     """A design of one layer for each mixer; `softcap` bounds the logits."""
     # What no reader computes with: an older name of the activation, of the window, and how keys are cached.
     fields.unread -= {"hidden_act", "sliding_window_size", "cache_implementation"}
-    feedforward = {
-        "kind": "gated",
-        "hidden": fields.need("intermediate_size", int),
-        "activation": _blocks.read_activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
-    }
+    feedforward = _blocks.read_gated(fields, ACTIVATION, "gelu_pytorch_tanh")
     layers = [{"mixer": mixer, "feedforward": feedforward} for mixer in mixers]
     norm = {"kind": "rms", "eps": fields.take("rms_norm_eps", 1e-6), "offset": 1.0, "cast": "after"}
     return _blocks.frame(
@@ -50,7 +47,7 @@ def read(fields: Fields, mixers: list[dict[str, Any]], softcap: float | None) ->
 
 def write(design: ModelConfig) -> dict[str, Any]:
     """As read, but for the rotations."""
-    mixer, feedforward = views.attention(design), views.gated(design)
+    mixer = views.attention(design)
     return _blocks.write_frame(design) | {
         "num_attention_heads": mixer.heads,
         "num_key_value_heads": mixer.kv_heads,
@@ -61,8 +58,7 @@ def write(design: ModelConfig) -> dict[str, Any]:
         "sliding_window": views.window(design) or WINDOW,
         "layer_types": views.layer_types(design),
         "final_logit_softcapping": design.head.softcap,
-        "intermediate_size": feedforward.hidden,
-        "hidden_activation": views.ACTIVATIONS[feedforward.activation],
+        **_blocks.write_gated(design, ACTIVATION),
         "rms_norm_eps": views.eps(design),
     }
 

@@ -8,6 +8,7 @@ from heddle.exchange.fields import Fields
 from heddle.exchange.rules import Form, Rules
 from heddle.model.config import ModelConfig
 
+MASKS = ("*.attn.bias", "*.attn.masked_bias")  # tensors that older files keep
 # Of heads that a language model does not have, of the length (again), and of how the model was once run.
 NOT_COMPUTED = (
     "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",

@@ -24,11 +24,7 @@ def read_mixer(fields: Fields) -> dict[str, Any]:
 
 def read(fields: Fields, mixers: list[dict[str, Any]]) -> dict[str, Any]:
     """A design of one layer for each mixer."""
-    feedforward = {
-        "kind": "gated",
-        "hidden": fields.need("intermediate_size", int),
-        "activation": _blocks.read_activation(fields),
-    }
+    feedforward = _blocks.read_gated(fields)
     layers = [{"mixer": mixer, "feedforward": feedforward} for mixer in mixers]
     norm = {"kind": "rms", "eps": fields.take("rms_norm_eps", 1e-5), "cast": "after"}
     return _blocks.frame(fields, norm, _local.stack(layers), residual={"kind": "reordered"})
@@ -36,14 +32,12 @@ def read(fields: Fields, mixers: list[dict[str, Any]]) -> dict[str, Any]:
 
 def write(design: ModelConfig) -> dict[str, Any]:
     """As read, but for the rotation of OLMo 3."""
-    feedforward = views.gated(design)
     return (
         _blocks.write_frame(design)
         | _blocks.write_attention(design)
+        | _blocks.write_gated(design)
         | {
             "attention_bias": views.attention(design).bias is True,
-            "intermediate_size": feedforward.hidden,
-            "hidden_act": views.ACTIVATIONS[feedforward.activation],
             "rms_norm_eps": views.eps(design),
         }
     )

@@ -18,11 +18,7 @@ def read(fields: Fields, mixer: dict[str, Any]) -> dict[str, Any]:
     if not fields.take("use_sliding_window", False):
         window = None
     types = [FULL if window is None or index < first else SLIDING for index in range(_local.depth(fields))]
-    feedforward = {
-        "kind": "gated",
-        "hidden": fields.need("intermediate_size", int),
-        "activation": _blocks.read_activation(fields),
-    }
+    feedforward = _blocks.read_gated(fields)
     shared = {"dropout": fields.take("attention_dropout", 0.0)}
     layers = [
         {"mixer": mixer | shared | {"window": one}, "feedforward": feedforward}
@@ -34,17 +30,16 @@ def read(fields: Fields, mixer: dict[str, Any]) -> dict[str, Any]:
 
 def write(design: ModelConfig) -> dict[str, Any]:
     """As read; older readers know no `layer_types`, so they are told where windows begin."""
-    feedforward, window, types = views.gated(design), views.window(design), views.layer_types(design)
+    window, types = views.window(design), views.layer_types(design)
     return (
         _blocks.write_frame(design)
         | _blocks.write_attention(design)
+        | _blocks.write_gated(design)
         | {
             "use_sliding_window": window is not None,
             "sliding_window": window,
             "max_window_layers": design.depth if window is None else types.index(SLIDING),
             "layer_types": types,
-            "intermediate_size": feedforward.hidden,
-            "hidden_act": views.ACTIVATIONS[feedforward.activation],
             "rms_norm_eps": views.eps(design),
         }
     )

@@ -24,11 +24,7 @@ def read(fields: Fields) -> dict[str, Any]:
         "dropout": fields.take("attention_dropout", 0.0),
         "position": position | {"layout": "interleaved"},
     }
-    feedforward = {
-        "kind": "gated",
-        "hidden": fields.need("intermediate_size", int),
-        "activation": _blocks.read_activation(fields),
-    }
+    feedforward = _blocks.read_gated(fields)
     return _blocks.frame(
         fields,
         {"kind": "layer", "eps": fields.take("layer_norm_eps", 1e-5), "bias": False},
@@ -40,15 +36,14 @@ def read(fields: Fields) -> dict[str, Any]:
 
 def write(design: ModelConfig) -> dict[str, Any]:
     """As read."""
-    mixer, feedforward = views.attention(design), views.gated(design)
+    mixer = views.attention(design)
     return (
         _blocks.write_frame(design)
         | _blocks.write_attention(design)
+        | _blocks.write_gated(design)
         | {
             "attention_bias": mixer.bias is True,
             "use_qk_norm": mixer.qk_norm is not None,
-            "intermediate_size": feedforward.hidden,
-            "hidden_act": views.ACTIVATIONS[feedforward.activation],
             "layer_norm_eps": views.eps(design),
             "logit_scale": design.head.scale,
         }

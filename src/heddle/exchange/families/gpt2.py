@@ -64,6 +64,6 @@ FAMILY = Family(
     read,
     write,
     rules,
-    left_out=("*.attn.bias", "*.attn.masked_bias"),  # masks that older files keep
+    left_out=_gpt.MASKS,
     prefix="transformer.",
 )

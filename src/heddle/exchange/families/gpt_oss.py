@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from heddle.exchange import views
-from heddle.exchange.families import _blocks
+from heddle.exchange.families import _blocks, _experts, _local
 from heddle.exchange.family import Family
 from heddle.exchange.fields import Fields
-from heddle.exchange.rope import read_rope
+from heddle.exchange.rope import FULL, SLIDING, read_rope
 from heddle.exchange.rules import Form, Rules
 from heddle.model.config import ModelConfig
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-WINDOW, AUX_LOSS = 128, 0.001  # what stands for absent fields
+WINDOW = 128  # of a file that does not tell
 THETA = 150000.0
 YARN = {
     "rope_type": "yarn",
@@ -39,9 +38,11 @@ def read(fields: Fields) -> dict[str, Any]:
     }
     mixer["position"] = _read_rope(fields, mixer["head_dim"])
     feedforward = _read_experts(fields)
-    layers = [{"mixer": mixer | extra, "feedforward": feedforward} for extra in _read_windows(fields)]
+    usual = [FULL if index % 2 else SLIDING for index in range(_local.depth(fields))]
+    windows = _local.windows(fields, _local.read_types(fields, usual), fields.given("sliding_window", WINDOW))
+    layers = [{"mixer": mixer | {"window": window}, "feedforward": feedforward} for window in windows]
     norm = {"kind": "rms", "eps": fields.take("rms_norm_eps", 1e-5), "cast": "after"}
-    return _blocks.frame(fields, norm, layers)
+    return _blocks.frame(fields, norm, _local.stack(layers))
 
 
 def _read_rope(fields: Fields, head_dim: int) -> dict[str, Any]:
@@ -57,24 +58,11 @@ def _read_rope(fields: Fields, head_dim: int) -> dict[str, Any]:
     return rope
 
 
-def _read_windows(fields: Fields) -> list[dict[str, int]]:
-    """The window of each layer, or none."""
-    depth = fields.need("num_hidden_layers", int)
-    kinds = fields.take("layer_types", [FULL if index % 2 else SLIDING for index in range(depth)])
-    width = fields.find("sliding_window") if "sliding_window" in fields.data else WINDOW
-    if len(kinds) != depth or not set(kinds) <= {FULL, SLIDING}:
-        raise fields.wrong("layer_types", f"needs {depth} entries, each '{FULL}' or '{SLIDING}'")
-    if SLIDING in kinds and type(width) is not int:
-        raise fields.wrong("sliding_window", f"layers of '{SLIDING}' need a whole number")
-    return [{} if kind == FULL else {"window": width} for kind in kinds]
-
-
 def _read_experts(fields: Fields) -> dict[str, Any]:
-    """`router_aux_loss_coef` is a loss of training only where they return the router's numbers."""
+    """Experts in every layer."""
     fields.expect("hidden_act", "silu", default="silu")
     top_k = fields.need("num_experts_per_tok", int)
     fields.expect("experts_per_token", top_k, default=top_k)
-    coefficient = fields.take("router_aux_loss_coef", AUX_LOSS)
     return {
         "kind": "moe",
         "experts": fields.need("num_local_experts", int, "num_experts"),
@@ -86,7 +74,7 @@ def _read_experts(fields: Fields) -> dict[str, Any]:
         "bias": True,
         "routing": "topk_softmax",
         "router_bias": True,
-        "aux_loss": coefficient if fields.take("output_router_logits", False) else None,
+        **_experts.read_loss(fields, top_k, _local.depth(fields)),
     }
 
 
@@ -108,8 +96,7 @@ def write(design: ModelConfig) -> dict[str, Any]:
             "experts_per_token": experts.top_k,
             "swiglu_limit": experts.limit or 7.0,
             "swiglu_alpha": experts.alpha or 1.702,
-            "router_aux_loss_coef": experts.aux_loss or AUX_LOSS,
-            "output_router_logits": experts.aux_loss is not None,
+            **_experts.write_loss(design, experts),
         }
     )
 

@@ -55,5 +55,5 @@ FAMILY = Family(
     read,
     write,
     rules,
-    left_out=("*.attn.bias", "*.attn.masked_bias"),  # masks that older files keep
+    left_out=_gpt.MASKS,
 )

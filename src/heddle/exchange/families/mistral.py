@@ -20,25 +20,19 @@ def read(fields: Fields) -> dict[str, Any]:
         "dropout": fields.take("attention_dropout", 0.0),
         "position": read_rope(fields, heads["head_dim"]),
     }
-    feedforward = {
-        "kind": "gated",
-        "hidden": fields.need("intermediate_size", int),
-        "activation": _blocks.read_activation(fields),
-    }
+    feedforward = _blocks.read_gated(fields)
     layer = {"repeat": fields.need("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}
     return _blocks.frame(fields, {"kind": "rms", "eps": fields.take("rms_norm_eps", 1e-6)}, [layer])
 
 
 def write(design: ModelConfig) -> dict[str, Any]:
     """As read."""
-    feedforward = views.gated(design)
     return (
         _blocks.write_frame(design)
         | _blocks.write_attention(design)
+        | _blocks.write_gated(design)
         | {
             "sliding_window": views.window(design),
-            "intermediate_size": feedforward.hidden,
-            "hidden_act": views.ACTIVATIONS[feedforward.activation],
             "rms_norm_eps": views.eps(design),
         }
     )

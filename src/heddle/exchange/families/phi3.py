@@ -28,11 +28,7 @@ def read(fields: Fields) -> dict[str, Any]:
         "dropout": fields.take("attention_dropout", 0.0),
         "position": position,
     }
-    feedforward = {
-        "kind": "gated",
-        "hidden": fields.need("intermediate_size", int),
-        "activation": _blocks.read_activation(fields),
-    }
+    feedforward = _blocks.read_gated(fields)
     return _blocks.frame(
         fields,
         {"kind": "rms", "eps": fields.take("rms_norm_eps", 1e-5)},
@@ -44,7 +40,7 @@ def read(fields: Fields) -> dict[str, Any]:
 
 def write(design: ModelConfig) -> dict[str, Any]:
     """As read; the length is the factor times the original one, which older readers divide."""
-    feedforward, mixer = views.gated(design), views.attention(design)
+    mixer = views.attention(design)
     rope = views.rope(mixer)
     scaling = rope.scaling if isinstance(rope.scaling, LongropeConfig) else None
     fields = _blocks.write_frame(design) | _blocks.write_attention(design, rope.replace(scaling=scaling), part=1.0)
@@ -56,8 +52,7 @@ def write(design: ModelConfig) -> dict[str, Any]:
         "sliding_window": views.window(design),
         "embd_pdrop": design.embedding.dropout,
         "resid_pdrop": design.residual.dropout,
-        "intermediate_size": feedforward.hidden,
-        "hidden_act": views.ACTIVATIONS[feedforward.activation],
+        **_blocks.write_gated(design),
         "rms_norm_eps": views.eps(design),
     }
 

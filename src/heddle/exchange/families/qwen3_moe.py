@@ -3,7 +3,7 @@
 from typing import Any
 
 from heddle.exchange import views
-from heddle.exchange.families import _blocks, _experts
+from heddle.exchange.families import _blocks, _experts, _local
 from heddle.exchange.family import Family
 from heddle.exchange.fields import Fields
 from heddle.exchange.rope import read_rope
@@ -15,7 +15,7 @@ def read(fields: Fields) -> dict[str, Any]:
     """One attention for all layers; `max_window_layers` is read by nobody."""
     heads = _experts.read_heads(fields)
     fields.find("max_window_layers")
-    window = fields.find("sliding_window") if "sliding_window" in fields.data else 4096
+    window = fields.given("sliding_window", 4096)
     mixer = {
         "kind": "attention",
         **heads,
@@ -26,7 +26,7 @@ def read(fields: Fields) -> dict[str, Any]:
         "position": read_rope(fields, heads["head_dim"]),
     }
     layers = [{"mixer": mixer, "feedforward": one} for one in _experts.read_forwards(fields, {}, False)]
-    return _blocks.frame(fields, {"kind": "rms", "eps": fields.take("rms_norm_eps", 1e-6)}, _experts.alike(layers))
+    return _blocks.frame(fields, {"kind": "rms", "eps": fields.take("rms_norm_eps", 1e-6)}, _local.stack(layers))
 
 
 def write(design: ModelConfig) -> dict[str, Any]:

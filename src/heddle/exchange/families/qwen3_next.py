@@ -6,7 +6,7 @@ Norms are `1 + γ`, but for that of the delta rule's heads. What predicts furthe
 from typing import Any
 
 from heddle.exchange import views
-from heddle.exchange.families import _blocks, _experts
+from heddle.exchange.families import _blocks, _experts, _local
 from heddle.exchange.family import Family
 from heddle.exchange.fields import Fields
 from heddle.exchange.rope import read_rope
@@ -30,7 +30,7 @@ def read(fields: Fields) -> dict[str, Any]:
     types = _read_types(fields, len(forwards))
     layers = [{"mixer": mixers[kind], "feedforward": one} for kind, one in zip(types, forwards, strict=True)]
     norm = {"kind": "rms", "eps": eps, "offset": 1.0, "cast": "after"}
-    return _blocks.frame(fields, norm, _experts.alike(layers))
+    return _blocks.frame(fields, norm, _local.stack(layers))
 
 
 def _read_types(fields: Fields, depth: int) -> list[str]:
