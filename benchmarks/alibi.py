@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.harness import THREADS, alternate, bounded, judged, show, write
-from heddle.numerics.attention import attention
-from heddle.numerics.extras import PLAIN, Extras
-from heddle.numerics.visibility import Visibility, ordered
+from heddle.numerics.attention.score_modifiers import PLAIN, Extras
+from heddle.numerics.attention.softmax import attention
+from heddle.numerics.attention.visibility import Visibility, ordered
 from heddle.runtime import prepare
 
 HEADS, GROUPS, WIDTH = 8, 2, 64

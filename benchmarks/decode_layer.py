@@ -13,10 +13,10 @@ from torch import Tensor
 
 from benchmarks.harness import THREADS, Case, Step, main, timed
 from benchmarks.peers import DTYPES
-from heddle.numerics.attention import attention
-from heddle.parts.cache import Cache
-from heddle.parts.layout import Layout
-from heddle.parts.table import Table
+from heddle.numerics.attention.softmax import attention
+from heddle.parts.context.kv_cache import Cache
+from heddle.parts.context.layout import Layout
+from heddle.parts.context.position_table import PositionTable
 from heddle.runtime import prepare
 
 HEADS, GROUPS, WIDTH, LAYERS = 12, 4, 64, 8
@@ -34,7 +34,7 @@ def heddle_side(arguments: dict[str, Any]) -> Step:
     """A state's table and caches, and the choice of a form in every layer."""
     prepare("cpu", THREADS)
     dtype, context = DTYPES[arguments["precision"]], arguments["context"]
-    table = Table.empty(1, None, context + ROOM, "cpu")
+    table = PositionTable.empty(1, None, context + ROOM, "cpu")
     table, layout = table.extend(Layout.causal(1, context))
     caches = []
     for _ in range(LAYERS):

@@ -17,11 +17,11 @@ from benchmarks.harness import THREADS, alternate, bounded, judged, show, write
 from heddle.config import decode
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
-from heddle.model.load import DEFAULTS
+from heddle.model.load_config import DEFAULTS
 from heddle.model.size import state_bytes
-from heddle.numerics.convolution import convolution
-from heddle.numerics.delta import Rule, delta, unit
 from heddle.numerics.kernels import kernels
+from heddle.numerics.recurrent.convolution import convolution
+from heddle.numerics.recurrent.gated_delta import Rule, delta, unit
 from heddle.runtime import prepare
 
 HEADS, WIDTH, KERNEL = 8, 64, 4

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from benchmarks.harness import ROOT, THREADS, alternate, bounded, peak_memory, show, timed, write
-from heddle.checkpoints.model import save
 from heddle.exchange.export import export
 from heddle.exchange.load import load
 from heddle.model.decoder import build
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.runtime import prepare
+from heddle.storage.model import save
 
 WIDTH, HIDDEN, SHARDS = 2048, 5632, 8
 LAYER = 2 * (4 * WIDTH * WIDTH + 3 * WIDTH * HIDDEN)  # bytes

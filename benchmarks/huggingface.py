@@ -15,7 +15,7 @@ from benchmarks.harness import Case, Step, main
 
 def heddle_side(arguments: dict[str, Any]) -> Step:
     """HeddleForCausalLM."""
-    from heddle.huggingface import HeddleCache, HeddleForCausalLM
+    from heddle.exchange.transformers import HeddleCache, HeddleForCausalLM
 
     context, steps = arguments["context"], arguments["steps"]
     design = "preset:gqa-medium" if arguments["peer"] == "llama" else latent.DESIGN

@@ -11,7 +11,7 @@ import torch
 from benchmarks import peers
 from benchmarks.harness import THREADS, alternate, bounded, judged, show, write
 from heddle.model.decoder import build
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
 from heddle.model.state import State
 from heddle.numerics.linear import packing

@@ -12,7 +12,7 @@ import torch
 from benchmarks import peers
 from benchmarks.harness import THREADS, Case, Step, bounded, main, timed
 from heddle.model.decoder import build
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.model.size import size
 from heddle.numerics.linear import packing
 from heddle.runtime import prepare

@@ -14,11 +14,11 @@ from torch.nn import functional
 
 from benchmarks.harness import THREADS, alternate, bounded, judged, show, write
 from heddle.model.decoder import build
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
-from heddle.numerics.causal_sums import causal_means, causal_sums
-from heddle.numerics.chunked_sums import Places
-from heddle.numerics.linear_attention import elu
+from heddle.numerics.recurrent.causal_sums import causal_means, causal_sums
+from heddle.numerics.recurrent.chunked_sums import Places
+from heddle.numerics.recurrent.linear_attention import elu
 from heddle.runtime import prepare
 
 HEADS, WIDTH = 8, 64

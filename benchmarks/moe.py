@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from benchmarks.harness import THREADS, Case, Step, main, timed
 from benchmarks.peers import DTYPES
 from heddle.model.decoder import build
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.numerics.linear import Packs, packing
+from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward
-from heddle.parts.layout import Layout
 from heddle.runtime import prepare
 
 WIDTH, TOKENS = 512, 2048

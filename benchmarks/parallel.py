@@ -13,7 +13,7 @@ from benchmarks import peers
 from benchmarks.harness import THREADS, Case, Step, main, timed
 from heddle.data.samples import Batch
 from heddle.model.decoder import build
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.runtime import prepare
 from heddle.training.optimizer import make_optimizer
 from heddle.training.step import apply, gradients

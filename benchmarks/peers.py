@@ -8,9 +8,9 @@ import torch
 
 from benchmarks.harness import THREADS, Step
 from heddle.model.decoder import Decoder, build
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.model.state import State
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 from heddle.runtime import prepare
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

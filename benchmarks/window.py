@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.harness import ROOT, THREADS, alternate, bounded, judged, peak_memory, show, write
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
-from heddle.numerics.attention import attention
-from heddle.numerics.visibility import Visibility, ordered
+from heddle.numerics.attention.softmax import attention
+from heddle.numerics.attention.visibility import Visibility, ordered
 from heddle.runtime import prepare
 
 HEADS, WIDTH, WINDOW = 8, 64, 256

@@ -5,7 +5,7 @@ from typing import Any
 
 from heddle.config import Config, Part, decode
 from heddle.model.config import ModelConfig
-from heddle.model.load import DEFAULTS
+from heddle.model.load_config import DEFAULTS
 
 Data = dict[str, Any]
 

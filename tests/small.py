@@ -13,7 +13,7 @@ import yaml
 from heddle.config import PARTS, kind_class
 from heddle.data.corpus import Corpus, prepare
 from heddle.model.config import ModelConfig
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.training import loop
 from heddle.training.loop import Job, train
 from heddle.training.settings import Settings

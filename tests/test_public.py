@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import heddle
-from heddle.data.tokenizer import Tokenizer
+from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
 
 

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from heddle.checkpoints.folder import fingerprint
-from heddle.checkpoints.steps import step_folder
-from heddle.training.record import LOG, read_log
+from heddle.storage.checkpoints import step_folder
+from heddle.storage.folder import fingerprint
+from heddle.storage.run_log import LOG, read_log
 
 
 class Ending(NamedTuple):

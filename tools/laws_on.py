@@ -20,7 +20,7 @@ def hold(task: tuple[str, str]) -> list[tuple[str, str, str]]:
 
     from heddle.laws import run
     from heddle.model.config import ModelConfig
-    from heddle.model.load import load_config
+    from heddle.model.load_config import load_config
     from tests.cases import CASES
 
     torch.set_num_threads(1)

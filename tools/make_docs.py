@@ -21,7 +21,7 @@ from heddle.config import PARTS, Config, Count, Finite, Part, Positive, Rate, is
 from heddle.laws import LAWS  # noqa: E402
 from heddle.model import config as model_config  # noqa: E402
 from heddle.model.decoder import build  # noqa: E402
-from heddle.model.load import DEFAULTS  # noqa: E402
+from heddle.model.load_config import DEFAULTS  # noqa: E402
 from heddle.numerics.kernels import OPERATIONS  # noqa: E402
 from heddle.parts.scalings import Longer  # noqa: E402
 from tests.cases import CASES, case  # noqa: E402

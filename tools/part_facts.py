@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from heddle.config import PARTS, kinds
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Layer, build
-from heddle.numerics.counting import counting
-from heddle.parts.layout import Layout, Memory
+from heddle.numerics.dispatch.flop_counter import counting
+from heddle.parts.context.layout import Layout, Memory
 from heddle.parts.residuals import Wiring
 from tests.cases import case, parts_of
 from tests.laws.test_planted import BUGS, Bug

@@ -9,37 +9,37 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from heddle.checkpoints.model import load as load
-    from heddle.checkpoints.model import save as save
-    from heddle.checkpoints.state import load_state as load_state
-    from heddle.checkpoints.state import save_state as save_state
     from heddle.generation.generate import generate as generate
     from heddle.generation.generate import prefix as prefix
+    from heddle.model.attention_maps import attention_weights as attention_weights
     from heddle.model.decoder import Decoder as Decoder
     from heddle.model.decoder import build as build
-    from heddle.model.load import load_config as load_config
+    from heddle.model.load_config import load_config as load_config
     from heddle.model.size import size as size
     from heddle.model.state import State as State
-    from heddle.model.weights import attention_weights as attention_weights
     from heddle.numerics.kernels import kernels as kernels
-    from heddle.parts.layout import Layout as Layout
-    from heddle.parts.layout import Memory as Memory
+    from heddle.parts.context.layout import Layout as Layout
+    from heddle.parts.context.layout import Memory as Memory
+    from heddle.storage.model import load as load
+    from heddle.storage.model import save as save
+    from heddle.storage.state import load_state as load_state
+    from heddle.storage.state import save_state as save_state
 
 _HOMES = {
     "Decoder": "heddle.model.decoder",
-    "Layout": "heddle.parts.layout",
-    "Memory": "heddle.parts.layout",
+    "Layout": "heddle.parts.context.layout",
+    "Memory": "heddle.parts.context.layout",
     "State": "heddle.model.state",
-    "attention_weights": "heddle.model.weights",
+    "attention_weights": "heddle.model.attention_maps",
     "build": "heddle.model.decoder",
     "generate": "heddle.generation.generate",
     "kernels": "heddle.numerics.kernels",
-    "load": "heddle.checkpoints.model",
-    "load_config": "heddle.model.load",
-    "load_state": "heddle.checkpoints.state",
+    "load": "heddle.storage.model",
+    "load_config": "heddle.model.load_config",
+    "load_state": "heddle.storage.state",
     "prefix": "heddle.generation.generate",
-    "save": "heddle.checkpoints.model",
-    "save_state": "heddle.checkpoints.state",
+    "save": "heddle.storage.model",
+    "save_state": "heddle.storage.state",
     "size": "heddle.model.size",
 }
 

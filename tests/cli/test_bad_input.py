@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from heddle.checkpoints.model import load, save
-from heddle.checkpoints.steps import step_folder
 from heddle.cli.main import run
-from heddle.data.tokenizer import Tokenizer
 from heddle.model.decoder import build
+from heddle.storage.checkpoints import step_folder
+from heddle.storage.model import load, save
+from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
 
 SIZE = ["--context", "16", "--batch-size", "4", "--steps", "2", "--device", "cpu"]
@@ -350,7 +350,7 @@ def test_memory_that_is_refused(
     def refuse(*given: object, **named: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("heddle.model.load.load_config", refuse)
+    monkeypatch.setattr("heddle.model.load_config.load_config", refuse)
     assert run(["show", "preset:gqa-tiny"]) == 1
     assert capsys.readouterr().err == "heddle: out of memory; try a smaller --batch-size, --context or design\n"
 
@@ -359,6 +359,6 @@ def test_a_bug_is_not_passed_off_as_a_mistake(monkeypatch: pytest.MonkeyPatch) -
     def fail(*given: object, **named: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("heddle.model.load.load_config", fail)
+    monkeypatch.setattr("heddle.model.load_config.load_config", fail)
     with pytest.raises(ZeroDivisionError):
         run(["show", "preset:gqa-tiny"])

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from heddle.checkpoints.folder import fingerprint
 from heddle.cli.main import run
+from heddle.storage.folder import fingerprint
 from tests import small
 from tests.exchange.oracle import AutoModelForCausalLM, saved
 from tests.exchange.spellers import MEASURED

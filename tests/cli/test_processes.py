@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from heddle.checkpoints.folder import fingerprint
-from heddle.checkpoints.steps import step_folder, steps
 from heddle.cli.main import main, run
+from heddle.storage.checkpoints import step_folder, steps
+from heddle.storage.folder import fingerprint
 from tests import small
 
 HEDDLE = [sys.executable, "-W", "error", "-m", "heddle"]

@@ -12,12 +12,12 @@ import jsonschema
 import pytest
 
 from heddle import __version__
-from heddle.checkpoints.model import load
-from heddle.checkpoints.steps import steps
 from heddle.cli.main import VERBS, run
 from heddle.generation.generate import generate
-from heddle.model.load import load_config
-from heddle.training.record import RUN, read_log
+from heddle.model.load_config import load_config
+from heddle.storage.checkpoints import steps
+from heddle.storage.model import load
+from heddle.storage.run_log import RUN, read_log
 from tests import small
 from tests.small import forget_parts
 

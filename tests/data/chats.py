@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from heddle.data.tokenizer import Tokenizer
+from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
 
 Messages = list[dict[str, str]]

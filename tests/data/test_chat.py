@@ -16,8 +16,8 @@ from heddle.data.chat import Chat, pack, prepare_chat
 from heddle.data.chat_format import SETTINGS, TEMPLATE, ChatFormat
 from heddle.data.documents import UnreadableError
 from heddle.data.sources import open_source
-from heddle.data.tokenizer import Tokenizer
 from heddle.errors import DataError
+from heddle.tokenization.tokenizer import Tokenizer
 from tests.data import chats
 from tests.laws.planting import plant
 

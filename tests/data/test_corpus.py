@@ -16,9 +16,9 @@ from heddle.data import corpus as corpus_module
 from heddle.data.cache import Cache, default_folder
 from heddle.data.corpus import Corpus, prepare
 from heddle.data.samples import Samples
-from heddle.data.tokenizer import Tokenizer
-from heddle.data.words import distinct_bytes
 from heddle.errors import DataError, MachineError
+from heddle.tokenization.distinct_words import distinct_bytes
+from heddle.tokenization.tokenizer import Tokenizer
 
 WORDS = ["warp", "weft", "heddle", "shed", "reed", "treadle", "loom", "thread", "lift", "lower", "cross", "bind"]
 WORDS += ["織機", "綜絖", "経糸", "緯糸"]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heddle.data.bin import TokenFile, write_token_file
 from heddle.data.samples import Batch, Samples, check_size, evaluation_windows, permute
+from heddle.data.token_file import TokenFile, write_token_file
 from heddle.errors import DataError
 
 CONTEXT = 8

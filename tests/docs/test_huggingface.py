@@ -40,7 +40,7 @@ def test_every_line_for_a_shell_is_given_by_a_test() -> None:
     """vLLM's is not: no vLLM is here, and its plug-in has tests of its own."""
     lines = [line for page in pages() if page.startswith("huggingface/") for line in shell(page)]
     server, client, vllm = lines
-    assert (shlex.split(server)[1:3], client) == (["-m", "heddle.huggingface.serve"], "python ask.py")
+    assert (shlex.split(server)[1:3], client) == (["-m", "heddle.exchange.transformers.serve"], "python ask.py")
     assert vllm.startswith("vllm serve ")
 
 

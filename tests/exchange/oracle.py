@@ -17,7 +17,7 @@ from torch import Tensor
 import heddle
 from heddle.exchange.imported import Imported
 from heddle.exchange.load import load
-from heddle.numerics import routing
+from heddle.numerics.experts import routing
 from heddle.parts.feedforwards import moe
 from tests.exchange.cases import BASE, CASES, Fields
 

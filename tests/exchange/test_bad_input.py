@@ -22,10 +22,10 @@ from heddle.errors import CheckpointError, HeddleError, MachineError
 from heddle.exchange.export import export
 from heddle.exchange.load import load
 from heddle.exchange.shards import CONFIG, INDEX
-from tests.checkpoints.shared import System, standing_in
 from tests.exchange.cases import CASES
 from tests.exchange.oracle import read_json, saved
 from tests.exchange.spellers import made
+from tests.storage.shared import System, standing_in
 
 FUZZED = [family for family in ("llama", "gemma2", "gpt2", "phi3", "qwen3_moe", "deepseek_v3") if family in CASES]
 Damage = Callable[[Path], object]

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import heddle
-import heddle.huggingface  # registers our classes
+import heddle.exchange.transformers  # registers our classes
 from heddle.exchange.export import export
 from heddle.exchange.load import load
 from heddle.model.config import ModelConfig

@@ -14,7 +14,6 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Engine
 
 import heddle
-from heddle.data.tokenizer import Tokenizer
 from heddle.errors import CheckpointError, ConfigError, DataError, MachineError
 from heddle.exchange.gguf import export as exporting
 from heddle.exchange.gguf import export_gguf, tensors
@@ -23,6 +22,7 @@ from heddle.exchange.gguf.vocabulary import IGNORES_MERGES, SPLITS, vocabulary
 from heddle.exchange.imported import Imported
 from heddle.exchange.load import load
 from heddle.model.config import ModelConfig
+from heddle.tokenization.tokenizer import Tokenizer
 from tests.cases import CASES as DESIGNS
 from tests.exchange.cases import LLAMA3, Fields, scaled
 from tests.exchange.oracle import AutoConfig, AutoModelForCausalLM, drawn, our_logits, their_logits, write

@@ -9,7 +9,7 @@ import heddle
 from heddle.config import decode
 from heddle.exchange.export import export
 from heddle.model.config import ModelConfig
-from heddle.model.load import DEFAULTS
+from heddle.model.load_config import DEFAULTS
 
 FIXED = 40 * 2**20  # of the first use of code and of the allocator, whatever the model's size
 SHARD = 30_000_000

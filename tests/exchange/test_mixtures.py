@@ -17,7 +17,7 @@ from heddle.exchange.family import families
 from heddle.exchange.fit import best, fit, read
 from heddle.exchange.load import load, read_design
 from heddle.model.config import ModelConfig
-from heddle.parts.ledger import ledger
+from heddle.parts.modules.router_statistics import ledger
 from tests.exchange.oracle import batch, config_of, drawn, our_logits, read_json, saved, write
 
 

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Engine
 
 import heddle
-from heddle.checkpoints.model import load as load_checkpoint
 from heddle.cli.main import run
 from heddle.data.corpus import check_vocabulary
-from heddle.data.spelling import SPACE
-from heddle.data.tokenizer import END, Marks, Tokenizer
 from heddle.errors import ConfigError, DataError
 from heddle.exchange.export import export
 from heddle.exchange.imported import Imported
 from heddle.exchange.load import load
-from heddle.generation.beams import searched
-from heddle.generation.plain import plain
-from heddle.generation.reading import Reader, Request
+from heddle.generation.beam_search import searched
+from heddle.generation.decode import plain
+from heddle.generation.prefill import Reader, Request
 from heddle.generation.sampling import Sampling
+from heddle.storage.model import load as load_checkpoint
+from heddle.tokenization.token_bytes import SPACE
+from heddle.tokenization.tokenizer import END, Marks, Tokenizer
 from tests.exchange.oracle import their_tokenizer
 from tests.exchange.spellers import MEASURED, SPELLERS, TEXTS, made
 

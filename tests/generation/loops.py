@@ -7,7 +7,7 @@ from heddle.laws.shrink import shrink
 from heddle.laws.subject import answer
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.model.presets import KINDS
 from tests.cases import CASES, case
 

@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from heddle.data.tokenizer import Tokenizer
 from heddle.errors import ConfigError, MachineError
 from heddle.generation import generate as module
-from heddle.generation import reading
+from heddle.generation import prefill as reading
 from heddle.generation.generate import generate
-from heddle.generation.reading import Request, Steps
+from heddle.generation.prefill import Request, Steps
 from heddle.generation.sample import sample
 from heddle.laws.subject import memory
 from heddle.model.decoder import Decoder, build
+from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
 from tests.cases import CASES, case
 from tests.generation.loops import greedy, lively, writes

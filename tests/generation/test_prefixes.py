@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import heddle
-from heddle.data.tokenizer import Tokenizer
 from heddle.errors import ConfigError
-from heddle.generation import reading
+from heddle.generation import prefill as reading
 from heddle.model.decoder import Decoder, build
-from heddle.parts.layout import Memory
+from heddle.parts.context.layout import Memory
+from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
 from tests.generation.loops import designs, greedy, lively
 

@@ -66,7 +66,7 @@ def test_a_bug_in_a_part_is_seen_in_a_design_that_holds_it(monkeypatch: pytest.M
         pair for pair in covering().designs if {"attention with a window", "parallel"} <= set(pair[1].labels.values())
     )
     assert broken(config) == []
-    plant(monkeypatch, "numerics.local:Band.after", "0 if self.causal", "1 if self.causal")
+    plant(monkeypatch, "numerics.attention.sliding_window:Band.after", "0 if self.causal", "1 if self.causal")
     assert any(told.startswith("later_tokens: ") for told in broken(config))
 
 

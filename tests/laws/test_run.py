@@ -31,7 +31,7 @@ def test_unknown_laws_are_told_with_the_nearest() -> None:
 
 
 def test_a_broken_law_says_what_differs_and_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "parts.table:Table.following", "start=self.filled", "start=0")
+    plant(monkeypatch, "parts.context.position_table:Table.following", "start=self.filled", "start=0")
     (result,) = run(case("attention-gqa"), ["cut"])
     assert not result.passed
     told = r"text of 11 cut into 11 chunks of 1, capacity None: token \d+ of row [01] differs by \d\.\de.\d\d"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from heddle.laws import LAWS, run, shrink
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.model.presets import names
 from heddle.model.size import size
 from tests.cases import CASES, Data, attention, case, design, layer

@@ -8,8 +8,8 @@ import torch
 import heddle
 from heddle.errors import ConfigError
 from heddle.model.decoder import initialise
-from heddle.parts.layout import Layout
-from heddle.parts.leaf import Linear
+from heddle.parts.context.layout import Layout
+from heddle.parts.modules.linear import Linear
 from tests.cases import attention, case, design, layer
 
 

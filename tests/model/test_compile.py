@@ -9,10 +9,10 @@ from torch._dynamo.testing import CompileCounter
 
 from heddle.model.compiled import compiled
 from heddle.model.decoder import Decoder, build
-from heddle.model.load import load_config
-from heddle.numerics.noise import Key, keyed
-from heddle.parts import eager
-from heddle.parts.layout import Layout
+from heddle.model.load_config import load_config
+from heddle.numerics.random import Key, keyed
+from heddle.parts.context.layout import Layout
+from heddle.parts.modules import eager
 
 # The compiler itself looks at the .grad of tensors that are no leaves.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

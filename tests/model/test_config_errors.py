@@ -6,7 +6,7 @@ import pytest
 
 from heddle.config import kind_class, kinds
 from heddle.errors import ConfigError
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.parts.positions import AdditiveConfig, InnerConfig
 from tests.cases import attention, design, layer
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import heddle
-from heddle.comparison.plan import read_entries
+from heddle.analysis.comparison.plan import read_entries
 from heddle.config import decode
 from heddle.data.samples import Batch
 from heddle.errors import ConfigError
@@ -20,8 +20,8 @@ from heddle.laws.subject import subject, text
 from heddle.model.compiled import compiled
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.model.load import load_config
-from heddle.parts.layout import Layout
+from heddle.model.load_config import load_config
+from heddle.parts.context.layout import Layout
 from heddle.training.loop import train
 from heddle.training.optimizer import make_optimizer
 from heddle.training.step import apply, gradients

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from heddle.config import Config, decode
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from tests.cases import CASES, Data, case
 
 NAN, INFINITY = float("nan"), float("inf")

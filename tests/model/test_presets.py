@@ -4,7 +4,7 @@ import pytest
 
 from heddle.errors import ConfigError
 from heddle.model import presets
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.model.size import size
 
 PROMISED = {"tiny": (1e6, 2e6), "small": (11e6, 18e6), "medium": (80e6, 120e6)}

@@ -8,7 +8,7 @@ import pytest
 
 from heddle.config import kinds
 from heddle.errors import ConfigError
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.model.presets import names, preset
 from heddle.model.schema import SLOTS, schema
 from tests import small

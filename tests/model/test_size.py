@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from heddle.model.decoder import build
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.model.size import choices, flops_per_token, size, state_bytes
 from tests.cases import attention, design, layer
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from heddle.laws.states import Twin
 from heddle.laws.subject import Broken, subject, text
 from heddle.model.decoder import Decoder
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 from tests.cases import CASES, case
 from tests.laws.planting import plant
 
@@ -49,7 +49,7 @@ class Program(RuleBasedStateMachine):
     )
     def start(self, rows: int, capacity: int | None, slack: int) -> Twin:
         self.model = model_of(self.name)
-        self.returns = Twin(self.model, 1).state.goes_back(1)
+        self.returns = Twin(self.model, 1).state.can_roll_back(1)
         return Twin(self.model, rows, capacity, slack if self.returns else 0)
 
     @rule(twin=twins, length=st.integers(0, 9), seed=st.integers(0, 99))
@@ -92,7 +92,7 @@ class Program(RuleBasedStateMachine):
     def take_back(self, twin: Twin, backs: list[int], everything: bool) -> None:
         lengths = [len(row) for row in twin.rows]
         backs = lengths if everything else [min(pair) for pair in zip(backs, lengths, strict=False)]
-        if twin.state.goes_back(max(backs)):
+        if twin.state.can_roll_back(max(backs)):
             twin.back(backs)
 
     @rule(target=twins, twin=twins, length=st.integers(1, 5), seed=st.integers(0, 99))
@@ -141,8 +141,13 @@ def test_programs(name: str) -> None:
     ("name", "place", "old", "new"),
     [
         ("attention-gqa", "model.state:State.select", "x: x.index_select", "x: x.roll(1).index_select"),
-        ("attention-gqa", "parts.table:Table.rewound", "newest = self.counts - tokens,", "newest = self.counts - 0,"),
-        ("layers-nested", "parts.cache:Cache.goes_back", "tokens <= table.spare", "True"),
+        (
+            "attention-gqa",
+            "parts.context.position_table:Table.rewound",
+            "newest = self.counts - tokens,",
+            "newest = self.counts - 0,",
+        ),
+        ("layers-nested", "parts.context.kv_cache:Cache.goes_back", "tokens <= table.spare", "True"),
     ],
 )
 def test_programs_find_bugs(name: str, place: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:

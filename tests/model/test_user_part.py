@@ -8,7 +8,7 @@ import pytest
 from heddle.config import PARTS, DesignError, kinds, load_part
 from heddle.errors import ConfigError
 from heddle.laws import run
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from tests.cases import attention, design, layer
 from tests.small import forget_parts
 

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from heddle.numerics.extras import PLAIN, Extras
-from heddle.numerics.visibility import Visibility
+from heddle.numerics.attention.score_modifiers import PLAIN, Extras
+from heddle.numerics.attention.visibility import Visibility
 
 
 def sees(seen: Visibility, row: int, query: int, key: int) -> bool:

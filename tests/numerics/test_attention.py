@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from heddle.errors import ConfigError
-from heddle.numerics.attention import ATTENTION, attention, attention_weights, flops, reference
-from heddle.numerics.extras import Extras
+from heddle.numerics.attention.observer import Observation, observe, observing
+from heddle.numerics.attention.score_modifiers import Extras
+from heddle.numerics.attention.softmax import ATTENTION, attention, attention_weights, flops, reference
+from heddle.numerics.attention.visibility import Visibility, ordered
 from heddle.numerics.kernels import kernels
-from heddle.numerics.observing import Observation, observe, observing
-from heddle.numerics.visibility import Visibility, ordered
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 from tests.numerics.oracle import attend, sees, weigh
 
 
@@ -268,7 +268,7 @@ def test_a_bias_far_from_the_first_position_is_not_rounded(form: str, dtype: tor
 
 
 def test_a_bias_of_many_queries_is_made_a_tile_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heddle.numerics.attention.BIASES", 4 * 40 * 17)
+    monkeypatch.setattr("heddle.numerics.attention.softmax.BIASES", 4 * 40 * 17)
     seen, extras = tail(40, 40), options("slopes and sink")
     q, k, v = (x.detach() for x in draw(seen, Shape()))
     made: list[int] = []

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from heddle.errors import ConfigError
-from heddle.numerics import chunked_sums
-from heddle.numerics.causal_sums import CAUSAL_SUMS, causal_means, causal_sums, flops
-from heddle.numerics.chunked_sums import Places, inverse
 from heddle.numerics.kernels import kernels
+from heddle.numerics.recurrent import chunked_sums
+from heddle.numerics.recurrent.causal_sums import CAUSAL_SUMS, causal_means, causal_sums, flops
+from heddle.numerics.recurrent.chunked_sums import Places, inverse
 
 BATCH, HEADS, D_K, D_V = 2, 3, 4, 5
 FORMS = [form.name for form in CAUSAL_SUMS.forms]

@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from heddle.numerics.convolution import Taps, convolution, find_starts, find_taps, flops, next_tail
-from heddle.numerics.counting import counting
+from heddle.numerics.dispatch.flop_counter import counting
 from heddle.numerics.kernels import kernels
+from heddle.numerics.recurrent.convolution import Taps, convolution, find_starts, find_taps, flops, next_tail
 
 CHANNELS = 3
 

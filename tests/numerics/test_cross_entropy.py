@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from heddle.numerics import cross_entropy
-from heddle.numerics.counting import counting
 from heddle.numerics.cross_entropy import End
+from heddle.numerics.dispatch.flop_counter import counting
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -6,10 +6,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from heddle.errors import ConfigError
-from heddle.numerics import delta as module
-from heddle.numerics.counting import counting
-from heddle.numerics.delta import CHUNK, Rule, delta, flops, unit
+from heddle.numerics.dispatch.flop_counter import counting
 from heddle.numerics.kernels import kernels
+from heddle.numerics.recurrent import gated_delta as module
+from heddle.numerics.recurrent.gated_delta import CHUNK, Rule, delta, flops, unit
 
 
 def paper(rule: Rule, memory: Tensor) -> tuple[Tensor, Tensor]:

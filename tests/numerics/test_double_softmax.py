@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from heddle.numerics.counting import counting
-from heddle.numerics.double_softmax import double_softmax, flops, read, summarise
+from heddle.numerics.dispatch.flop_counter import counting
 from heddle.numerics.kernels import kernels
+from heddle.numerics.recurrent.double_softmax import double_softmax, flops, read, summarise
 
 MASKS = {"all": None, "some": [[1, 0, 1, 1, 0], [0, 0, 0, 1, 0]], "nothing": [[1, 1, 0, 0, 1], [0, 0, 0, 0, 0]]}
 

@@ -9,9 +9,9 @@ from torch.nn import functional
 
 from heddle.errors import ConfigError
 from heddle.numerics.activations import Activation, clamped, glu
-from heddle.numerics.choose import witnessing
-from heddle.numerics.counting import counting
-from heddle.numerics.experts import EXPERTS, Choices, Weights, experts, flops
+from heddle.numerics.dispatch.flop_counter import counting
+from heddle.numerics.dispatch.operation import witnessing
+from heddle.numerics.experts.mixture import EXPERTS, Choices, Weights, experts, flops
 from heddle.numerics.kernels import kernels
 from heddle.numerics.linear import Packs, packing
 

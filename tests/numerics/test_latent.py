@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from heddle.numerics import latent
-from heddle.numerics.counting import counting
+from heddle.numerics.attention import latent
+from heddle.numerics.attention.latent import LATENT, facts_of
+from heddle.numerics.attention.visibility import Visibility, ordered
+from heddle.numerics.dispatch.flop_counter import counting
 from heddle.numerics.kernels import kernels
-from heddle.numerics.latent import LATENT, facts_of
-from heddle.numerics.visibility import Visibility, ordered
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 from tests.numerics.oracle import attend
 
 FORMS = {form.name: form.run for form in LATENT.forms}

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from heddle.errors import ConfigError
-from heddle.numerics.counting import counting
+from heddle.numerics.dispatch.flop_counter import counting
 from heddle.numerics.kernels import kernels
 from heddle.numerics.linear import PACKED_ROWS, Packs, flops, linear, linears, packing, reference
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.numerics.causal_sums import flops
-from heddle.numerics.counting import counting
+from heddle.numerics.dispatch.flop_counter import counting
 from heddle.numerics.kernels import kernels
-from heddle.numerics.linear_attention import (
+from heddle.numerics.recurrent.causal_sums import flops
+from heddle.numerics.recurrent.linear_attention import (
     document_sums,
     elu,
     learned,

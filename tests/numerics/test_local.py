@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from heddle.numerics import local
-from heddle.numerics.attention import reference
-from heddle.numerics.fused import fused
-from heddle.numerics.visibility import Visibility, ordered, pairs
+from heddle.numerics.attention import sliding_window as local
+from heddle.numerics.attention.sdpa import fused
+from heddle.numerics.attention.softmax import reference
+from heddle.numerics.attention.visibility import Visibility, ordered, pairs
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 16, 33, 64])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.numerics.noise import Key, keyed, mix, uniform
+from heddle.numerics.random import Key, keyed, mix, uniform
 
 CPU = torch.device("cpu")
 

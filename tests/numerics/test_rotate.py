@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.numerics.rotate import frequencies, rotate, sinusoid, table
+from heddle.numerics.rotary import frequencies, rotate, sinusoid, table
 
 # π to 50 digits: angles of a million turns are reduced exactly before their cosine is taken.
 PI = Fraction(314159265358979323846264338327950288419716939937510, 10**50)

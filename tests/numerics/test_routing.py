@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.numerics.routing import Route, Rule, choose, highest, logits, route, within_capacity
+from heddle.numerics.experts.routing import Route, Rule, choose, highest, logits, route, within_capacity
 from tests.laws.planting import plant
 
 RULES = {
@@ -93,7 +93,7 @@ MISTAKES = [
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_seen(mistake: tuple[str, str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     name, function, old, new = mistake
-    plant(monkeypatch, f"numerics.routing:{function}", old, new)
+    plant(monkeypatch, f"numerics.experts.routing:{function}", old, new)
     with pytest.raises(AssertionError):
         check(RULES[name], balanced=True)
 

@@ -11,7 +11,7 @@ import heddle
 from heddle.config import decode
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.model.load import DEFAULTS
+from heddle.model.load_config import DEFAULTS
 from heddle.numerics.kernels import kernels
 from tests.parity import reference
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from heddle.config import decode
-from heddle.numerics.routing import route
+from heddle.numerics.experts.routing import route
+from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward, FeedforwardConfig
-from heddle.parts.layout import Layout
-from heddle.parts.ledger import ledger
+from heddle.parts.modules.router_statistics import ledger
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours

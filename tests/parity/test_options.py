@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from heddle.config import decode
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 from heddle.parts.mixers import MixerConfig, Place
 from heddle.parts.norms import NormConfig
 

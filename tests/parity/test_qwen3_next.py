@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from heddle.config import decode
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
+from heddle.parts.context.position_table import PositionTable
 from heddle.parts.mixers import Mixer, Place
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 from heddle.parts.norms.rms import RMSConfig
-from heddle.parts.table import Table
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
@@ -88,7 +88,7 @@ def test_at_once_and_by_the_state(shape: tuple[int, int, int, int, int]) -> None
     mine, x = ours(module), inputs(2, 75)
     want = module(x)
     close(mine(x, Layout.causal(2, 75))[0], want)
-    table, out = Table.empty(2, 0, None, "cpu"), []
+    table, out = PositionTable.empty(2, 0, None, "cpu"), []
     state = mine.init_state(2, None, dtype=torch.float32, device="cpu")
     for part in x.split([40, 1, 1, 3, 1, 29], dim=1):
         table, layout = table.extend(table.following(part.shape[1]))

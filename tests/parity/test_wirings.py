@@ -12,7 +12,7 @@ import heddle
 from heddle.config import decode
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Layer
-from heddle.model.load import DEFAULTS
+from heddle.model.load_config import DEFAULTS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours

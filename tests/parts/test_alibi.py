@@ -13,8 +13,8 @@ from heddle.config import decode
 from heddle.errors import ConfigError
 from heddle.laws.subject import answer, subject, text
 from heddle.model.config import ModelConfig
-from heddle.model.load import load_config
-from heddle.parts.layout import Layout
+from heddle.model.load_config import load_config
+from heddle.parts.context.layout import Layout
 from heddle.parts.mixers import MixerConfig, Place
 from heddle.parts.norms import NormConfig
 from tests.cases import ALIBI, LINEAR, RETENTION, alone, attention, design, latent, layer

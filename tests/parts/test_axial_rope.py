@@ -12,7 +12,7 @@ from heddle.config import DesignError, decode
 from heddle.errors import ConfigError
 from heddle.laws.subject import advance, answer, equal, fresh, subject, text
 from heddle.model.config import ModelConfig
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 from heddle.parts.positions.axial_rope import AxialRope, AxialRopeConfig, locate
 from tests.cases import alone, attention, case, design, layer
 

@@ -13,8 +13,8 @@ from heddle.config import decode
 from heddle.errors import ConfigError
 from heddle.laws.subject import subject, text
 from heddle.model.config import ModelConfig
-from heddle.model.load import load_config
-from heddle.parts.layout import Layout, Memory
+from heddle.model.load_config import load_config
+from heddle.parts.context.layout import Layout, Memory
 from heddle.parts.mixers import Mixer
 from tests.cases import Data, attention, cross, design, layer
 

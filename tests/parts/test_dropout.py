@@ -6,8 +6,8 @@ import torch
 from heddle.config import decode
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
-from heddle.numerics.noise import Key, keyed
-from heddle.parts.dropout import Drop, Dropout
+from heddle.numerics.random import Key, keyed
+from heddle.parts.modules.dropout import Drop, Dropout
 from tests.cases import attention, design, layer
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from heddle.config import DesignError, decode
+from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import FeedforwardConfig
-from heddle.parts.layout import Layout
 
 FORMULAS: dict[str, Callable[[float], float]] = {
     "relu": lambda x: max(x, 0.0),

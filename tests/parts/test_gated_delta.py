@@ -10,7 +10,7 @@ import heddle
 from heddle.config import DesignError, decode
 from heddle.laws.subject import advance, answer, fresh, subject, text
 from heddle.model.config import ModelConfig
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 from heddle.parts.mixers.gated_delta import Decay
 from tests.cases import case, delta, design
 

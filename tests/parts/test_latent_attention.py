@@ -11,9 +11,9 @@ from heddle.errors import ConfigError
 from heddle.laws.subject import advance, answer, fresh, in_chunks, subject, text
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.model.size import choices
-from heddle.numerics.counting import counting
+from heddle.numerics.dispatch.flop_counter import counting
 from heddle.numerics.kernels import kernels
 from tests.cases import YARN, case, design, latent, layer
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from heddle.config import DesignError, decode
 from heddle.errors import ConfigError
 from heddle.model.decoder import build
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.model.size import flops_per_token, size
+from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.feedforwards.moe import MoE
-from heddle.parts.layout import Layout
-from heddle.parts.ledger import Entry, ledger
+from heddle.parts.modules.router_statistics import Entry, ledger
 from tests.cases import attention, case, design, layer
 
 WIDTH = 10

@@ -10,9 +10,9 @@ from heddle.errors import ConfigError
 from heddle.laws import run, shrink
 from heddle.laws.subject import advance, answer, equal, fresh, subject, text
 from heddle.model.config import ModelConfig
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.model.size import size
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 from tests.cases import Data, attention, cross, design, layer
 
 

@@ -7,7 +7,7 @@ from heddle.config import decode
 from heddle.errors import ConfigError
 from heddle.laws.subject import advance, answer, subject, text
 from heddle.model.config import ModelConfig
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 from heddle.parts.positions import rope
 from tests.cases import CASES, alone, attention, design, layer
 

@@ -14,8 +14,8 @@ from heddle.laws import LAWS
 from heddle.laws.subject import answer, fresh, in_chunks, subject, text
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.numerics import chunked_sums
-from heddle.parts.layout import Layout
+from heddle.numerics.recurrent import chunked_sums
+from heddle.parts.context.layout import Layout
 from heddle.parts.mixers import Mixer
 from tests.cases import LINEAR, RETENTION, ROPE, case, design, layer
 

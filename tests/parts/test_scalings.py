@@ -8,7 +8,7 @@ import torch
 
 from heddle.config import decode
 from heddle.errors import ConfigError
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 from heddle.parts.positions.rope import Rope, RopeConfig
 from tests.parity import reference
 

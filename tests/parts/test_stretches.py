@@ -12,7 +12,7 @@ from heddle.config import decode
 from heddle.errors import ConfigError
 from heddle.laws.subject import advance, answer, equal, subject, text
 from heddle.model.config import ModelConfig
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 from heddle.parts.positions.rope import Rope, RopeConfig
 from tests.cases import alone
 from tests.parity import reference

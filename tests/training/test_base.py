@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from heddle.checkpoints.folder import fingerprint, read_folder
-from heddle.checkpoints.model import find, load, save
-from heddle.checkpoints.steps import step_folder
 from heddle.data.corpus import Corpus
 from heddle.data.samples import Samples
 from heddle.errors import CheckpointError, ConfigError
-from heddle.evaluation.bits import bits_per_byte, window_bits
 from heddle.model.decoder import build
-from heddle.training import snapshot
-from heddle.training.base import Lora, open_base
+from heddle.storage.checkpoints import step_folder
+from heddle.storage.folder import fingerprint, read_folder
+from heddle.storage.model import find, load, save
+from heddle.storage.run_log import read_log
+from heddle.training import checkpoint as snapshot
+from heddle.training.evaluation.bits_per_byte import bits_per_byte, window_bits
+from heddle.training.init_checkpoint import Lora, open_base
 from heddle.training.loop import Job, evaluate, train
-from heddle.training.record import read_log
 from tests import small
 from tests.training.test_resume import dying
 

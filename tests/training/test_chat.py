@@ -11,13 +11,13 @@ import torch
 import heddle
 from heddle.data.chat import Chat, prepare_chat
 from heddle.data.samples import Batch
-from heddle.data.tokenizer import Tokenizer
 from heddle.errors import ConfigError
-from heddle.evaluation.bits import window_bits
 from heddle.model.decoder import Decoder, build
 from heddle.model.presets import KINDS
+from heddle.storage.run_log import RUN, read_log, read_whole
+from heddle.tokenization.tokenizer import Tokenizer
+from heddle.training.evaluation.bits_per_byte import window_bits
 from heddle.training.loop import Job, train
-from heddle.training.record import RUN, read_log, read_whole
 from heddle.training.settings import Settings
 from heddle.training.step import BatchResult, gradients
 from tests import small

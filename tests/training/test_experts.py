@@ -10,22 +10,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from heddle.checkpoints.folder import fingerprint
-from heddle.checkpoints.model import load
-from heddle.checkpoints.steps import step_folder
 from heddle.data.corpus import Corpus
 from heddle.data.samples import Batch
 from heddle.model.compiled import compiled
 from heddle.model.decoder import Decoder, build
+from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.feedforwards.moe import MoE
-from heddle.parts.layout import Layout
-from heddle.parts.ledger import Entry, Ledger
-from heddle.training import experts, loop, step
-from heddle.training.experts import Tally, recent
+from heddle.parts.modules.router_statistics import Entry, Ledger
+from heddle.storage.checkpoints import step_folder
+from heddle.storage.folder import fingerprint
+from heddle.storage.model import load
+from heddle.storage.run_log import read_log
+from heddle.training import loop, step
+from heddle.training import router_metrics as experts
 from heddle.training.loop import train
 from heddle.training.optimizer import make_optimizer
-from heddle.training.record import read_log
+from heddle.training.router_metrics import Tally, recent
 from heddle.training.step import BatchResult, apply, gradients
 from tests import small
 
@@ -129,7 +130,7 @@ def test_a_ledger_that_stays_open_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
     model = double()
     model.checkpointing = True
-    monkeypatch.setattr("heddle.parts.ledger.Ledger", Open)
+    monkeypatch.setattr("heddle.parts.modules.router_statistics.Ledger", Open)
     held: list[list[Entry]] = []
     monkeypatch.setattr(experts.Tallies, "take", lambda self, entries: held.append(entries))
     of(model)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from heddle.checkpoints.steps import steps as steps_saved
 from heddle.cli.main import run
+from heddle.storage.checkpoints import steps as steps_saved
 from tests import small
 from tools.kill_test import done, ending, finish, killed, moments, start, undisturbed
 

@@ -11,8 +11,8 @@ import heddle
 from heddle.data.labelled import Labelled, Rows
 from heddle.data.recall import open_recall
 from heddle.errors import ConfigError
+from heddle.storage.run_log import read_log
 from heddle.training.loop import Job, train
-from heddle.training.record import read_log
 from heddle.training.settings import Settings
 from tests import small
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from heddle.checkpoints.model import load
-from heddle.checkpoints.steps import step_folder, steps
 from heddle.data.corpus import Corpus
-from heddle.training import loop, snapshot
+from heddle.storage.checkpoints import step_folder, steps
+from heddle.storage.model import load
+from heddle.storage.run_log import read_log
+from heddle.training import checkpoint as snapshot
+from heddle.training import loop
 from heddle.training.loop import Diverged, train
-from heddle.training.record import read_log
 from tests import small
 
 

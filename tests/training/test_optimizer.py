@@ -11,7 +11,7 @@ from torch import Tensor
 
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder, build
-from heddle.model.load import load_config
+from heddle.model.load_config import load_config
 from heddle.training.optimizer import Optimizer, factors, make_optimizer
 from heddle.training.settings import OPTIMIZERS
 from heddle.training.step import BatchResult, apply

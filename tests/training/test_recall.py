@@ -9,8 +9,8 @@ import torch
 import heddle
 from heddle.data.recall import open_recall
 from heddle.errors import CheckpointError
+from heddle.storage.run_log import read_log
 from heddle.training.loop import Job, train
-from heddle.training.record import read_log
 from heddle.training.settings import Settings
 from tests import small
 

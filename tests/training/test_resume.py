@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from heddle.checkpoints.folder import fingerprint
-from heddle.checkpoints.steps import step_folder, steps
 from heddle.data.corpus import Corpus
 from heddle.errors import CheckpointError
-from heddle.training import loop, signals, snapshot
+from heddle.storage.checkpoints import step_folder, steps
+from heddle.storage.folder import fingerprint
+from heddle.storage.run_log import LOG, RUN, read_log
+from heddle.training import checkpoint as snapshot
+from heddle.training import loop, signals
 from heddle.training.loop import Job, train
-from heddle.training.record import LOG, RUN, read_log
 from heddle.training.signals import Interrupted
 from tests import small
-from tests.checkpoints.shared import Died, System, standing_in
+from tests.storage.shared import Died, System, standing_in
 
 STEPS = 7
 

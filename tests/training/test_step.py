@@ -13,7 +13,7 @@ from torch import Tensor
 from heddle.data.samples import Batch
 from heddle.model.decoder import Decoder, build
 from heddle.numerics.kernels import kernels
-from heddle.numerics.noise import Key, keyed
+from heddle.numerics.random import Key, keyed
 from heddle.training import step
 from heddle.training.optimizer import Optimizer, make_optimizer
 from heddle.training.settings import OPTIMIZERS

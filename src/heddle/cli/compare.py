@@ -97,11 +97,11 @@ def compare(  # noqa: PLR0913 - one parameter an option
     """Train designs on the same text in the same order, measure them, and write report.html and report.json."""
     with ExitStack() as stack:
         runtime = open_session(stack, device=device, threads=threads, parts=part, quiet=quiet)
-        from heddle.comparison.plan import Plan, choose_baseline, read_entries, shared_vocabulary
-        from heddle.comparison.probes import chosen
-        from heddle.comparison.run import compare as run
-        from heddle.comparison.table import print_table
-        from heddle.comparison.variation import read_axes
+        from heddle.analysis.comparison.plan import Plan, choose_baseline, read_entries, shared_vocabulary
+        from heddle.analysis.comparison.probes import chosen
+        from heddle.analysis.comparison.run import compare as run
+        from heddle.analysis.comparison.table import print_table
+        from heddle.analysis.comparison.variation import read_axes
 
         budget, value = _budget(tokens, seconds, flops)
         if not 1 <= seeds <= 100:
@@ -161,8 +161,8 @@ def _budget(tokens: int | None, seconds: float | None, flops: float | None) -> t
 
 
 def _equalise(entries: Any, baseline: str, kind: str, vocabulary: Path | int, context: int) -> Any:
-    from heddle.comparison.equal import equalise
-    from heddle.data.tokenizer import Tokenizer
+    from heddle.analysis.comparison.equal import equalise
+    from heddle.tokenization.tokenizer import Tokenizer
 
     if context < 1:  # before anything is measured at it
         raise ConfigError(f"--context {context}: must be at least 1")

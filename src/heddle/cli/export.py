@@ -62,7 +62,7 @@ def export(
 
 def _tell_length(checkpoint: Path, given: "Imported") -> None:
     """A run was trained on texts of a length, which readers take for the longest that it can serve."""
-    from heddle.training.record import RUN, read_whole
+    from heddle.storage.run_log import RUN, read_whole
 
     if (checkpoint / RUN).is_file():
         given.carried.setdefault("max_position_embeddings", read_whole(checkpoint / RUN)["settings"]["context"])

@@ -12,8 +12,8 @@ from heddle.cli.options import Device, Json, Kernel, PartFile, Precision, Quiet,
 from heddle.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
-    from heddle.data.tokenizer import Tokenizer
-    from heddle.generation.drafts import Round
+    from heddle.generation.speculative import Round
+    from heddle.tokenization.tokenizer import Tokenizer
 
 
 def generate(  # noqa: PLR0913 - one parameter an option
@@ -52,8 +52,8 @@ def generate(  # noqa: PLR0913 - one parameter an option
     """Write on from prompts; one prompt streams as it is written, several are printed one after another."""
     with ExitStack() as stack:
         runtime = open_session(stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet)
-        from heddle.checkpoints.model import load
         from heddle.generation.generate import generate as continue_prompts
+        from heddle.storage.model import load
 
         dtype = dtype_of(precision)
         model, tokenizer = load(run, dtype=dtype, device=runtime.device)

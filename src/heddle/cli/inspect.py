@@ -27,10 +27,10 @@ def inspect(  # noqa: PLR0913 - one parameter an option
         raise ConfigError("--text: is empty; give some words")
     with ExitStack() as stack:
         runtime = open_session(stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet)
-        from heddle.checkpoints.model import load
-        from heddle.comparison.frame import write_whole
-        from heddle.inspection.collect import collect
-        from heddle.inspection.page import Subject, page
+        from heddle.analysis.comparison.frame import write_whole
+        from heddle.analysis.inspection.collect import collect
+        from heddle.analysis.inspection.page import Subject, page
+        from heddle.storage.model import load
 
         model, tokenizer = load(run, dtype=dtype_of(precision), device=runtime.device)
         if tokenizer is None:

@@ -121,7 +121,7 @@ def dtype_of(precision: str) -> Any:
 
 def read_config(design: str, overrides: list[str] | None) -> "ModelConfig":
     """The config of a design with overrides."""
-    from heddle.model.load import load_config
+    from heddle.model.load_config import load_config
 
     return load_config(design, overrides or [])
 

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from heddle.data.chat import Chat
     from heddle.data.corpus import Corpus
     from heddle.data.recall import Practice
-    from heddle.data.tokenizer import Tokenizer
     from heddle.model.config import ModelConfig
-    from heddle.training.base import Base, Lora
+    from heddle.tokenization.tokenizer import Tokenizer
+    from heddle.training.init_checkpoint import Base, Lora
     from heddle.training.loop import Job, Outcome
     from heddle.training.settings import Settings
 
@@ -107,7 +107,7 @@ def train(  # noqa: PLR0913 - one parameter an option
     with ExitStack() as stack:
         runtime = open_session(stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet)
         from heddle.runtime import versions
-        from heddle.training.base import open_base
+        from heddle.training.init_checkpoint import open_base
         from heddle.training.loop import Job
         from heddle.training.loop import train as run
         from heddle.training.settings import Settings
@@ -190,7 +190,7 @@ def _config(design: str | None, overrides: list[str] | None, base: "Base | None"
 
 
 def _lora(rank: int | None, targets: list[str] | None, base: Path | None) -> "Lora | None":
-    from heddle.training.base import Lora
+    from heddle.training.init_checkpoint import Lora
 
     if rank is None:
         if targets:
@@ -223,7 +223,7 @@ def _texts(
     """Text or conversations, ready to train on. sizes: the design's vocabulary, and the one asked for beside it."""
     from heddle.data.chat import is_chat, prepare_chat
     from heddle.data.corpus import check_vocabulary, prepare
-    from heddle.data.tokenizer import Tokenizer
+    from heddle.tokenization.tokenizer import Tokenizer
 
     if not any(map(is_chat, data)):
         wanted = sizes[0] or sizes[1] or (None if tokenizer else DEFAULT_VOCABULARY)

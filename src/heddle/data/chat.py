@@ -19,9 +19,9 @@ from heddle.data.chat_format import ASSISTANT, ROLES, ChatFormat, Spoken
 from heddle.data.documents import UnreadableError, json_lines
 from heddle.data.samples import Batch, shuffled
 from heddle.data.sources import is_held_out
-from heddle.data.tokenizer import Tokenizer
 from heddle.errors import DataError
 from heddle.progress import printable
+from heddle.tokenization.tokenizer import Tokenizer
 
 PREFIX = "chat:"
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from heddle.data.documents import UnreadableError
-from heddle.data.tokenizer import Tokenizer
 from heddle.progress import printable
+from heddle.tokenization.tokenizer import Tokenizer
 
 TEMPLATE = "chat_template.jinja"
 SETTINGS = "tokenizer_config.json"

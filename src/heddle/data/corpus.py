@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from heddle import progress
-from heddle.data.bin import TokenFile, TokenWriter, write_token_file
 from heddle.data.cache import Cache, digest, write_text
 from heddle.data.sources import Survey, open_source
 from heddle.data.split import TRAIN, VALIDATION, Split, split
-from heddle.data.tokenizer import LONGEST_RUN, SMALLEST_VOCABULARY, Tokenizer
-from heddle.data.words import distinct_bytes
+from heddle.data.token_file import TokenFile, TokenWriter, write_token_file
 from heddle.errors import DataError
+from heddle.tokenization.distinct_words import distinct_bytes
+from heddle.tokenization.tokenizer import LONGEST_RUN, SMALLEST_VOCABULARY, Tokenizer
 
 DEFAULT_VOCABULARY = 8192
 # Validation is measured on at most about this many tokens, evenly over the documents held out.

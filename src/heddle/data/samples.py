@@ -9,7 +9,7 @@ from math import gcd, isqrt, lcm
 
 import numpy as np
 
-from heddle.data.bin import TokenFile
+from heddle.data.token_file import TokenFile
 from heddle.errors import DataError
 
 LONGEST_CYCLE = 10_000

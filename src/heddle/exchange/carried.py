@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from heddle.checkpoints.folder import read_folder
-from heddle.checkpoints.model import find, load, save
-from heddle.data.tokenizer import BESIDE
 from heddle.errors import CheckpointError
 from heddle.exchange.imported import Imported
+from heddle.storage.folder import read_folder
+from heddle.storage.model import find, load, save
+from heddle.tokenization.tokenizer import BESIDE
 
 CARRIED = "imported.json"
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from heddle.checkpoints.folder import write_folder
-from heddle.data.tokenizer import Tokenizer
 from heddle.exchange.family import Family
 from heddle.exchange.fit import Fit, best, differences, read
 from heddle.exchange.imported import Imported
@@ -18,6 +16,8 @@ from heddle.exchange.shards import CONFIG, INDEX, SINGLE, to_json
 from heddle.exchange.texts import write_texts
 from heddle.model.decoder import Decoder
 from heddle.model.lora import merge_lora
+from heddle.storage.folder import write_folder
+from heddle.tokenization.tokenizer import Tokenizer
 
 SHARD = 5 * 10**9  # bytes of a file, as transformers cuts them
 NOTE = "heddle"

@@ -13,7 +13,7 @@ from heddle.errors import ConfigError, HeddleError
 from heddle.exchange.family import Family, families
 from heddle.exchange.fields import Fields, shown
 from heddle.model.config import ModelConfig
-from heddle.model.load import DEFAULTS
+from heddle.model.load_config import DEFAULTS
 
 OWN = "heddle"
 # Fields that decide how a model is trained, and nothing of what a trained one computes.

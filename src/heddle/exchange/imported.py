@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from heddle.data.tokenizer import Tokenizer
 from heddle.model.decoder import Decoder
+from heddle.tokenization.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

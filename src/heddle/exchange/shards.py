@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from heddle.checkpoints.disk import READ_LINKED, opened, read_exactly, unreadable
-from heddle.checkpoints.folder import MAX_DOCUMENT, read_folder
-from heddle.checkpoints.manifest import FILE, FileRecord, is_file_name, parse_object
-from heddle.checkpoints.tensor_file import read_tensor_file
 from heddle.errors import CheckpointError, ConfigError
 from heddle.progress import bar
+from heddle.storage.atomic import READ_LINKED, opened, read_exactly, unreadable
+from heddle.storage.folder import MAX_DOCUMENT, read_folder
+from heddle.storage.manifest import FILE, FileRecord, is_file_name, parse_object
+from heddle.storage.tensor_file import read_tensor_file
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"

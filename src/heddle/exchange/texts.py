@@ -8,11 +8,11 @@ from typing import Any
 from tokenizers import Tokenizer as Engine
 from tokenizers.processors import TemplateProcessing
 
-from heddle.data.tokenizer import BESIDE, FILE, Marks, Tokenizer, read_engine
 from heddle.errors import ConfigError, DataError
 from heddle.exchange.imported import Imported
 from heddle.exchange.shards import CONFIG, Foreign, parsed, to_json
 from heddle.progress import say
+from heddle.tokenization.tokenizer import BESIDE, FILE, Marks, Tokenizer, read_engine
 
 SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 LONGEST = int(1e30)  # what transformers writes for a tokenizer that knows no longest text

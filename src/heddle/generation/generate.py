@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, overload
 
 from heddle.errors import ConfigError
-from heddle.generation.beams import searched
-from heddle.generation.drafts import Draft, Round, guessed
-from heddle.generation.plain import plain
-from heddle.generation.reading import Prefix, Request, Steps, checked_row, read_prefix
+from heddle.generation.beam_search import searched
+from heddle.generation.decode import plain
+from heddle.generation.prefill import Prefix, Request, Steps, checked_row, read_prefix
 from heddle.generation.sampling import Sampling
-from heddle.generation.stopping import Tail
+from heddle.generation.speculative import Draft, Round, guessed
+from heddle.generation.stop_strings import Tail
 from heddle.model.decoder import Decoder
-from heddle.parts.layout import Memory
+from heddle.parts.context.layout import Memory
 
 
 class TextStream(Protocol):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from heddle.errors import ConfigError, MachineError
-from heddle.numerics.noise import Key, keyed, uniform
+from heddle.numerics.random import Key, keyed, uniform
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from heddle.config import decode
 from heddle.laws.subject import MEMORY, Broken, answer, equal, fresh, subject, text
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build, initialise, materialise
-from heddle.model.load import parse_yaml
+from heddle.model.load_config import parse_yaml
 from heddle.model.size import size
 
 

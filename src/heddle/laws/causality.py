@@ -6,7 +6,7 @@ from torch import Tensor
 from heddle.laws.subject import Broken, answer, call, normal, placed, subject, text, undisturbed, windows
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 from heddle.parts.mixers import Mixer
 
 

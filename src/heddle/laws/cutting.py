@@ -20,8 +20,8 @@ from heddle.laws.subject import (
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.state import State
-from heddle.parts.layout import Layout
-from heddle.parts.table import GROWTH_START
+from heddle.parts.context.layout import Layout
+from heddle.parts.context.position_table import GROWTH_START
 
 
 def cut(config: ModelConfig) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor
 from heddle.laws.subject import Broken, equal, feedforwards, identical, normal, refuses, subject
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.numerics.noise import Key, keyed
+from heddle.numerics.random import Key, keyed
+from heddle.parts.context.layout import Layout
+from heddle.parts.context.position_table import PositionTable
 from heddle.parts.feedforwards import Feedforward, Mixture
-from heddle.parts.layout import Layout
-from heddle.parts.ledger import Entry, ledger
-from heddle.parts.table import Table
+from heddle.parts.modules.router_statistics import Entry, ledger
 
 ROWS, LENGTH = 2, 9
 TIGHT = 1e-12
@@ -232,7 +232,7 @@ def in_training(config: ModelConfig) -> None:
 
 
 def _refused_with_a_state(part: Feedforward, x: Tensor) -> None:
-    _, layout = Table.empty(ROWS, None, LENGTH, x.device).extend(Layout.causal(ROWS, LENGTH))
+    _, layout = PositionTable.empty(ROWS, None, LENGTH, x.device).extend(Layout.causal(ROWS, LENGTH))
     call: Callable[[], Tensor] = lambda: _called(part, x, layout)  # noqa: E731
     if part.mixture is not None and part.mixture.capacity is not None:
         refuses(call, "capacity", "experts of a limited capacity were trained with a state")

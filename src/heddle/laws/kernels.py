@@ -25,7 +25,7 @@ from heddle.laws.subject import (
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.numerics.kernels import OPERATIONS, kernels
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 
 REFERENCE = {name: operation.forms[-1].name for name, operation in OPERATIONS.items()}
 FLOAT32_BOUND = 1e-10  # mean square of the error over that of the answer

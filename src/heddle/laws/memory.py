@@ -23,7 +23,7 @@ from heddle.laws.subject import (
 )
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.parts.layout import Layout, Memory
+from heddle.parts.context.layout import Layout, Memory
 
 ROWS, LENGTH, TOKENS = 3, 6, 7  # rows, tokens of the memory, tokens of the text
 NAN = float("nan")

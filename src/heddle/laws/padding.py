@@ -18,7 +18,7 @@ from heddle.laws.subject import (
     text,
 )
 from heddle.model.config import ModelConfig
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 
 LENGTHS = (9, 4, 1, 0)
 MORE = 3

@@ -22,8 +22,8 @@ from heddle.laws.subject import (
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.state import State
-from heddle.parts.cache import Cache
-from heddle.parts.layout import Layout
+from heddle.parts.context.kv_cache import Cache
+from heddle.parts.context.layout import Layout
 
 LENGTHS = (7, 3, 1)
 NAN = float("nan")

@@ -23,7 +23,7 @@ from heddle.laws.subject import (
 )
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 from heddle.parts.positions import Rotation
 
 SHIFTS = (1, 17, 1000)

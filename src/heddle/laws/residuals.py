@@ -10,8 +10,8 @@ from torch import Tensor
 from heddle.laws.subject import Broken, answer, equal, normal, placed, subject, text
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, Layer
-from heddle.numerics.noise import Key, keyed
-from heddle.parts.dropout import Drop
+from heddle.numerics.random import Key, keyed
+from heddle.parts.modules.dropout import Drop
 from heddle.parts.residuals import Residual, Stream
 
 SAMPLES = 20_000

@@ -13,7 +13,7 @@ from heddle.laws.subject import (
     undisturbed,
 )
 from heddle.model.config import ModelConfig
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 
 
 def rows_alone(config: ModelConfig) -> None:

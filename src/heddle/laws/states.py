@@ -25,7 +25,7 @@ from heddle.laws.subject import (
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.size import size
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 from heddle.parts.mixers import Mixer
 
 SLACK = 3  # tokens that rings can take back
@@ -151,7 +151,7 @@ def selected_rows(config: ModelConfig) -> None:
 def rewound(config: ModelConfig) -> None:
     """Tokens taken back were never read: any number, or, once a ring has turned, as many as its slack."""
     model = subject(config)
-    if not keeps_state(model) or not fresh(model, 1).goes_back(1):
+    if not keeps_state(model) or not fresh(model, 1).can_roll_back(1):
         return
     turn = max(_rings(model), default=4) + SLACK
     starts: dict[str, Layout | None] = {
@@ -188,7 +188,7 @@ def rewind_refusals(config: ModelConfig) -> None:
     model = subject(config)
     if not keeps_state(model):
         return
-    forgets = not fresh(model, 1).goes_back(1)
+    forgets = not fresh(model, 1).can_roll_back(1)
     slack = 0 if forgets else 1
     if forgets:
         refuses(lambda: fresh(model, 2, rewind=1), "fork", "a recurrence promised to go back")
@@ -200,7 +200,7 @@ def rewind_refusals(config: ModelConfig) -> None:
         refuses(take, "rewind", f"{wrong.tolist()} of {length} tokens were taken back")
     if forgets or _rings(model):
         beyond = [slack + 1, 0]
-        if twin.state.goes_back(slack + 1):
+        if twin.state.can_roll_back(slack + 1):
             raise Broken(f"a state that can go back {slack} says that it goes back {slack + 1}")
         refuses(lambda: twin.state.rewind(beyond), "fork", f"{beyond} tokens were taken back")
     if slack:
@@ -216,7 +216,7 @@ def rewind_refusals(config: ModelConfig) -> None:
 def slack_told(config: ModelConfig) -> None:
     """A state that can go back takes the bytes that are told, also when it has been used."""
     model = subject(config, torch.float32)
-    if not keeps_state(model) or not fresh(model, 1).goes_back(1):
+    if not keeps_state(model) or not fresh(model, 1).can_roll_back(1):
         return
     context = max(_rings(model), default=4) + SLACK + 2
     told = size(config, context=context, batch=2, memory=MEMORY, rewind=SLACK).state_bytes

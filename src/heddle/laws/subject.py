@@ -9,8 +9,8 @@ from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.state import State
+from heddle.parts.context.layout import Layout, Memory
 from heddle.parts.feedforwards import Feedforward
-from heddle.parts.layout import Layout, Memory
 
 TOLERANCE = 1e-10
 ROOM = 128  # tokens, more than any law's text

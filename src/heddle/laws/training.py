@@ -22,8 +22,8 @@ from heddle.laws.subject import (
 )
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.numerics.noise import Key, keyed
-from heddle.parts.ledger import ledger
+from heddle.numerics.random import Key, keyed
+from heddle.parts.modules.router_statistics import ledger
 
 RATES = {"dropout", "drop_path"}
 SOMETIMES = {"capacity"}  # whether anything is beyond it depends on the tokens

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from heddle.model.decoder import Decoder
-from heddle.parts.eager import eager_methods
+from heddle.parts.modules.eager import eager_methods
 
 
 def compiled(model: Decoder, backend: str | Callable[..., Any] | None = None) -> Decoder:

@@ -24,14 +24,14 @@ from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.embedding import Embedding, Head
 from heddle.model.encoder import check_encoder, encode, encoder_config
 from heddle.model.state import State
-from heddle.parts.dropout import Dropout
+from heddle.parts.context.layout import Layout, Memory
+from heddle.parts.context.position_table import PositionTable
 from heddle.parts.feedforwards import Feedforward
-from heddle.parts.layout import Layout, Memory
-from heddle.parts.leaf import Leaf
 from heddle.parts.mixers import Mixer, Place
+from heddle.parts.modules.dropout import Dropout
+from heddle.parts.modules.linear import Leaf
 from heddle.parts.positions import Rotation
 from heddle.parts.residuals import Stream, Wiring
-from heddle.parts.table import Table
 
 BY_LENGTH = "a rotation of this design depends on how long the whole text will be"
 
@@ -173,11 +173,11 @@ class Decoder(nn.Module):
             raise ConfigError(f"state: rewind = {rewind} must not be negative")
         self._check_memory(memory, batch)
         weight = self.embed.weight
-        table = Table.empty(batch, self.reach, capacity, weight.device, rewind)
+        table = PositionTable.empty(batch, self.reach, capacity, weight.device, rewind)
         kind: Any = {"dtype": weight.dtype, "device": weight.device, "memory": memory, "rewind": rewind}
         states = [None if mixer is None else mixer.init_state(batch, capacity, **kind) for mixer in self.mixers()]
         state = State(table, states, self.fingerprint)
-        if rewind and not state.goes_back(1):
+        if rewind and not state.can_roll_back(1):
             raise ConfigError(f"state: rewind = {rewind} asks a recurrence to go back; fork the state instead")
         return state
 

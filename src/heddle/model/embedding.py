@@ -10,9 +10,9 @@ from heddle.config import build_under
 from heddle.model.config import EmbeddingConfig, HeadConfig
 from heddle.numerics.cross_entropy import End, bounded
 from heddle.numerics.linear import linear
-from heddle.parts.dropout import Dropout
-from heddle.parts.layout import Layout
-from heddle.parts.leaf import Leaf, fill_normal
+from heddle.parts.context.layout import Layout
+from heddle.parts.modules.dropout import Dropout
+from heddle.parts.modules.linear import Leaf, fill_normal
 
 
 class Embedding(Leaf):

@@ -7,7 +7,7 @@ from torch import Tensor
 from heddle.config import DesignError
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
-from heddle.parts.layout import Layout, Memory
+from heddle.parts.context.layout import Layout, Memory
 
 if TYPE_CHECKING:
     from heddle.model.decoder import Decoder

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder, build, generator_of
 from heddle.numerics.linear import linear
-from heddle.parts.leaf import Leaf, Linear, fill_normal
+from heddle.parts.modules.linear import Leaf, Linear, fill_normal
 
 TARGETS = ("layers.*.mixer.q", "layers.*.mixer.v")  # as in the paper
 

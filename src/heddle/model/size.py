@@ -9,11 +9,11 @@ from torch import nn
 from heddle.config import kinds
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
-from heddle.numerics.choose import Choice, witnessing
-from heddle.numerics.counting import counting
+from heddle.numerics.dispatch.flop_counter import counting
+from heddle.numerics.dispatch.operation import Choice, witnessing
 from heddle.numerics.linear import packing
+from heddle.parts.context.layout import Layout, Memory
 from heddle.parts.feedforwards import Feedforward
-from heddle.parts.layout import Layout, Memory
 from heddle.parts.mixers import MixerConfig
 
 

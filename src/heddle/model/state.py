@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError
-from heddle.parts.state import MixerState
-from heddle.parts.table import Table
+from heddle.parts.context.mixer_state import MixerState
+from heddle.parts.context.position_table import PositionTable
 
 
 @dataclass(eq=False)
@@ -19,7 +19,7 @@ class State:
     layers: each mixer's own state, None where a layer has none. design: the fingerprint of the model's config.
     """
 
-    table: Table
+    table: PositionTable
     layers: list[MixerState | None]
     design: str = ""
     consumed: bool = field(default=False, repr=False)
@@ -46,7 +46,7 @@ class State:
         copies = [None if layer is None else layer.map(lambda _, x: x.index_select(0, index)) for layer in self.layers]
         return State(self.table.select(index), copies, self.design)
 
-    def goes_back(self, tokens: int) -> bool:
+    def can_roll_back(self, tokens: int) -> bool:
         """Whether `rewind` can take back that many tokens of every row now."""
         return self._goes_back(tokens, self.table)
 
@@ -54,7 +54,7 @@ class State:
         """Whether `rewind` can take back any next `tokens`, once they are read, however full the state is then."""
         return self._goes_back(tokens, replace(self.table, peak=sys.maxsize, spare=self.table.rewind))
 
-    def _goes_back(self, tokens: int, table: Table) -> bool:
+    def _goes_back(self, tokens: int, table: PositionTable) -> bool:
         layers = [layer for layer in self.layers if layer is not None]
         return table.goes_back(tokens) and all(layer.goes_back(tokens, table) for layer in layers)
 
@@ -71,7 +71,7 @@ class State:
             raise ConfigError(f"rewind: {tokens} is neither a whole number nor one for each of {len(counts)} rows")
         back = back.to(torch.int64).broadcast_to(counts.shape)
         most = int(back.max())
-        if not self.goes_back(most):
+        if not self.can_roll_back(most):
             raise ConfigError(
                 f"rewind: {self._blocker(most)} cannot take back {most} tokens; fork the state before and replay what "
                 "shall stay, or, where only windows are in the way, make it with more rewind"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.numerics.counting import count
+from heddle.numerics.dispatch.flop_counter import count
 from heddle.numerics.linear import flops
 from heddle.numerics.norms import at_least_float32
 

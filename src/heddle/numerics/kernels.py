@@ -2,17 +2,17 @@
 
 from contextlib import AbstractContextManager
 
-from heddle.numerics.attention import ATTENTION
-from heddle.numerics.causal_sums import CAUSAL_MEANS, CAUSAL_SUMS
-from heddle.numerics.choose import Operation, forcing
-from heddle.numerics.convolution import CONVOLUTION
-from heddle.numerics.delta import DELTA
-from heddle.numerics.double_softmax import DOUBLE_SOFTMAX
-from heddle.numerics.experts import EXPERTS
-from heddle.numerics.latent import LATENT
+from heddle.numerics.attention.latent import LATENT
+from heddle.numerics.attention.softmax import ATTENTION
+from heddle.numerics.dispatch.operation import Operation, forcing
+from heddle.numerics.experts.mixture import EXPERTS
 from heddle.numerics.linear import LINEAR
-from heddle.numerics.linear_attention import DOCUMENT_SUMS
 from heddle.numerics.norms import RMS_NORM
+from heddle.numerics.recurrent.causal_sums import CAUSAL_MEANS, CAUSAL_SUMS
+from heddle.numerics.recurrent.convolution import CONVOLUTION
+from heddle.numerics.recurrent.double_softmax import DOUBLE_SOFTMAX
+from heddle.numerics.recurrent.gated_delta import DELTA
+from heddle.numerics.recurrent.linear_attention import DOCUMENT_SUMS
 
 _ALL: tuple[Operation, ...] = (
     ATTENTION,

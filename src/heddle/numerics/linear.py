@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from heddle.numerics.choose import Form, Operation, device_of
-from heddle.numerics.counting import count
+from heddle.numerics.dispatch.flop_counter import count
+from heddle.numerics.dispatch.operation import Form, Operation, device_of
 
 PACKED_ROWS = 64  # with more, a product is bound by arithmetic and packing gains little
 PACKED_ELEMENTS = 2**17  # a smaller weight costs more to call for than to read

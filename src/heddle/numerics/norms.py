@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.numerics.choose import Form, Operation
+from heddle.numerics.dispatch.operation import Form, Operation
 
 
 class NormFacts(NamedTuple):

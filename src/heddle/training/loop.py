@@ -10,23 +10,23 @@ from typing import Any
 import torch
 
 from heddle import progress as display
-from heddle.checkpoints.lock import RunLock
 from heddle.data.chat import Chat
 from heddle.data.corpus import Corpus
 from heddle.data.samples import Batch
 from heddle.errors import ConfigError, MachineError
-from heddle.evaluation.bits import bits_per_byte
 from heddle.model.compiled import compiled
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.lora import add_lora
-from heddle.training.base import Base, Lora
-from heddle.training.material import Answers, Material, Measured, Source, Text, Turns
+from heddle.storage.lock import RunLock
+from heddle.storage.run_log import Log, open_run
+from heddle.training.checkpoint import Progress, resume_run, save_run
+from heddle.training.datasets import Answers, Material, Measured, Source, Text, Turns
+from heddle.training.evaluation.bits_per_byte import bits_per_byte
+from heddle.training.init_checkpoint import Base, Lora
 from heddle.training.optimizer import Optimizer, make_optimizer
-from heddle.training.record import Log, open_run
 from heddle.training.settings import Settings, learning_rate
 from heddle.training.signals import Interrupted, Wish, listening
-from heddle.training.snapshot import Progress, resume_run, save_run
 from heddle.training.step import BatchResult, apply, gradients
 
 LONGEST_STREAK = 10

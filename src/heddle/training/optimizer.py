@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
-from heddle.parts.leaf import Leaf
+from heddle.parts.modules.linear import Leaf
 
 Scales = Sequence[tuple[str, float]]  # (path, factor), the last that matches a parameter counts
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from heddle.data.samples import Batch
 from heddle.model.decoder import Decoder
 from heddle.numerics.cross_entropy import loss_sum
-from heddle.numerics.noise import Key, keyed
+from heddle.numerics.random import Key, keyed
+from heddle.parts.context.layout import Layout, Memory
 from heddle.parts.feedforwards import Feedforward
-from heddle.parts.layout import Layout, Memory
-from heddle.parts.ledger import ledger
-from heddle.training.experts import Tallies, Tally
+from heddle.parts.modules.router_statistics import ledger
 from heddle.training.optimizer import Optimizer
+from heddle.training.router_metrics import Tallies, Tally
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from heddle.exchange.family import Family
 from heddle.exchange.fields import Fields
 from heddle.exchange.rules import Rules
 from heddle.model.config import ModelConfig
-from heddle.model.load import DEFAULTS
+from heddle.model.load_config import DEFAULTS
 
 PREFIX = "model.decoder."
 # Sizes under the names that other programs look for.

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from heddle.checkpoints import disk
-from heddle.data.tokenizer import Tokenizer
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.export import Tensors
 from heddle.exchange.fit import Fit
@@ -25,6 +23,8 @@ from heddle.parts.scalings.linear import LinearConfig
 from heddle.parts.scalings.llama3 import Llama3Config
 from heddle.parts.scalings.yarn import YarnConfig
 from heddle.progress import bar
+from heddle.storage import atomic as disk
+from heddle.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

@@ -7,8 +7,8 @@ heddle splits as GPT-2's does, but for runs of more than 256 characters of a kin
 import json
 from typing import Any
 
-from heddle.data.tokenizer import LONGEST_RUN, Tokenizer
 from heddle.errors import DataError
+from heddle.tokenization.tokenizer import LONGEST_RUN, Tokenizer
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from heddle.config import Part, refuse
 from heddle.numerics import activations
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu"]
 GatedActivation = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu", "swiglu_clamped"]

@@ -9,10 +9,10 @@ from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import Count, Positive, Rate
-from heddle.parts.dropout import Dropout
+from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward, FeedforwardConfig, GatedActivation, activation, clamps
-from heddle.parts.layout import Layout
-from heddle.parts.leaf import Linear, together
+from heddle.parts.modules.dropout import Dropout
+from heddle.parts.modules.linear import Linear, together
 
 
 class GatedConfig(FeedforwardConfig):

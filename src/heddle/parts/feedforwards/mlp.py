@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from heddle.config import Count, Rate
-from heddle.parts.dropout import Dropout
+from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Activation, Feedforward, FeedforwardConfig, activation
-from heddle.parts.layout import Layout
-from heddle.parts.leaf import Linear
+from heddle.parts.modules.dropout import Dropout
+from heddle.parts.modules.linear import Linear
 
 
 class MLPConfig(FeedforwardConfig):

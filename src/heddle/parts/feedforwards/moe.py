@@ -1,7 +1,7 @@
 """Mixture of experts (Shazeer et al. 2017; DeepSeek-V3 2024): `shared(x) + Σ_i gate_i · expert_i(x)` over the k chosen.
 
 Experts are feed-forwards, `down f(up x)` or `down (f(gate x) ⊙ up x)`, or `gated` with `swiglu_clamped`; how they are
-chosen is in numerics/routing.py.
+chosen is in numerics/experts/routing.py.
 """
 
 from typing import Annotated, Literal, Self
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from heddle.config import Count, Positive, Rate, refuse
 from heddle.errors import ConfigError
-from heddle.numerics.experts import Choices, Weights, experts
-from heddle.numerics.routing import Route, Routing, Rule, logits, route, within_capacity
-from heddle.parts.balancing import entry
-from heddle.parts.dropout import Dropout
-from heddle.parts.eager import eager
+from heddle.numerics.experts.mixture import Choices, Weights, experts
+from heddle.numerics.experts.routing import Route, Routing, Rule, logits, route, within_capacity
+from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward, FeedforwardConfig, GatedActivation, Mixture, activation, clamps
-from heddle.parts.layout import Layout
-from heddle.parts.leaf import Leaf, Linear, fill_normal, together
-from heddle.parts.ledger import enter
+from heddle.parts.modules.dropout import Dropout
+from heddle.parts.modules.eager import eager
+from heddle.parts.modules.linear import Leaf, Linear, fill_normal, together
+from heddle.parts.modules.load_balancing import entry
+from heddle.parts.modules.router_statistics import enter
 
 Coefficient = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from heddle.config import DesignError, Part
-from heddle.parts.layout import Layout, Memory
+from heddle.parts.context.layout import Layout, Memory
 from heddle.parts.norms import NormConfig
 
 

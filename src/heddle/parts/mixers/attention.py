@@ -15,14 +15,14 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from heddle.config import Count, Positive, Rate, build_under, refuse
-from heddle.numerics.attention import attention
-from heddle.numerics.extras import Extras
-from heddle.parts.cache import Cache
-from heddle.parts.dropout import Dropout
-from heddle.parts.eager import eager
-from heddle.parts.layout import Layout, Memory
-from heddle.parts.leaf import Leaf, Linear, fill_normal, together
+from heddle.numerics.attention.score_modifiers import Extras
+from heddle.numerics.attention.softmax import attention
+from heddle.parts.context.kv_cache import Cache
+from heddle.parts.context.layout import Layout, Memory
 from heddle.parts.mixers import Mixer, MixerConfig, Place, narrow, widen
+from heddle.parts.modules.dropout import Dropout
+from heddle.parts.modules.eager import eager
+from heddle.parts.modules.linear import Leaf, Linear, fill_normal, together
 from heddle.parts.positions import Bias, BiasConfig, InnerConfig, Rotation, RotationConfig
 
 

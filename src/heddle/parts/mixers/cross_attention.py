@@ -15,15 +15,15 @@ from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import Count, Positive, refuse
-from heddle.numerics.attention import attention
-from heddle.numerics.double_softmax import double_softmax, read, summarise
-from heddle.numerics.visibility import Visibility
-from heddle.parts.eager import eager
-from heddle.parts.layout import Layout, Memory
-from heddle.parts.leaf import Linear
+from heddle.numerics.attention.softmax import attention
+from heddle.numerics.attention.visibility import Visibility
+from heddle.numerics.recurrent.double_softmax import double_softmax, read, summarise
+from heddle.parts.context.layout import Layout, Memory
+from heddle.parts.context.mixer_state import MixerState
+from heddle.parts.context.position_table import PositionTable
 from heddle.parts.mixers import Mixer, MixerConfig, Place, narrow, widen
-from heddle.parts.state import MixerState
-from heddle.parts.table import Table
+from heddle.parts.modules.eager import eager
+from heddle.parts.modules.linear import Linear
 
 
 class CrossAttentionConfig(MixerConfig):
@@ -70,7 +70,7 @@ class Projected(MixerState):
     values: Tensor
     positions: Tensor | None
 
-    def goes_back(self, tokens: int, table: Table) -> bool:
+    def goes_back(self, tokens: int, table: PositionTable) -> bool:
         """Always: it does not depend on the text."""
         return True
 
@@ -81,7 +81,7 @@ class Summarised(MixerState):
 
     summary: Tensor
 
-    def goes_back(self, tokens: int, table: Table) -> bool:
+    def goes_back(self, tokens: int, table: PositionTable) -> bool:
         """Always: it does not depend on the text."""
         return True
 

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heddle.config import Count, build_under, refuse
-from heddle.numerics.convolution import Taps, convolution, find_starts, find_taps, next_tail
-from heddle.numerics.delta import Rule, delta, unit
+from heddle.numerics.attention.observer import imply
 from heddle.numerics.norms import at_least_float32
-from heddle.numerics.observing import imply
-from heddle.parts.eager import eager
-from heddle.parts.layout import Layout, Memory
-from heddle.parts.leaf import Leaf, Linear, fill_normal, together
+from heddle.numerics.recurrent.convolution import Taps, convolution, find_starts, find_taps, next_tail
+from heddle.numerics.recurrent.gated_delta import Rule, delta, unit
+from heddle.parts.context.layout import Layout, Memory
+from heddle.parts.context.mixer_state import MixerState
 from heddle.parts.mixers import Mixer, MixerConfig, Place, widen
+from heddle.parts.modules.eager import eager
+from heddle.parts.modules.linear import Leaf, Linear, fill_normal, together
 from heddle.parts.norms import NormConfig
-from heddle.parts.state import MixerState
 
 
 class GatedDeltaConfig(MixerConfig):

@@ -14,12 +14,12 @@ from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import Count, DesignError, Positive, build_under, decode, refuse
-from heddle.numerics.latent import latent_attention
-from heddle.parts.cache import Cache
-from heddle.parts.eager import eager
-from heddle.parts.layout import Layout, Memory
-from heddle.parts.leaf import Leaf, Linear, matrix, together
+from heddle.numerics.attention.latent import latent_attention
+from heddle.parts.context.kv_cache import Cache
+from heddle.parts.context.layout import Layout, Memory
 from heddle.parts.mixers import Mixer, MixerConfig, Place, narrow, widen
+from heddle.parts.modules.eager import eager
+from heddle.parts.modules.linear import Leaf, Linear, matrix, together
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import RotationConfig
 

@@ -16,17 +16,17 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from heddle.config import Count, build_under, refuse
-from heddle.numerics.causal_sums import causal_means, causal_sums
-from heddle.numerics.chunked_sums import inverse
-from heddle.numerics.linear_attention import document_sums, elu, learned, relu, softmax_over_tokens
+from heddle.numerics.attention.observer import imply
 from heddle.numerics.norms import at_least_float32
-from heddle.numerics.observing import imply
-from heddle.parts.eager import eager
-from heddle.parts.layout import Layout, Memory
-from heddle.parts.leaf import Leaf, Linear, fill_normal, together
+from heddle.numerics.recurrent.causal_sums import causal_means, causal_sums
+from heddle.numerics.recurrent.chunked_sums import inverse
+from heddle.numerics.recurrent.linear_attention import document_sums, elu, learned, relu, softmax_over_tokens
+from heddle.parts.context.layout import Layout, Memory
+from heddle.parts.context.recurrent_state import Sums, places, without_padding
 from heddle.parts.mixers import Mixer, MixerConfig, Place, narrow, widen
+from heddle.parts.modules.eager import eager
+from heddle.parts.modules.linear import Leaf, Linear, fill_normal, together
 from heddle.parts.positions import RotationConfig
-from heddle.parts.sums import Sums, places, without_padding
 
 Map = Literal["elu", "relu", "learned"]
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from heddle.config import DesignError, build_under
-from heddle.parts.layout import Layout, Memory
+from heddle.parts.context.layout import Layout, Memory
+from heddle.parts.context.mixer_state import MixerState
+from heddle.parts.context.position_table import PositionTable
 from heddle.parts.mixers import Mixer, MixerConfig, Place
-from heddle.parts.state import MixerState
-from heddle.parts.table import Table
 
 
 class PairConfig(MixerConfig):
@@ -47,11 +47,11 @@ class PairState(MixerState):
     first: MixerState
     second: MixerState
 
-    def goes_back(self, tokens: int, table: Table) -> bool:
+    def goes_back(self, tokens: int, table: PositionTable) -> bool:
         """Where both do."""
         return self.first.goes_back(tokens, table) and self.second.goes_back(tokens, table)
 
-    def rewound(self, table: Table, gone: Callable[[int], Tensor]) -> "PairState":
+    def rewound(self, table: PositionTable, gone: Callable[[int], Tensor]) -> "PairState":
         """Both without the tokens taken back."""
         return replace(self, first=self.first.rewound(table, gone), second=self.second.rewound(table, gone))
 

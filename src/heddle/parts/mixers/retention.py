@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heddle.config import Count, build_under, refuse
-from heddle.numerics.causal_sums import causal_sums
+from heddle.numerics.attention.observer import imply
 from heddle.numerics.norms import at_least_float32
-from heddle.numerics.observing import imply
-from heddle.parts.eager import eager
-from heddle.parts.layout import Layout, Memory
-from heddle.parts.leaf import Leaf, Linear, fill_normal, together
+from heddle.numerics.recurrent.causal_sums import causal_sums
+from heddle.parts.context.layout import Layout, Memory
+from heddle.parts.context.recurrent_state import Sums, places, without_padding
 from heddle.parts.mixers import Mixer, MixerConfig, Place, widen
+from heddle.parts.modules.eager import eager
+from heddle.parts.modules.linear import Leaf, Linear, fill_normal, together
 from heddle.parts.positions import RotationConfig
-from heddle.parts.sums import Sums, places, without_padding
 
 Factor = Annotated[float, Field(gt=0.0, le=1.0)]
 

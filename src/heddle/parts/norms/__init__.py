@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from heddle.config import Part
-from heddle.parts.leaf import Leaf
+from heddle.parts.modules.linear import Leaf
 
 
 class NormConfig(Part, ABC):

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from heddle.config import Positive
 from heddle.numerics.norms import layer_norm
-from heddle.parts.leaf import Leaf
+from heddle.parts.modules.linear import Leaf
 from heddle.parts.norms import NormConfig, weight_shape
 
 

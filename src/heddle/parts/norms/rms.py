@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from heddle.config import Finite, Positive
 from heddle.numerics.norms import rms_norm
-from heddle.parts.leaf import Leaf
+from heddle.parts.modules.linear import Leaf
 from heddle.parts.norms import NormConfig, weight_shape
 
 

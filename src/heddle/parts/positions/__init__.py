@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from heddle.config import Part
-from heddle.parts.layout import Layout
+from heddle.parts.context.layout import Layout
 
 
 class PositionConfig(Part, ABC):

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from heddle.config import Count, DesignError, Finite, Positive
 from heddle.errors import ConfigError
-from heddle.numerics.rotate import frequencies, rotate, table
-from heddle.parts.eager import eager
-from heddle.parts.layout import Layout
+from heddle.numerics.rotary import frequencies, rotate, table
+from heddle.parts.context.layout import Layout
+from heddle.parts.modules.eager import eager
 from heddle.parts.positions import Rotation, RotationConfig
 
 

@@ -6,8 +6,8 @@ from torch.nn import functional
 
 from heddle.config import Count
 from heddle.errors import ConfigError
-from heddle.parts.layout import Layout
-from heddle.parts.leaf import Leaf, fill_normal
+from heddle.parts.context.layout import Layout
+from heddle.parts.modules.linear import Leaf, fill_normal
 from heddle.parts.positions import Additive, AdditiveConfig
 
 

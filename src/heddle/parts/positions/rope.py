@@ -12,9 +12,9 @@ from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import Count, DesignError, Finite, Positive, build_under, refuse
-from heddle.numerics.rotate import periods, rotate, table
-from heddle.parts.eager import eager
-from heddle.parts.layout import Layout
+from heddle.numerics.rotary import periods, rotate, table
+from heddle.parts.context.layout import Layout
+from heddle.parts.modules.eager import eager
 from heddle.parts.positions import Rotation, RotationConfig
 from heddle.parts.scalings import ScalingConfig, Stretched
 

@@ -6,8 +6,8 @@
 from torch import Tensor
 
 from heddle.config import DesignError
-from heddle.numerics.rotate import sinusoid
-from heddle.parts.layout import Layout
+from heddle.numerics.rotary import sinusoid
+from heddle.parts.context.layout import Layout
 from heddle.parts.positions import Additive, AdditiveConfig
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from heddle.config import Part, Rate
-from heddle.parts.dropout import Drop
+from heddle.parts.modules.dropout import Drop
 from heddle.parts.norms import NormConfig
 
 Stream = Any  # what runs from layer to layer: a tensor [B, T, width], or several

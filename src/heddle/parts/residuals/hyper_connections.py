@@ -22,10 +22,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from heddle.numerics.counting import count
+from heddle.numerics.dispatch.flop_counter import count
 from heddle.numerics.norms import at_least_float32, without_autocast
 from heddle.numerics.sinkhorn import sinkhorn
-from heddle.parts.leaf import Leaf, Linear
+from heddle.parts.modules.linear import Leaf, Linear
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, Residual, ResidualConfig, Wiring
 

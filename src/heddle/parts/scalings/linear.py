@@ -5,7 +5,7 @@ Positions of a text `factor` times longer then fall between those that the frequ
 
 import torch
 
-from heddle.numerics.rotate import periods
+from heddle.numerics.rotary import periods
 from heddle.parts.scalings import Longer, ScalingConfig, Stretched
 
 

@@ -9,7 +9,7 @@ s = 1 + factor · (max(length, original_length) / original_length − 1), which 
 import torch
 
 from heddle.config import Count, DesignError
-from heddle.numerics.rotate import periods
+from heddle.numerics.rotary import periods
 from heddle.parts.scalings import Longer, ScalingConfig, Stretched
 
 

@@ -14,7 +14,7 @@ import torch
 from pydantic import model_validator
 
 from heddle.config import Count, Positive, refuse
-from heddle.numerics.rotate import periods
+from heddle.numerics.rotary import periods
 from heddle.parts.scalings import Longer, ScalingConfig, Stretched
 
 

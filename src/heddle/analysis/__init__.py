@@ -1,0 +1,1 @@
+"""Comparison and inspection of designs: plain data first, then pages."""

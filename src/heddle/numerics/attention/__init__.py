@@ -1,0 +1,1 @@
+"""Softmax attention: the reference, its fast forms, and what they share."""

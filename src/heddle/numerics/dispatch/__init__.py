@@ -1,0 +1,1 @@
+"""How an operation chooses its form, and how its FLOPs are counted."""

@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, and the forms that compute the chosen experts."""

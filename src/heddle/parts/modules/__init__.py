@@ -1,0 +1,1 @@
+"""Modules that several parts use: projections, dropout, router statistics."""

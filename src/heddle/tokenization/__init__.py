@@ -1,0 +1,1 @@
+"""Tokenizers and the bytes of their tokens."""

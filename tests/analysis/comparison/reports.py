@@ -1,0 +1,207 @@
+"""Made-up comparison reports of realistic shape, for tests and for looking at."""
+
+import copy
+from typing import Any
+
+import numpy as np
+
+from heddle.analysis.comparison.effects import effects
+from heddle.analysis.comparison.extrapolation import changes, told
+from heddle.analysis.comparison.probes import PROBES
+from heddle.analysis.comparison.statistics import bits_per_byte, paired_difference, verdict
+from heddle.training.evaluation.length_extrapolation import Reading
+
+CONTEXTS = [1024 * 2**power for power in range(8)]
+SAMPLE = (
+    'def read(path):\n    """Return the lines of a file."""\n    with open(path) as source:\n'
+    "        return [line.rstrip() for line in source if line.strip()]\n\n\nclass Reader:\n    def __init__"
+)
+# name: (offset of bits per byte, spread of seeds, state bytes a token, fixed ones, train and decode speed)
+TINY = {
+    "mha-tiny": (0.0, 0.004, 3072, 0, 21_400, 238),
+    "gqa-tiny": (0.011, 0.008, 768, 0, 24_100, 305),
+    "window-tiny": (0.031, 0.003, 0, 3072 * 512, 25_900, 342),
+    "hybrid-delta-tiny": (-0.024, 0.003, 512, 420_000, 17_300, 321),
+}
+SUMMARIES = {
+    "mha-tiny": "6 layers, width 128: attention with 4 heads, rope; gated feedforward 352",
+    "gqa-tiny": "6 layers, width 128: attention with 4 heads, 1 kv head, rope; gated feedforward 400",
+    "window-tiny": "6 layers, width 128: attention with 4 heads, window 512, rope; gated feedforward 352",
+    "hybrid-delta-tiny": "6 layers, width 128: 5 of gated delta, 1 of attention; gated feedforward 320",
+}
+
+
+def design(name: str, traits: tuple[float, float, int, int, int, int], seeds: list[int], index: int) -> dict[str, Any]:
+    """One design with finished runs, measured on windows shared by all designs."""
+    offset, spread, per_token, fixed, train, decode = traits
+    text = np.random.default_rng(5).normal(2.31, 0.35, 128)
+    mine = np.random.default_rng(100 + index).normal(offset, 0.012, 128)
+    runs = []
+    for seed in seeds:
+        luck = np.random.default_rng([index, seed]).normal(0, spread) + np.random.default_rng(seed).normal(0, 0.01)
+        sizes = np.full(128, 1000) + np.random.default_rng(6).integers(0, 60, 128)
+        bits = (text + mine + luck) * sizes
+        final = float(bits.sum() / sizes.sum())
+        tokens = np.linspace(10_000, 500_000, 50).astype(int)
+        noise = np.random.default_rng([7, index, seed]).normal(0, 0.012, 50)
+        curve = final + 1.7 * ((tokens / 10_000) ** -0.55 - 50**-0.55) + noise * np.linspace(1, 0, 50)
+        run = {
+            "seed": seed,
+            "status": "done",
+            "bits_per_byte": final,
+            "train_tokens": 500_000,
+            "seconds": 500_000 / train + seed * 0.1,
+            "train_tokens_per_second": train * (1 - 0.004 * seed),
+            "peak_memory_bytes": 9.1e8 - 4e7 * index,
+            "skipped_steps": 0,
+            "curve": [[int(place), float(value)] for place, value in zip(tokens, curve, strict=True)],
+            "windows": [[float(b), int(s)] for b, s in zip(bits, sizes, strict=True)],
+            "extrapolation": longer(index, final),
+            "sample": SAMPLE + f"(self, seed={seed}):\n        self.lines = []",
+        }
+        runs.append(run)
+    return {
+        "name": name,
+        "source": f"preset:{name}",
+        "varied": {},
+        "width": {"given": 128, "trained": 128},
+        "summary": SUMMARIES.get(name, "6 layers, width 128"),
+        "parameters": 1_310_000 + 17_000 * index,
+        "active_parameters": 1_310_000 + 17_000 * index,
+        "flops_per_token": 3.1e6 + 5e4 * index,
+        "runs": runs,
+        "bits_per_byte": bits_per_byte(runs),
+        "train_tokens_per_second": float(train),
+        "peak_memory_bytes": 9.1e8 - 4e7 * index,
+        "state_bytes": [[place, float(per_token * place + fixed)] for place in CONTEXTS],
+        "recall": {name: recall(index, place) for place, name in enumerate(PROBES)},
+        "prefill": [[place, 0.42 * train * 4096 / (place + 3500)] for place in (512, 2048, 8192)],
+        "decode": [[place, decode * 9000 / (9000 + place * min(1, per_token / 3072))] for place in (512, 2048, 8192)],
+    }
+
+
+def recall(index: int, place: int) -> dict[str, Any]:
+    """What came of a probe: every third design learns hardly any."""
+    accuracy = 0.17 + 0.01 * place if index % 3 == 2 else 0.998 - 0.1 * ((index + place) % 3)
+    return {"status": "done", "accuracy": accuracy, "scored": 1000, "seconds": 9.0, "curve": [[1000, 0.1]]}
+
+
+def longer(index: int, final: float) -> list[dict[str, Any]]:
+    """What pieces of 1, 2, 4 and 8 contexts give: falling, level, rising, or refused beyond 2."""
+    slope = (-0.03, 0.0, 0.2, 0.01)[index % 4]
+    rows = []
+    for power in range(4):
+        sizes = np.full(6, 6000) + np.random.default_rng(8).integers(0, 300, 6)
+        text = np.random.default_rng(9).normal(0, 0.2, 6) + np.random.default_rng([index, power]).normal(0, 0.004, 6)
+        bits = (final + slope * power + text) * sizes
+        reading = Reading(2**power, list(zip(bits.tolist(), sizes.tolist(), strict=True)), None)
+        refused = Reading(2**power, [], "embedding.position: position 1023 is beyond the 512 learned ones")
+        rows.append(told(refused if index % 4 == 3 and power > 1 else reading))
+    return rows
+
+
+def report(traits: dict[str, tuple[float, float, int, int, int, int]] | None = None, seeds: int = 3) -> dict[str, Any]:
+    """A whole report; the first design is the baseline."""
+    places = enumerate((traits or TINY).items())
+    designs = [design(name, trait, list(range(seeds)), index) for index, (name, trait) in places]
+    made: dict[str, Any] = {
+        "heddle": "0.1.0",
+        "created": "2026-11-20T20:00:00Z",
+        "command": "heddle compare mha.yaml gqa.yaml window.yaml delta.yaml --tokens 500000 --seeds 3",
+        "hardware": {
+            "cpu": "AMD EPYC 9B45",
+            "cores": 2,
+            "threads": 2,
+            "memory_bytes": 25e9,
+            "device": "cpu",
+            "torch": "2.13.0",
+        },
+        "data": {
+            "name": "stdlib",
+            "hash": "ab12cd34ef567890",
+            "train_bytes": 21_400_000,
+            "train_tokens": 6_120_000,
+            "validation_bytes": 131_000,
+            "vocab_size": 4096,
+        },
+        "budget": {
+            "kind": "tokens",
+            "value": 500_000,
+            "batch_size": 8,
+            "context": 256,
+            "seeds": list(range(seeds)),
+        },
+        "warnings": ["window-tiny: its window of 512 is at least the training context of 256; it was never limited."],
+        "baseline": designs[0]["name"],
+        "equal": None,
+        "recall": {name: probe.describe() for name, probe in PROBES.items()},
+        "extrapolation": {
+            "context": 256,
+            "multiples": [1, 2, 4, 8],
+            "stretches": 6,
+            "documents": 5,
+            "tokens": 6 * 2048,
+            "bytes": 36_800,
+            "note": None,
+        },
+        "designs": designs,
+    }
+    return finish(made)
+
+
+def finish(made: dict[str, Any]) -> dict[str, Any]:
+    """Computes again what follows from the runs: means, differences and the verdict."""
+    base = next(row for row in made["designs"] if row["name"] == made["baseline"])
+    for row in made["designs"]:
+        row["bits_per_byte"] = bits_per_byte(row["runs"])
+        row["extrapolation"] = changes(row["runs"], made["extrapolation"]["multiples"])
+    made["differences"] = [
+        {"design": row["name"], "baseline": made["baseline"], **paired_difference(row["runs"], base["runs"])}
+        for row in made["designs"]
+        if row is not base
+    ]
+    made["varied"] = effects(made["designs"], made["baseline"])
+    made["verdict"] = verdict(made)
+    return made
+
+
+def diverge(run: dict[str, Any]) -> None:
+    """Makes a run one that diverged half-way."""
+    curve = [*run["curve"][:20], [run["curve"][20][0], float("nan")]]
+    run.update(status="diverged", bits_per_byte=None, windows=[], extrapolation=[])
+    run.update(curve=curve, sample=None, skipped_steps=40)
+
+
+def single() -> dict[str, Any]:
+    """One design alone, one seed."""
+    made = report({"mha-tiny": TINY["mha-tiny"]}, seeds=1)
+    return made | {"warnings": []}
+
+
+def crowd() -> dict[str, Any]:
+    """Twelve designs with long names; one diverged once and one always."""
+    rng = np.random.default_rng(3)
+    traits = {"mha-tiny": TINY["mha-tiny"]}
+    for index in range(1, 12):
+        name = f"experiments/2026-11/width-128-kv-heads-{index}-head-dim-32-rope-base-500000-run-{index:03d}"
+        states = (3072 // index, 10_000 * index)
+        traits[name] = (float(rng.normal(0, 0.02)), 0.004, *states, 20_000 + 900 * index, 200 + 20 * index)
+    made = report(traits)
+    diverge(made["designs"][4]["runs"][1])
+    for run in made["designs"][7]["runs"]:
+        diverge(run)
+    return finish(made)
+
+
+def hollow() -> dict[str, Any]:
+    """Two designs of which nothing finished or was measured."""
+    made = copy.deepcopy(report({"mha-tiny": TINY["mha-tiny"], "gqa-tiny": TINY["gqa-tiny"]}))
+    for row in made["designs"]:
+        for run in row["runs"]:
+            diverge(run)
+            run.update(curve=[], train_tokens_per_second=None, peak_memory_bytes=None, seconds=None)
+        row.update(train_tokens_per_second=None, peak_memory_bytes=None, state_bytes=[], prefill=[], decode=[])
+        row.update(flops_per_token=None, active_parameters=None)
+        for found in row["recall"].values():
+            found.update(status="failed", accuracy=None, scored=None, seconds=None, curve=[])
+    return finish(made)

@@ -1,0 +1,143 @@
+"""What a varied field does: paired within what else was varied, against sums written out."""
+
+import copy
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from heddle.analysis.comparison.effects import effects, number
+from heddle.analysis.comparison.statistics import bits_per_byte, seed_half_width, text_half_width
+from tests.analysis.comparison import reports
+
+FIELDS = {"layers.*.mixer.kv_heads": ("1", "2", "4"), "residual.kind": ("pre_norm", "parallel")}
+BASE = "kv_heads=2 pre_norm"
+
+
+def varied() -> dict[str, Any]:
+    """A report of six variants, in which one pair of values does more than the sum of both."""
+    choices = list(itertools.product(*FIELDS.values()))
+    offsets = {"1": 0.02, "2": 0.0, "4": -0.02, "pre_norm": 0.0, "parallel": 0.01}
+    traits = {}
+    for heads, kind in choices:
+        offset = offsets[heads] + offsets[kind] + 0.05 * ((heads, kind) == ("1", "parallel"))
+        traits[f"kv_heads={heads} {kind}"] = (offset, 0.004, 768 * int(heads), 0, 21_000, 240)
+    made = reports.report(traits)
+    for design, choice in zip(made["designs"], choices, strict=True):
+        design["varied"] = dict(zip(FIELDS, choice, strict=True))
+    return reports.finish(made | {"baseline": BASE})
+
+
+def runs_of(made: dict[str, Any], heads: str, kind: str) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = next(
+        one["runs"] for one in made["designs"] if one["name"] == f"kv_heads={heads} {kind}"
+    )
+    return runs
+
+
+def test_a_row_a_value_with_the_difference_written_out() -> None:
+    made = varied()
+    heads, kind = made["varied"]["fields"]
+    assert (heads["title"], heads["baseline"], kind["title"], kind["baseline"]) == (
+        "kv_heads",
+        "2",
+        "residual",
+        "pre_norm",
+    )
+    assert [(one["label"], one["number"]) for one in heads["values"]] == [("1", 1.0), ("2", 2.0), ("4", 4.0)]
+    assert [(one["label"], one["number"]) for one in kind["values"]] == [("pre_norm", None), ("parallel", None)]
+    assert heads["values"][1]["difference"] is None
+    one = heads["values"][0]
+    assert one["designs"] == ["kv_heads=1 pre_norm", "kv_heads=1 parallel"]
+    every = [run["bits_per_byte"] for name in FIELDS["residual.kind"] for run in runs_of(made, "1", name)]
+    assert one["mean"] == pytest.approx(np.mean(every))
+    seeds = []
+    table = np.zeros((128, 2))
+    for seed in range(3):
+        pairs = [(runs_of(made, "1", name)[seed], runs_of(made, "2", name)[seed]) for name in FIELDS["residual.kind"]]
+        seeds.append(float(np.mean([mine["bits_per_byte"] - base["bits_per_byte"] for mine, base in pairs])))
+        for mine, base in pairs:
+            table[:, 0] += (np.array(mine["windows"]) - np.array(base["windows"]))[:, 0] / 6
+            table[:, 1] += np.array(mine["windows"])[:, 1] / 6
+    text = text_half_width(table[:, 0], table[:, 1])
+    assert text is not None
+    difference = one["difference"]
+    assert difference["mean"] == pytest.approx(np.mean(seeds))
+    half = float(np.hypot(seed_half_width(seeds), text))
+    assert difference["high"] - difference["low"] == pytest.approx(2 * half)
+    assert (difference["pairs"], difference["resolved"]) == (3, True)
+    assert difference["method"].endswith("Averaged over 2 choices of the other fields.")
+
+
+def test_what_two_fields_do_together() -> None:
+    made = varied()
+    [table] = made["varied"]["interactions"]
+    assert table["titles"] == ["kv_heads", "residual"]
+    cells = {tuple(cell["values"]): cell for cell in table["cells"]}
+    assert list(cells) == list(itertools.product(*FIELDS.values()))
+    trivial = {values for values, cell in cells.items() if cell["beyond"] is None}
+    assert trivial == {values for values in cells if "2" in values or "pre_norm" in values}
+    assert cells["4", "pre_norm"]["mean"] == pytest.approx(bits_per_byte(runs_of(made, "4", "pre_norm"))["mean"])
+    beyond = []
+    for seed in range(3):
+        y = {pair: runs_of(made, *pair)[seed]["bits_per_byte"] for pair in cells}
+        beyond.append(y["1", "parallel"] - y["2", "parallel"] - (y["1", "pre_norm"] - y["2", "pre_norm"]))
+    found = cells["1", "parallel"]["beyond"]
+    assert found["mean"] == pytest.approx(np.mean(beyond))
+    assert 0.03 < found["mean"] < 0.07
+    assert found["resolved"]
+    assert not cells["4", "parallel"]["beyond"]["resolved"]
+
+
+def test_one_field_is_the_designs_own_differences() -> None:
+    made = reports.report()
+    for design in made["designs"]:
+        design["varied"] = {"layers.*.mixer": design["name"]}
+    made = reports.finish(made)
+    [field] = made["varied"]["fields"]
+    assert made["varied"]["interactions"] == []
+    for value, row in zip(field["values"][1:], made["differences"], strict=True):
+        assert {key: value["difference"][key] for key in ("resolved", "pairs", "method")} == {
+            key: row[key] for key in ("resolved", "pairs", "method")
+        }
+        for key in ("mean", "low", "high"):
+            assert value["difference"][key] == pytest.approx(row[key])
+
+
+def test_runs_that_failed_take_their_partner_with_them() -> None:
+    made = varied()
+    whole = made["varied"]["fields"][0]["values"][0]["difference"]
+    reports.diverge(runs_of(made, "1", "parallel")[0])
+    again = reports.finish(made)["varied"]["fields"][0]["values"][0]["difference"]
+    assert again["pairs"] == 3
+    assert "Left out, because a design of theirs did not finish: 1 of 6 pairs." in again["method"]
+    assert again["mean"] != whole["mean"]
+    for run in runs_of(made, "1", "parallel") + runs_of(made, "1", "pre_norm"):
+        reports.diverge(run)
+    none = reports.finish(made)["varied"]["fields"][0]["values"][0]
+    assert (none["mean"], none["difference"]["mean"], none["difference"]["pairs"]) == (None, None, 0)
+
+
+def test_runs_without_windows_and_one_seed() -> None:
+    made = varied()
+    for design in made["designs"]:
+        del design["runs"][1:]
+        design["runs"][0]["windows"] = []
+    difference = reports.finish(made)["varied"]["fields"][0]["values"][0]["difference"]
+    assert (difference["low"], difference["pairs"], difference["resolved"]) == (None, 1, False)
+
+
+def test_nothing_varied() -> None:
+    designs = copy.deepcopy(reports.report()["designs"])
+    assert effects(designs, "mha-tiny") == {"fields": [], "interactions": []}
+    for design in designs:
+        design["varied"] = {"one": "value"}
+    assert effects(designs, "mha-tiny") == {"fields": [], "interactions": []}
+
+
+@pytest.mark.parametrize(
+    ("label", "value"), [("2", 2.0), ("1e-4", 1e-4), ("rope", None), ("nan", None), (".inf", None)]
+)
+def test_labels_that_are_numbers(label: str, value: float | None) -> None:
+    assert number(label) == value

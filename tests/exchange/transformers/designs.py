@@ -1,0 +1,113 @@
+"""Small designs of every kind of mixer and state, as models of transformers in float64."""
+
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import heddle
+from heddle.laws.subject import answer
+from heddle.model.config import ModelConfig
+from heddle.model.load_config import load_config
+from tests.cases import ALIBI, LONG, MLP, ROPE, Data, attention, delta, design, latent, layer
+from tests.generation.loops import lively
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
+    from transformers.utils import logging
+
+    from heddle.exchange.transformers import HeddleForCausalLM
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+MOE: Data = {
+    "kind": "moe",
+    "experts": 4,
+    "top_k": 2,
+    "hidden": 9,
+    "shared": 1,
+    "aux_loss": 0.3,
+    "routing": "sigmoid",
+    "bias_update": 0.01,
+}
+DESIGNS: dict[str, Data] = {
+    "gqa": design(layer(attention(6, kv_heads=2), repeat=2)),
+    "window": design(layer(attention(window=5)), layer(attention(kv_heads=1)), head={"tied": False, "bias": True}),
+    "rings": design(layer(attention(window=3)), layer(attention(window=6, kv_heads=2))),
+    "mla": design(layer(latent(), repeat=2)),
+    "linear": design(layer({"kind": "linear_attention", "heads": 3, "feature_map": "elu"}, repeat=2)),
+    "hybrid": design(delta(repeat=1, convolution=3), layer(attention(kv_heads=2))),
+    "pair": design(layer({"kind": "pair", "first": attention(3, window=2), "second": attention(kv_heads=2, window=5)})),
+    "moe": design(layer(attention(3), MOE, repeat=2)),
+    "dual-alibi": design(layer(attention(position=ALIBI), repeat=2), residual={"kind": "residual_dual"}),
+    "learned": design(layer(attention(position=None)), embedding={"position": {"kind": "learned", "length": 64}}),
+}
+LENGTHS = [11, 4, 1]
+
+
+def config(name: str) -> ModelConfig:
+    """A design by its name."""
+    return load_config(DESIGNS[name])
+
+
+@cache
+def decoder(name: str) -> heddle.Decoder:
+    """The model itself, lively in float64."""
+    return lively(heddle.build(config(name), dtype=torch.float64, seed=1)).eval()
+
+
+def model(name: str) -> HeddleForCausalLM:
+    """The same behind the class of transformers."""
+    return HeddleForCausalLM.of(decoder(name))
+
+
+def draft(name: str) -> HeddleForCausalLM:
+    """A model that often guesses the same: the weights disturbed."""
+    other = heddle.build(config(name), dtype=torch.float64, seed=1)
+    with torch.no_grad():
+        for mine, theirs in zip(other.parameters(), decoder(name).parameters(), strict=True):
+            mine.copy_(theirs + 0.02 * theirs.std().nan_to_num() * torch.randn_like(theirs))
+    return HeddleForCausalLM.of(other.eval())
+
+
+def by_length() -> HeddleForCausalLM:
+    """A design that turns by the length of the whole text."""
+    turned = LONG | {"original_length": 20}
+    data = design(layer(attention(position=ROPE | {"scaling": turned}), MLP, repeat=2))
+    return HeddleForCausalLM.of(lively(heddle.build(load_config(data), dtype=torch.float64)).eval())
+
+
+def prompts(lengths: list[int] = LENGTHS, seed: int = 3) -> list[list[int]]:
+    """Rows of tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, 61, (length,), generator=draw).tolist() for length in lengths]
+
+
+def padded(rows: list[list[int]], side: str = "left") -> dict[str, Tensor]:
+    """input_ids and attention_mask; under the padding stand tokens like others."""
+    width = max(map(len, rows))
+    gaps = [[5] * (width - len(row)) for row in rows]
+    left = side == "left"
+    tokens = [gap + row if left else row + gap for gap, row in zip(gaps, rows, strict=True)]
+    masks = [[0] * len(gap) + [1] * len(row) for gap, row in zip(gaps, rows, strict=True)]
+    return {
+        "input_ids": torch.tensor(tokens),
+        "attention_mask": torch.tensor(masks if left else [mask[::-1] for mask in masks]),
+    }
+
+
+@torch.no_grad()
+def alone(name: str, row: list[int]) -> Tensor:
+    """Logits [T, vocab] of a row by itself, by the model of heddle, no state and no mask."""
+    found: Tensor = decoder(name).head(answer(decoder(name), torch.tensor([row])))[0]
+    return found
+
+
+@torch.no_grad()
+def logits(name: str, **given: Any) -> Tensor:
+    """What the class of transformers says, without a cache."""
+    found: Tensor = model(name)(**given, use_cache=False).logits
+    return found

@@ -1,0 +1,203 @@
+"""Reading designs: files of three formats, YAML's traps, presets, folders and overrides."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from heddle.errors import ConfigError
+from heddle.model.load_config import load_config, parse_yaml
+from tests.cases import CASES, attention, design, layer
+
+YAML = """
+vocab_size: 61
+width: 24
+layers:
+  - repeat: 2
+    mixer: {kind: attention, heads: 4, kv_heads: 2, position: {kind: rope, base: 1e4}}
+    feedforward: {kind: mlp, hidden: 20}
+"""
+TOML = """
+vocab_size = 61
+width = 24
+[[layers]]
+repeat = 2
+mixer = { kind = "attention", heads = 4, kv_heads = 2, position = { kind = "rope", base = 1e4 } }
+feedforward = { kind = "mlp", hidden = 20 }
+"""
+GQA = design(layer(attention(kv_heads=2), repeat=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.yaml", YAML), ("a.yml", YAML), ("a.toml", TOML), ("a.json", json.dumps(GQA)), ("a.yaml", json.dumps(GQA))],
+)
+def test_formats_agree(name: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text(text, encoding="utf-8")
+    assert load_config(file) == load_config(str(file)) == load_config(GQA)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("1E5", 1e5),
+        ("3.", 3.0),
+        (".5", 0.5),
+        ("010", 10),
+        ("0x10", 16),
+        ("-7", -7),
+        ("off", "off"),
+        ("no", "no"),
+        ("Yes", "Yes"),
+        ("1:30", "1:30"),
+        ("1_000", "1_000"),
+        ("2024-01-01", "2024-01-01"),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("'1'", "1"),
+    ],
+)
+def test_scalars_are_those_of_yaml_1_2(text: str, value: Any) -> None:
+    got = parse_yaml(f"a: {text}", "it")["a"]
+    assert (got, type(got)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3", "it, line 3: the key 'a' is given twice; mend the YAML"),
+        ("a: &x 1\nb: *x", r"it, line 2: an alias \(\*name\) is not read; write it out, or use repeat; mend the YAML"),
+        ("1: 2", "it, line 1: the key 1 is not text; mend the YAML"),
+        ("? [a]\n: 2", r"it, line 1: the key \['a'\] is not text; mend the YAML"),
+        ("a: !!python/name:os.system x", "it, line 1: could not determine a constructor"),
+        ("a: [1", "it, line 1"),
+        ("a: \x00", "it: cannot be read as YAML"),
+        ("[" * 5000, "it: cannot be read as YAML"),
+        ("a: 1\n---\nb: 2", "it, line 2"),
+        ("<<: {a: 1}\nb: 2", "it"),
+    ],
+)
+def test_what_yaml_may_not_hold(text: str, message: str) -> None:
+    if text.startswith("<<"):
+        assert parse_yaml(text, "it") == {"<<": {"a": 1}, "b": 2}
+        return
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        parse_yaml(text, "it")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.yaml", b"- 1", "holds no table of fields; a design starts with width: …"),
+        ("a.yaml", b"", "holds no table of fields; a design starts with width: …"),
+        ("a.yaml", b"\xff\xfe", "is not UTF-8 text; a design is a YAML, TOML or JSON file"),
+        ("a.yaml", b"#" * 10_000_000, "is larger than 4194304 bytes; a design is a small text file"),
+        ("a.json", b'{"width": 1, "width": 2}', r"cannot be read as JSON \(the key 'width' is given twice\)"),
+        ("a.json", b"[" * 100_000, "cannot be read as JSON"),
+        ("a.json", b"{", "cannot be read as JSON"),
+        ("a.toml", b"width = 1\nwidth = 2", "cannot be read as TOML"),
+    ],
+)
+def test_files_that_are_no_design(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{name}: {message}"):
+        load_config(file)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such design file; name a file, preset:NAME or a checkpoint folder"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match=r"^gqa-tiny: no such design file; did you mean preset:gqa-tiny"):
+        load_config("gqa-tiny")
+    with pytest.raises(ConfigError, match=r"holds no config.json"):
+        load_config(tmp_path)
+
+
+def test_folders(tmp_path: Path) -> None:
+    for step, width in ((2, 24), (10, 48)):
+        folder = tmp_path / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(GQA | {"width": width}))
+    assert load_config(tmp_path).width == 48
+    assert load_config(tmp_path / "checkpoints" / "step-00000002").width == 24
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_written_reads_back(name: str, tmp_path: Path) -> None:
+    config = load_config(CASES[name])
+    (tmp_path / "a.json").write_text(json.dumps(config.dump()))
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(config.dump()))
+    assert load_config(tmp_path / "a.json") == load_config(tmp_path / "a.yaml") == config
+
+
+def test_overrides() -> None:
+    data = design(layer(attention(kv_heads=2)), layer(attention(heads=2)))
+    config = load_config(data, ["layers.*.mixer.kv_heads=1", "layers.1.mixer.window=3", "head.tied=false", "width=48"])
+    mixers = [entry.mixer.dump() for entry in config.layers if entry.mixer is not None]
+    assert [mixer["kv_heads"] for mixer in mixers] == [1, 1]
+    assert [mixer.get("window") for mixer in mixers] == [None, 3]
+    assert (config.head.tied, config.width) == (False, 48)
+    assert data == design(layer(attention(kv_heads=2)), layer(attention(heads=2))), "the source was changed"
+
+
+def test_null_turns_a_field_off_and_missing_tables_are_made() -> None:
+    data = design(layer(attention(window=3)))
+    mixer = load_config(data, ["layers.0.mixer.window=null", "layers.0.mixer.position=null"]).layers[0].mixer
+    assert mixer is not None
+    assert not {"window", "position"} & set(mixer.dump())
+    assert load_config({**data}, ["norm.eps=1e-3"]).norm.dump()["eps"] == 1e-3
+    del data["norm"]
+    assert load_config(data, ["norm.eps=1e-3"]).norm == load_config({**data, "norm": {"kind": "rms", "eps": 1e-3}}).norm
+    assert load_config(data, ["embedding.position.kind=sinusoidal"]).embedding.position is not None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("width", "override 'width': expected path.to.field=value, such as layers.0.mixer.heads=8"),
+        ("=3", "override '=3': expected path.to.field=value, such as layers.0.mixer.heads=8"),
+        ("layers.1.repeat=2", "override 'layers.1.repeat=2': layers has entries 0 to 0 or *, not '1'"),
+        ("layers.-1.repeat=2", "override 'layers.-1.repeat=2': layers has entries 0 to 0 or *, not '-1'"),
+        ("width.a=1", "override 'width.a=1': width is 24, which has no field 'a'; set width first"),
+        ("width=[", "override 'width=[', line 1: "),
+    ],
+)
+def test_overrides_that_lead_nowhere(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(design(layer(attention())), [override])
+    assert str(caught.value).startswith(message)
+
+
+def test_a_design_is_no_number() -> None:
+    with pytest.raises(ConfigError, match="a design cannot be read from 5"):
+        load_config(5)  # type: ignore[arg-type]
+
+
+def test_an_override_reaches_one_entry_alone_after_one_that_reached_all() -> None:
+    mixer = "{kind: attention, heads: 4}"
+    design = {"width": 16, "layers": [{"mixer": {"kind": "attention", "heads": 2}}] * 2}
+    made = load_config(design, [f"layers.*.mixer={mixer}", "layers.0.mixer.heads=1"])
+    assert [layer.dump()["mixer"]["heads"] for layer in made.layers] == [1, 4]
+
+
+def test_a_new_kind_keeps_the_fields_it_has_and_drops_the_others() -> None:
+    position = {"kind": "rope", "base": 500.0}
+    mixer = {"kind": "attention", "heads": 2, "kv_heads": 1, "window": 4, "position": position}
+    design = {"width": 16, "layers": [{"mixer": mixer}], "residual": {"kind": "parallel", "norms": 2, "drop_path": 0.1}}
+    made = load_config(design, ["layers.*.mixer.kind=retention", "residual.kind=pre_norm"])
+    assert made.layers[0].dump()["mixer"]["position"] == load_config(design).layers[0].dump()["mixer"]["position"]
+    assert made.residual.dump() == {"kind": "pre_norm", "drop_path": 0.1, "dropout": 0.0}
+    # the same kind, a typo, and a kind that does not exist leave everything in place
+    assert load_config(design, ["layers.0.mixer.kind=attention"]) == load_config(design)
+    with pytest.raises(ConfigError, match="unknown field 'windw'"):
+        load_config(design, ["layers.0.mixer.windw=3", "layers.0.mixer.kind=retention"])
+    with pytest.raises(ConfigError, match="unknown kind 'retension'; did you mean 'retention'"):
+        load_config(design, ["layers.0.mixer.kind=retension"])

@@ -1,0 +1,140 @@
+"""Small checkpoints, and a stand-in for the system that counts, fails, dies and forgets what was not synced."""
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heddle.storage import atomic as disk
+from heddle.storage.folder import fingerprint, read_folder, write_folder
+
+COUNTED = ("open", "write", "fsync", "rename", "unlink", "mkdir", "rmdir", "listdir")
+
+State = tuple[str, tuple[tuple[str, str], ...]]
+
+
+def content(seed: int) -> dict[str, Any]:
+    """The arguments of write_folder for a small checkpoint; another seed, other bytes everywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    model: dict[str, Tensor] = {
+        "embed": torch.randn(6, 4, generator=generator),
+        "layers.0.mixer.q": torch.randn(4, 4, generator=generator).bfloat16(),
+        "layers.0.feedforward.up": torch.randn(4, 3, generator=generator, dtype=torch.float64),
+        "empty": torch.zeros(0, 5),
+    }
+    training = {"step": torch.tensor(seed), "moments": torch.randn(9, generator=generator)}
+    return {
+        "tensors": {"model.safetensors": model, "training.safetensors": training},
+        "documents": {"config.json": f'{{"seed": {seed}}}'},
+        "kind": "training",
+    }
+
+
+def state(folder: Path) -> State | None:
+    """All of a folder, verified; None where a loader finds nothing at all."""
+    if not disk.locate(folder).exists():
+        return None
+    documents = read_folder(folder, "training").documents
+    return fingerprint(folder), tuple(sorted(documents.items()))
+
+
+def written(folder: Path, seed: int) -> State:
+    """Write a checkpoint and give its state."""
+    write_folder(folder, **content(seed))
+    result = state(folder)
+    assert result is not None
+    return result
+
+
+class Died(BaseException):
+    """The process ended here: nothing after this happens."""
+
+
+class System:
+    """Stands in for `os`: counts calls, and at call number `at` (from 1) does what `how` says.
+
+    `how`: 'before' or 'after' the call the process dies; 'half' dies with half of a write done; an error or an
+    interrupt is raised in place of the call, and also of later ones (but removals) if `persistent`.
+    fsync is only noted: names and bytes not yet synced are known to `lose`.
+    """
+
+    def __init__(self, at: int = 0, how: "str | BaseException" = "before", persistent: bool = False):
+        self.at, self.how, self.persistent = at, how, persistent
+        self.trace: list[str] = []
+        self.dead = False
+        self.unsynced_files: set[int] = set()
+        self.unsynced_names: list[tuple[int, Path, Path | None]] = []  # folder, name, new name if renamed
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(os, name)
+        if name not in COUNTED:
+            return function
+
+        def call(*arguments: Any) -> Any:
+            if self.dead:
+                raise Died
+            self.trace.append(name)
+            now = len(self.trace) == self.at
+            if isinstance(self.how, BaseException):
+                later = self.persistent and len(self.trace) > self.at and name not in ("unlink", "rmdir", "listdir")
+                if now or later:
+                    raise self.how
+            elif now:
+                self.dead = True
+                if self.how == "after":
+                    self._run(name, function, arguments)
+                elif self.how == "half" and name == "write":
+                    self._run(name, function, (arguments[0], arguments[1][: len(arguments[1]) // 2]))
+                raise Died
+            return self._run(name, function, arguments)
+
+        return call
+
+    def _run(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        if name == "fsync":
+            node = os.fstat(arguments[0])
+            if stat.S_ISDIR(node.st_mode):
+                self.unsynced_names = [entry for entry in self.unsynced_names if entry[0] != node.st_ino]
+            else:
+                self.unsynced_files.discard(node.st_ino)
+            return None
+        result = function(*arguments)
+        if name == "write":
+            self.unsynced_files.add(os.fstat(arguments[0]).st_ino)
+        elif name == "mkdir" or (name == "open" and arguments[1] & os.O_CREAT):
+            path = Path(arguments[0])
+            self.unsynced_names.append((path.parent.stat().st_ino, path, None))
+        elif name == "rename":
+            path, new = Path(arguments[0]), Path(arguments[1])
+            self.unsynced_names.append((path.parent.stat().st_ino, path, new))
+        return result
+
+    def lose(self, root: Path, names: int, files: bool) -> None:
+        """Take back the last `names` changes of names that were not synced, and cut files that were not."""
+        for path in root.rglob("*") if files else ():
+            if path.is_file() and path.stat().st_ino in self.unsynced_files:
+                os.truncate(path, path.stat().st_size // 2)
+        for node, path, new in reversed(self.unsynced_names[len(self.unsynced_names) - names :]):
+            folders = {at.stat().st_ino: at for at in (root, *root.rglob("*")) if at.is_dir()}
+            if node not in folders:
+                continue
+            before = folders[node] / path.name  # the folder itself may have another name by now
+            if new is not None and (folders[node] / new.name).exists() and not before.exists():
+                os.rename(folders[node] / new.name, before)
+            elif new is None and before.is_file():
+                before.unlink()
+
+
+@contextmanager
+def standing_in(system: System) -> Iterator[System]:
+    """Let `heddle.storage` use a stand-in for the system."""
+    disk.system = system  # type: ignore[assignment]
+    try:
+        yield system
+    finally:
+        disk.system = os

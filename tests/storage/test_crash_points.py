@@ -1,0 +1,287 @@
+"""A save that dies, fails or loses what was not synced, at every one of its calls: old or new is read, whole."""
+
+import errno
+import itertools
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from heddle.errors import CheckpointError, MachineError
+from heddle.storage import atomic as disk
+from heddle.storage import folder
+from heddle.storage.folder import write_folder
+from tests.storage.shared import Died, State, System, content, standing_in, state, written
+
+Save = Callable[[Path], None]
+
+
+def save(path: Path) -> None:
+    write_folder(path, **content(2))
+
+
+class Place:
+    """A folder `run/last` in three versions: absent, old content and new content, put back before each trial."""
+
+    def __init__(self, root: Path):
+        with standing_in(System()):
+            self.old_copy = root / "copies" / "old"
+            self.old = written(self.old_copy, 1)
+            self.new = written(root / "copies" / "new", 2)
+        self.run = root / "run"
+        self.path = self.run / "last"
+
+    def reset(self, replacing: bool) -> None:
+        shutil.rmtree(self.run, ignore_errors=True)
+        self.run.mkdir()
+        if replacing:
+            shutil.copytree(self.old_copy, self.path)
+
+    def allowed(self, replacing: bool) -> tuple[State | None, State]:
+        return (self.old if replacing else None, self.new)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def calls(place: Place, replacing: bool, save: Save) -> list[str]:
+    place.reset(replacing)
+    with standing_in(System()) as system:
+        save(place.path)
+    return system.trace
+
+
+def die(place: Place, save: Save, at: int, how: str) -> System:
+    with standing_in(System(at, how)) as system:
+        try:
+            save(place.path)
+        except Died:
+            return system
+    raise AssertionError(f"the save did not reach call {at}")
+
+
+def finding(place: Place, replacing: bool) -> str | None:
+    """What is wrong with what a loader finds now, and with the next save; None if nothing."""
+    try:
+        found = state(place.path)
+    except CheckpointError as error:
+        return str(error)
+    if found not in place.allowed(replacing):
+        return f"{found} is neither old nor new"
+    with standing_in(System()):
+        save(place.path)
+    if state(place.path) != place.new or os.listdir(place.run) != ["last"]:
+        return f"the next save left {os.listdir(place.run)}"
+    return None
+
+
+def crash_faults(place: Place, save: Save, replacing: bool) -> Iterator[str]:
+    """Every crash point at which something is lost: (call, how, names lost, data lost)."""
+    trace = calls(place, replacing, save)
+    for at, name in reversed(list(enumerate(trace, start=1))):  # the renames, where faults show, come late
+        for how in ("before", "half", "after") if name == "write" else ("before", "after"):
+            place.reset(replacing)
+            system = die(place, save, at, how)
+            pending, unsynced = len(system.unsynced_names), (False, True) if system.unsynced_files else (False,)
+            for names, files in itertools.product(range(pending + 1), unsynced):
+                place.reset(replacing)
+                die(place, save, at, how).lose(place.run, names, files)
+                wrong = finding(place, replacing)
+                if wrong is not None:
+                    yield f"{how} call {at} ({name}), {names} names and {files} data lost: {wrong}"
+
+
+@pytest.mark.parametrize("replacing", [False, True])
+def test_dying_at_any_call_leaves_old_or_new(place: Place, replacing: bool) -> None:
+    assert list(crash_faults(place, save, replacing)) == []
+
+
+def test_dying_again_while_recovering_leaves_old_or_new(place: Place) -> None:
+    trace = calls(place, True, save)
+    renames = [at for at, name in enumerate(trace, start=1) if name == "rename"]
+    for first in (*renames, len(trace) - 2):
+        place.reset(True)
+        die(place, save, first, "after")
+        with standing_in(System()) as system:
+            save(place.path)
+        for second in range(1, len(system.trace) + 1):
+            place.reset(True)
+            die(place, save, first, "after")
+            die(place, save, second, "after")
+            assert finding(place, True) is None, (first, second)
+
+
+def in_place(path: Path) -> None:
+    """Planted: the files are written where they belong at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "install", lambda staged, folder: None)
+        patch.setattr(disk, "leftover_name", lambda folder, role: folder)
+        patch.setattr(disk, "CREATE", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        patch.setattr(System, "mkdir", lambda self, path: path.mkdir(exist_ok=True), raising=False)
+        save(path)
+
+
+def unsynced_files(path: Path) -> None:
+    """Planted: bytes are not synced before the rename."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk.NewFile, "__exit__", lambda self, *error: os.close(self.descriptor))
+        save(path)
+
+
+def unsynced_files_of_the_folder(path: Path) -> None:
+    """Planted: the names of the files are not synced before the rename, only that of the folder after it."""
+    sync = disk.sync_folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "sync_folder", lambda folder: None if ".tmp-" in folder.name else sync(folder))
+        save(path)
+
+
+def unsynced_names(path: Path) -> None:
+    """Planted: names are never synced."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "sync_folder", lambda folder: None)
+        save(path)
+
+
+def old_removed_first(path: Path) -> None:
+    """Planted: the old folder is deleted to make room."""
+    install = disk.install
+
+    def remove_and_install(staged: Path, folder: Path) -> None:
+        disk.remove_folder(folder)
+        install(staged, folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "install", remove_and_install)
+        save(path)
+
+
+@pytest.mark.parametrize(
+    "planted", [in_place, unsynced_files, unsynced_files_of_the_folder, unsynced_names, old_removed_first]
+)
+def test_careless_writers_are_caught(place: Place, planted: Save) -> None:
+    assert next(crash_faults(place, planted, True), None) is not None
+
+
+def test_a_loader_that_does_not_look_aside_is_caught(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "locate", lambda folder: folder)
+    assert next(crash_faults(place, save, True), None) is not None
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("replacing", [False, True])
+def test_a_failing_call_is_a_machine_error_and_nothing_is_lost(
+    place: Place, replacing: bool, persistent: bool, code: int
+) -> None:
+    messages = []
+    for at, name in enumerate(calls(place, replacing, save), start=1):
+        place.reset(replacing)
+        allowed: tuple[State | None, ...] = (place.new,)
+        with standing_in(System(at, OSError(code, os.strerror(code)), persistent)):
+            try:
+                save(place.path)
+            except MachineError as error:
+                messages.append(str(error))
+                allowed = place.allowed(replacing) if persistent else place.allowed(replacing)[:1]
+        assert state(place.path) in allowed, (at, name)
+        if not persistent and name not in ("unlink", "rmdir", "listdir"):  # a removal that fails leaves its object
+            assert set(os.listdir(place.run)) <= {"last"}, (at, name)
+        assert finding(place, replacing) is None, (at, name)
+    assert len(messages) > 15
+    assert all(str(place.run) in message and os.strerror(code) in message for message in messages)
+
+
+def test_a_real_limit_on_file_size(place: Place) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    messages = []
+    for limit in range(0, 3000, 150):
+        place.reset(True)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            save(place.path)
+        except MachineError as error:
+            messages.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert os.listdir(place.run) == ["last"]
+        assert state(place.path) in place.allowed(True)
+    assert 3 < len(messages) < 20
+    assert all("free some space" in message for message in messages)
+
+
+def test_an_interrupt_restores_the_old_folder(place: Place) -> None:
+    for at in range(1, len(calls(place, True, save)) + 1):
+        place.reset(True)
+        with standing_in(System(at, KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
+            save(place.path)
+        assert state(place.path) in place.allowed(True)
+        assert finding(place, True) is None
+
+
+def test_others_content_is_refused_and_left(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    written(own, 1)
+    (own / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"notes\.txt"):
+        save(own)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="other: holds something that heddle did not write"):
+        save(other)
+    link = tmp_path / "link"
+    link.symlink_to(own)
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        save(link)
+    with pytest.raises(CheckpointError, match="is a file"):
+        save(other / "thesis.txt")
+    with pytest.raises(CheckpointError, match="cannot be made a folder"):
+        save(other / "thesis.txt" / "model")
+    with pytest.raises(CheckpointError, match="name a folder inside it"):
+        save(Path("."))
+    assert sorted(os.listdir(tmp_path)) == ["link", "other", "own"]
+    assert sorted(os.listdir(own)) == [
+        "config.json",
+        "manifest.json",
+        "model.safetensors",
+        "notes.txt",
+        "training.safetensors",
+    ]
+    assert (other / "thesis.txt").read_text() == "years of work"
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    save(tmp_path / "empty")
+    assert state(tmp_path / "empty") is not None
+
+
+def test_work_of_a_living_process_is_left(tmp_path: Path) -> None:
+    living = tmp_path / f".model.tmp-{os.getppid()}-00000000"
+    living.mkdir()
+    dead = tmp_path / ".model.tmp-4194305-00000000"  # above the largest process number of Linux
+    dead.mkdir()
+    another = tmp_path / ".other.tmp-4194305-00000000"
+    another.mkdir()
+    save(tmp_path / "model")
+    assert sorted(os.listdir(tmp_path)) == sorted([living.name, another.name, "model"])
+
+
+def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+    original = disk.NewFile.__init__
+
+    def noting(self: disk.NewFile, path: Path) -> None:
+        order.append(path.name)
+        original(self, path)
+
+    monkeypatch.setattr(disk.NewFile, "__init__", noting)
+    save(tmp_path / "model")
+    assert order[-1] == folder.FILE
+    assert len(order) == 4

@@ -1,0 +1,118 @@
+"""One holder at a time, a clear refusal for the second, and nothing to clean up after a killed one."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from heddle.errors import CheckpointError, MachineError
+from heddle.storage.lock import RunLock
+from tests.storage.shared import System, standing_in
+
+HOLD = """
+import sys
+from heddle.storage.lock import RunLock
+from heddle.errors import CheckpointError
+sys.stdin.readline()
+try:
+    with RunLock(sys.argv[1]):
+        print("holds", flush=True)
+        sys.stdin.readline()
+except CheckpointError as error:
+    print(error, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def contender(folder: Path) -> "subprocess.Popen[str]":
+    """A process that tries the lock at the first line it gets and ends at the second."""
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def go_on(process: "subprocess.Popen[str]") -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def answer(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_racers_and_a_killed_holder(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "first"
+    with contender(folder) as one, contender(folder) as two:
+        for process in (one, two):
+            go_on(process)
+        answers = {one.pid: answer(one), two.pid: answer(two)}
+        winners = [process for process in (one, two) if answers[process.pid] == "holds"]
+        assert len(winners) == 1
+        loser = two if winners[0] is one else one
+        assert answers[loser.pid] == (
+            f"{folder}: is in use by process {winners[0].pid}; wait until it has ended or choose another folder"
+        )
+        with pytest.raises(CheckpointError, match=f"in use by process {winners[0].pid};"), RunLock(folder):
+            pass
+        winners[0].send_signal(signal.SIGKILL)
+        winners[0].wait()
+        with RunLock(folder):
+            assert (folder / ".lock").read_text() == f"{os.getpid()}\n"
+        go_on(loser)
+
+
+def test_twenty_rounds_in_one_process(tmp_path: Path) -> None:
+    for _ in range(20):
+        with RunLock(tmp_path):
+            with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()};"), RunLock(tmp_path):
+                pass
+            with pytest.raises(CheckpointError, match="in use"), RunLock(tmp_path):  # a refusal frees nothing
+                pass
+
+
+def test_a_shorter_number_replaces_a_longer_one(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("99999999999999\n")
+    with RunLock(tmp_path):
+        assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_an_error_inside_frees_the_lock(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), RunLock(tmp_path):
+        raise KeyError
+    with RunLock(tmp_path):
+        pass
+
+
+def test_a_place_that_cannot_be_written_is_the_machines_fault(tmp_path: Path) -> None:
+    error = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    for at in range(1, 6):
+        folder = tmp_path / str(at)
+        with (
+            standing_in(System(at, error)),
+            pytest.raises(MachineError, match="cannot be written"),
+            RunLock(folder),
+        ):
+            raise AssertionError("the lock was given")
+        with RunLock(folder):
+            pass
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("keep")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(MachineError), RunLock(tmp_path / "run"):
+        pass
+    assert (tmp_path / "precious").read_text() == "keep"
+
+
+def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(CheckpointError, match="run: cannot be made a folder"), RunLock(tmp_path / "run"):
+        pass
