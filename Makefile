@@ -1,4 +1,4 @@
-# What one does with a checkout. Every target works alone on a fresh machine that has make and Python 3.11 or newer.
+# Commands for a checkout. Every target works on its own, on a fresh machine with make and Python 3.11 or newer.
 PYTHON ?= python3
 TORCH_INDEX ?=
 PIP_ARGS ?=
@@ -17,11 +17,11 @@ export PYTHON TORCH_INDEX PIP_ARGS
 .NOTPARALLEL:
 .PHONY: help compare compare-all ablation test soak bench clean core dev
 
-help: ## this list
+help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 	@echo
-	@echo "  PYTHON=python3.12   another interpreter        TORCH_INDEX=URL   one more package index, for torch alone"
-	@echo "  WORKERS=4           test processes             PIP_ARGS='...'    words for every pip call"
+	@echo "  PYTHON=python3.12   the interpreter            TORCH_INDEX=URL   an extra package index, for torch only"
+	@echo "  WORKERS=4           test processes             PIP_ARGS='...'    options of every pip call"
 	@echo "  DESIGNS='...'       what compare compares      COMPARE_ARGS='...', PYTEST_ARGS='...'"
 
 compare: core ## train four small designs on the same text and open the report
@@ -32,14 +32,14 @@ compare: core ## train four small designs on the same text and open the report
 	elif [ -n "$${DISPLAY:-}$${WAYLAND_DISPLAY:-}" ] && command -v xdg-open >/dev/null; then xdg-open $(REPORT); \
 	fi >/dev/null 2>&1 || true
 
-compare-all: ## the same with eight designs, one of each kind of mixer: about a quarter of an hour on 2 cores
+compare-all: ## the same with eight designs, one per kind of mixer: about 15 minutes on 2 cores
 	@$(MAKE) --no-print-directory compare DESIGNS='$(ALL_DESIGNS)' OUT=runs/compare-all
 
-ablation: ## six variants of one small design, and what each of two varied fields does
+ablation: ## train six variants of one small design, and show the effect of each of two varied fields
 	@$(MAKE) --no-print-directory compare OUT=runs/ablation \
 	  DESIGNS='preset:gqa-tiny --vary residual.kind=pre_norm,parallel --vary "layers.*.mixer.kv_heads=1,2,4"'
 
-test: dev ## style, types and tests
+test: dev ## check style and types, and run the tests
 	@failed=; \
 	check() { echo "heddle: $$*"; $(RUN) -m "$$@" || failed="$$failed $$1"; }; \
 	check ruff check .; \
@@ -49,13 +49,13 @@ test: dev ## style, types and tests
 	if [ -n "$$failed" ]; then echo "heddle: failed:$$failed" >&2; exit 1; fi; \
 	echo "heddle: style, types and tests pass"
 
-soak: dev ## the long tests alone (HEDDLE_SOAK_DESIGNS=2000: more random designs)
+soak: dev ## run only the long tests (HEDDLE_SOAK_DESIGNS=2000: more random designs)
 	@$(RUN) -m pytest -m soak -n $(WORKERS) $(PYTEST_ARGS)
 
-bench: dev ## every benchmark, one after the other
+bench: dev ## run every benchmark in turn
 	@$(RUN) -m benchmarks.run_all
 
-clean: ## remove .venv, caches and build outputs; runs/ is yours and stays
+clean: ## remove .venv, caches and build outputs, but not runs/
 	@rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	@find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.harness import THREADS, alternate, bounded, judged, show, write
-from heddle.numerics.attention.score_modifiers import PLAIN, Extras
+from heddle.numerics.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from heddle.numerics.attention.softmax import attention
-from heddle.numerics.attention.visibility import Visibility, ordered
-from heddle.runtime import prepare
+from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
+from heddle.runtime import set_up_runtime
 
 HEADS, GROUPS, WIDTH = 8, 2, 64
 QUESTION = "What does a bias of distance cost beside none, and how far is it from a dense mask?"
@@ -31,12 +31,12 @@ def heads(queries: int, keys: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
-def ours(extras: Extras) -> Callable[..., Tensor]:
+def ours(extras: ScoreModifiers) -> Callable[..., Tensor]:
     """This package's choice for a text or its last queries."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        i, j = ordered(1, q.shape[2], k.shape[2], q.device)
-        seen = Visibility(i, j, ordered=True, everything=q.shape[2] == 1)
+        i, j = contiguous_positions(1, q.shape[2], k.shape[2], q.device)
+        seen = AttentionMask(i, j, contiguous=True, all_visible=q.shape[2] == 1)
         return attention(q, k, v, seen, WIDTH**-0.5, None, extras)
 
     return call
@@ -64,8 +64,8 @@ def both(call: Callable[..., Tensor], length: int) -> Callable[[], Any]:
 
 def run(train: int, prompt: int, context: int, rounds: int) -> list[dict[str, Any]]:
     """All rows, for texts of these lengths."""
-    prepare("cpu", THREADS)
-    biased, plain = ours(Extras(slopes=torch.tensor(SLOPES))), ours(PLAIN)
+    set_up_runtime("cpu", THREADS)
+    biased, plain = ours(ScoreModifiers(slopes=torch.tensor(SLOPES))), ours(NO_MODIFIERS)
     pairs = {
         f"forward and backward, {train}": (both(biased, train), both(plain, train), both(dense, train)),
         f"forward, {prompt}": tuple(forward(call, prompt, prompt) for call in (biased, plain, dense)),

@@ -1,54 +1,76 @@
-"""How long one more token takes, one row, after 128 and after 2,000, against transformers' `generate`.
+"""How long one more token takes after 128 and after 2,000, against transformers' Llama with its dynamic cache.
 
-Per token, the prompt's reading left out. The peer's steps are timed inside its own `generate`, greedy, with its
-default dynamic cache.
+All sides run the same greedy loop from a cache of the tokens before: model, logits of the last position, argmax. The
+prompt's reading is left out. (`benchmarks/huggingface.py` measures the same through transformers' `generate`.)
 """
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.harness import Case, Step, main, timed
-from heddle.numerics.linear import packing
+from heddle.numerics.linear import packed_weights
 
 STEPS = 8
 
 
+def decode_loop(step: Callable[[Tensor, Any], tuple[Tensor, Any]], start: Any, rows: int) -> Step:
+    """The loop that every side runs: seconds a token, from a copy of the same start each time."""
+    state, token = copy.deepcopy(start), peers.tokens(rows, 1)
+
+    def loop() -> None:
+        nonlocal state, token
+        for _ in range(STEPS):
+            logits, state = step(token, state)
+            token = logits.argmax(-1)
+
+    @torch.no_grad()
+    def seconds() -> float:
+        nonlocal state, token
+        state, token = copy.deepcopy(start), peers.tokens(rows, 1)
+        return timed(loop) / STEPS
+
+    return seconds
+
+
 def heddle_side(arguments: dict[str, Any]) -> Step:
-    """Greedy steps: model, head of the last position, argmax."""
+    """From a state of this package."""
     model = peers.ours(dtype=peers.DTYPES[arguments["precision"]]).eval()
     context, rows = arguments["context"], arguments["rows"]
     with torch.no_grad():
         _, start = model(peers.tokens(rows, context), None, model.init_state(rows, context + STEPS))
 
-    @torch.no_grad()
-    def step() -> float:
-        state, token = copy.deepcopy(start), peers.tokens(rows, 1)
+    def step(token: Tensor, state: Any) -> tuple[Tensor, Any]:
+        hidden, state = model(token, None, state)
+        return model.head(hidden[:, -1:]), state
 
-        def work() -> None:
-            nonlocal state, token
-            for _ in range(STEPS):
-                hidden, state = model(token, None, state)
-                token = model.head(hidden[:, -1:]).argmax(-1)
+    seconds = decode_loop(step, start, rows)
 
-        with packing():
-            work()  # packs, which a longer generation does once
-            state, token = copy.deepcopy(start), peers.tokens(rows, 1)
-            return timed(work) / STEPS
+    def packed() -> float:
+        with packed_weights():
+            seconds()  # packs the weights, which a longer generation does once
+            return seconds()
 
-    return step
+    return packed
 
 
-def transformers_side(arguments: dict[str, Any]) -> Step:
-    """The median time between two calls of a logits processor within `generate`."""
-
-    model = peers.llama(peers.DTYPES[arguments["precision"]]).eval()
-    prompt = peers.tokens(arguments["rows"], arguments["context"] + 1)
+def transformers_side(tuned: bool, arguments: dict[str, Any]) -> Step:
+    """From its dynamic cache."""
+    model = peers.llama(peers.DTYPES[arguments["precision"]], tuned).eval()
+    context, rows = arguments["context"], arguments["rows"]
     with torch.no_grad():
-        start = model(input_ids=prompt[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
-    return peers.generating(model, prompt, start, STEPS)
+        start = model(input_ids=peers.tokens(rows, context), use_cache=True, logits_to_keep=1).past_key_values
+
+    def step(token: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        answer = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return answer.logits, answer.past_key_values
+
+    return decode_loop(step, start, rows)
 
 
 def case(precision: str, context: int, goal: float | None, rows: int = 1) -> Case:
@@ -60,8 +82,12 @@ def case(precision: str, context: int, goal: float | None, rows: int = 1) -> Cas
 if __name__ == "__main__":
     main(
         "benchmarks.decode",
-        "How much faster is one more token than with transformers' generate?",
-        {"heddle": heddle_side, "transformers": transformers_side},
+        "How much faster is one more token than with transformers, at its defaults and tuned?",
+        {
+            "heddle": heddle_side,
+            "transformers": partial(transformers_side, False),
+            "transformers tuned": partial(transformers_side, True),
+        },
         [
             case("fp32", 128, 1.1),
             case("fp32", 2000, 1.1),

@@ -14,10 +14,11 @@ from torch import Tensor
 from benchmarks.harness import THREADS, Case, Step, main, timed
 from benchmarks.peers import DTYPES
 from heddle.numerics.attention.softmax import attention
-from heddle.parts.context.kv_cache import Cache
+from heddle.parts.context.kv_cache import KVCache
 from heddle.parts.context.layout import Layout
+from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.position_table import PositionTable
-from heddle.runtime import prepare
+from heddle.runtime import set_up_runtime
 
 HEADS, GROUPS, WIDTH, LAYERS = 12, 4, 64, 8
 STEPS = 4  # tokens of one measurement
@@ -32,20 +33,20 @@ def token(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 def heddle_side(arguments: dict[str, Any]) -> Step:
     """A state's table and caches, and the choice of a form in every layer."""
-    prepare("cpu", THREADS)
+    set_up_runtime("cpu", THREADS)
     dtype, context = DTYPES[arguments["precision"]], arguments["context"]
     table = PositionTable.empty(1, None, context + ROOM, "cpu")
     table, layout = table.extend(Layout.causal(1, context))
     caches = []
     for _ in range(LAYERS):
-        cache = Cache.empty((1, GROUPS, WIDTH, WIDTH), None, context + ROOM, dtype=dtype, device="cpu")
+        cache = KVCache.empty((1, GROUPS, WIDTH, WIDTH), None, StateSpec(1, context + ROOM, dtype, "cpu"))
         caches.append(cache.extend(*token(context, dtype)[1:], layout, None)[3])
     q, k, v = token(1, dtype)
 
     def work() -> None:
         nonlocal table
         for _ in range(STEPS):
-            table, layout = table.extend(table.following(1))
+            table, layout = table.extend(table.next_layout(1))
             for index, cache in enumerate(caches):
                 keys, values, seen, caches[index] = cache.extend(k, v, layout, None)
                 attention(q, keys, values, seen, WIDTH**-0.5)

@@ -20,9 +20,9 @@ from heddle.model.decoder import build
 from heddle.model.load_config import DEFAULTS
 from heddle.model.size import state_bytes
 from heddle.numerics.kernels import kernels
-from heddle.numerics.recurrent.convolution import convolution
-from heddle.numerics.recurrent.gated_delta import Rule, delta, unit
-from heddle.runtime import prepare
+from heddle.numerics.recurrent.convolution import causal_conv1d
+from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule, l2_normalize
+from heddle.runtime import set_up_runtime
 
 HEADS, WIDTH, KERNEL = 8, 64, 4
 QUESTION = "How much faster is the gated delta rule in chunks, and does a step's time depend on the text's length?"
@@ -33,13 +33,13 @@ DESIGN: dict[str, Any] = DEFAULTS | {"vocab_size": 512, "width": 512, "layers": 
 Call = Callable[[], Any]
 
 
-def made(length: int) -> tuple[Rule, Tensor]:
+def made(length: int) -> tuple[DeltaInputs, Tensor]:
     """A rule of `length` tokens that asks for gradients, and a memory without."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, length, WIDTH, generator=generator) for _ in range(3))
     log_decay, beta = (torch.rand(1, HEADS, length, generator=generator) for _ in range(2))
-    tensors = [x.requires_grad_() for x in (unit(q), unit(k), v, -log_decay, beta)]
-    return Rule(*tensors), torch.zeros(1, HEADS, WIDTH, WIDTH)
+    tensors = [x.requires_grad_() for x in (l2_normalize(q), l2_normalize(k), v, -log_decay, beta)]
+    return DeltaInputs(*tensors), torch.zeros(1, HEADS, WIDTH, WIDTH)
 
 
 def ours(form: str, length: int) -> Call:
@@ -49,7 +49,7 @@ def ours(form: str, length: int) -> Call:
 
     def call() -> Any:
         with kernels(delta=form):
-            return torch.autograd.grad(delta(rule, memory)[0], rule[:5], slope)
+            return torch.autograd.grad(gated_delta_rule(rule, memory)[0], rule[:5], slope)
 
     return call
 
@@ -79,7 +79,7 @@ def mixed(grouped: bool, length: int) -> Call:
             wide = functional.conv1d(x.mT, weight[:, None], padding=KERNEL - 1, groups=channels)
             y = wide[..., :length].mT
         else:
-            y = convolution(x, weight, None, None)
+            y = causal_conv1d(x, weight, None, None)
         return torch.autograd.grad(y, (x, weight), slope)
 
     return call
@@ -104,7 +104,7 @@ def steps(context: int, count: int = 16) -> Call:
 def forward(length: int) -> Call:
     """Without gradients."""
     rule, memory = made(length)
-    return torch.no_grad()(lambda: delta(rule, memory))
+    return torch.no_grad()(lambda: gated_delta_rule(rule, memory))
 
 
 def against(name: str, calls: dict[str, Call], goal: float | None, rounds: int) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def against(name: str, calls: dict[str, Call], goal: float | None, rounds: int) 
 
 def run(length: int, short: int, long: int, rounds: int) -> list[dict[str, Any]]:
     """All rows, training at `length` tokens, decoding after `short` and `long`."""
-    prepare("cpu", THREADS)
+    set_up_runtime("cpu", THREADS)
     chunked = ours("chunked", length)
     rows = [
         against("training, recurrent form", {"chunked": chunked, "recurrent": ours("reference", length)}, 20.0, rounds),

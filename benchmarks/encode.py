@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import bounded, peak_memory, show, write
-from heddle.data.corpus import prepare
+from heddle.data.corpus import prepare_corpus
 
 QUESTION = "How much memory does encoding 1 GB of text add?"
 VOCABULARY = 4096
@@ -36,7 +36,7 @@ def run(size: int) -> list[dict[str, Any]]:
         make_text(path, size)
         before = peak_memory()
         began = time.perf_counter()
-        corpus = prepare([str(path)], vocab_size=VOCABULARY, budget=None, cache=Path(folder, "cache"))
+        corpus = prepare_corpus([str(path)], vocab_size=VOCABULARY, max_train_tokens=None, cache_folder=Path(folder, "cache"))
         seconds = time.perf_counter() - began
         added = peak_memory() - before
         row = bounded(f"encoding {size / 1e9:g} GB, memory added", added, 500.0, "MB")

@@ -22,7 +22,7 @@ from heddle.exchange.export import export
 from heddle.exchange.load import load
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
-from heddle.runtime import prepare
+from heddle.runtime import set_up_runtime
 from heddle.storage.model import save
 
 WIDTH, HIDDEN, SHARDS = 2048, 5632, 8
@@ -40,7 +40,7 @@ def make(folder: Path, size: int) -> int:
     design = {"vocab_size": 8192, "width": WIDTH, "norm": {"kind": "rms", "eps": 1e-6}, "layers": [layer]}
     model = build(load_config(design), dtype=torch.bfloat16)
     held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    assert export(model, folder, shard=held // SHARDS).family.model_type == "llama"
+    assert export(model, folder, max_shard_bytes=held // SHARDS).family.model_type == "llama"
     return held
 
 
@@ -56,7 +56,7 @@ def read_and_hash(folder: Path) -> None:
 
 def report_memory(folder: Path) -> None:
     """Print the MB held before and at the peak of a load; for a program of its own."""
-    prepare("cpu", THREADS)
+    set_up_runtime("cpu", THREADS)
     torch.zeros(8) @ torch.zeros(8)  # what torch takes at its first product is not the import's
     before = peak_memory()
     load(folder)
@@ -67,7 +67,7 @@ def measure(root: Path, size: int) -> list[dict[str, Any]]:
     """All rows."""
     folder = root / "theirs"
     megabytes = make(folder, size) / 2**20
-    prepare("cpu", THREADS)
+    set_up_runtime("cpu", THREADS)
     calls = {"load": lambda: load(folder), "read and hash": lambda: read_and_hash(folder)}
     seconds = alternate(calls, ROUNDS)
     ratios = [ours / plain for ours, plain in zip(seconds["load"], seconds["read and hash"], strict=True)]

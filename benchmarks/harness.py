@@ -1,7 +1,8 @@
-"""Alternated measurements: two worker processes are asked in turn for one timed step, so noise meets both alike.
+"""Alternated measurements: worker processes are asked in turn for one timed step, so noise meets all alike.
 
-A benchmark gives `sides`: a name and a function from the case's arguments to a step, which returns its seconds.
-Each side lives in a process of its own, because settings of a process (allocator, matmul route) must not leak.
+A benchmark gives `sides`: a name and a function from the case's arguments to a step, which returns its seconds. The
+first side is heddle's, the others are peers. Each side lives in a process of its own, because settings of a process
+(allocator, route of matrix products) must not leak.
 """
 
 import argparse
@@ -29,7 +30,7 @@ Side = Callable[[dict[str, Any]], Step]
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: `goal` is the least ratio of the second side's seconds to the first side's."""
+    """One comparison: `goal` is the least ratio of the first peer's seconds to heddle's."""
 
     name: str
     arguments: dict[str, Any]
@@ -90,7 +91,7 @@ def main(
     cases: Sequence[Case],
     more: Callable[[], list[dict[str, Any]]] = list,
 ) -> None:
-    """The command line of a benchmark of two sides: runs the cases and `more` rows, or serves as one side's worker."""
+    """The command line of a benchmark: runs the cases and `more` rows, or serves as one side's worker."""
     parser = argparse.ArgumentParser(description=question)
     parser.add_argument("--side", choices=sorted(sides), help=argparse.SUPPRESS)
     parser.add_argument("--arguments", type=json.loads, help=argparse.SUPPRESS)
@@ -111,21 +112,27 @@ def main(
 
 
 def compare(module: str, sides: list[str], case: Case) -> dict[str, Any]:
-    """Medians of one case; `ratio` is the median over the pairs, with its quartiles."""
+    """Medians of one case. `ratio` is the median over the turns of the first peer's seconds to heddle's, with its
+    quartiles; further peers get `ratio to NAME`."""
     workers = [Worker(module, side, case.arguments) for side in sides]
+    seconds: list[list[float]] = [[] for _ in sides]
     try:
-        pairs = []
         for turn in range(case.pairs):
-            order = (0, 1) if turn % 2 == 0 else (1, 0)  # neither side is always the first
-            seconds = {index: workers[index].ask() for index in order}
-            pairs.append((seconds[0], seconds[1]))
+            for number in range(len(sides)):  # no side is always the first
+                index = (number + turn) % len(sides)
+                seconds[index].append(workers[index].ask())
     finally:
         for worker in workers:
             worker.close()
-    row: dict[str, Any] = {"case": case.name, "pairs": len(pairs)}
-    for index, side in enumerate(sides):
-        row[f"{side} seconds"] = statistics.median(pair[index] for pair in pairs)
-    return row | judged([pair[1] / pair[0] for pair in pairs], case.goal)
+    row: dict[str, Any] = {"case": case.name, "pairs": case.pairs}
+    for side, taken in zip(sides, seconds, strict=True):
+        row[f"{side} seconds"] = statistics.median(taken)
+    ratios = [[peer / own for peer, own in zip(taken, seconds[0], strict=True)] for taken in seconds[1:]]
+    row |= judged(ratios[0], case.goal)
+    for side, values in zip(sides[2:], ratios[1:], strict=True):
+        summary = judged(values, None)
+        row |= {f"ratio to {side}": summary["ratio"], f"quartiles to {side}": summary["quartiles"]}
+    return row
 
 
 def judged(ratios: Sequence[float], goal: float | None) -> dict[str, Any]:

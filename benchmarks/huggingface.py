@@ -22,9 +22,9 @@ def heddle_side(arguments: dict[str, Any]) -> Step:
     model = peers.ours(design, peers.DTYPES[arguments["precision"]]).eval()
     start = HeddleCache()
     start.layers[0].state = peers.filled(model, context, steps + 2)
-    start.layers[0].columns = context
+    start.layers[0].seq_length = context
     prompt = peers.tokens(1, context + 1)
-    return peers.generating(HeddleForCausalLM.of(model), prompt, start, steps)
+    return peers.generating(HeddleForCausalLM.from_decoder(model), prompt, start, steps)
 
 
 def transformers_side(arguments: dict[str, Any]) -> Step:

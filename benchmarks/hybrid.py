@@ -14,8 +14,8 @@ from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
 from heddle.model.state import State
-from heddle.numerics.linear import packing
-from heddle.runtime import prepare
+from heddle.numerics.linear import packed_weights
+from heddle.runtime import set_up_runtime
 
 QUESTION = "What does a hybrid save after 32,768 tokens?"
 CONTEXT, STEPS, ROUNDS = 32768, 4, 9
@@ -28,7 +28,7 @@ def steps(design: str) -> Callable[[], None]:
 
     @torch.no_grad()
     def work() -> None:
-        state, token = State(start.table, list(start.layers), start.design), torch.tensor([[1]])
+        state, token = State(start.table, list(start.layers), start.fingerprint), torch.tensor([[1]])
         for _ in range(STEPS):
             hidden, after = model(token, None, state)
             assert after is not None
@@ -39,10 +39,10 @@ def steps(design: str) -> Callable[[], None]:
 
 def main() -> None:
     """Sizes, then alternated steps."""
-    prepare("cpu", THREADS)
+    set_up_runtime("cpu", THREADS)
     small, large = (state_bytes(load_config(f"preset:{name}-medium"), CONTEXT) for name in ("hybrid", "gqa"))
     rows = [bounded(f"state after {CONTEXT} over that of full attention", small / large, 0.27, "times")]
-    with packing():
+    with packed_weights():
         seconds = alternate({name: steps(f"preset:{name}-medium") for name in ("hybrid", "gqa")}, ROUNDS)
     ratios = [full / hybrid for hybrid, full in zip(seconds["hybrid"], seconds["gqa"], strict=True)]
     rows.append({"case": f"one token after {CONTEXT}, against full attention"} | judged(ratios, 2.0))

@@ -14,8 +14,8 @@ from benchmarks.harness import THREADS, Case, Step, bounded, main, timed
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import size
-from heddle.numerics.linear import packing
-from heddle.runtime import prepare
+from heddle.numerics.linear import packed_weights
+from heddle.runtime import set_up_runtime
 
 LAYERS, WIDTH, HEADS, HIDDEN, RANK, NOPE, ROPE = 12, 768, 12, 2048, 256, 64, 32
 DESIGN: dict[str, Any] = {
@@ -40,7 +40,7 @@ DESIGN: dict[str, Any] = {
 
 def heddle_side(arguments: dict[str, Any]) -> Step:
     """Greedy steps: model, head of the last position, argmax."""
-    prepare("cpu", THREADS)
+    set_up_runtime("cpu", THREADS)
     model = build(load_config(DESIGN), dtype=peers.DTYPES[arguments["precision"]]).eval()
     steps = arguments["steps"]
     start = peers.filled(model, arguments["context"], steps)
@@ -55,7 +55,7 @@ def heddle_side(arguments: dict[str, Any]) -> Step:
                 hidden, state = model(token, None, state)
                 token = model.head(hidden[:, -1:]).argmax(-1)
 
-        with packing():
+        with packed_weights():
             work()  # packs, which a longer generation does once
             state, token = start.fork(), peers.tokens(1, 1)
             return timed(work) / steps

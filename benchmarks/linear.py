@@ -17,9 +17,9 @@ from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
 from heddle.numerics.recurrent.causal_sums import causal_means, causal_sums
-from heddle.numerics.recurrent.chunked_sums import Places
-from heddle.numerics.recurrent.linear_attention import elu
-from heddle.runtime import prepare
+from heddle.numerics.recurrent.chunked_sums import CallLayout
+from heddle.numerics.recurrent.linear_attention import elu_features
+from heddle.runtime import set_up_runtime
 
 HEADS, WIDTH = 8, 64
 SHORT, LONG = 8192, 32768
@@ -32,13 +32,13 @@ Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """elu + 1."""
-    return causal_means(elu(q), elu(k), v, Places())[0]
+    return causal_means(elu_features(q), elu_features(k), v, CallLayout())[0]
 
 
 def retention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Retention's own factors."""
     log_decay = torch.log1p(-(2.0 ** (-5.0 - torch.arange(HEADS))))
-    return causal_sums(q, k, v, log_decay, Places())[0]
+    return causal_sums(q, k, v, log_decay, CallLayout())[0]
 
 
 def full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def against_full(length: int, rounds: int, goal: float) -> list[dict[str, Any]]:
 
 def run(short: int = SHORT, long: int = LONG) -> list[dict[str, Any]]:
     """All rows."""
-    prepare("cpu", THREADS)
+    set_up_runtime("cpu", THREADS)
     rows = [*against_full(short, 7, 8.0), *against_full(long, 3, 15.0)]
     for name, mix in (("linear", linear), ("retention", retention)):
         taken = alternate({"short": both(mix, short), "long": both(mix, long)}, rounds=7)

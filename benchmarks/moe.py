@@ -17,10 +17,10 @@ from benchmarks.harness import THREADS, Case, Step, main, timed
 from benchmarks.peers import DTYPES
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
-from heddle.numerics.linear import Packs, packing
+from heddle.numerics.linear import PackedWeightCache, packed_weights
 from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward
-from heddle.runtime import prepare
+from heddle.runtime import set_up_runtime
 
 WIDTH, TOKENS = 512, 2048
 SHAPES = {"2 of 8": (8, 2, 704), "4 of 32": (32, 4, 352)}
@@ -51,7 +51,7 @@ class Alone(nn.Module):
 
 def heddle_side(arguments: dict[str, Any]) -> Step:
     """Our mixture."""
-    prepare("cpu", THREADS)
+    set_up_runtime("cpu", THREADS)
     experts, top_k, hidden = SHAPES[arguments["shape"]]
     fields = {"experts": experts, "top_k": top_k, "hidden": hidden, **FAMILIES[arguments["peer"]]}
     return measured(lambda: Alone({"kind": "moe", **fields}, DTYPES[arguments["precision"]]), arguments)
@@ -62,7 +62,7 @@ def peer_side(arguments: dict[str, Any]) -> Step:
     experts, top_k, hidden = SHAPES[arguments["shape"]]
     dtype, peer = DTYPES[arguments["precision"]], arguments["peer"]
     if peer == "dense":
-        prepare("cpu", THREADS)
+        set_up_runtime("cpu", THREADS)
         return measured(lambda: Alone({"kind": "gated", "hidden": top_k * hidden}, dtype), arguments)
     torch.set_num_threads(THREADS)
 
@@ -103,10 +103,10 @@ def measured(make: Callable[[], nn.Module], arguments: dict[str, Any]) -> Step:
     shape = (TURNS_OF_ONE if tokens == 1 else TURNS, 1, tokens, WIDTH)
     xs = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).unbind()
     if tokens == 1:
-        packs: Packs = {}
+        packs: PackedWeightCache = {}
 
         def decode() -> None:
-            with packing(packs):
+            with packed_weights(packs):
                 for one in xs:
                     for call in stack:
                         call(one)

@@ -14,21 +14,21 @@ from benchmarks.harness import THREADS, Case, Step, main, timed
 from heddle.data.samples import Batch
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
-from heddle.runtime import prepare
-from heddle.training.optimizer import make_optimizer
-from heddle.training.step import apply, gradients
+from heddle.runtime import set_up_runtime
+from heddle.training.optimizer import build_optimizer
+from heddle.training.step import apply_gradients, accumulate_gradients
 
 
 def side(residual: list[str], arguments: dict[str, Any]) -> Step:
     """Gradients and a step of a design with this wiring."""
-    prepare("cpu", THREADS)
+    set_up_runtime("cpu", THREADS)
     design, rows, length = arguments["design"], arguments["rows"], arguments["length"]
     model = build(load_config(design, [f"vocab_size={peers.VOCABULARY}", *residual])).train()
-    optimizer = make_optimizer(model, 0.1)
+    optimizer = build_optimizer(model, 0.1)
     batch = Batch(peers.tokens(rows, length + 1).numpy(), ((length,),) * rows, torch.arange(rows).numpy())
 
     def work() -> None:
-        apply(model, optimizer, gradients(model, batch, (0, 0)), 1e-4, 1.0)
+        apply_gradients(model, optimizer, accumulate_gradients(model, batch, (0, 0)), 1e-4, 1.0)
 
     return lambda: timed(work)
 

@@ -1,4 +1,8 @@
-"""The models of the comparisons: `preset:gqa-medium` here, and transformers' Llama of the same shape, as it comes."""
+"""The models of the comparisons: `preset:gqa-medium` here, and transformers' Llama of the same shape.
+
+A peer runs with its defaults and torch's, and tuned: with the allocator and the route of products that heddle's command
+line sets for its own process.
+"""
 
 import copy
 import time
@@ -11,7 +15,7 @@ from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
 from heddle.model.state import State
 from heddle.parts.context.layout import Layout
-from heddle.runtime import prepare
+from heddle.runtime import set_up_runtime
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 VOCABULARY = 32000
@@ -19,16 +23,18 @@ VOCABULARY = 32000
 
 def ours(design: str | dict[str, Any] = "preset:gqa-medium", dtype: torch.dtype = torch.float32) -> Decoder:
     """A model of this package, in a process set up as the command line does."""
-    prepare("cpu", THREADS)
+    set_up_runtime("cpu", THREADS)
     return build(load_config(design), dtype=dtype)
 
 
-def llama(dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' LlamaForCausalLM of the same shape, with its defaults and torch's."""
+def llama(dtype: torch.dtype = torch.float32, tuned: bool = False) -> Any:
+    """transformers' LlamaForCausalLM of the same shape: with its defaults and torch's, or tuned as our process is."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
+    if tuned:
+        set_up_runtime("cpu", THREADS)
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -59,7 +65,7 @@ def filled(model: Decoder, context: int, room: int) -> State:
     table, _ = state.table.extend(Layout.causal(1, context))
     generator = torch.Generator().manual_seed(0)
     draw = lambda _, x: torch.randn(x.shape, generator=generator).to(x.dtype)  # noqa: E731
-    return State(table, [None if layer is None else layer.map(draw) for layer in state.layers], state.design)
+    return State(table, [None if layer is None else layer.map(draw) for layer in state.layers], state.fingerprint)
 
 
 def generating(model: Any, prompt: torch.Tensor, start: Any, steps: int) -> Step:

@@ -1,5 +1,6 @@
 """How long reading a prompt of 2,048 tokens takes, logits of the last token only, against transformers' Llama."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ def heddle_side(arguments: dict[str, Any]) -> Step:
     return lambda: timed(work)
 
 
-def transformers_side(arguments: dict[str, Any]) -> Step:
+def transformers_side(tuned: bool, arguments: dict[str, Any]) -> Step:
     """Into a fresh dynamic cache."""
-    model = peers.llama(peers.DTYPES[arguments["precision"]]).eval()
+    model = peers.llama(peers.DTYPES[arguments["precision"]], tuned).eval()
     prompt = peers.tokens(1, LENGTH)
 
     @torch.no_grad()
@@ -38,8 +39,12 @@ def transformers_side(arguments: dict[str, Any]) -> Step:
 if __name__ == "__main__":
     main(
         "benchmarks.prefill",
-        "How much faster is a prompt of 2,048 tokens read than with transformers?",
-        {"heddle": heddle_side, "transformers": transformers_side},
+        "How much faster is a prompt of 2,048 tokens read than with transformers, at its defaults and tuned?",
+        {
+            "heddle": heddle_side,
+            "transformers": partial(transformers_side, False),
+            "transformers tuned": partial(transformers_side, True),
+        },
         [
             Case("prefill fp32", {"precision": "fp32"}, goal=1.7, pairs=11),
             Case("prefill bf16", {"precision": "bf16"}, goal=None, pairs=11),

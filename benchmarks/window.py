@@ -19,8 +19,8 @@ from benchmarks.harness import ROOT, THREADS, alternate, bounded, judged, peak_m
 from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
 from heddle.numerics.attention.softmax import attention
-from heddle.numerics.attention.visibility import Visibility, ordered
-from heddle.runtime import prepare
+from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
+from heddle.runtime import set_up_runtime
 
 HEADS, WIDTH, WINDOW = 8, 64, 256
 QUESTION = "Is attention with a window linear in the length, and how much faster than with a dense mask?"
@@ -36,8 +36,8 @@ def heads(length: int) -> list[Tensor]:
 def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """This package's choice for a window."""
     length = q.shape[2]
-    i, j = ordered(1, length, length, q.device)
-    return attention(q, k, v, Visibility(i, j, window=WINDOW, ordered=True), WIDTH**-0.5)
+    i, j = contiguous_positions(1, length, length, q.device)
+    return attention(q, k, v, AttentionMask(i, j, window=WINDOW, contiguous=True), WIDTH**-0.5)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def peak(length: int) -> None:
 
 def run() -> list[dict[str, Any]]:
     """All rows."""
-    prepare("cpu", THREADS)
+    set_up_runtime("cpu", THREADS)
     rows: list[dict[str, Any]] = []
     taken = alternate({"8k": forward(local, 8192), "32k": forward(local, 32768)}, rounds=9)
     growth = [long / short for short, long in zip(taken["8k"], taken["32k"], strict=True)]

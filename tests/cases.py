@@ -1,4 +1,4 @@
-"""The cases that every law runs on: one line a part or option, in a small design with awkward sizes."""
+"""The designs that every law runs on: one line per part or option, each a small design with awkward sizes."""
 
 from functools import cache
 from typing import Any
@@ -20,7 +20,7 @@ YARN: Data = {
 }  # fmt: skip
 ALIBI: Data = {"kind": "alibi"}
 MLP: Data = {"kind": "mlp", "hidden": 20}
-# Texts of two tokens or more are long; in one of a single token, at position 0, nothing turns.
+# Texts of two or more tokens count as long. In a text of one token, at position 0, nothing is rotated.
 LONG: Data = {
     "kind": "longrope", "short_factor": [1.0, 1.0, 1.0], "long_factor": [2.0, 3.0, 7.0], "original_length": 1,
     "attention_factor": 1.2,
@@ -28,7 +28,7 @@ LONG: Data = {
 
 
 def attention(heads: int = 4, position: Data | None = ROPE, **fields: Any) -> Data:
-    """An attention mixer with rotary positions."""
+    """An attention mixer, with rotary positions by default."""
     return {"kind": "attention", "heads": heads, "position": position, **fields}
 
 
@@ -53,7 +53,7 @@ def alone(**fields: Any) -> Data:
 
 
 def latent(position: Data | None = ROPE, **fields: Any) -> Data:
-    """A latent attention mixer with small widths, all of them unlike."""
+    """A latent attention mixer with small widths, all different."""
     rope_dim = {} if position is None else {"rope_dim": 4}
     sizes = {"heads": 3, "kv_rank": 10, "nope_dim": 7, "value_dim": 5, **rope_dim}
     return {"kind": "latent_attention", "position": position, **sizes, **fields}
@@ -107,14 +107,15 @@ CASES: dict[str, Data] = {
     "latent-bias-scale": design(layer(latent(query_rank=6, bias=True, scale=0.4), repeat=2), norm={"kind": "layer"}),
     "latent-yarn": design(layer(latent(YARN, rope_dim=8), repeat=2)),
     "latent-hybrid": design(layer(latent()), layer(attention(kv_heads=2, window=3)), layer(latent(kv_rank=5))),
-    "rope-yarn": alone(kv_heads=2, head_dim=11, position=YARN | {"dim": 8, "layout": "half"}),
+    "rope-yarn": alone(kv_heads=2, head_dim=11, position=YARN | {"rotary_dim": 8, "layout": "half"}),
     "rope-linear": alone(position=ROPE | {"scaling": {"kind": "linear", "factor": 4.0}}),
     "rope-ntk": alone(kv_heads=2, position=ROPE | {"base": 100.0, "scaling": {"kind": "ntk", "factor": 8.0}}),
     "rope-ntk-dynamic": alone(
         window=5, position=ROPE | {"scaling": {"kind": "ntk", "factor": 8.0, "original_length": 500}}
     ),
     "rope-llama3": alone(
-        head_dim=10, position=ROPE | {"dim": 8, "scaling": {"kind": "llama3", "factor": 8.0, "original_length": 64}}
+        head_dim=10,
+        position=ROPE | {"rotary_dim": 8, "scaling": {"kind": "llama3", "factor": 8.0, "original_length": 64}},
     ),
     "rope-longrope": alone(kv_heads=2, position=ROPE | {"scaling": LONG}),
     "rope-longrope-short": alone(
@@ -139,8 +140,8 @@ CASES: dict[str, Data] = {
     "attention-gate-channel": alone(kv_heads=2, value_dim=5, gate="channel"),
     "delta": design(delta()),
     "delta-key-heads": design(delta(heads=6, key_heads=2, head_dim=5, value_dim=3)),
-    "delta-convolution-1": design(delta(heads=3, convolution=1, value_dim=10)),
-    "delta-convolution-2": design(delta(heads=2, key_heads=1, head_dim=7, convolution=2), norm={"kind": "layer"}),
+    "delta-convolution-1": design(delta(heads=3, conv_kernel=1, value_dim=10)),
+    "delta-convolution-2": design(delta(heads=2, key_heads=1, head_dim=7, conv_kernel=2), norm={"kind": "layer"}),
     "delta-norm": design(delta(heads=3, norm={"kind": "rms", "eps": 1e-6}), norm={"kind": "rms", "offset": 1.0}),
     "delta-hybrid": design(
         layer({"kind": "gated_delta", "heads": 4, "key_heads": 2, "head_dim": 6, "value_dim": 8}, None, repeat=3),
@@ -149,23 +150,25 @@ CASES: dict[str, Data] = {
     "rope-cast-after": alone(kv_heads=2, position=ROPE | {"cast": "after", "layout": "interleaved"}),
     "rope-half": alone(head_dim=6, position={"kind": "rope", "layout": "half"}),
     "rope-interleaved": alone(kv_heads=2, position={"kind": "rope", "layout": "interleaved"}),
-    "rope-partial": alone(head_dim=11, position={"kind": "rope", "dim": 4}),
-    "rope-partial-interleaved": alone(head_dim=7, position={"kind": "rope", "dim": 6, "layout": "interleaved"}),
+    "rope-partial": alone(head_dim=11, position={"kind": "rope", "rotary_dim": 4}),
+    "rope-partial-interleaved": alone(head_dim=7, position={"kind": "rope", "rotary_dim": 6, "layout": "interleaved"}),
     "rope-base": alone(position={"kind": "rope", "base": 500000.0}),
-    "rope-frequencies": alone(position={"kind": "rope", "frequencies": [1.0, 0.31, 0.007]}),
+    "rope-frequencies": alone(position={"kind": "rope", "inv_freq": [1.0, 0.31, 0.007]}),
     "axial-mha": alone(head_dim=8, position={"kind": "axial_rope"}),
     "axial-partial-interleaved": alone(
         heads=6,
         kv_heads=2,
         head_dim=11,
-        position={"kind": "axial_rope", "dim": 8, "layout": "interleaved", "base": 50.0},
+        position={"kind": "axial_rope", "rotary_dim": 8, "layout": "interleaved", "base": 50.0},
     ),
     "axial-bidirectional": alone(
-        kv_heads=2, head_dim=12, causal=False, position={"kind": "axial_rope", "frequencies": [1.0, 0.25, -0.02]}
+        kv_heads=2, head_dim=12, causal=False, position={"kind": "axial_rope", "inv_freq": [1.0, 0.25, -0.02]}
     ),
     "axial-window-beside-rope": design(
         layer(attention(3, window=3, position={"kind": "axial_rope"})),
-        layer({"kind": "linear_attention", "heads": 3, "head_dim": 4, "position": {"kind": "axial_rope", "dim": 4}}),
+        layer(
+            {"kind": "linear_attention", "heads": 3, "head_dim": 4, "position": {"kind": "axial_rope", "rotary_dim": 4}}
+        ),
         layer(attention(kv_heads=2)),
     ),
     "rope-mixed": design(
@@ -195,15 +198,15 @@ CASES: dict[str, Data] = {
     "gated-clamped": forward("gated", activation="swiglu_clamped", limit=0.8, alpha=2.3, bias=True, dropout=0.2),
     "cross-grouped": design(layer(attention(kv_heads=2), None), layer(cross(6, kv_heads=2)), layer(cross(scale=0.7))),
     "cross-own-widths": design(
-        layer(attention()), layer(cross(3, head_dim=5, value_dim=7, memory_width=10, bias=True), repeat=2)
+        layer(attention()), layer(cross(3, head_dim=5, value_dim=7, encoder_width=10, bias=True), repeat=2)
     ),
     "cross-double-softmax": design(
-        layer(cross(6, kv_heads=2, head_dim=5, value_dim=3, normalisation="double_softmax", bias="qkv"), repeat=2)
+        layer(cross(6, kv_heads=2, head_dim=5, value_dim=3, normalization="double_softmax", bias="qkv"), repeat=2)
     ),
-    "cross-alone": design(layer(cross(memory_width=7, value_dim=9), repeat=2)),
+    "cross-alone": design(layer(cross(encoder_width=7, value_dim=9), repeat=2)),
     "encoder": design(
         layer(attention(kv_heads=2), None),
-        layer(cross(memory_width=14), ALL_DROP),
+        layer(cross(encoder_width=14), ALL_DROP),
         encoder=DEFAULTS
         | {
             "vocab_size": 17,
@@ -216,7 +219,7 @@ CASES: dict[str, Data] = {
         layer({"kind": "pair", "first": attention(3, window=2), "second": attention(kv_heads=2, window=5)}, repeat=2)
     ),
     "pair-cross": design(
-        layer({"kind": "pair", "first": attention(kv_heads=1), "second": cross(3, memory_width=9)}), layer(attention())
+        layer({"kind": "pair", "first": attention(kv_heads=1), "second": cross(3, encoder_width=9)}), layer(attention())
     ),
     "pair-bidirectional": design(
         layer({"kind": "pair", "first": attention(causal=False), "second": attention(2, causal=False, window=2)})
@@ -250,25 +253,25 @@ def moe(experts: int = 5, top_k: int = 2, hidden: int = 9, **fields: Any) -> Dat
 
 CASES |= {
     "moe": moe(),
-    "moe-mlp-bias": moe(expert="mlp", bias=True, activation="relu2", renormalise=False, scale=1.7),
+    "moe-mlp-bias": moe(expert="mlp", bias=True, activation="relu2", renormalize=False, scale=1.7),
     "moe-topk-softmax": moe(6, 3, routing="topk_softmax", router_bias=True, bias=True),
     "moe-sigmoid-groups": moe(
         8, 3, routing="sigmoid", groups=4, top_groups=2, scale=2.5, bias_update=0.25, shared=2, z_loss=0.03
     ),
-    "moe-sigmoid": moe(4, 2, routing="sigmoid", renormalise=False, bias_update=0.1, router_bias=True, aux_loss=0.1),
+    "moe-sigmoid": moe(4, 2, routing="sigmoid", renormalize=False, bias_update=0.1, router_bias=True, aux_loss=0.1),
     "moe-group-max": moe(
-        6, 2, routing="softmax_group_max", groups=3, top_groups=2, renormalise=False, shared=1, scale=3.0, aux_loss=0.2
+        6, 2, routing="softmax_group_max", groups=3, top_groups=2, renormalize=False, shared=1, scale=3.0, aux_loss=0.2
     ),
     "moe-shared-gate": moe(shared=1, shared_hidden=11, shared_gate=True, bias=True, dropout=0.3, aux_loss=0.5),
-    "moe-shared-bias": moe(4, 2, shared=2, bias="shared", capacity=0.8),
+    "moe-shared-bias": moe(4, 2, shared=2, bias="shared", capacity_factor=0.8),
     "moe-mlp-shared": moe(expert="mlp", shared=2, shared_gate=True, aux_loss=0.3, z_loss=0.01, bias_update=0.5),
-    "moe-every-expert": moe(3, 3, renormalise=False, z_loss=0.1, expert="mlp"),
-    "moe-one-expert": moe(1, 1, routing="sigmoid", renormalise=False),
-    "moe-capacity": moe(4, 2, capacity=0.6, aux_loss=0.2, dropout=0.2),
+    "moe-every-expert": moe(3, 3, renormalize=False, z_loss=0.1, expert="mlp"),
+    "moe-one-expert": moe(1, 1, routing="sigmoid", renormalize=False),
+    "moe-capacity": moe(4, 2, capacity_factor=0.6, aux_loss=0.2, dropout=0.2),
     "moe-clamped": moe(5, 2, activation="swiglu_clamped", limit=0.6, bias=True, routing="topk_softmax", shared=1),
     "moe-after-dense": design(
         layer(attention(kv_heads=2, window=3), ALL_DROP),
-        layer(delta()["mixer"], moe(6, 1, renormalise=False, aux_loss=0.4)["layers"][0]["feedforward"], 2),
+        layer(delta()["mixer"], moe(6, 1, renormalize=False, aux_loss=0.4)["layers"][0]["feedforward"], 2),
         layer(None, {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 5, "shared": 1}),
         residual={"kind": "parallel", "norms": 2, "drop_path": 0.3},
     ),
@@ -290,7 +293,7 @@ CASES |= {
     "linear-attention-bidirectional": design(layer({**LINEAR, "causal": False}, repeat=2), norm={"kind": "layer"}),
     "linear-attention-bidirectional-rope": design(layer({**LINEAR, "causal": False, "position": ROPE}, repeat=2)),
     "linear-attention-double-softmax": design(
-        layer({**LINEAR, "value_dim": 5, "normalisation": "double_softmax", "causal": False}, repeat=2)
+        layer({**LINEAR, "value_dim": 5, "normalization": "double_softmax", "causal": False}, repeat=2)
     ),
     "retention-plain": design(layer(RETENTION, repeat=2), norm={"kind": "layer"}),
     "retention-rope-gate": design(layer({**RETENTION, "value_dim": 5, "gate": "silu", "position": ROPE}, repeat=2)),
@@ -307,7 +310,7 @@ LAYER_NORM: Data = {"kind": "layer"}
 
 
 def wired(kind: str, *layers: Data, norm: Data = LAYER_NORM, **fields: Any) -> Data:
-    """A design of this wiring; two full layers unless others are given."""
+    """A design with this residual block; two full layers unless others are given."""
     return design(*(layers or (layer(attention(), repeat=2),)), norm=norm, residual={"kind": kind, **fields})
 
 
@@ -343,10 +346,10 @@ def case(name: str) -> ModelConfig:
 
 def parts_of(config: Config) -> set[tuple[str, str]]:
     """(slot, kind) of every part within a config."""
-    found = {(config.slot, config.kind)} if isinstance(config, Part) else set()
+    parts = {(config.slot, config.kind)} if isinstance(config, Part) else set()
     for name in type(config).model_fields:
         value = getattr(config, name)
         for inner in value if isinstance(value, tuple) else (value,):
             if isinstance(inner, Config):
-                found |= parts_of(inner)
-    return found
+                parts |= parts_of(inner)
+    return parts

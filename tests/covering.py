@@ -1,6 +1,6 @@
 """The covering array over the choices of tests/pairs.py: greedy, and the same on every machine.
 
-python -m tests.covering      writes tests/goldens/refused_pairs.txt: the choices that designs refuse to join
+python -m tests.covering      writes tests/goldens/refused_pairs.txt: the pairs of choices that no design can have
 """
 
 import random
@@ -25,21 +25,21 @@ from tests.pairs import (
     Draft,
     Pair,
     Site,
-    both_ways,
     catalogue,
+    is_bidirectional,
     joined,
     mixers_of,
-    reads_memory,
+    reads_encoder,
     refusal,
 )
 
 GOLDEN = Path(__file__).parent / "goldens/refused_pairs.txt"
 IN_LAYERS = (MIXER, POSITION, FORWARD)
-TRIES = 4  # variants that a plain design around two choices is tried with
+TRIES = 4  # variants tried for a plain design around two choices
 
 
 class Covering(NamedTuple):
-    """Designs in which every pair of choices meets, and the sentences that refuse the rest."""
+    """Designs in which every pair of choices meets, and the error of each pair that cannot."""
 
     designs: list[tuple[ModelConfig, Draft]]
     refused: dict[Pair, str]
@@ -48,17 +48,17 @@ class Covering(NamedTuple):
 def all_pairs() -> list[Pair]:
     """Every two choices of different factors, in the catalogue's order."""
     factors = [[(factor, label) for label in labels] for factor, labels in catalogue().items()]
-    return [frozenset(pair) for one, other in combinations(factors, 2) for pair in product(one, other)]
+    return [frozenset(pair) for first, second in combinations(factors, 2) for pair in product(first, second)]
 
 
 def sites() -> list[Site]:
-    """Every place of a design where something is chosen, those with the most labels first."""
-    found = [(where, f) for f in catalogue() for where in (range(DEPTH) if f in IN_LAYERS else (MODEL,))]
-    return sorted(found, key=lambda site: -len(catalogue()[site[1]]))
+    """Every site of a design, those with the most labels first."""
+    all_sites = [(where, f) for f in catalogue() for where in (range(DEPTH) if f in IN_LAYERS else (MODEL,))]
+    return sorted(all_sites, key=lambda site: -len(catalogue()[site[1]]))
 
 
 def fits(labels: dict[Site, str]) -> bool:
-    """Whether each layer's mixer can have its position, as far as both are chosen."""
+    """Whether each layer's mixer can have its position, where both are chosen."""
     for index in range(DEPTH):
         mixer, position = labels.get((index, MIXER)), labels.get((index, POSITION))
         if mixer is not None and position is not None and not mixers_of(mixer, position):
@@ -66,54 +66,58 @@ def fits(labels: dict[Site, str]) -> bool:
     return True
 
 
-def is_read(labels: dict[Site, str]) -> bool:
-    """Whether a layer reads what an encoder makes, as far as all mixers are chosen."""
+def encoder_is_read(labels: dict[Site, str]) -> bool:
+    """Whether a layer reads the encoder output, if there is one and all mixers are chosen."""
     mixers = [labels.get((index, MIXER)) for index in range(DEPTH)]
     if None in mixers or labels.get((MODEL, ENCODER), NONE) == NONE:
         return True
-    return any(reads_memory(mixer) for mixer in mixers if mixer is not None)
+    return any(reads_encoder(mixer) for mixer in mixers if mixer is not None)
 
 
 class Search:
-    """What is left to cover, and how often each choice was put."""
+    """The pairs left to cover, and how often each choice was used."""
 
     def __init__(self) -> None:
-        self.left = dict.fromkeys(all_pairs())  # a set in order
-        self.turns: Counter[Choice] = Counter()
-        self.found = Covering([], {})
+        self.left = dict.fromkeys(all_pairs())  # an ordered set
+        self.uses: Counter[Choice] = Counter()
+        self.result = Covering([], {})
 
     def gain(self, draft: Draft, site: Site, label: str) -> int:
-        """Pairs that a label at a site would newly cover."""
+        """The number of pairs that a label at a site would newly cover."""
         return sum(pair in self.left for pair in Draft(draft.labels | {site: label}).pairs() - draft.pairs())
 
     def ranked(self, draft: Draft, site: Site) -> list[str]:
-        """Labels that fit at a site: the most gain first, then the one taken least."""
+        """Labels that fit at a site: the largest gain first, then those with most pairs left."""
         factor = site[1]
         fitting = [label for label in catalogue()[factor] if self.joins(draft, site, label)]
-        owing = Counter(choice for pair in self.left for choice in pair)
-        return sorted(fitting, key=lambda label: (-self.gain(draft, site, label), -owing[factor, label]))
+        pairs_left = Counter(choice for pair in self.left for choice in pair)
+        return sorted(fitting, key=lambda label: (-self.gain(draft, site, label), -pairs_left[factor, label]))
 
     def joins(self, draft: Draft, site: Site, label: str) -> bool:
-        """Whether a label may stand at a site: it fits, nothing refused it, and all mixers look the same ways.
+        """Whether a label is possible at a site: it fits, no pair was refused, and all mixers are causal or none is.
 
-        A design that looks both ways keeps no state, so it would hide what a causal mixer does with one.
+        A bidirectional design has no state, so it would hide what a causal mixer does with one.
         """
-        more = Draft(draft.labels | {site: label})
-        ways = {both_ways(mixer) for (_, factor), mixer in more.labels.items() if factor == MIXER and mixer != NONE}
+        extended = Draft(draft.labels | {site: label})
+        directions = {
+            is_bidirectional(mixer)
+            for (_, factor), mixer in extended.labels.items()
+            if factor == MIXER and mixer != NONE
+        }
         return (
-            len(ways) < 2
-            and is_read(more.labels)
-            and fits(more.labels)
-            and not more.pairs() & self.found.refused.keys()
+            len(directions) < 2
+            and encoder_is_read(extended.labels)
+            and fits(extended.labels)
+            and not extended.pairs() & self.result.refused.keys()
         )
 
     def put(self, draft: Draft, site: Site, label: str) -> Draft:
-        """The draft with a label at a site, and with another variant of it than the last time."""
-        self.turns[site[1], label] += 1
-        return Draft(draft.labels | {site: label}, draft.picks | {site: self.turns[site[1], label]})
+        """The draft with a label at a site, in another variant than the last time."""
+        self.uses[site[1], label] += 1
+        return Draft(draft.labels | {site: label}, draft.picks | {site: self.uses[site[1], label]})
 
     def greedy(self, start: Draft) -> Draft | None:
-        """Every other site filled with the label of the most gain; None where none is left for a site."""
+        """Every other site filled with the label of the largest gain; None if no label is possible at a site."""
         draft = start
         for site in sites():
             if site not in draft.labels:
@@ -124,9 +128,9 @@ class Search:
         return draft
 
     def plain(self, start: Draft) -> Iterator[Draft]:
-        """Every other site filled with what most cases have, beside each mixer in the other layer."""
+        """Every other site filled with its most frequent label, for each mixer in the other layer."""
         encoder = start.labels.get((MODEL, ENCODER), NONE) != NONE
-        for companion in sorted(catalogue()[MIXER], key=lambda label: encoder and not reads_memory(label)):
+        for companion in sorted(catalogue()[MIXER], key=lambda label: encoder and not reads_encoder(label)):
             for _ in range(TRIES):
                 draft = start
                 for site in sorted(sites(), key=lambda site: site[1] != MIXER):
@@ -137,50 +141,50 @@ class Search:
                         draft = self.put(draft, site, label)
                 yield draft
 
-    def better(self, config: ModelConfig, draft: Draft, kept: set[Site]) -> tuple[ModelConfig, Draft]:
-        """An accepted draft, each site but the kept ones changed where that covers more and is accepted."""
+    def better(self, config: ModelConfig, draft: Draft, fixed: set[Site]) -> tuple[ModelConfig, Draft]:
+        """A valid draft, with each site that is not fixed changed if that covers more and stays valid."""
         for site in sites():
-            if site in kept:
+            if site in fixed:
                 continue
-            rest = Draft({at: label for at, label in draft.labels.items() if at != site})
-            for label in self.ranked(rest, site)[:2]:
-                if self.gain(rest, site, label) > self.gain(rest, site, draft.labels[site]):
+            without = Draft({other: label for other, label in draft.labels.items() if other != site})
+            for label in self.ranked(without, site)[:2]:
+                if self.gain(without, site, label) > self.gain(without, site, draft.labels[site]):
                     changed = self.put(draft, site, label)
-                    made = attempt(changed)
-                    if isinstance(made, ModelConfig):
-                        config, draft = made, changed
+                    outcome = attempt(changed)
+                    if isinstance(outcome, ModelConfig):
+                        config, draft = outcome, changed
                         break
         return config, draft
 
     def cover(self, pair: Pair) -> None:
-        """Find a design for two choices, or the sentence that refuses them."""
+        """Find a design for two choices, or the error that refuses them."""
         labels = {(0 if factor in IN_LAYERS else MODEL, factor): label for factor, label in sorted(pair)}
         if not fits(labels):
-            self.found.refused[pair] = no_position(labels[0, MIXER], labels[0, POSITION])
+            self.result.refused[pair] = no_position(labels[0, MIXER], labels[0, POSITION])
             self.left.pop(pair)
             return
         start = Draft({})
         for site, label in labels.items():
             start = self.put(start, site, label)
         filled = self.greedy(start)
-        draft, made = filled or start, "" if filled is None else attempt(filled)
-        if isinstance(made, str):
+        draft, outcome = filled or start, "" if filled is None else attempt(filled)
+        if isinstance(outcome, str):
             for draft in self.plain(start):
-                made = attempt(draft)
-                if isinstance(made, ModelConfig):
-                    made, draft = self.better(made, draft, {*labels, (DEPTH - 1, MIXER)})
+                outcome = attempt(draft)
+                if isinstance(outcome, ModelConfig):
+                    outcome, draft = self.better(outcome, draft, {*labels, (DEPTH - 1, MIXER)})
                     break
-        if isinstance(made, str):
-            self.found.refused[pair] = made
+        if isinstance(outcome, str):
+            self.result.refused[pair] = outcome
             self.left.pop(pair)
             return
-        self.found.designs.append((made, draft))
+        self.result.designs.append((outcome, draft))
         for covered in draft.pairs():
             self.left.pop(covered, None)
 
 
 def attempt(draft: Draft) -> ModelConfig | str:
-    """The design, or the sentence that refuses it."""
+    """The design, or the error that refuses it."""
     try:
         return draft.config()
     except ConfigError as error:
@@ -188,22 +192,22 @@ def attempt(draft: Draft) -> ModelConfig | str:
 
 
 def no_position(mixer: str, position: str) -> str:
-    """Why a mixer takes no such position: what the first variants say."""
-    bare, turn = catalogue()[MIXER][mixer][0], catalogue()[POSITION][position][0]
-    return refusal(joined(bare, turn)) if mixer != NONE else "mixer: a layer without one has nothing to turn"
+    """Why a mixer cannot have this position: the error of the first variants."""
+    bare, variant = catalogue()[MIXER][mixer][0], catalogue()[POSITION][position][0]
+    return refusal(joined(bare, variant)) if mixer != NONE else "mixer: a layer without one has no position"
 
 
 @cache
 def covering() -> Covering:
-    """The array, made once a process."""
+    """The array, computed once per process."""
     search = Search()
     while search.left:
         search.cover(next(iter(search.left)))
-    return search.found
+    return search.result
 
 
 def random_designs(number: int, seed: int) -> Iterator[ModelConfig | str]:
-    """Designs from the whole product, every variant and way alike; or the sentence that refuses one."""
+    """Designs drawn uniformly from all choices and variants; or the error of a design that is refused."""
     generator = random.Random(seed)
     for _ in range(number):
         draft = Draft({})
@@ -215,14 +219,17 @@ def random_designs(number: int, seed: int) -> Iterator[ModelConfig | str]:
 
 
 def refused_lines() -> list[str]:
-    """The refused pairs, one line a choice: with the choices of each other factor that it is refused beside."""
+    """The refused pairs: for each choice and each other factor, one line with the choices that do not go with it."""
     order = {choice: number for number, choice in enumerate((f, l) for f in catalogue() for l in catalogue()[f])}
-    beside: dict[tuple[Choice, str], list[str]] = {}
+    partners: dict[tuple[Choice, str], list[str]] = {}
     for pair in covering().refused:
-        one, other = sorted(pair, key=lambda choice: order[choice])
-        first, second = (one, other) if one[0] == MIXER else (other, one) if other[0] == MIXER else (one, other)
-        beside.setdefault((first, second[0]), []).append(second[1])
-    lines = [f"{' '.join(one)}: no {other} {', '.join(sorted(labels))}" for (one, other), labels in beside.items()]
+        first, second = sorted(pair, key=lambda choice: order[choice])
+        if second[0] == MIXER:
+            first, second = second, first
+        partners.setdefault((first, second[0]), []).append(second[1])
+    lines = [
+        f"{' '.join(choice)}: no {factor} {', '.join(sorted(labels))}" for (choice, factor), labels in partners.items()
+    ]
     return sorted(lines)
 
 

@@ -11,17 +11,17 @@ import torch
 import yaml
 
 from heddle.config import PARTS, kind_class
-from heddle.data.corpus import Corpus, prepare
+from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
 from heddle.training import loop
-from heddle.training.loop import Job, train
+from heddle.training.loop import TrainingJob, train
 from heddle.training.settings import Settings
 from heddle.training.signals import Interrupted
 
 VOCABULARY = 300
 MOE: dict[str, Any] = {
-    "kind": "moe", "expert": "mlp", "experts": 3, "top_k": 1, "hidden": 8, "renormalise": False, "aux_loss": 0.5,
+    "kind": "moe", "expert": "mlp", "experts": 3, "top_k": 1, "hidden": 8, "renormalize": False, "aux_loss": 0.5,
     "bias_update": 0.125,
 }  # fmt: skip
 SENTENCES = (
@@ -82,13 +82,13 @@ def design_file(path: Path, data: dict[str, Any] | None = None) -> Path:
 
 def corpus(path: Path) -> Corpus:
     """The folder of short texts, tokenized."""
-    return prepare([str(folder(path))], vocab_size=VOCABULARY, budget=None)
+    return prepare_corpus([str(folder(path))], vocab_size=VOCABULARY, max_train_tokens=None)
 
 
-def job(texts: Corpus, out: Path, data: dict[str, Any] | None = None, steps: int = 8, **settings: Any) -> Job:
+def job(texts: Corpus, out: Path, data: dict[str, Any] | None = None, steps: int = 8, **settings: Any) -> TrainingJob:
     """A training of a few steps of 4 rows of 16 tokens."""
-    given = {"steps": steps, "batch_size": 4, "context": 16, "save_every": 3} | settings
-    return Job(config=config(data), corpus=texts, settings=Settings(**given), out=out)
+    given = {"steps": steps, "batch_size": 4, "sequence_length": 16, "save_every": 3} | settings
+    return TrainingJob(config=config(data), source=texts, settings=Settings(**given), out=out)
 
 
 def forget_parts() -> None:
@@ -99,19 +99,19 @@ def forget_parts() -> None:
     kind_class.cache_clear()
 
 
-def same_after_a_signal(make: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def same_after_a_signal(make: Callable[[str], TrainingJob], monkeypatch: pytest.MonkeyPatch) -> None:
     """A job asked to end after step 3, and run again, measures and holds the same bits as an undisturbed one."""
-    whole, right = train(make("whole")), loop._watch
+    whole, right = train(make("whole")), loop._stop_if_diverged
 
-    def watch(given: Job, run: Any) -> None:
+    def watch(given: TrainingJob, run: Any) -> None:
         right(given, run)
         if run.progress.step == 3:
-            run.wish.number = 15
+            run.stop_request.signal_number = 15
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_watch", watch)
+        patch.setattr(loop, "_stop_if_diverged", watch)
         with pytest.raises(Interrupted):
             train(make("cut"))
     cut = train(make("cut"))
-    assert cut.windows == whole.windows
+    assert cut.scores == whole.scores
     assert all(torch.equal(a, b) for a, b in zip(cut.model.parameters(), whole.model.parameters(), strict=True))

@@ -1,4 +1,4 @@
-"""What the package never does: unpickle, evaluate text, unpack archives, start shells, or reach the network."""
+"""Banned calls: the package never unpickles, evaluates text, unpacks archives, starts shells or uses the network."""
 
 import ast
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.source import package_sources
 MODULES = {
     "pickle": "unpickling runs code",
     "_pickle": "unpickling runs code",
-    "pickletools": "no pickle is looked into either",
+    "pickletools": "pickles are not inspected either",
     "cloudpickle": "unpickling runs code",
     "dill": "unpickling runs code",
     "joblib": "its files are pickles",
@@ -59,7 +59,7 @@ SWITCH = "trust_remote" + "_code"
 
 
 def imported_names(tree: ast.AST) -> dict[str, str]:
-    """Local name to the dotted name of what it stands for."""
+    """Map each local name to the dotted name that it was imported from."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -74,7 +74,7 @@ def imported_names(tree: ast.AST) -> dict[str, str]:
 
 
 def full_name(node: ast.AST, names: dict[str, str]) -> str:
-    """The dotted name an expression stands for, or nothing."""
+    """The dotted name of an expression, or an empty string."""
     if isinstance(node, ast.Attribute):
         value = full_name(node.value, names)
         return f"{value}.{node.attr}" if value else ""
@@ -87,40 +87,40 @@ def is_below(name: str, modules: dict[str, str]) -> bool:
 
 
 def faults(text: str) -> Iterator[str]:
-    """Every banned thing in a module's text, with its line."""
+    """Yield each banned name in a module's source, with its line."""
     tree = ast.parse(text)
     names = imported_names(tree)
     for node in ast.walk(tree):
-        found = ""
+        banned = ""
         if isinstance(node, ast.Import):
-            found = ", ".join(alias.name for alias in node.names if is_below(alias.name, MODULES))
+            banned = ", ".join(alias.name for alias in node.names if is_below(alias.name, MODULES))
         elif isinstance(node, ast.ImportFrom):
-            wanted = [f"{node.module}.{alias.name}" for alias in node.names]
-            found = ", ".join(name for name in wanted if is_below(name, MODULES) or name in FUNCTIONS)
+            full_names = [f"{node.module}.{alias.name}" for alias in node.names]
+            banned = ", ".join(name for name in full_names if is_below(name, MODULES) or name in FUNCTIONS)
         elif isinstance(node, ast.Attribute):
             name = full_name(node, names)
-            found = name if name in FUNCTIONS or is_below(name, MODULES) or node.attr == SWITCH else ""
+            banned = name if name in FUNCTIONS or is_below(name, MODULES) or node.attr == SWITCH else ""
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in names:
-            found = node.id if node.id in BUILTINS or node.id == SWITCH else ""
+            banned = node.id if node.id in BUILTINS or node.id == SWITCH else ""
         elif isinstance(node, ast.Constant) and node.value == SWITCH:
-            found = SWITCH
+            banned = SWITCH
         elif isinstance(node, ast.keyword):
-            found = keyword_fault(node)
-        if found:
-            yield f"line {getattr(node, 'lineno', 0)}: {found}"
+            banned = keyword_fault(node)
+        if banned:
+            yield f"line {getattr(node, 'lineno', 0)}: {banned}"
 
 
 def keyword_fault(node: ast.keyword) -> str:
-    """Arguments that turn a safe call into another one, unless their value is plainly False."""
+    """The name of a keyword that makes a safe call unsafe, unless its value is the constant False."""
     if node.arg == SWITCH:
         return SWITCH
     off = isinstance(node.value, ast.Constant) and node.value.value is False
     return node.arg if node.arg in {"shell", "allow_pickle"} and not off else ""
 
 
-def test_the_package_does_none_of_it() -> None:
-    found = [f"{source.name}, {fault}" for source in package_sources() for fault in faults(source.text)]
-    assert found == []
+def test_the_package_contains_no_banned_call() -> None:
+    banned = [f"{source.name}, {fault}" for source in package_sources() for fault in faults(source.text)]
+    assert banned == []
 
 
 PLANTED = [
@@ -144,7 +144,7 @@ PLANTED = [
 
 
 @pytest.mark.parametrize("text", PLANTED)
-def test_each_is_found_where_it_is_planted(text: str) -> None:
+def test_each_planted_call_is_detected(text: str) -> None:
     assert list(faults(text)) != []
 
 
@@ -164,5 +164,5 @@ def test_each_is_found_where_it_is_planted(text: str) -> None:
         f"'a model that needs {SWITCH} is refused'",
     ],
 )
-def test_what_only_looks_alike_passes(text: str) -> None:
+def test_similar_allowed_code_passes(text: str) -> None:
     assert list(faults(text)) == []

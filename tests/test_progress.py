@@ -1,4 +1,4 @@
-"""Progress goes to stderr alone: bars on a terminal, rare lines elsewhere, nothing when quiet."""
+"""Progress goes to stderr only: bars on a terminal, occasional lines elsewhere, nothing when quiet."""
 
 import io
 import re
@@ -29,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_lines_come_at_most_every_five_seconds(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.bar("encoding", 40_000_000, "bytes") as bar:
+    with progress.progress_bar("encoding", 40_000_000, "bytes") as bar:
         for _ in range(20):
             clock.now += 1
             bar.advance(2_000_000, note="loss 3.1")
@@ -46,11 +46,13 @@ def test_lines_come_at_most_every_five_seconds(clock: Clock, capsys: pytest.Capt
     ]
 
 
-def test_short_work_says_nothing_and_long_work_says_its_end(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.bar("short", None, "steps") as bar:
+def test_short_tasks_print_nothing_and_long_tasks_print_their_end(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress.progress_bar("short", None, "steps") as bar:
         bar.advance(3)
     assert capsys.readouterr().err == ""
-    with progress.bar("long", None, "steps") as bar:
+    with progress.progress_bar("long", None, "steps") as bar:
         clock.now += 6
         bar.advance(1200)
         bar.advance(34)
@@ -61,11 +63,11 @@ def test_quiet(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with progress.quiet():
         with progress.quiet():
             pass
-        progress.say("hidden")
-        with progress.bar("hidden", 2, "steps") as bar:
+        progress.print_status("hidden")
+        with progress.progress_bar("hidden", 2, "steps") as bar:
             clock.now += 10
             bar.advance(1)
-    progress.say("shown")
+    progress.print_status("shown")
     assert capsys.readouterr() == ("", "shown\n")
 
 
@@ -73,10 +75,10 @@ def test_a_terminal_gets_a_bar_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    with progress.bar("weaving [red]", 10, "steps") as bar:
+    with progress.progress_bar("weaving [red]", 10, "steps") as bar:
         bar.advance(4, note="loss [bold]")
-        progress.say("a line [in] between")
-        with progress.bar("inner", 2, "steps") as inner:
+        progress.print_status("a line [in] between")
+        with progress.progress_bar("inner", 2, "steps") as inner:
             inner.advance(1)
         bar.advance(6)
     text = screen.getvalue()
@@ -85,7 +87,7 @@ def test_a_terminal_gets_a_bar_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys
     assert "a line [in] between" in text
     assert "inner" in text
     assert capsys.readouterr().out == ""
-    progress.say("after")
+    progress.print_status("after")
     assert screen.getvalue().endswith("after\n")
 
 
@@ -93,15 +95,15 @@ def test_no_color_and_dumb_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     def drawn() -> str:
         screen = Terminal()
         monkeypatch.setattr(sys, "stderr", screen)
-        with progress.bar("weaving", 10, "steps") as bar:
+        with progress.progress_bar("weaving", 10, "steps") as bar:
             bar.advance(4)
         return screen.getvalue()
 
     monkeypatch.setenv("TERM", "xterm-256color")
-    colour = re.compile(r"\x1b\[3[0-9]")
-    assert colour.search(drawn())
+    color = re.compile(r"\x1b\[3[0-9]")
+    assert color.search(drawn())
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not colour.search(drawn())
+    assert not color.search(drawn())
     monkeypatch.setenv("TERM", "dumb")
     assert drawn() == ""
 
@@ -109,24 +111,24 @@ def test_no_color_and_dumb_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_inside_ends_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")
-    with pytest.raises(KeyError), progress.bar("first", 1, "steps"):
+    with pytest.raises(KeyError), progress.progress_bar("first", 1, "steps"):
         raise KeyError
-    with progress.bar("second", 1, "steps") as bar:
+    with progress.progress_bar("second", 1, "steps") as bar:
         bar.advance(1)
 
 
 def test_control_characters_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    progress.say("a\x1b[31mb\ud800\nc 日本")
+    progress.print_status("a\x1b[31mb\ud800\nc 日本")
     assert capsys.readouterr().err == "a\\x1b[31mb\\ud800\\nc 日本\n"
 
 
-def test_a_closed_stderr_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_stderr_does_not_stop_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
     closed.close()
     for stream in (None, closed):
         monkeypatch.setattr(sys, "stderr", stream)
-        progress.say("nobody hears")
-        with progress.bar("nobody sees", 1, "steps") as bar:
+        progress.print_status("nobody hears")
+        with progress.progress_bar("nobody sees", 1, "steps") as bar:
             bar.advance(1)
 
 
@@ -140,4 +142,4 @@ def test_a_closed_stderr_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_amounts(n: float, unit: str, text: str) -> None:
-    assert progress.amount(n, unit) == text
+    assert progress.format_amount(n, unit) == text

@@ -1,4 +1,4 @@
-"""The public names, used as the documentation uses them."""
+"""The public API, used as the documentation uses it."""
 
 import subprocess
 import sys
@@ -24,28 +24,28 @@ def test_the_lines_of_the_documentation(tmp_path: Path) -> None:
     assert state is None
 
     with torch.no_grad():
-        state = model.init_state(batch=2, capacity=12)
+        state = model.init_state(batch=2, cache_length=12)
         first, state = model(tokens[:, :7], state=state)
         rest, state = model(tokens[:, 7:], state=state)
     torch.testing.assert_close(torch.cat((first, rest), dim=1), hidden.detach())
 
     padded = heddle.Layout.padded([12, 5], side="right")
     packed = heddle.Layout.packed([[12], [4, 8]])
-    explicit = heddle.Layout(positions=packed.positions, documents=packed.documents)
+    explicit = heddle.Layout(positions=packed.positions, segment_ids=packed.segment_ids)
     assert padded.positions[1, 5:].eq(-1).all()
     torch.testing.assert_close(model(tokens, explicit)[0], model(tokens, packed)[0])
     torch.testing.assert_close(model(tokens, heddle.Layout.causal(2, 12))[0], hidden)
 
-    size = heddle.size(config, context=64, batch=2)
+    size = heddle.size(config, context_length=64, batch=2)
     assert size.parameters == size.active_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert size.flops_per_token > 0
-    assert size.state_bytes == model.init_state(batch=2, capacity=64).bytes
+    assert size.state_bytes == model.init_state(batch=2, cache_length=64).bytes
 
     with heddle.kernels(attention="reference", linear="reference"):
         torch.testing.assert_close(model(tokens)[0], hidden)
 
     weights = heddle.attention_weights(model, tokens)
-    assert {None if one is None else tuple(one.shape) for one in weights} == {(2, 2, 12, 12)}
+    assert {None if layer is None else tuple(layer.shape) for layer in weights} == {(2, 2, 12, 12)}
 
     tokenizer = Tokenizer.train([small.text(3000)], 300)
     heddle.save(model, tmp_path / "saved", tokenizer=tokenizer)

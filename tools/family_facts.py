@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 
 from heddle.exchange.family import families
-from heddle.exchange.fit import OWN
+from heddle.exchange.family_match import HEDDLE
 from tests.exchange.cases import CASES
 from tests.exchange.test_families import FIELDS
 from tools.markdown import joined, prose, table
@@ -37,7 +37,7 @@ def page(written: str) -> str:
 
 def _rows() -> Iterator[tuple[str, ...]]:
     for name, family in families().items():
-        if name == OWN:
+        if name == HEDDLE:
             continue
         case = CASES[name]
         count = str(len(case.variants))
@@ -50,8 +50,8 @@ def _rows() -> Iterator[tuple[str, ...]]:
 def _families() -> Iterator[str]:
     for name, family in families().items():
         yield f"## {name}"
-        yield prose(sys.modules[family.read.__module__].__doc__)
-        if name != OWN:
+        yield prose(sys.modules[family.read_config.__module__].__doc__)
+        if name != HEDDLE:
             yield f"Variants tested: {', '.join(f'`{variant}`' for variant in CASES[name].variants)}."
-        if family.left_out:
-            yield f"Tensors left out, and told: {', '.join(f'`{one}`' for one in family.left_out)}."
+        if family.ignored_tensors:
+            yield f"Ignored tensors: {', '.join(f'`{pattern}`' for pattern in family.ignored_tensors)}."

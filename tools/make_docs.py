@@ -17,13 +17,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from heddle.config import PARTS, Config, Count, Finite, Part, Positive, Rate, is_slot, kind_class, kinds  # noqa: E402
+from heddle.config import PARTS, Config, PositiveInt, FiniteFloat, Part, PositiveFloat, Probability, is_slot, kind_class, kinds  # noqa: E402
 from heddle.laws import LAWS  # noqa: E402
 from heddle.model import config as model_config  # noqa: E402
 from heddle.model.decoder import build  # noqa: E402
 from heddle.model.load_config import DEFAULTS  # noqa: E402
 from heddle.numerics.kernels import OPERATIONS  # noqa: E402
-from heddle.parts.scalings import Longer  # noqa: E402
+from heddle.parts.scalings import LongContextFactor  # noqa: E402
 from tests.cases import CASES, case  # noqa: E402
 from tests.laws.test_planted import BUGS  # noqa: E402
 from tools import family_facts  # noqa: E402
@@ -32,14 +32,14 @@ from tools.part_facts import COSTED, COSTS, bugs_of, parts_of  # noqa: E402
 from tools.refusals import reasons  # noqa: E402
 
 SLOTS = ("mixers", "positions", "scalings", "norms", "feedforwards", "residuals")
-MODEL = ("ModelConfig", "EmbeddingConfig", "LayerConfig", "HeadConfig", "InitialisationConfig")
+MODEL = ("ModelConfig", "EmbeddingConfig", "LayerConfig", "HeadConfig", "InitializationConfig")
 MARKS = ("<!-- generated: {} -->", "<!-- end of generated -->")
 NUMBERS = {
-    Count: "whole number above 0",
-    Rate: "number from 0 to below 1",
-    Positive: "number above 0",
-    Longer: "number from 1",
-    Finite: "number",
+    PositiveInt: "whole number above 0",
+    Probability: "number from 0 to below 1",
+    PositiveFloat: "number above 0",
+    LongContextFactor: "number from 1",
+    FiniteFloat: "number",
     int: "whole number",
     float: "number",
     bool: "true or false",
@@ -265,8 +265,8 @@ def kernel_blocks() -> Iterator[str]:
     """Each operation: what it computes, its forms, and what they refuse."""
     for name, operation in OPERATIONS.items():
         yield f"## {name}"
-        yield prose(sys.modules[operation.forms[-1].run.__module__].__doc__)
-        rows = [(f"`{form.name}`", "; ".join(reasons(form.refuse)) or "never") for form in operation.forms]
+        yield prose(sys.modules[operation.kernels[-1].run.__module__].__doc__)
+        rows = [(f"`{form.name}`", "; ".join(reasons(form.unsupported)) or "never") for form in operation.kernels]
         yield table(("form", "cannot serve because"), rows)
 
 

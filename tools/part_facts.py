@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from heddle.config import PARTS, kinds
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Layer, build
-from heddle.numerics.dispatch.flop_counter import counting
-from heddle.parts.context.layout import Layout, Memory
-from heddle.parts.residuals import Wiring
+from heddle.numerics.dispatch.flop_counter import count_flops
+from heddle.parts.context.build import ResidualContext
+from heddle.parts.context.encoder_output import EncoderOutput
+from heddle.parts.context.layout import Layout
 from tests.cases import case, parts_of
 from tests.laws.test_planted import BUGS, Bug
 from tools.markdown import table
@@ -33,15 +34,15 @@ def state_of(config: ModelConfig) -> tuple[int, int]:
     model = build(config, device="meta")
     if not model.causal:
         return 0, 0
-    memory = memory_for(model.memory_width)
+    memory = memory_for(model.encoder_width)
     states = [model.init_state(1, tokens, memory) for tokens in (SHORT, SHORT + 1)]
     kept, more = (sum(state.layer_bytes) // (ELEMENT * config.depth) for state in states)
     return more - kept, kept
 
 
-def memory_for(width: int | None) -> Memory | None:
+def memory_for(width: int | None) -> EncoderOutput | None:
     """What cross-attention reads, where something is read."""
-    return None if width is None else Memory(torch.zeros(1, MEMORY, width, device="meta"))
+    return None if width is None else EncoderOutput(torch.zeros(1, MEMORY, width, device="meta"))
 
 
 def layer_of(config: ModelConfig) -> Layer:
@@ -53,7 +54,7 @@ def layer_of(config: ModelConfig) -> Layer:
 
 def counted(tokens: int, run: Callable[[Tensor, Layout], object], width: int) -> int:
     """Operations a token of the matrix products of one call on the meta device (a multiply-add is two)."""
-    with torch.no_grad(), counting() as tally:
+    with torch.no_grad(), count_flops() as tally:
         run(torch.zeros(1, tokens, width, device="meta"), Layout.causal(1, tokens, device="meta"))
     return round(tally[0] / tokens)
 
@@ -64,8 +65,8 @@ def mixer_costs(config: ModelConfig) -> tuple[int, int]:
     assert mixer is not None
 
     def run(x: Tensor, layout: Layout) -> object:
-        memory = memory_for(mixer.memory_width)
-        return mixer(x, layout if memory is None else layout.with_memory(memory))
+        memory = memory_for(mixer.encoder_width)
+        return mixer(x, layout if memory is None else layout.with_encoder_output(memory))
 
     return counted(SHORT, run, config.width), counted(LONG, run, config.width)
 
@@ -75,16 +76,16 @@ def forward_costs(config: ModelConfig) -> tuple[int, int, int]:
     forward = layer_of(config).feedforward
     assert forward is not None
     whole = sum(parameter.numel() for parameter in forward.parameters())
-    return whole, whole - forward.idle_parameters, counted(SHORT, forward, config.width)
+    return whole, whole - forward.inactive_parameters, counted(SHORT, forward, config.width)
 
 
 def wiring_costs(config: ModelConfig) -> tuple[int, int]:
     """Parameters of the wiring of one layer of two branches, and operations a token of its own matrix products."""
-    wiring = Wiring(("mixer", "feedforward"), config.width, config.norm, 0.0)
+    wiring = ResidualContext(("mixer", "feedforward"), config.width, config.norm, 0.0)
     with torch.device("meta"):
         block = config.residual.build(wiring)
     branches = {name: nn.Identity() for name in wiring.branches}
-    cost = counted(SHORT, lambda x, _: block(config.residual.open(x), branches), config.width)
+    cost = counted(SHORT, lambda x, _: block(config.residual.expand(x), branches), config.width)
     return sum(parameter.numel() for parameter in block.parameters()), cost
 
 

@@ -18,9 +18,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 import torch  # noqa: E402
 
 import heddle  # noqa: E402
-from heddle.exchange.carried import open_checkpoint  # noqa: E402
 from heddle.exchange.export import export  # noqa: E402
 from heddle.exchange.gguf import export_gguf  # noqa: E402
+from heddle.exchange.imported_checkpoint import open_checkpoint  # noqa: E402
 from tools.llama_cpp.runner import run, version  # noqa: E402
 
 PAGE = ROOT / "docs/deploy/transcript.md"
@@ -37,34 +37,38 @@ class Transcript(NamedTuple):
     differences: dict[str, float]
 
 
-def main(place: Path) -> None:
+def main(run_folder: Path) -> None:
     """Write the page."""
     with tempfile.TemporaryDirectory() as folder:
-        found = transcript(place, Path(folder))
-    for name, texts in found.texts.items():
-        assert texts == found.texts["heddle"], f"{name} writes otherwise: {texts}"
-    PAGE.write_text(page(found), encoding="utf-8")
+        result = transcript(run_folder, Path(folder))
+    for name, texts in result.texts.items():
+        assert texts == result.texts["heddle"], f"{name} writes otherwise: {texts}"
+    PAGE.write_text(page(result), encoding="utf-8")
 
 
-def transcript(place: Path, folder: Path) -> Transcript:
+def transcript(run_folder: Path, folder: Path) -> Transcript:
     """Greedy texts of a run in the three programs; `folder` receives the exports."""
-    given = open_checkpoint(place)
-    assert given.tokenizer is not None, f"{place}: has no tokenizer"
-    export(given.model, folder / "hf", given.tokenizer, given)
-    export_gguf(given.model, folder / "model.gguf", given.tokenizer, given)
-    ours = heddle.generate(given.model, PROMPTS, given.tokenizer, max_new_tokens=TOKENS)
-    theirs, probabilities = _transformers(folder / "hf")
-    asked = [{"text": prompt, "n": TOKENS, "logits": True} for prompt in PROMPTS]
-    answers = run(folder / "model.gguf", asked)
+    imported = open_checkpoint(run_folder)
+    assert imported.tokenizer is not None, f"{run_folder}: has no tokenizer"
+    export(imported.model, folder / "hf", imported.tokenizer, imported)
+    export_gguf(imported.model, folder / "model.gguf", imported.tokenizer, imported)
+    heddle_texts = heddle.generate(imported.model, PROMPTS, imported.tokenizer, max_new_tokens=TOKENS)
+    hf_texts, probabilities = _transformers(folder / "hf")
+    requests = [{"text": prompt, "n": TOKENS, "logits": True} for prompt in PROMPTS]
+    answers = run(folder / "model.gguf", requests)
     differences = {"transformers": 0.0, "llama.cpp": 0.0}
-    for answer, their in zip(answers, probabilities, strict=True):
+    for answer, hf_probabilities in zip(answers, probabilities, strict=True):
         tokens = torch.tensor([answer["prompt"]])
         with torch.no_grad():
-            own = given.model.head(given.model(tokens)[0])[0].softmax(-1)
-        for name, other in (("transformers", their), ("llama.cpp", torch.tensor(answer["logits"]).softmax(-1))):
-            differences[name] = max(differences[name], float((own - other).abs().max()))
+            heddle_probabilities = imported.model.head(imported.model(tokens)[0])[0].softmax(-1)
+        for name, other_probabilities in (
+            ("transformers", hf_probabilities),
+            ("llama.cpp", torch.tensor(answer["logits"]).softmax(-1)),
+        ):
+            differences[name] = max(differences[name], float((heddle_probabilities - other_probabilities).abs().max()))
     return Transcript(
-        {"heddle": ours, "transformers": theirs, "llama.cpp": [one["text"] for one in answers]}, differences
+        {"heddle": heddle_texts, "transformers": hf_texts, "llama.cpp": [answer["text"] for answer in answers]},
+        differences,
     )
 
 
@@ -85,9 +89,9 @@ def _transformers(folder: Path) -> tuple[list[str], list[torch.Tensor]]:
     return texts, probabilities
 
 
-def page(found: Transcript) -> str:
+def page(result: Transcript) -> str:
     """The page's text."""
-    told = {
+    versions = {
         "heddle": heddle.__version__,
         "transformers": metadata.version("transformers"),
         "llama.cpp": f"that of node-llama-cpp {version()}",
@@ -101,18 +105,18 @@ def page(found: Transcript) -> str:
             f"The model of [README.md](README.md), greedy, {TOKENS} tokens after each prompt in fp32; a `|` begins "
             "each line of a column, long lines go on below. The largest difference of any next token's probability, "
             "over all tokens of all prompts: heddle and "
-            + ", heddle and ".join(f"{name} {value:.0e}" for name, value in found.differences.items())
+            + ", heddle and ".join(f"{name} {value:.0e}" for name, value in result.differences.items())
             + ".",
             width=120,
         ),
         "",
         "| program | version |",
         "| --- | --- |",
-        *(f"| {name} | {number} |" for name, number in told.items()),
+        *(f"| {name} | {number} |" for name, number in versions.items()),
     ]
     for index, prompt in enumerate(PROMPTS):
-        columns = [_lines(found.texts[name][index]) for name in told]
-        lines += ["", f"## `{prompt}`", "", "```text", _row(list(told))]
+        columns = [_lines(result.texts[name][index]) for name in versions]
+        lines += ["", f"## `{prompt}`", "", "```text", _row(list(versions))]
         lines += [_row([f"| {cell}" for cell in cells]) for cells in zip(*columns, strict=True)]
         lines.append("```")
     return "\n".join(lines) + "\n"

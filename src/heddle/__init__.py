@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from heddle.model.size import size as size
     from heddle.model.state import State as State
     from heddle.numerics.kernels import kernels as kernels
+    from heddle.parts.context.encoder_output import EncoderOutput as EncoderOutput
     from heddle.parts.context.layout import Layout as Layout
-    from heddle.parts.context.layout import Memory as Memory
     from heddle.storage.model import load as load
     from heddle.storage.model import save as save
     from heddle.storage.state import load_state as load_state
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Decoder": "heddle.model.decoder",
+    "EncoderOutput": "heddle.parts.context.encoder_output",
     "Layout": "heddle.parts.context.layout",
-    "Memory": "heddle.parts.context.layout",
     "State": "heddle.model.state",
     "attention_weights": "heddle.model.attention_maps",
     "build": "heddle.model.decoder",
@@ -45,8 +45,8 @@ _HOMES = {
 
 __all__ = [
     "Decoder",
+    "EncoderOutput",
     "Layout",
-    "Memory",
     "State",
     "__version__",
     "attention_weights",

@@ -1,7 +1,7 @@
-"""Designs as frozen, strict, typed data: decoded with exact paths, found by folder, written back without loss.
+"""Designs as frozen, strictly typed data. `decode` reads plain data and reports errors with exact paths.
 
-A slot is a folder of `heddle.parts`; a kind is a file in it, and the file's name is the `kind` on disk. Nothing
-is imported before the kind is found in its folder's listing (or was loaded by `load_part`).
+A slot is a folder of `heddle.parts`. A kind is a file in it, and the file's name is the `kind` on disk. A kind's module
+is imported only after its name was found in the folder (or was added by `load_part`).
 """
 
 import importlib
@@ -9,7 +9,6 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar, Union, get_args, get_origin
@@ -17,14 +16,15 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar, U
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, choices_hint
 
 B = TypeVar("B")
 
-Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
-Rate = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+PositiveInt = Annotated[int, Field(gt=0, le=2**31 - 1)]
+Width = Annotated[int, Field(gt=0, le=2**20)]  # also a number of heads or experts; some parts loop over it
+Probability = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 
 PARTS = Path(__file__).parent / "parts"
 
@@ -37,24 +37,24 @@ class DesignError(ConfigError):
         self.path, self.reason = path, reason
 
     def under(self, prefix: str) -> "DesignError":
-        """The same error, seen from the place that holds this part."""
+        """Return the same error with a prefix before its path: as seen from the config that holds this one."""
         return DesignError(join(prefix, self.path), self.reason)
 
 
 def join(prefix: str, path: str) -> str:
-    """`layers[0]` and `mixer` make `layers[0].mixer`; an index is joined without a dot."""
+    """Join two paths: `layers[0]` and `mixer` make `layers[0].mixer`. An index is joined without a dot."""
     if not prefix or not path or path.startswith("["):
         return prefix + path
     return f"{prefix}.{path}"
 
 
 def refuse(field: str, reason: str) -> NoReturn:
-    """Refuse a value from within a validator, naming the field that is wrong."""
+    """Refuse a value from within a validator, and name the field that is wrong."""
     raise PydanticCustomError("refused", "{reason}", {"field": field, "reason": reason})
 
 
 def build_under(path: str, build: Callable[..., B], *arguments: Any) -> B:
-    """Build a part that another holds; what it refuses is told with the path of its config."""
+    """Build a part that another part holds. The path of its config is added to a DesignError."""
     try:
         return build(*arguments)
     except DesignError as error:
@@ -62,7 +62,7 @@ def build_under(path: str, build: Callable[..., B], *arguments: Any) -> B:
 
 
 class Config(BaseModel):
-    """Plain data about an architecture; no device, precision, kernel or batch."""
+    """Plain data about an architecture. No device, precision, kernel or batch size."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -73,17 +73,17 @@ class Config(BaseModel):
             raise _explain(type(self), fields, error) from None
 
     def replace(self, **fields: Any) -> Self:
-        """The same design with some fields changed, validated again."""
+        """Return the same config with some fields changed, validated again."""
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | fields)
 
     def dump(self) -> dict[str, Any]:
-        """JSON-ready data from which `decode` makes an equal config; fields that are off are left out."""
+        """Return JSON-ready data from which `decode` makes an equal config. Fields that are None are left out."""
         plain = {name: _plain(getattr(self, name)) for name in type(self).model_fields}
         return {name: value for name, value in plain.items() if value is not None}
 
 
 class Part(Config):
-    """A config that occupies a slot; its `kind` is the name of the file that defines it."""
+    """A config that fits a slot. Its `kind` is the name of the file that defines it."""
 
     slot: ClassVar[str]
 
@@ -107,7 +107,7 @@ def _plain(value: Any) -> Any:
 
 
 def kinds(slot: str) -> list[str]:
-    """The kinds of a slot: the files of its folder and the user's own that were loaded."""
+    """Return the kinds of a slot: the files of its folder, and those that `load_part` added."""
     package = f"heddle.parts.{slot}."
     files = {file.stem for file in (PARTS / slot).glob("*.py") if not file.stem.startswith("_")}
     return sorted(files | {name.removeprefix(package) for name in list(sys.modules) if name.startswith(package)})
@@ -115,12 +115,12 @@ def kinds(slot: str) -> list[str]:
 
 @cache
 def kind_class(slot: str, kind: str) -> type[Part]:
-    """The config class that a kind's file defines."""
+    """Return the config class that a kind's file defines."""
     return _only_part(importlib.import_module(f"heddle.parts.{slot}.{kind}"))
 
 
 def is_slot(cls: type[Part]) -> bool:
-    """Whether a class is a place that several kinds fit, rather than the config of one kind."""
+    """Whether a class stands for a slot, which several kinds fit, rather than for one kind."""
     return cls is not Part and cls.__module__ == f"heddle.parts.{cls.slot}"
 
 
@@ -136,28 +136,28 @@ def _only_part(module: types.ModuleType) -> type[Part]:
 
 
 def load_part(file: Path) -> type[Part]:
-    """Load a user's own part: its slot is that of the config it defines, its kind the file's name.
+    """Load a user's part from a file. Its slot is that of the config it defines, its kind the file's name.
 
-    Raises ConfigError if the file cannot be read, fails to run, or takes the name of a kind that exists.
+    Raises ConfigError if the file cannot be read, fails to run, or has the name of an existing kind.
     """
     name = f"heddle.parts.{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if not file.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(f"--part {file}: is not a Python file; name the .py file that defines the part")
+        raise ConfigError(f"part {file}: is not a Python file; give the .py file that defines the part")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"--part {file}: failed to run ({type(error).__name__}: {error}); mend the file") from error
+        raise ConfigError(f"part {file}: failed to run ({type(error).__name__}: {error}); mend the file") from error
     part = _only_part(module)
     if file.stem in kinds(part.slot):
-        raise ConfigError(f"--part {file}: {part.slot} has a kind '{file.stem}' already; rename the file")
+        raise ConfigError(f"part {file}: {part.slot} has a kind '{file.stem}' already; rename the file")
     sys.modules[name] = sys.modules[f"heddle.parts.{part.slot}.{file.stem}"] = module
     return part
 
 
 def decode(target: type[C], data: Any, path: str = "") -> C:
-    """Plain data -> a config of class `target`. Raises DesignError with the path, the value and the remedy."""
+    """Convert plain data to a config of class `target`. Raises DesignError with the path, the value and the remedy."""
     if not isinstance(data, dict):
         raise DesignError(path, f"expected a table of fields, got {_show(data)}")
     cls: type[Config] = target
@@ -188,37 +188,38 @@ def _resolve(base: type[Part], data: dict[str, Any], path: str) -> tuple[type[Pa
         raise DesignError(path, _unknown("kind", kind, choices))
     cls = kind_class(base.slot, kind)
     if not issubclass(cls, base):
-        fitting = [other for other in choices if issubclass(kind_class(base.slot, other), base)]
+        fitting = [choice for choice in choices if issubclass(kind_class(base.slot, choice), base)]
         raise DesignError(path, f"kind '{kind}' does not belong here; choices: {', '.join(fitting)}")
     return cls, {name: value for name, value in data.items() if name != "kind"}
 
 
 def fields_of(cls: type[Config], kind: Any) -> set[str]:
-    """The fields of a config class, or of a kind where the class is a slot; none where there is no such kind."""
-    found = _occupant(cls, kind)
-    return set() if found is None else set(found.model_fields)
+    """Return the fields of a config class, or of a kind if the class is a slot. Empty if there is no such kind."""
+    config_class = _class_of_kind(cls, kind)
+    return set() if config_class is None else set(config_class.model_fields)
 
 
 def field_class(cls: type[Config], kind: Any, name: str) -> type[Config] | None:
-    """The config class, or the slot, that a field of such a config holds; None where it holds none."""
-    found = _occupant(cls, kind)
-    return None if found is None or name not in found.model_fields else _nested(found.model_fields[name].annotation)
+    """Return the config class, or the slot, that a field of such a config holds. None if it holds none."""
+    config_class = _class_of_kind(cls, kind)
+    field = None if config_class is None else config_class.model_fields.get(name)
+    return None if field is None else _nested(field.annotation)
 
 
-def _occupant(cls: type[Config], kind: Any) -> type[Config] | None:
+def _class_of_kind(cls: type[Config], kind: Any) -> type[Config] | None:
     if not (issubclass(cls, Part) and is_slot(cls)):
         return cls
     return kind_class(cls.slot, kind) if isinstance(kind, str) and kind in kinds(cls.slot) else None
 
 
 def _nested(annotation: Any) -> type[Config] | None:
-    """The config class inside an annotation such as `X`, `X | None` or `tuple[X, ...]`."""
+    """Find the config class inside an annotation such as `X`, `X | None` or `tuple[X, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return annotation
     if get_origin(annotation) in (Union, types.UnionType, tuple, Annotated):
         for argument in get_args(annotation):
-            if found := _nested(argument):
-                return found
+            if nested := _nested(argument):
+                return nested
     return None
 
 
@@ -230,7 +231,7 @@ def _is_list(annotation: Any) -> bool:
 
 
 def _allows_words(annotation: Any) -> bool:
-    """Whether an annotation such as `tuple[X, ...] | Literal["learned"]` takes a word in place of a list."""
+    """Whether an annotation such as `tuple[X, ...] | Literal["learned"]` allows a word instead of a list."""
     return any(get_origin(argument) is Literal for argument in get_args(annotation))
 
 
@@ -251,9 +252,9 @@ def _decode_value(annotation: Any, value: Any, path: str) -> Any:
 
 
 def _explain(cls: type[Config], fields: dict[str, Any], error: ValidationError) -> DesignError:
-    """The first of pydantic's complaints as one sentence."""
-    complaints = error.errors(include_url=False)
-    first = complaints[0]
+    """Turn the first of pydantic's errors into one sentence."""
+    errors = error.errors(include_url=False)
+    first = errors[0]
     field, *rest = first["loc"] or ("",)
     path = f"{field}" + "".join(f"[{index}]" for index in rest if isinstance(index, int))
     kind, context, value = first["type"], first.get("ctx", {}), first["input"]
@@ -267,16 +268,14 @@ def _explain(cls: type[Config], fields: dict[str, Any], error: ValidationError) 
         allowed = [choice.strip("' ") for choice in context["expected"].replace(" or ", ",").split(",")]
         return DesignError(path, _unknown("value", value, allowed))
     reasons = [first["msg"]]
-    if any(isinstance(tag, str) for tag in rest):  # one complaint for each member of a union
-        reasons = [other["msg"] for other in complaints if other["loc"][0] == field]
+    if any(isinstance(tag, str) for tag in rest):  # pydantic reports one error for each member of a union
+        reasons = [details["msg"] for details in errors if details["loc"][0] == field]
     allowed_values = " or ".join(reason.removeprefix("Input should be ") for reason in reasons)
     return DesignError(path, f"should be {allowed_values}, got {_show(value)}")
 
 
 def _unknown(what: str, value: Any, choices: list[str]) -> str:
-    near = get_close_matches(str(value), choices, n=1)
-    hint = f"did you mean '{near[0]}'? " if near else ""
-    return f"unknown {what} {value!r}; {hint}choices: {', '.join(choices)}"
+    return f"unknown {what} {value!r}; {choices_hint(str(value), choices)}"
 
 
 def _show(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What is said on stderr while work runs: a bar on a terminal, plain lines elsewhere, nothing when quiet."""
+"""Progress on stderr: a bar on a terminal, plain lines elsewhere, nothing when quiet."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 LINE_SECONDS = 5.0
 
 _quiet_depth = 0
-_shown: Progress | None = None
+_display: Progress | None = None
 
 
-class Bar(Protocol):
-    """One piece of work under way."""
+class ProgressBar(Protocol):
+    """The progress of one task."""
 
     def advance(self, n: int, note: str = "") -> None:
-        """Count `n` more units; `note` replaces the text at the end of the line when it is not empty."""
+        """Count `n` more units; a `note` that is not empty replaces the text at the end of the line."""
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence `bar` and `say` in this process until the block ends."""
+    """Silence `progress_bar` and `print_status` in this process until the block ends."""
     global _quiet_depth  # noqa: PLW0603 - one process has one stderr
     _quiet_depth += 1
     try:
@@ -37,50 +37,50 @@ def quiet() -> Iterator[None]:
 
 
 def is_quiet() -> bool:
-    """Whether this process was silenced, so that one it starts can be too."""
+    """Whether this process is silenced, so that a child process can be silenced too."""
     return _quiet_depth > 0
 
 
-def say(text: str) -> None:
+def print_status(text: str) -> None:
     """Print one line on stderr, above any bar, unless quiet. Control characters are shown escaped."""
     if _quiet_depth:
         return
     line = printable(text)
-    if _shown is not None:
-        _shown.console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if _display is not None:
+        _display.console.print(line, markup=False, highlight=False, soft_wrap=True)
         return
-    # A closed stderr must not stop the work that is being reported on.
+    # A closed stderr must not stop the work.
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def bar(description: str, total: int | None, unit: str, done: int = 0) -> Iterator[Bar]:
-    """Show how far a piece of work is.
+def progress_bar(description: str, total: int | None, unit: str, initial: int = 0) -> Iterator[ProgressBar]:
+    """Show the progress of a task.
 
-    `total` is in units (None: unknown), of which `done` were done before. The unit "bytes" is printed as KB,
-    MB or GB. On a terminal a bar is drawn on stderr and removed at the end; elsewhere a line is printed at most
-    every five seconds, so that short work prints nothing. Bars may be nested.
+    `total` is in units (None: unknown), of which `initial` were done before. The unit "bytes" is printed as KB, MB or
+    GB. On a terminal a bar is drawn on stderr and removed at the end; elsewhere a line is printed at most every five
+    seconds, so short tasks print nothing. Bars may be nested.
     """
     if _quiet_depth:
-        yield _Silent()
+        yield _SilentBar()
     elif _on_terminal():
-        with _terminal_bar(description, total, unit, done) as shown:
-            yield shown
+        with _terminal_bar(description, total, unit, initial) as terminal_bar:
+            yield terminal_bar
     else:
-        lines = _Lines(description, total, unit, done)
+        lines = _LineBar(description, total, unit, initial)
         yield lines
         lines.close()
 
 
 def printable(text: str) -> str:
-    """`text` on one line that any terminal can take: control characters and lone surrogates escaped."""
+    """`text` on one line that is safe for any terminal: control characters and lone surrogates are escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def amount(n: float, unit: str) -> str:
+def format_amount(n: float, unit: str) -> str:
     """A count with its unit: 1,234 tokens; 31.5 MB for the unit "bytes"."""
     if unit != "bytes":
         return f"{int(n):,} {unit}"
@@ -90,68 +90,68 @@ def amount(n: float, unit: str) -> str:
     return f"{int(n)} bytes"
 
 
-def duration(seconds: float) -> str:
-    """A time to wait: 45 s, 12 min, 3.5 h."""
+def format_duration(seconds: float) -> str:
+    """A duration: 45 s, 12 min, 3.5 h."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-class _Silent:
+class _SilentBar:
     def advance(self, n: int, note: str = "") -> None:
         pass
 
 
-class _Lines:
-    def __init__(self, description: str, total: int | None, unit: str, done: int) -> None:
+class _LineBar:
+    def __init__(self, description: str, total: int | None, unit: str, initial: int) -> None:
         self.description, self.total, self.unit = description, total, unit
-        self.done, self.before, self.note = done, done, ""
-        self.started = self.last = time.monotonic()
+        self.done, self.initial, self.note = initial, initial, ""
+        self.started = self.last_line_time = time.monotonic()
         self.printed_at = 0
 
     def advance(self, n: int, note: str = "") -> None:
         self.done += n
         self.note = note or self.note
         now = time.monotonic()
-        if now - self.last >= LINE_SECONDS:
-            self.last = now
+        if now - self.last_line_time >= LINE_SECONDS:
+            self.last_line_time = now
             self.print_line(now)
 
     def print_line(self, now: float) -> None:
-        """One line: how much, of how much, how fast."""
+        """Print one line: the count, the total and the rate."""
         self.printed_at = self.done
-        counted = amount(self.done, self.unit)
+        count = format_amount(self.done, self.unit)
         if self.total:
-            share = f"of {amount(self.total, self.unit)} ({self.done / self.total:.0%})"
-            counted = f"{counted if self.unit == 'bytes' else f'{self.done:,}'} {share}"
-        rate = (self.done - self.before) / max(now - self.started, 1e-9)
-        end = f", {self.note}" if self.note else ""
+            of_total = f"of {format_amount(self.total, self.unit)} ({self.done / self.total:.0%})"
+            count = f"{count if self.unit == 'bytes' else f'{self.done:,}'} {of_total}"
+        rate = (self.done - self.initial) / max(now - self.started, 1e-9)
+        suffix = f", {self.note}" if self.note else ""
         if self.total and rate and self.done < self.total:
-            end += f", {duration((self.total - self.done) / rate)} left"
-        say(f"{self.description}: {counted}, {amount(rate, self.unit)}/s{end}")
+            suffix += f", {format_duration((self.total - self.done) / rate)} left"
+        print_status(f"{self.description}: {count}, {format_amount(rate, self.unit)}/s{suffix}")
 
     def close(self) -> None:
-        """The last count, if any line was printed before it."""
+        """Print the final count, if any line was printed before it."""
         if 0 < self.printed_at < self.done:
             self.print_line(time.monotonic())
 
 
-class _Terminal:
-    def __init__(self, progress: Progress, total: int | None, description: str, unit: str, done: int) -> None:
+class _TerminalBar:
+    def __init__(self, progress: Progress, total: int | None, description: str, unit: str, initial: int) -> None:
         self.progress, self.total, self.unit = progress, total, unit
-        self.done, self.before, self.note = done, done, ""
+        self.done, self.initial, self.note = initial, initial, ""
         self.started = time.monotonic()
-        self.task = progress.add_task(printable(description), total=total, completed=done, text="")
+        self.task = progress.add_task(printable(description), total=total, completed=initial, text="")
 
     def advance(self, n: int, note: str = "") -> None:
         self.done += n
         self.note = note or self.note
-        rate = (self.done - self.before) / max(time.monotonic() - self.started, 1e-9)
-        # Of a known total the bar shows the part, and 80 columns hold little.
+        rate = (self.done - self.initial) / max(time.monotonic() - self.started, 1e-9)
+        # With a known total the bar itself shows the fraction; leave the count out, since 80 columns are narrow.
         text = (
-            f"{amount(rate, self.unit)}/s"
+            f"{format_amount(rate, self.unit)}/s"
             if self.total
-            else f"{amount(self.done, self.unit)}, {amount(rate, self.unit)}/s"
+            else f"{format_amount(self.done, self.unit)}, {format_amount(rate, self.unit)}/s"
         )
         text += f", {printable(self.note)}" if self.note else ""
         self.progress.update(self.task, completed=self.done, text=text)
@@ -166,14 +166,14 @@ def _on_terminal() -> bool:
 
 
 @contextlib.contextmanager
-def _terminal_bar(description: str, total: int | None, unit: str, done: int) -> Iterator[Bar]:
-    global _shown  # noqa: PLW0603 - rich allows one live display, which nested bars share
-    if _shown is not None:
-        nested = _Terminal(_shown, total, description, unit, done)
+def _terminal_bar(description: str, total: int | None, unit: str, initial: int) -> Iterator[ProgressBar]:
+    global _display  # noqa: PLW0603 - rich allows one live display, which nested bars share
+    if _display is not None:
+        nested = _TerminalBar(_display, total, description, unit, initial)
         try:
             yield nested
         finally:
-            _shown.remove_task(nested.task)
+            _display.remove_task(nested.task)
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -186,8 +186,8 @@ def _terminal_bar(description: str, total: int | None, unit: str, done: int) -> 
     )
     progress = Progress(*columns, console=Console(stderr=True), transient=True)
     with progress:
-        _shown = progress
+        _display = progress
         try:
-            yield _Terminal(progress, total, description, unit, done)
+            yield _TerminalBar(progress, total, description, unit, initial)
         finally:
-            _shown = None
+            _display = None

@@ -1,7 +1,4 @@
-"""Settings of a whole process, made once by a program that owns it (the command line, a worker), never on import.
-
-Each is kept only after its effect was checked on this machine.
-"""
+"""Settings of the whole process: set once by a program that owns it (the command line, a worker), never on import."""
 
 import ctypes
 import os
@@ -9,19 +6,16 @@ import platform
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from heddle.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What was set: device, threads, the route of float32 products, and whether freed memory is kept."""
+    """The settings: device, threads, precision of float32 matrix products, and whether freed memory is retained."""
 
     device: str
     threads: int
@@ -29,40 +23,40 @@ class Runtime:
     keeps_memory: bool
 
     def describe(self) -> dict[str, Any]:
-        """For run.json and reports."""
+        """The settings and the hardware, for run.json and reports."""
         return asdict(self) | hardware()
 
 
-def prepare(device: str = "auto", threads: int | None = None) -> Runtime:
-    """Set up this process. Raises ConfigError for a device that is not here or a bad number of threads."""
+def set_up_runtime(device: str = "auto", threads: int | None = None) -> Runtime:
+    """Set up this process. Raises ConfigError for a missing device or a bad number of threads."""
     import torch
 
     if threads is not None:
         if threads < 1:
-            raise ConfigError(f"--threads {threads}: must be at least 1")
+            raise ConfigError(f"threads {threads}: must be at least 1")
         torch.set_num_threads(threads)
-    chosen = resolve_device(device)
-    keeps = _keep_memory() if chosen == "cpu" else False
-    matmul = _fast_matmul() if chosen == "cpu" else "highest"
-    return Runtime(chosen, torch.get_num_threads(), matmul, keeps)
+    resolved = resolve_device(device)
+    keeps_memory = _keep_freed_memory() if resolved == "cpu" else False
+    matmul = _choose_matmul_precision() if resolved == "cpu" else "highest"
+    return Runtime(resolved, torch.get_num_threads(), matmul, keeps_memory)
 
 
 def resolve_device(device: str) -> str:
-    """`auto` is cuda, else mps, else cpu. Raises ConfigError for one that this machine or torch lacks."""
+    """Resolve `auto` to cuda, else mps, else cpu. Raises ConfigError for a device that this machine or torch lacks."""
     import torch
 
-    here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if device == "auto":
-        return next(name for name in ("cuda", "mps", "cpu") if here[name])
-    if device not in here:
-        raise ConfigError(f"--device {device}: unknown device; choices: auto, cpu, cuda, mps")
-    if not here[device]:
-        raise ConfigError(f"--device {device}: torch finds none on this machine; use --device cpu")
+        return next(name for name in ("cuda", "mps", "cpu") if available[name])
+    if device not in available:
+        raise ConfigError(f"device {device}: unknown device; choices: auto, cpu, cuda, mps")
+    if not available[device]:
+        raise ConfigError(f"device {device}: torch finds none on this machine; use device cpu")
     return device
 
 
-def _keep_memory() -> bool:
-    """Keep freed memory in the process: large temporaries then cost no page faults. Only glibc knows how."""
+def _keep_freed_memory() -> bool:
+    """Keep freed memory in the process, so that large temporaries cost no page faults. Needs glibc."""
     if sys.platform != "linux":
         return False
     try:
@@ -72,25 +66,25 @@ def _keep_memory() -> bool:
     return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
 
 
-def _fast_matmul() -> str:
-    """The faster route of float32 products, if its error on this CPU is that of float32."""
+def _choose_matmul_precision() -> str:
+    """Set float32 matmul precision to "medium" if its error on this CPU is that of float32; return the precision."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(256, 512, generator=generator)
     b = torch.randn(512, 256, generator=generator)
     exact = a.double() @ b.double()
-    before = torch.get_float32_matmul_precision()
+    previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     error = ((a @ b).double() - exact).norm() / exact.norm()
     if error < 2e-6:
         return "medium"
-    torch.set_float32_matmul_precision(before)
-    return before
+    torch.set_float32_matmul_precision(previous)
+    return previous
 
 
 def hardware() -> dict[str, Any]:
-    """The machine, in words and numbers."""
+    """The CPU, its cores, the memory and the GPU of this machine."""
     import torch
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -99,7 +93,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions that decide a result."""
+    """The versions of the software that decide a result."""
     import numpy
     import torch
 

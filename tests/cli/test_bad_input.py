@@ -1,4 +1,4 @@
-"""Every mistake is answered with one sentence on stderr and an exit code, and leaves what was there as it was."""
+"""Every user error gives one sentence on stderr and an exit code, and changes no existing file."""
 
 import io
 import json
@@ -9,13 +9,13 @@ import pytest
 
 from heddle.cli.main import run
 from heddle.model.decoder import build
-from heddle.storage.checkpoints import step_folder
+from heddle.storage.checkpoints import checkpoint_folder
 from heddle.storage.model import load, save
 from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
 
-SIZE = ["--context", "16", "--batch-size", "4", "--steps", "2", "--device", "cpu"]
-OWN_PART = '''"""A norm of my own."""
+SIZE = ["--sequence-length", "16", "--batch-size", "4", "--steps", "2", "--device", "cpu"]
+CUSTOM_PART = '''"""A norm of my own."""
 from torch import nn
 from heddle.parts.norms import NormConfig
 
@@ -26,9 +26,9 @@ class MineConfig(NormConfig):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of good and bad things: designs, texts, runs."""
-    root = tmp_path_factory.mktemp("place")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of valid and invalid designs, texts and runs."""
+    root = tmp_path_factory.mktemp("workspace")
     small.folder(root / "text")
     small.design_file(root / "good.yaml")
     small.design_file(root / "narrow.yaml", small.design(vocab_size=280))
@@ -47,7 +47,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "file").write_text("no folder")
     (root / "tokenizer.json").write_text(Tokenizer.train([small.text(9000)], 320).to_json())
     (root / "broken.json").write_text("{}")
-    (root / "rms.py").write_text(OWN_PART)
+    (root / "rms.py").write_text(CUSTOM_PART)
     (root / "fails.py").write_text("1 / 0")
     (root / "nothing.py").write_text("value = 1")
     for name in ("run", "flipped", "cut"):
@@ -61,7 +61,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "rows.jsonl").write_text('{"body": "warp"}\n')
     for name in ("flipped", "cut"):
         for step in (1, 2):
-            weights = step_folder(root / name, step) / "model.safetensors"
+            weights = checkpoint_folder(root / name, step) / "model.safetensors"
             data = bytearray(weights.read_bytes())
             data[-5] ^= 16
             weights.write_bytes(data if name == "flipped" else data[:-100])
@@ -74,8 +74,8 @@ def bidirectional() -> dict[str, object]:
 
 TRAIN = "train @/good.yaml --data @/text --out @/new"
 MANY_WIDTHS = ",".join(str(width) for width in range(2, 132, 2))
-ONE_LONG_TABLE: list[tuple[str, int, str]] = [
-    # verbs and options
+ERRORS: list[tuple[str, int, str]] = [
+    # commands and options
     ("frob", 2, "No such command 'frob'; see heddle --help"),
     ("train", 2, "DESIGN: is missing; give a file, preset:NAME or a folder, or --from FOLDER"),
     ("show", 2, "DESIGN: is missing; give a file"),
@@ -85,41 +85,42 @@ ONE_LONG_TABLE: list[tuple[str, int, str]] = [
     (f"{TRAIN} --frob", 2, "No such option: --frob"),
     (f"{TRAIN} --steps x", 2, "Invalid value for '--steps': .*integer"),
     (f"{TRAIN} --steps", 2, "Option '--steps' requires an argument"),
-    (f"{TRAIN} --steps 5 --tokens 500", 2, "--steps and --tokens: both say how long to train; give one of them"),
-    (f"{TRAIN} --steps 0", 2, "--steps 0: must be at least 1"),
+    (f"{TRAIN} --steps 5 --tokens 500", 2,
+     "--steps and --tokens: both set the length of the training; give one of them"),
+    (f"{TRAIN} --steps 0", 2, "steps 0: must be at least 1"),
     (f"{TRAIN} --tokens 3", 2, "--tokens 3: is less than one step of 2048 tokens; give more"),
     (f"{TRAIN} --tokens -3", 2, "--tokens -3: is less than one step"),
-    (f"{TRAIN} --batch-size 0", 2, "--batch-size 0: must be at least 1"),
-    (f"{TRAIN} --batch-size -8 --tokens 9", 2, "--batch-size -8: must be at least 1"),
-    (f"{TRAIN} --context -1", 2, "--context -1: must be at least 1"),
-    (f"{TRAIN} --accumulate 3", 2, "--accumulate 3: does not divide --batch-size 8"),
-    (f"{TRAIN} --lr 0", 2, "--lr 0.0: must be a number above 0"),
-    (f"{TRAIN} --lr nan", 2, "--lr nan: must be a number above 0"),
-    (f"{TRAIN} --seed -1", 2, "--seed -1: must be at least 0"),
-    (f"{TRAIN} --save-every 0", 2, "--save-every 0: must be at least 1"),
-    (f"{TRAIN} --schedule cubic", 2, "--schedule cubic: unknown schedule; choices: wsd, cosine, linear"),
-    (f"{TRAIN} --optimizer sgd", 2, "--optimizer sgd: unknown optimizer; choices: adamw, muon"),
-    (f"{TRAIN} --warmup -1", 2, "--warmup -1: must be at least 0"),
+    (f"{TRAIN} --batch-size 0", 2, "batch_size 0: must be at least 1"),
+    (f"{TRAIN} --batch-size -8 --tokens 9", 2, "batch_size -8: must be at least 1"),
+    (f"{TRAIN} --sequence-length -1", 2, "sequence_length -1: must be at least 1"),
+    (f"{TRAIN} --gradient-accumulation-steps 3", 2, "gradient_accumulation_steps 3: does not divide batch_size 8"),
+    (f"{TRAIN} --lr 0", 2, "learning_rate 0.0: must be a number above 0"),
+    (f"{TRAIN} --lr nan", 2, "learning_rate nan: must be a number above 0"),
+    (f"{TRAIN} --seed -1", 2, "seed -1: must be at least 0"),
+    (f"{TRAIN} --save-every 0", 2, "save_every 0: must be at least 1"),
+    (f"{TRAIN} --schedule cubic", 2, "schedule cubic: unknown schedule; choices: wsd, cosine, linear"),
+    (f"{TRAIN} --optimizer sgd", 2, "optimizer sgd: unknown optimizer; choices: adamw, muon"),
+    (f"{TRAIN} --warmup -1", 2, "warmup -1: must be at least 0"),
     (f"{TRAIN} --warmup x", 2, "Invalid value for '--warmup': .*integer"),
     (f"{TRAIN} --lr-scale embed", 2, "--lr-scale embed: expected path=factor, such as layers.*.mixer=0.5"),
     (f"{TRAIN} --lr-scale =2", 2, "--lr-scale =2: expected path=factor"),
     (f"{TRAIN} --lr-scale embed=x", 2, "--lr-scale embed=x: the factor must be a number of at least 0"),
-    (f"{TRAIN} --lr-scale embed=-1", 2, "--lr-scale embed=-1: the factor must be a number of at least 0"),
+    (f"{TRAIN} --lr-scale embed=-1", 2, "lr_scale embed=-1: the factor must be a number of at least 0"),
     (f"{TRAIN} --lr-scale layers.9.mixer=2", 2,
-     "--lr-scale layers.9.mixer=2: no parameter that learns is at 'layers.9.mixer'; paths begin with embed, layers.0"),
-    (f"{TRAIN} --lr-scale head=2", 2, "--lr-scale head=2: no parameter that learns is at 'head'"),
-    (f"{TRAIN} --lr-scale *=0", 2, "--lr-scale: every factor is 0, so nothing would learn; leave one above 0"),
-    (f"{TRAIN} --precision fp8", 2, "--precision fp8: unknown precision; choices: fp32, bf16"),
-    (f"{TRAIN} --threads 0", 2, "--threads 0: must be at least 1"),
-    (f"{TRAIN} --device cuda", 2, "--device cuda: torch finds none on this machine; use --device cpu"),
-    (f"{TRAIN} --device tpu", 2, "--device tpu: unknown device; choices: auto, cpu, cuda, mps"),
-    (f"{TRAIN} --kernel attention", 2, "--kernel attention: expected operation=form, such as attention=reference"),
-    (f"{TRAIN} --kernel attention=flash9", 2, "kernel attention: unknown form 'flash9'; choices: "),
+     "lr_scale layers.9.mixer=2: no parameter that learns is at 'layers.9.mixer'; paths begin with embed, layers.0"),
+    (f"{TRAIN} --lr-scale head=2", 2, "lr_scale head=2: no parameter that learns is at 'head'"),
+    (f"{TRAIN} --lr-scale *=0", 2, "lr_scale: every factor is 0, so nothing would learn; leave one above 0"),
+    (f"{TRAIN} --precision fp8", 2, "precision fp8: unknown precision; choices: fp32, bf16"),
+    (f"{TRAIN} --threads 0", 2, "threads 0: must be at least 1"),
+    (f"{TRAIN} --device cuda", 2, "device cuda: torch finds none on this machine; use device cpu"),
+    (f"{TRAIN} --device tpu", 2, "device tpu: unknown device; choices: auto, cpu, cuda, mps"),
+    (f"{TRAIN} --kernel attention", 2, "--kernel attention: expected operation=kernel, such as attention=reference"),
+    (f"{TRAIN} --kernel attention=flash9", 2, "kernel attention: unknown kernel 'flash9'; choices: "),
     (f"{TRAIN} --kernel attentoin=sdpa", 2, "kernel: unknown .*'attentoin'.*did you mean 'attention'"),
-    (f"{TRAIN} --part @/none.py", 2, "--part @/none.py: is not a Python file"),
-    (f"{TRAIN} --part @/fails.py", 2, "--part @/fails.py: failed to run (ZeroDivisionError: division by zero)"),
+    (f"{TRAIN} --part @/none.py", 2, "part @/none.py: is not a Python file"),
+    (f"{TRAIN} --part @/fails.py", 2, "part @/fails.py: failed to run (ZeroDivisionError: division by zero)"),
     (f"{TRAIN} --part @/nothing.py", 2, "@/nothing.py: defines 0 configs of parts"),
-    (f"{TRAIN} --part @/rms.py", 2, "--part @/rms.py: norms has a kind 'rms' already; rename the file"),
+    (f"{TRAIN} --part @/rms.py", 2, "part @/rms.py: norms has a kind 'rms' already; rename the file"),
     # designs
     ("show @/none.yaml", 2, "@/none.yaml: no such design file"),
     ("show gqa-tiny", 2, "gqa-tiny: no such design file; did you mean preset:gqa-tiny?"),
@@ -140,7 +141,8 @@ ONE_LONG_TABLE: list[tuple[str, int, str]] = [
     ("show @/good.yaml layers.0.mixer.kind=attentoin", 2, "layers[0].mixer: unknown kind 'attentoin'; did you mean"),
     ("show @/good.yaml layers.7.mixer.heads=2", 2, "override 'layers.7.mixer.heads=2': layers has entries 0 to 0"),
     ("show @/good.yaml =5", 2, "override '=5': expected path.to.field=value"),
-    ("show @/good.yaml --context 0", 2, "show: --context, --batch and --memory must be at least 1"),
+    ("show @/good.yaml --context-length 0", 2,
+     "show: --context-length, --batch-size and --encoder-length must be at least 1"),
     ("train @/bidirectional.yaml --data @/text --out @/new", 2, "causal: a mixer sees later tokens"),
     ("compare @/good.yaml @/bidirectional.yaml --data @/text --out @/new", 2, "@/bidirectional.yaml: a mixer sees"),
     # data and tokenizers
@@ -162,26 +164,27 @@ ONE_LONG_TABLE: list[tuple[str, int, str]] = [
     ("train @/good.yaml --data hf:@/rows.jsonl,txt=body --out @/new", 2, "data hf:.*: has no option 'txt=body'"),
     ("train @/good.yaml --data hf:@/empty --out @/new", 2, "data hf:@/empty holds no .parquet, "),
     ("train @/good.yaml --data chat:@/talk.jsonl --out @/new", 2,
-     "--data chat:@/talk.jsonl: needs a tokenizer that is there already; give --from or --tokenizer"),
+     "--data chat:@/talk.jsonl: needs a trained tokenizer; give --from or --tokenizer"),
     ("train --from @/run --data chat:@/talk.jsonl --out @/new", 2,
      "data file @/talk.jsonl has no message of the assistant on line 2: give {"),
-    ("train --from @/run --data chat:@/none --out @/new", 2, "data file @/none is no file: give chat:FILE.jsonl"),
+    ("train --from @/run --data chat:@/none --out @/new", 2, "data file @/none is not a file: give chat:FILE.jsonl"),
     ("train --from @/run --data chat:@/talk.jsonl --data @/text --out @/new", 2,
-     "--data @/text: is no conversations, and these train alone; leave it out"),
+     "--data @/text: is not chat data, which cannot be mixed with text; leave it out"),
     ("compare @/good.yaml --data chat:@/talk.jsonl --out @/c9", 2, "data chat:@/talk.jsonl is conversations, not text"),
-    # continued trainings
+    # training from a checkpoint
     ("train --from @/none --data @/text --out @/new", 2, "@/none.*"),
     ("train --from @/mine --data @/text --out @/new", 2, "@/mine.*"),
     ("train @/narrow.yaml --from @/run --data @/text --out @/new", 2,
      "@/narrow.yaml: is another design than that in @/run/checkpoints/step-00000002 (vocab_size was 300, now"),
     (f"train width=32 --from @/run --data @/text --out @/new {' '.join(SIZE)}", 2,
-     "@/run.*model.safetensors: tensor '.*, since an override changed it; with --from, override only what has no"),
+     "@/run.*model.safetensors: tensor '.*, since an override changed it; override only what has no"),
     ("train --from @/run --tokenizer @/tokenizer.json --data @/text --out @/new", 2,
-     "--tokenizer @/tokenizer.json: --from brings a tokenizer along; leave --tokenizer out"),
-    ("train --from @/run --vocab-size 400 --data @/text --out @/new", 2, "--vocab-size 400: --from brings a tokenizer"),
+     "--tokenizer @/tokenizer.json: --from brings its own tokenizer; leave --tokenizer out"),
+    ("train --from @/run --vocab-size 400 --data @/text --out @/new", 2,
+     "--vocab-size 400: --from brings its own tokenizer"),
     (f"train --from @/run --data @/text --out @/run {' '.join(SIZE)}", 2, "@/run: holds another run: .*"),
-    (f"{TRAIN} --lora 4", 2, "--lora 4: adapters learn beside weights that have learned; give these with --from"),
-    (f"{TRAIN} --lora-targets embed", 2, "--lora-targets embed: says where adapters go; give their rank with --lora"),
+    (f"{TRAIN} --lora 4", 2, "--lora 4: adapters need trained weights; give them with --from"),
+    (f"{TRAIN} --lora-targets embed", 2, "--lora-targets embed: needs the rank of the adapters; give --lora"),
     (f"train --from @/run --lora 0 --data @/text --out @/new {' '.join(SIZE)}", 2, "lora: rank = 0 must be at least 1"),
     (f"train --from @/run --lora 2 --lora-targets embed --data @/text --out @/new {' '.join(SIZE)}", 2,
      "lora: no projection is at 'embed'; there are layers.*.mixer.q, "),
@@ -196,39 +199,42 @@ ONE_LONG_TABLE: list[tuple[str, int, str]] = [
     ("compare @/good.yaml --data @/text --out /proc/heddle", 1, "/proc/heddle: cannot be written"),
     # comparisons
     ("compare width=3 --data @/text", 2, "compare: names no design; give at least one file, preset:NAME or folder"),
-    ("compare @/good.yaml --tokens 9 --seconds 3", 2, "--tokens and --seconds: all say how long to train; give one"),
+    ("compare @/good.yaml --tokens 9 --seconds 3", 2,
+     "--tokens and --seconds: all set the length of the training; give one"),
     ("compare @/good.yaml --seconds 0", 2, "--seconds 0: must be a number above 0"),
     ("compare @/good.yaml --flops nan", 2, "--flops nan: must be a number above 0"),
     ("compare @/good.yaml --seeds 0", 2, "--seeds 0: must be from 1 to 100"),
-    ("compare @/good.yaml --speed-context 0", 2, "--speed-context: must be at least 1"),
-    ("compare @/good.yaml --lr -1", 2, "--lr -1.0: must be a number above 0"),
-    ("compare @/good.yaml --optimizer adam", 2, "--optimizer adam: unknown optimizer; choices: adamw, muon"),
-    ("compare @/good.yaml --warmup -2", 2, "--warmup -2: must be at least 0"),
-    ("compare @/good.yaml --lr-scale embed=-2", 2, "--lr-scale embed=-2: the factor must be a number of at least 0"),
+    ("compare @/good.yaml --speed-context-length 0", 2, "--speed-context-length: must be at least 1"),
+    ("compare @/good.yaml --lr -1", 2, "learning_rate -1.0: must be a number above 0"),
+    ("compare @/good.yaml --optimizer adam", 2, "optimizer adam: unknown optimizer; choices: adamw, muon"),
+    ("compare @/good.yaml --warmup -2", 2, "warmup -2: must be at least 0"),
+    ("compare @/good.yaml --lr-scale embed=-2", 2, "lr_scale embed=-2: the factor must be a number of at least 0"),
     ("compare @/good.yaml preset:mha-tiny --lr-scale layers.1=2", 2,
-     "@/good.yaml: --lr-scale layers.1=2: no parameter that learns is at 'layers.1'"),
+     "@/good.yaml: lr_scale layers.1=2: no parameter that learns is at 'layers.1'"),
     ("compare @/good.yaml @/none.yaml", 2, "@/none.yaml: no such design file"),
     ("compare @/good.yaml width=0", 2, "@/good.yaml.width: should be greater than 0"),
-    ("compare @/good.yaml --vocab-size 400", 2, "--vocab-size 400: is above vocab_size = 300 of good"),
-    ("compare @/good.yaml --data @/text --out @/c1 --tokens 5", 2, "--tokens 5: buys no step of .* tokens for good"),
-    ("compare @/good.yaml --data @/text --out @/c2 --flops 5", 2, "--flops 5: buys no step of .* tokens for good"),
+    ("compare @/good.yaml --vocab-size 400", 2, "vocab_size 400: is above vocab_size = 300 of good"),
+    ("compare @/good.yaml --data @/text --out @/c1 --tokens 5", 2,
+     "tokens 5: is less than one step of 1024 tokens for good"),
+    ("compare @/good.yaml --data @/text --out @/c2 --flops 5", 2,
+     "flops 5: is less than one step of 1024 tokens for good"),
     ("compare @/good.yaml --data @/short.txt --out @/c3", 2, "the training split holds"),
-    ("compare @/good.yaml --vary width", 2, "--vary width: expected path.to.field=value,value, such as"),
-    ("compare @/good.yaml --vary width=", 2, "--vary width=: a value is empty; give values between commas"),
-    ("compare @/good.yaml --vary width=8,,16", 2, "--vary width=8,,16, line 1: .*; mend the YAML"),
-    ("compare @/good.yaml --vary width=8,8", 2, "--vary width=8,8: 8 is given twice; leave one out"),
-    ("compare @/good.yaml --vary width=8 --vary width=16", 2, "--vary width=16: width is varied already; give all"),
+    ("compare @/good.yaml --vary width", 2, "vary width: expected path.to.field=value,value, such as"),
+    ("compare @/good.yaml --vary width=", 2, "vary width=: a value is empty; give values between commas"),
+    ("compare @/good.yaml --vary width=8,,16", 2, "vary width=8,,16, line 1: .*; mend the YAML"),
+    ("compare @/good.yaml --vary width=8,8", 2, "vary width=8,8: 8 is given twice; leave one out"),
+    ("compare @/good.yaml --vary width=8 --vary width=16", 2, "vary width=16: width is varied already; give all"),
     ("compare @/good.yaml --vary widht=8,16", 2, "@/good.yaml (widht=8): unknown field 'widht'; did you mean 'width'?"),
     ("compare @/good.yaml --vary residual.kind=pre_norm,none", 2, "@/good.yaml (none).residual: unknown kind 'none'"),
     ("compare @/good.yaml --vary layers.3.mixer.heads=1,2", 2, "override 'layers.3.mixer.heads=1': layers has entries"),
-    (f"compare @/good.yaml --vary width={MANY_WIDTHS}", 2, "--vary: 65 makes 65 variants, and at most 64 are"),
-    ("compare @/good.yaml --vary width=8,16 --baseline width=9", 2, "--baseline width=9: names no design; did you"),
-    ("compare @/good.yaml --equal size", 2, "--equal size: unknown size; choices: parameters, active-parameters"),
+    (f"compare @/good.yaml --vary width={MANY_WIDTHS}", 2, "vary: 65 makes 65 variants, and at most 64 are"),
+    ("compare @/good.yaml --vary width=8,16 --baseline width=9", 2, "baseline width=9: names no design; did you"),
+    ("compare @/good.yaml --equal size", 2, "equal size: unknown size; choices: parameters, active-parameters"),
     ("compare @/good.yaml --equal flops --tokenizer @/none.json", 2, "tokenizer @/none.json is not a file"),
-    ("compare @/good.yaml --equal flops --context 0", 2, "--context 0: must be at least 1"),
-    ("compare @/good.yaml --vary width=8,16 --equal flops", 2, "--equal: solves for the width, which --vary sets"),
+    ("compare @/good.yaml --equal flops --sequence-length 0", 2, "--sequence-length 0: must be at least 1"),
+    ("compare @/good.yaml --vary width=8,16 --equal flops", 2, "equal: solves for the width, which vary sets"),
     ("compare @/good.yaml width=32 layers.0.mixer.heads=16 --vary layers.0.repeat=1,3 --equal parameters", 2,
-     "--equal parameters: repeat=3 comes no nearer to repeat=1 than .*%, at width 32; compare it without --equal"),
+     "equal parameters: repeat=3 comes no nearer to repeat=1 than .*%, at width 32; compare it without equal"),
     # generation
     ("generate @/none", 2, "@/none.*"),
     ("generate @/mine", 2, "@/mine.*"),
@@ -238,49 +244,53 @@ ONE_LONG_TABLE: list[tuple[str, int, str]] = [
     ("generate @/run --top-p 2", 2, "top_p 2.0: must be above 0 and at most 1"),
     ("generate @/run --seed -1", 2, "seed -1: must be at least 0"),
     ("generate @/run --stop=", 2, "stop: an empty stop string"),
-    ("generate @/run --beams 0", 2, "beams 0: must be at least 1"),
-    ("generate @/run --beams 2 --temperature 1", 2, "beams 2: look for the likeliest text and do not sample; leave"),
-    ("generate @/run --beams 2 --draft @/run", 2, "beams 2: follow their own guesses; leave out the draft, or the"),
-    ("generate @/run --draft @/run --lookahead 0", 2, "lookahead 0: must be at least 1"),
-    ("generate @/run --draft @/none", 2, "@/none.*"),
-    ("generate @/run --draft @/wider", 2, "draft: has a vocabulary of 310 tokens, the model 300; they must be"),
-    ("generate @/run --draft @/other", 2, "--draft @/other: has another tokenizer than @/run; train both with one"),
+    ("generate @/run --num-beams 0", 2, "num_beams 0: must be at least 1"),
+    ("generate @/run --num-beams 2 --temperature 1", 2, "num_beams 2: beam search does not sample; leave temperature"),
+    ("generate @/run --num-beams 2 --draft-model @/run", 2,
+     "num_beams 2: beam search takes no draft_model; leave out one"),
+    ("generate @/run --draft-model @/run --speculative-tokens 0", 2, "speculative_tokens 0: must be at least 1"),
+    ("generate @/run --draft-model @/none", 2, "@/none.*"),
+    ("generate @/run --draft-model @/wider", 2, "draft_model: has a vocabulary of 310 tokens, the model 300; they"),
+    ("generate @/run --draft-model @/other", 2,
+     "--draft-model @/other: has another tokenizer than @/run; train both with the"),
     ("generate @/run --precision half", 2, "--precision half: unknown precision"),
     ("inspect @/none --text x", 2, "@/none.*"),
     ("inspect @/run --text=", 2, "--text: is empty; give some words"),
-    ("generate @/run/checkpoints/step-00000001 --threads 0", 2, "--threads 0"),
+    ("generate @/run/checkpoints/step-00000001 --threads 0", 2, "threads 0: must be at least 1"),
 ]  # fmt: skip
 
 
-def called(arguments: str, place: Path) -> list[str]:
-    return [word.replace("@/", f"{place}/") for word in arguments.split()]
+def command_line(arguments: str, workspace: Path) -> list[str]:
+    return [word.replace("@/", f"{workspace}/") for word in arguments.split()]
 
 
-@pytest.mark.parametrize(("arguments", "code", "says"), ONE_LONG_TABLE, ids=[row[0] for row in ONE_LONG_TABLE])
-def test_one_sentence(arguments: str, code: int, says: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = contents(place)
+@pytest.mark.parametrize(("arguments", "code", "says"), ERRORS, ids=[row[0] for row in ERRORS])
+def test_errors_are_one_sentence(
+    arguments: str, code: int, says: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(workspace)
     capsys.readouterr()
-    assert run(called(arguments, place)) == code
+    assert run(command_line(arguments, workspace)) == code
     out, err = capsys.readouterr()
     assert out == ""
     last = err.splitlines()[-1]
     # parentheses and brackets in the table stand for themselves
-    pattern = "heddle: " + re.sub(r"[()\[\]?]", r"\\\g<0>", says.replace("@/", f"{re.escape(str(place))}/"))
+    pattern = "heddle: " + re.sub(r"[()\[\]?]", r"\\\g<0>", says.replace("@/", f"{re.escape(str(workspace))}/"))
     assert re.match(pattern, last), last
     assert "Traceback" not in err
-    after = contents(place)
+    after = contents(workspace)
     assert all(after[name] == data for name, data in before.items())
 
 
-def contents(place: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in place.rglob("*") if path.is_file() and path.name != ".lock"}
+def contents(workspace: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in workspace.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
 @pytest.mark.parametrize("name", ["flipped", "cut"])
-def test_generating_from_damage_names_file_and_tensor(
-    name: str, place: Path, capsys: pytest.CaptureFixture[str]
+def test_generating_from_a_damaged_checkpoint_names_file_and_tensor(
+    name: str, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    newest = step_folder(place / name, 2)
+    newest = checkpoint_folder(workspace / name, 2)
     capsys.readouterr()
     assert run(["generate", str(newest), "--device", "cpu"]) == 2
     out, err = capsys.readouterr()
@@ -288,16 +298,18 @@ def test_generating_from_damage_names_file_and_tensor(
     assert err.startswith(f"heddle: {newest}/model.safetensors")
     assert err.count("\n") == 1
     assert name == "cut" or "layers.0" in err
-    assert run(["generate", str(place / name), "--device", "cpu"]) == 2
+    assert run(["generate", str(workspace / name), "--device", "cpu"]) == 2
     err = capsys.readouterr().err
     assert err.count("warning: ") == 1
     assert err.splitlines()[-1].startswith(f"heddle: {newest}/model.safetensors")
 
 
-def test_resuming_past_damage_says_so(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["train", f"{place}/good.yaml", "--data", f"{place}/text", "--out", str(tmp_path / "run"), *SIZE]
+def test_resuming_from_an_earlier_checkpoint_prints_a_warning(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", f"{workspace}/good.yaml", "--data", f"{workspace}/text", "--out", str(tmp_path / "run"), *SIZE]
     assert run([*command, "--save-every", "1"]) == 0
-    newest = step_folder(tmp_path / "run", 2) / "training.safetensors"
+    newest = checkpoint_folder(tmp_path / "run", 2) / "training.safetensors"
     newest.write_bytes(newest.read_bytes()[:-7])
     first = capsys.readouterr().out
     assert run([*command, "--save-every", "1"]) == 0
@@ -308,55 +320,56 @@ def test_resuming_past_damage_says_so(place: Path, tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("stdin", "says"),
     [(b"\xff\xfe", "--prompt -: standard input is not UTF-8 text"), (b"caf\xc3", "--prompt -: standard input is not")],
 )
-def test_a_prompt_that_is_no_text(
-    given: bytes, says: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_prompt_that_is_not_text_is_refused(
+    stdin: bytes, says: str, workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin)))
     capsys.readouterr()
-    assert run(["generate", f"{place}/run", "--prompt", "-", "--device", "cpu"]) == 2
+    assert run(["generate", f"{workspace}/run", "--prompt", "-", "--device", "cpu"]) == 2
     assert capsys.readouterr().err.startswith(f"heddle: {says}")
 
 
-def test_half_a_surrogate_pair_on_the_command_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_half_a_surrogate_pair_on_the_command_line(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    assert run(["generate", f"{place}/run", "--prompt", "a\udcff", "--device", "cpu"]) == 2
+    assert run(["generate", f"{workspace}/run", "--prompt", "a\udcff", "--device", "cpu"]) == 2
     err = capsys.readouterr().err
     assert "half a surrogate pair" in err
     err.encode()
 
 
-def test_names_cannot_write_to_the_terminal(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_cannot_write_to_the_terminal(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    assert run(["show", f"{place}/\x1b[31m\nred\udc80.yaml"]) == 2
+    assert run(["show", f"{workspace}/\x1b[31m\nred\udc80.yaml"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "\x1b" not in err
     err.encode()
 
 
-def test_one_long_line_is_text_like_any_other(place: Path, tmp_path: Path) -> None:
+def test_one_long_line_is_text_like_any_other(workspace: Path, tmp_path: Path) -> None:
     (tmp_path / "line.txt").write_text(small.text(2_000_000).replace("\n", " "))
     assert (
-        run(["train", f"{place}/good.yaml", "--data", f"{tmp_path}/line.txt", "--out", f"{tmp_path}/run", *SIZE]) == 0
+        run(["train", f"{workspace}/good.yaml", "--data", f"{tmp_path}/line.txt", "--out", f"{tmp_path}/run", *SIZE])
+        == 0
     )
 
 
-def test_memory_that_is_refused(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_out_of_memory_is_one_sentence(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(*given: object, **named: object) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr("heddle.model.load_config.load_config", refuse)
     assert run(["show", "preset:gqa-tiny"]) == 1
-    assert capsys.readouterr().err == "heddle: out of memory; try a smaller --batch-size, --context or design\n"
+    assert capsys.readouterr().err == "heddle: out of memory; try a smaller batch size, sequence length or design\n"
 
 
-def test_a_bug_is_not_passed_off_as_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*given: object, **named: object) -> None:
+def test_a_bug_is_not_reported_as_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr("heddle.model.load_config.load_config", fail)

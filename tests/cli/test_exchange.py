@@ -1,4 +1,4 @@
-"""`heddle import` and `heddle export` as one uses them, with transformers at the other end."""
+"""`heddle import` and `heddle export` on the command line, checked against transformers."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from heddle.cli.main import run
-from heddle.storage.folder import fingerprint
+from heddle.storage.folder import tensors_sha256
 from tests import small
 from tests.exchange.oracle import AutoModelForCausalLM, saved
 from tests.exchange.spellers import MEASURED
@@ -20,14 +20,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("trained")
     small.folder(root / "text")
     command = ["train", "preset:gqa-tiny", "layers.0.repeat=2", "--data", f"{root}/text", "--out", f"{root}/run"]
-    sizes = ["--context", "32", "--batch-size", "2", "--steps", "3", "--vocab-size", "300", "--device", "cpu", "-q"]
+    sizes = [
+        "--sequence-length",
+        "32",
+        "--batch-size",
+        "2",
+        "--steps",
+        "3",
+        "--vocab-size",
+        "300",
+        "--device",
+        "cpu",
+        "-q",
+    ]
     assert run([*command, *sizes]) == 0
     return root / "run"
 
 
-def test_there_and_back(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_and_import_round_trip(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["export", str(trained), f"{tmp_path}/hf", "-q"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}/hf: serves as: LlamaForCausalLM\n"
+    assert capsys.readouterr().out == f"{tmp_path}/hf: exports as: LlamaForCausalLM\n"
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["max_position_embeddings"] == 32
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.num_hidden_layers == 2
@@ -36,24 +48,24 @@ def test_there_and_back(trained: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert run(["export", f"{tmp_path}/back", f"{tmp_path}/again", "-q"]) == 0
     for name in ("config.json", "tokenizer.json", "generation_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes(), name
-    assert fingerprint(tmp_path / "again") == fingerprint(tmp_path / "hf")
+    assert tensors_sha256(tmp_path / "again") == tensors_sha256(tmp_path / "hf")
 
 
-def test_narrow_weights(trained: Path, tmp_path: Path) -> None:
+def test_export_to_bfloat16(trained: Path, tmp_path: Path) -> None:
     assert run(["export", str(trained), f"{tmp_path}/hf", "--dtype", "bf16", "-q"]) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
 
 
-def test_no_native_family_is_said_with_the_way_to_one(
+def test_a_design_without_a_family_reports_what_would_change_that(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     design = json.dumps({"width": 24, "vocab_size": 61, "layers": [{"mixer": {"kind": "retention", "heads": 2}}]})
     (tmp_path / "design.json").write_text(design)
     assert run(["show", f"{tmp_path}/design.json", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["serves_as"]
-    assert told[0] == "serves as: HeddleForCausalLM"
-    assert "layers.0.mixer.kind is retention" in told[1]
-    assert "layers.0.mixer.kind=" in told[2]
+    lines = json.loads(capsys.readouterr().out)["exports_as"]
+    assert lines[0] == "exports as: HeddleForCausalLM"
+    assert "layers.0.mixer.kind is retention" in lines[1]
+    assert "layers.0.mixer.kind=" in lines[2]
 
 
 @pytest.mark.parametrize(
@@ -66,11 +78,11 @@ def test_no_native_family_is_said_with_the_way_to_one(
         (["import", "{trained}", "{out}"], "config.json"),
     ],
 )
-def test_mistakes(
+def test_user_errors(
     command: list[str], words: str, trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    given = [part.format(trained=trained, out=tmp_path / "out") for part in command]
-    assert run(given) == 2
+    arguments = [part.format(trained=trained, out=tmp_path / "out") for part in command]
+    assert run(arguments) == 2
     error = capfd.readouterr().err
     assert words in error
     assert error.count("\n") == 1
@@ -82,16 +94,16 @@ def test_a_foreign_model_keeps_its_family(tmp_path: Path) -> None:
     assert run(["import", str(folder), f"{tmp_path}/ours", "-q"]) == 0
     assert run(["show", f"{tmp_path}/ours"]) == 0
     assert run(["export", f"{tmp_path}/ours", f"{tmp_path}/theirs", "-q"]) == 0
-    mine, other = (json.loads((place / "config.json").read_text()) for place in (tmp_path / "theirs", folder))
-    for name in set(other) - {"transformers_version", "pretraining_tp"}:
-        assert mine[name] == other[name], name
+    exported, original = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "theirs", folder))
+    for name in set(original) - {"transformers_version", "pretraining_tp"}:
+        assert exported[name] == original[name], name
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_an_imported_model_is_trained_on_with_its_own_tokenizer_and_leaves_with_it(name: str, tmp_path: Path) -> None:
     folder, text = folder_of(name, tmp_path / "theirs"), small.folder(tmp_path / "text")
     assert run(["import", str(folder), f"{tmp_path}/ours", "-q"]) == 0
-    sizes = ["--context", "32", "--batch-size", "2", "--steps", "3", "--device", "cpu", "-q"]
+    sizes = ["--sequence-length", "32", "--batch-size", "2", "--steps", "3", "--device", "cpu", "-q"]
     command = ["train", "--from", f"{tmp_path}/ours", "--data", str(text), "--lora", "2", "--out", f"{tmp_path}/run"]
     assert run([*command, *sizes]) == 0
     assert run(["export", f"{tmp_path}/run", f"{tmp_path}/out", "-q"]) == 0

@@ -1,4 +1,4 @@
-"""The command as a process: pipes that break, disks that are full, terminals of every kind."""
+"""The command as a process: broken pipes, full disks, and terminals of every kind."""
 
 import io
 import os
@@ -13,74 +13,76 @@ from typing import Any
 import pytest
 
 from heddle.cli.main import main, run
-from heddle.storage.checkpoints import step_folder, steps
-from heddle.storage.folder import fingerprint
+from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps
+from heddle.storage.folder import tensors_sha256
 from tests import small
 
 HEDDLE = [sys.executable, "-W", "error", "-m", "heddle"]
-SIZE = ["--context", "16", "--batch-size", "4", "--device", "cpu", "--threads", "1"]
+SIZE = ["--sequence-length", "16", "--batch-size", "4", "--device", "cpu", "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("place")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("workspace")
     small.folder(root / "text")
     small.design_file(root / "design.yaml")
     return root
 
 
-def train(place: Path, out: Path, *more: str) -> list[str]:
-    return ["train", f"{place}/design.yaml", "--data", f"{place}/text", "--out", str(out), *SIZE, *more]
+def train(workspace: Path, out: Path, *options: str) -> list[str]:
+    return ["train", f"{workspace}/design.yaml", "--data", f"{workspace}/text", "--out", str(out), *SIZE, *options]
 
 
-def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_space(place: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_space(workspace: Path, tmp_path: Path) -> None:
     options = ("--steps", "4", "--save-every", "2", "--quiet")
-    assert run(train(place, tmp_path / "whole", *options)) == 0  # it also leaves the tokens in the cache
+    assert run(train(workspace, tmp_path / "whole", *options)) == 0  # it also leaves the tokens in the cache
 
     def little_space() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
 
-    command = [*HEDDLE, *train(place, tmp_path / "run", *options)]
+    command = [*HEDDLE, *train(workspace, tmp_path / "run", *options)]
     failed = subprocess.run(command, capture_output=True, text=True, preexec_fn=little_space, check=False)
     assert failed.returncode == 1
     assert failed.stdout == ""
-    named = re.escape(str(step_folder(tmp_path / "run", 2)))
+    named = re.escape(str(checkpoint_folder(tmp_path / "run", 2)))
     assert re.fullmatch(rf"heddle: {named}\S*: cannot be written \(File too large\).*\n", failed.stderr)
-    assert steps(tmp_path / "run") == []
-    assert run(train(place, tmp_path / "run", *options)) == 0
-    assert fingerprint(step_folder(tmp_path / "run", 4)) == fingerprint(step_folder(tmp_path / "whole", 4))
+    assert checkpoint_steps(tmp_path / "run") == []
+    assert run(train(workspace, tmp_path / "run", *options)) == 0
+    assert tensors_sha256(checkpoint_folder(tmp_path / "run", 4)) == tensors_sha256(
+        checkpoint_folder(tmp_path / "whole", 4)
+    )
 
 
-@pytest.mark.parametrize("verb", [["--version"], ["train", "--help"]])
-def test_output_that_cannot_be_written(verb: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["--version"], ["train", "--help"]])
+def test_output_that_cannot_be_written(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
-        failed = subprocess.run([*HEDDLE, *verb], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        failed = subprocess.run([*HEDDLE, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert failed.returncode == 1
-    said = "heddle: No space left on device; check the disk, its space and your permissions\n"
-    assert failed.stderr == said
+    message = "heddle: No space left on device; check the disk, its space and your permissions\n"
+    assert failed.stderr == message
 
 
-@pytest.mark.parametrize("verb", [["--help"], ["show", "--schema"]])
-def test_a_reader_that_has_seen_enough(verb: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["--help"], ["show", "--schema"]])
+def test_a_closed_pipe_is_no_error(arguments: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)
     try:
-        ended = subprocess.run([*HEDDLE, *verb], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+        ended = subprocess.run([*HEDDLE, *arguments], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     finally:
         os.close(write)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_no_standard_error_is_no_reason_to_stop() -> None:
+def test_a_closed_stderr_does_not_change_the_exit_code() -> None:
     ended = subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", *HEDDLE, "frob"], stdout=subprocess.PIPE, check=False)
     assert ended.returncode == 2
 
 
-def test_a_terminal_that_knows_only_ascii(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ascii_terminal(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     with pytest.raises(SystemExit) as caught:
-        main(["show", f"{place}/design.yaml", "--device", "cpu"])
+        main(["show", f"{workspace}/design.yaml", "--device", "cpu"])
     assert caught.value.code == 0
     assert "mixer and feed-forward" in written.getvalue().decode("ascii")
 
@@ -105,18 +107,18 @@ def in_terminal(command: list[str], **environment: str) -> tuple[int, str]:
     return process.wait(), written.decode()
 
 
-COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|38;\d+;\d+|9[0-7])(?:;\d+)*m")
+COLOR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|38;\d+;\d+|9[0-7])(?:;\d+)*m")
 
 
-def test_on_a_terminal_there_is_a_bar_and_no_colour_where_none_is_wanted(place: Path, tmp_path: Path) -> None:
-    code, written = in_terminal([*HEDDLE, *train(place, tmp_path / "a", "--steps", "20")], NO_COLOR="1")
+def test_on_a_terminal_there_is_a_bar_and_no_color_with_no_color_set(workspace: Path, tmp_path: Path) -> None:
+    code, written = in_terminal([*HEDDLE, *train(workspace, tmp_path / "a", "--steps", "20")], NO_COLOR="1")
     assert code == 0, written
     assert "bits per byte on held-out text after 20 steps" in written
     assert "\x1b[" in written  # a bar that moves
     assert "training" in written
-    assert not COLOUR.search(written)
+    assert not COLOR.search(written)
 
 
-def test_the_module_is_the_command(place: Path) -> None:
+def test_the_module_is_the_command(workspace: Path) -> None:
     shown: Any = subprocess.run([*HEDDLE, "--help"], capture_output=True, text=True, check=True)
     assert shown.stdout.startswith("Usage: heddle [OPTIONS] COMMAND")

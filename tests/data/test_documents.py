@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heddle.data import documents
-from heddle.data.documents import DOCUMENT_BYTES, UnreadableError, cut, read_documents
+from heddle.data.documents import MAX_DOCUMENT_BYTES, UnreadableError, read_documents, split_documents
 
 
 def blocks(data: bytes, size: int) -> Iterator[bytes]:
@@ -22,7 +22,7 @@ def check_cut(cutter: Callable[[Iterator[bytes]], Iterator[bytes]], text: str, s
     data = text.encode()
     pieces = list(cutter(blocks(data, size)))
     assert b"".join(pieces) == data
-    assert all(0 < len(piece) <= DOCUMENT_BYTES for piece in pieces)
+    assert all(0 < len(piece) <= MAX_DOCUMENT_BYTES for piece in pieces)
     for piece in pieces:
         piece.decode()  # no character is cut
     assert pieces == list(cutter(blocks(data, 10**9)))  # how it is read does not matter
@@ -43,17 +43,17 @@ LONG = [
 @pytest.mark.parametrize("text", LONG)
 @pytest.mark.parametrize("size", [997, 65_536, 65_537, 1_000_003])
 def test_cut_keeps_every_byte(text: str, size: int) -> None:
-    check_cut(cut, text, size)
+    check_cut(split_documents, text, size)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "é", "日", "😀", " ", "\n", "\n\n", "\r\n"]), st.integers(1, 70_000))))
 def test_cut_any_text(runs: list[tuple[str, int]]) -> None:
-    check_cut(cut, "".join(part * min(count, 70_000 // len(part)) for part, count in runs[:6]), 65_536)
+    check_cut(split_documents, "".join(part * min(count, 70_000 // len(part)) for part, count in runs[:6]), 65_536)
 
 
 def test_cut_check_catches_a_cut_character() -> None:
     def careless(stream: Iterator[bytes]) -> Iterator[bytes]:
-        return blocks(b"".join(stream), DOCUMENT_BYTES)
+        return blocks(b"".join(stream), MAX_DOCUMENT_BYTES)
 
     with pytest.raises(UnicodeDecodeError):
         check_cut(careless, "日本語" * 30_000, 65_536)
@@ -62,15 +62,15 @@ def test_cut_check_catches_a_cut_character() -> None:
 def test_cut_prefers_blank_lines_then_lines_then_spaces() -> None:
     filler = "word " * 4_000 + "\n"
     text = filler + "\n" + filler * 4
-    assert next(cut([text.encode()])).decode() == filler + "\n"
-    assert next(cut([(filler * 9).encode()])).decode() == filler * 3
-    assert next(cut([b"word " * 20_000])) == b"word " * 13_107
+    assert next(split_documents([text.encode()])).decode() == filler + "\n"
+    assert next(split_documents([(filler * 9).encode()])).decode() == filler * 3
+    assert next(split_documents([b"word " * 20_000])) == b"word " * 13_107
 
 
 def test_a_file_up_to_the_limit_is_one_document(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    path.write_text("a\n\n" * (DOCUMENT_BYTES // 3) + "b" * (DOCUMENT_BYTES % 3))
-    assert path.stat().st_size == DOCUMENT_BYTES
+    path.write_text("a\n\n" * (MAX_DOCUMENT_BYTES // 3) + "b" * (MAX_DOCUMENT_BYTES % 3))
+    assert path.stat().st_size == MAX_DOCUMENT_BYTES
     assert len(list(read_documents(path))) == 1
     with path.open("a") as file:
         file.write("b")
@@ -141,7 +141,7 @@ def test_json_lines(tmp_path: Path) -> None:
     read = list(read_documents(path))
     assert read[:3] == texts[:3]
     assert "".join(read[3:]) == texts[3]
-    assert all(len(text.encode()) <= DOCUMENT_BYTES for text in read)
+    assert all(len(text.encode()) <= MAX_DOCUMENT_BYTES for text in read)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_bad_json_lines_are_named(tmp_path: Path, line: bytes, reason: str) -> N
 
 
 def test_an_endless_json_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "JSON_LINE_BYTES", 1024 * 1024)
+    monkeypatch.setattr(documents, "MAX_JSON_LINE_BYTES", 1024 * 1024)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "' + b"a" * 2_000_000 + b'"}')
     with pytest.raises(UnreadableError, match="more than 1 MB on line 1"):

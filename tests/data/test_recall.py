@@ -1,4 +1,4 @@
-"""The recall tasks against plain readings of their rows: what is told, what is asked, and what the answer must be."""
+"""The synthetic tasks: their targets against a plain solver, their ranges, and their options."""
 
 import itertools
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heddle.data.recall import HELD_OUT, Practice, is_recall, open_recall
-from heddle.data.recall_tasks import TASKS, UNSCORED, Copying, Induction, Mqar, Needle, Parity, Permutation, Task
-from heddle.data.sources import open_source
+from heddle.data.recall import VALIDATION_SEED, TaskStream, is_recall_argument, parse_recall
+from heddle.data.recall_tasks import IGNORE_INDEX, TASKS, Copying, Induction, Mqar, Needle, Parity, Permutation, Task
+from heddle.data.sources import parse_source
 from heddle.errors import DataError
 
 ROWS = 300
-SIZES: list[Task] = [
+TASK_SIZES: list[Task] = [
     *(kind() for kind in TASKS.values()),
     Mqar(pairs=1, keys=1, length=3),
     Mqar(pairs=4, keys=9, length=31),
@@ -25,55 +25,55 @@ SIZES: list[Task] = [
 ]
 
 
-def answers_of(task: Task, row: list[int]) -> list[int]:
-    """The targets of a row, read from its inputs as the paper says; −1 where nothing is asked."""
-    found = [UNSCORED] * len(row)
+def expected_targets(task: Task, row: list[int]) -> list[int]:
+    """The targets of a row, computed from its inputs as the paper says; −1 where there is none."""
+    targets = [IGNORE_INDEX] * len(row)
     if isinstance(task, Mqar):
-        told = dict(zip(row[0 : 2 * task.pairs : 2], row[1 : 2 * task.pairs : 2], strict=True))
-        assert len(told) == task.pairs
-        for place in range(2 * task.pairs, len(row)):
-            if row[place] != 0:
-                found[place] = told.pop(row[place])  # each is asked once
-        assert told == {}
+        pairs = dict(zip(row[0 : 2 * task.pairs : 2], row[1 : 2 * task.pairs : 2], strict=True))
+        assert len(pairs) == task.pairs
+        for position in range(2 * task.pairs, len(row)):
+            if row[position] != 0:
+                targets[position] = pairs.pop(row[position])  # each key is queried once
+        assert pairs == {}
     elif isinstance(task, Induction):
         followers: dict[int, int] = {}
-        for place, token in enumerate(row):
+        for position, token in enumerate(row):
             if token in followers:
-                found[place] = followers[token]
-            if place:
-                followers.setdefault(row[place - 1], token)
+                targets[position] = followers[token]
+            if position:
+                followers.setdefault(row[position - 1], token)
     elif isinstance(task, Copying):
         letters = [token for token in row if token > 1]
-        marks = [place for place, token in enumerate(row) if token == 1]
+        marks = [position for position, token in enumerate(row) if token == 1]
         assert marks == list(range(len(row) - task.tokens, len(row)))
-        for place, letter in zip(marks, letters, strict=True):
-            found[place] = letter
+        for position, letter in zip(marks, letters, strict=True):
+            targets[position] = letter
     elif isinstance(task, Needle):
-        for place in range(len(row) - task.needles, len(row)):
-            assert row[place] >= task.words
-            first = row.index(row[place])
+        for position in range(len(row) - task.needles, len(row)):
+            assert row[position] >= task.words
+            first = row.index(row[position])
             assert first < len(row) - task.needles
-            found[place] = row[first + 1]
-            assert found[place] < task.words
+            targets[position] = row[first + 1]
+            assert targets[position] < task.words
     elif isinstance(task, Parity):
-        found = [row[: place + 1].count(1) % 2 for place in range(len(row))]
+        targets = [row[: position + 1].count(1) % 2 for position in range(len(row))]
     else:
-        every = list(itertools.permutations(range(task.elements)))
-        now = list(range(task.elements))
-        for place, token in enumerate(row):
-            now = [every[token][thing] for thing in now]
-            found[place] = every.index(tuple(now))
-    return found
+        all_permutations = list(itertools.permutations(range(task.elements)))
+        state = list(range(task.elements))
+        for position, token in enumerate(row):
+            state = [all_permutations[token][element] for element in state]
+            targets[position] = all_permutations.index(tuple(state))
+    return targets
 
 
 def check_rows(task: Task, inputs: np.ndarray, targets: np.ndarray) -> None:
     for row, target in zip(inputs.tolist(), targets.tolist(), strict=True):
-        assert answers_of(task, row) == target
+        assert expected_targets(task, row) == target
 
 
-@pytest.mark.parametrize("task", SIZES, ids=repr)
-def test_every_answer_follows_from_what_stands_before(task: Task) -> None:
-    inputs, targets = task.rows(3, np.arange(ROWS))
+@pytest.mark.parametrize("task", TASK_SIZES, ids=repr)
+def test_every_target_follows_from_the_inputs_before_it(task: Task) -> None:
+    inputs, targets = task.draw_rows(3, np.arange(ROWS))
     assert inputs.shape == targets.shape == (ROWS, task.length)
     assert inputs.dtype == targets.dtype == np.int64
     assert inputs.min() >= 0
@@ -84,7 +84,7 @@ def test_every_answer_follows_from_what_stands_before(task: Task) -> None:
 
 @pytest.mark.parametrize("task", [kind() for kind in TASKS.values()], ids=repr)
 def test_a_wrong_answer_or_a_wrong_mask_is_caught(task: Task) -> None:
-    inputs, targets = task.rows(3, np.arange(40))
+    inputs, targets = task.draw_rows(3, np.arange(40))
     for wrong in (np.roll(targets, 1, axis=1), np.roll(targets, 1, axis=0), np.where(targets < 0, 0, targets)):
         if not np.array_equal(wrong, targets):
             with pytest.raises(AssertionError):
@@ -93,11 +93,11 @@ def test_a_wrong_answer_or_a_wrong_mask_is_caught(task: Task) -> None:
 
 @pytest.mark.parametrize("task", [kind() for kind in TASKS.values()], ids=repr)
 def test_a_row_is_a_function_of_seed_and_index(task: Task) -> None:
-    whole = task.rows(7, np.arange(100))
+    whole = task.draw_rows(7, np.arange(100))
     for index in (0, 41, 99):
-        alone = task.rows(7, np.array([index]))
-        assert all(np.array_equal(one[0], every[index]) for one, every in zip(alone, whole, strict=True))
-    other, later = task.rows(8, np.arange(100))[0], task.rows(7, np.arange(100, 200))[0]
+        alone = task.draw_rows(7, np.array([index]))
+        assert all(np.array_equal(single[0], rows[index]) for single, rows in zip(alone, whole, strict=True))
+    other, later = task.draw_rows(8, np.arange(100))[0], task.draw_rows(7, np.arange(100, 200))[0]
     for rows in (other, later):
         assert (rows != whole[0]).any(1).mean() > 0.95
     assert len(np.unique(whole[0], axis=0)) > 95
@@ -105,15 +105,15 @@ def test_a_row_is_a_function_of_seed_and_index(task: Task) -> None:
 
 def test_rows_never_change() -> None:
     """Written down once: other rows on another machine or release would break every resumed run."""
-    assert Mqar(pairs=2, keys=3, length=8).rows(0, np.arange(1))[0].tolist() == [[2, 5, 3, 6, 3, 2, 0, 0]]
-    assert Permutation().rows(5, np.arange(1))[0][0, :6].tolist() == [89, 58, 48, 50, 105, 93]
+    assert Mqar(pairs=2, keys=3, length=8).draw_rows(0, np.arange(1))[0].tolist() == [[2, 5, 3, 6, 3, 2, 0, 0]]
+    assert Permutation().draw_rows(5, np.arange(1))[0][0, :6].tolist() == [89, 58, 48, 50, 105, 93]
 
 
 @pytest.mark.parametrize("task", [kind() for kind in TASKS.values()], ids=repr)
 def test_blind_picking_does_as_well_as_is_told(task: Task) -> None:
-    """Among the answers that a row leaves open, one is picked at random."""
+    """A random guess among the answers that a row allows."""
     draw = np.random.default_rng(0)
-    inputs, targets = task.rows(11, np.arange(2000))
+    inputs, targets = task.draw_rows(11, np.arange(2000))
     right = total = 0.0
     for row, target in zip(inputs, targets, strict=True):
         asked = target[target >= 0]
@@ -126,61 +126,61 @@ def test_blind_picking_does_as_well_as_is_told(task: Task) -> None:
             pool = np.arange(2, task.vocab_size)
         right += (draw.choice(pool, len(asked)) == asked).sum()
         total += len(asked)
-    assert right / total == pytest.approx(task.chance, abs=5 * (task.chance / total) ** 0.5)
+    assert right / total == pytest.approx(task.chance_accuracy, abs=5 * (task.chance_accuracy / total) ** 0.5)
 
 
 def test_draws_are_even() -> None:
-    inputs, targets = Parity().rows(1, np.arange(4000))
+    inputs, targets = Parity().draw_rows(1, np.arange(4000))
     assert inputs.mean() == pytest.approx(0.5, abs=0.01)
     assert targets.mean() == pytest.approx(0.5, abs=0.01)
-    counts = np.bincount(Permutation().rows(1, np.arange(4000))[0].ravel(), minlength=120)
+    counts = np.bincount(Permutation().draw_rows(1, np.arange(4000))[0].ravel(), minlength=120)
     assert ((counts - 64000 / 120) ** 2 / (64000 / 120)).sum() < 119 + 6 * (2 * 119) ** 0.5
-    places = (Mqar().rows(1, np.arange(4000))[1] >= 0).mean(0)
-    assert np.allclose(places[24:], 1)
-    spread = (Mqar(length=60).rows(1, np.arange(4000))[1] >= 0).mean(0)[24:]
+    positions = (Mqar().draw_rows(1, np.arange(4000))[1] >= 0).mean(0)
+    assert np.allclose(positions[24:], 1)
+    spread = (Mqar(length=60).draw_rows(1, np.arange(4000))[1] >= 0).mean(0)[24:]
     assert np.allclose(spread, 12 / 36, atol=0.04)
 
 
-def test_batches_and_held_out_rows() -> None:
-    practice = open_recall("recall:mqar,pairs=2,keys=4,length=8")
-    batch = practice.batch(1, 6, 3)
+def test_batches_and_validation_rows() -> None:
+    task_stream = parse_recall("recall:mqar,pairs=2,keys=4,length=8")
+    batch = task_stream.batch(1, 6, 3)
     assert batch.tokens.shape == (3, 9)
-    assert batch.lengths == ((8,),) * 3
-    assert batch.samples.tolist() == [6, 7, 8]
-    assert np.array_equal(batch.tokens[:, :-1], practice.task.rows(1, np.arange(6, 9))[0])
-    assert np.array_equal(batch.targets, practice.task.rows(1, np.arange(6, 9))[1])
-    held = list(practice.held_out(7, 3))
-    assert [len(one.tokens) for one in held] == [3, 3, 1]
-    rows = np.concatenate([one.tokens[:, :-1] for one in held])
-    assert np.array_equal(rows, practice.task.rows(HELD_OUT, np.arange(7))[0])
-    assert practice.vocab_size == 9
-    practice.check_vocabulary(None)
-    practice.check_vocabulary(9)
+    assert batch.doc_lengths == ((8,),) * 3
+    assert batch.sample_indices.tolist() == [6, 7, 8]
+    assert np.array_equal(batch.tokens[:, :-1], task_stream.task.draw_rows(1, np.arange(6, 9))[0])
+    assert np.array_equal(batch.targets, task_stream.task.draw_rows(1, np.arange(6, 9))[1])
+    batches = list(task_stream.validation_batches(7, 3))
+    assert [len(part.tokens) for part in batches] == [3, 3, 1]
+    rows = np.concatenate([part.tokens[:, :-1] for part in batches])
+    assert np.array_equal(rows, task_stream.task.draw_rows(VALIDATION_SEED, np.arange(7))[0])
+    assert task_stream.vocab_size == 9
+    task_stream.check_vocab_size(None)
+    task_stream.check_vocab_size(9)
     with pytest.raises(DataError, match=r"recall:mqar,pairs=2,keys=4,length=8 has 9 tokens, but vocab_size is 8: set"):
-        practice.check_vocabulary(8)
+        task_stream.check_vocab_size(8)
 
 
-def test_spellings() -> None:
-    assert is_recall("recall:x")
-    assert not is_recall("./recall:x")
+def test_arguments() -> None:
+    assert is_recall_argument("recall:x")
+    assert not is_recall_argument("./recall:x")
     for name, kind in TASKS.items():
-        practice = open_recall(f"recall:{name}")
-        assert practice == Practice(name, kind())
-        assert open_recall(practice.spelling) == practice
-    assert open_recall("recall:parity,length=5").task == Parity(length=5)
+        task_stream = parse_recall(f"recall:{name}")
+        assert task_stream == TaskStream(name, kind())
+        assert parse_recall(task_stream.argument) == task_stream
+    assert parse_recall("recall:parity,length=5").task == Parity(length=5)
 
 
 @pytest.mark.parametrize(
-    ("argument", "says"),
+    ("argument", "message"),
     [
-        ("recall:mqr", "data recall:mqr: knows no task 'mqr'; did you mean 'mqar'? choices: mqar, induction,"),
-        ("recall:", "data recall:: knows no task ''; choices: mqar"),
+        ("recall:mqr", "data recall:mqr: unknown task 'mqr'; did you mean 'mqar'? choices: mqar, induction,"),
+        ("recall:", "data recall:: unknown task ''; choices: mqar"),
         ("recall:mqar,pair=3", "mqar has no option 'pair'; did you mean 'pairs'? choices: pairs, keys, length"),
         ("recall:mqar,", "mqar has no option ''; choices: pairs, keys, length"),
-        ("recall:mqar,pairs", "pairs=: expected a whole number, such as pairs=8"),
-        ("recall:mqar,pairs=-1", "pairs=-1: expected a whole number, such as pairs=8"),
-        ("recall:mqar,pairs=٣", "pairs=٣: expected a whole number"),
-        ("recall:mqar,pairs=1,pairs=2", "says pairs twice; keep one"),
+        ("recall:mqar,pairs", "pairs=: expected an integer, such as pairs=8"),
+        ("recall:mqar,pairs=-1", "pairs=-1: expected an integer, such as pairs=8"),
+        ("recall:mqar,pairs=٣", "pairs=٣: expected an integer"),
+        ("recall:mqar,pairs=1,pairs=2", "gives pairs twice; keep one"),
         ("recall:mqar,pairs=0", "data recall:mqar,pairs=0: pairs=0: must be from 1 to 12, a third of length = 36"),
         ("recall:mqar,pairs=13", "pairs=13: must be from 1 to 12, a third of length = 36"),
         ("recall:mqar,keys=11", "keys=11: must be from 12 to 65536, at least pairs = 12"),
@@ -192,13 +192,15 @@ def test_spellings() -> None:
         ("recall:s5,elements=7", "elements=7: must be from 2 to 6"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(argument: str, says: str) -> None:
+def test_mistakes_are_one_sentence(argument: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
-        open_recall(argument)
-    assert says in str(caught.value)
+        parse_recall(argument)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_task_is_no_text() -> None:
-    with pytest.raises(DataError, match=r"data recall:mqar is a task, not text: give it to train as the only --data"):
-        open_source("recall:mqar@2")
+    with pytest.raises(
+        DataError, match=r"data recall:mqar is a synthetic task, not text: train on it without other data"
+    ):
+        parse_source("recall:mqar@2")

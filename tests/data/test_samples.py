@@ -1,4 +1,4 @@
-"""Laws of the sample order: each window once an epoch, any step by itself, weights kept over every prefix."""
+"""The order of samples: each window once per epoch, each step on its own, weights respected by every prefix."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heddle.data.samples import Batch, Samples, check_size, evaluation_windows, permute
+from heddle.data.samples import Batch, CorpusLoader, check_token_count, evaluation_windows, feistel_permute
 from heddle.data.token_file import TokenFile, write_token_file
 from heddle.errors import DataError
 
-CONTEXT = 8
+SEQUENCE_LENGTH = 8
 Permutation = Callable[[np.ndarray, int, tuple[int, int, int]], np.ndarray]
 
 
 def token_file(path: Path, tokens: int, first: int = 1) -> TokenFile:
-    """A file whose tokens number their own places, except that documents of 5 tokens begin with 0."""
-    with write_token_file(path, vocabulary=2**20, end=0, tokenizer="t") as writer:
+    """A file whose tokens are their own positions, except that documents of 5 tokens begin with 0."""
+    with write_token_file(path, vocab_size=2**20, eod_id=0, tokenizer_hash="t") as writer:
         for start in range(0, tokens, 5):
-            writer.add([[first + place for place in range(start + 1, min(start + 5, tokens))]], 4)
+            writer.add([[first + position for position in range(start + 1, min(start + 5, tokens))]], 4)
     return TokenFile(path)
 
 
@@ -29,8 +29,10 @@ def files(tmp_path: Path) -> tuple[TokenFile, ...]:
     return tuple(token_file(tmp_path / f"{n}.bin", n, n * 1000) for n in (8 * 23 + 1, 8 * 7 + 4, 8 * 11 + 8))
 
 
-def samples(files: tuple[TokenFile, ...], weights: tuple[float, ...], batch_size: int = 4, seed: int = 0) -> Samples:
-    return Samples(files, weights, CONTEXT, batch_size, seed, 0)
+def loader(
+    files: tuple[TokenFile, ...], weights: tuple[float, ...], batch_size: int = 4, seed: int = 0
+) -> CorpusLoader:
+    return CorpusLoader(files, weights, SEQUENCE_LENGTH, batch_size, seed, 0)
 
 
 def check_bijection(change: Permutation, size: int, key: tuple[int, int, int]) -> None:
@@ -41,15 +43,15 @@ def check_bijection(change: Permutation, size: int, key: tuple[int, int, int]) -
 
 @given(size=st.integers(1, 3000), key=st.tuples(st.integers(-(2**70), 2**70), st.integers(0, 5), st.integers(0, 2**40)))
 def test_every_epoch_is_a_bijection(size: int, key: tuple[int, int, int]) -> None:
-    check_bijection(permute, size, key)
+    check_bijection(feistel_permute, size, key)
 
 
-def test_a_large_epoch_is_a_bijection_and_each_place_stands_alone() -> None:
+def test_a_large_epoch_is_a_bijection_and_each_position_is_independent() -> None:
     size = 1_000_003
-    whole = permute(np.arange(size), size, (1, 2, 3))
+    whole = feistel_permute(np.arange(size), size, (1, 2, 3))
     assert np.array_equal(np.sort(whole), np.arange(size))
     some = np.array([5, 999_999, 5, 0])
-    assert np.array_equal(permute(some, size, (1, 2, 3)), whole[some])
+    assert np.array_equal(feistel_permute(some, size, (1, 2, 3)), whole[some])
 
 
 def test_the_check_catches_random_draws() -> None:
@@ -62,36 +64,42 @@ def test_the_check_catches_random_draws() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5, 10, 1000])
 def test_orders_differ_and_spread_evenly(size: int) -> None:
-    orders = np.array([permute(np.arange(size), size, (seed, 0, epoch)) for seed in range(20) for epoch in range(20)])
-    # Each place meets each window about equally often: chi-squared per place stays near its mean, size - 1.
+    orders = np.array(
+        [feistel_permute(np.arange(size), size, (seed, 0, epoch)) for seed in range(20) for epoch in range(20)]
+    )
+    # Each position gets each window about equally often: chi-squared per position stays near its mean, size - 1.
     expected = 400 / size
-    for place in (0, size // 2, size - 1):
-        counts = np.bincount(orders[:, place], minlength=size)
+    for position in (0, size // 2, size - 1):
+        counts = np.bincount(orders[:, position], minlength=size)
         squared = float(((counts - expected) ** 2 / expected).sum())
         assert squared < size - 1 + 6 * (2 * size) ** 0.5
     if size >= 10:  # there are few orders of fewer
         assert len({tuple(order) for order in orders.tolist()}) > 395
-        neighbours = np.abs(np.diff(orders, axis=1)) == 1
-        assert neighbours.mean() < 3 * 2 / size
+        neighbors = np.abs(np.diff(orders, axis=1)) == 1
+        assert neighbors.mean() < 3 * 2 / size
 
 
 def test_the_order_never_changes() -> None:
     # Written down once: another order on another machine or release would break every resumed run.
-    assert permute(np.arange(10), 10, (0, 0, 0)).tolist() == [5, 9, 4, 6, 2, 0, 7, 3, 8, 1]
+    assert feistel_permute(np.arange(10), 10, (0, 0, 0)).tolist() == [5, 9, 4, 6, 2, 0, 7, 3, 8, 1]
 
 
 def windows_of(batch: Batch, files: tuple[TokenFile, ...]) -> list[tuple[int, int]]:
-    found = []
+    windows = []
     for row in batch.tokens.tolist():
         for number, file in enumerate(files):
             tokens = file.read(0, len(file)).tolist()
-            starts = range(0, len(tokens) - CONTEXT, CONTEXT)
-            found += [(number, start // CONTEXT) for start in starts if tokens[start : start + CONTEXT + 1] == row]
-    return found
+            starts = range(0, len(tokens) - SEQUENCE_LENGTH, SEQUENCE_LENGTH)
+            windows += [
+                (number, start // SEQUENCE_LENGTH)
+                for start in starts
+                if tokens[start : start + SEQUENCE_LENGTH + 1] == row
+            ]
+    return windows
 
 
 def test_each_window_once_per_epoch(files: tuple[TokenFile, ...]) -> None:
-    order = samples(files[:1], (1.0,), batch_size=23)
+    order = loader(files[:1], (1.0,), batch_size=23)
     epochs = [windows_of(order.batch(step), files[:1]) for step in range(4)]
     for epoch in epochs:
         assert sorted(epoch) == [(0, window) for window in range(23)]
@@ -99,41 +107,41 @@ def test_each_window_once_per_epoch(files: tuple[TokenFile, ...]) -> None:
 
 
 def test_each_source_gives_each_window_once_per_its_epoch(files: tuple[TokenFile, ...]) -> None:
-    order = samples(files, (3.0, 1.0, 2.0))
+    order = loader(files, (3.0, 1.0, 2.0))
     sources, windows = order.locate(np.arange(6 * 7 * 11 * 23))
     for source, count in enumerate((23, 7, 11)):
-        mine = windows[sources == source]
-        for epoch in range(len(mine) // count):
-            assert sorted(mine[epoch * count : (epoch + 1) * count].tolist()) == list(range(count))
+        from_source = windows[sources == source]
+        for epoch in range(len(from_source) // count):
+            assert sorted(from_source[epoch * count : (epoch + 1) * count].tolist()) == list(range(count))
 
 
 def test_rows_are_windows_of_the_stream(files: tuple[TokenFile, ...]) -> None:
-    order = samples(files, (1.0, 1.0, 1.0))
+    order = loader(files, (1.0, 1.0, 1.0))
     for step in (0, 3, 1000):
         batch = order.batch(step)
-        assert batch.tokens.shape == (4, CONTEXT + 1)
-        assert batch.tokens.dtype == batch.samples.dtype == np.int64
-        assert batch.samples.tolist() == list(range(step * 4, step * 4 + 4))
+        assert batch.tokens.shape == (4, SEQUENCE_LENGTH + 1)
+        assert batch.tokens.dtype == batch.sample_indices.dtype == np.int64
+        assert batch.sample_indices.tolist() == list(range(step * 4, step * 4 + 4))
         assert len(windows_of(batch, files)) == 4
 
 
 def test_a_step_does_not_depend_on_other_steps(files: tuple[TokenFile, ...]) -> None:
     weights = (5.0, 1.0, 0.5)
-    one = samples(files, weights)
-    forwards = [one.batch(step).tokens for step in range(50)]
+    batches = loader(files, weights)
+    forwards = [batches.batch(step).tokens for step in range(50)]
     for step in [49, 3, 3, 17, 0]:
-        assert np.array_equal(samples(files, weights).batch(step).tokens, forwards[step])
-        assert np.array_equal(one.batch(step).tokens, forwards[step])
-    far = samples(files, weights).batch(10**12)
-    assert far.samples[0] == 4 * 10**12
-    assert not np.array_equal(samples(files, weights, seed=1).batch(0).tokens, forwards[0])
+        assert np.array_equal(loader(files, weights).batch(step).tokens, forwards[step])
+        assert np.array_equal(batches.batch(step).tokens, forwards[step])
+    far = loader(files, weights).batch(10**12)
+    assert far.sample_indices[0] == 4 * 10**12
+    assert not np.array_equal(loader(files, weights, seed=1).batch(0).tokens, forwards[0])
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_batch_size_only_groups_the_samples(files: tuple[TokenFile, ...], batch_size: int) -> None:
     weights = (5.0, 1.0, 0.5)
-    rows = np.concatenate([samples(files, weights).batch(step).tokens for step in range(24)])
-    other = samples(files, weights, batch_size)
+    rows = np.concatenate([loader(files, weights).batch(step).tokens for step in range(24)])
+    other = loader(files, weights, batch_size)
     regrouped = np.concatenate([other.batch(step).tokens for step in range(96 // batch_size)])
     assert np.array_equal(rows, regrouped)
 
@@ -141,8 +149,8 @@ def test_batch_size_only_groups_the_samples(files: tuple[TokenFile, ...], batch_
 def check_weights(sources: np.ndarray, weights: tuple[float, ...]) -> None:
     steps = np.arange(1, len(sources) + 1)
     for source, weight in enumerate(weights):
-        given = np.cumsum(sources == source)
-        assert np.abs(given - steps * weight / sum(weights)).max() <= 1 + 1e-9
+        counts = np.cumsum(sources == source)
+        assert np.abs(counts - steps * weight / sum(weights)).max() <= 1 + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -157,9 +165,9 @@ def check_weights(sources: np.ndarray, weights: tuple[float, ...]) -> None:
     ],
 )
 def test_weights_hold_over_every_prefix(files: tuple[TokenFile, ...], weights: tuple[float, ...]) -> None:
-    sources, _ = samples(files, weights).locate(np.arange(20_000))
+    sources, _ = loader(files, weights).locate(np.arange(20_000))
     check_weights(sources, weights)
-    later, _ = samples(files, weights).locate(np.arange(5_000, 6_000))
+    later, _ = loader(files, weights).locate(np.arange(5_000, 6_000))
     assert np.array_equal(later, sources[5_000:6_000])
 
 
@@ -170,7 +178,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> TokenFile:
 
 @given(weights=st.lists(st.integers(1, 40).map(float), min_size=1, max_size=9))
 def test_weights_of_many_sources(short: TokenFile, weights: list[float]) -> None:
-    order = Samples([short] * len(weights), weights, CONTEXT, 1, 0, 0)
+    order = CorpusLoader([short] * len(weights), weights, SEQUENCE_LENGTH, 1, 0, 0)
     check_weights(order.locate(np.arange(1000))[0], tuple(weights))
 
 
@@ -184,61 +192,63 @@ def test_the_weight_check_catches_random_and_blockwise_turns() -> None:
 @pytest.mark.parametrize("weights", [(0.0, 1.0), (-1.0, 1.0), (0.00001, 1.0)])
 def test_impossible_weights(files: tuple[TokenFile, ...], weights: tuple[float, ...]) -> None:
     with pytest.raises(DataError, match=r"data weight .* must be above 0"):
-        samples(files[:2], weights)
+        loader(files[:2], weights)
 
 
 def test_weights_too_far_apart(files: tuple[TokenFile, ...]) -> None:
     with pytest.raises(DataError, match=r"repeat only after 1000001 samples"):
-        samples(files[:2], (1000.0, 0.001))
+        loader(files[:2], (1000.0, 0.001))
 
 
-def check_pieces(batch: Batch) -> None:
-    for row, lengths in zip(batch.tokens, batch.lengths, strict=True):
+def check_doc_lengths(batch: Batch) -> None:
+    for row, lengths in zip(batch.tokens, batch.doc_lengths, strict=True):
         assert sum(lengths) == len(row) - 1
         assert min(lengths) > 0
         starts = np.cumsum((0, *lengths))[:-1].tolist()
         assert starts == sorted({0, *np.flatnonzero(row[:-1] == 0).tolist()})
 
 
-def test_pieces_are_the_documents_inside_a_row(files: tuple[TokenFile, ...]) -> None:
+def test_doc_lengths_are_the_documents_inside_a_row(files: tuple[TokenFile, ...]) -> None:
     for step in range(30):
-        check_pieces(samples(files, (1.0, 1.0, 1.0)).batch(step))
-    batch = samples(files[:1], (1.0,)).batch(0)
+        check_doc_lengths(loader(files, (1.0, 1.0, 1.0)).batch(step))
+    batch = loader(files[:1], (1.0,)).batch(0)
     with pytest.raises(AssertionError):
-        check_pieces(Batch(batch.tokens, ((CONTEXT,),) * 4, batch.samples))
+        check_doc_lengths(Batch(batch.tokens, ((SEQUENCE_LENGTH,),) * 4, batch.sample_indices))
 
 
-def test_neighbouring_end_tokens_are_pieces_of_one(tmp_path: Path) -> None:
-    with write_token_file(tmp_path / "a", vocabulary=9, end=0, tokenizer="t") as writer:
+def test_adjacent_end_tokens_are_documents_of_one_token(tmp_path: Path) -> None:
+    with write_token_file(tmp_path / "a", vocab_size=9, eod_id=0, tokenizer_hash="t") as writer:
         writer.add([[], [], [1, 2], [], [3]], 3)
     [batch] = evaluation_windows(TokenFile(tmp_path / "a"), 7)
     assert batch.tokens.tolist() == [[0, 0, 0, 1, 2, 0, 0, 3]]
-    assert batch.lengths == ((1, 1, 3, 1, 1),)
+    assert batch.doc_lengths == ((1, 1, 3, 1, 1),)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 8, 9, 10, 16, 17, 18, 150])
 @pytest.mark.parametrize("batch_size", [1, 2, 100])
 def test_evaluation_reads_every_target_once(tmp_path: Path, tokens: int, batch_size: int) -> None:
     file = token_file(tmp_path / "a", tokens)
-    batches = list(evaluation_windows(file, CONTEXT, batch_size))
+    batches = list(evaluation_windows(file, SEQUENCE_LENGTH, batch_size))
     targets = [token for batch in batches for row in batch.tokens for token in row[1:].tolist()]
     inputs = [token for batch in batches for row in batch.tokens for token in row[:-1].tolist()]
     everything = file.read(0, len(file)).tolist()
     assert targets == everything[1:]
     assert inputs == everything[:-1]
     assert all(batch.tokens.shape[0] <= batch_size for batch in batches)
-    assert [i for batch in batches for i in batch.samples.tolist()] == list(range(-(-max(0, tokens - 1) // CONTEXT)))
+    assert [i for batch in batches for i in batch.sample_indices.tolist()] == list(
+        range(-(-max(0, tokens - 1) // SEQUENCE_LENGTH))
+    )
     for batch in batches:
-        check_pieces(batch)
+        check_doc_lengths(batch)
 
 
 def test_too_little_text_is_refused_with_both_numbers(tmp_path: Path) -> None:
-    file = token_file(tmp_path / "a", 4 * CONTEXT + 1)
-    check_size([file], CONTEXT, 4)
+    file = token_file(tmp_path / "a", 4 * SEQUENCE_LENGTH + 1)
+    check_token_count([file], SEQUENCE_LENGTH, 4)
     with pytest.raises(DataError, match=r"holds 33 tokens, but one batch of 5 samples of 8 needs 41: give more text"):
-        Samples([file], (1.0,), CONTEXT, 5, 0, 0)
-    small = token_file(tmp_path / "b", CONTEXT)
+        CorpusLoader([file], (1.0,), SEQUENCE_LENGTH, 5, 0, 0)
+    small = token_file(tmp_path / "b", SEQUENCE_LENGTH)
     with pytest.raises(DataError, match=r"holds 41 tokens, .* needs 34, and each source at least 9: give more text"):
-        Samples([file, small], (1.0, 1.0), CONTEXT, 4, 0, 0)
+        CorpusLoader([file, small], (1.0, 1.0), SEQUENCE_LENGTH, 4, 0, 0)
     with pytest.raises(DataError, match="holds 0 tokens"):
-        check_size([token_file(tmp_path / "c", 0)], CONTEXT, 1)
+        check_token_count([token_file(tmp_path / "c", 0)], SEQUENCE_LENGTH, 1)

@@ -1,4 +1,4 @@
-"""What `--data` may name, what is refused, what is skipped, and that content alone decides the hash."""
+"""Data arguments: what they may name, what is refused or skipped, and a hash of the content alone."""
 
 import os
 import shutil
@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from heddle.data import sources
-from heddle.data.sources import FileSource, Survey, open_source
+from heddle.data.sources import FileSource, ScannedSource, parse_source
 from heddle.errors import DataError
 
 
-def survey(argument: object) -> Survey:
-    source, _ = open_source(str(argument))
-    return source.survey(lambda n: None)
+def scan(argument: object) -> ScannedSource:
+    source, _ = parse_source(str(argument))
+    return source.scan(lambda n: None)
 
 
 @pytest.fixture
@@ -28,33 +28,33 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_read_in_order_of_names(folder: Path) -> None:
-    found = survey(folder)
-    assert list(found.read()) == ["first", "second", "third = 3", "fourth"]
-    assert (found.name, found.files, found.tally.documents) == ("texts", 4, 4)
-    assert found.tally.bytes == sum(len(text) for text in found.read())
+    source = scan(folder)
+    assert list(source.read()) == ["first", "second", "third = 3", "fourth"]
+    assert (source.name, source.files, source.counts.documents) == ("texts", 4, 4)
+    assert source.counts.bytes == sum(len(text) for text in source.read())
 
 
 def test_hash_depends_on_content_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = survey(folder).hash
+    before = scan(folder).hash
     moved = folder.parent / "elsewhere" / "other name"
     shutil.copytree(folder, moved)
     walk = os.walk
 
     def backwards(top: Path, onerror: Callable[[OSError], None]) -> Iterator[tuple[str, list[str], list[str]]]:
-        for place, inner, names in walk(str(top), onerror=onerror):
-            inner.sort(reverse=True)
-            yield place, inner, sorted(names, reverse=True)
+        for path, folders, names in walk(str(top), onerror=onerror):
+            folders.sort(reverse=True)
+            yield path, folders, sorted(names, reverse=True)
 
     monkeypatch.setattr(os, "walk", backwards)
-    assert survey(moved).hash == before
+    assert scan(moved).hash == before
     (moved / "sub/c.py").write_text("third = 4")
-    assert survey(moved).hash != before  # a hash that ignored content would pass all of the above
+    assert scan(moved).hash != before  # catches a hash that ignores the content
 
 
 def test_the_standard_library_without_installed_packages() -> None:
-    source, weight = open_source("stdlib")
+    source, weight = parse_source("stdlib")
     assert isinstance(source, FileSource)
-    labels = {file.label for file in source.files}
+    labels = {file.display_name for file in source.files}
     assert weight == 1
     assert "argparse.py" in labels
     assert not [label for label in labels if "site-packages" in label or "__pycache__" in label]
@@ -78,33 +78,33 @@ def test_bad_files_in_a_folder_are_skipped_counted_and_listed(folder: Path) -> N
     (folder / "round").symlink_to(folder)
     (folder / "folder.txt").mkdir()
     os.mkfifo(folder / "pipe.txt")
-    found = survey(folder)
-    assert list(found.read()) == ["first", "second", "third = 3", "fourth"]
-    names = [skipped.file for skipped in found.skipped]
+    source = scan(folder)
+    assert list(source.read()) == ["first", "second", "third = 3", "fourth"]
+    names = [skipped.file for skipped in source.skipped_files]
     assert names == ["bad.txt", "binary.txt", "broken.txt", "late.txt", "lines.jsonl", "loop.txt", "pipe.txt"]
-    assert (found.empty, found.ignored) == (2, 2)
-    assert found.hash == survey_without(folder, names).hash
+    assert (source.empty_files, source.ignored_files) == (2, 2)
+    assert source.hash == scan_without(folder, names).hash
 
 
-def survey_without(folder: Path, names: list[str]) -> Survey:
+def scan_without(folder: Path, names: list[str]) -> ScannedSource:
     for name in names:
         (folder / name).unlink()
-    return survey(folder)
+    return scan(folder)
 
 
 def test_an_unreadable_folder_inside_is_listed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scan = os.scandir
+    scandir = os.scandir
 
-    def refuse(place: str) -> object:
-        if str(place).endswith("sub"):
-            raise PermissionError(13, "Permission denied", str(place))
-        return scan(place)
+    def refuse(path: str) -> object:
+        if str(path).endswith("sub"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    found = survey(folder)
-    assert [(s.file, s.reason) for s in found.skipped] == [("sub", "cannot be read (Permission denied)")]
+    source = scan(folder)
+    assert [(s.file, s.reason) for s in source.skipped_files] == [("sub", "cannot be read (Permission denied)")]
     with pytest.raises(DataError, match=r"sub cannot be read .Permission denied"):
-        survey(folder / "sub")
+        scan(folder / "sub")
 
 
 def test_a_named_bad_file_is_an_error(tmp_path: Path) -> None:
@@ -117,29 +117,29 @@ def test_a_named_bad_file_is_an_error(tmp_path: Path) -> None:
     ]:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=reason):
-            survey(tmp_path / name)
+            scan(tmp_path / name)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="not a regular file"):
-        survey(tmp_path / "pipe")
+        scan(tmp_path / "pipe")
 
 
 def test_a_named_file_needs_no_suffix(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("text")
-    assert list(survey(tmp_path / "notes").read()) == ["text"]
+    assert list(scan(tmp_path / "notes").read()) == ["text"]
 
 
 def test_folders_without_text(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no text file"):
-        survey(tmp_path)
+        scan(tmp_path)
     (tmp_path / "a.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match=r"holds no usable text .*a.txt, because it is not UTF-8"):
-        survey(tmp_path)
+        scan(tmp_path)
 
 
 @pytest.mark.parametrize("argument", ["missing", "missing@2", "a@b", "", "a\0b", "x@3/y", "/dev/null/x"])
 def test_missing_data_is_one_sentence(argument: str) -> None:
     with pytest.raises(DataError) as caught:
-        open_source(argument)
+        parse_source(argument)
     message = str(caught.value)
     assert message.isprintable()
     assert message.endswith(".")
@@ -147,51 +147,51 @@ def test_missing_data_is_one_sentence(argument: str) -> None:
 
 def test_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
-    assert open_source("texts")[1] == 1
-    assert open_source("texts@3")[1] == 3
-    assert open_source("texts@0.25")[1] == 0.25
-    assert open_source("stdlib@2")[1] == 2
+    assert parse_source("texts")[1] == 1
+    assert parse_source("texts@3")[1] == 3
+    assert parse_source("texts@0.25")[1] == 0.25
+    assert parse_source("stdlib@2")[1] == 2
     for wrong in ("texts@0", "texts@0.0", "texts@0.0001", "texts@" + "9" * 400):
         with pytest.raises(DataError, match="weight"):
-            open_source(wrong)
+            parse_source(wrong)
     Path("texts@3").write_text("a file of this very name")
-    source, weight = open_source("texts@3")
+    source, weight = parse_source("texts@3")
     assert (source.name, weight) == ("texts@3", 1)
 
 
 def test_a_file_that_changes_or_vanishes_is_an_error(folder: Path) -> None:
-    found = survey(folder)
+    source = scan(folder)
     (folder / "b.txt").write_text("longer than before")
     with pytest.raises(DataError, match=r"b.txt changed while it was read"):
-        list(found.read())
+        list(source.read())
     (folder / "b.txt").unlink()
     with pytest.raises(DataError, match=r"b.txt changed while it was read"):
-        list(found.read())
+        list(source.read())
 
 
 def test_a_file_that_vanishes_between_listing_and_reading(folder: Path) -> None:
-    source, _ = open_source(str(folder))
+    source, _ = parse_source(str(folder))
     (folder / "b.txt").unlink()
-    assert [s.file for s in source.survey(lambda n: None).skipped] == ["b.txt"]
+    assert [s.file for s in source.scan(lambda n: None).skipped_files] == ["b.txt"]
 
 
 def test_names_that_a_terminal_cannot_show(tmp_path: Path) -> None:
     name = os.fsdecode(b"a\xff\x1b[31m\n.txt")
     (tmp_path / name).write_bytes(b"\xff")
     (tmp_path / "good.txt").write_text("good")
-    assert survey(tmp_path).skipped[0].file.isprintable()
+    assert scan(tmp_path).skipped_files[0].file.isprintable()
     with pytest.raises(DataError) as caught:
-        survey(tmp_path / name)
+        scan(tmp_path / name)
     assert str(caught.value).isprintable()
 
 
 def test_progress_counts_the_bytes(folder: Path) -> None:
-    source, _ = open_source(str(folder))
-    seen: list[int] = []
-    source.survey(seen.append)
-    assert sum(seen) == source.size
+    source, _ = parse_source(str(folder))
+    sizes: list[int] = []
+    source.scan(sizes.append)
+    assert sum(sizes) == source.size
 
 
-def test_one_document_in_twenty_is_held_out() -> None:
-    held = sum(sources.is_held_out(number.to_bytes(4, "big").rjust(8, b"\1")[::-1]) for number in range(20_000))
-    assert 900 < held < 1100
+def test_one_document_in_twenty_is_for_validation() -> None:
+    count = sum(sources.is_in_validation(number.to_bytes(4, "big").rjust(8, b"\1")[::-1]) for number in range(20_000))
+    assert 900 < count < 1100

@@ -1,4 +1,4 @@
-"""Token files give back what was written, from the disk, and every kind of damage is noticed."""
+"""Token files: what is read is what was written, and every kind of damage is noticed."""
 
 import json
 import os
@@ -16,11 +16,11 @@ from heddle.errors import DataError, MachineError
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6]]
 
 
-def write(path: Path, documents: list[list[int]], vocabulary: int = 100, end: int = 0) -> TokenFile:
-    with write_token_file(path, vocabulary=vocabulary, end=end, tokenizer="t") as writer:
+def write_documents(path: Path, documents: list[list[int]], vocab_size: int = 100, eod_id: int = 0) -> TokenFile:
+    with write_token_file(path, vocab_size=vocab_size, eod_id=eod_id, tokenizer_hash="t") as writer:
         for document in documents:
             writer.add([document], len(document))
-        writer.end_part()
+        writer.end_source()
     return TokenFile(path)
 
 
@@ -31,34 +31,39 @@ def write(path: Path, documents: list[list[int]], vocabulary: int = 100, end: in
 def test_what_is_written_is_read(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], vocabulary: int
 ) -> None:
-    file = write(tmp_path_factory.mktemp("bin") / "a.bin", documents, vocabulary)
+    file = write_documents(tmp_path_factory.mktemp("bin") / "a.bin", documents, vocabulary)
     assert file.dtype == (np.uint16 if vocabulary <= 65_536 else np.uint32)
-    assert [file.document(i).tolist() for i in range(file.documents)] == [[0, *ids] for ids in documents]
+    assert [file.document(i).tolist() for i in range(file.document_count)] == [[0, *ids] for ids in documents]
     assert file.read(0, len(file)).tolist() == [i for ids in documents for i in [0, *ids]]
-    assert (file.documents, file.bytes) == (len(documents), sum(map(len, documents)))
-    assert file.parts == (len(file),)
+    assert (file.document_count, file.text_bytes) == (len(documents), sum(map(len, documents)))
+    assert file.source_token_counts == (len(file),)
 
 
 def test_largest_ids_survive(tmp_path: Path) -> None:
-    assert write(tmp_path / "a", [[65_535]], 65_536).read(1, 2).tolist() == [65_535]
-    assert write(tmp_path / "b", [[65_536]], 65_537).read(1, 2).tolist() == [65_536]
+    assert write_documents(tmp_path / "a", [[65_535]], 65_536).read(1, 2).tolist() == [65_535]
+    assert write_documents(tmp_path / "b", [[65_536]], 65_537).read(1, 2).tolist() == [65_536]
     with pytest.raises(AssertionError):
-        write(tmp_path / "c", [[100]], 100)
+        write_documents(tmp_path / "c", [[100]], 100)
 
 
 def test_parts_and_header(tmp_path: Path) -> None:
-    with write_token_file(tmp_path / "a", vocabulary=9, end=8, tokenizer="the hash") as writer:
+    with write_token_file(tmp_path / "a", vocab_size=9, eod_id=8, tokenizer_hash="the hash") as writer:
         writer.add([[1, 2], [3]], 3)
-        writer.end_part()
-        writer.end_part()
+        writer.end_source()
+        writer.end_source()
         writer.add([[4]], 1)
-        writer.end_part()
+        writer.end_source()
     file = TokenFile(tmp_path / "a")
-    assert (file.parts, file.end, file.tokenizer, file.vocabulary) == ((5, 0, 2), 8, "the hash", 9)
+    assert (file.source_token_counts, file.eod_id, file.tokenizer_hash, file.vocab_size) == (
+        (5, 0, 2),
+        8,
+        "the hash",
+        9,
+    )
 
 
 def test_reading_does_not_load_the_file(tmp_path: Path) -> None:
-    file = write(tmp_path / "a", DOCUMENTS)
+    file = write_documents(tmp_path / "a", DOCUMENTS)
     assert isinstance(file.offsets, np.memmap)
     assert not file.offsets.flags.writeable
     with pytest.raises(IndexError):
@@ -71,10 +76,10 @@ def test_reading_does_not_load_the_file(tmp_path: Path) -> None:
 
 def test_any_damage_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
-    write(path, DOCUMENTS)
+    write_documents(path, DOCUMENTS)
     good = path.read_bytes()
-    for place in [*range(600), HEADER_BYTES - 2, *range(HEADER_BYTES, len(good))]:
-        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+    for offset in [*range(600), HEADER_BYTES - 2, *range(HEADER_BYTES, len(good))]:
+        path.write_bytes(good[:offset] + bytes([good[offset] ^ 1]) + good[offset + 1 :])
         with pytest.raises(DataError, match=r"a\.bin is (not a heddle token file|truncated or damaged)"):
             TokenFile(path)
     for length in range(0, len(good), 7):
@@ -106,7 +111,7 @@ def test_any_damage_is_noticed(tmp_path: Path) -> None:
 )
 def test_foreign_headers_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
     path = tmp_path / "a.bin"
-    write(path, DOCUMENTS)
+    write_documents(path, DOCUMENTS)
     good = path.read_bytes()
     header = json.loads(good[len(MAGIC) : HEADER_BYTES]) | change
     path.write_bytes((MAGIC + json.dumps(header).encode()).ljust(HEADER_BYTES) + good[HEADER_BYTES:])
@@ -127,18 +132,18 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
 def test_a_crash_leaves_no_file(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     with pytest.raises(AssertionError):  # 9 is outside the vocabulary
-        write(path, [[1], [9]], 9)
+        write_documents(path, [[1], [9]], 9)
     assert list(tmp_path.iterdir()) == []
-    write(path, [[1]])
+    write_documents(path, [[1]])
     with pytest.raises(AssertionError):
-        write(path, [[9]], 9)
+        write_documents(path, [[9]], 9)
     assert TokenFile(path).read(0, 2).tolist() == [0, 1]
 
 
 def test_the_name_appears_only_after_the_bytes_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.bin"
     synced: list[int] = []
-    sync, rename = os.fsync, os.replace
+    sync, rename = os.fsync, os.rename
 
     def note(handle: int) -> None:
         synced.append(os.fstat(handle).st_size)
@@ -149,8 +154,8 @@ def test_the_name_appears_only_after_the_bytes_are_on_the_disk(tmp_path: Path, m
         rename(source, target)
 
     monkeypatch.setattr(os, "fsync", note)
-    monkeypatch.setattr(os, "replace", replace)
-    write(path, DOCUMENTS)
+    monkeypatch.setattr(os, "rename", replace)
+    write_documents(path, DOCUMENTS)
     assert path.exists()
 
 
@@ -159,15 +164,15 @@ def test_a_full_disk_is_the_machines_fault(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(MachineError, match=r"a.bin cannot be written .No space left on device.: free space"):
-        write(tmp_path / "a.bin", DOCUMENTS)
+    with pytest.raises(MachineError, match=r"a.bin: cannot be written .No space left on device.; free space"):
+        write_documents(tmp_path / "a.bin", DOCUMENTS)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_equal_input_gives_equal_files(tmp_path: Path) -> None:
-    write(tmp_path / "a", DOCUMENTS)
-    with write_token_file(tmp_path / "b", vocabulary=100, end=0, tokenizer="t") as writer:
+    write_documents(tmp_path / "a", DOCUMENTS)
+    with write_token_file(tmp_path / "b", vocab_size=100, eod_id=0, tokenizer_hash="t") as writer:
         writer.add(DOCUMENTS, 6)
-        writer.end_part()
+        writer.end_source()
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    assert token_bin.VERSION == 1
+    assert token_bin.FORMAT_VERSION == 1

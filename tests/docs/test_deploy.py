@@ -29,7 +29,7 @@ PAGES = ["deploy/README.md", "deploy/transformers.md", "deploy/llama-cpp.md", "d
 # What the pages train at their size, and what the tests train in its place.
 SMALLER = {
     "preset:gqa-tiny --data stdlib --steps 600": "preset:gqa-tiny width=48 layers.0.repeat=2 --data notes.txt"
-    " --steps 12 --context 48 --batch-size 4 --vocab-size 300"
+    " --steps 12 --sequence-length 48 --batch-size 4 --vocab-size 300"
 }
 PORT = "8000"
 
@@ -118,7 +118,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 
 def test_every_page_can_be_followed(reader: Reader) -> None:
     told = "".join(reader.done)
-    assert "out/hf: serves as: LlamaForCausalLM" in told
+    assert "out/hf: exports as: LlamaForCausalLM" in told
     assert "out/tiny.gguf: llama.cpp runs it as llama" in told
     assert {f"deploy/{path.name}" for path in (DOCS / "deploy").glob("*.md")} - set(PAGES) == {"deploy/transcript.md"}
     for full in SMALLER:

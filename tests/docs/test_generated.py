@@ -21,10 +21,10 @@ def test_the_pages_are_up_to_date() -> None:
 
 
 def test_another_statement_makes_the_page_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LAWS, "cut", LAWS["cut"]._replace(statement="Another."))
+    monkeypatch.setitem(LAWS, "chunked_decoding", LAWS["chunked_decoding"]._replace(statement="Another."))
     page = (DOCS / "laws.md").read_text(encoding="utf-8")
     fresh = make_docs.between(page, "laws", make_docs.laws_table())
-    assert "| `cut` | Another. |" in fresh
+    assert "| `chunked_decoding` | Another. |" in fresh
     assert fresh != page
 
 

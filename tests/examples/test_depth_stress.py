@@ -1,4 +1,4 @@
-"""The stress test of depth, made small: what it measures, and a picture that stands by itself."""
+"""The depth stress example, made small: its measurements and its charts."""
 
 import json
 import sys
@@ -12,52 +12,50 @@ import torch
 import heddle
 from examples import depth_stress
 from heddle.training.settings import Settings
-from heddle.training.step import gradients
+from heddle.training.step import accumulate_gradients
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_the_text_is_that_of_the_standard_library() -> None:
+def test_the_text_is_the_standard_library() -> None:
     text = depth_stress.standard_library(100_000)
     assert len(text) == 100_000
     assert b"import" in text.tobytes()
-    one, other = depth_stress.draw(text, 3), depth_stress.draw(text, 4)
-    assert one.tokens.shape == (depth_stress.ROWS, depth_stress.LENGTH + 1)
-    assert np.array_equal(one.tokens, depth_stress.draw(text, 3).tokens)
-    assert not np.array_equal(one.tokens, other.tokens)
+    batch, next_batch = depth_stress.random_batch(text, 3), depth_stress.random_batch(text, 4)
+    assert batch.tokens.shape == (depth_stress.BATCH_SIZE, depth_stress.SEQUENCE_LENGTH + 1)
+    assert np.array_equal(batch.tokens, depth_stress.random_batch(text, 3).tokens)
+    assert not np.array_equal(batch.tokens, next_batch.tokens)
 
 
-def test_norms_are_those_of_each_layer_and_nothing_is_left() -> None:
-    model = heddle.build(heddle.load_config(depth_stress.design("residual_dual", 3)))
-    batch = depth_stress.draw(depth_stress.standard_library(100_000), 0)
-    found = depth_stress.layer_norms(model, batch)
+def test_norms_are_by_layer_and_gradients_are_cleared() -> None:
+    model = heddle.build(heddle.load_config(depth_stress.residual_design("residual_dual", 3)))
+    batch = depth_stress.random_batch(depth_stress.standard_library(100_000), 0)
+    norms = depth_stress.layer_gradient_norms(model, batch)
     assert all(parameter.grad is None for parameter in model.parameters())
-    gradients(model, batch, (0, 0))
-    for layer, norm in zip(model.layers, found, strict=True):
+    accumulate_gradients(model, batch, (0, 0))
+    for layer, norm in zip(model.layers, norms, strict=True):
         squares = [parameter.grad.square().sum() for parameter in layer.parameters() if parameter.grad is not None]
         assert norm == pytest.approx(float(torch.stack(squares).sum().sqrt()), rel=1e-5)
 
 
 def test_shallow_stacks_learn() -> None:
     text = depth_stress.standard_library(100_000)
-    run = depth_stress.measure("post_norm", text, 2, Settings(steps=30, learning_rate=3e-3))
+    run = depth_stress.measure_design("post_norm", text, 2, Settings(steps=30, learning_rate=3e-3))
     assert np.mean(run["losses"][-5:]) < np.mean(run["losses"][:5]) - 1
 
 
-def test_numbers_and_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_and_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["depth_stress", "--layers", "3", "--steps", "6", "--out", str(tmp_path)])
     depth_stress.main()
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == list(depth_stress.WIRINGS)
-    told = json.loads((tmp_path / "depth-stress.json").read_text(encoding="utf-8"))
-    assert {name: (len(run["gradient_norms"]), len(run["losses"])) for name, run in told["wirings"].items()} == (
-        dict.fromkeys(depth_stress.WIRINGS, (3, 6))
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == list(depth_stress.DESIGNS)
+    report = json.loads((tmp_path / "depth-stress.json").read_text(encoding="utf-8"))
+    assert {name: (len(run["gradient_norms"]), len(run["losses"])) for name, run in report["designs"].items()} == (
+        dict.fromkeys(depth_stress.DESIGNS, (3, 6))
     )
     picture = (tmp_path / "depth-stress.svg").read_text(encoding="utf-8")
     root = ElementTree.fromstring(picture)
     assert len([path for path in root.iter(f"{SVG}path") if path.get("class") == "line"]) == 10
     written = [element.text for element in root.iter(f"{SVG}text")]
-    assert all(written.count(name) == 2 for name in depth_stress.WIRINGS)
+    assert all(written.count(name) == 2 for name in depth_stress.DESIGNS)
     assert "nan" not in picture
-    assert picture.count("http") == 1  # the name of SVG itself: nothing is loaded
+    assert picture.count("http") == 1  # the SVG namespace only: nothing is loaded

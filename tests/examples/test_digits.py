@@ -1,4 +1,4 @@
-"""The example that tells digits, made short: its rows are the images, it learns, and its picture is well formed."""
+"""The digits example, made short: its rows are the images, it learns, and its chart is well formed."""
 
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -9,60 +9,60 @@ import torch
 
 from examples import digits
 from heddle.parts.context.layout import Layout
-from heddle.parts.positions.axial_rope import AxialRopeConfig, locate
+from heddle.parts.positions.axial_rope import AxialRopeConfig, recover_coordinates
 
 
 def test_rows_are_images() -> None:
     image = np.zeros((1, 8, 8))
     image[0, 2, 5], image[0, 7, 6] = 16, 8
-    rows = digits.rows(image, np.array([3]))
+    rows = digits.encode_images(image, np.array([3]))
     assert rows.labels.tolist() == [[3] + [-1] * 32]
-    assert rows.places is not None
+    assert rows.coordinates is not None
     inked = np.flatnonzero(rows.tokens[0])
-    assert rows.tokens[0, inked].tolist() == [digits.CLASS, 4, 10]  # the right one of a pair, then the left one
-    assert rows.places[0, inked].tolist() == [[3.5, 3.5], [4.5, 2], [6.5, 7]]
+    assert rows.tokens[0, inked].tolist() == [digits.CLASS_TOKEN, 4, 10]  # the right one of a pair, then the left one
+    assert rows.coordinates[0, inked].tolist() == [[3.5, 3.5], [4.5, 2], [6.5, 7]]
 
 
 def test_images_move_without_coming_back_on_the_other_side() -> None:
     image = np.arange(64).reshape(1, 8, 8)
-    there = digits.moved(image, 1, -1)
-    assert there[0, :7, 1:].tolist() == image[0, 1:, :7].tolist()
-    assert not there[0, 7].any()
-    assert not there[0, :, 0].any()
+    shifted = digits.shift_images(image, 1, -1)
+    assert shifted[0, :7, 1:].tolist() == image[0, 1:, :7].tolist()
+    assert not shifted[0, 7].any()
+    assert not shifted[0, :, 0].any()
 
 
-def test_no_image_that_measures_is_trained_on() -> None:
-    data = digits.dataset()
-    assert len(data.test.tokens) == digits.TESTED
-    assert len(data.train.tokens) == 5 * (1797 - digits.TESTED)
-    assert not set(map(bytes, data.test.tokens)) & set(map(bytes, data.train.tokens[: 1797 - digits.TESTED]))
-    assert data.vocab_size == digits.CLASS + 1
+def test_no_test_image_is_trained_on() -> None:
+    data = digits.load_dataset()
+    assert len(data.test.tokens) == digits.TEST_IMAGES
+    assert len(data.train.tokens) == 5 * (1797 - digits.TEST_IMAGES)
+    assert not set(map(bytes, data.test.tokens)) & set(map(bytes, data.train.tokens[: 1797 - digits.TEST_IMAGES]))
+    assert data.vocab_size == digits.CLASS_TOKEN + 1
 
 
 @pytest.mark.parametrize("position", digits.SCHEMES)
 def test_every_scheme_takes_a_step(position: str, tmp_path: Path) -> None:
-    assert 0 <= digits.accuracy(position, 0, 1, tmp_path, digits.dataset()) <= 1
+    assert 0 <= digits.train_and_test(position, 0, 1, tmp_path, digits.load_dataset()) <= 1
 
 
 def test_it_learns(tmp_path: Path) -> None:
-    data = digits.dataset()
-    before, after = (digits.accuracy("axial", 0, steps, tmp_path / str(steps), data) for steps in (1, 60))
+    data = digits.load_dataset()
+    before, after = (digits.train_and_test("axial", 0, steps, tmp_path / str(steps), data) for steps in (1, 60))
     assert before < 0.25
     assert after > before + 0.1
 
 
-def test_places_of_an_image_are_read_back() -> None:
+def test_coordinates_of_an_image_are_recovered() -> None:
     rotation = AxialRopeConfig(base=30.0).build(12)
-    places = torch.from_numpy(digits.places())[None]
+    coordinates = torch.from_numpy(digits.token_coordinates())[None]
     heads = torch.randn(1, 4, 33, 12)
-    turned = rotation(heads, Layout.causal(1, 33).with_places(places))
-    torch.testing.assert_close(locate(rotation, heads, turned), places.float(), rtol=0, atol=1e-4)
+    rotated = rotation(heads, Layout.causal(1, 33).with_coordinates(coordinates))
+    torch.testing.assert_close(recover_coordinates(rotation, heads, rotated), coordinates.float(), rtol=0, atol=1e-4)
 
 
-def test_the_picture_has_a_dot_a_seed() -> None:
-    found = {"axial": [0.95, 1.0], "none": [0.5, 0.7, 0.6]}
-    tree = ElementTree.fromstring(digits.picture(found))
-    dots = [float(one.attrib["cx"]) for one in tree.iter("{http://www.w3.org/2000/svg}circle")]
+def test_the_chart_has_a_dot_for_each_seed() -> None:
+    results = {"axial": [0.95, 1.0], "none": [0.5, 0.7, 0.6]}
+    tree = ElementTree.fromstring(digits.render_svg(results))
+    dots = [float(circle.attrib["cx"]) for circle in tree.iter("{http://www.w3.org/2000/svg}circle")]
     assert len(dots) == 5
     assert max(dots) == dots[1]
     assert "97.5%" in "".join(tree.itertext())

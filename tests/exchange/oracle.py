@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import heddle
-from heddle.exchange.imported import Imported
+from heddle.exchange.imported_model import ImportedModel
 from heddle.exchange.load import load
 from heddle.numerics.experts import routing
 from heddle.parts.feedforwards import moe
@@ -56,19 +56,22 @@ def config_of(family: str, variant: str, **changes: Any) -> Any:
     return AutoConfig.for_model(family, **((CASES[family].base or BASE) | CASES[family].variants[variant] | changes))
 
 
-def as_told(model: Any) -> Any:
+def with_config_limits(model: Any) -> Any:
     """Their model; older versions had gpt-oss's limit and alpha as constants, whatever the config says."""
     for module in model.modules():
         if type(module).__name__ == "GptOssExperts":
-            told = model.config.to_dict()
-            module.limit, module.alpha = told.get("swiglu_limit", 7.0), told.get("swiglu_alpha", 1.702)
+            config_fields = model.config.to_dict()
+            module.limit, module.alpha = (
+                config_fields.get("swiglu_limit", 7.0),
+                config_fields.get("swiglu_alpha", 1.702),
+            )
     return model
 
 
 def drawn(config: Any) -> Any:
     """A model with weights so wide that logits and choices are far from even, and no gain or bias at its start."""
     torch.manual_seed(3)
-    model = as_told(AutoModelForCausalLM.from_config(config, **plain(config.model_type)).float().eval())
+    model = with_config_limits(AutoModelForCausalLM.from_config(config, **plain(config.model_type)).float().eval())
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if (tensor.dim() == 1 and "inv_freq" not in name) or "norm" in name:
@@ -91,7 +94,7 @@ def write(model: Any) -> Path:
 
 
 @cache
-def imported(family: str, variant: str) -> Imported:
+def imported(family: str, variant: str) -> ImportedModel:
     """The same model, read by us."""
     return load(saved(family, variant)[1])
 
@@ -113,14 +116,14 @@ def batch() -> tuple[Tensor, Tensor, heddle.Layout]:
 @torch.no_grad()
 def their_logits(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
-    found: Tensor = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
-    return found
+    logits: Tensor = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    return logits
 
 
 @torch.no_grad()
 def our_logits(model: heddle.Decoder, tokens: Tensor, layout: heddle.Layout | None = None) -> Tensor:
-    found: Tensor = model.head(model(tokens, layout)[0])
-    return found
+    logits: Tensor = model.head(model(tokens, layout)[0])
+    return logits
 
 
 def distance(theirs: Any, ours: heddle.Decoder) -> float:
@@ -136,22 +139,22 @@ def distances(theirs: Any, ours: heddle.Decoder) -> tuple[float, float]:
     tokens, mask, layout = batch()
     with choices() as margins:
         got = our_logits(ours, tokens, layout)
-    kept = mask.bool() & sure(margins, mask)
+    compared = mask.bool() & sure(margins, mask)
     want = their_logits(theirs, tokens, mask)
-    assert float(want[kept].std()) > 0.3, "logits this even would agree whatever the model does"
-    assert kept.sum() > mask.sum() / 2
+    assert float(want[compared].std()) > 0.3, "logits this even would agree whatever the model does"
+    assert compared.sum() > mask.sum() / 2
     with choices() as margins:
         alone = our_logits(ours, tokens[:1]) - their_logits(theirs, tokens[:1])
     clear = sure(margins, torch.ones_like(mask[:1]))
-    return float((got - want)[kept].abs().max()), float(alone[clear].abs().max())
+    return float((got - want)[compared].abs().max()), float(alone[clear].abs().max())
 
 
 @contextmanager
 def choices() -> Iterator[list[Tensor]]:
     """The list takes, of each mixture of experts that runs in the block, by how much each token's choice was clear."""
-    found: list[Tensor] = []
+    logits: list[Tensor] = []
 
-    def watched(numbers: Tensor, balance: Tensor | None, rule: routing.Rule) -> routing.Route:
+    def watched(numbers: Tensor, balance: Tensor | None, rule: routing.RoutingConfig) -> routing.Route:
         scores = numbers.sigmoid() if rule.routing == "sigmoid" else numbers
         scores = scores if balance is None else scores + balance
         clear = torch.full(scores.shape[:-1], math.inf)
@@ -161,11 +164,11 @@ def choices() -> Iterator[list[Tensor]]:
             clear = margin(best, rule.top_groups)
             least = best.topk(rule.top_groups).values[..., -1:]
             scores = inside.masked_fill((best < least)[..., None], -math.inf).flatten(-2)
-        found.append(torch.minimum(clear, margin(scores, rule.top_k)))
+        logits.append(torch.minimum(clear, margin(scores, rule.top_k)))
         return routing.route(numbers, balance, rule)
 
     with patch.object(moe, "route", watched):
-        yield found
+        yield logits
 
 
 def margin(scores: Tensor, number: int) -> Tensor:
@@ -177,6 +180,6 @@ def margin(scores: Tensor, number: int) -> Tensor:
 def sure(margins: list[Tensor], mask: Tensor) -> Tensor:
     """bool [B, T]: the tokens before which, and at which, every choice of real tokens was clear."""
     doubtful = torch.zeros_like(mask)
-    for one in margins:
-        doubtful |= ((one < CLEAR) & mask.bool()).long()
+    for margin in margins:
+        doubtful |= ((margin < CLEAR) & mask.bool()).long()
     return doubtful.cumsum(1) == 0

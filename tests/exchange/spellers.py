@@ -29,7 +29,7 @@ def _pieces(normalizer: Any, pre: Any, decoder: Any) -> Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=["<unk>", "<s>", "</s>", *BYTES], show_progress=False)
     engine.train_from_iterator(TEXTS, trainer)
     data = json.loads(engine.to_str())
-    data["added_tokens"] = [one for one in data["added_tokens"] if one["content"] not in BYTES]
+    data["added_tokens"] = [token for token in data["added_tokens"] if token["content"] not in BYTES]
     engine = Tokenizer.from_str(json.dumps(data))
     engine.normalizer, engine.pre_tokenizer, engine.decoder = normalizer, pre, decoder
     engine.post_processor = _template("<s>", engine)
@@ -138,6 +138,6 @@ MEASURED = {"llama2": 1, "gemma": 0, "mistral": 1, "llama3": 0, "qwen": 0, "gpt2
 
 
 @cache
-def made(name: str) -> str:
+def tokenizer_json(name: str) -> str:
     """The text of a tokenizer.json, in nobody's usual layout."""
     return json.dumps(json.loads(SPELLERS[name][0]().to_str()), indent=3, ensure_ascii=False)

@@ -21,10 +21,10 @@ import heddle
 from heddle.errors import CheckpointError, HeddleError, MachineError
 from heddle.exchange.export import export
 from heddle.exchange.load import load
-from heddle.exchange.shards import CONFIG, INDEX
+from heddle.exchange.safetensors_folder import CONFIG_FILE, INDEX_FILE
 from tests.exchange.cases import CASES
 from tests.exchange.oracle import read_json, saved
-from tests.exchange.spellers import made
+from tests.exchange.spellers import tokenizer_json
 from tests.storage.shared import System, standing_in
 
 FUZZED = [family for family in ("llama", "gemma2", "gpt2", "phi3", "qwen3_moe", "deepseek_v3") if family in CASES]
@@ -49,8 +49,8 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     """The same, exported by us."""
-    found = load(theirs())
-    export(found.model, tmp_path / "own", source=found, shard=40_000)
+    loaded = load(theirs())
+    export(loaded.model, tmp_path / "own", imported=loaded, max_shard_bytes=40_000)
     return tmp_path / "own"
 
 
@@ -92,7 +92,7 @@ def as_type(dtype: torch.dtype) -> Callable[[dict[str, torch.Tensor]], None]:
 def alone(folder: Path) -> Path:
     """All tensors in one file."""
     tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    for file in [*folder.glob("*.safetensors"), folder / INDEX]:
+    for file in [*folder.glob("*.safetensors"), folder / INDEX_FILE]:
         file.unlink()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder / "model.safetensors"
@@ -118,7 +118,7 @@ def gone(file: Path) -> Path:
 
 
 def index(folder: Path, **files: str) -> None:
-    edit(folder / INDEX, **spread(read_json(folder, INDEX), **files))
+    edit(folder / INDEX_FILE, **spread(read_json(folder, INDEX_FILE), **files))
 
 
 def replaced(name: str, content: bytes) -> Damage:
@@ -126,12 +126,12 @@ def replaced(name: str, content: bytes) -> Damage:
 
 
 def fields(**changes: Any) -> Damage:
-    return lambda folder: edit(folder / CONFIG, **changes)
+    return lambda folder: edit(folder / CONFIG_FILE, **changes)
 
 
 def duplicate(folder: Path) -> None:
-    text = (folder / CONFIG).read_text()
-    (folder / CONFIG).write_text(text.replace("{", '{"vocab_size": 12,', 1))
+    text = (folder / CONFIG_FILE).read_text()
+    (folder / CONFIG_FILE).write_text(text.replace("{", '{"vocab_size": 12,', 1))
 
 
 HUGE = 2**31 - 1
@@ -141,8 +141,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "no weights": (lambda f: alone(f).unlink(), r"holds neither model\.safetensors nor"),
     "index leads outside": (lambda f: index(f, x="../../secret.safetensors"), r"index\.json: tensor 'x' is said to be"),
     "index leads to a root": (lambda f: index(f, x="/etc/passwd"), r"index\.json: tensor 'x' is said to be"),
-    "index is no table": (lambda f: edit(f / INDEX, weight_map=[1]), r"index\.json: has no table 'weight_map'"),
-    "index is empty": (lambda f: edit(f / INDEX, weight_map={}), r"tensor '.*' is missing"),
+    "index is no table": (lambda f: edit(f / INDEX_FILE, weight_map=[1]), r"index\.json: has no table 'weight_map'"),
+    "index is empty": (lambda f: edit(f / INDEX_FILE, weight_map={}), r"tensor '.*' is missing"),
     "index names more": (lambda f: index(f, x=shard(f).name), r"safetensors: lacks tensor 'x', which"),
     "index names less": (lambda f: rewrite(shard(f), lambda t: t.update(x=torch.ones(2))), r"holds 'x', which .*index"),
     "a tensor in two shards": (twice, r"safetensors: holds '.*', which .*index"),
@@ -161,16 +161,16 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a kind of wrong kind": (fields(model_type=["llama"]), r"model_type \['llama'\] is not read"),
     "unknown rope": (fields(rope_parameters={"rope_type": "spiral"}), r"rope_type 'spiral' is not known; heddle reads"),
     "rope is no table": (fields(rope_parameters=[1]), r"field 'rope_parameters' .* should be a table"),
-    "no config": (lambda f: (f / CONFIG).unlink(), r"holds no config\.json"),
-    "config is a list": (replaced(CONFIG, b"[1, 2]"), r"config\.json: is no table in JSON"),
-    "config is not UTF-8": (replaced(CONFIG, b'{"a": "\xff"}'), r"config\.json: is not text in UTF-8"),
-    "config is nothing": (replaced(CONFIG, b""), r"config\.json: is no table in JSON"),
-    "config is deep": (replaced(CONFIG, b'{"a":' * 5000 + b"1" + b"}" * 5000), r"config\.json: .*nested too deeply"),
-    "config is rather deep": (replaced(CONFIG, b'{"a":' * 200 + b"1" + b"}" * 200), r"config\.json: .*too deeply"),
-    "config is huge": (lambda f: os.truncate(f / CONFIG, 2**33), r"config\.json: has \d+ bytes, over"),
-    "config is large": (replaced(CONFIG, b'{"a": "' + b"x" * 2**26 + b'"}'), r"config\.json: has more than"),
+    "no config": (lambda f: (f / CONFIG_FILE).unlink(), r"holds no config\.json"),
+    "config is a list": (replaced(CONFIG_FILE, b"[1, 2]"), r"config\.json: is no table in JSON"),
+    "config is not UTF-8": (replaced(CONFIG_FILE, b'{"a": "\xff"}'), r"config\.json: is not text in UTF-8"),
+    "config is nothing": (replaced(CONFIG_FILE, b""), r"config\.json: is no table in JSON"),
+    "config is deep": (replaced(CONFIG_FILE, b'{"a":' * 5000 + b"1" + b"}" * 5000), r"config\.json: .*nested too deeply"),
+    "config is rather deep": (replaced(CONFIG_FILE, b'{"a":' * 200 + b"1" + b"}" * 200), r"config\.json: .*too deeply"),
+    "config is huge": (lambda f: os.truncate(f / CONFIG_FILE, 2**33), r"config\.json: has \d+ bytes, over"),
+    "config is large": (replaced(CONFIG_FILE, b'{"a": "' + b"x" * 2**26 + b'"}'), r"config\.json: has more than"),
     "config with a key twice": (duplicate, r"config\.json: is no table in JSON \(a key stands twice\)"),
-    "config with NaN": (replaced(CONFIG, b'{"rms_norm_eps": NaN}'), r"config\.json: .*NaN is not a JSON number"),
+    "config with NaN": (replaced(CONFIG_FILE, b'{"rms_norm_eps": NaN}'), r"config\.json: .*NaN is not a JSON number"),
     "a text for a number": (fields(hidden_size="42"), r"field 'hidden_size' is '42'; should be of kind int"),
     "true for a number": (fields(num_hidden_layers=True), r"field 'num_hidden_layers' is True; should be of kind int"),
     "no heads": (fields(num_attention_heads=0), r"config\.json"),
@@ -182,7 +182,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a link to nowhere": (lambda f: gone(shard(f)).symlink_to("gone"), r"00001-of.*safetensors: shard is missing"),
     "a broken tokenizer": (replaced("tokenizer.json", b"{}"), r"tokenizer\.json is not a valid tokenizer\.json"),
     "a tokenizer of bytes": (replaced("tokenizer.json", b"\xff\xfe"), r"tokenizer\.json: is not text in UTF-8"),
-    "a large tokenizer": (replaced("tokenizer.json", made("gpt2").encode()), r"tokenizer\.json: has 352 tokens, but"),
+    "a large tokenizer": (replaced("tokenizer.json", tokenizer_json("gpt2").encode()), r"tokenizer\.json: has 352 tokens, but"),
     "settings that are no table": (replaced("generation_config.json", b"[]"), r"generation_config\.json: is no table"),
     "a template of bytes": (replaced("chat_template.jinja", b"\xff"), r"chat_template\.jinja: is not text in UTF-8"),
 }  # fmt: skip
@@ -239,8 +239,8 @@ def test_the_cache_of_a_hub_is_links_to_blobs(folder: Path, own: Path, tmp_path:
         for number, file in enumerate(sorted(source.iterdir())):
             shutil.copy(file, blobs / str(number))
             (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
-        found, plain = load(snapshot).model, load(source).model
-        assert all(torch.equal(a, b) for a, b in zip(found.parameters(), plain.parameters(), strict=True))
+        loaded, expected = load(snapshot).model, load(source).model
+        assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), expected.parameters(), strict=True))
 
 
 def test_a_folder_without_permission(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,13 +265,13 @@ def test_a_file_cut_anywhere(folder: Path) -> None:
         assert file.name in refusal(folder)
 
 
-@given(place=st.integers(0, 10**9), bit=st.integers(0, 7))
+@given(offset=st.integers(0, 10**9), bit=st.integers(0, 7))
 @settings(max_examples=150)
-def test_a_flipped_bit_in_a_header_is_refused_or_changes_no_shape(place: int, bit: int) -> None:
+def test_a_flipped_bit_in_a_header_is_refused_or_changes_no_shape(offset: int, bit: int) -> None:
     folder = _Flipped.folder()
     file = shard(folder)
     raw = file.read_bytes()
-    at = place % (8 + int.from_bytes(raw[:8], "little"))
+    at = offset % (8 + int.from_bytes(raw[:8], "little"))
     file.write_bytes(raw[:at] + bytes([raw[at] ^ 1 << bit]) + raw[at + 1 :])
     text = outcome(folder)
     file.write_bytes(raw)
@@ -302,8 +302,8 @@ class _Flipped:
 def test_any_flipped_bit_of_our_own_export_is_seen(own: Path) -> None:
     for file in sorted(own.iterdir()):
         raw = file.read_bytes()
-        for place in range(0, len(raw), max(1, len(raw) // 23)):
-            file.write_bytes(raw[:place] + bytes([raw[place] ^ 16]) + raw[place + 1 :])
+        for offset in range(0, len(raw), max(1, len(raw) // 23)):
+            file.write_bytes(raw[:offset] + bytes([raw[offset] ^ 16]) + raw[offset + 1 :])
             assert file.name in refusal(own) or "manifest.json" in refusal(own)
         file.write_bytes(raw)
     load(own)
@@ -337,7 +337,7 @@ def test_any_value_in_any_field_is_a_model_or_a_sentence(family: str, data: Any)
     target = source.with_name(source.name + "-fuzzed")
     if not target.is_dir():
         copy(source, target)
-    (target / CONFIG).write_text(json.dumps(config))
+    (target / CONFIG_FILE).write_text(json.dumps(config))
     text = outcome(target)
     assert "\n" not in text
     assert len(text) < 900
@@ -368,12 +368,12 @@ def test_an_export_that_dies_leaves_no_half_of_a_folder(tmp_path: Path) -> None:
     model = load(theirs()).model
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with standing_in(System()) as system:
-        export(model, tmp_path / "out", shard=40_000)
+        export(model, tmp_path / "out", max_shard_bytes=40_000)
     for at in range(1, len(system.trace) + 1, 5):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         with standing_in(System(at, full)):
             try:
-                export(model, tmp_path / "out", shard=40_000)
+                export(model, tmp_path / "out", max_shard_bytes=40_000)
             except MachineError:
                 assert not os.path.lexists(tmp_path / "out")
         if (tmp_path / "out").is_dir():
@@ -383,11 +383,11 @@ def test_an_export_that_dies_leaves_no_half_of_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("same", [True, False])
 def test_a_tied_head_that_was_written_must_be_the_embedding(same: bool, tmp_path: Path) -> None:
     folder = copy(saved("llama", "llama3-tied-biases")[1], tmp_path / "model")
-    held = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     for file in folder.glob("*.safetensors*"):
         file.unlink()
-    head = held["model.embed_tokens.weight"].clone()
-    save_file(held | {"lm_head.weight": head if same else head + 1}, folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": head if same else head + 1}, folder / "model.safetensors")
     if same:
         assert torch.equal(load(folder).model.head.weight, head)
     else:

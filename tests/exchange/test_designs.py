@@ -27,11 +27,11 @@ def designs(draw: st.DrawFn) -> ModelConfig:
         fitting = [label for label in catalogue()[site[1]] if fits(draft.labels | {site: label})]
         draft.labels[site] = draw(st.sampled_from(fitting))
         draft.picks[site] = draw(st.integers(0, 1000))
-    made = attempt(draft)
-    assume(isinstance(made, ModelConfig))
-    assert isinstance(made, ModelConfig)
-    assume(heddle.build(made, device="meta").memory_width is None)
-    return made
+    attempted = attempt(draft)
+    assume(isinstance(attempted, ModelConfig))
+    assert isinstance(attempted, ModelConfig)
+    assume(heddle.build(attempted, device="meta").encoder_width is None)
+    return attempted
 
 
 @settings(max_examples=DESIGNS, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))

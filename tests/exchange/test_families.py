@@ -11,12 +11,11 @@ from safetensors.torch import load_file
 import heddle
 from heddle.exchange.export import export
 from heddle.exchange.family import families
-from heddle.exchange.fit import best
-from heddle.exchange.load import load, read_design
+from heddle.exchange.family_match import best_match
+from heddle.exchange.load import load, original_design
 from tests.exchange.cases import CASES, INERT
 from tests.exchange.oracle import (
     AutoModelForCausalLM,
-    as_told,
     batch,
     config_of,
     distance,
@@ -28,6 +27,7 @@ from tests.exchange.oracle import (
     read_json,
     saved,
     their_logits,
+    with_config_limits,
     write,
 )  # fmt: skip
 
@@ -45,7 +45,7 @@ def test_logits(family: str, variant: str) -> None:
     model, case = imported(family, variant).model, CASES[family]
     padded, alone = distances(saved(family, variant)[0], model)
     assert padded <= (0.0 if case.exact and variant not in case.inexact else 1e-5)
-    windows = any(mixer is not None and mixer.reach is not None for mixer in model.mixers())
+    windows = any(mixer is not None and mixer.window is not None for mixer in model.mixers())
     assert alone <= (0.0 if case.exact and not windows and variant not in case.inexact else 1e-5)
 
 
@@ -56,7 +56,9 @@ def test_logits_in_bfloat16(family: str, variant: str) -> None:
     By the median, since rounding to bfloat16 may choose another expert for some token, on either side.
     """
     wide, folder = saved(family, variant)
-    theirs = as_told(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **plain(family)).eval())
+    theirs = with_config_limits(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **plain(family)).eval()
+    )
     ours = load(folder, dtype=torch.bfloat16).model
     tokens, mask, layout = batch()
     want, got = their_logits(theirs, tokens, mask), our_logits(ours, tokens, layout)
@@ -72,7 +74,7 @@ def test_greedy_text(family: str, variant: str) -> None:
     tokens, mask, layout = batch()
     theirs, _ = saved(family, variant)
     written = theirs.generate(tokens, attention_mask=mask, max_new_tokens=WRITTEN, min_new_tokens=WRITTEN, num_beams=1)
-    prompts = [row[place >= 0].tolist() for row, place in zip(tokens, layout.positions, strict=True)]
+    prompts = [row[position >= 0].tolist() for row, position in zip(tokens, layout.positions, strict=True)]
     ours = heddle.generate(imported(family, variant).model, prompts, max_new_tokens=WRITTEN)
     assert ours == written[:, tokens.shape[1] :].tolist()
 
@@ -80,14 +82,16 @@ def test_greedy_text(family: str, variant: str) -> None:
 @pytest.mark.parametrize(("family", "variant"), VARIANTS)
 def test_exported_again_it_is_the_same_files(family: str, variant: str, tmp_path: Path) -> None:
     theirs, folder = saved(family, variant)
-    found = export(imported(family, variant).model, tmp_path / "out", source=imported(family, variant), shard=50_000)
-    assert found.family.model_type == family
+    result = export(
+        imported(family, variant).model, tmp_path / "out", imported=imported(family, variant), max_shard_bytes=50_000
+    )
+    assert result.family.model_type == family
     mine, original = tensors_of(tmp_path / "out"), tensors_of(folder)
     assert set(mine) == set(original)
     for name, tensor in original.items():
         assert mine[name].dtype == tensor.dtype, name
         assert torch.equal(mine[name], tensor), name
-    again = as_told(AutoModelForCausalLM.from_pretrained(tmp_path / "out", **plain(family)).eval())
+    again = with_config_limits(AutoModelForCausalLM.from_pretrained(tmp_path / "out", **plain(family)).eval())
     assert type(again) is type(theirs)
     tokens, mask, _ = batch()
     weights = again.state_dict()
@@ -101,25 +105,25 @@ def test_exported_again_it_is_the_same_files(family: str, variant: str, tmp_path
 
 @pytest.mark.parametrize(("family", "variant"), VARIANTS)
 def test_back_and_forth_design_and_weights_are_bit_equal(family: str, variant: str, tmp_path: Path) -> None:
-    given = imported(family, variant)
-    model = heddle.build(given.model.config.replace(initialisation=given.model.config.initialisation), seed=5)
-    export(model, tmp_path / "out", source=given)
+    source = imported(family, variant)
+    model = heddle.build(source.model.config.replace(initialization=source.model.config.initialization), seed=5)
+    export(model, tmp_path / "out", imported=source)
     again = load(tmp_path / "out")
     assert again.model.config == model.config
-    assert again.carried == given.carried
+    assert again.preserved_config == source.preserved_config
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, again.model.get_parameter(name)), name
 
 
 def numbers(data: dict[str, Any], path: str = "") -> list[str]:
     """The paths of all numbers and truth values of a config, inner tables and lists of numbers among them."""
-    found = []
+    result = []
     for name, value in data.items():
         if isinstance(value, dict):
-            found += numbers(value, f"{path}{name}.")
+            result += numbers(value, f"{path}{name}.")
         elif isinstance(value, bool | int | float) or (isinstance(value, list) and value and value[0] != str(value[0])):
-            found.append(path + name)
-    return found
+            result.append(path + name)
+    return result
 
 
 def changed(value: Any) -> list[Any]:
@@ -155,7 +159,7 @@ def test_each_number_of_the_config_changes_both_sides_alike(family: str, variant
     if last in CASES[family].fixed:
         for value in changed(_at(config, outer)[last]):
             with pytest.raises(heddle.errors.ConfigError, match=last):
-                read_design(config | {last: value}, families()[family], "config.json")
+                original_design(config | {last: value}, families()[family], "config.json")
         return
     errors = []
     for value in changed(_at(config, outer)[last]):
@@ -223,5 +227,5 @@ def test_a_field_that_nobody_knows_is_refused_by_name(family: str, tmp_path: Pat
 def test_every_parameter_has_its_rule_and_every_family_fits_its_own(family: str) -> None:
     for variant in CASES[family].variants:
         model = imported(family, variant).model
-        assert best(model.config, family).family.model_type == family
+        assert best_match(model.config, family).family.model_type == family
         assert config_of(family, variant).model_type == family

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer as Engine
 import heddle
 from heddle.errors import CheckpointError, ConfigError, DataError, MachineError
 from heddle.exchange.gguf import export as exporting
-from heddle.exchange.gguf import export_gguf, tensors
-from heddle.exchange.gguf.architectures import ARCHITECTURES, runs_as
-from heddle.exchange.gguf.vocabulary import IGNORES_MERGES, SPLITS, vocabulary
-from heddle.exchange.imported import Imported
+from heddle.exchange.gguf import export_gguf, gguf_tensors
+from heddle.exchange.gguf.architectures import ARCHITECTURES, match_architecture
+from heddle.exchange.gguf.tokenizer import IGNORE_MERGES, PRE_TOKENIZERS, tokenizer_keys
+from heddle.exchange.imported_model import ImportedModel
 from heddle.exchange.load import load
 from heddle.model.config import ModelConfig
 from heddle.tokenization.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ def tokenizer() -> Tokenizer:
 
 
 @cache
-def given(family: str, variant: str) -> tuple[Any, Imported]:
+def model_pair(family: str, variant: str) -> tuple[Any, ImportedModel]:
     """A model of transformers with random weights, and the same read by us."""
     theirs = drawn(AutoConfig.for_model(family, **(BASE | VARIANTS[family][variant])))
     return theirs, load(write(theirs))
@@ -127,7 +127,7 @@ def distance(file: Path, theirs: Any) -> float:
 
 @pytest.mark.parametrize(("family", "variant"), PAIRS)
 def test_llama_cpp_computes_what_transformers_does(family: str, variant: str, tmp_path: Path) -> None:
-    theirs, ours = given(family, variant)
+    theirs, ours = model_pair(family, variant)
     file = tmp_path / "model.gguf"
     _, graph = export_gguf(ours.model, file, tokenizer())
     assert graph == ARCHITECTURES[family].name
@@ -176,12 +176,12 @@ TEXTS = [
 
 
 def test_llama_cpp_cuts_texts_as_we_do(tmp_path: Path) -> None:
-    _, ours = given("llama", "plain")
+    _, ours = model_pair("llama", "plain")
     export_gguf(ours.model, tmp_path / "model.gguf", tokenizer())
     texts = [*TEXTS, (ROOT / "README.md").read_text(encoding="utf-8")]
     answers = run(tmp_path / "model.gguf", [{"text": text, "spell": True} for text in texts])
     for text, answer in zip(texts, answers, strict=True):
-        assert answer["prompt"] == [tokenizer().end, *tokenizer().encode(text)], repr(text[:40])
+        assert answer["prompt"] == [tokenizer().eod_id, *tokenizer().encode(text)], repr(text[:40])
 
 
 def other_tokenizer(pattern: str | None, ignores_merges: bool) -> Tokenizer:
@@ -199,23 +199,23 @@ def other_tokenizer(pattern: str | None, ignores_merges: bool) -> Tokenizer:
     return Tokenizer.from_json(engine.to_str())
 
 
-@pytest.mark.parametrize("pattern", [None, *SPLITS], ids=["bytes", *SPLITS.values()])
+@pytest.mark.parametrize("pattern", [None, *PRE_TOKENIZERS], ids=["bytes", *PRE_TOKENIZERS.values()])
 def test_splits_that_llama_cpp_has_a_name_for(pattern: str | None, tmp_path: Path) -> None:
-    _, ours = given("llama", "plain")
-    name = "gpt-2" if pattern is None else SPLITS[pattern]
-    other = other_tokenizer(pattern, name in IGNORES_MERGES)
+    _, ours = model_pair("llama", "plain")
+    name = "gpt-2" if pattern is None else PRE_TOKENIZERS[pattern]
+    other = other_tokenizer(pattern, name in IGNORE_MERGES)
     export_gguf(ours.model, tmp_path / "model.gguf", other)
     fields = GGUFReader(tmp_path / "model.gguf").fields
     assert fields["tokenizer.ggml.pre"].contents() == name
     texts = [*TEXTS, "x's X'S I'VE 1234567 !!!\n\n\n  y\n \n(a)\t\t\tb  "]
     answers = run(tmp_path / "model.gguf", [{"text": text, "spell": True} for text in texts])
     for text, answer in zip(texts, answers, strict=True):
-        assert answer["prompt"] == [other.end, *other.encode(text)], repr(text[:40])
+        assert answer["prompt"] == [other.eod_id, *other.encode(text)], repr(text[:40])
 
 
 def test_llama_cpp_writes_the_same_text(tmp_path: Path) -> None:
     """From text to text: the tokenizer, what opens a text and what ends it, and every type of weights runs."""
-    _, ours = given("llama", "llama3-tied-biases")
+    _, ours = model_pair("llama", "llama3-tied-biases")
     for dtype in ROUNDED:
         export_gguf(ours.model, tmp_path / "model.gguf", tokenizer(), dtype=dtype)
         answer = run(tmp_path / "model.gguf", [{"text": "The six nouns", "n": WRITTEN}])[0]
@@ -226,7 +226,7 @@ def test_llama_cpp_writes_the_same_text(tmp_path: Path) -> None:
 
 
 def test_the_file_tells_all_that_llama_cpp_asks(tmp_path: Path) -> None:
-    _, ours = given("llama", "plain")
+    _, ours = model_pair("llama", "plain")
     export_gguf(ours.model, tmp_path / "named.gguf", tokenizer())
     fields = {name: field.contents() for name, field in GGUFReader(tmp_path / "named.gguf").fields.items()}
     assert {name.partition(".")[2]: value for name, value in fields.items() if name.startswith("llama.")} == {
@@ -245,20 +245,20 @@ def test_the_file_tells_all_that_llama_cpp_asks(tmp_path: Path) -> None:
     }
     assert fields["general.name"] == "named"
     assert fields["tokenizer.ggml.pre"] == "gpt-2"
-    end = tokenizer().end
+    end = tokenizer().eod_id
     assert (fields["tokenizer.ggml.bos_token_id"], fields["tokenizer.ggml.eos_token_id"]) == (end, end)
     assert fields["tokenizer.ggml.add_bos_token"] is True
     assert fields["tokenizer.ggml.tokens"][end] == "<|end|>"
     assert fields["tokenizer.ggml.token_type"][end] == 3
     assert fields["tokenizer.ggml.token_type"][-1] == 5
     assert len(fields["tokenizer.ggml.tokens"]) == len(fields["tokenizer.ggml.token_type"]) == ROWS
-    export_gguf(ours.model, tmp_path / "named.gguf", tokenizer(), source=ours)
+    export_gguf(ours.model, tmp_path / "named.gguf", tokenizer(), imported=ours)
     carried = GGUFReader(tmp_path / "named.gguf").fields["llama.context_length"].contents()
     assert carried == 300
 
 
 def test_without_a_tokenizer_it_runs_on_tokens(tmp_path: Path) -> None:
-    theirs, ours = given("llama", "plain")
+    theirs, ours = model_pair("llama", "plain")
     export_gguf(ours.model, tmp_path / "model.gguf")
     again = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").eval()
     assert torch.equal(logits_of(again, prompt()), logits_of(theirs, prompt()))
@@ -266,9 +266,9 @@ def test_without_a_tokenizer_it_runs_on_tokens(tmp_path: Path) -> None:
 
 def _drop(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     """A key is not written."""
-    add = exporting._add
+    add = exporting._add_key
     return lambda patch: patch.setattr(
-        exporting, "_add", lambda writer, key, value: None if key.endswith(name) else add(writer, key, value)
+        exporting, "_add_key", lambda writer, key, value: None if key.endswith(name) else add(writer, key, value)
     )
 
 
@@ -277,13 +277,13 @@ def _graph(family: str, **fields: Any) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setitem(ARCHITECTURES, family, replace(ARCHITECTURES[family], **fields))
 
 
-INTERLEAVED = tensors.interleaved
+INTERLEAVED = gguf_tensors.interleave_rope_rows
 PLANTED: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
-    "rows as they are": ("llama", "plain", _graph("llama", interleaved=False)),
+    "rows as they are": ("llama", "plain", _graph("llama", interleaved_rope=False)),
     "rows of all heads as one": (
-        "llama", "plain", lambda patch: patch.setattr(tensors, "interleaved", lambda x, heads: INTERLEAVED(x, 1)),
+        "llama", "plain", lambda patch: patch.setattr(gguf_tensors, "interleave_rope_rows", lambda x, heads: INTERLEAVED(x, 1)),
     ),
-    "no factors": ("llama", "llama3-tied-biases", lambda patch: patch.setattr(exporting, "_factors", lambda model: {})),
+    "no factors": ("llama", "llama3-tied-biases", lambda patch: patch.setattr(exporting, "_rope_factors", lambda model: {})),
     "no base": ("llama", "plain", _drop("rope.freq_base")),
     "no factor": ("llama", "one-kv-head-linear", _drop("rope.scaling.factor")),
     "no original length": ("llama", "yarn", _drop("rope.scaling.original_context_length")),
@@ -291,14 +291,14 @@ PLANTED: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
     "no window": ("gemma2", "plain", _drop("attention.sliding_window")),
     "no cap of scores": ("gemma2", "plain", _drop("attn_logit_softcapping")),
     "no cap of logits": ("gemma2", "plain", _drop("final_logit_softcapping")),
-    "offset left out": ("gemma2", "plain", _graph("gemma2", offset=False)),
+    "offset left out": ("gemma2", "plain", _graph("gemma2", norm_plus_one=False)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_faults_are_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family, variant, plant = PLANTED[name]
-    theirs, ours = given(family, variant)
+    theirs, ours = model_pair(family, variant)
     plant(monkeypatch)
     export_gguf(ours.model, tmp_path / "model.gguf", tokenizer())
     assert distance(tmp_path / "model.gguf", theirs) > 2 * CLOSE_WITH_GELU
@@ -307,7 +307,7 @@ def test_planted_faults_are_seen(name: str, tmp_path: Path, monkeypatch: pytest.
 REFUSED = [
     ("layers.*.mixer.window=64", "layers.*.mixer.window"),
     ("layers.*.feedforward.activation=gelu", "layers.*.feedforward.activation"),
-    ("layers.*.mixer.position.dim=16", "layers.*.mixer.position.dim"),
+    ("layers.*.mixer.position.rotary_dim=16", "layers.*.mixer.position.rotary_dim"),
     ("layers.*.mixer.position.layout=interleaved", "layers.*.mixer.position.layout"),
     ("layers.*.mixer.scale=0.5", "layers.*.mixer.scale"),
     ("layers.*.mixer.sink=true", "layers.*.mixer.sink"),
@@ -328,14 +328,14 @@ def test_what_llama_cpp_cannot_run_is_named_with_a_change_that_helps(override: s
         export_gguf(heddle.build(design, device="meta"), tmp_path / "model.gguf")
     assert f"{path} is " in str(caught.value)
     changes = str(caught.value).rpartition(" with ")[2].split(" ")
-    runs_as(heddle.load_config("preset:gqa-tiny", overrides=["vocab_size=300", override, *changes]))
+    match_architecture(heddle.load_config("preset:gqa-tiny", overrides=["vocab_size=300", override, *changes]))
     assert list(tmp_path.iterdir()) == []
 
 
 def refused(design: ModelConfig) -> str | None:
     """Why llama.cpp cannot run a design."""
     try:
-        runs_as(design)
+        match_architecture(design)
     except ConfigError as error:
         return str(error)
     return None
@@ -363,7 +363,7 @@ def test_a_tokenizer_that_llama_cpp_does_not_know_is_refused() -> None:
     other = tokenizer().to_json().replace(r"\\p{N}{1,256}", r"\\p{N}{1,2}")
     assert other != tokenizer().to_json()
     with pytest.raises(DataError, match=r"llama\.cpp has no name"):
-        vocabulary(Tokenizer.from_json(other), ROWS)
+        tokenizer_keys(Tokenizer.from_json(other), ROWS)
 
 
 class Torn(Exception):
@@ -371,16 +371,16 @@ class Torn(Exception):
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, ours = given("llama", "plain")
+    _, ours = model_pair("llama", "plain")
     file = tmp_path / "model.gguf"
     export_gguf(ours.model, file, tokenizer())
     before = file.read_bytes()
 
-    def make(piece: tensors.Piece, found: Any) -> torch.Tensor:
+    def build(spec: gguf_tensors.GGUFTensor, tensors: Any) -> torch.Tensor:
         raise Torn
 
     with monkeypatch.context() as patch:
-        patch.setattr(tensors.Piece, "make", make)
+        patch.setattr(gguf_tensors.GGUFTensor, "build", build)
         with pytest.raises(Torn):
             export_gguf(ours.model, file, tokenizer(), dtype=torch.float16)
         with pytest.raises(Torn):
@@ -392,7 +392,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, ours = given("llama", "plain")
+    _, ours = model_pair("llama", "plain")
 
     def write_tensor_data(writer: GGUFWriter, tensor: Any) -> None:
         raise OSError("1200 requested and 17 written")  # as numpy says it
@@ -404,17 +404,17 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_stands_there_is_left_as_it_is(tmp_path: Path) -> None:
-    _, ours = given("llama", "plain")
+    _, ours = model_pair("llama", "plain")
     (tmp_path / "notes.gguf").write_text("my notes")
     (tmp_path / "folder.gguf").mkdir()
-    for name, told in (("notes.gguf", "is no GGUF"), ("folder.gguf", "is a folder"), ("model.bin", "ends in .gguf")):
-        with pytest.raises(CheckpointError, match=told):
+    for name, message in (("notes.gguf", "is no GGUF"), ("folder.gguf", "is a folder"), ("model.bin", "ends in .gguf")):
+        with pytest.raises(CheckpointError, match=message):
             export_gguf(ours.model, tmp_path / name, tokenizer())
     assert (tmp_path / "notes.gguf").read_text() == "my notes"
 
 
 def test_a_missing_package_or_a_wrong_type_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, ours = given("llama", "plain")
+    _, ours = model_pair("llama", "plain")
     with pytest.raises(ConfigError, match=r"dtype torch\.int8"):
         export_gguf(ours.model, tmp_path / "model.gguf", dtype=torch.int8)
     monkeypatch.setitem(sys.modules, "gguf", None)

@@ -7,7 +7,7 @@ from transformers import GptOssConfig
 
 from heddle.errors import ConfigError
 from heddle.exchange.family import families
-from heddle.exchange.fit import fit, fits, read
+from heddle.exchange.family_match import design_from_config, match_family, rank_families
 from heddle.model.config import ModelConfig
 from tests.cases import CASES, case
 from tests.exchange.cases import GPT_OSS
@@ -34,11 +34,11 @@ PUBLISHED: dict[str, Any] = {
 
 
 def design(**changes: Any) -> ModelConfig:
-    return read(SMALL | changes, FAMILY)
+    return design_from_config(SMALL | changes, FAMILY)
 
 
 def test_absent_fields_are_what_their_class_makes_of_them() -> None:
-    assert design() == read(GptOssConfig(**SMALL).to_dict(), FAMILY)
+    assert design() == design_from_config(GptOssConfig(**SMALL).to_dict(), FAMILY)
     windows = [getattr(layer.mixer, "window", None) for _, layer in design().expand()]
     assert windows == [128, None, 128, None]
 
@@ -68,15 +68,15 @@ def test_what_the_family_does_not_have_is_refused(changes: dict[str, Any], words
 
 def test_a_loss_of_training_is_taken_where_they_take_it() -> None:
     """By the loss that Mixtral has too: coef · k / L, with 2 of the experts chosen in each of 4 layers."""
-    told = design(output_router_logits=True, router_aux_loss_coef=0.05).dump()
-    assert {layer["feedforward"]["aux_loss"] for layer in told["layers"]} == {0.05 * 2 / 4}
+    data = design(output_router_logits=True, router_aux_loss_coef=0.05).dump()
+    assert {layer["feedforward"]["aux_loss"] for layer in data["layers"]} == {0.05 * 2 / 4}
     assert "aux_loss" not in design(router_aux_loss_coef=0.05).dump()["layers"][0]["feedforward"]
 
 
 def test_every_design_can_be_held_against_the_family_and_only_its_own_fit() -> None:
-    assert not fit(design(**{**GPT_OSS, "layer_types": ["full_attention"] * 4}), FAMILY).obstacles
-    assert all(fit(case(name), FAMILY).obstacles for name in CASES)
+    assert not match_family(design(**{**GPT_OSS, "layer_types": ["full_attention"] * 4}), FAMILY).mismatches
+    assert all(match_family(case(name), FAMILY).mismatches for name in CASES)
 
 
 def test_clamped_experts_are_no_other_familys() -> None:
-    assert [one.family.model_type for one in fits(design()) if not one.obstacles] == ["gpt_oss"]
+    assert [match.family.model_type for match in rank_families(design()) if not match.mismatches] == ["gpt_oss"]

@@ -29,18 +29,18 @@ print(held("VmHWM") - before, sum(p.numel() * p.element_size() for p in kept.mod
 """
 
 
-def made(folder: Path, hidden: int, experts: int) -> None:
+def write_model(folder: Path, hidden: int, experts: int) -> None:
     """A folder in Mixtral's names."""
     mixer = {"kind": "attention", "heads": 8, "kv_heads": 2, "position": {"kind": "rope"}}
     moe = {"kind": "moe", "experts": experts, "top_k": 2, "hidden": hidden}
     layer = {"repeat": 3, "mixer": mixer, "feedforward": moe}
     data = DEFAULTS | {"vocab_size": 4096, "width": 512, "layers": [layer], "head": {"tied": False}}
-    assert export(heddle.build(decode(ModelConfig, data)), folder, shard=SHARD).family.model_type == "mixtral"
+    assert export(heddle.build(decode(ModelConfig, data)), folder, max_shard_bytes=SHARD).family.model_type == "mixtral"
 
 
 def test_peak_of_an_import(tmp_path: Path) -> None:
-    made(tmp_path / "small", 8, 2)
-    made(tmp_path / "large", 160, 60)  # 540 tensors of 0.3 MB in experts, 210 MB in all
+    write_model(tmp_path / "small", 8, 2)
+    write_model(tmp_path / "large", 160, 60)  # 540 tensors of 0.3 MB in experts, 210 MB in all
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "large")]

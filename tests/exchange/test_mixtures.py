@@ -14,10 +14,10 @@ from heddle.config import decode
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.export import export
 from heddle.exchange.family import families
-from heddle.exchange.fit import best, fit, read
-from heddle.exchange.load import load, read_design
+from heddle.exchange.family_match import best_match, design_from_config, match_family
+from heddle.exchange.load import load, original_design
 from heddle.model.config import ModelConfig
-from heddle.parts.modules.router_statistics import ledger
+from heddle.parts.modules.router_statistics import record_router_statistics
 from tests.exchange.oracle import batch, config_of, drawn, our_logits, read_json, saved, write
 
 
@@ -36,21 +36,21 @@ def add(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "told"),
+    ("family", "name", "prefix"),
     [
         ("deepseek_v3", "model.layers.3.eh_proj.weight", "model.layers.3."),
         ("qwen3_next", "mtp.fc.weight", "mtp."),
     ],
 )
 def test_what_predicts_further_tokens_is_left_out_and_told(
-    family: str, name: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str, name: str, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = copy(family, "plain", tmp_path)
     add(folder, name)
     tokens, _, layout = batch()
-    found = our_logits(load(folder).model, tokens, layout)
-    assert f"left out: tensors {told}…" in capsys.readouterr().err
-    assert torch.equal(found, our_logits(load(saved(family, "plain")[1]).model, tokens, layout))
+    actual = our_logits(load(folder).model, tokens, layout)
+    assert f"ignored: tensors {prefix}…" in capsys.readouterr().err
+    assert torch.equal(actual, our_logits(load(saved(family, "plain")[1]).model, tokens, layout))
 
 
 @pytest.mark.parametrize("name", ["model.layers.4.mlp.up_proj.weight", "mtp.fc.weight"])
@@ -66,21 +66,21 @@ def test_the_balancing_bias_stays_in_float32(tmp_path: Path) -> None:
     for layer in model.model.layers[1:]:
         layer.mlp.gate.e_score_correction_bias = layer.mlp.gate.e_score_correction_bias.float()
     folder = write(model)
-    given = load(folder)
-    told = {name: parameter.dtype for name, parameter in given.model.named_parameters()}
-    wide = {name for name, dtype in told.items() if dtype == torch.float32}
-    assert wide == {f"layers.{index}.feedforward.router.balance" for index in (1, 2)}
-    assert set(told.values()) == {torch.float32, torch.bfloat16}
-    export(given.model, tmp_path / "out", source=given)
+    imported = load(folder)
+    dtypes = {name: parameter.dtype for name, parameter in imported.model.named_parameters()}
+    wide = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert wide == {f"layers.{index}.feedforward.router.expert_bias" for index in (1, 2)}
+    assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+    export(imported.model, tmp_path / "out", imported=imported)
     files = [load_file(file) for file in (*folder.glob("*.safetensors"), *(tmp_path / "out").glob("*.safetensors"))]
     mine, theirs = files.pop(), {name: tensor for tensors in files for name, tensor in tensors.items()}
     assert all(mine[name].dtype == tensor.dtype and torch.equal(mine[name], tensor) for name, tensor in theirs.items())
     tokens, _, layout = batch()
     exact = load(folder, torch.float32).model
-    distance = (our_logits(given.model, tokens, layout) - our_logits(exact, tokens, layout)).abs()
+    distance = (our_logits(imported.model, tokens, layout) - our_logits(exact, tokens, layout)).abs()
     assert 0.0 < float(distance[layout.positions >= 0].median()) < 0.05
     lowered = load(saved("deepseek_v3", "plain")[1], torch.bfloat16).model
-    assert lowered.get_parameter("layers.1.feedforward.router.balance").dtype == torch.float32
+    assert lowered.get_parameter("layers.1.feedforward.router.expert_bias").dtype == torch.float32
     assert lowered.embed.weight.dtype == torch.bfloat16
 
 
@@ -90,12 +90,12 @@ def test_their_balancing_loss_is_ours_of_one_layer_and_row(family: str) -> None:
     model = drawn(config_of(family, "plain" if family == "mixtral" else "dense-between", **changes))
     ours = load(write(model)).model.train()
     tokens = batch()[0][:1]
-    with torch.no_grad(), ledger() as kept:
+    with torch.no_grad(), record_router_statistics() as recorder:
         ours(tokens)
         want = 0.03 * model(tokens).aux_loss
-    (entry,) = kept.entries
-    assert entry.penalty is not None
-    torch.testing.assert_close(entry.penalty / tokens.numel(), want)
+    (entry,) = recorder.entries
+    assert entry.aux_loss is not None
+    torch.testing.assert_close(entry.aux_loss / tokens.numel(), want)
 
 
 @pytest.mark.parametrize("coefficient", [0.001, 0.02, 1 / 3])
@@ -104,10 +104,10 @@ def test_the_coefficient_of_a_loss_comes_back(coefficient: float, layers: int, t
     changes = {"num_hidden_layers": layers, "num_experts_per_tok": top_k, "num_experts": 8}
     coefficient = float(f"{coefficient:.12g}")
     config = config_of("mixtral", "plain", **changes, output_router_logits=True, router_aux_loss_coef=coefficient)
-    design = read(json.loads(config.to_json_string()), families()["mixtral"])
+    design = design_from_config(json.loads(config.to_json_string()), families()["mixtral"])
     loss = design.dump()["layers"][0]["feedforward"]["aux_loss"]
     assert loss == pytest.approx(coefficient * top_k / layers)
-    assert families()["mixtral"].write(design.resolved())["router_aux_loss_coef"] == coefficient
+    assert families()["mixtral"].write_config(design.resolved())["router_aux_loss_coef"] == coefficient
 
 
 def altered(family: str, variant: str, **feedforward: Any) -> ModelConfig:
@@ -123,23 +123,23 @@ SAME = [
     ("deepseek_v3", {"groups": None, "top_groups": None}),
     ("deepseek_v3", {"groups": 1, "top_groups": 1}),
     ("deepseek_v3", {"shared": 1, "shared_hidden": 60}),
-    ("deepseek_v3", {"bias_update": 0.001, "aux_loss": 0.0001, "z_loss": 0.1, "capacity": 2.0}),
+    ("deepseek_v3", {"bias_update": 0.001, "aux_loss": 0.0001, "z_loss": 0.1, "capacity_factor": 2.0}),
     ("qwen3_next", {"shared": 3, "shared_hidden": None}),
 ]
 
 
 @pytest.mark.parametrize(("family", "fields"), SAME)
 def test_other_words_for_what_a_family_has_fit_it(family: str, fields: dict[str, Any]) -> None:
-    assert best(altered(family, "plain", **fields)).family.model_type == family
+    assert best_match(altered(family, "plain", **fields)).family.model_type == family
 
 
 OTHER = [
     ("deepseek_v3", {"bias_update": None}, "bias_update=0.0"),
     ("deepseek_v3", {"shared": 1, "shared_hidden": 50}, "shared_hidden=40"),
-    ("deepseek_v2", {"renormalise": True}, "renormalise=false"),
+    ("deepseek_v2", {"renormalize": True}, "renormalize=false"),
     ("qwen3_next", {"shared_gate": False}, "shared_gate=true"),
     ("qwen3_moe", {"scale": 2.0}, "scale=1.0"),
-    ("mixtral", {"renormalise": False}, "renormalise=true"),
+    ("mixtral", {"renormalize": False}, "renormalize=true"),
     ("mixtral", {"routing": "topk_softmax"}, "routing=softmax_topk"),
 ]
 
@@ -149,8 +149,8 @@ def test_what_a_family_has_not_is_told_as_the_change_that_is_needed(
     family: str, fields: dict[str, Any], change: str
 ) -> None:
     variant = {"deepseek_v2": "greedy", "qwen3_moe": "dense-between"}.get(family, "plain")
-    found = fit(altered(family, variant, **fields), families()[family])
-    assert {str(one).partition("feedforward.")[2] for one in found.obstacles} == {change}
+    actual = match_family(altered(family, variant, **fields), families()[family])
+    assert {str(mismatch).partition("feedforward.")[2] for mismatch in actual.mismatches} == {change}
 
 
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
@@ -175,7 +175,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
 def test_refused_by_name(family: str, variant: str, fields: dict[str, Any], named: str) -> None:
     config = read_json(saved(family, variant)[1]) | fields
     with pytest.raises(ConfigError, match=f"^config.json: field '{named}' is "):
-        read_design(config, families()[family], "config.json")
+        original_design(config, families()[family], "config.json")
 
 
 @pytest.mark.parametrize("change", [{"mscale": None}, {"attention_factor": 1.5}])
@@ -183,7 +183,7 @@ def test_scores_that_a_scaling_multiplies_by_half_a_pair_are_refused(change: dic
     config = read_json(saved("deepseek_v3", "yarn-bias-tied")[1])
     config["rope_parameters"] = config["rope_parameters"] | change
     with pytest.raises(ConfigError, match="mscale_all_dim"):
-        read_design(config, families()["deepseek_v3"], "config.json")
+        original_design(config, families()["deepseek_v3"], "config.json")
 
 
 def test_experts_of_a_shared_bias_have_none() -> None:

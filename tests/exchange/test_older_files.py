@@ -12,7 +12,7 @@ import heddle
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.export import export
 from heddle.exchange.family import families
-from heddle.exchange.fit import best, fit
+from heddle.exchange.family_match import best_match, match_family
 from heddle.exchange.load import load
 from tests.exchange.cases import Fields
 from tests.exchange.oracle import AutoModelForCausalLM, batch, distance, imported, read_json, saved, their_logits
@@ -40,7 +40,7 @@ def test_gpt2_without_a_prefix_and_with_its_masks(tmp_path: Path, capsys: pytest
 
     folder = rewritten("gpt2", "plain", tmp_path / "older", older)
     assert distance(saved("gpt2", "plain")[0], load(folder).model) <= 1e-5
-    assert "left out: tensors *.attn.bias" in capsys.readouterr().err
+    assert "ignored: tensors *.attn.bias" in capsys.readouterr().err
 
 
 def test_a_bias_that_a_family_does_not_have_is_no_mask(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_phi3_with_longrope_as_it_was_called(tmp_path: Path) -> None:
 
     folder = rewritten("phi3", "all-shorter", tmp_path / "older", older)
     assert distance(saved("phi3", "all-shorter")[0], load(folder).model) <= 1e-5
-    again = best(load(folder).model.config, "phi3").config
+    again = best_match(load(folder).model.config, "phi3").config
     assert (again["max_position_embeddings"], again["original_max_position_embeddings"]) == (512, 128)
 
 
@@ -107,37 +107,37 @@ def test_gptj_with_rotary_dim_null(tmp_path: Path) -> None:
         load(folder)
     config = read_json(folder) | {"n_head": 1}
     (folder / "config.json").write_text(json.dumps(config))
-    told = config | {"rotary_dim": 48}
+    changed = config | {"rotary_dim": 48}
     ours = load(folder).model.config
-    (folder / "config.json").write_text(json.dumps(told))
+    (folder / "config.json").write_text(json.dumps(changed))
     assert load(folder).model.config == ours
 
 
-@pytest.mark.parametrize(("family", "place"), [("llama", "top"), ("cohere", "top"), ("cohere", "table")])
-def test_a_part_of_the_dims_that_the_family_would_not_look_at(family: str, place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "field"), [("llama", "top"), ("cohere", "top"), ("cohere", "table")])
+def test_a_part_of_the_dims_that_the_family_would_not_look_at(family: str, field: str, tmp_path: Path) -> None:
     def partial(config: Fields, tensors: Tensors) -> Tensors:
-        (config if place == "top" else config["rope_parameters"])["partial_rotary_factor"] = 0.5
+        (config if field == "top" else config["rope_parameters"])["partial_rotary_factor"] = 0.5
         return tensors
 
-    with pytest.raises(ConfigError, match=r"'partial_rotary_factor' is 0\.5; models of this family turn all dims"):
+    with pytest.raises(ConfigError, match=r"'partial_rotary_factor' is 0\.5; models of this family rotate all dims"):
         load(rewritten(family, "plain", tmp_path / "partial", partial))
     data = imported(family, "plain").model.config.resolved().dump()
     for layer in data["layers"]:
-        layer["mixer"]["position"]["dim"] = 4
-    paths = [one.path for one in fit(heddle.load_config(data), families()[family]).obstacles]
-    assert paths == ["layers.*.mixer.position.dim"]
+        layer["mixer"]["position"]["rotary_dim"] = 4
+    paths = [mismatch.path for mismatch in match_family(heddle.load_config(data), families()[family]).mismatches]
+    assert paths == ["layers.*.mixer.position.rotary_dim"]
 
 
 def test_an_export_names_lengths_and_tokens_that_mean_no_other_design(tmp_path: Path) -> None:
     """A table that was made longer is told; tokens that nobody named are null, not the family's own."""
     source = imported("gpt2", "plain")
     longer = heddle.build(heddle.load_config(source.model.config.dump(), ["embedding.position.length=200"]))
-    export(longer, tmp_path / "gpt2", source=source)
+    export(longer, tmp_path / "gpt2", imported=source)
     assert read_json(tmp_path / "gpt2")["n_positions"] == 200
-    export(imported("gptj", "plain").model, tmp_path / "gptj", source=imported("gptj", "plain"))
+    export(imported("gptj", "plain").model, tmp_path / "gptj", imported=imported("gptj", "plain"))
     assert read_json(tmp_path / "gptj")["n_positions"] == 128
     model = imported("phi3", "plain").model
-    drop = [f"layers.0.{place}" for place in ("mixer.window=9", "mixer.position.dim=4")]
+    drop = [f"layers.0.{field}" for field in ("mixer.window=9", "mixer.position.rotary_dim=4")]
     other = heddle.build(heddle.load_config(model.config.dump(), drop)).eval()
     assert export(other, tmp_path / "phi3").family.model_type == "phi3"
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "phi3").eval()  # padding 32000 would not be in 97

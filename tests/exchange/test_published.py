@@ -8,7 +8,7 @@ import torch
 
 import heddle
 from heddle.exchange.family import families
-from heddle.exchange.fit import best, differences, read
+from heddle.exchange.family_match import best_match, design_from_config, differences
 from tests.exchange.oracle import PLAIN, AutoConfig, AutoModelForCausalLM
 
 Fields = dict[str, Any]
@@ -16,8 +16,8 @@ Fields = dict[str, Any]
 
 def words(text: str, **fields: Any) -> Fields:
     """`name value` pairs, of JSON values."""
-    given = text.split()
-    return {name: json.loads(value) for name, value in zip(given[::2], given[1::2], strict=True)} | fields
+    words = text.split()
+    return {name: json.loads(value) for name, value in zip(words[::2], words[1::2], strict=True)} | fields
 
 
 YARN = words("beta_fast 32 beta_slow 1 factor 40 original_max_position_embeddings 4096", type="yarn")
@@ -95,11 +95,11 @@ def test_older_words_say_the_same(family: str) -> None:
     config = AutoConfig.for_model(family, **PUBLISHED[family])
     newer = json.loads(config.to_json_string())
     assert newer["rope_parameters"], "theirs tells it in newer words"
-    design = read(published, families()[family])
-    assert not differences(design, read(newer, families()[family]))
-    assert best(design).family.model_type == family
+    design = design_from_config(published, families()[family])
+    assert not differences(design, design_from_config(newer, families()[family]))
+    assert best_match(design).family.model_type == family
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(config, **PLAIN)
     count = sum(parameter.numel() for parameter in theirs.parameters())
     count += sum(buffer.numel() for name, buffer in theirs.named_buffers() if name.endswith("correction_bias"))
-    assert heddle.size(design, context=1024, batch=1).parameters == count
+    assert heddle.size(design, context_length=1024, batch=1).parameters == count

@@ -11,7 +11,7 @@ from heddle.config import decode
 from heddle.errors import ConfigError
 from heddle.exchange.export import export
 from heddle.exchange.family import families
-from heddle.exchange.fit import fit, fits, read, service
+from heddle.exchange.family_match import design_from_config, match_family, match_report, rank_families
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import build
 from tests.cases import CASES as DESIGNS
@@ -106,8 +106,8 @@ def test_an_older_file_says_what_transformers_makes_of_it(name: str) -> None:
     new = json.loads(AutoConfig.for_model(**old).to_json_string())
     assert "rope_theta" not in new
     assert new["rope_parameters"]
-    design = read(old, families()[family])
-    assert design == read(new | {"model_type": family}, families()[family])
+    design = design_from_config(old, families()[family])
+    assert design == design_from_config(new | {"model_type": family}, families()[family])
 
 
 OLDER = ("rope_theta", "rope_scaling", "rope_local_base_freq")
@@ -118,12 +118,12 @@ OLDER = ("rope_theta", "rope_scaling", "rope_local_base_freq")
 def test_an_export_says_the_same_to_older_and_newer_readers(name: str, unread: tuple[str, ...]) -> None:
     """What transformers makes of a config of ours is the design again, whichever spelling it knows."""
     family, fields = PUBLISHED[name]
-    design = read(OLD | fields | {"model_type": family}, families()[family])
-    found = fit(design, families()[family])
-    assert not found.obstacles
-    told = {name: value for name, value in found.config.items() if name not in unread}
-    seen = json.loads(AutoConfig.for_model(family, **told).to_json_string())
-    assert read(seen | {"model_type": family}, families()[family]) == design
+    design = design_from_config(OLD | fields | {"model_type": family}, families()[family])
+    match = match_family(design, families()[family])
+    assert not match.mismatches
+    config_fields = {name: value for name, value in match.config.items() if name not in unread}
+    seen = json.loads(AutoConfig.for_model(family, **config_fields).to_json_string())
+    assert design_from_config(seen | {"model_type": family}, families()[family]) == design
 
 
 WINDOWED = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3"]
@@ -133,16 +133,16 @@ WINDOWED = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3"]
 @pytest.mark.parametrize("family", WINDOWED)
 def test_layers_of_one_type_alone_go_out(family: str, window: int | None, tmp_path: Path) -> None:
     variant = "plain" if family in ("gemma2", "gemma3_text", "olmo3") else None
-    given = imported(family, variant or {"mistral": "window"}.get(family, "no-window")).model.config
-    first = next(layer for _, layer in given.expand())
+    design = imported(family, variant or {"mistral": "window"}.get(family, "no-window")).model.config
+    first = next(layer for _, layer in design.expand())
     assert first.mixer is not None
     mixer = first.mixer.replace(window=window)
-    model = build(given.replace(layers=(LayerConfig(repeat=3, mixer=mixer, feedforward=first.feedforward),)), seed=4)
-    found = export(model, tmp_path / "out")
+    model = build(design.replace(layers=(LayerConfig(repeat=3, mixer=mixer, feedforward=first.feedforward),)), seed=4)
+    match = export(model, tmp_path / "out")
     simpler = {} if window else {"mistral": "llama", "olmo3": "olmo2"}
-    assert found.family.model_type == simpler.get(family, family)
-    assert service(model.config).architecture == found.family.architecture
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **plain(found.family.model_type)).eval()
+    assert match.family.model_type == simpler.get(family, family)
+    assert match_report(model.config).architecture == match.family.architecture
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **plain(match.family.model_type)).eval()
     tokens = torch.randint(1, 90, (2, 23))
     torch.testing.assert_close(our_logits(model, tokens), their_logits(theirs, tokens), rtol=0, atol=1e-5)
 
@@ -178,13 +178,13 @@ def test_what_a_family_cannot_be_is_refused_by_field(family: str, fields: Fields
     if "num_hidden_layers" in fields or "sliding_window_pattern" in fields:
         del config["layer_types"]
     with pytest.raises(ConfigError, match=sentence):
-        read(config | fields, families()[family])
+        design_from_config(config | fields, families()[family])
 
 
 def test_every_family_has_a_config_that_comes_nearest_to_any_design() -> None:
     """Whatever parts a design has, each family writes what it can and says what it cannot."""
     for name, data in DESIGNS.items():
         design = decode(ModelConfig, data)
-        for found in fits(design):
-            assert json.dumps(found.config), name
-            assert all(str(one) for one in found.obstacles), name
+        for match in rank_families(design):
+            assert json.dumps(match.config), name
+            assert all(str(mismatch) for mismatch in match.mismatches), name

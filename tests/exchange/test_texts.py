@@ -13,20 +13,21 @@ from tokenizers import Tokenizer as Engine
 
 import heddle
 from heddle.cli.main import run
-from heddle.data.corpus import check_vocabulary
+from heddle.data.corpus import check_tokenizer_fits
 from heddle.errors import ConfigError, DataError
 from heddle.exchange.export import export
-from heddle.exchange.imported import Imported
+from heddle.exchange.imported_model import ImportedModel
 from heddle.exchange.load import load
-from heddle.generation.beam_search import searched
-from heddle.generation.decode import plain
-from heddle.generation.prefill import Reader, Request
-from heddle.generation.sampling import Sampling
+from heddle.generation.beam_search import beam_search
+from heddle.generation.decode import decode
+from heddle.generation.model_runner import GenerationRequest, ModelRunner
+from heddle.generation.sampling import Sampler
 from heddle.storage.model import load as load_checkpoint
-from heddle.tokenization.token_bytes import SPACE
-from heddle.tokenization.tokenizer import END, Marks, Tokenizer
+from heddle.tokenization.backend import EOD_TOKEN
+from heddle.tokenization.token_bytes import SPIECE_UNDERLINE
+from heddle.tokenization.tokenizer import BoundaryTokens, Tokenizer
 from tests.exchange.oracle import their_tokenizer
-from tests.exchange.spellers import MEASURED, SPELLERS, TEXTS, made
+from tests.exchange.spellers import MEASURED, SPELLERS, TEXTS, tokenizer_json
 
 TEXT = st.one_of(st.text(), st.lists(st.sampled_from(
     ["the", " the", "\n", "  ", "héddle", "日本", "😀", "e\u0301", " <0x41>", "İ", "\u0e01\u0e33", "़", "ﬁ", "\t"]
@@ -46,19 +47,19 @@ def folder_of(name: str, folder: Path) -> Path:
     """A Llama of random weights with somebody's tokenizer beside it."""
     export(model(), folder)
     (folder / "manifest.json").unlink()
-    (folder / "tokenizer.json").write_text(made(name), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(tokenizer_json(name), encoding="utf-8")
     _, settings, eos, _ = SPELLERS[name]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "chat_template.jinja").write_text("{{ messages }}\r\n", newline="")
     if eos is not None:
-        engine = Engine.from_str(made(name))
+        engine = Engine.from_str(tokenizer_json(name))
         ids = [engine.token_to_id(token) for token in ("<|end_of_text|>", "<|eot_id|>")] if eos == "both" else eos
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     return folder
 
 
 @cache
-def imported(name: str, root: str) -> Imported:
+def imported(name: str, root: str) -> ImportedModel:
     return load(folder_of(name, Path(root) / name))
 
 
@@ -67,9 +68,9 @@ def carried(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = str(tmp_path_factory.mktemp("spellers"))
 
     def find(name: str) -> Tokenizer:
-        found = imported(name, root).tokenizer
-        assert found is not None
-        return found
+        loaded = imported(name, root).tokenizer
+        assert loaded is not None
+        return loaded
 
     return find
 
@@ -80,29 +81,29 @@ def trained() -> Tokenizer:
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], before: list[int]) -> str:
-    stream = tokenizer.stream(before)
+    stream = tokenizer.decode_stream(before)
     return "".join(map(stream.push, ids)) + stream.finish()
 
 
 @pytest.mark.parametrize("name", SPELLERS)
 @given(text=TEXT)
 def test_texts_are_read_as_their_library_reads_them(carried: Any, name: str, text: str) -> None:
-    engine, tokenizer = Engine.from_str(made(name)), carried(name)
+    engine, tokenizer = Engine.from_str(tokenizer_json(name)), carried(name)
     ids = tokenizer.encode(text)
     assert ids == engine.encode(text, add_special_tokens=False).ids
     assert tokenizer.decode(ids) == engine.decode(ids)
-    if name in MEASURED and SPACE not in text and not (name == "mistral" and text.startswith(" ")):
-        same = Engine.from_str(made(name)).normalizer.normalize_str(text) if name == "qwen" else text
+    if name in MEASURED and SPIECE_UNDERLINE not in text and not (name == "mistral" and text.startswith(" ")):
+        same = Engine.from_str(tokenizer_json(name)).normalizer.normalize_str(text) if name == "qwen" else text
         assert tokenizer.decode(ids) == same
         documents = tokenizer.encode_batch([text])[0]
-        stored = int(tokenizer.byte_lengths[[tokenizer.end, *documents]].sum())
+        stored = int(tokenizer.byte_lengths[[tokenizer.eod_id, *documents]].sum())
         assert stored == len(same.encode()) or (not text and stored == -MEASURED[name])
 
 
 @pytest.mark.parametrize("name", SPELLERS)
 @given(data=st.data())
 def test_any_ids_are_decoded_as_their_library_decodes_them_piece_by_piece(carried: Any, name: str, data: Any) -> None:
-    engine, tokenizer = Engine.from_str(made(name)), carried(name)
+    engine, tokenizer = Engine.from_str(tokenizer_json(name)), carried(name)
     some = st.integers(0, tokenizer.vocab_size - 1) | st.integers(0, min(300, tokenizer.vocab_size - 1))
     ids = data.draw(st.lists(some))
     assert tokenizer.decode(ids) == engine.decode(ids) == streamed(tokenizer, ids, [])
@@ -128,14 +129,14 @@ def test_a_run_of_bytes_is_text_only_as_a_whole(carried: Any) -> None:
 
 @pytest.mark.parametrize("name", SPELLERS)
 def test_what_opens_and_ends_a_text(carried: Any, name: str) -> None:
-    tokenizer, engine = carried(name), Engine.from_str(made(name))
+    tokenizer, engine = carried(name), Engine.from_str(tokenizer_json(name))
     _, settings, eos, opening = SPELLERS[name]
-    assert [engine.id_to_token(token) for token in tokenizer.opening] == opening
-    told = settings.get("eos_token")
-    wanted = [told["content"] if isinstance(told, dict) else told] if told else []
+    assert [engine.id_to_token(token) for token in tokenizer.bos_ids] == opening
+    eos_token = settings.get("eos_token")
+    expected = [eos_token["content"] if isinstance(eos_token, dict) else eos_token] if eos_token else []
     if eos == "both":
-        wanted = ["<|end_of_text|>", "<|eot_id|>"]
-    assert [engine.id_to_token(token) for token in tokenizer.ends] == [*wanted, *opening]
+        expected = ["<|end_of_text|>", "<|eot_id|>"]
+    assert [engine.id_to_token(token) for token in tokenizer.eos_ids] == [*expected, *opening]
 
 
 @pytest.mark.parametrize("name", SPELLERS)
@@ -145,7 +146,7 @@ def test_transformers_opens_texts_alike(carried: Any, name: str, tmp_path: Path)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer, other = carried(name), their_tokenizer(folder)
     for text in TEXTS:
-        ids = [*tokenizer.opening, *tokenizer.encode(text)]
+        ids = [*tokenizer.bos_ids, *tokenizer.encode(text)]
         assert other(text).input_ids[: len(ids)] == ids
         assert other.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids)
 
@@ -154,61 +155,64 @@ def test_settings_may_ask_for_an_opening_that_the_file_does_not_set(tmp_path: Pa
     folder = folder_of("gpt2", tmp_path / "gpt2")
     settings = {"add_bos_token": True, "bos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    found = load(folder).tokenizer
-    assert found is not None
-    assert found.opening == [Engine.from_str(made("gpt2")).token_to_id("<|endoftext|>")] == found.ends
+    loaded = load(folder).tokenizer
+    assert loaded is not None
+    assert loaded.bos_ids == [Engine.from_str(tokenizer_json("gpt2")).token_to_id("<|endoftext|>")] == loaded.eos_ids
 
 
 @pytest.mark.parametrize("name", SPELLERS)
 def test_what_can_be_measured(carried: Any, name: str) -> None:
     tokenizer = carried(name)
     if name in MEASURED:
-        assert tokenizer.byte_lengths[tokenizer.end] == -MEASURED[name]
-        check_vocabulary(tokenizer, None)
+        assert tokenizer.byte_lengths[tokenizer.eod_id] == -MEASURED[name]
+        check_tokenizer_fits(tokenizer, None)
         return
     with pytest.raises(DataError, match=r"bits per byte cannot be measured .* training needs another one"):
-        check_vocabulary(tokenizer, None)
+        check_tokenizer_fits(tokenizer, None)
 
 
 @pytest.mark.parametrize("name", SPELLERS)
 def test_everything_is_written_again_byte_for_byte_also_by_way_of_a_checkpoint(name: str, tmp_path: Path) -> None:
     folder = folder_of(name, tmp_path / "theirs")
-    given = load(folder)
-    export(given.model, tmp_path / "again", given.tokenizer, given)
-    heddle.save(given.model, tmp_path / "ours", given.tokenizer)
-    kept, tokenizer = load_checkpoint(tmp_path / "ours")
-    export(kept, tmp_path / "later", tokenizer)
+    imported_model = load(folder)
+    export(imported_model.model, tmp_path / "again", imported_model.tokenizer, imported_model)
+    heddle.save(imported_model.model, tmp_path / "ours", imported_model.tokenizer)
+    loaded_model, tokenizer = load_checkpoint(tmp_path / "ours")
+    export(loaded_model, tmp_path / "later", tokenizer)
     assert tokenizer is not None
-    assert given.tokenizer is not None
-    assert (tokenizer.opening, tokenizer.ends) == (given.tokenizer.opening, given.tokenizer.ends)
-    assert tokenizer.hash == given.tokenizer.hash
+    assert imported_model.tokenizer is not None
+    assert (tokenizer.bos_ids, tokenizer.eos_ids) == (
+        imported_model.tokenizer.bos_ids,
+        imported_model.tokenizer.eos_ids,
+    )
+    assert tokenizer.hash == imported_model.tokenizer.hash
     for out in ("again", "later"):
         for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
             if (folder / file).is_file():
                 assert (tmp_path / out / file).read_bytes() == (folder / file).read_bytes(), (out, file)
     again = load(tmp_path / "later").tokenizer
     assert again is not None
-    assert (again.opening, again.ends) == (tokenizer.opening, tokenizer.ends)
+    assert (again.bos_ids, again.eos_ids) == (tokenizer.bos_ids, tokenizer.eos_ids)
 
 
 def test_generation_opens_and_ends_as_the_folder_says_and_writes_no_token_that_is_not_there(carried: Any) -> None:
     writer = model()
     for name in SPELLERS:
-        prompts = ["the warp", "" if carried(name).ends else "weft"]
+        prompts = ["the warp", "" if carried(name).eos_ids else "weft"]
         texts = heddle.generate(writer, prompts, carried(name), max_new_tokens=30, temperature=2.0)
         assert len(texts) == 2
-    data = json.loads(made("gpt2"))
+    data = json.loads(tokenizer_json("gpt2"))
     data["model"]["vocab"]["far"] = 420
-    tokenizer = Tokenizer.from_json(json.dumps(data), marks=Marks(ends=(1,)))
+    tokenizer = Tokenizer.from_json(json.dumps(data), boundary_tokens=BoundaryTokens(eos_ids=(1,)))
     assert tokenizer.vocab_size == 421
-    assert {*range(421)} - {*tokenizer.absent} == {*Engine.from_str(json.dumps(data)).get_vocab().values()}
-    assert len(tokenizer.absent) > 50
-    request = Request([[1]], 3, Sampling(), tokenizer.vocab_size, (), tokenizer.absent)
-    logits = Reader(writer).logits(torch.zeros(1, 16), request)
-    assert (logits == -torch.inf).nonzero()[:, 1].tolist() == list(tokenizer.absent)
+    assert {*range(421)} - {*tokenizer.unused_token_ids} == {*Engine.from_str(json.dumps(data)).get_vocab().values()}
+    assert len(tokenizer.unused_token_ids) > 50
+    request = GenerationRequest([[1]], 3, Sampler(), tokenizer.vocab_size, (), tokenizer.unused_token_ids)
+    logits = ModelRunner(writer).logits(torch.zeros(1, 16), request)
+    assert (logits == -torch.inf).nonzero()[:, 1].tolist() == list(tokenizer.unused_token_ids)
     assert logits.shape == (1, 421)
-    for steps in (plain(writer, request, [False]), searched(writer, request, 2)):
-        assert not {token for new in steps for _, token in new} & {*tokenizer.absent}
+    for steps in (decode(writer, request, [False]), beam_search(writer, request, 2)):
+        assert not {token for new in steps for _, token in new} & {*tokenizer.unused_token_ids}
 
 
 def test_the_command_line_writes_on_with_an_imported_tokenizer(
@@ -227,7 +231,7 @@ def test_the_command_line_writes_on_with_an_imported_tokenizer(
 def test_a_prompt_reads_names_of_special_tokens_and_a_document_does_not(carried: Any) -> None:
     tokenizer = carried("llama3")
     ids = tokenizer.encode("<|eot_id|>the")
-    assert ids[0] == Engine.from_str(made("llama3")).token_to_id("<|eot_id|>")
+    assert ids[0] == Engine.from_str(tokenizer_json("llama3")).token_to_id("<|eot_id|>")
     assert ids[0] not in tokenizer.encode_batch(["<|eot_id|>the"])[0]
 
 
@@ -241,22 +245,22 @@ def theirs(trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @given(text=TEXT)
 def test_transformers_reads_our_export_as_we_train(trained: Tokenizer, theirs: Any, text: str) -> None:
-    assert theirs(text).input_ids == [trained.end, *trained.encode(text)]
+    assert theirs(text).input_ids == [trained.eod_id, *trained.encode(text)]
     assert theirs.decode(trained.encode(text)) == text
-    assert (theirs.bos_token, theirs.eos_token, theirs.eos_token_id) == (END, END, trained.end)
+    assert (theirs.bos_token, theirs.eos_token, theirs.eos_token_id) == (EOD_TOKEN, EOD_TOKEN, trained.eod_id)
 
 
 def test_our_export_comes_back_as_it_was(trained: Tokenizer, tmp_path: Path) -> None:
-    for name, own in {"ours": trained, "theirs": Tokenizer.from_json(made("llama3"))}.items():
+    for name, own in {"ours": trained, "theirs": Tokenizer.from_json(tokenizer_json("llama3"))}.items():
         export(model(), tmp_path / name, own)
-        found = load(tmp_path / name)
-        assert found.tokenizer is not None
-        assert (found.tokenizer.own, found.tokenizer.hash) == (True, own.hash)
-        assert found.tokenizer.to_json() == own.to_json()
-        export(found.model, tmp_path / "again", found.tokenizer, found)
+        loaded = load(tmp_path / name)
+        assert loaded.tokenizer is not None
+        assert (loaded.tokenizer.is_native, loaded.tokenizer.hash) == (True, own.hash)
+        assert loaded.tokenizer.to_json() == own.to_json()
+        export(loaded.model, tmp_path / "again", loaded.tokenizer, loaded)
         for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"):
             assert (tmp_path / "again" / file).read_bytes() == (tmp_path / name / file).read_bytes(), file
-        heddle.save(found.model, tmp_path / "saved", found.tokenizer)
+        heddle.save(loaded.model, tmp_path / "saved", loaded.tokenizer)
         export(*load_checkpoint(tmp_path / "saved")[:1], tmp_path / "again", load_checkpoint(tmp_path / "saved")[1])
         assert (tmp_path / "again/tokenizer.json").read_bytes() == (tmp_path / name / "tokenizer.json").read_bytes()
 
@@ -266,19 +270,19 @@ def test_one_of_ours_that_somebody_changed_is_taken_as_changed(trained: Tokenize
     (tmp_path / "out/manifest.json").unlink()
     file = tmp_path / "out/tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"post_processor": None}))
-    found = load(tmp_path / "out").tokenizer
-    assert found is not None
-    assert (found.own, found.opening, found.ends) == (False, [], [trained.end])
+    loaded = load(tmp_path / "out").tokenizer
+    assert loaded is not None
+    assert (loaded.is_native, loaded.bos_ids, loaded.eos_ids) == (False, [], [trained.eod_id])
 
 
 def test_one_of_ours_that_transformers_saved_again_still_opens_texts(trained: Tokenizer, tmp_path: Path) -> None:
     export(model(), tmp_path / "out", trained)
     their_tokenizer(tmp_path / "out").save_pretrained(tmp_path / "out")
     (tmp_path / "out/manifest.json").unlink()
-    found = load(tmp_path / "out").tokenizer
-    assert found is not None
-    assert (found.opening, found.ends) == ([trained.end], [trained.end])
-    assert found.encode("the warp") == trained.encode("the warp")
+    loaded = load(tmp_path / "out").tokenizer
+    assert loaded is not None
+    assert (loaded.bos_ids, loaded.eos_ids) == ([trained.eod_id], [trained.eod_id])
+    assert loaded.encode("the warp") == trained.encode("the warp")
 
 
 def test_a_tokenizer_of_another_size_than_the_embedding(trained: Tokenizer, tmp_path: Path) -> None:

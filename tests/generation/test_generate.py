@@ -1,4 +1,4 @@
-"""Generation with a state is generation without one, row by row, and text comes out whole."""
+"""Generation with a state equals generation without one, row by row, and text is streamed in whole characters."""
 
 from typing import Any
 
@@ -6,51 +6,54 @@ import pytest
 import torch
 
 from heddle.errors import ConfigError, MachineError
-from heddle.generation import generate as module
-from heddle.generation import prefill as reading
-from heddle.generation.generate import generate
-from heddle.generation.prefill import Request, Steps
-from heddle.generation.sample import sample
-from heddle.laws.subject import memory
+from heddle.generation import generate as generate_module
+from heddle.generation import prefill as prefill_module
+from heddle.generation.generate import generate, sample_text
+from heddle.generation.model_runner import GenerationRequest, NewTokens
+from heddle.laws.harness import encoder_output_for
 from heddle.model.decoder import Decoder, build
 from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
 from tests.cases import CASES, case
-from tests.generation.loops import greedy, lively, writes
+from tests.generation.loops import amplify_layers, greedy_loop, is_causal
 
-CAUSAL = [name for name in CASES if writes(case(name))]
+CAUSAL = [name for name in CASES if is_causal(case(name))]
 STEPS = 9
 PROMPTS = [[5, 3, 8, 13, 21, 34, 55, 1], [2], [7, 7, 7, 9]]
 
 
-def double(name: str) -> Decoder:
+def build_double(name: str) -> Decoder:
     return build(case(name), dtype=torch.float64, seed=1)
 
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_greedy_with_a_state_equals_greedy_without(name: str) -> None:
-    model = lively(double(name))
-    alone = [greedy(model, prompt, STEPS) for prompt in PROMPTS]
-    one, all_ = memory(model, 1), memory(model, len(PROMPTS))
-    assert [generate(model, [prompt], memory=one, max_new_tokens=STEPS)[0] for prompt in PROMPTS] == alone
-    assert generate(model, PROMPTS, memory=all_, max_new_tokens=STEPS) == alone
+    model = amplify_layers(build_double(name))
+    expected = [greedy_loop(model, prompt, STEPS) for prompt in PROMPTS]
+    single_output, batch_output = encoder_output_for(model, 1), encoder_output_for(model, len(PROMPTS))
+    assert [
+        generate(model, [prompt], encoder_output=single_output, max_new_tokens=STEPS)[0] for prompt in PROMPTS
+    ] == expected
+    assert generate(model, PROMPTS, encoder_output=batch_output, max_new_tokens=STEPS) == expected
 
 
 def test_the_texts_above_vary() -> None:
-    model = lively(double("attention-gqa"))
-    assert len({token for prompt in PROMPTS for token in greedy(model, prompt, STEPS)}) > 6
+    model = amplify_layers(build_double("attention-gqa"))
+    assert len({token for prompt in PROMPTS for token in greedy_loop(model, prompt, STEPS)}) > 6
 
 
 def test_padding_on_the_wrong_side_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = lively(double("attention-gqa"))
-    right = reading.Layout.padded
-    monkeypatch.setattr(reading.Layout, "padded", lambda lengths, side, device: right([max(lengths)] * len(lengths)))
-    assert generate(model, PROMPTS, max_new_tokens=STEPS) != [greedy(model, prompt, STEPS) for prompt in PROMPTS]
+    model = amplify_layers(build_double("attention-gqa"))
+    padded = prefill_module.Layout.padded
+    monkeypatch.setattr(
+        prefill_module.Layout, "padded", lambda lengths, side, device: padded([max(lengths)] * len(lengths))
+    )
+    assert generate(model, PROMPTS, max_new_tokens=STEPS) != [greedy_loop(model, prompt, STEPS) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("name", ["attention-gqa", "attention-window-7", "learned"])
 def test_sampled_rows_do_not_depend_on_the_others(name: str) -> None:
-    model = lively(double(name))
+    model = amplify_layers(build_double(name))
     settings: dict[str, Any] = {"max_new_tokens": STEPS, "temperature": 1.0, "top_p": 0.9, "seed": 5}
     together = generate(model, PROMPTS, **settings)
     assert generate(model, PROMPTS[:1], **settings) == together[:1]
@@ -61,26 +64,28 @@ def test_sampled_rows_do_not_depend_on_the_others(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["attention-gqa", "attention-window-7", "rope-mixed", "layers-apart"])
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]])
-def test_the_past_is_never_copied(name: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    places: list[dict[str, int]] = []
-    right = Decoder.forward
+def test_the_cache_is_never_copied(name: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses: list[dict[str, int]] = []
+    original = Decoder.forward
 
-    def forward(self: Decoder, *given: Any) -> Any:
-        hidden, state = right(self, *given)
+    def forward(self: Decoder, *args: Any) -> Any:
+        hidden, state = original(self, *args)
         assert state is not None
-        places.append({name: tensor.data_ptr() for name, tensor in state.tensors().items()})
+        addresses.append({name: tensor.data_ptr() for name, tensor in state.tensors().items()})
         return hidden, state
 
     monkeypatch.setattr(Decoder, "forward", forward)
-    generate(double(name), prompts, max_new_tokens=STEPS)
-    assert len(places) == STEPS
-    kept = [{name: at for name, at in place.items() if name.startswith("layers.")} for place in places]
-    assert kept[0]
-    assert all(place == kept[0] for place in kept)
+    generate(build_double(name), prompts, max_new_tokens=STEPS)
+    assert len(addresses) == STEPS
+    layer_addresses = [
+        {name: address for name, address in call.items() if name.startswith("layers.")} for call in addresses
+    ]
+    assert layer_addresses[0]
+    assert all(call == layer_addresses[0] for call in layer_addresses)
 
 
 def test_the_model_comes_back_as_it_was_and_without_gradients() -> None:
-    model = double("dropout-everywhere").train()
+    model = build_double("dropout-everywhere").train()
     assert generate(model, PROMPTS, max_new_tokens=3) == generate(model.eval(), PROMPTS, max_new_tokens=3)
     generate(model.train(), PROMPTS, max_new_tokens=1)
     assert model.training
@@ -89,7 +94,7 @@ def test_the_model_comes_back_as_it_was_and_without_gradients() -> None:
 
 
 def test_damaged_weights_are_an_error() -> None:
-    model = double("attention-gqa")
+    model = build_double("attention-gqa")
     with torch.no_grad():
         model.embed.weight[3, 0] = float("nan")
     with pytest.raises(MachineError, match="logits are not numbers; its weights or its state are damaged"):
@@ -110,15 +115,15 @@ def test_damaged_weights_are_an_error() -> None:
         ([[1]], {"temperature": -1.0}, "temperature -1.0"),
     ],
 )
-def test_what_cannot_be_continued_is_named(prompts: Any, settings: dict[str, Any], says: str) -> None:
+def test_invalid_prompts_and_settings_are_refused(prompts: Any, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        generate(double("attention-mha"), prompts, **settings)
+        generate(build_double("attention-mha"), prompts, **settings)
     assert str(caught.value).startswith(says)
 
 
 def test_learned_positions_end_with_a_sentence() -> None:
     with pytest.raises(ConfigError, match="position"):
-        generate(double("learned"), [[1]], max_new_tokens=95)
+        generate(build_double("learned"), [[1]], max_new_tokens=95)
 
 
 @pytest.fixture(scope="module")
@@ -128,19 +133,21 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def writer(tokenizer: Tokenizer) -> Decoder:
-    return lively(build(small.config(small.design(vocab_size=tokenizer.vocab_size)), dtype=torch.float64, seed=2))
+    return amplify_layers(
+        build(small.config(small.design(vocab_size=tokenizer.vocab_size)), dtype=torch.float64, seed=2)
+    )
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, rows: list[list[int]]) -> None:
-    """Let the model write these tokens."""
+    """Make generation yield these tokens."""
 
-    def plain(model: Decoder, request: Request, ended: list[bool]) -> Steps:
-        for step in range(min(request.steps, max(map(len, rows)))):
+    def decode(model: Decoder, request: GenerationRequest, finished: list[bool]) -> NewTokens:
+        for step in range(min(request.max_new_tokens, max(map(len, rows)))):
             yield [(number, row[min(step, len(row) - 1)]) for number, row in enumerate(rows)]
-            if all(ended):
+            if all(finished):
                 return
 
-    monkeypatch.setattr(module, "plain", plain)
+    monkeypatch.setattr(generate_module, "decode", decode)
 
 
 def test_text_comes_in_whole_characters_and_adds_up(
@@ -148,7 +155,7 @@ def test_text_comes_in_whole_characters_and_adds_up(
 ) -> None:
     text = "綜絖 🧵 a é"
     spelled = [next(i for i in range(256 + 1) if tokenizer.token_bytes(i) == bytes([b])) for b in text.encode()]
-    scripted(monkeypatch, [[*spelled, tokenizer.end], [*spelled[:2], tokenizer.end]])
+    scripted(monkeypatch, [[*spelled, tokenizer.eod_id], [*spelled[:2], tokenizer.eod_id]])
     pieces: dict[int, list[str]] = {0: [], 1: []}
     texts = generate(
         writer, ["", "x"], tokenizer, max_new_tokens=99, on_text=lambda row, piece: pieces[row].append(piece)
@@ -176,7 +183,7 @@ def test_the_end_token_ends_its_row_alone(
     writer: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = (tokenizer.encode(text) for text in ("thread", "cloth"))
-    scripted(monkeypatch, [[*a, tokenizer.end, *b], [*b, *a, *a, tokenizer.end]])
+    scripted(monkeypatch, [[*a, tokenizer.eod_id, *b], [*b, *a, *a, tokenizer.eod_id]])
     assert generate(writer, ["", ""], tokenizer, max_new_tokens=99) == ["thread", "cloththreadthread"]
 
 
@@ -193,9 +200,9 @@ def test_stop_strings_across_tokens(writer: Decoder, tokenizer: Tokenizer, monke
 
 
 def test_prompts_open_with_the_end_token_as_in_training(writer: Decoder, tokenizer: Tokenizer) -> None:
-    by_tokens = generate(writer, [[tokenizer.end, *tokenizer.encode("The weaver")]], max_new_tokens=12)[0]
+    by_tokens = generate(writer, [[tokenizer.eod_id, *tokenizer.encode("The weaver")]], max_new_tokens=12)[0]
     text = generate(writer, ["The weaver"], tokenizer, max_new_tokens=12)[0]
-    ended = by_tokens.index(tokenizer.end) if tokenizer.end in by_tokens else len(by_tokens)
+    ended = by_tokens.index(tokenizer.eod_id) if tokenizer.eod_id in by_tokens else len(by_tokens)
     assert text == tokenizer.decode(by_tokens[:ended])
     with pytest.raises(ConfigError, match="with a tokenizer every prompt is a string"):
         generate(writer, [[1, 2]], tokenizer)  # type: ignore[list-item]
@@ -205,9 +212,9 @@ def test_a_sample_fits_into_the_context_it_was_trained_on(tokenizer: Tokenizer) 
     data = small.design(vocab_size=tokenizer.vocab_size, embedding={"position": {"kind": "learned", "length": 8}})
     data["layers"][0]["mixer"]["position"] = None
     model = build(small.config(data))
-    assert sample(model, tokenizer, 8) == sample(model, tokenizer, 8)
+    assert sample_text(model, tokenizer, 8) == sample_text(model, tokenizer, 8)
     with pytest.raises(ConfigError):
-        sample(model, tokenizer, 9)
+        sample_text(model, tokenizer, 9)
 
 
 def test_a_vocabulary_wider_than_the_tokenizer_writes_only_what_can_be_read(tokenizer: Tokenizer) -> None:

@@ -1,17 +1,17 @@
-"""Stop strings: never shown, not even in part, wherever the borders of the pieces fall."""
+"""Stop strings are never shown, not even in part, however the text is split into pieces."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from heddle.errors import ConfigError
-from heddle.generation.stop_strings import Tail
+from heddle.generation.stop_strings import StopStringBuffer
 
 
 def expected(text: str, stops: list[str]) -> tuple[str, bool]:
     """What the whole text gives: all before the first stop string."""
-    found = [text.find(stop) for stop in stops if stop in text]
-    return (text[: min(found)], True) if found else (text, False)
+    matches = [text.find(stop) for stop in stops if stop in text]
+    return (text[: min(matches)], True) if matches else (text, False)
 
 
 @given(
@@ -19,7 +19,7 @@ def expected(text: str, stops: list[str]) -> tuple[str, bool]:
     stops=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
 )
 def test_any_pieces_give_what_the_whole_gives(pieces: list[str], stops: list[str]) -> None:
-    tail = Tail(stops)
+    tail = StopStringBuffer(stops)
     shown = ""
     for piece in pieces:
         shown += tail.push(piece)
@@ -34,7 +34,7 @@ def test_any_pieces_give_what_the_whole_gives(pieces: list[str], stops: list[str
 
 
 def test_text_is_held_back_only_while_it_may_be_a_stop() -> None:
-    tail = Tail(["\n\nEND"])
+    tail = StopStringBuffer(["\n\nEND"])
     assert tail.push("one\n") == "one"
     assert tail.push("\n") == ""
     assert tail.push("E") == ""
@@ -45,7 +45,7 @@ def test_text_is_held_back_only_while_it_may_be_a_stop() -> None:
 
 
 def test_after_a_stop_nothing_comes() -> None:
-    tail = Tail(["."])
+    tail = StopStringBuffer(["."])
     assert tail.push("one. two") == "one"
     assert tail.push("three") == ""
     assert tail.finish() == ""
@@ -54,4 +54,4 @@ def test_after_a_stop_nothing_comes() -> None:
 
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ConfigError, match="stop: an empty stop string"):
-        Tail(["a", ""])
+        StopStringBuffer(["a", ""])

@@ -4,7 +4,7 @@ import pytest
 
 from heddle.config import PARTS, kinds
 from heddle.laws import LAWS
-from heddle.laws.cutting import cut_everywhere
+from heddle.laws.chunking import all_chunkings
 from tests.cases import CASES, case, parts_of
 
 
@@ -16,7 +16,7 @@ def test_law(law: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["attention-gqa", "attention-window-mixed", "layers-nested"])
 def test_all_256_cuts_of_nine_tokens(name: str) -> None:
-    cut_everywhere(case(name), length=9)
+    all_chunkings(case(name), length=9)
 
 
 def test_every_kind_has_a_case() -> None:

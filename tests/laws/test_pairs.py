@@ -9,10 +9,10 @@ import pytest
 from heddle.config import PARTS, kinds
 from heddle.laws import run
 from heddle.model.config import ModelConfig
-from heddle.parts.mixers import Place
+from heddle.parts.context.build import BuildContext
 from tests.covering import GOLDEN, IN_LAYERS, all_pairs, covering, random_designs, refused_lines
 from tests.laws.planting import plant
-from tests.pairs import MODEL, RATES, Draft, Pair, catalogue, of_layer, of_model, with_rate
+from tests.pairs import MODEL, RATES, Draft, Pair, catalogue, layer_choices, model_choices, with_rate
 
 SHARES = 16  # the designs are known only once they are made, so tests take every 16th each
 SAMPLE = int(os.environ.get("HEDDLE_SOAK_DESIGNS", "400"))  # about a quarter of an hour of one core
@@ -32,11 +32,11 @@ def test_every_pair_keeps_the_laws(share: int) -> None:
 
 def pairs_of(config: ModelConfig) -> set[Pair]:
     """The choices that meet in a design, read off its config."""
-    place, bare = Place(config.width, config.norm), with_rate(config, 0.0)
-    labels = {(MODEL, factor): label for factor, label, _ in of_model(bare)}
+    place, bare = BuildContext(config.width, config.norm), with_rate(config, 0.0)
+    labels = {(MODEL, factor): label for factor, label, _ in model_choices(bare)}
     labels[MODEL, RATES] = "off" if bare == config else "on"
     for index, (_, layer) in enumerate(bare.expand()):
-        labels |= {(index, factor): label for factor, label, _ in of_layer(layer, place)}
+        labels |= {(index, factor): label for factor, label, _ in layer_choices(layer, place)}
     return Draft({site: label for site, label in labels.items() if site[1] in catalogue()}).pairs()
 
 
@@ -66,8 +66,8 @@ def test_a_bug_in_a_part_is_seen_in_a_design_that_holds_it(monkeypatch: pytest.M
         pair for pair in covering().designs if {"attention with a window", "parallel"} <= set(pair[1].labels.values())
     )
     assert broken(config) == []
-    plant(monkeypatch, "numerics.attention.sliding_window:Band.after", "0 if self.causal", "1 if self.causal")
-    assert any(told.startswith("later_tokens: ") for told in broken(config))
+    plant(monkeypatch, "numerics.attention.sliding_window:Band.keys_after", "0 if self.causal", "1 if self.causal")
+    assert any(told.startswith("causality: ") for told in broken(config))
 
 
 @pytest.mark.soak

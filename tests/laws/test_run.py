@@ -17,29 +17,30 @@ def test_statements_are_one_sentence() -> None:
 
 
 def test_results_come_in_the_order_asked_for() -> None:
-    results = run(case("attention-gqa"), ["round_trip", "cut"])
+    results = run(case("attention-gqa"), ["config_round_trip", "chunked_decoding"])
     assert [(result.name, result.passed, result.message) for result in results] == [
-        ("round_trip", True, ""),
-        ("cut", True, ""),
+        ("config_round_trip", True, ""),
+        ("chunked_decoding", True, ""),
     ]
     assert all(result.seconds > 0 for result in results)
 
 
 def test_unknown_laws_are_told_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"^law 'pading' is unknown; did you mean 'padding'\? choices: cut, "):
-        run(case("attention-gqa"), ["pading"])
+    sentence = r"law 'padding_invarance' is unknown; did you mean 'padding_invariance'\? choices: chunked_decoding, "
+    with pytest.raises(ConfigError, match=f"^{sentence}"):
+        run(case("attention-gqa"), ["padding_invarance"])
 
 
 def test_a_broken_law_says_what_differs_and_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "parts.context.position_table:Table.following", "start=self.filled", "start=0")
-    (result,) = run(case("attention-gqa"), ["cut"])
+    plant(monkeypatch, "parts.context.position_table:PositionTable.next_layout", "start=self.max_tokens", "start=0")
+    (result,) = run(case("attention-gqa"), ["chunked_decoding"])
     assert not result.passed
-    told = r"text of 11 cut into 11 chunks of 1, capacity None: token \d+ of row [01] differs by \d\.\de.\d\d"
+    told = r"text of 11 in 11 chunks of 1, cache_length None: token \d+ of row [01] differs by \d\.\de.\d\d"
     assert re.fullmatch(told, result.message)
 
 
 def test_any_other_error_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "parts.mixers:narrow", "x.transpose(1, 2), 2", "x, 2")
-    (result,) = run(case("attention-gqa"), ["later_tokens"])
+    plant(monkeypatch, "parts.mixers:merge_heads", "x.transpose(1, 2), 2", "x, 2")
+    (result,) = run(case("attention-gqa"), ["causality"])
     assert not result.passed
     assert result.message.startswith("stopped by RuntimeError: ")

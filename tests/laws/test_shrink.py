@@ -19,8 +19,14 @@ def mixer(data: Data, index: int = 0) -> Any:
 @pytest.mark.parametrize("name", names())
 def test_presets_become_small_and_keep_the_laws(name: str) -> None:
     small = shrink(load_config(f"preset:{name}"))
-    assert size(small, context=16).parameters < 13_000
-    assert [result for result in run(small, ["cut", "receptive_field", "forms", "shift"]) if not result.passed] == []
+    assert size(small, context_length=16).parameters < 13_000
+    assert [
+        result
+        for result in run(
+            small, ["chunked_decoding", "receptive_field", "kernel_equivalence", "position_shift_invariance"]
+        )
+        if not result.passed
+    ] == []
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -68,12 +74,12 @@ def test_widths_keep_their_order_and_parity() -> None:
 
 
 def test_rotations_fit_the_smaller_heads() -> None:
-    rope = {"kind": "rope", "dim": 16}
+    rope = {"kind": "rope", "rotary_dim": 16}
     found = mixer(design(layer(attention(8, rope, head_dim=64)), width=512))
-    assert found["position"]["dim"] == 2
-    rope = {"kind": "rope", "frequencies": [1.0 / 2**i for i in range(32)]}
+    assert found["position"]["rotary_dim"] == 2
+    rope = {"kind": "rope", "inv_freq": [1.0 / 2**i for i in range(32)]}
     found = mixer(design(layer(attention(8, rope, head_dim=64)), width=512))
-    assert found["position"]["frequencies"] == [1.0, 2.0**-8, 2.0**-16, 2.0**-24]
+    assert found["position"]["inv_freq"] == [1.0, 2.0**-8, 2.0**-16, 2.0**-24]
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,15 @@ from torch import Tensor
 import heddle
 from heddle.config import decode
 from heddle.errors import ConfigError
-from heddle.laws.subject import subject, text
-from heddle.model.attention_maps import watch
+from heddle.laws.harness import model_under_test, random_tokens
+from heddle.model.attention_maps import forward_with_weights
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.numerics.attention import softmax as numerics
-from heddle.numerics.attention.observer import Observation, observe
+from heddle.numerics.attention.observer import Observation, notify_observer
 from heddle.parts.context.layout import Layout
 from tests.cases import CASES, alone, attention, case, design, layer
-from tests.numerics.oracle import sees, weigh
+from tests.numerics.oracle import is_visible, loop_weights
 
 LAYOUTS = {
     "even": lambda: Layout.causal(2, 9),
@@ -30,7 +30,7 @@ NAMES = [name for name in CASES if name.startswith("attention-")]
 
 
 def model_of(data: dict[str, Any]) -> Decoder:
-    return subject(decode(ModelConfig, data))
+    return model_under_test(decode(ModelConfig, data))
 
 
 def by_loops(monkeypatch: pytest.MonkeyPatch, model: Decoder, tokens: Tensor, layout: Layout) -> list[Tensor]:
@@ -39,7 +39,7 @@ def by_loops(monkeypatch: pytest.MonkeyPatch, model: Decoder, tokens: Tensor, la
     run = numerics.attention
 
     def spy(q: Tensor, k: Tensor, v: Tensor, seen: Any, scale: float, *rest: Any) -> Tensor:
-        found.append(weigh(q.detach(), k.detach(), seen, scale, rest[1]))
+        found.append(loop_weights(q.detach(), k.detach(), seen, scale, rest[1]))
         return run(q, k, v, seen, scale, *rest)
 
     with monkeypatch.context() as patch, torch.no_grad():
@@ -51,8 +51,8 @@ def by_loops(monkeypatch: pytest.MonkeyPatch, model: Decoder, tokens: Tensor, la
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_are_those_of_plain_loops(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, place = subject(case(name)), LAYOUTS[layout]()
-    tokens = text(model.config, 2, 9)
+    model, place = model_under_test(case(name)), LAYOUTS[layout]()
+    tokens = random_tokens(model.config, 2, 9)
     with torch.no_grad():
         before = model(tokens, place)[0]
     found = heddle.attention_weights(model, tokens, place)
@@ -63,16 +63,16 @@ def test_weights_are_those_of_plain_loops(name: str, layout: str, monkeypatch: p
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     with torch.no_grad():
         assert torch.equal(model(tokens, place)[0], before)
-    assert torch.equal(watch(model, tokens, place, lambda index, seen: None), before)
+    assert torch.equal(forward_with_weights(model, tokens, place, lambda index, seen: None), before)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("fields", [{}, {"window": 3}, {"causal": False, "window": 2}, {"sink": True, "softcap": 1.0}])
 def test_rows_sum_to_one_and_stay_within_what_is_seen(fields: dict[str, Any], layout: str) -> None:
     model, place = model_of(alone(kv_heads=2, **fields)), LAYOUTS[layout]()
-    seen = place.seen(fields.get("window"), fields.get("causal", True))
-    shown = torch.tensor([[[sees(seen, b, t, s) for s in range(9)] for t in range(9)] for b in range(2)])[:, None]
-    for weights in heddle.attention_weights(model, text(model.config, 2, 9), place):
+    seen = place.attention_mask(fields.get("window"), fields.get("causal", True))
+    shown = torch.tensor([[[is_visible(seen, b, t, s) for s in range(9)] for t in range(9)] for b in range(2)])[:, None]
+    for weights in heddle.attention_weights(model, random_tokens(model.config, 2, 9), place):
         assert weights is not None
         assert weights.shape == (2, 4, 9, 9)
         assert torch.equal(weights > 0, shown.expand_as(weights))
@@ -85,7 +85,7 @@ def test_rows_sum_to_one_and_stay_within_what_is_seen(fields: dict[str, Any], la
 
 def test_layers_without_weights_are_none() -> None:
     model = model_of(design(layer(attention(kv_heads=2)), layer(None), layer(attention(heads=3))))
-    found = heddle.attention_weights(model, text(model.config, 1, 5))
+    found = heddle.attention_weights(model, random_tokens(model.config, 1, 5))
     assert [None if one is None else one.shape[1] for one in found] == [4, None, 3]
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
@@ -95,10 +95,10 @@ def test_the_fast_forms_run_beside_the_weights(monkeypatch: pytest.MonkeyPatch) 
         raise AssertionError("the reference ran")
 
     model = model_of(alone())
-    broken = [form if form.name != "reference" else form.__class__("reference", refuse, form.refuse)
-              for form in numerics.ATTENTION.forms]  # fmt: skip
+    broken = [form if form.name != "reference" else form.__class__("reference", refuse, form.unsupported)
+              for form in numerics.ATTENTION.kernels]  # fmt: skip
     monkeypatch.setattr(numerics, "ATTENTION", numerics.ATTENTION.__class__("attention", tuple(broken)))
-    assert all(one is not None for one in heddle.attention_weights(model, text(model.config, 1, 5)))
+    assert all(one is not None for one in heddle.attention_weights(model, random_tokens(model.config, 1, 5)))
 
 
 def test_mixers_side_by_side_are_joined_along_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,16 +107,16 @@ def test_mixers_side_by_side_are_joined_along_the_heads(monkeypatch: pytest.Monk
     keys = 5
 
     def twice(q: Tensor, *rest: Any) -> Tensor:
-        observe(lambda: Observation(torch.full((1, 2, 5, keys), 0.5), 1))
+        notify_observer(lambda: Observation(torch.full((1, 2, 5, keys), 0.5), 1))
         return run(q, *rest)
 
     monkeypatch.setattr("heddle.parts.mixers.attention.attention", twice)
-    [found] = heddle.attention_weights(model, text(model.config, 1, 5))
+    [found] = heddle.attention_weights(model, random_tokens(model.config, 1, 5))
     assert found is not None
     assert found.shape == (1, 6, 5, 5)
     keys = 7
     with pytest.raises(ConfigError, match=r"layer 0 reads texts of \[5, 7\] tokens"):
-        heddle.attention_weights(model, text(model.config, 1, 5))
+        heddle.attention_weights(model, random_tokens(model.config, 1, 5))
 
 
 LINEAR = {
@@ -131,8 +131,8 @@ LINEAR = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", LINEAR)
 def test_implied_weights_make_the_answer_of_the_values(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, place = subject(case(name)), LAYOUTS[layout]()
-    tokens = text(model.config, 2, 9)
+    model, place = model_under_test(case(name)), LAYOUTS[layout]()
+    tokens = random_tokens(model.config, 2, 9)
     assert heddle.attention_weights(model, tokens, place) == [None] * len(model.layers)
     found = heddle.attention_weights(model, tokens, place, implied=True)
     kind, operation = LINEAR[name]
@@ -149,7 +149,7 @@ def test_implied_weights_make_the_answer_of_the_values(name: str, layout: str, m
     with torch.no_grad():
         model(tokens, place)
     real = place.positions >= 0
-    documents = torch.zeros_like(place.positions) if place.documents is None else place.documents
+    documents = torch.zeros_like(place.positions) if place.segment_ids is None else place.segment_ids
     apart = (documents[:, :, None] != documents[:, None]) | ~(real[:, :, None] & real[:, None])
     if model.causal:
         apart = apart | torch.ones(9, 9, dtype=torch.bool).triu(1)

@@ -7,7 +7,7 @@ import torch
 
 import heddle
 from heddle.errors import ConfigError
-from heddle.model.decoder import initialise
+from heddle.model.initialization import initialize
 from heddle.parts.context.layout import Layout
 from heddle.parts.modules.linear import Linear
 from tests.cases import attention, case, design, layer
@@ -79,5 +79,5 @@ def test_a_vocabulary_must_be_known() -> None:
 def test_a_part_that_says_nothing_of_its_start_is_refused() -> None:
     model = heddle.build(case("attention-mha"))
     model.layers[0].extra = torch.nn.Linear(2, 2)
-    with pytest.raises(TypeError, match=r"layers.0.extra: owns parameters but is no Leaf"):
-        initialise(model, 0)
+    with pytest.raises(TypeError, match=r"layers.0.extra: owns parameters but is no SelfInitialized"):
+        initialize(model, 0)

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter
 from heddle.model.compiled import compiled
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
-from heddle.numerics.random import Key, keyed
+from heddle.numerics.random import RandomKey, use_random_key
 from heddle.parts.context.layout import Layout
 from heddle.parts.modules import eager
 
@@ -33,7 +33,7 @@ def compilations() -> tuple[int, int, float]:
     tokens = torch.arange(32).view(2, 16)
     first, worst = 0, 0.0
     for lengths in LAYOUTS:
-        with keyed(Key(0, 0, torch.arange(2))):
+        with use_random_key(RandomKey(0, 0, torch.arange(2))):
             difference = twin(tokens, Layout.packed(lengths))[0] - plain(tokens, Layout.packed(lengths))[0]
         worst = max(worst, difference.abs().max().item())
         first = first or counter.frame_count

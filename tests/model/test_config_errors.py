@@ -7,14 +7,14 @@ import pytest
 from heddle.config import kind_class, kinds
 from heddle.errors import ConfigError
 from heddle.model.load_config import load_config
-from heddle.parts.positions import AdditiveConfig, InnerConfig
+from heddle.parts.positions import AdditivePositionConfig, MixerPositionConfig
 from tests.cases import attention, design, layer
 
 # Read from the folders, so that another kind needs no change here.
 MIXERS, NORMS = ", ".join(kinds("mixers")), ", ".join(kinds("norms"))
 INNER, TABLES = (
     ", ".join(kind for kind in kinds("positions") if issubclass(kind_class("positions", kind), base))
-    for base in (InnerConfig, AdditiveConfig)
+    for base in (MixerPositionConfig, AdditivePositionConfig)
 )
 LEARNED = {"position": {"kind": "learned", "length": 9}}
 CHOICES = (
@@ -30,7 +30,7 @@ SENTENCES = {
     f"choices: {INNER}",
     "embedding.position.kind=rope": f"embedding.position: kind 'rope' does not belong here; choices: {TABLES}",
     "layers.0.mixer.hads=2": f"layers[0].mixer: unknown field 'hads'; did you mean 'heads'? choices: {CHOICES}",
-    "nonsense=1": "unknown field 'nonsense'; choices: embedding, encoder, head, initialisation, layers, norm, "
+    "nonsense=1": "unknown field 'nonsense'; choices: embedding, encoder, head, initialization, layers, norm, "
     "residual, vocab_size, width",
     "layers.0.mixer.heads=two": "layers[0].mixer.heads: should be a valid integer, got 'two' (text)",
     "layers.0.mixer.heads=0": "layers[0].mixer.heads: should be greater than 0, got 0 (a whole number)",
@@ -40,19 +40,20 @@ SENTENCES = {
     "layers.0.mixer.heads=.nan": "layers[0].mixer.heads: should be a valid integer, got nan (a number)",
     "layers.0.mixer.heads=[4]": "layers[0].mixer.heads: should be a valid integer, got [4] (a list)",
     "layers.0.mixer.heads=null": "layers[0].mixer.heads: should be a valid integer, got None (nothing)",
-    "layers.0.mixer.heads=99999999999999999999": "layers[0].mixer.heads: should be less than or equal to 2147483647, "
+    "layers.0.mixer.heads=99999999999999999999": "layers[0].mixer.heads: should be less than or equal to 1048576, "
     "got 99999999999999999999 (a whole number)",
     "layers.0.mixer.kv_heads=3": "layers[0].mixer.kv_heads: 3 does not divide heads = 4; choose a divisor of it",
     "width=25": "layers[0].mixer.heads: 4 does not divide width = 25; give head_dim, or other heads",
-    "layers.0.mixer.position.dim=3": "layers[0].mixer.position.dim: 3 cannot be turned in pairs within heads of 6; "
-    "give an even dim",
-    "layers.0.mixer.position.dim=8": "layers[0].mixer.position.dim: 8 cannot be turned in pairs within heads of 6; "
-    "give an even dim",
-    "layers.0.mixer.position.frequencies=[1, 2]": "layers[0].mixer.position.frequencies: 2 given; dim = 6 needs 3",
-    "layers.0.mixer.position.frequencies=[1, .nan]": "layers[0].mixer.position.frequencies[1]: "
+    "layers.0.mixer.position.rotary_dim=3": "layers[0].mixer.position.rotary_dim: "
+    "3 dims of 6 cannot be rotated in pairs; "
+    "give an even number that fits",
+    "layers.0.mixer.position.rotary_dim=8": "layers[0].mixer.position.rotary_dim: "
+    "8 dims of 6 cannot be rotated in pairs; "
+    "give an even number that fits",
+    "layers.0.mixer.position.inv_freq=[1, 2]": "layers[0].mixer.position.inv_freq: 2 given; rotary_dim = 6 needs 3",
+    "layers.0.mixer.position.inv_freq=[1, .nan]": "layers[0].mixer.position.inv_freq[1]: "
     "should be a finite number, got nan (a number)",
-    "layers.0.mixer.position.frequencies=3": "layers[0].mixer.position.frequencies: expected a list, "
-    "got 3 (a whole number)",
+    "layers.0.mixer.position.inv_freq=3": "layers[0].mixer.position.inv_freq: expected a list, got 3 (a whole number)",
     "layers.0.mixer.position.base=0": "layers[0].mixer.position.base: should be greater than 0, got 0 (a whole number)",
     "layers.0.mixer.position.base=.inf": "layers[0].mixer.position.base: should be a finite number, got inf (a number)",
     "layers.0.mixer.position.layout=hafl": "layers[0].mixer.position.layout: unknown value 'hafl'; "

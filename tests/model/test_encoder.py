@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 
 import heddle
-from heddle.analysis.comparison.plan import read_entries
+from heddle.analysis.comparison.plan import load_entries
 from heddle.config import decode
 from heddle.data.samples import Batch
 from heddle.errors import ConfigError
 from heddle.laws import run, shrink
-from heddle.laws.subject import subject, text
+from heddle.laws.harness import model_under_test, random_tokens
 from heddle.model.compiled import compiled
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
 from heddle.parts.context.layout import Layout
 from heddle.training.loop import train
-from heddle.training.optimizer import make_optimizer
-from heddle.training.step import apply, gradients
+from heddle.training.optimizer import build_optimizer
+from heddle.training.step import accumulate_gradients, apply_gradients
 from tests import small
 from tests.cases import Data, attention, case, cross
 
@@ -70,7 +70,7 @@ def theirs(model: Decoder) -> nn.Transformer:
     stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 20, **kind), DEPTH, last, False)
     other = nn.Transformer(WIDTH, 4, DEPTH, DEPTH, 20, custom_encoder=stack, **kind).eval()
     assert model.encoder is not None
-    found = pairs(model.encoder.close.norm, "encoder.norm") | pairs(model.close.norm, "decoder.norm")
+    found = pairs(model.encoder.final_norm.norm, "encoder.norm") | pairs(model.final_norm.norm, "decoder.norm")
     for index, layer in enumerate(list(model.encoder.layers)):
         at = f"encoder.layers.{index}"
         found |= attention_weights(layer.mixer, f"{at}.self_attn")  # type: ignore[arg-type]
@@ -100,17 +100,17 @@ LENGTHS = [5, 2, 4]
 def source_of(model: Decoder, side: str = "right") -> tuple[Tensor, Layout]:
     assert model.encoder is not None
     layout = Layout.padded(LENGTHS, side=side)
-    return text(model.encoder.config, 3, 5), layout
+    return random_tokens(model.encoder.config, 3, 5), layout
 
 
 def test_torchs_transformer_says_the_same() -> None:
-    model = subject(load_config(TRANSFORMER))
+    model = model_under_test(load_config(TRANSFORMER))
     assert model.encoder is not None
     source, layout = source_of(model)
-    tokens, padding = text(model.config, 3, 7), layout.positions < 0
+    tokens, padding = random_tokens(model.config, 3, 7), layout.positions < 0
     with torch.no_grad():
         memory = model.encode(source, layout)
-        got, _ = model(tokens, Layout.causal(3, 7).with_memory(memory))
+        got, _ = model(tokens, Layout.causal(3, 7).with_encoder_output(memory))
         want = theirs(model)(
             torch.nn.functional.embedding(source, model.encoder.embed.weight),
             torch.nn.functional.embedding(tokens, model.embed.weight),
@@ -123,14 +123,14 @@ def test_torchs_transformer_says_the_same() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_decoding_equals_one_call_and_encodes_once(side: str) -> None:
-    model = subject(case("encoder"))
+    model = model_under_test(case("encoder"))
     assert model.encoder is not None
     source, layout = source_of(model, side)
-    tokens, calls = text(model.config, 3, 6), []
+    tokens, calls = random_tokens(model.config, 3, 6), []
     model.encoder.register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
         memory = model.encode(source, layout)
-        whole, _ = model(tokens, Layout.causal(3, 6).with_memory(memory))
+        whole, _ = model(tokens, Layout.causal(3, 6).with_encoder_output(memory))
         state, steps = model.init_state(3, 6, memory), []
         for position in range(6):
             hidden, state = model(tokens[:, position : position + 1], None, state)
@@ -140,14 +140,16 @@ def test_decoding_equals_one_call_and_encodes_once(side: str) -> None:
 
 
 def test_generation_reads_the_memory_of_each_row() -> None:
-    model = subject(case("encoder"))
+    model = model_under_test(case("encoder"))
     source, layout = source_of(model)
     with torch.no_grad():
-        together = heddle.generate(model, [[1], [2, 3], [4]], memory=model.encode(source, layout), max_new_tokens=6)
+        together = heddle.generate(
+            model, [[1], [2, 3], [4]], encoder_output=model.encode(source, layout), max_new_tokens=6
+        )
         for row, prompt in enumerate([[1], [2, 3], [4]]):
             memory = model.encode(source[row : row + 1, : LENGTHS[row]])
-            assert heddle.generate(model, [prompt], memory=memory, max_new_tokens=6) == [together[row]]
-    with pytest.raises(ConfigError, match="memory: is missing"):
+            assert heddle.generate(model, [prompt], encoder_output=memory, max_new_tokens=6) == [together[row]]
+    with pytest.raises(ConfigError, match="encoder_output: is missing"):
         heddle.generate(model, [[1]], max_new_tokens=1)
 
 
@@ -159,15 +161,17 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     assert again.encoder is not None
     assert again.encoder.head.weight is again.encoder.embed.weight
     source, layout = source_of(model)
-    tokens = text(model.config, 3, 4)
-    answers = [one(tokens, Layout.causal(3, 4).with_memory(one.encode(source, layout)))[0] for one in (model, again)]
+    tokens = random_tokens(model.config, 3, 4)
+    answers = [
+        one(tokens, Layout.causal(3, 4).with_encoder_output(one.encode(source, layout)))[0] for one in (model, again)
+    ]
     assert torch.equal(*answers)
     names = [name for name, _ in model.named_parameters()]
     assert {"encoder.embed.weight", "encoder.layers.1.mixer.q.weight", "layers.1.mixer.k.weight"} <= set(names)
 
 
 def test_each_stack_starts_by_its_own_depth_and_spread() -> None:
-    config = load_config(TRANSFORMER, ["encoder.initialisation.std=0.5", "width=64", "encoder.width=64"])
+    config = load_config(TRANSFORMER, ["encoder.initialization.std=0.5", "width=64", "encoder.width=64"])
     weights = dict(heddle.build(config).named_parameters())
     spread = {
         name: float(weights[f"{name}.weight"].detach().std())
@@ -179,8 +183,11 @@ def test_each_stack_starts_by_its_own_depth_and_spread() -> None:
 
 def test_size_counts_the_encoder_and_the_memory() -> None:
     config = load_config(TRANSFORMER)
-    told, short = heddle.size(config, context=8, batch=2), heddle.size(config, context=8, batch=2, memory=3)
-    assert (told.memory, short.memory, told.parameters) == (8, 3, short.parameters)
+    told, short = (
+        heddle.size(config, context_length=8, batch=2),
+        heddle.size(config, context_length=8, batch=2, encoder_length=3),
+    )
+    assert (told.encoder_length, short.encoder_length, told.parameters) == (8, 3, short.parameters)
     assert told.embedding_parameters == (31 + 13) * WIDTH
     assert [layer.count for layer in told.encoder] == [DEPTH]
     assert told.state_bytes - short.state_bytes == DEPTH * 2 * 5 * 2 * WIDTH * 4
@@ -193,7 +200,7 @@ def test_size_counts_the_encoder_and_the_memory() -> None:
 
 
 def batch_of(model: Decoder) -> Batch:
-    tokens = text(model.config, 4, 8).numpy()
+    tokens = random_tokens(model.config, 4, 8).numpy()
     source = np.array([[1, 2, 3], [4, -1, -1], [5, 6, -1], [-1, 7, 8]])
     return Batch(tokens, ((7,),) * 4, np.array([5, 2, 9, 4]), source)
 
@@ -201,10 +208,10 @@ def batch_of(model: Decoder) -> Batch:
 @pytest.mark.parametrize("pieces", [2, 4])
 def test_training_in_pieces(pieces: int) -> None:
     """Dropout included: the encoder's is keyed by sample as the layers' is."""
-    model = subject(case("encoder")).train()
+    model = model_under_test(case("encoder")).train()
     found = []
     for count in (1, pieces):
-        loss = gradients(model, batch_of(model), (1, 2), count).loss
+        loss = accumulate_gradients(model, batch_of(model), (1, 2), count).loss
         found.append((loss, {name: value.grad for name, value in model.named_parameters()}))
         model.zero_grad(set_to_none=True)
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-10)
@@ -214,11 +221,13 @@ def test_training_in_pieces(pieces: int) -> None:
 def test_a_step_learns_with_recomputed_and_narrow_layers() -> None:
     model = heddle.build(case("encoder")).train()
     model.checkpointing = True
-    optimizer, batch = make_optimizer(model, 0.1), batch_of(model)
-    losses = [float(gradients(model, batch, (0, 0), 1, torch.bfloat16).loss)]
+    optimizer, batch = build_optimizer(model, 0.1), batch_of(model)
+    losses = [float(accumulate_gradients(model, batch, (0, 0), 1, torch.bfloat16).loss)]
     for step in range(8):
-        assert apply(model, optimizer, gradients(model, batch, (0, step), 2, torch.bfloat16), 1e-2, 1.0).taken
-    losses.append(float(gradients(model, batch, (0, 0), 1, torch.bfloat16).loss))
+        assert not apply_gradients(
+            model, optimizer, accumulate_gradients(model, batch, (0, step), 2, torch.bfloat16), 1e-2, 1.0
+        ).skipped
+    losses.append(float(accumulate_gradients(model, batch, (0, 0), 1, torch.bfloat16).loss))
     assert losses[1] < losses[0]
 
 
@@ -229,8 +238,10 @@ def test_the_compiled_twin_shares_the_encoder() -> None:
     model = heddle.build(config).eval()
     twin = compiled(model, backend="eager")
     source, layout = source_of(model)
-    tokens = text(model.config, 3, 4)
-    answers = [one(tokens, Layout.causal(3, 4).with_memory(one.encode(source, layout)))[0] for one in (model, twin)]
+    tokens = random_tokens(model.config, 3, 4)
+    answers = [
+        one(tokens, Layout.causal(3, 4).with_encoder_output(one.encode(source, layout)))[0] for one in (model, twin)
+    ]
     torch.testing.assert_close(answers[1], answers[0])
     assert {id(value) for value in twin.parameters()} == {id(value) for value in model.parameters()}
 
@@ -240,7 +251,17 @@ def test_made_small_it_keeps_the_laws() -> None:
     small = shrink(load_config(TRANSFORMER, large))
     assert small.encoder is not None
     assert (small.width, small.encoder.width, small.encoder.depth) == (16, 16, 2)
-    results = run(small, ["cut", "memory", "true_size", "round_trip", "checkpointing", "weights_are_all"])
+    results = run(
+        small,
+        [
+            "chunked_decoding",
+            "cross_attention",
+            "size_matches_model",
+            "config_round_trip",
+            "activation_checkpointing",
+            "state_dict_completeness",
+        ],
+    )
     assert [result for result in results if not result.passed] == []
 
 
@@ -264,11 +285,11 @@ def test_an_encoder_takes_the_defaults_and_the_vocabulary() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("encoder.width=8", "encoder.width: 8 is not the memory_width = 16 that the layers read; make them equal"),
+        ("encoder.width=8", "encoder.width: 8 is not the encoder_width = 16 of the layers; make them equal"),
         ("layers.0.layers.1.mixer.kind=attention",
-         "encoder: no layer reads what it makes; add a cross_attention mixer, or leave it out"),
+         "encoder: no layer reads its output; add a cross_attention mixer, or leave it out"),
         ("encoder.layers.0.mixer={kind: cross_attention, heads: 2}",
-         "encoder.layers: an encoder has no memory to read; take cross_attention out of it"),
+         "encoder.layers: an encoder has no encoder output to read; take cross_attention out of it"),
         ("encoder.head.tied=false", "encoder.head.tied: an encoder has no head that could be untied; leave it out"),
         ("encoder.layers.0.mixer.heads=3",
          "encoder.layers[0].mixer.heads: 3 does not divide width = 16; give head_dim, or other heads"),
@@ -283,20 +304,20 @@ def test_refused_designs(override: str, message: str) -> None:
 def test_an_encoder_within_an_encoder_is_refused() -> None:
     inner = load_config(TRANSFORMER["encoder"]).dump()
     inner = inner | {"encoder": inner}
-    with pytest.raises(ConfigError, match=r"^encoder\.encoder: an encoder has none of its own; leave it out$"):
+    with pytest.raises(ConfigError, match=r"^encoder\.encoder: an encoder cannot have an encoder; leave it out$"):
         load_config(TRANSFORMER | {"encoder": inner})
 
 
 def test_a_design_without_one_does_not_encode() -> None:
     model = heddle.build(decode(ModelConfig, load_config(TRANSFORMER, ["encoder=null"]).dump()))
-    assert model.memory_width == WIDTH
-    with pytest.raises(ConfigError, match=r"^encoder: this design has none; give a memory of your own"):
+    assert model.encoder_width == WIDTH
+    with pytest.raises(ConfigError, match=r"^encoder: this design has none; give vectors of your own"):
         model.encode(torch.zeros(1, 3, dtype=torch.int64))
 
 
 def test_training_and_comparing_on_plain_text_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^memory: the design reads one, and these data come without"):
+    with pytest.raises(ConfigError, match=r"^encoder_width: the design reads an encoder output, and this data has none"):
         train(small.job(small.corpus(tmp_path / "text"), tmp_path / "run", TRANSFORMER | {"vocab_size": 300}))
     design = small.design_file(tmp_path / "both.yaml", json.loads(json.dumps(TRANSFORMER)))
     with pytest.raises(ConfigError, match="reads a memory, and texts come without one"):
-        read_entries([str(design)], [])
+        load_entries([str(design)], [])

@@ -16,10 +16,10 @@ def test_preset(name: str) -> None:
     kind, _, promised = name.rpartition("-")
     if config.vocab_size is None:
         config = config.replace(vocab_size=4096)
-    told = size(config, context=512)
+    told = size(config, context_length=512)
     low, high = PROMISED[promised]
     assert low <= told.active_parameters <= high
-    full = size(load_config(f"preset:mha-{promised}", [f"vocab_size={config.vocab_size}"]), context=512)
+    full = size(load_config(f"preset:mha-{promised}", [f"vocab_size={config.vocab_size}"]), context_length=512)
     assert told.active_parameters <= 1.01 * full.parameters
     assert told.active_parameters >= 0.8 * full.parameters
     assert (told.parameters > told.active_parameters) == (kind == "moe")

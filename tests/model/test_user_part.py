@@ -37,17 +37,19 @@ def test_a_part_of_ones_own(tmp_path: Path) -> None:
     assert (part.slot, "cubed" in kinds("feedforwards")) == ("feedforwards", True)
     config = load_config(design(layer(attention(), {"kind": "cubed", "hidden": 10})))
     assert config.dump()["layers"][0]["feedforward"]["kind"] == "cubed"
-    assert [result for result in run(config, ["cut", "later_tokens", "round_trip"]) if not result.passed] == []
+    assert [
+        result for result in run(config, ["chunked_decoding", "causality", "config_round_trip"]) if not result.passed
+    ] == []
 
 
 def test_the_laws_find_the_mistake_in_it(tmp_path: Path) -> None:
     load_part(copy_of("feedforwards/mlp", tmp_path / "centred.py", MEAN))
     config = load_config(design(layer(attention(), {"kind": "centred", "hidden": 10})))
-    results = run(config, ["cut", "later_tokens", "round_trip"])
+    results = run(config, ["chunked_decoding", "causality", "config_round_trip"])
     assert [(result.name, result.passed) for result in results] == [
-        ("cut", False),
-        ("later_tokens", False),
-        ("round_trip", True),
+        ("chunked_decoding", False),
+        ("causality", False),
+        ("config_round_trip", True),
     ]
     assert "token 0 of row" in results[1].message
 

@@ -1,30 +1,36 @@
-"""Plain loops that say what attention is, one query, head and key at a time."""
+"""Attention by plain loops, one query, head and key at a time."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from heddle.numerics.attention.score_modifiers import PLAIN, Extras
-from heddle.numerics.attention.visibility import Visibility
+from heddle.numerics.attention.mask import AttentionMask
+from heddle.numerics.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 
 
-def sees(seen: Visibility, row: int, query: int, key: int) -> bool:
-    """Whether a query may see a key, from positions, documents and window alone."""
-    i, j = int(seen.q_positions[row, query]), int(seen.k_positions[row, key])
+def is_visible(mask: AttentionMask, row: int, query: int, key: int) -> bool:
+    """Whether a query sees a key, from positions, segment ids and window only."""
+    i, j = int(mask.q_positions[row, query]), int(mask.k_positions[row, key])
     if i < 0 or j < 0:
         return False
-    documents = seen.q_documents, seen.k_documents
-    if documents[0] is not None and documents[1] is not None and documents[0][row, query] != documents[1][row, key]:
+    segment_ids = mask.q_segment_ids, mask.k_segment_ids
+    if (
+        segment_ids[0] is not None
+        and segment_ids[1] is not None
+        and segment_ids[0][row, query] != segment_ids[1][row, key]
+    ):
         return False
-    if seen.causal:
-        return j <= i and (seen.window is None or i - j < seen.window)
-    return seen.window is None or abs(i - j) <= seen.window
+    if mask.causal:
+        return j <= i and (mask.window is None or i - j < mask.window)
+    return mask.window is None or abs(i - j) <= mask.window
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, extras: Extras = PLAIN) -> Tensor:
+def loop_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, modifiers: ScoreModifiers = NO_MODIFIERS
+) -> Tensor:
     """q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v], in Python's float64."""
-    weights = weigh(q, k, seen, scale, extras)
+    weights = loop_weights(q, k, mask, scale, modifiers)
     wide = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
     for b, h, t, s in weights.nonzero().tolist():
@@ -32,8 +38,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float, extr
     return out
 
 
-def weigh(q: Tensor, k: Tensor, seen: Visibility, scale: float, extras: Extras = PLAIN) -> Tensor:
-    """The weights [B, H, T, S]; a sink is one score more, whose share goes to nobody."""
+def loop_weights(
+    q: Tensor, k: Tensor, mask: AttentionMask, scale: float, modifiers: ScoreModifiers = NO_MODIFIERS
+) -> Tensor:
+    """The weights [B, H, T, S]. A sink is one more score, whose weight is dropped."""
     batch, heads, queries, _ = q.shape
     groups, keys = k.shape[1], k.shape[2]
     out = torch.zeros(batch, heads, queries, keys, dtype=torch.float64)
@@ -41,15 +49,15 @@ def weigh(q: Tensor, k: Tensor, seen: Visibility, scale: float, extras: Extras =
         for h in range(heads):
             g = h // (heads // groups)
             for t in range(queries):
-                visible = [s for s in range(keys) if sees(seen, b, t, s)]
+                visible = [s for s in range(keys) if is_visible(mask, b, t, s)]
                 scores = [scale * math.fsum((q[b, h, t] * k[b, g, s]).tolist()) for s in visible]
-                if extras.softcap is not None:
-                    scores = [extras.softcap * math.tanh(score / extras.softcap) for score in scores]
-                if extras.slopes is not None:
-                    near = [abs(int(seen.q_positions[b, t]) - int(seen.k_positions[b, s])) for s in visible]
-                    slope = extras.slopes[h].item()
-                    scores = [score - slope * far for score, far in zip(scores, near, strict=True)]
-                sinks = [] if extras.sink is None else [extras.sink[h].item()]
+                if modifiers.softcap is not None:
+                    scores = [modifiers.softcap * math.tanh(score / modifiers.softcap) for score in scores]
+                if modifiers.slopes is not None:
+                    distances = [abs(int(mask.q_positions[b, t]) - int(mask.k_positions[b, s])) for s in visible]
+                    slope = modifiers.slopes[h].item()
+                    scores = [score - slope * far for score, far in zip(scores, distances, strict=True)]
+                sinks = [] if modifiers.sink is None else [modifiers.sink[h].item()]
                 top = max([*scores, *sinks], default=0.0)
                 shares = [math.exp(score - top) for score in scores]
                 total = math.fsum([*shares, *(math.exp(sink - top) for sink in sinks)])

@@ -1,4 +1,4 @@
-"""The chunked loss and its gradients against the plain one."""
+"""The chunked cross-entropy and its gradients against the plain one."""
 
 import math
 from collections.abc import Callable
@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from heddle.numerics import cross_entropy
-from heddle.numerics.cross_entropy import End
-from heddle.numerics.dispatch.flop_counter import counting
+from heddle.numerics.cross_entropy import OutputHead
+from heddle.numerics.dispatch.flop_counter import count_flops
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def loss_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return cross_entropy.loss_sum(hidden, End(weight), targets)
+    return cross_entropy.loss_sum(hidden, OutputHead(weight), targets)
 
 
 def inputs(count: int = 13, vocab: int = 11, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,7 +44,7 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def agrees(loss: Loss, scale: float = 0.37, **kind: Any) -> bool:
     pairs = zip(gradients(loss, scale, **kind), gradients(plain, scale, **kind), strict=True)
-    return all(torch.allclose(mine, other, rtol=0, atol=1e-10) for mine, other in pairs)
+    return all(torch.allclose(actual, expected, rtol=0, atol=1e-10) for actual, expected in pairs)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 12, 13, 14, 10**6])
@@ -54,32 +54,32 @@ def test_values_and_gradients_equal_the_definition_in_chunks_of_any_size(
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", chunk * 11)
     assert agrees(loss_sum)
     hidden, weight, targets = inputs()
-    each = cross_entropy.losses(hidden, End(weight), targets)
-    torch.testing.assert_close(each, cross_entropy.reference(hidden, End(weight), targets), rtol=0, atol=1e-12)
-    torch.testing.assert_close(each.sum(), plain(hidden, weight, targets), rtol=0, atol=1e-10)
+    losses = cross_entropy.token_losses(hidden, OutputHead(weight), targets)
+    torch.testing.assert_close(losses, cross_entropy.reference(hidden, OutputHead(weight), targets), rtol=0, atol=1e-12)
+    torch.testing.assert_close(losses.sum(), plain(hidden, weight, targets), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("fields", [{"scale": 0.3}, {"softcap": 1.5}, {"scale": 2.5, "softcap": 0.7}, {}])
 def test_bias_scale_and_softcap(fields: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", 4 * 11)
-    found = []
-    for side in ("theirs", "ours"):
+    results = []
+    for side in ("torch", "heddle"):
         hidden, weight, targets = inputs()
         bias = torch.linspace(-1.0, 1.0, 11, dtype=torch.float64).requires_grad_()
-        if side == "ours":
-            value = cross_entropy.loss_sum(hidden, End(weight, bias, **fields), targets)
+        if side == "heddle":
+            value = cross_entropy.loss_sum(hidden, OutputHead(weight, bias, **fields), targets)
         else:
             logits = (hidden @ weight.T + bias) * fields.get("scale", 1.0)
             if "softcap" in fields:
                 logits = fields["softcap"] * (logits / fields["softcap"]).tanh()
             value = functional.cross_entropy(logits, targets, reduction="sum")
         torch.autograd.backward(value)
-        found.append((value.detach(), hidden.grad, weight.grad, bias.grad))
-    for mine, other in zip(*found, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+        results.append((value.detach(), hidden.grad, weight.grad, bias.grad))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
-def test_half_a_slope_or_a_forgotten_row_is_caught() -> None:
+def test_half_a_gradient_or_a_missing_row_is_detected() -> None:
     assert not agrees(lambda h, w, targets: loss_sum(0.5 * h + 0.5 * h.detach(), w, targets))
     assert not agrees(lambda h, w, targets: loss_sum(h, 0.5 * w + 0.5 * w.detach(), targets))
     assert not agrees(lambda h, w, targets: loss_sum(h[1:], w, targets[1:]))
@@ -90,7 +90,7 @@ def test_numerical_gradients_in_float64() -> None:
     assert torch.autograd.gradcheck(lambda h, w: loss_sum(h, w, targets), (hidden, weight))
 
 
-def test_only_what_is_wanted_is_made() -> None:
+def test_only_required_gradients_are_computed() -> None:
     hidden, weight, targets = inputs()
     loss_sum(hidden.detach(), weight, targets).backward()
     assert weight.grad is not None
@@ -121,15 +121,15 @@ def test_within_autocast_the_error_is_that_of_bfloat16() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         narrow = loss_sum(hidden, weight, targets)
     torch.autograd.backward(narrow)
-    got_hidden, got_weight = hidden.grad, weight.grad
+    actual_hidden, actual_weight = hidden.grad, weight.grad
     _, exact_hidden, exact_weight = gradients(plain, count=64, vocab=40, dtype=torch.float32)
     exact = plain(hidden, weight, targets)
     assert narrow.dtype == torch.float32
     assert abs(narrow.item() / exact.item() - 1) < 2e-3
-    for mine, other in ((got_hidden, exact_hidden), (got_weight, exact_weight)):
-        assert mine is not None
-        assert mine.dtype == torch.float32
-        assert 0 < float((mine - other).norm() / other.norm()) < 1e-2
+    for actual, expected in ((actual_hidden, exact_hidden), (actual_weight, exact_weight)):
+        assert actual is not None
+        assert actual.dtype == torch.float32
+        assert 0 < float((actual - expected).norm() / expected.norm()) < 1e-2
 
 
 def test_weights_in_bfloat16_get_gradients_in_bfloat16_summed_in_float32() -> None:
@@ -140,21 +140,21 @@ def test_weights_in_bfloat16_get_gradients_in_bfloat16_summed_in_float32() -> No
     wide = [x.detach().double().requires_grad_() for x in narrow]
     torch.autograd.backward(plain(wide[0], wide[1], targets))
     assert value.dtype == torch.float32
-    for mine, other in zip(narrow, wide, strict=True):
-        assert mine.grad is not None
-        assert other.grad is not None
-        assert mine.grad.dtype == torch.bfloat16
-        assert float((mine.grad.double() - other.grad).norm() / other.grad.norm()) < 2e-2
+    for actual, expected in zip(narrow, wide, strict=True):
+        assert actual.grad is not None
+        assert expected.grad is not None
+        assert actual.grad.dtype == torch.bfloat16
+        assert float((actual.grad.double() - expected.grad).norm() / expected.grad.norm()) < 2e-2
 
 
 def test_operations_are_counted_once_forward() -> None:
     hidden, weight, targets = inputs()
-    with counting() as tally:
+    with count_flops() as flops:
         loss_sum(hidden, weight, targets)
-    assert tally[0] == 2 * 13 * 6 * 11
+    assert flops[0] == 2 * 13 * 6 * 11
 
 
 def test_it_agrees_with_torch() -> None:
     hidden, weight, targets = inputs()
-    theirs = functional.cross_entropy(hidden @ weight.T, targets, reduction="sum")
-    torch.testing.assert_close(loss_sum(hidden, weight, targets), theirs, rtol=0, atol=1e-10)
+    torch_loss = functional.cross_entropy(hidden @ weight.T, targets, reduction="sum")
+    torch.testing.assert_close(loss_sum(hidden, weight, targets), torch_loss, rtol=0, atol=1e-10)

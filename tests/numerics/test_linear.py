@@ -1,26 +1,34 @@
-"""The linear map: forms agree, and the operations it declares are those torch counts."""
+"""The linear map: kernels agree, and its FLOPs are those that torch counts."""
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from heddle.errors import ConfigError
-from heddle.numerics.dispatch.flop_counter import counting
+from heddle.numerics.dispatch.flop_counter import count_flops
 from heddle.numerics.kernels import kernels
-from heddle.numerics.linear import PACKED_ROWS, Packs, flops, linear, linears, packing, reference
+from heddle.numerics.linear import (
+    MAX_PACKED_ROWS,
+    PackedWeightCache,
+    linear,
+    linear_flops,
+    linears,
+    packed_weights,
+    reference,
+)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7,), (1, 7), (1, 1, 7), (3, 7), (2, 5, 7), (0, 7)])
-@pytest.mark.parametrize("form", ["matrix", "reference"])
-def test_forms(form: str, shape: tuple[int, ...], bias: bool) -> None:
+@pytest.mark.parametrize("kernel", ["matrix", "reference"])
+def test_kernels(kernel: str, shape: tuple[int, ...], bias: bool) -> None:
     x, weight, shift = torch.randn(shape), torch.randn(4, 7), torch.randn(4) if bias else None
-    want = reference(x.double(), weight.double(), None if shift is None else shift.double())
-    torch.testing.assert_close(run(form, x, weight, shift).double(), want, rtol=1e-5, atol=1e-6)
+    expected = reference(x.double(), weight.double(), None if shift is None else shift.double())
+    torch.testing.assert_close(run(kernel, x, weight, shift).double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def run(form: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    with kernels(linear=form):
+def run(kernel: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    with kernels(linear=kernel):
         return linear(x, weight, bias)
 
 
@@ -29,16 +37,16 @@ def run(form: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 @pytest.mark.parametrize("outputs", [512, 2048])
 def test_packed(shape: tuple[int, ...], outputs: int, bias: bool) -> None:
     x, weight, shift = torch.randn(shape), torch.randn(outputs, 512), torch.randn(outputs) if bias else None
-    want = reference(x.double(), weight.double(), None if shift is None else shift.double())
-    with packing():
+    expected = reference(x.double(), weight.double(), None if shift is None else shift.double())
+    with packed_weights():
         for _ in range(2):
-            got = run("packed", x, weight, shift)
-            torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+            actual = run("packed", x, weight, shift)
+            torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
 
 
-def test_a_weight_changed_in_place_is_packed_anew() -> None:
+def test_a_weight_changed_in_place_is_packed_again() -> None:
     x, weight = torch.randn(1, 512), torch.nn.Parameter(torch.randn(512, 512))
-    with packing(), torch.no_grad():
+    with packed_weights(), torch.no_grad():
         before = run("packed", x, weight, None)
         weight.mul_(2.0)
         torch.testing.assert_close(run("packed", x, weight, None), 2.0 * before)
@@ -47,34 +55,39 @@ def test_a_weight_changed_in_place_is_packed_anew() -> None:
 
 
 @pytest.mark.parametrize("biases", [(False, False), (True, False), (False, True), (True, True)])
-def test_several_weights_are_one_product_where_packed_copies_serve(biases: tuple[bool, bool]) -> None:
+def test_several_weights_are_one_product_if_packed(biases: tuple[bool, bool]) -> None:
     x, sizes = torch.randn(2, 3, 512), (64, 512)  # the first is too small to be packed alone
-    maps = [
-        (torch.randn(size, 512), torch.randn(size) if own else None) for size, own in zip(sizes, biases, strict=True)
+    linear_maps = [
+        (torch.randn(size, 512), torch.randn(size) if has_bias else None)
+        for size, has_bias in zip(sizes, biases, strict=True)
     ]
-    want = [reference(x.double(), weight.double(), None if bias is None else bias.double()) for weight, bias in maps]
-    packs: Packs = {}
-    with packing(packs), counting() as tally:
-        found = linears(x, maps)
-    assert len(packs) == 1
-    assert tally[0] == flops(6, 512, sum(sizes))
-    for got, right in zip([*found, *linears(x, maps)], [*want, *want], strict=True):
-        torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-4)
-    with packing(packs), torch.no_grad():
-        maps[0][0].mul_(2.0)
-        torch.testing.assert_close(linears(x, maps)[0], reference(x, *maps[0]), rtol=1e-4, atol=1e-3)
+    expected = [
+        reference(x.double(), weight.double(), None if bias is None else bias.double()) for weight, bias in linear_maps
+    ]
+    cache: PackedWeightCache = {}
+    with packed_weights(cache), count_flops() as flops:
+        outputs = linears(x, linear_maps)
+    assert len(cache) == 1
+    assert flops[0] == linear_flops(6, 512, sum(sizes))
+    for actual_output, expected_output in zip(
+        [*outputs, *linears(x, linear_maps)], [*expected, *expected], strict=True
+    ):
+        torch.testing.assert_close(actual_output.double(), expected_output, rtol=1e-5, atol=1e-4)
+    with packed_weights(cache), torch.no_grad():
+        linear_maps[0][0].mul_(2.0)
+        torch.testing.assert_close(linears(x, linear_maps)[0], reference(x, *linear_maps[0]), rtol=1e-4, atol=1e-3)
         with kernels(linear="reference"):
-            assert torch.equal(linears(x, maps)[1], reference(x, *maps[1]))
+            assert torch.equal(linears(x, linear_maps)[1], reference(x, *linear_maps[1]))
 
 
-def test_packed_says_why_it_cannot_serve() -> None:
+def test_packed_gives_the_reason_why_it_does_not_support_a_call() -> None:
     large = torch.randn(512, 512)
-    with pytest.raises(ConfigError, match="kernel linear=packed: cannot serve here, because packed weights are not"):
+    with pytest.raises(ConfigError, match="kernel linear=packed: cannot serve here, because weights are not packed"):
         run("packed", torch.randn(1, 512), large, None)
-    with packing():
+    with packed_weights():
         with pytest.raises(ConfigError, match="gradients are wanted"):
             run("packed", torch.randn(1, 512), large.clone().requires_grad_(), None)
-        with pytest.raises(ConfigError, match=f"1 to {PACKED_ROWS} rows, here are 65"):
+        with pytest.raises(ConfigError, match=f"1 to {MAX_PACKED_ROWS} rows, here are 65"):
             run("packed", torch.randn(65, 512), large, None)
         with pytest.raises(ConfigError, match="here are 28"):
             run("packed", torch.randn(1, 7), torch.randn(4, 7), None)
@@ -84,12 +97,12 @@ def test_packed_says_why_it_cannot_serve() -> None:
 
 def test_flops_are_those_that_torch_counts() -> None:
     x, weight = torch.randn(2, 5, 7), torch.randn(4, 7)
-    with FlopCounterMode(display=False) as counter, counting() as tally:
+    with FlopCounterMode(display=False) as counter, count_flops() as flops:
         linear(x, weight)
-    assert counter.get_total_flops() == flops(10, 7, 4) == tally[0]
+    assert counter.get_total_flops() == linear_flops(10, 7, 4) == flops[0]
 
 
-def test_unknown_names_are_told_with_the_nearest() -> None:
+def test_errors_suggest_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'matrix'"):
         kernels(linear="matrx").__enter__()
     with pytest.raises(ConfigError, match="did you mean 'attention'"):

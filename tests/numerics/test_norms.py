@@ -1,4 +1,4 @@
-"""Norms against plain loops, in every form and precision, with inputs from tiny to huge."""
+"""Norms against plain loops, in every kernel and precision, with inputs from tiny to huge."""
 
 import math
 
@@ -30,17 +30,17 @@ def layer_loop(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e-3, 1.0, 1e4])
-@pytest.mark.parametrize("form", ["fused", "reference"])
+@pytest.mark.parametrize("kernel", ["fused", "reference"])
 @pytest.mark.parametrize(("offset", "cast"), [(0.0, "before"), (0.0, "after"), (1.0, "after"), (1.0, "before")])
-def test_rms_norm(size: float, form: str, offset: float, cast: str) -> None:
+def test_rms_norm(size: float, kernel: str, offset: float, cast: str) -> None:
     x, weight = torch.randn(3, 5, 11, dtype=torch.float64) * size, torch.randn(11, dtype=torch.float64)
-    want = rms_loop(x, weight, 1e-5, offset)
-    if form == "fused" and offset:
-        with pytest.raises(ConfigError, match="offset"), kernels(rms_norm=form):
+    expected = rms_loop(x, weight, 1e-5, offset)
+    if kernel == "fused" and offset:
+        with pytest.raises(ConfigError, match="offset"), kernels(rms_norm=kernel):
             rms_norm(x, weight, 1e-5, offset, cast)
         return
-    with kernels(rms_norm=form):
-        torch.testing.assert_close(rms_norm(x, weight, 1e-5, offset, cast), want, rtol=1e-12, atol=1e-30)
+    with kernels(rms_norm=kernel):
+        torch.testing.assert_close(rms_norm(x, weight, 1e-5, offset, cast), expected, rtol=1e-12, atol=1e-30)
 
 
 def test_rms_of_the_output_is_one() -> None:
@@ -52,12 +52,12 @@ def test_rms_of_the_output_is_one() -> None:
 def test_layer_norm(size: float) -> None:
     x = torch.randn(3, 5, 11, dtype=torch.float64) * size
     weight, bias = torch.randn(2, 11, dtype=torch.float64)
-    want = layer_loop(x, weight, bias, 1e-5)
-    torch.testing.assert_close(layer_norm(x, weight, bias, 1e-5), want, rtol=1e-10, atol=1e-14)
-    torch.testing.assert_close(layer_norm(x, weight, None, 1e-5), want - bias, rtol=1e-10, atol=1e-13)
+    expected = layer_loop(x, weight, bias, 1e-5)
+    torch.testing.assert_close(layer_norm(x, weight, bias, 1e-5), expected, rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(layer_norm(x, weight, None, 1e-5), expected - bias, rtol=1e-10, atol=1e-13)
 
 
-def test_where_the_cast_stands_is_seen_in_bfloat16() -> None:
+def test_the_position_of_the_cast_matters_in_bfloat16() -> None:
     x, weight = torch.randn(64, 32).bfloat16(), torch.randn(32).bfloat16()
     before, after = (rms_norm(x, weight, 1e-5, 0.0, cast) for cast in ("before", "after"))
     normed = reference(x.float(), torch.ones(32), 1e-5)
@@ -69,7 +69,7 @@ def test_where_the_cast_stands_is_seen_in_bfloat16() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_statistics_are_wide(dtype: torch.dtype) -> None:
     x, weight = (torch.randn(8, 256) * 300).to(dtype), torch.ones(256, dtype=dtype)
-    want = rms_loop(x.double(), weight.double(), 1e-5, 0.0)
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), want, rtol=2**-7, atol=1e-6)
+    expected = rms_loop(x.double(), weight.double(), 1e-5, 0.0)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), expected, rtol=2**-7, atol=1e-6)
     centred = layer_loop(x.double(), weight.double(), weight.double() * 0, 1e-5)
     torch.testing.assert_close(layer_norm(x, weight, None, 1e-5).double(), centred, rtol=2**-7, atol=1e-3)

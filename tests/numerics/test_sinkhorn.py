@@ -1,4 +1,4 @@
-"""Sinkhorn–Knopp against plain divisions, at the limit, and where plain divisions fail."""
+"""Sinkhorn normalization against plain divisions, at convergence, and where plain divisions fail."""
 
 import numpy as np
 import pytest
@@ -12,30 +12,30 @@ def logits(scale: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 13])
-def test_plain_divisions(iterations: int) -> None:
-    drawn = logits(2.0)
-    want = np.exp(drawn.numpy())
+def test_it_equals_plain_divisions(iterations: int) -> None:
+    inputs = logits(2.0)
+    expected = np.exp(inputs.numpy())
     for _ in range(iterations):
-        want = want / want.sum(1, keepdims=True)
-        want = want / want.sum(2, keepdims=True)
-    torch.testing.assert_close(sinkhorn(drawn, iterations), torch.from_numpy(want), rtol=0, atol=1e-12)
+        expected = expected / expected.sum(1, keepdims=True)
+        expected = expected / expected.sum(2, keepdims=True)
+    torch.testing.assert_close(sinkhorn(inputs, iterations), torch.from_numpy(expected), rtol=0, atol=1e-12)
 
 
-def test_rows_and_columns_sum_to_one_in_the_end() -> None:
-    found = sinkhorn(logits(1.0), 200)
+def test_rows_and_columns_converge_to_sum_one() -> None:
+    result = sinkhorn(logits(1.0), 200)
     ones = torch.ones(20, 4, dtype=torch.float64)
-    torch.testing.assert_close(found.sum(-1), ones, rtol=0, atol=1e-12)
-    torch.testing.assert_close(found.sum(-2), ones, rtol=0, atol=1e-9)
+    torch.testing.assert_close(result.sum(-1), ones, rtol=0, atol=1e-12)
+    torch.testing.assert_close(result.sum(-2), ones, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("scale", [0.0, 30.0, 1e4])
 def test_any_logits_have_rows_of_one_and_a_gradient(scale: float) -> None:
-    drawn = logits(scale).requires_grad_()
-    found = sinkhorn(drawn, 20)
-    found.square().sum().backward()
-    torch.testing.assert_close(found.detach().sum(-1), torch.ones(20, 4, dtype=torch.float64), rtol=0, atol=1e-12)
-    assert drawn.grad is not None
-    assert bool(drawn.grad.isfinite().all())
+    inputs = logits(scale).requires_grad_()
+    result = sinkhorn(inputs, 20)
+    result.square().sum().backward()
+    torch.testing.assert_close(result.detach().sum(-1), torch.ones(20, 4, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert inputs.grad is not None
+    assert bool(inputs.grad.isfinite().all())
 
 
 def test_half_precision_is_widened() -> None:

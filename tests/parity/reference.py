@@ -85,8 +85,8 @@ def scaled(
     options = scaling_options(kind, base, fields) | {"partial_rotary_factor": part}
     longest = fields.get("original_length", 2**20) if kind == "dynamic" else 2**20
     config = LlamaConfig(head_dim=dim, max_position_embeddings=longest, rope_parameters=options)
-    found: tuple[Tensor, float] = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length)
-    return found
+    result: tuple[Tensor, float] = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length)
+    return result
 
 
 NAMES = {
@@ -110,31 +110,31 @@ NAMES = {
 def renamed(weights: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
     """Their names -> ours."""
     embedding = weights["model.embed_tokens.weight"]
-    found = {
+    result = {
         "embed.weight": embedding,
         "head.weight": embedding if tied else weights["lm_head.weight"],
-        "close.norm.weight": weights["model.norm.weight"],
+        "final_norm.norm.weight": weights["model.norm.weight"],
     }
     for name, value in weights.items():
         if name.startswith("model.layers."):
             _, _, index, rest = name.split(".", 3)
             role, _, what = rest.rpartition(".")
-            found[f"layers.{index}.{NAMES[role]}.{what}"] = value
-    return found
+            result[f"layers.{index}.{NAMES[role]}.{what}"] = value
+    return result
 
 
 def logits(model: Decoder, tokens: Tensor, layout: heddle.Layout | None = None) -> Tensor:
     with torch.no_grad():
         hidden, _ = model(tokens, layout)
-        found: Tensor = model.head(hidden)
-    return found
+        result: Tensor = model.head(hidden)
+    return result
 
 
 def their_logits(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     with torch.no_grad():
         positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
-        found: Tensor = model(tokens, attention_mask=mask, position_ids=positions).logits
-    return found
+        result: Tensor = model(tokens, attention_mask=mask, position_ids=positions).logits
+    return result
 
 
 def greedy(model: Decoder, tokens: Tensor, layout: heddle.Layout | None, count: int) -> Tensor:
@@ -150,10 +150,10 @@ def greedy(model: Decoder, tokens: Tensor, layout: heddle.Layout | None, count: 
 
 
 def their_greedy(model: Any, tokens: Tensor, mask: Tensor, count: int) -> Tensor:
-    found: Tensor = model.generate(
+    result: Tensor = model.generate(
         tokens, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False
     )
-    return found[:, tokens.shape[1] :]
+    return result[:, tokens.shape[1] :]
 
 
 def left_padded(lengths: list[int]) -> tuple[Tensor, Tensor, heddle.Layout]:

@@ -69,19 +69,19 @@ def ours(data: Any, model: Any, strict: bool = True) -> Decoder:
 
 def split(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Theirs fuse the two projections from the stream, and the two from the latent, head by head."""
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for name, value in weights.items():
         prefix, what = name.rpartition(".")[::2]
         if prefix.endswith("kv_a_proj_with_mqa"):
             role = prefix.removesuffix("kv_a_proj_with_mqa")
-            found[f"{role}kv_down.{what}"], found[f"{role}k_rope.{what}"] = value.split((RANK, ROPE))
+            renamed[f"{role}kv_down.{what}"], renamed[f"{role}k_rope.{what}"] = value.split((RANK, ROPE))
         elif prefix.endswith("kv_b_proj"):
             role = prefix.removesuffix("kv_b_proj")
             k_up, v_up = value.unflatten(0, (HEADS, -1)).split((NOPE, VALUE), dim=1)
-            found[f"{role}k_up.{what}"], found[f"{role}v_up.{what}"] = k_up.flatten(0, 1), v_up.flatten(0, 1)
+            renamed[f"{role}k_up.{what}"], renamed[f"{role}v_up.{what}"] = k_up.flatten(0, 1), v_up.flatten(0, 1)
         else:
-            found[name] = value
-    return found
+            renamed[name] = value
+    return renamed
 
 
 @pytest.mark.parametrize("query_rank", [17, None])

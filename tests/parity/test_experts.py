@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from heddle.config import decode
 from heddle.numerics.experts.routing import route
+from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward, FeedforwardConfig
-from heddle.parts.modules.router_statistics import ledger
+from heddle.parts.modules.router_statistics import record_router_statistics
+from heddle.parts.norms.rms import RMSConfig
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
@@ -50,15 +52,15 @@ def mixtral() -> nn.Module:
     return MixtralSparseMoeBlock(MixtralConfig(**sizes(num_local_experts=EXPERTS, intermediate_size=HIDDEN)))
 
 
-def qwen2(renormalise: bool) -> nn.Module:
+def qwen2(renormalize: bool) -> nn.Module:
     return Qwen2MoeSparseMoeBlock(Qwen2MoeConfig(**sizes(
         num_experts=EXPERTS, moe_intermediate_size=HIDDEN, shared_expert_intermediate_size=15,
-        norm_topk_prob=renormalise)))  # fmt: skip
+        norm_topk_prob=renormalize)))  # fmt: skip
 
 
-def qwen3(renormalise: bool) -> nn.Module:
+def qwen3(renormalize: bool) -> nn.Module:
     return Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(**sizes(
-        num_experts=EXPERTS, moe_intermediate_size=HIDDEN, norm_topk_prob=renormalise)))  # fmt: skip
+        num_experts=EXPERTS, moe_intermediate_size=HIDDEN, norm_topk_prob=renormalize)))  # fmt: skip
 
 
 def deepseek2(method: str) -> nn.Module:
@@ -67,31 +69,31 @@ def deepseek2(method: str) -> nn.Module:
         topk_method=method, n_group=4, topk_group=2, routed_scaling_factor=16.0)))  # fmt: skip
 
 
-def deepseek3(renormalise: bool) -> nn.Module:
+def deepseek3(renormalize: bool) -> nn.Module:
     return DeepseekV3MoE(DeepseekV3Config(**sizes(
         num_local_experts=EXPERTS, n_routed_experts=EXPERTS, moe_intermediate_size=HIDDEN, n_shared_experts=2,
-        n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=renormalise)))  # fmt: skip
+        n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=renormalize)))  # fmt: skip
 
 
-V2: dict[str, Any] = {"renormalise": False, "scale": 16.0, "shared": 2}
+V2: dict[str, Any] = {"renormalize": False, "scale": 16.0, "shared": 2}
 GROUPS: dict[str, Any] = {"groups": 4, "top_groups": 2}
 V2_GROUPS: dict[str, Any] = {"routing": "softmax_group_max", **GROUPS}
 V3: dict[str, Any] = {"routing": "sigmoid", "scale": 2.5, "shared": 2, "bias_update": 0.001, **GROUPS}
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "mixtral": (mixtral, {}),
     "mixtral, chosen first": (mixtral, {"routing": "topk_softmax"}),  # the same function
-    "qwen2": (lambda: qwen2(False), {"renormalise": False, "shared": 1, "shared_hidden": 15, "shared_gate": True}),
+    "qwen2": (lambda: qwen2(False), {"renormalize": False, "shared": 1, "shared_hidden": 15, "shared_gate": True}),
     "qwen2, renormalised": (lambda: qwen2(True), {"shared": 1, "shared_hidden": 15, "shared_gate": True}),
     "qwen3": (lambda: qwen3(True), {}),
-    "qwen3, not renormalised": (lambda: qwen3(False), {"renormalise": False}),
+    "qwen3, not renormalised": (lambda: qwen3(False), {"renormalize": False}),
     "deepseek v2": (lambda: deepseek2("greedy"), V2),
     "deepseek v2, groups": (lambda: deepseek2("group_limited_greedy"), V2 | V2_GROUPS),
     "deepseek v3": (lambda: deepseek3(True), V3),
-    "deepseek v3, not renormalised": (lambda: deepseek3(False), {**V3, "renormalise": False}),
+    "deepseek v3, not renormalised": (lambda: deepseek3(False), {**V3, "renormalize": False}),
 }  # fmt: skip
 WRONG: dict[str, dict[str, Any]] = {
-    "mixtral": {"renormalise": False},
-    "qwen2": {"renormalise": True},
+    "mixtral": {"renormalize": False},
+    "qwen2": {"renormalize": True},
     "deepseek v2, groups": {"routing": "softmax_topk", "groups": None, "top_groups": None},
     "deepseek v3": {"groups": None, "top_groups": None},
     "deepseek v3, not renormalised": {"scale": 1.0},
@@ -112,7 +114,7 @@ def theirs(make: Callable[[], nn.Module]) -> Any:
 
 def ours(block: Any, fields: dict[str, Any]) -> Feedforward:
     config = decode(FeedforwardConfig, {"kind": "moe", **SIZES, **fields})  # type: ignore[type-abstract]
-    part = config.build(WIDTH).double().eval()
+    part = config.build(BuildContext(WIDTH, RMSConfig())).double().eval()
     gate, up = block.experts.gate_up_proj.chunk(2, dim=1)
     weights = {
         "router.weight": block.gate.weight,
@@ -122,7 +124,7 @@ def ours(block: Any, fields: dict[str, Any]) -> Feedforward:
     }
     for name, value in block.state_dict().items():
         if name.endswith("e_score_correction_bias") and "bias_update" in fields:
-            weights["router.balance"] = value
+            weights["router.expert_bias"] = value
         elif name == "shared_expert_gate.weight":
             weights["shared_gate.weight"] = value
         elif name.startswith("shared_expert"):
@@ -166,8 +168,8 @@ def compared(name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch)
         want = block(x)
     assert float(want.detach().std()) > 0.1
     slope = torch.randn_like(want)
-    one, other = (torch.autograd.grad(y, x, slope)[0] for y in (got, want))
-    return max(float((a - b).abs().max()) for a, b in ((got.detach(), want.detach()), (one, other)))
+    actual, expected = (torch.autograd.grad(y, x, slope)[0] for y in (got, want))
+    return max(float((a - b).abs().max()) for a, b in ((got.detach(), want.detach()), (actual, expected)))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -187,14 +189,14 @@ def test_the_router_of_gpt_oss() -> None:
     nn.init.normal_(router.weight)
     nn.init.normal_(router.bias)
     data = {"kind": "moe", **SIZES, "routing": "topk_softmax", "router_bias": True}
-    part: Any = decode(FeedforwardConfig, data).build(WIDTH).double()  # type: ignore[type-abstract]
+    part: Any = decode(FeedforwardConfig, data).build(BuildContext(WIDTH, RMSConfig())).double()  # type: ignore[type-abstract]
     part.router.load_state_dict(router.state_dict())
     x = torch.randn(50, WIDTH, dtype=torch.float64)
     with torch.no_grad():
         _, want, chosen = router(x)
-        found = route(part.router(x), None, part.rule)
-    assert torch.equal(found.choices, chosen)
-    torch.testing.assert_close(found.gates, want, rtol=0, atol=1e-12)
+        routed = route(part.router(x), None, part.rule)
+    assert torch.equal(routed.expert_indices, chosen)
+    torch.testing.assert_close(routed.gates, want, rtol=0, atol=1e-12)
 
 
 def test_their_balancing_loss() -> None:
@@ -202,10 +204,10 @@ def test_their_balancing_loss() -> None:
     block = theirs(mixtral)
     part = ours(block, {"aux_loss": 1.0}).train()
     x = torch.randn(1, 31, WIDTH, dtype=torch.float64)
-    with ledger() as kept:
+    with record_router_statistics() as recorder:
         part(x, Layout.causal(1, 31))
     numbers = (x @ block.gate.weight.T).flatten(0, 1)
     want: Any = load_balancing_loss_func((numbers,), EXPERTS, TOP_K)
-    (entry,) = kept.entries
-    assert entry.penalty is not None
-    assert float(entry.penalty.detach() / 31) == pytest.approx(want.item() / TOP_K, rel=1e-6)  # theirs sums in float32
+    (entry,) = recorder.entries
+    assert entry.aux_loss is not None
+    assert float(entry.aux_loss.detach() / 31) == pytest.approx(want.item() / TOP_K, rel=1e-6)  # theirs sums in float32

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from heddle.config import decode
+from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
-from heddle.parts.mixers import MixerConfig, Place
+from heddle.parts.mixers import MixerConfig
 from heddle.parts.norms import NormConfig
 
 with warnings.catch_warnings():
@@ -60,7 +61,7 @@ def families() -> dict[str, tuple[Any, Any, Any, dict[str, Any]]]:
             Qwen3NextConfig(**BASE | {"rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5}}, rms_norm_eps=1e-5),
             qwen3_next.Qwen3NextAttention,
             qwen3_next.Qwen3NextRotaryEmbedding,
-            {"gate": "channel", "qk_norm": "head", "position": {"kind": "rope", "dim": 4}},
+            {"gate": "channel", "qk_norm": "head", "position": {"kind": "rope", "rotary_dim": 4}},
         ),
     }
 
@@ -77,11 +78,11 @@ def theirs(family: str, window: int | None) -> tuple[Any, Any, Tensor]:
 
 
 def their_answer(module: Any, rotation: Any, x: Tensor, window: int | None) -> Tensor:
-    place = torch.arange(LENGTH)
-    distance = place[:, None] - place
+    position = torch.arange(LENGTH)
+    distance = position[:, None] - position
     seen = (distance >= 0) & (distance < (window or LENGTH))
     mask = torch.zeros(1, 1, LENGTH, LENGTH, dtype=x.dtype).masked_fill(~seen, float("-inf"))
-    y: Tensor = module(x, rotation(x, place[None]), mask)[0]
+    y: Tensor = module(x, rotation(x, position[None]), mask)[0]
     return y
 
 
@@ -91,24 +92,24 @@ def ours(family: str, module: Any, window: int | None, **fields: Any) -> Any:
     slot: Any = NormConfig
     options = families()[family][3] | fields
     norm = decode(slot, {"kind": "rms", "offset": 1.0, "cast": "after"})
-    mine = decode(kind, OURS | options | {"window": window}).build(Place(WIDTH, norm)).double()
+    mine = decode(kind, OURS | options | {"window": window}).build(BuildContext(WIDTH, norm)).double()
     mine.load_state_dict(renamed(module.state_dict(), gated="gate" in options))
     return mine
 
 
 def renamed(weights: dict[str, Tensor], gated: bool) -> dict[str, Tensor]:
     """Their names -> ours; Qwen3-Next keeps the gate of each head behind its query."""
-    found = {}
+    actual = {}
     for name, value in weights.items():
         role, _, what = name.rpartition(".")
         if name == "sinks":
-            found["sink"] = value
+            actual["sink"] = value
         elif role == "q_proj" and gated:
             q, gate = value.unflatten(0, (6, 2, 8)).unbind(1)
-            found["q.weight"], found["gate.weight"] = q.flatten(0, 1), gate.flatten(0, 1)
+            actual["q.weight"], actual["gate.weight"] = q.flatten(0, 1), gate.flatten(0, 1)
         else:
-            found[f"{NAMES[role]}.{what}"] = value
-    return found
+            actual[f"{NAMES[role]}.{what}"] = value
+    return actual
 
 
 CASES = [
@@ -131,12 +132,12 @@ def test_the_same_answer_and_gradients(family: str, window: int | None) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
     probe = torch.randn_like(want)
     inputs = [x, *module.parameters()]
-    wanted = torch.autograd.grad((want * probe).sum(), inputs)
-    named = {name: value for (name, _), value in zip(module.named_parameters(), wanted[1:], strict=True)}
-    found = torch.autograd.grad((got * probe).sum(), [x, *mine.parameters()])
-    torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=2e-4)
+    expected = torch.autograd.grad((want * probe).sum(), inputs)
+    named = {name: value for (name, _), value in zip(module.named_parameters(), expected[1:], strict=True)}
+    actual = torch.autograd.grad((got * probe).sum(), [x, *mine.parameters()])
+    torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=2e-4)
     gradients = renamed(named, gated=family == "qwen3_next")
-    for (name, _), value in zip(mine.named_parameters(), found[1:], strict=True):
+    for (name, _), value in zip(mine.named_parameters(), actual[1:], strict=True):
         torch.testing.assert_close(value, gradients[name], rtol=0, atol=2e-4)
 
 

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from heddle.config import decode
+from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
+from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.position_table import PositionTable
-from heddle.parts.mixers import Mixer, Place
+from heddle.parts.mixers import Mixer
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 from heddle.parts.norms.rms import RMSConfig
 
@@ -20,7 +22,7 @@ with warnings.catch_warnings():
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 WIDTH, EPS = 42, 1e-4
-SHAPES = [(4, 4, 8, 8, 4), (6, 2, 10, 7, 4), (3, 1, 5, 12, 2)]  # heads, key_heads, head_dim, value_dim, convolution
+SHAPES = [(4, 4, 8, 8, 4), (6, 2, 10, 7, 4), (3, 1, 5, 12, 2)]  # heads, key_heads, head_dim, value_dim, conv_kernel
 
 
 def theirs(heads: int, key_heads: int, head_dim: int, value_dim: int, kernel: int) -> Any:
@@ -52,10 +54,10 @@ def ours(module: Any) -> Mixer:
         "key_heads": groups,
         "head_dim": module.head_k_dim,
         "value_dim": module.head_v_dim,
-        "convolution": module.conv_kernel_size,
+        "conv_kernel": module.conv_kernel_size,
         "norm": {"kind": "rms", "eps": EPS},
     }
-    mine = decode(GatedDeltaConfig, fields).build(Place(WIDTH, RMSConfig(offset=1.0)))
+    mine = decode(GatedDeltaConfig, fields).build(BuildContext(WIDTH, RMSConfig(offset=1.0)))
     keys, values = module.head_k_dim, repeats * module.head_v_dim
     q, k, v, gate = module.in_proj_qkvz.weight.view(groups, -1, WIDTH).split([keys, keys, values, values], dim=1)
     beta, a = module.in_proj_ba.weight.view(groups, -1, WIDTH).split(repeats, dim=1)
@@ -89,9 +91,9 @@ def test_at_once_and_by_the_state(shape: tuple[int, int, int, int, int]) -> None
     want = module(x)
     close(mine(x, Layout.causal(2, 75))[0], want)
     table, out = PositionTable.empty(2, 0, None, "cpu"), []
-    state = mine.init_state(2, None, dtype=torch.float32, device="cpu")
+    state = mine.init_state(StateSpec(2, None, torch.float32, "cpu"))
     for part in x.split([40, 1, 1, 3, 1, 29], dim=1):
-        table, layout = table.extend(table.following(part.shape[1]))
+        table, layout = table.extend(table.next_layout(part.shape[1]))
         y, state = mine(part, layout, state)
         out.append(y)
     close(torch.cat(out, dim=1), want)

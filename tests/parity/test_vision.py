@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from heddle.config import decode
+from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
-from heddle.parts.mixers import MixerConfig, Place
+from heddle.parts.mixers import MixerConfig
 from heddle.parts.norms import NormConfig
 
 with warnings.catch_warnings():
@@ -26,8 +27,8 @@ def ours(layout: str, weights: dict[str, Tensor]) -> nn.Module:
     """Our attention of both ways, with weights by name."""
     data = {"kind": "attention", "heads": HEADS, "causal": False, "bias": True}
     position = {"kind": "axial_rope", "layout": layout, "base": BASE}
-    place = Place(WIDTH, decode(NormConfig, {"kind": "layer"}))  # type: ignore[type-abstract]
-    mixer = decode(MixerConfig, data | {"position": position}).build(place)  # type: ignore[type-abstract]
+    context = BuildContext(WIDTH, decode(NormConfig, {"kind": "layer"}))  # type: ignore[type-abstract]
+    mixer = decode(MixerConfig, data | {"position": position}).build(context)  # type: ignore[type-abstract]
     mixer.load_state_dict(weights)
     return mixer.eval()
 
@@ -66,7 +67,7 @@ def test_llama_4() -> None:
         weights[f"{names[role]}.{what}"] = value
     row, column = patches()
     places = torch.cat((torch.stack((column, row), dim=-1) + 1, torch.zeros(1, 2, dtype=torch.int64)))
-    layout = Layout.causal(2, len(places)).with_places(places.expand(2, -1, -1))
+    layout = Layout.causal(2, len(places)).with_coordinates(places.expand(2, -1, -1))
     with torch.no_grad():
         want, _ = theirs(x, llama4.Llama4VisionRotaryEmbedding(config)(x))
         got, _ = ours("interleaved", weights)(x, layout)
@@ -89,7 +90,7 @@ def test_qwen_2() -> None:
     for what, packed in (("weight", theirs.qkv.weight), ("bias", theirs.qkv.bias)):
         q, k, v = packed.chunk(3)
         weights |= {f"q.{what}": q[whole], f"k.{what}": k[whole], f"v.{what}": v}
-    layout = Layout.causal(1, len(x)).with_places(torch.stack((column, row), dim=-1)[None])
+    layout = Layout.causal(1, len(x)).with_coordinates(torch.stack((column, row), dim=-1)[None])
     with torch.no_grad():
         ends = torch.tensor([0, len(x)])
         want = theirs(x, ends, position_embeddings=turn(x, torch.stack((row, column), dim=-1)))

@@ -76,15 +76,15 @@ def olmo2() -> tuple[dict[str, Any], Weights, Call]:
     layer = randomised(Olmo2DecoderLayer(Olmo2Config(**sizes(num_key_value_heads=2, rms_norm_eps=1e-4)), 0), 0.0, 1e-4)
     weights = layer.state_dict()
     norms = {"post_attention_layernorm": BEFORE, "post_feedforward_layernorm": AFTER}
-    found = projections(weights, "self_attn.", ATTENTION | {"q_norm": "mixer.q_norm", "k_norm": "mixer.k_norm"})
-    found |= projections(weights, "mlp.", GATED) | projections(weights, "", norms)
+    mapped = projections(weights, "self_attn.", ATTENTION | {"q_norm": "mixer.q_norm", "k_norm": "mixer.k_norm"})
+    mapped |= projections(weights, "mlp.", GATED) | projections(weights, "", norms)
     mixer = {"kv_heads": 2, "qk_norm": "projection", "position": {"kind": "rope"}}
     design = {
         "residual": {"kind": "reordered"},
         "norm": {"kind": "rms", "eps": 1e-4, "cast": "after"},
         "layers": [{"mixer": mixer, "feedforward": {"kind": "gated", "hidden": HIDDEN}}],
     }
-    return design, found, lambda x: layer(x, position_embeddings=table(HEAD))
+    return design, mapped, lambda x: layer(x, position_embeddings=table(HEAD))
 
 
 def gemma2() -> tuple[dict[str, Any], Weights, Call]:
@@ -100,7 +100,7 @@ def gemma2() -> tuple[dict[str, Any], Weights, Call]:
         "pre_feedforward_layernorm": AFTER,
         "post_feedforward_layernorm": "residual.after.feedforward",
     }
-    found = projections(weights, "self_attn.", ATTENTION) | projections(weights, "mlp.", GATED)
+    mapped = projections(weights, "self_attn.", ATTENTION) | projections(weights, "mlp.", GATED)
     mixer = {"kv_heads": 2, "head_dim": 8, "scale": 5**-0.5, "position": {"kind": "rope"}}
     design = {
         "residual": {"kind": "sandwich"},
@@ -109,7 +109,7 @@ def gemma2() -> tuple[dict[str, Any], Weights, Call]:
             {"mixer": mixer, "feedforward": {"kind": "gated", "hidden": HIDDEN, "activation": "gelu_tanh"}},
         ],
     }
-    return design, found | projections(weights, "", norms), lambda x: layer(x, position_embeddings=table(8))
+    return design, mapped | projections(weights, "", norms), lambda x: layer(x, position_embeddings=table(8))
 
 
 def gpt_neox() -> tuple[dict[str, Any], Weights, Call]:
@@ -118,19 +118,19 @@ def gpt_neox() -> tuple[dict[str, Any], Weights, Call]:
     weights = layer.state_dict()
     norms = {"input_layernorm": BEFORE, "post_attention_layernorm": AFTER}
     roles = {"attention.dense": "mixer.out", "mlp.dense_h_to_4h": "feedforward.up", "mlp.dense_4h_to_h": DOWN}
-    found: Weights = {}
+    mapped: Weights = {}
     for theirs, ours in (norms | roles).items():
-        found |= {f"{ours}.{what}": weights[f"{theirs}.{what}"] for what in ("weight", "bias")}
+        mapped |= {f"{ours}.{what}": weights[f"{theirs}.{what}"] for what in ("weight", "bias")}
     for what in ("weight", "bias"):
         parts = weights[f"attention.query_key_value.{what}"].unflatten(0, (HEADS, 3, HEAD)).unbind(1)
-        found |= {f"mixer.{name}.{what}": part.flatten(0, 1) for name, part in zip("qkv", parts, strict=True)}
+        mapped |= {f"mixer.{name}.{what}": part.flatten(0, 1) for name, part in zip("qkv", parts, strict=True)}
     mlp = {"kind": "mlp", "hidden": HIDDEN, "activation": "gelu", "bias": True}
     design = {
         "residual": {"kind": "parallel", "norms": 2},
         "norm": {"kind": "layer", "eps": 1e-4},
-        "layers": [{"mixer": {"bias": True, "position": {"kind": "rope", "dim": 2}}, "feedforward": mlp}],
+        "layers": [{"mixer": {"bias": True, "position": {"kind": "rope", "rotary_dim": 2}}, "feedforward": mlp}],
     }
-    return design, found, lambda x: layer(x, position_embeddings=table(2))
+    return design, mapped, lambda x: layer(x, position_embeddings=table(2))
 
 
 DOWN = "feedforward.down"
@@ -142,22 +142,24 @@ def gptj() -> tuple[dict[str, Any], Weights, Call]:
     layer = randomised(GPTJBlock(config, 0))
     weights = layer.state_dict()
     names = {name.replace("o_proj", "out_proj"): ours for name, ours in ATTENTION.items()}
-    found = projections(weights, "attn.", names)
+    mapped = projections(weights, "attn.", names)
     for theirs, ours in {"ln_1": "residual.norms.shared", "mlp.fc_in": "feedforward.up", "mlp.fc_out": DOWN}.items():
-        found |= {f"{ours}.{what}": weights[f"{theirs}.{what}"] for what in ("weight", "bias")}
+        mapped |= {f"{ours}.{what}": weights[f"{theirs}.{what}"] for what in ("weight", "bias")}
     mlp = {"kind": "mlp", "hidden": HIDDEN, "activation": "gelu_tanh", "bias": True}
     design = {
         "residual": {"kind": "parallel"},
         "norm": {"kind": "layer"},
-        "layers": [{"mixer": {"position": {"kind": "rope", "dim": 4, "layout": "interleaved"}}, "feedforward": mlp}],
+        "layers": [
+            {"mixer": {"position": {"kind": "rope", "rotary_dim": 4, "layout": "interleaved"}}, "feedforward": mlp}
+        ],
     }
     hidden = torch.full((LENGTH, LENGTH), float("-inf"), dtype=torch.float64).triu(1)
 
     def call(x: Tensor) -> Tensor:
-        found: Tensor = layer(x, attention_mask=hidden, position_ids=torch.arange(LENGTH)[None].expand(len(x), -1))[0]
-        return found
+        mapped: Tensor = layer(x, attention_mask=hidden, position_ids=torch.arange(LENGTH)[None].expand(len(x), -1))[0]
+        return mapped
 
-    return design, found, call
+    return design, mapped, call
 
 
 def vaswani(first: bool) -> tuple[dict[str, Any], Weights, Call]:
@@ -170,18 +172,18 @@ def vaswani(first: bool) -> tuple[dict[str, Any], Weights, Call]:
         "norm1": BEFORE,
         "norm2": AFTER,
     }
-    found: Weights = {}
+    mapped: Weights = {}
     for what in ("weight", "bias"):
-        found |= {f"{ours}.{what}": weights[f"{theirs}.{what}"] for theirs, ours in roles.items()}
+        mapped |= {f"{ours}.{what}": weights[f"{theirs}.{what}"] for theirs, ours in roles.items()}
         parts = weights[f"self_attn.in_proj_{what}"].chunk(3)
-        found |= {f"mixer.{name}.{what}": part for name, part in zip("qkv", parts, strict=True)}
+        mapped |= {f"mixer.{name}.{what}": part for name, part in zip("qkv", parts, strict=True)}
     mlp = {"kind": "mlp", "hidden": HIDDEN, "activation": "relu", "bias": True}
     design = {
         "residual": {"kind": "pre_norm" if first else "post_norm"},
         "norm": {"kind": "layer"},
         "layers": [{"mixer": {"bias": True, "causal": False}, "feedforward": mlp}],
     }
-    return design, found, layer
+    return design, mapped, layer
 
 
 LAYERS: dict[str, tuple[Callable[[], tuple[dict[str, Any], Weights, Call]], float]] = {

@@ -1,4 +1,4 @@
-"""ALiBi: slopes of query heads, distances of positions, against plain loops and the attention of MPT and Bloom."""
+"""ALiBi: slopes of query heads and distances of positions, against plain loops and the attention of MPT and Bloom."""
 
 import math
 import warnings
@@ -11,11 +11,12 @@ from torch import Tensor
 import heddle
 from heddle.config import decode
 from heddle.errors import ConfigError
-from heddle.laws.subject import answer, subject, text
+from heddle.laws.harness import forward_no_grad, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
+from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
-from heddle.parts.mixers import MixerConfig, Place
+from heddle.parts.mixers import MixerConfig
 from heddle.parts.norms import NormConfig
 from tests.cases import ALIBI, LINEAR, RETENTION, alone, attention, design, latent, layer
 
@@ -29,23 +30,23 @@ WIDTH, ROWS, LENGTH = 32, 2, 13
 
 
 def part(heads: int, **fields: Any) -> Any:
-    """An attention mixer in float64, its parameters wide."""
+    """An attention mixer in float64 with large random parameters."""
     kind: Any = MixerConfig
     slot: Any = NormConfig
-    place = Place(WIDTH, decode(slot, {"kind": "rms"}))
-    made = decode(kind, {"kind": "attention", "heads": heads, "position": ALIBI, **fields}).build(place).double()
+    context = BuildContext(WIDTH, decode(slot, {"kind": "rms"}))
+    mixer = decode(kind, {"kind": "attention", "heads": heads, "position": ALIBI, **fields}).build(context).double()
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in mixer.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.4)
-    return made
+    return mixer
 
 
 def test_slopes_halve_from_head_to_head() -> None:
     layout = Layout.causal(1, 1)
-    assert part(8).distance(layout, torch.float64).tolist() == [2.0**-h for h in range(1, 9)]
-    assert part(16).distance(layout, torch.float64).tolist() == [2.0 ** (-h / 2) for h in range(1, 17)]
-    assert part(4).distance(layout, torch.bfloat16).dtype == torch.float32
-    assert list(part(8).to(torch.bfloat16).distance.slopes) == [2.0**-h for h in range(1, 9)]
+    assert part(8).score_bias(layout, torch.float64).tolist() == [2.0**-h for h in range(1, 9)]
+    assert part(16).score_bias(layout, torch.float64).tolist() == [2.0 ** (-h / 2) for h in range(1, 17)]
+    assert part(4).score_bias(layout, torch.bfloat16).dtype == torch.float32
+    assert list(part(8).to(torch.bfloat16).score_bias.slopes) == [2.0**-h for h in range(1, 9)]
 
 
 def loops(mixer: Any, x: Tensor, positions: Tensor, causal: bool, window: int | None) -> Tensor:
@@ -71,7 +72,7 @@ def loops(mixer: Any, x: Tensor, positions: Tensor, causal: bool, window: int | 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("heads", "groups"), [(8, 8), (8, 2), (4, 1)])
-def test_the_part_is_what_plain_loops_say(heads: int, groups: int, causal: bool, window: int | None) -> None:
+def test_the_mixer_equals_plain_loops(heads: int, groups: int, causal: bool, window: int | None) -> None:
     mixer = part(heads, kv_heads=groups, causal=causal, window=window)
     x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
     gaps = torch.tensor([[0, 1, 2, 3, 4, 9, 10, 11, 15, 40, 41, 42, 43], list(range(5, 18))])
@@ -103,12 +104,12 @@ def bloom_answer(x: Tensor, heads: int) -> tuple[Tensor, dict[str, Tensor]]:
     slopes = bloom.build_alibi_tensor(torch.ones(ROWS, LENGTH), heads, x.dtype)
     hidden = torch.zeros(1, 1, LENGTH, LENGTH, dtype=x.dtype).masked_fill(mask(), float("-inf"))
     y = module(x, torch.zeros_like(x), slopes, hidden)[0]
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for what in ("weight", "bias"):
         joined = getattr(module.query_key_value, what).unflatten(0, (heads, 3, -1)).unbind(1)
-        found |= {f"{role}.{what}": value.flatten(0, 1) for role, value in zip("qkv", joined, strict=True)}
-        found[f"out.{what}"] = getattr(module.dense, what)
-    return y, found
+        weights |= {f"{role}.{what}": value.flatten(0, 1) for role, value in zip("qkv", joined, strict=True)}
+        weights[f"out.{what}"] = getattr(module.dense, what)
+    return y, weights
 
 
 def rough(module: Any) -> Any:
@@ -128,22 +129,22 @@ def test_the_same_answer_as_transformers(family: str, heads: int) -> None:
         mine = part(heads, bias=family == "bloom")
         mine.load_state_dict(weights)
         got, _ = mine(x, Layout.causal(ROWS, LENGTH))
-        mine.distance = None
+        mine.score_bias = None
         without, _ = mine(x, Layout.causal(ROWS, LENGTH))
     assert float(want.std()) > 0.3
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)  # their softmax and slopes are float32
     assert float((without - want).abs().max()) > 1e-2
 
 
-def test_weights_on_request_hold_the_bias() -> None:
-    """With queries of zero, what is left of the logarithm of each weight is the distance times the slope."""
-    model = subject(decode(ModelConfig, alone(kv_heads=2, position=ALIBI)))
+def test_attention_weights_include_the_bias() -> None:
+    """With zero queries, the logarithm of each weight is the distance times the slope, up to a constant."""
+    model = model_under_test(decode(ModelConfig, alone(kv_heads=2, position=ALIBI)))
     with torch.no_grad():
         for index in range(2):
             model.get_parameter(f"layers.{index}.mixer.q.weight").zero_()
-    found = heddle.attention_weights(model, text(model.config, 1, 7))
+    layer_weights = heddle.attention_weights(model, random_tokens(model.config, 1, 7))
     gap = torch.arange(7)
-    for weights in found:
+    for weights in layer_weights:
         assert weights is not None
         for head in range(4):
             last = weights[0, head, -1].log()
@@ -156,7 +157,7 @@ def test_weights_on_request_hold_the_bias() -> None:
     [latent(ALIBI, rope_dim=4), {**LINEAR, "position": ALIBI}, {**RETENTION, "position": ALIBI}],
     ids=lambda mixer: mixer["kind"],
 )
-def test_mixers_without_scores_or_with_their_own_refuse_it(mixer: dict[str, Any]) -> None:
+def test_other_mixers_refuse_it(mixer: dict[str, Any]) -> None:
     sentence = r"^layers\[0\]\.mixer\.position: kind 'alibi' does not belong here; choices: axial_rope, rope$"
     with pytest.raises(ConfigError, match=sentence):
         load_config(design(layer(mixer)))
@@ -170,11 +171,11 @@ def test_the_embedding_refuses_it() -> None:
 def test_a_long_text_in_float32_and_bfloat16_stays_near() -> None:
     """At position 3,000 the bias is as exact as at the start: it is made of distances, not of positions."""
     config = decode(ModelConfig, alone(kv_heads=2, position=ALIBI))
-    tokens = text(config, 1, 600)
-    exact = subject(config, torch.bfloat16).double()
-    want = answer(exact, tokens)
+    tokens = random_tokens(config, 1, 600)
+    exact = model_under_test(config, torch.bfloat16).double()
+    want = forward_no_grad(exact, tokens)
     for dtype, bound in ((torch.float32, 1e-10), (torch.bfloat16, 1e-2)):
-        model = subject(config, torch.bfloat16).to(dtype)
+        model = model_under_test(config, torch.bfloat16).to(dtype)
         for layout in (None, Layout(Layout.causal(1, 600, start=3000).positions)):
-            error = (answer(model, tokens, layout).double() - want).square().mean() / want.square().mean()
+            error = (forward_no_grad(model, tokens, layout).double() - want).square().mean() / want.square().mean()
             assert float(error) <= bound

@@ -1,4 +1,4 @@
-"""The attention part: sharing of heads, what its state holds, and the planted sharing that is none."""
+"""The attention mixer: groups of heads, the size of its state, parameter shapes."""
 
 from typing import Any
 
@@ -7,23 +7,23 @@ import torch
 
 import heddle
 from heddle.config import decode
-from heddle.laws.subject import answer, subject, text
+from heddle.laws.harness import forward_no_grad, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from tests.cases import alone
 
 
 def model_of(**fields: Any) -> Decoder:
-    return subject(decode(ModelConfig, alone(**fields)))
+    return model_under_test(decode(ModelConfig, alone(**fields)))
 
 
 def repeated(weights: dict[str, torch.Tensor], groups: int, times: int) -> dict[str, torch.Tensor]:
-    """The weights in which each group's keys and values stand once for every head that reads them."""
-    found = dict(weights)
+    """The weights with each group's keys and values repeated for every head that reads them."""
+    full = dict(weights)
     for name, value in weights.items():
         if name.rsplit(".", 2)[-2] in ("k", "v") and ".mixer." in name:
-            found[name] = value.unflatten(0, (groups, -1)).repeat_interleave(times, dim=0).flatten(0, 1)
-    return found
+            full[name] = value.unflatten(0, (groups, -1)).repeat_interleave(times, dim=0).flatten(0, 1)
+    return full
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (6, 2), (6, 3), (4, 1), (3, 3)])
@@ -31,8 +31,8 @@ def test_groups_are_heads_with_repeated_weights(heads: int, groups: int) -> None
     grouped = model_of(heads=heads, kv_heads=groups, head_dim=6, value_dim=5, bias="qkv")
     full = model_of(heads=heads, head_dim=6, value_dim=5, bias="qkv")
     full.load_state_dict(repeated(grouped.state_dict(), groups, heads // groups))
-    tokens = text(grouped.config, 2, 9)
-    torch.testing.assert_close(answer(full, tokens), answer(grouped, tokens), rtol=0, atol=1e-12)
+    tokens = random_tokens(grouped.config, 2, 9)
+    torch.testing.assert_close(forward_no_grad(full, tokens), forward_no_grad(grouped, tokens), rtol=0, atol=1e-12)
     if 1 < groups < heads:  # the other order of heads is another function
         wrong = {
             name: value.unflatten(0, (groups, -1)).repeat(heads // groups, 1, *[1] * (value.dim() - 1)).flatten(0, 1)
@@ -41,24 +41,24 @@ def test_groups_are_heads_with_repeated_weights(heads: int, groups: int) -> None
             for name, value in grouped.state_dict().items()
         }
         full.load_state_dict(wrong)
-        assert float((answer(full, tokens) - answer(grouped, tokens)).abs().max()) > 1e-3
+        assert float((forward_no_grad(full, tokens) - forward_no_grad(grouped, tokens)).abs().max()) > 1e-3
 
 
 def test_as_many_groups_as_heads_is_the_default() -> None:
-    tokens = text(model_of().config, 2, 9)
-    assert torch.equal(answer(model_of(kv_heads=4), tokens), answer(model_of(), tokens))
+    tokens = random_tokens(model_of().config, 2, 9)
+    assert torch.equal(forward_no_grad(model_of(kv_heads=4), tokens), forward_no_grad(model_of(), tokens))
 
 
 def test_the_scale_is_that_of_the_key_width_unless_set() -> None:
-    tokens = text(model_of().config, 2, 9)
-    default = answer(model_of(head_dim=6, value_dim=10), tokens)
-    assert torch.equal(answer(model_of(head_dim=6, value_dim=10, scale=6**-0.5), tokens), default)
-    assert not torch.equal(answer(model_of(head_dim=6, value_dim=10, scale=10**-0.5), tokens), default)
+    tokens = random_tokens(model_of().config, 2, 9)
+    default = forward_no_grad(model_of(head_dim=6, value_dim=10), tokens)
+    assert torch.equal(forward_no_grad(model_of(head_dim=6, value_dim=10, scale=6**-0.5), tokens), default)
+    assert not torch.equal(forward_no_grad(model_of(head_dim=6, value_dim=10, scale=10**-0.5), tokens), default)
 
 
 @pytest.mark.parametrize("window", [None, 3, 7, 40])
 @pytest.mark.parametrize("groups", [1, 2, 6])
-def test_a_state_holds_the_groups_and_the_window_only(groups: int, window: int | None) -> None:
+def test_the_state_holds_the_groups_and_the_window_only(groups: int, window: int | None) -> None:
     config = decode(ModelConfig, alone(heads=6, kv_heads=groups, head_dim=10, value_dim=7, window=window))
     state = heddle.build(config).init_state(2, 20)
     slots = 20 if window is None else min(window, 20)
@@ -67,7 +67,7 @@ def test_a_state_holds_the_groups_and_the_window_only(groups: int, window: int |
         assert tensor.shape[0] == 2, name
 
 
-def test_projections_have_the_promised_shapes() -> None:
+def test_parameter_shapes() -> None:
     mixer = model_of(heads=6, kv_heads=2, head_dim=10, value_dim=7, bias=True).layers[0].mixer
     shapes = {name: tuple(value.shape) for name, value in mixer.named_parameters()}  # type: ignore[union-attr]
     assert shapes == {

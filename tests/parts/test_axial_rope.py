@@ -1,4 +1,4 @@
-"""Rotary positions in the plane against complex numbers, and places read back from what they turned."""
+"""Rotary positions in the plane against complex numbers, and coordinates read back from what they turned."""
 
 import cmath
 import math
@@ -10,10 +10,17 @@ from torch import Tensor
 
 from heddle.config import DesignError, decode
 from heddle.errors import ConfigError
-from heddle.laws.subject import advance, answer, equal, fresh, subject, text
+from heddle.laws.harness import (
+    assert_close,
+    forward_no_grad,
+    forward_with_state,
+    model_under_test,
+    new_state,
+    random_tokens,
+)
 from heddle.model.config import ModelConfig
 from heddle.parts.context.layout import Layout
-from heddle.parts.positions.axial_rope import AxialRope, AxialRopeConfig, locate
+from heddle.parts.positions.axial_rope import AxialRope, AxialRopeConfig, recover_coordinates
 from tests.cases import alone, attention, case, design, layer
 
 PLACES: list[list[list[float]]] = [[[0, 0], [3, 1], [2.5, -7], [-40, 11]], [[5, 5], [0, -1], [900, 2], [1, 0.25]]]
@@ -24,8 +31,8 @@ def built(head_dim: int = 16, **fields: Any) -> AxialRope:
     return AxialRopeConfig(**fields).build(head_dim)
 
 
-def turned(rotation: AxialRope, x: Tensor, places: Tensor) -> Tensor:
-    return rotation(x, Layout.causal(*places.shape[:2]).with_places(places))
+def rotated(rotation: AxialRope, x: Tensor, coordinates: Tensor) -> Tensor:
+    return rotation(x, Layout.causal(*coordinates.shape[:2]).with_coordinates(coordinates))
 
 
 def loop(x: list[float], place: list[float], dim: int, base: float, layout: str) -> list[float]:
@@ -44,9 +51,9 @@ def loop(x: list[float], place: list[float], dim: int, base: float, layout: str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("head_dim", "dim"), [(16, None), (4, None), (11, 8)])
 def test_heads_turn_as_complex_numbers_do(layout: str, head_dim: int, dim: int | None) -> None:
-    rotation = built(head_dim, dim=dim, layout=layout, base=300.0)
-    x, places = torch.randn(2, 3, 4, head_dim, dtype=torch.float64), torch.tensor(PLACES, dtype=torch.float64)
-    y = turned(rotation, x, places)
+    rotation = built(head_dim, rotary_dim=dim, layout=layout, base=300.0)
+    x, coordinates = torch.randn(2, 3, 4, head_dim, dtype=torch.float64), torch.tensor(PLACES, dtype=torch.float64)
+    y = rotated(rotation, x, coordinates)
     for b in range(2):
         for h in range(3):
             for t in range(4):
@@ -61,7 +68,7 @@ def test_scores_know_differences_in_both_axes_alone(layout: str) -> None:
 
     def score(query: list[float], key: list[float]) -> float:
         there, here = (torch.tensor([[place]], dtype=torch.float64) for place in (query, key))
-        return float((turned(rotation, q, there) * turned(rotation, k, here)).sum())
+        return float((rotated(rotation, q, there) * rotated(rotation, k, here)).sum())
 
     start = score([3, 5], [1, 9])
     for by in ((1, 0), (0, 1), (250, -3), (-0.5, 64)):
@@ -71,81 +78,93 @@ def test_scores_know_differences_in_both_axes_alone(layout: str) -> None:
 
 
 def test_a_text_is_turned_as_by_rope_with_half_the_frequencies_twice() -> None:
-    tokens = text(case("axial-mha"), 2, 9)
-    twice = {"kind": "rope", "layout": "interleaved", "frequencies": [1.0, 10000**-0.5, 1.0, 10000**-0.5]}
+    tokens = random_tokens(case("axial-mha"), 2, 9)
+    twice = {"kind": "rope", "layout": "interleaved", "inv_freq": [1.0, 10000**-0.5, 1.0, 10000**-0.5]}
     flat = decode(ModelConfig, alone(head_dim=8, position={"kind": "axial_rope", "layout": "interleaved"}))
-    plain = subject(decode(ModelConfig, alone(head_dim=8, position=twice)))
-    equal(answer(subject(flat), tokens), answer(plain, tokens), "without places")
+    plain = model_under_test(decode(ModelConfig, alone(head_dim=8, position=twice)))
+    assert_close(forward_no_grad(model_under_test(flat), tokens), forward_no_grad(plain, tokens), "without coordinates")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float64, 16), (torch.float32, 16), (torch.float64, 8)])
-def test_whole_places_are_read_back(layout: str, dtype: torch.dtype, head_dim: int) -> None:
-    rotation = built(head_dim + 3, dim=head_dim, layout=layout, base=100.0)
-    most = math.floor(math.pi / min(rotation.thetas))
+def test_integer_coordinates_are_recovered(layout: str, dtype: torch.dtype, head_dim: int) -> None:
+    rotation = built(head_dim + 3, rotary_dim=head_dim, layout=layout, base=100.0)
+    most = math.floor(math.pi / min(rotation.inv_freq))
     line = torch.arange(-most, most + 1)
-    places = torch.stack((line, line.flip(0)), dim=-1)[None]
+    coordinates = torch.stack((line, line.flip(0)), dim=-1)[None]
     x = torch.randn(1, 2, len(line), head_dim + 3, dtype=dtype)
-    found = locate(rotation, x, turned(rotation, x, places))
-    assert torch.equal(found.round().long(), places)
-    assert (found - places).abs().max() < (1e-9 if dtype == torch.float64 else 1e-3)
+    recovered = recover_coordinates(rotation, x, rotated(rotation, x, coordinates))
+    assert torch.equal(recovered.round().long(), coordinates)
+    assert (recovered - coordinates).abs().max() < (1e-9 if dtype == torch.float64 else 1e-3)
 
 
-def test_a_place_is_read_up_to_the_slowest_period() -> None:
-    rotation = built(16, frequencies=(1.0, 0.5, 0.25, 0.125))
+def test_coordinates_are_recovered_up_to_the_slowest_period() -> None:
+    rotation = built(16, inv_freq=(1.0, 0.5, 0.25, 0.125))
     period = 2 * math.pi / 0.125
     x = torch.randn(1, 1, 2, 16, dtype=torch.float64)
-    places = torch.tensor([[[period + 3, 4.0], [-period - 2.5, 3 * period - 20.75]]], dtype=torch.float64)
+    coordinates = torch.tensor([[[period + 3, 4.0], [-period - 2.5, 3 * period - 20.75]]], dtype=torch.float64)
     want = torch.tensor([[[3, 4.0], [-2.5, -20.75]]], dtype=torch.float64)
-    torch.testing.assert_close(locate(rotation, x, turned(rotation, x, places)), want, rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        recover_coordinates(rotation, x, rotated(rotation, x, coordinates)), want, rtol=0, atol=1e-10
+    )
 
 
-def test_what_locate_refuses() -> None:
+def test_errors_of_recover_coordinates() -> None:
     x = torch.randn(1, 1, 2, 16)
-    with pytest.raises(ConfigError, match=r"^locate: heads have shapes \[1, 1, 2, 16\] and \[1, 1, 1, 16\]; expected"):
-        locate(built(), x, x[:, :, :1])
-    with pytest.raises(ConfigError, match=r"^locate: every frequency is 0, so places leave no trace"):
-        locate(built(frequencies=(0.0,) * 4), x, x)
+    with pytest.raises(
+        ConfigError, match=r"^recover_coordinates: heads have shapes \[1, 1, 2, 16\] and \[1, 1, 1, 16\]; expected"
+    ):
+        recover_coordinates(built(), x, x[:, :, :1])
+    with pytest.raises(ConfigError, match=r"^recover_coordinates: every frequency is 0, so heads do not depend"):
+        recover_coordinates(built(inv_freq=(0.0,) * 4), x, x)
 
 
 @pytest.mark.parametrize(
     ("head_dim", "fields", "message"),
     [
-        (6, {}, "dim: 6 cannot be turned in pairs along two axes within heads of 6; give a multiple of 4 that fits"),
-        (8, {"dim": 12}, "dim: 12 cannot be turned in pairs along two axes within heads of 8; give a multiple of 4 "),
-        (8, {"frequencies": (1.0,)}, "frequencies: 1 given; dim = 8 needs 2"),
+        (6, {}, "rotary_dim: 6 dims of 6 cannot be rotated in pairs along two axes; give a multiple of 4 that fits"),
+        (
+            8,
+            {"rotary_dim": 12},
+            "rotary_dim: 12 dims of 8 cannot be rotated in pairs along two axes; give a multiple of 4 ",
+        ),
+        (8, {"inv_freq": (1.0,)}, "inv_freq: 1 given; rotary_dim = 8 needs 2"),
     ],
 )
-def test_what_does_not_fit_is_refused(head_dim: int, fields: dict[str, Any], message: str) -> None:
+def test_invalid_fields_raise(head_dim: int, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(DesignError, match=f"^{message}"):
         built(head_dim, **fields)
 
 
-def test_a_refusal_names_the_path() -> None:
+def test_an_error_names_the_path() -> None:
     config = decode(ModelConfig, design(layer(attention(3, head_dim=6, position={"kind": "axial_rope"}))))
-    with pytest.raises(DesignError, match=r"^layers\[0\]\.mixer\.position\.dim: 6 cannot"):
-        subject(config)
+    with pytest.raises(DesignError, match=r"^layers\[0\]\.mixer\.position\.rotary_dim: 6 dims of 6 cannot"):
+        model_under_test(config)
 
 
-def test_each_call_with_a_state_brings_the_places_of_its_own_tokens() -> None:
+def test_each_call_with_a_state_brings_its_own_coordinates() -> None:
     config = case("axial-mha")
-    model, tokens = subject(config), text(config, 2, 6)
-    where = torch.randint(-20, 20, (2, 6, 2))
-    whole = answer(model, tokens, Layout.causal(2, 6).with_places(where))
-    state, found = fresh(model, 2), []
+    model, tokens = model_under_test(config), random_tokens(config, 2, 6)
+    coordinates = torch.randint(-20, 20, (2, 6, 2))
+    whole = forward_no_grad(model, tokens, Layout.causal(2, 6).with_coordinates(coordinates))
+    state, outputs = new_state(model, 2), []
     for start in range(6):
-        here = state.table.following(1).with_places(where[:, start : start + 1])
-        hidden, state = advance(model, state, tokens[:, start : start + 1], here)
-        found.append(hidden)
-    equal(torch.cat(found, dim=1), whole, "token by token")
-    with_usual, _ = advance(model, fresh(model, 2), tokens)
-    assert not torch.equal(with_usual, whole)
+        here = state.table.next_layout(1).with_coordinates(coordinates[:, start : start + 1])
+        hidden, state = forward_with_state(model, state, tokens[:, start : start + 1], here)
+        outputs.append(hidden)
+    assert_close(torch.cat(outputs, dim=1), whole, "token by token")
+    without_coordinates, _ = forward_with_state(model, new_state(model, 2), tokens)
+    assert not torch.equal(without_coordinates, whole)
 
 
-def test_angles_are_exact_where_a_mixer_asks() -> None:
+def test_float64_angles() -> None:
     """Far out in a float32 model, a mixer without a softmax gets the cosines of float64."""
-    rotation, places = built(8), torch.full((1, 1, 2), 100003)
+    rotation, coordinates = built(8), torch.full((1, 1, 2), 100003)
     x = torch.randn(1, 1, 1, 8)
-    rough, fine = turned(rotation, x, places), turned(rotation, x.double(), places)
-    rotation.exact = True
-    assert (turned(rotation, x, places) - fine).abs().max() < 1e-6 < (rough - fine).abs().max()
+    float32_angles, float64_angles = rotated(rotation, x, coordinates), rotated(rotation, x.double(), coordinates)
+    rotation.float64_angles = True
+    assert (
+        (rotated(rotation, x, coordinates) - float64_angles).abs().max()
+        < 1e-6
+        < (float32_angles - float64_angles).abs().max()
+    )

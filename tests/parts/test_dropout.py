@@ -1,4 +1,4 @@
-"""Dropout and stochastic depth: rate, scale, keys, and which places draw alike."""
+"""Dropout and stochastic depth: rate, scale, random keys and sites."""
 
 import pytest
 import torch
@@ -6,13 +6,13 @@ import torch
 from heddle.config import decode
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
-from heddle.numerics.random import Key, keyed
-from heddle.parts.modules.dropout import Drop, Dropout
+from heddle.numerics.random import RandomKey, use_random_key
+from heddle.parts.modules.dropout import BranchDropout, Dropout
 from tests.cases import attention, design, layer
 
 
-def drop(module: Dropout | Drop, x: torch.Tensor, step: int = 0) -> torch.Tensor:
-    with keyed(Key(3, step, torch.arange(len(x)))):
+def drop(module: Dropout | BranchDropout, x: torch.Tensor, step: int = 0) -> torch.Tensor:
+    with use_random_key(RandomKey(3, step, torch.arange(len(x)))):
         y: torch.Tensor = module(x)
     return y
 
@@ -20,15 +20,15 @@ def drop(module: Dropout | Drop, x: torch.Tensor, step: int = 0) -> torch.Tensor
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.8])
 def test_rate_and_expectation(rate: float) -> None:
     y = drop(Dropout(rate), torch.ones(20, 1000))
-    kept = y > 0
+    survivors = y > 0
     spread = 4 * (rate * (1 - rate) / y.numel()) ** 0.5
-    assert abs(float(kept.float().mean()) - (1 - rate)) <= spread
-    assert bool((y[kept] == 1 / (1 - rate)).all())
+    assert abs(float(survivors.float().mean()) - (1 - rate)) <= spread
+    assert bool((y[survivors] == 1 / (1 - rate)).all())
     assert abs(float(y.mean()) - 1) <= spread / (1 - rate)
 
 
 def test_whole_samples_are_dropped_together() -> None:
-    y = drop(Dropout(0.5, whole=True), torch.ones(400, 3, 5))
+    y = drop(Dropout(0.5, per_sample=True), torch.ones(400, 3, 5))
     assert set(y.flatten(1).sum(1).tolist()) == {0.0, 30.0}
 
 
@@ -39,16 +39,16 @@ def test_off_in_eval_and_at_rate_zero() -> None:
 
 
 def test_a_branch_drops_elements_then_whole_samples() -> None:
-    module = Drop(0.25, 0.4)
+    module = BranchDropout(0.25, 0.4)
     module.path.site = 1
     y = drop(module, torch.ones(4000, 2, 6))
     assert y.unique().tolist() == pytest.approx([0.0, 1 / 0.75 / 0.6])
-    kept = (y > 0).flatten(1)
-    assert abs(float(kept.any(1).double().mean()) - 0.6) <= 4 * (0.24 / 4000) ** 0.5
-    assert abs(float(kept[kept.any(1)].double().mean()) - 0.75) <= 4 * (0.1875 / 12 / 2400) ** 0.5
+    survivors = (y > 0).flatten(1)
+    assert abs(float(survivors.any(1).double().mean()) - 0.6) <= 4 * (0.24 / 4000) ** 0.5
+    assert abs(float(survivors[survivors.any(1)].double().mean()) - 0.75) <= 4 * (0.1875 / 12 / 2400) ** 0.5
 
 
-def test_steps_draw_anew() -> None:
+def test_each_step_draws_another_mask() -> None:
     module, x = Dropout(0.5), torch.ones(4, 100)
     assert torch.equal(drop(module, x, step=1), drop(module, x, step=1))
     assert not torch.equal(drop(module, x, step=1), drop(module, x, step=2))
@@ -59,11 +59,11 @@ def model_with(drop_path: float) -> Decoder:
     return build(decode(ModelConfig, design(layer(attention(), repeat=5), residual=residual)))
 
 
-def test_every_place_draws_for_itself() -> None:
+def test_every_dropout_has_its_own_site() -> None:
     drops = [module for module in model_with(0.4).modules() if isinstance(module, Dropout)]
     assert [module.site for module in drops] == list(range(len(drops)))
 
 
 def test_rates_grow_linearly_with_depth() -> None:
-    drops = [module for module in model_with(0.4).modules() if isinstance(module, Dropout) and module.whole]
+    drops = [module for module in model_with(0.4).modules() if isinstance(module, Dropout) and module.per_sample]
     assert [module.rate for module in drops] == pytest.approx([0.0, 0.0, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4])

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from heddle.config import DesignError, decode
+from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import FeedforwardConfig
+from heddle.parts.norms.rms import RMSConfig
 
 FORMULAS: dict[str, Callable[[float], float]] = {
     "relu": lambda x: max(x, 0.0),
@@ -21,10 +23,11 @@ FORMULAS: dict[str, Callable[[float], float]] = {
 
 
 def test_clamped() -> None:
-    """gpt-oss's: both bounded above, up below too, one added to it, the sigmoid steeper."""
+    """As in gpt-oss: gate and up are clamped above, up below too; 1 is added to up; the sigmoid is steeper."""
     data = {"kind": "gated", "hidden": 7, "activation": "swiglu_clamped", "limit": 0.5}
     config = decode(FeedforwardConfig, data)  # type: ignore[type-abstract]
-    part = config.build(5).double()
+    context = BuildContext(5, RMSConfig())
+    part = config.build(context).double()
     x = torch.randn(2, 3, 5, dtype=torch.float64)
     with torch.no_grad():
         for value in part.parameters():
@@ -36,20 +39,20 @@ def test_clamped() -> None:
         ]
         want = torch.tensor(hidden, dtype=torch.float64).view(up.shape) @ part.get_parameter("down.weight").T
         torch.testing.assert_close(part(x, Layout.causal(2, 3)), want, rtol=0, atol=1e-10)
-    assert config.resolved().dump() == data | {"alpha": 1.702, "bias": False, "dropout": 0.0}
+    assert config.resolved(context).dump() == data | {"alpha": 1.702, "bias": False, "dropout": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
-        ({"kind": "gated", "limit": 7.0}, "limit: 7 is read by swiglu_clamped alone"),
-        ({"kind": "moe", "experts": 2, "top_k": 1, "alpha": 2.0}, "alpha: 2 is read by swiglu_clamped alone"),
+        ({"kind": "gated", "limit": 7.0}, "limit: 7 is used by swiglu_clamped only"),
+        ({"kind": "moe", "experts": 2, "top_k": 1, "alpha": 2.0}, "alpha: 2 is used by swiglu_clamped only"),
         ({"kind": "moe", "experts": 2, "top_k": 1, "expert": "mlp", "activation": "swiglu_clamped"}, "needs a gate"),
         ({"kind": "mlp", "activation": "swiglu_clamped"}, "activation: unknown value"),
     ],
 )
-def test_bounds_that_nobody_reads(data: dict[str, Any], words: str) -> None:
-    with pytest.raises(DesignError, match=words):
+def test_unused_limits_raise(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(DesignError, match=message):
         decode(FeedforwardConfig, {"hidden": 4, **data})  # type: ignore[type-abstract]
 
 
@@ -59,7 +62,8 @@ def test_bounds_that_nobody_reads(data: dict[str, Any], words: str) -> None:
 def test_formula(name: str, kind: str, bias: bool) -> None:
     data = {"kind": kind, "hidden": 7, "activation": name, "bias": bias}
     config = decode(FeedforwardConfig, data)  # type: ignore[type-abstract]
-    part = config.build(5).double()
+    context = BuildContext(5, RMSConfig())
+    part = config.build(context).double()
     x = torch.randn(2, 3, 5, dtype=torch.float64)
     weights = dict(part.named_parameters())
     assert len(weights) == (3 if kind == "gated" else 2) * (2 if bias else 1)

@@ -8,12 +8,19 @@ import torch
 import heddle
 from heddle.config import decode
 from heddle.errors import ConfigError
-from heddle.laws.subject import advance, answer, fresh, in_chunks, subject, text
+from heddle.laws.harness import (
+    forward_in_chunks,
+    forward_no_grad,
+    forward_with_state,
+    model_under_test,
+    new_state,
+    random_tokens,
+)
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
-from heddle.model.size import choices
-from heddle.numerics.dispatch.flop_counter import counting
+from heddle.model.size import kernel_choices
+from heddle.numerics.dispatch.flop_counter import count_flops
 from heddle.numerics.kernels import kernels
 from tests.cases import YARN, case, design, latent, layer
 
@@ -23,13 +30,13 @@ def config(position: dict[str, Any] | None = YARN, **fields: Any) -> ModelConfig
 
 
 @pytest.mark.parametrize("name", ["latent-full-query", "latent-no-rope", "latent-shared-unturned"])
-def test_a_state_holds_one_latent_a_token(name: str) -> None:
+def test_the_state_holds_one_latent_per_token(name: str) -> None:
     mixer = case(name).layers[0].dump()["mixer"]
     state = heddle.build(case(name)).init_state(3, 20)
     assert state.layer_bytes == [3 * 20 * (mixer["kv_rank"] + mixer.get("rope_dim", 0)) * 4] * 2
 
 
-def test_projections_are_named_by_role() -> None:
+def test_parameter_shapes() -> None:
     mixer = heddle.build(case("latent-bias-scale")).layers[0].mixer
     assert {name: tuple(value.shape) for name, value in mixer.named_parameters()} == {  # type: ignore[union-attr]
         "q_down.weight": (6, 24),
@@ -51,30 +58,30 @@ def test_projections_are_named_by_role() -> None:
 def test_the_latent_norms_have_their_own_epsilon() -> None:
     data = design(layer(latent(query_rank=6)), norm={"kind": "layer", "eps": 0.1})
     model = heddle.build(load_config(data))
-    told = {name: module.eps for name, module in model.named_modules() if name.endswith(("q_norm", "kv_norm"))}
-    assert set(told.values()) == {1e-6}
-    assert len(told) == 2
+    epsilons = {name: module.eps for name, module in model.named_modules() if name.endswith(("q_norm", "kv_norm"))}
+    assert set(epsilons.values()) == {1e-6}
+    assert len(epsilons) == 2
 
 
 def test_the_scale_is_that_of_the_whole_head_and_of_yarn() -> None:
-    tokens = text(config(), 2, 9)
+    tokens = random_tokens(config(), 2, 9)
     plain: dict[str, Any] = {"kind": "rope", "base": 100.0}
-    default = answer(subject(config(plain)), tokens)
-    assert torch.equal(answer(subject(config(plain, scale=15**-0.5)), tokens), default)
+    default = forward_no_grad(model_under_test(config(plain)), tokens)
+    assert torch.equal(forward_no_grad(model_under_test(config(plain, scale=15**-0.5)), tokens), default)
     growth = 0.1 * 0.8 * torch.tensor(8.0, dtype=torch.float64).log().item() + 1.0
-    scales = [heddle.build(config(scale=given)).layers[0].mixer.scale for given in (None, 0.5)]  # type: ignore[union-attr]
+    scales = [heddle.build(config(scale=scale)).layers[0].mixer.scale for scale in (None, 0.5)]  # type: ignore[union-attr]
     assert scales == pytest.approx([15**-0.5 * growth**2, 0.5 * growth**2], rel=1e-12)
 
 
-def step_flops(context: int, form: str | None = None) -> int:
-    """Operations of one more token after `context` of them, on tensors without memory."""
+def step_flops(context: int, kernel: str | None = None) -> int:
+    """FLOPs of one more token after `context` tokens, on the meta device."""
     model = build(config(), device="meta")
     state = model.init_state(1, context + 1)
     with torch.no_grad():
         _, after = model(torch.zeros(1, context, dtype=torch.int64, device="meta"), None, state)
-        with counting() as tally, kernels(**({} if form is None else {"latent": form})):
+        with count_flops() as total, kernels(**({} if kernel is None else {"latent": kernel})):
             model(torch.zeros(1, 1, dtype=torch.int64, device="meta"), None, after)
-    return tally[0]
+    return total[0]
 
 
 def test_a_step_never_expands_the_tokens_before_it() -> None:
@@ -85,44 +92,50 @@ def test_a_step_never_expands_the_tokens_before_it() -> None:
     assert step_flops(512, "reference") - step_flops(64, "reference") == expanded
 
 
-def test_show_tells_the_form() -> None:
-    told = {}
+def test_the_chosen_kernels() -> None:
+    chosen = {}
     for name, (queries, past) in {"training": (64, -1), "step": (1, 64), "chunk": (40, 64)}.items():
-        counted = choices(config(), queries, past, torch.float32, "cpu")
-        told[name] = {choice.form: count for choice, count in counted.items() if choice.operation == "latent"}
-    assert told == {"training": {"expanded": 2}, "step": {"absorbed": 2}, "chunk": {"expanded": 2}}
+        counted = kernel_choices(config(), queries, past, torch.float32, "cpu")
+        chosen[name] = {choice.kernel: count for choice, count in counted.items() if choice.operation == "latent"}
+    assert chosen == {"training": {"expanded": 2}, "step": {"absorbed": 2}, "chunk": {"expanded": 2}}
 
 
-@pytest.mark.parametrize("form", ["absorbed", "reference"])
-def test_a_form_may_be_forced_throughout(form: str) -> None:
-    model = subject(config())
-    tokens = text(config(), 2, 9)
-    want, _ = in_chunks(model, tokens, [5, 1, 3])
-    with kernels(latent=form):
-        got, _ = in_chunks(model, tokens, [5, 1, 3])
+@pytest.mark.parametrize("kernel", ["absorbed", "reference"])
+def test_a_kernel_may_be_forced(kernel: str) -> None:
+    model = model_under_test(config())
+    tokens = random_tokens(config(), 2, 9)
+    want, _ = forward_in_chunks(model, tokens, [5, 1, 3])
+    with kernels(latent=kernel):
+        got, _ = forward_in_chunks(model, tokens, [5, 1, 3])
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-    _, state = advance(model, fresh(model, 2), tokens)
+    _, state = forward_with_state(model, new_state(model, 2), tokens)
     with kernels(latent="expanded"), pytest.raises(ConfigError, match="the 10 keys of a state are not expanded again"):
-        advance(model, state, tokens[:, :1])
+        forward_with_state(model, state, tokens[:, :1])
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "a latent wider than the stream": ({"kv_rank": 25}, "mixer.kv_rank: 25 is larger than width = 24, of which"),
-    "the same of queries": ({"query_rank": 25}, "mixer.query_rank: 25 is larger than width = 24, of which"),
-    "dims in no pairs": ({"rope_dim": 5}, "mixer.rope_dim: 5 is odd, and dims are turned in pairs; give an even"),
-    "a position without dims": ({"rope_dim": None}, "mixer.rope_dim: is missing, so position has no dims to turn;"),
-    "more turned than there are": ({"position": {"kind": "rope", "dim": 10}}, "mixer.position.dim: 10 cannot be "),
-    "a norm of nothing": ({"query_norm": "rms"}, "mixer.query_norm: norms a latent of queries, and there is none;"),
+    "a latent wider than the model": ({"kv_rank": 25}, "mixer.kv_rank: 25 is larger than width = 24; lower it"),
+    "the same of queries": ({"query_rank": 25}, "mixer.query_rank: 25 is larger than width = 24; lower it"),
+    "dims in no pairs": ({"rope_dim": 5}, "mixer.rope_dim: 5 is odd, but dims are rotated in pairs; give an even"),
+    "a position without dims": ({"rope_dim": None}, "mixer.rope_dim: is missing, so position has no dims to rotate;"),
+    "more rotary dims than there are": (
+        {"position": {"kind": "rope", "rotary_dim": 10}},
+        "mixer.position.rotary_dim: 10 dims of 8 cannot be rotated",
+    ),
+    "a norm of nothing": (
+        {"query_norm": "rms"},
+        "mixer.query_norm: normalizes the latent of queries, but there is none;",
+    ),
     "an unknown norm": ({"kv_norm": "layer"}, "mixer.kv_norm: unknown value 'layer'; choices: rms, none"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_does_not_fit_is_refused_by_name(name: str) -> None:
-    fields, sentence = REFUSALS[name]
-    with pytest.raises(ConfigError) as caught:
+def test_invalid_fields_are_named(name: str) -> None:
+    fields, message = REFUSALS[name]
+    with pytest.raises(ConfigError) as error:
         config(**fields)
-    assert str(caught.value).startswith(f"layers[0].{sentence}")
+    assert str(error.value).startswith(f"layers[0].{message}")
 
 
 def test_absent_fields_stay_absent() -> None:

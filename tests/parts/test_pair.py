@@ -1,4 +1,4 @@
-"""A pair is the sum of its mixers; what they declare, hold and refuse together."""
+"""A pair is the sum of its mixers: its state, its window, its sizes and its errors."""
 
 import re
 
@@ -8,7 +8,14 @@ import torch
 from heddle.config import decode
 from heddle.errors import ConfigError
 from heddle.laws import run, shrink
-from heddle.laws.subject import advance, answer, equal, fresh, subject, text
+from heddle.laws.harness import (
+    assert_close,
+    forward_no_grad,
+    forward_with_state,
+    model_under_test,
+    new_state,
+    random_tokens,
+)
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
 from heddle.model.size import size
@@ -23,62 +30,72 @@ def pair(first: Data, second: Data) -> Data:
 WINDOWS = design(layer(pair(attention(3, window=2), attention(kv_heads=2, window=5, value_dim=4))))
 
 
-def test_it_is_the_sum_of_both() -> None:
-    mixer = subject(decode(ModelConfig, WINDOWS)).mixers()[0]
+def test_output_is_the_sum_of_both_mixers() -> None:
+    mixer = model_under_test(decode(ModelConfig, WINDOWS)).mixers()[0]
     assert mixer is not None
     x, layout = torch.randn(2, 9, 24, dtype=torch.float64), Layout.causal(2, 9)
     parts = [getattr(mixer, name)(x, layout)[0] for name in ("first", "second")]
     assert torch.equal(mixer(x, layout)[0], parts[0] + parts[1])
 
 
-def test_a_second_mixer_that_says_nothing_changes_nothing() -> None:
-    both, one = (
-        subject(decode(ModelConfig, WINDOWS)),
-        subject(decode(ModelConfig, design(layer(attention(3, window=2))))),
+def test_a_second_mixer_with_zero_output_changes_nothing() -> None:
+    paired, single = (
+        model_under_test(decode(ModelConfig, WINDOWS)),
+        model_under_test(decode(ModelConfig, design(layer(attention(3, window=2))))),
     )
-    weights = {name.replace("mixer.first.", "mixer."): value for name, value in both.state_dict().items()}
-    one.load_state_dict({name: weights[name] for name in one.state_dict()})
+    weights = {name.replace("mixer.first.", "mixer."): value for name, value in paired.state_dict().items()}
+    single.load_state_dict({name: weights[name] for name in single.state_dict()})
     with torch.no_grad():
-        both.get_parameter("layers.0.mixer.second.out.weight").zero_()
-    tokens = text(one.config, 2, 9)
-    equal(answer(both, tokens), answer(one, tokens), "a pair whose second mixer is silent")
+        paired.get_parameter("layers.0.mixer.second.out.weight").zero_()
+    tokens = random_tokens(single.config, 2, 9)
+    assert_close(
+        forward_no_grad(paired, tokens), forward_no_grad(single, tokens), "a pair whose second mixer outputs zero"
+    )
 
 
-def test_its_state_is_both_and_can_be_taken_back() -> None:
-    model = subject(decode(ModelConfig, WINDOWS))
-    tokens = text(model.config, 2, 12)
-    whole = answer(model, tokens)
+def test_its_state_holds_both_states_and_rolls_back() -> None:
+    model = model_under_test(decode(ModelConfig, WINDOWS))
+    tokens = random_tokens(model.config, 2, 12)
+    whole = forward_no_grad(model, tokens)
     with torch.no_grad():
-        _, state = advance(model, fresh(model, 2, None, rewind=4), tokens)
-        names = {"table.positions", "table.documents", "table.counts", "table.last"}
+        _, state = forward_with_state(model, new_state(model, 2, None, rollback=4), tokens)
+        names = {"table.positions", "table.segment_ids", "table.token_counts", "table.last_token"}
         inner = {f"layers.0.{which}.{name}" for which in ("first", "second") for name in ("keys", "values")}
         assert state.tensors().keys() == names | inner
-        rest, state = advance(model, state.rewind(4), tokens[:, 8:])
-        equal(rest, whole[:, 8:], "after four tokens were taken back")
+        hidden, state = forward_with_state(model, state.rollback(4), tokens[:, 8:])
+        assert_close(hidden, whole[:, 8:], "after four tokens were rolled back")
         with pytest.raises(ConfigError, match="cannot take back 5 tokens; fork the state before"):
-            state.rewind(5)
+            state.rollback(5)
 
 
-def test_the_farther_of_two_reaches_is_told() -> None:
-    model = subject(decode(ModelConfig, WINDOWS))
-    assert (model.reach, [mixer.reach for mixer in model.mixers() if mixer is not None]) == (5, [5])
-    assert subject(load_config(WINDOWS, ["layers.0.mixer.first.window=null"])).reach is None
+def test_the_larger_window_counts() -> None:
+    model = model_under_test(decode(ModelConfig, WINDOWS))
+    assert (model.lookback, [mixer.window for mixer in model.mixers() if mixer is not None]) == (5, [5])
+    assert model_under_test(load_config(WINDOWS, ["layers.0.mixer.first.window=null"])).lookback is None
 
 
 def test_a_pair_within_a_pair() -> None:
-    inner = pair(attention(2, window=3), cross(2, memory_width=7))
+    inner = pair(attention(2, window=3), cross(2, encoder_width=7))
     config = load_config(design(layer(pair(inner, attention(4, position=None)))))
-    names = ["cut", "cut_ragged", "receptive_field", "poison_in_slots", "padding_is_not_kept", "memory", "true_size"]
+    names = [
+        "chunked_decoding",
+        "chunked_ragged_batch",
+        "receptive_field",
+        "nan_in_unused_slots",
+        "padding_not_cached",
+        "cross_attention",
+        "size_matches_model",
+    ]
     assert [result for result in run(config, names) if not result.passed] == []
 
 
-def test_mixers_within_are_made_small_and_described() -> None:
-    data = design(layer(pair(attention(16, kv_heads=4, window=512), cross(32, memory_width=99)), repeat=9), width=512)
+def test_nested_mixers_are_shrunk_and_described() -> None:
+    data = design(layer(pair(attention(16, kv_heads=4, window=512), cross(32, encoder_width=99)), repeat=9), width=512)
     small = shrink(load_config(data))
     mixer = small.dump()["layers"][0]["mixer"]
     assert (mixer["first"]["heads"], mixer["first"]["kv_heads"], mixer["first"]["window"]) == (4, 2, 7)
-    assert (mixer["second"]["heads"], mixer["second"]["memory_width"], small.width) == (2, 11, 16)
-    (row,) = size(small, context=8).layers
+    assert (mixer["second"]["heads"], mixer["second"]["encoder_width"], small.width) == (2, 11, 16)
+    (row,) = size(small, context_length=8).layers
     assert row.mixer.startswith("pair first=(attention heads=4 kv_heads=2 window=7 causal position=rope) second=(cross")
 
 
@@ -92,16 +109,17 @@ def test_mixers_within_are_made_small_and_described() -> None:
         ("layers.0.mixer.first.kind=nothing", "layers[0].mixer.first: unknown kind 'nothing'"),
         ("layers.0.mixer.second=null", "layers[0].mixer.second: "),
         ("layers.0.mixer.second.causal=false",
-         "layers[0].mixer.second: one mixer of a pair hides later tokens, the other does not; make both alike"),
+         "layers[0].mixer.second: one mixer of a pair is causal, the other is not; make both alike"),
     ],
 )  # fmt: skip
-def test_refusals_name_the_place(override: str, message: str) -> None:
+def test_errors_name_the_path(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         load_config(WINDOWS, [override])
 
 
-def test_memories_of_two_widths_are_refused() -> None:
+def test_two_encoder_widths_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"^layers\[0\].mixer.second: reads a memory 8 wide, first one 7 wide; give both"
+        ConfigError,
+        match=r"^layers\[0\].mixer.second: reads an encoder output 8 wide, the first mixer one 7 wide; give both",
     ):
-        load_config(design(layer(pair(cross(memory_width=7), cross(memory_width=8)))))
+        load_config(design(layer(pair(cross(encoder_width=7), cross(encoder_width=8)))))

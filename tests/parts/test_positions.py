@@ -1,11 +1,11 @@
-"""Positions: learned tables end where they end, and a table is made once a call."""
+"""Positions: the end of learned tables, and rotary tables that are built once per call."""
 
 import pytest
 import torch
 
 from heddle.config import decode
 from heddle.errors import ConfigError
-from heddle.laws.subject import advance, answer, subject, text
+from heddle.laws.harness import forward_no_grad, forward_with_state, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.parts.context.layout import Layout
 from heddle.parts.positions import rope
@@ -14,7 +14,9 @@ from tests.cases import CASES, alone, attention, design, layer
 LEARNED = decode(
     ModelConfig, design(layer(attention(position=None)), embedding={"position": {"kind": "learned", "length": 8}})
 )
-BEYOND = "^embedding.position: position 8 is beyond the 8 learned ones; shorten the text or train with a larger length$"
+BEYOND = (
+    "^embedding.position: position 8 is beyond the 8 learned positions; shorten the text or train with a larger length$"
+)
 
 
 @pytest.mark.parametrize(
@@ -27,39 +29,39 @@ BEYOND = "^embedding.position: position 8 is beyond the 8 learned ones; shorten 
     ],
 )
 def test_a_position_beyond_the_learned_ones_is_refused(layout: Layout | None) -> None:
-    model = subject(LEARNED)
+    model = model_under_test(LEARNED)
     with pytest.raises(ConfigError, match=BEYOND):
-        answer(model, text(LEARNED, 1 if layout is None else layout.batch, 9), layout)
+        forward_no_grad(model, random_tokens(LEARNED, 1 if layout is None else layout.batch, 9), layout)
 
 
-def test_a_state_meets_the_end_of_the_learned_positions() -> None:
-    model = subject(LEARNED)
-    tokens = text(LEARNED, 1, 9)
-    _, state = advance(model, model.init_state(1), tokens[:, :8])
+def test_a_state_beyond_the_learned_positions_is_refused() -> None:
+    model = model_under_test(LEARNED)
+    tokens = random_tokens(LEARNED, 1, 9)
+    _, state = forward_with_state(model, model.init_state(1), tokens[:, :8])
     with pytest.raises(ConfigError, match=BEYOND):
-        advance(model, state, tokens[:, 8:])
+        forward_with_state(model, state, tokens[:, 8:])
 
 
 def test_packed_documents_may_be_longer_than_the_table_together() -> None:
-    answer(subject(LEARNED), text(LEARNED, 1, 12), Layout.packed([[4, 8]]))
+    forward_no_grad(model_under_test(LEARNED), random_tokens(LEARNED, 1, 12), Layout.packed([[4, 8]]))
 
 
-def test_one_table_serves_all_layers_and_both_of_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rotary_table_serves_queries_and_keys_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    make = rope.table
+    make = rope.rotary_table
 
     def counted(
-        positions: torch.Tensor, thetas: list[float], dtype: torch.dtype, amplitude: float
+        positions: torch.Tensor, inv_freq: list[float], dtype: torch.dtype, attention_factor: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        calls.append(thetas)
-        return make(positions, thetas, dtype, amplitude)
+        calls.append(inv_freq)
+        return make(positions, inv_freq, dtype, attention_factor)
 
-    monkeypatch.setattr(rope, "table", counted)
+    monkeypatch.setattr(rope, "rotary_table", counted)
     config = decode(ModelConfig, alone(kv_heads=2))
-    answer(subject(config), text(config, 2, 5))
+    forward_no_grad(model_under_test(config), random_tokens(config, 2, 5))
     assert len(calls) == 1
     mixed = decode(ModelConfig, CASES["rope-mixed"])
-    answer(subject(mixed), text(mixed, 2, 5))
+    forward_no_grad(model_under_test(mixed), random_tokens(mixed, 2, 5))
     assert len(calls) == 3
 
 
@@ -67,8 +69,8 @@ def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
-def turned(x: torch.Tensor, base: float | None) -> torch.Tensor:
-    """x [T, d] by complex numbers, pairs of the half layout; a base of None turns nothing."""
+def rotated(x: torch.Tensor, base: float | None) -> torch.Tensor:
+    """x [T, d] by complex numbers, pairs of the half layout; a base of None rotates nothing."""
     if base is None:
         return x
     half = x.shape[1] // 2
@@ -86,8 +88,8 @@ def test_three_local_layers_to_a_global_one_each_with_its_own_base_are_plain_loo
     local = attention(position={"kind": "rope", "base": 100.0}, window=4, kv_heads=2)
     wide = attention(position={"kind": "rope", "base": 1000000.0}, kv_heads=2)
     entries = [layer(local, None, repeat=3), layer(wide, None), layer(local, None, repeat=3)]
-    model = subject(decode(ModelConfig, design(*entries, layer(attention(position=None, kv_heads=2), None))))
-    tokens = text(model.config, 1, 11)
+    model = model_under_test(decode(ModelConfig, design(*entries, layer(attention(position=None, kv_heads=2), None))))
+    tokens = random_tokens(model.config, 1, 11)
     x = model.embed.weight[tokens[0]]
     with torch.no_grad():
         for entry, base, window in zip(model.layers, BASES, WINDOWS, strict=True):
@@ -96,8 +98,8 @@ def test_three_local_layers_to_a_global_one_each_with_its_own_base_are_plain_loo
             read = []
             for head in range(4):
                 group = slice(head // 2 * 6, head // 2 * 6 + 6)
-                q = turned(y @ weights["mixer.q.weight"][head * 6 : head * 6 + 6].T, base)
-                k = turned(y @ weights["mixer.k.weight"][group].T, base)
+                q = rotated(y @ weights["mixer.q.weight"][head * 6 : head * 6 + 6].T, base)
+                k = rotated(y @ weights["mixer.k.weight"][group].T, base)
                 v = y @ weights["mixer.v.weight"][group].T
                 for i in range(11):
                     first = 0 if window is None else max(0, i - window + 1)
@@ -107,5 +109,5 @@ def test_three_local_layers_to_a_global_one_each_with_its_own_base_are_plain_loo
             for i, head, value in read:
                 out[i, head * 6 : head * 6 + 6] = value
             x = x + out @ weights["mixer.out.weight"].T
-        want = rms(x, model.get_parameter("close.norm.weight"))
-    torch.testing.assert_close(answer(model, tokens)[0], want, rtol=0, atol=1e-10)
+        want = rms(x, model.get_parameter("final_norm.norm.weight"))
+    torch.testing.assert_close(forward_no_grad(model, tokens)[0], want, rtol=0, atol=1e-10)

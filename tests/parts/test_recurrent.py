@@ -11,7 +11,7 @@ import heddle
 from heddle.config import decode
 from heddle.errors import ConfigError
 from heddle.laws import LAWS
-from heddle.laws.subject import answer, fresh, in_chunks, subject, text
+from heddle.laws.harness import forward_in_chunks, forward_no_grad, model_under_test, new_state, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.numerics.recurrent import chunked_sums
@@ -21,7 +21,7 @@ from tests.cases import LINEAR, RETENTION, ROPE, case, design, layer
 
 
 def model_of(mixer: dict[str, Any], **fields: Any) -> Decoder:
-    return subject(decode(ModelConfig, design(layer({**mixer, **fields}))))
+    return model_under_test(decode(ModelConfig, design(layer({**mixer, **fields}))))
 
 
 def mixer_of(model: Decoder) -> Mixer:
@@ -36,8 +36,8 @@ def project(mixer: Mixer, name: str, x: Tensor, heads: int) -> Tensor:
     return torch.stack([(x @ weight.T)[:, h * (d := len(weight) // heads) : (h + 1) * d] for h in range(heads)])
 
 
-def turned(x: Tensor) -> Tensor:
-    """Rotary positions of one head [T, d], pairs (i, i + d/2), as complex numbers."""
+def rotated(x: Tensor) -> Tensor:
+    """One head [T, d] rotated by its positions with complex numbers; pairs are (i, i + d/2)."""
     half = x.shape[1] // 2
     theta = torch.tensor([10000.0 ** (-i / half) for i in range(half)], dtype=torch.float64)
     angle = torch.arange(len(x), dtype=torch.float64)[:, None] * theta
@@ -45,7 +45,7 @@ def turned(x: Tensor) -> Tensor:
     return torch.cat((pairs.real, pairs.imag), dim=1)
 
 
-def mapped(x: Tensor, kind: str, weight: Tensor | None) -> Tensor:
+def features(x: Tensor, kind: str, weight: Tensor | None) -> Tensor:
     if kind == "relu":
         return x.clamp(min=0)
     if kind == "elu":
@@ -72,21 +72,21 @@ def test_linear_attention_is_its_formula(maps: tuple[str, str], position: Any, c
         for h in range(3):
             q, k, v = (project(mixer, name, x[0], 3)[h] for name in "qkv")
             weights = [mixer.get_parameter(f"{n}_map.weight")[h] if maps[0] == "learned" else None for n in "qk"]
-            plain = [mapped(q, maps[0], weights[0]), mapped(k, maps[1], weights[1])]
-            rotated = plain if position is None else [turned(z) for z in plain]
+            plain = [features(q, maps[0], weights[0]), features(k, maps[1], weights[1])]
+            inputs = plain if position is None else [rotated(z) for z in plain]
             rows = []
             for i in range(9):
-                seen = range(i + 1) if causal else range(9)
-                above = sum((float(rotated[0][i] @ rotated[1][j]) * v[j] for j in seen), torch.zeros(5).double())
-                below = math.fsum(float(plain[0][i] @ plain[1][j]) for j in seen)
-                rows.append(above / below if below else torch.zeros_like(above))
+                visible = range(i + 1) if causal else range(9)
+                numerator = sum((float(inputs[0][i] @ inputs[1][j]) * v[j] for j in visible), torch.zeros(5).double())
+                denominator = math.fsum(float(plain[0][i] @ plain[1][j]) for j in visible)
+                rows.append(numerator / denominator if denominator else torch.zeros_like(numerator))
             heads.append(torch.stack(rows))
         want = torch.cat(heads, dim=1) @ mixer.get_parameter("out.weight").T
     torch.testing.assert_close(got[0], want, rtol=0, atol=1e-12)
 
 
 def test_double_softmax_is_its_formula() -> None:
-    mixer = mixer_of(model_of(LINEAR, value_dim=5, normalisation="double_softmax", causal=False))
+    mixer = mixer_of(model_of(LINEAR, value_dim=5, normalization="double_softmax", causal=False))
     x = torch.randn(1, 9, 24, dtype=torch.float64)
     with torch.no_grad():
         got, _ = mixer(x, Layout.causal(1, 9))
@@ -111,17 +111,17 @@ def test_retention_is_its_formula(position: Any, decay: Any, gate: str | None) -
         for h in range(3):
             q, k, v = (project(mixer, name, x[0], 3)[h] for name in "qkv")
             if position is not None:
-                q, k = turned(q), turned(k)
-            held, rows = torch.zeros(8, 5, dtype=torch.float64), []
+                q, k = rotated(q), rotated(k)
+            state, rows = torch.zeros(8, 5, dtype=torch.float64), []
             for t in range(9):
-                held = gammas[h] * held + torch.outer(k[t], v[t])
-                y = q[t] @ held
+                state = gammas[h] * state + torch.outer(k[t], v[t])
+                y = q[t] @ state
                 rows.append(y / (y.pow(2).mean() + 1e-5).sqrt() * mixer.get_parameter("norm.weight")[h])
             heads.append(torch.stack(rows))
         want = torch.cat(heads, dim=1)
         if gate is not None:
-            opened = x[0] @ mixer.get_parameter("gate.weight").T
-            want = want * (opened.sigmoid() * (opened if gate == "silu" else 1.0))
+            gate_logits = x[0] @ mixer.get_parameter("gate.weight").T
+            want = want * (gate_logits.sigmoid() * (gate_logits if gate == "silu" else 1.0))
         want = want @ mixer.get_parameter("out.weight").T
     torch.testing.assert_close(got[0], want, rtol=0, atol=1e-11)
 
@@ -136,12 +136,20 @@ RECURRENT = [
 
 @pytest.mark.parametrize("name", RECURRENT)
 @pytest.mark.parametrize(
-    "law", ["cut_ragged", "packing", "later_tokens", "other_documents", "padding_gradients", "forms"]
+    "law",
+    [
+        "chunked_ragged_batch",
+        "document_packing",
+        "causality",
+        "document_isolation",
+        "padding_gradients",
+        "kernel_equivalence",
+    ],
 )
 def test_laws_hold_over_many_chunks(law: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The laws' texts are shorter than a chunk; here a chunk holds three tokens, and a group two chunks."""
-    monkeypatch.setattr(chunked_sums, "CHUNK", 3)
-    monkeypatch.setattr(chunked_sums, "SCORES", 120)
+    monkeypatch.setattr(chunked_sums, "CHUNK_TOKENS", 3)
+    monkeypatch.setattr(chunked_sums, "MAX_PAIRS", 120)
     LAWS[law].check(case(name))
 
 
@@ -164,10 +172,10 @@ def test_keys_without_features_give_zeros_and_finite_gradients() -> None:
 )
 def test_long_texts_of_opposite_or_huge_tokens_stay_finite(mixer: dict[str, Any], factor: float) -> None:
     """Keys that sum to zero, and huge ones, over 4,096 tokens in float32."""
-    one = mixer_of(model_of(mixer).float())
+    module = mixer_of(model_of(mixer).float())
     x = torch.randn(1, 1, 24) * torch.tensor([1.0, -1.0]).repeat(2048)[None, :, None] * max(factor, 1.0)
     x.requires_grad_()
-    y, _ = one(x, Layout.causal(1, 4096))
+    y, _ = module(x, Layout.causal(1, 4096))
     assert bool(y.isfinite().all())
     assert bool(torch.autograd.grad(y.sum(), x)[0].isfinite().all())
 
@@ -186,44 +194,44 @@ def test_a_state_has_one_size_in_at_least_float32(mixer: dict[str, Any], element
     config = decode(ModelConfig, design(layer(mixer)))
     for dtype in (torch.float32, torch.bfloat16):
         for context in (16, 100_000):
-            told = heddle.size(config, context=context, batch=2, dtype=dtype)
-            assert told.layers[0].state_bytes == 2 * elements * 4
-            assert told.state_bytes_per_token == 0
+            sizes = heddle.size(config, context_length=context, batch=2, dtype=dtype)
+            assert sizes.layers[0].state_bytes == 2 * elements * 4
+            assert sizes.state_bytes_per_token == 0
         model = heddle.build(config, dtype=dtype)
-        _, state = in_chunks(model, text(config, 2, 7), [3, 4])
+        _, state = forward_in_chunks(model, random_tokens(config, 2, 7), [3, 4])
         assert state.layer_bytes == [2 * elements * 4]
-        assert state.tensors()["layers.0.sums"].dtype == torch.float32
+        assert state.tensors()["layers.0.kv_sums"].dtype == torch.float32
 
 
-def test_padding_takes_no_time() -> None:
-    """Decays count arrivals: a hole of any length between two tokens changes nothing."""
+def test_padding_does_not_decay_the_state() -> None:
+    """The state decays once per token: padding of any length between two tokens changes nothing."""
     model = model_of(RETENTION, decay=[0.9, 0.5, 0.1])
-    tokens = text(model.config, 1, 4)
-    want = answer(model, tokens)
+    tokens = random_tokens(model.config, 1, 4)
+    want = forward_no_grad(model, tokens)
     positions = torch.tensor([[-1, 0, -1, -1, -1, 1, 2, -1, 3, -1]])
-    spread = torch.zeros(1, 10, dtype=torch.int64)
-    spread[positions >= 0] = tokens[0]
-    got = answer(model, spread, Layout(positions))[positions >= 0]
+    padded = torch.zeros(1, 10, dtype=torch.int64)
+    padded[positions >= 0] = tokens[0]
+    got = forward_no_grad(model, padded, Layout(positions))[positions >= 0]
     torch.testing.assert_close(got, want[0], rtol=0, atol=1e-12)
-    hidden, _ = in_chunks(model, spread, [1, 2, 4, 3], None, Layout(positions))
+    hidden, _ = forward_in_chunks(model, padded, [1, 2, 4, 3], None, Layout(positions))
     torch.testing.assert_close(hidden[positions >= 0], want[0], rtol=0, atol=1e-12)
 
 
-def test_going_back_is_refused() -> None:
+def test_rolling_back_is_refused() -> None:
     for mixer in (LINEAR, RETENTION):
-        with pytest.raises(ConfigError, match="asks a recurrence to go back"):
-            fresh(model_of(mixer), 1, rewind=2)
+        with pytest.raises(ConfigError, match="a recurrence cannot roll back"):
+            new_state(model_of(mixer), 1, rollback=2)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"normalisation": "double_softmax"}, r"causal: the softmax over tokens of double_softmax sees later ones"),
-        ({"normalisation": "double_softmax", "causal": False, "feature_map": "elu"}, "feature_map: belongs to"),
-        ({"normalisation": "double_softmax", "causal": False, "position": ROPE}, "position: belongs to"),
+        ({"normalization": "double_softmax"}, r"causal: the softmax over tokens of double_softmax sees later tokens"),
+        ({"normalization": "double_softmax", "causal": False, "feature_map": "elu"}, "feature_map: is only for"),
+        ({"normalization": "double_softmax", "causal": False, "position": ROPE}, "position: is only for"),
         ({"feature_map": "learned", "key_feature_map": "elu"}, "key_feature_map: elu and learned differ in width"),
         ({"heads": 5}, "heads: 5 does not divide width = 24"),
-        ({"head_dim": 5, "position": ROPE}, r"position\.dim: 5 cannot be turned in pairs"),
+        ({"head_dim": 5, "position": ROPE}, r"position\.rotary_dim: 5 dims of 5 cannot be rotated in pairs"),
     ],
 )
 def test_linear_attention_refuses(fields: dict[str, Any], message: str) -> None:
@@ -234,7 +242,7 @@ def test_linear_attention_refuses(fields: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("decay", "message"),
     [
-        ([0.5, 0.5], "decay: 2 factors for heads = 3; give one a head"),
+        ([0.5, 0.5], "decay: 2 factors for heads = 3; give one per head"),
         ([0.5, 0.5, 1.5], r"decay\[2\]: should be less than or equal to 1"),
         ([0.5, 0.5, 0.0], r"decay\[2\]: should be greater than 0"),
         ("learnt", "decay: should be .*'learned', got 'learnt'"),

@@ -1,4 +1,4 @@
-"""Residual wirings against the formulas of their papers, written out as plain loops in numpy."""
+"""Residual blocks against the formulas of their papers, written as plain loops in numpy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,9 @@ import heddle
 from heddle.config import decode, kinds
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
+from heddle.parts.context.build import ResidualContext
 from heddle.parts.norms import NormConfig
-from heddle.parts.residuals import ResidualConfig, Wiring
+from heddle.parts.residuals import ResidualConfig
 from tests.cases import attention, design, layer
 from tests.laws.planting import plant
 
@@ -37,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_wiring_is_here() -> None:
+def test_every_kind_is_tested() -> None:
     assert {config(name).kind for name in KINDS} == set(kinds("residuals"))
 
 
@@ -46,27 +47,27 @@ def config(name: str, **fields: Any) -> ResidualConfig:
 
 
 class Stack(torch.nn.Module):
-    """Blocks and their close, every parameter random."""
+    """Blocks and their final norm, with random parameters."""
 
     def __init__(self, name: str, names: tuple[str, ...] = NAMES, depth: int = DEPTH) -> None:
         super().__init__()
         self.config = config(name)
-        wiring = Wiring(names, WIDTH, NORM)
-        self.layers = torch.nn.ModuleList(self.config.build(wiring) for _ in range(depth))
-        self.close = self.config.build_close(WIDTH, NORM)
+        context = ResidualContext(names, WIDTH, NORM)
+        self.layers = torch.nn.ModuleList(self.config.build(context) for _ in range(depth))
+        self.final_norm = self.config.build_final_norm(WIDTH, NORM)
         self.double()
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.normal_(1.0 if parameter.dim() < 2 else 0.0, 0.5)
 
     def forward(self, x: Tensor, branches: dict[str, Callable[[Tensor], Tensor]]) -> Tensor:
-        stream = self.config.open(x)
+        stream = self.config.expand(x)
         for block in self.layers:
             stream = block(stream, {name: branches[name] for name in branches})
-        found: Tensor = self.close(stream)
-        return found
+        hidden: Tensor = self.final_norm(stream)
+        return hidden
 
-    def numbers(self) -> Weights:
+    def weights(self) -> Weights:
         return {name: value.detach().numpy() for name, value in self.named_parameters()}
 
 
@@ -86,13 +87,13 @@ PLAIN: dict[str, Function] = {
 
 
 def norm(x: Array, gain: Array) -> Array:
-    centred = x - x.mean(-1, keepdims=True)
-    normed: Array = gain * centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    centered = x - x.mean(-1, keepdims=True)
+    normed: Array = gain * centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-5)
     return normed
 
 
 def serial(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth: int) -> Array:
-    """The wirings of one stream, branch after branch."""
+    """The kinds with one stream, branch after branch."""
     for index in range(depth):
         for branch in names:
             f, gain = PLAIN[branch], weights[f"layers.{index}.norms.{branch}.weight"]
@@ -104,16 +105,16 @@ def serial(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth:
                 x = x + norm(f(x), gain)
             else:
                 x = x + norm(f(norm(x, gain)), weights[f"layers.{index}.after.{branch}.weight"])
-    return x if name == "post_norm" else norm(x, weights["close.norm.weight"])
+    return x if name == "post_norm" else norm(x, weights["final_norm.norm.weight"])
 
 
 def parallel(x: Array, weights: Weights, names: tuple[str, ...], depth: int) -> Array:
     for index in range(depth):
-        entered, shared = x, weights.get(f"layers.{index}.norms.shared.weight")
+        inputs, shared = x, weights.get(f"layers.{index}.norms.shared.weight")
         for branch in names:
             gain = shared if shared is not None else weights[f"layers.{index}.norms.{branch}.weight"]
-            x = x + PLAIN[branch](norm(entered, gain))
-    return norm(x, weights["close.norm.weight"])
+            x = x + PLAIN[branch](norm(inputs, gain))
+    return norm(x, weights["final_norm.norm.weight"])
 
 
 def residual_dual(x: Array, weights: Weights, names: tuple[str, ...], depth: int) -> Array:
@@ -123,7 +124,7 @@ def residual_dual(x: Array, weights: Weights, names: tuple[str, ...], depth: int
         for branch in names:
             f = PLAIN[branch](post)
             post, dual = norm(post + f, weights[f"layers.{index}.norms.{branch}.weight"]), dual + f
-    return post + norm(dual, weights["close.norm.weight"])
+    return post + norm(dual, weights["final_norm.norm.weight"])
 
 
 def sigmoid(x: Array) -> Array:
@@ -145,29 +146,29 @@ def hyper(x: Array, weights: Weights, names: tuple[str, ...], depth: int) -> Arr
     rows, length = x.shape[:2]
     for index in range(depth):
         for branch in names:
-            at = f"layers.{index}.maps.{branch}."
-            gain, bias, phi = weights[at + "gain"], weights[at + "bias"], weights[at + "weigh.weight"]
-            read, entered = np.zeros((rows, length, WIDTH)), streams
-            kept: dict[tuple[int, int], tuple[Array, Array]] = {}
+            prefix = f"layers.{index}.maps.{branch}."
+            gain, bias, phi = weights[prefix + "gain"], weights[prefix + "bias"], weights[prefix + "projection.weight"]
+            read, inputs = np.zeros((rows, length, WIDTH)), streams
+            maps: dict[tuple[int, int], tuple[Array, Array]] = {}
             for row in range(rows):
                 for token in range(length):
-                    z = phi @ norm(streams[row, token].reshape(-1), weights[at + "norm.weight"])
+                    z = phi @ norm(streams[row, token].reshape(-1), weights[prefix + "norm.weight"])
                     pre = sigmoid(gain[0] * z[:n] + bias[:n] - np.log(n - 1))
                     post = 2 * sigmoid(gain[1] * z[n : 2 * n] + bias[n : 2 * n])
                     logits = (gain[2] * z[2 * n :] + bias[2 * n :]).reshape(n, n) + 4 * np.eye(n)
-                    kept[row, token] = (post, balanced(logits, KINDS["hyper_connections"]["iterations"]))
+                    maps[row, token] = (post, balanced(logits, KINDS["hyper_connections"]["iterations"]))
                     read[row, token] = pre @ streams[row, token]
             y = PLAIN[branch](norm(read, weights[f"layers.{index}.norms.{branch}.weight"]))
-            streams = np.zeros_like(entered)
-            for (row, token), (post, mixing) in kept.items():
-                streams[row, token] = mixing @ entered[row, token] + np.outer(post, y[row, token])
-    return norm(streams.mean(2), weights["close.norm.weight"])
+            streams = np.zeros_like(inputs)
+            for (row, token), (post, mixing) in maps.items():
+                streams[row, token] = mixing @ inputs[row, token] + np.outer(post, y[row, token])
+    return norm(streams.mean(2), weights["final_norm.norm.weight"])
 
 
 def oracle(name: str, x: Array, weights: Weights, names: tuple[str, ...] = NAMES, depth: int = DEPTH) -> Array:
-    others = {"residual_dual": residual_dual, "hyper_connections": hyper}
-    if name in others:
-        return others[name](x, weights, names, depth)
+    oracles = {"residual_dual": residual_dual, "hyper_connections": hyper}
+    if name in oracles:
+        return oracles[name](x, weights, names, depth)
     if name.startswith("parallel"):
         return parallel(x, weights, names, depth)
     return serial(name, x, weights, names, depth)
@@ -177,7 +178,7 @@ def check(name: str, names: tuple[str, ...] = NAMES) -> None:
     """The stack agrees with the loop of its paper."""
     stack, x = Stack(name, names), torch.randn(2, 3, WIDTH, dtype=torch.float64)
     got = stack(x, {branch: BRANCHES[branch] for branch in names}).detach()
-    want = torch.from_numpy(oracle(name, x.numpy(), stack.numbers(), names))
+    want = torch.from_numpy(oracle(name, x.numpy(), stack.weights(), names))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
 
 
@@ -191,20 +192,20 @@ PARTS = "parts.residuals"
 BUGS = {
     "a final norm left on post-norm": (
         "post_norm",
-        f"{PARTS}.post_norm:PostNormConfig.build_close",
+        f"{PARTS}.post_norm:PostNormConfig.build_final_norm",
         "nn.Identity()",
-        "__import__('heddle.parts.residuals', fromlist=['Close']).Close(width, norm)",
+        "__import__('heddle.parts.residuals', fromlist=['FinalNorm']).FinalNorm(width, norm)",
     ),
-    "no final norm": ("reordered", f"{PARTS}:Close.forward", "self.norm(stream)", "stream"),
+    "no final norm": ("reordered", f"{PARTS}:FinalNorm.forward", "self.norm(stream)", "stream"),
     "a norm around ResiDual's sum": (
         "residual_dual",
-        f"{PARTS}.residual_dual:DualClose.forward",
+        f"{PARTS}.residual_dual:DualFinalNorm.forward",
         "x + self.norm(dual)",
         "self.norm(x + dual)",
     ),
     "ResiDual that forgets its first stream": (
         "residual_dual",
-        f"{PARTS}.residual_dual:DualClose.forward",
+        f"{PARTS}.residual_dual:DualFinalNorm.forward",
         "x + self.norm(dual)",
         "self.norm(dual)",
     ),
@@ -216,7 +217,7 @@ BUGS = {
     ),
     "a dual stream that starts at zero": (
         "residual_dual",
-        f"{PARTS}.residual_dual:ResidualDualConfig.open",
+        f"{PARTS}.residual_dual:ResidualDualConfig.expand",
         "x, x",
         "x, 0 * x",
     ),
@@ -240,15 +241,15 @@ BUGS = {
     ),
     "writing weights up to 1": (
         "hyper_connections",
-        f"{PARTS}.hyper_connections:Maps.forward",
+        f"{PARTS}.hyper_connections:MixingMaps.forward",
         "2 * write.sigmoid()",
         "write.sigmoid()",
     ),
     "streams mixed backwards": (
         "hyper_connections",
         f"{PARTS}.hyper_connections:HyperConnections.forward",
-        "_mixed(mix, stream)",
-        "_mixed(mix.mT, stream)",
+        "_mix_streams(mix, stream)",
+        "_mix_streams(mix.mT, stream)",
     ),
     "rows before columns": (
         "hyper_connections",
@@ -259,11 +260,11 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("what", BUGS)
-def test_planted_bugs_are_caught(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, place, old, new = BUGS[what]
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, target, old, new = BUGS[bug]
     check(name)
-    plant(monkeypatch, place, old, new)
+    plant(monkeypatch, target, old, new)
     with pytest.raises(AssertionError, match="not close"):
         check(name)
 
@@ -279,14 +280,14 @@ def test_hyper_connections_start_as_pre_norm() -> None:
 
 
 def sum_of_branches(kind: str, depth: int, scaled: bool) -> float:
-    """The root mean square of what all layers of a fresh model added to the stream, ResiDual's dual one."""
+    """The root mean square of what all layers of a new model add to the stream (for ResiDual, the dual stream)."""
     data = design(layer(attention(), repeat=depth), residual={"kind": kind})
-    model = heddle.build(decode(ModelConfig, data | {"initialisation": {"std": 0.1, "depth_scaled": scaled}}))
+    model = heddle.build(decode(ModelConfig, data | {"initialization": {"std": 0.1, "depth_scaled": scaled}}))
     layout = heddle.Layout.causal(2, 30)
-    opened = stream = model.config.residual.open(model.embed(torch.arange(60).view(2, 30), layout))
-    for one in model.layers:
-        stream, _ = one(stream, layout)
-    added = stream - opened if isinstance(stream, Tensor) else stream[1] - opened[1]
+    initial = stream = model.config.residual.expand(model.embed(torch.arange(60).view(2, 30), layout))
+    for block in model.layers:
+        stream, _ = block(stream, layout)
+    added = stream - initial if isinstance(stream, Tensor) else stream[1] - initial[1]
     return float(added.detach().square().mean().sqrt())
 
 
@@ -297,8 +298,8 @@ def test_a_deep_stack_starts_as_a_shallow_one(kind: str) -> None:
     assert sum_of_branches(kind, 12, False) > 1.7 * sum_of_branches(kind, 3, False)
 
 
-def test_a_step_tells_the_streams_apart() -> None:
-    """Streams that stayed equal for ever would be one stream: the gradient of α is not zero at the start."""
+def test_a_training_step_makes_the_streams_differ() -> None:
+    """The gradient of α is not zero at initialization, so that the streams do not stay equal."""
     residual = {"kind": "hyper_connections", "streams": 3}
     model = heddle.build(decode(ModelConfig, design(layer(attention(), repeat=2), residual=residual)), seed=2)
     tokens = torch.arange(30).view(3, 10)
@@ -308,7 +309,7 @@ def test_a_step_tells_the_streams_apart() -> None:
         model(tokens)[0].square().cos().sum().backward()
         optimizer.step()
     streams: list[Tensor] = []
-    model.close.register_forward_pre_hook(lambda _module, inputs: streams.append(inputs[0]))
+    model.final_norm.register_forward_pre_hook(lambda _module, inputs: streams.append(inputs[0]))
     model(tokens)
     assert float(streams[0].detach().std(2).max()) > 1e-6
 

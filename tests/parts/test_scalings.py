@@ -1,4 +1,4 @@
-"""Scalings of rotations: YaRN against transformers' table and the paper's ramp, and what it refuses."""
+"""YaRN against transformers' frequencies and the paper's ramp, and its errors."""
 
 import math
 from typing import Any
@@ -31,7 +31,7 @@ YARNS: dict[str, tuple[int, float, dict[str, Any]]] = {
         500.0,
         {"factor": 3.0, "original_length": 128, "beta_fast": 6.0, "mscale": 1.3, "mscale_all_dim": 0.6},
     ),
-    "nothing stretched": (16, 10000.0, {"factor": 1.0, "original_length": 128}),
+    "unscaled": (16, 10000.0, {"factor": 1.0, "original_length": 128}),
 }
 
 
@@ -44,9 +44,9 @@ def test_yarn_is_that_of_transformers(name: str) -> None:
     dim, base, fields = YARNS[name]
     theirs, factor = reference.scaled("yarn", (dim, base), fields)
     mine = rope(dim, base, fields)
-    assert list(mine.turns(1).thetas) == pytest.approx(theirs.tolist(), rel=1e-6)
-    assert list(mine.turns(1, torch.float32).thetas) == theirs.tolist()
-    assert mine.amplitude == pytest.approx(factor, rel=1e-12)
+    assert list(mine.scaled_frequencies(1).inv_freq) == pytest.approx(theirs.tolist(), rel=1e-6)
+    assert list(mine.scaled_frequencies(1, torch.float32).inv_freq) == theirs.tolist()
+    assert mine.attention_factor == pytest.approx(factor, rel=1e-12)
     x, layout = torch.randn(1, 2, 3, dim), Layout(torch.tensor([[0, 7, 4000]]))
     angle = layout.positions[0, :, None].float() * theirs
     first, second = x.chunk(2, dim=-1)
@@ -60,7 +60,7 @@ def test_yarn_is_what_the_paper_says(name: str) -> None:
     """A pair that turns beta_fast times keeps its frequency, one that turns beta_slow times is slowed by the factor."""
     dim, base, fields = YARNS[name]
     factor, length = fields["factor"], fields["original_length"]
-    for index, theta in enumerate(rope(dim, base, fields).turns(1).thetas):
+    for index, theta in enumerate(rope(dim, base, fields).scaled_frequencies(1).inv_freq):
         plain = base ** (-2 * index / dim)
         assert plain / factor * (1 - 1e-12) <= theta <= plain * (1 + 1e-12)
         near = dim / math.log(base)  # one pair to either side is rounded to
@@ -76,54 +76,59 @@ def test_only_a_latent_mixer_multiplies_its_scores() -> None:
     dim, base, fields = YARNS["unlike factors"]
     growth = [0.1 * strength * math.log(3.0) + 1.0 for strength in (1.3, 0.6)]
     made = rope(dim, base, fields)
-    assert made.amplitude == pytest.approx(growth[0] / growth[1], rel=1e-12)
-    assert made.score == pytest.approx(growth[1] ** 2, rel=1e-12)
-    assert rope(*YARNS["Qwen"]).score == 1.0
+    assert made.attention_factor == pytest.approx(growth[0] / growth[1], rel=1e-12)
+    assert made.score_scale == pytest.approx(growth[1] ** 2, rel=1e-12)
+    assert rope(*YARNS["Qwen"]).score_scale == 1.0
 
 
 GOOD = {"kind": "yarn", "factor": 4.0, "original_length": 64}
 
 
 @pytest.mark.parametrize(
-    ("fields", "sentence"),
+    ("fields", "message"),
     [
         ({"factor": 0.5}, "scaling.factor: should be greater than or equal to 1, got 0.5 (a number)"),
-        ({"beta_fast": 0.5}, "scaling.beta_fast: 0.5 is below beta_slow = 1.0; exchange them"),
-        ({"mscale": 1.0}, "scaling.mscale_all_dim: is missing beside its pair; give both mscale and mscale_all_dim"),
-        ({"mscale_all_dim": 1.0}, "scaling.mscale: is missing beside its pair; give both mscale and mscale_all_dim"),
+        ({"beta_fast": 0.5}, "scaling.beta_fast: 0.5 is below beta_slow = 1.0; swap them"),
+        ({"mscale": 1.0}, "scaling.mscale_all_dim: is missing; give both mscale and mscale_all_dim"),
+        ({"mscale_all_dim": 1.0}, "scaling.mscale: is missing; give both mscale and mscale_all_dim"),
         (
             {"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.0},
-            "scaling.attention_factor: is given beside mscale, which says the same; keep one of the two",
+            "scaling.attention_factor: is given together with mscale, which determines it; keep one of the two",
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused(fields: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_contradicting_fields_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
         decode(RopeConfig, {"scaling": GOOD | fields})
-    assert str(caught.value).startswith(sentence)
+    assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("fields", "sentence"),
+    ("fields", "message"),
     [
-        ({"frequencies": [1.0]}, "frequencies: are given beside scaling, which stretches those of base; keep one"),
-        ({"base": 1.0}, "base: 1.0 makes no pair slower than the first, so scaling has none to stretch; raise it"),
+        (
+            {"inv_freq": [1.0]},
+            "inv_freq: is given together with scaling, which needs the frequencies of base; keep one",
+        ),
+        ({"base": 1.0}, "base: 1.0 makes no pair slower than the first, so there is nothing to scale; raise it"),
     ],
 )
-def test_a_rotation_that_cannot_be_stretched_is_refused(fields: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_a_rotation_that_cannot_be_scaled_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
         decode(RopeConfig, {"scaling": GOOD, **fields})
-    assert str(caught.value).startswith(sentence)
+    assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize("value", [1e-320, 1e308])
 @pytest.mark.parametrize("field", ["beta_fast", "beta_slow", "mscale"])
-def test_extreme_numbers_end_in_a_table(field: str, value: float) -> None:
+def test_extreme_values_give_finite_frequencies(field: str, value: float) -> None:
     fields = {field: value} if field != "beta_slow" else {field: value, "beta_fast": 1e308}
     both = {"mscale_all_dim": 1.0} if field == "mscale" else {}
     if field == "beta_fast":
         fields["beta_slow"] = 1e-320
-    assert all(math.isfinite(theta) for theta in rope(8, 1e4, GOOD_FIELDS | fields | both).turns(1).thetas)
+    assert all(
+        math.isfinite(inv_freq) for inv_freq in rope(8, 1e4, GOOD_FIELDS | fields | both).scaled_frequencies(1).inv_freq
+    )
 
 
 GOOD_FIELDS = {"factor": 4.0, "original_length": 64}

@@ -1,4 +1,4 @@
-"""Scalings against transformers' tables, and those that look at the length: fixed for a state, refused without one."""
+"""Scalings against transformers' frequencies, and length-dependent scalings with and without a state."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 import heddle
 from heddle.config import decode
 from heddle.errors import ConfigError
-from heddle.laws.subject import advance, answer, equal, subject, text
+from heddle.laws.harness import assert_close, forward_no_grad, forward_with_state, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.parts.context.layout import Layout
 from heddle.parts.positions.rope import Rope, RopeConfig
@@ -21,8 +21,8 @@ from tests.parity import reference
 def rope(kind: str, sizes: tuple[int, float], fields: dict[str, Any], dim: int | None = None) -> Rope:
     """A rotation of heads of (width, base)."""
     scaling = {"kind": kind, **fields}
-    turned = {} if dim is None else {"dim": dim}
-    return decode(RopeConfig, {"base": sizes[1], "scaling": scaling, **turned}).build(sizes[0])
+    rotary_dim = {} if dim is None else {"rotary_dim": dim}
+    return decode(RopeConfig, {"base": sizes[1], "scaling": scaling, **rotary_dim}).build(sizes[0])
 
 
 SIZES = [(64, 10000.0), (128, 500000.0), (96, 1000000.0), (8, 100.0)]
@@ -44,10 +44,10 @@ def test_tables_are_those_of_transformers(
 ) -> None:
     theirs, factor = reference.scaled(kind, sizes, fields, part=part)
     mine = rope(kind, sizes, fields, int(sizes[0] * part))
-    assert mine.turns(1) == mine.turns(10**6)
-    assert list(mine.turns(1).thetas) == pytest.approx(theirs.tolist(), rel=1e-6)
-    assert list(mine.turns(1, torch.float32).thetas) == theirs.tolist()
-    assert (mine.amplitude, mine.score) == (factor, 1.0)
+    assert mine.scaled_frequencies(1) == mine.scaled_frequencies(10**6)
+    assert list(mine.scaled_frequencies(1).inv_freq) == pytest.approx(theirs.tolist(), rel=1e-6)
+    assert list(mine.scaled_frequencies(1, torch.float32).inv_freq) == theirs.tolist()
+    assert (mine.attention_factor, mine.score_scale) == (factor, 1.0)
 
 
 @pytest.mark.parametrize("part", [1.0, 0.5])
@@ -57,17 +57,17 @@ def test_dynamic_ntk_is_that_of_transformers(sizes: tuple[int, float], length: i
     fields = {"factor": 3.0, "original_length": 100}
     theirs, _ = reference.scaled("dynamic", sizes, fields, length, part)
     mine = rope("ntk", sizes, fields, int(sizes[0] * part))
-    assert list(mine.turns(length).thetas) == pytest.approx(theirs.tolist(), rel=1e-6)
+    assert list(mine.scaled_frequencies(length).inv_freq) == pytest.approx(theirs.tolist(), rel=1e-6)
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0, 8.0])
 @pytest.mark.parametrize(("dim", "base"), SIZES)
 def test_fixed_ntk_is_another_base(dim: int, base: float, factor: float) -> None:
-    other = base * factor ** (dim / (dim - 2))
-    found = rope("ntk", (dim, base), {"factor": factor}).turns(1).thetas
-    assert list(found) == pytest.approx([other ** (-2 * i / dim) for i in range(dim // 2)], rel=1e-12)
-    assert found[0] == 1.0
-    assert found[-1] == pytest.approx(base ** (2 / dim - 1) / factor, rel=1e-12)
+    larger_base = base * factor ** (dim / (dim - 2))
+    inv_freq = rope("ntk", (dim, base), {"factor": factor}).scaled_frequencies(1).inv_freq
+    assert list(inv_freq) == pytest.approx([larger_base ** (-2 * i / dim) for i in range(dim // 2)], rel=1e-12)
+    assert inv_freq[0] == 1.0
+    assert inv_freq[-1] == pytest.approx(base ** (2 / dim - 1) / factor, rel=1e-12)
 
 
 LONGROPES: dict[str, dict[str, Any]] = {
@@ -86,10 +86,10 @@ def test_longrope_is_that_of_transformers(name: str, length: int, part: float) -
     fields = {"original_length": 4096, **lists, **LONGROPES[name]}
     theirs, factor = reference.scaled("longrope", sizes, fields, length, part)
     mine = rope("longrope", sizes, fields, 2 * pairs)
-    assert list(mine.turns(length, torch.float32).thetas) == theirs.tolist()
-    assert list(mine.turns(length).thetas) == pytest.approx(theirs.tolist(), rel=1e-6)
-    assert mine.amplitude == pytest.approx(factor, rel=1e-12)
-    assert mine.turns(length).amplitude == mine.amplitude
+    assert list(mine.scaled_frequencies(length, torch.float32).inv_freq) == theirs.tolist()
+    assert list(mine.scaled_frequencies(length).inv_freq) == pytest.approx(theirs.tolist(), rel=1e-6)
+    assert mine.attention_factor == pytest.approx(factor, rel=1e-12)
+    assert mine.scaled_frequencies(length).attention_factor == mine.attention_factor
 
 
 THREE = {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 4.0, 9.0]}
@@ -98,56 +98,56 @@ DYNAMIC = {"kind": "ntk", "factor": 4.0, "original_length": 12}
 LENGTHS = {"longrope": LONG, "dynamic ntk": DYNAMIC}
 
 
-def by_length(scaling: dict[str, Any], **fields: Any) -> ModelConfig:
+def with_scaling(scaling: dict[str, Any], **fields: Any) -> ModelConfig:
     return decode(ModelConfig, alone(kv_heads=2, position={"kind": "rope", "base": 30.0, "scaling": scaling}, **fields))
 
 
 @pytest.mark.parametrize("length", [11, 12, 13, 40])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_a_state_turns_as_a_text_of_its_capacity(name: str, length: int) -> None:
-    """On both sides of the switch, whatever the chunks: as the uncut text of so many tokens."""
-    config = by_length(LENGTHS[name])
-    model = subject(config)
-    tokens = text(config, 2, length)
-    whole = answer(model, tokens)
+def test_a_state_rotates_as_a_text_of_its_cache_length(name: str, length: int) -> None:
+    """Below and above the switch and for any chunks: the same as the whole text of that length."""
+    config = with_scaling(LENGTHS[name])
+    model = model_under_test(config)
+    tokens = random_tokens(config, 2, length)
+    whole = forward_no_grad(model, tokens)
     for sizes in ([length], [1] * length, [5, 1, length - 6]):
         state, out = model.init_state(2, length), []
         for chunk in tokens.split(sizes, dim=1):
-            hidden, state = advance(model, state, chunk)
+            hidden, state = forward_with_state(model, state, chunk)
             out.append(hidden)
-        equal(torch.cat(out, dim=1), whole, f"{length} tokens in chunks {sizes}")
+        assert_close(torch.cat(out, dim=1), whole, f"{length} tokens in chunks {sizes}")
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_more_room_turns_a_short_text_as_a_long_one(name: str) -> None:
-    config = by_length(LENGTHS[name])
-    model = subject(config)
-    tokens = text(config, 1, 20)
-    short, _ = advance(model, model.init_state(1, 12), tokens[:, :8])
-    long, state = advance(model, model.init_state(1, 20), tokens[:, :8])
-    equal(short, answer(model, tokens[:, :8]), "a short text with a short state")
-    equal(long, answer(model, tokens)[:, :8], "the beginning of a long text")
+def test_a_longer_cache_rotates_a_short_text_as_a_long_one(name: str) -> None:
+    config = with_scaling(LENGTHS[name])
+    model = model_under_test(config)
+    tokens = random_tokens(config, 1, 20)
+    short, _ = forward_with_state(model, model.init_state(1, 12), tokens[:, :8])
+    long, state = forward_with_state(model, model.init_state(1, 20), tokens[:, :8])
+    assert_close(short, forward_no_grad(model, tokens[:, :8]), "a short text with a short state")
+    assert_close(long, forward_no_grad(model, tokens)[:, :8], "the beginning of a long text")
     assert float((long - short).abs().max()) > 1e-3
     forked = state.fork().select([0, 0])
-    rest, _ = advance(model, forked, tokens[:, 8:].expand(2, -1))
-    equal(rest[:1], answer(model, tokens)[:, 8:], "a fork keeps the capacity")
+    hidden, _ = forward_with_state(model, forked, tokens[:, 8:].expand(2, -1))
+    assert_close(hidden[:1], forward_no_grad(model, tokens)[:, 8:], "a fork keeps the cache length")
 
 
-def test_the_longest_packed_document_says_how_long_texts_are() -> None:
-    config = by_length(LONG)
-    model = subject(config)
-    tokens = text(config, 1, 20)
-    packed = answer(model, tokens, Layout.packed([[11, 9]]))
-    equal(packed[:, :11], answer(model, tokens[:, :11]), "short documents in a long row")
+def test_the_longest_packed_document_sets_the_length() -> None:
+    config = with_scaling(LONG)
+    model = model_under_test(config)
+    tokens = random_tokens(config, 1, 20)
+    packed = forward_no_grad(model, tokens, Layout.packed([[11, 9]]))
+    assert_close(packed[:, :11], forward_no_grad(model, tokens[:, :11]), "short documents in a long row")
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_without_a_capacity_it_is_refused(name: str) -> None:
-    model = heddle.build(by_length(LENGTHS[name]))
-    sentence = "^state: a rotation of this design depends on how long the whole text will be; make it with a capacity$"
-    with pytest.raises(ConfigError, match=sentence):
+def test_a_state_without_a_cache_length_is_refused(name: str) -> None:
+    model = heddle.build(with_scaling(LENGTHS[name]))
+    depends = "a rotary embedding of this design depends on the final length of the text"
+    with pytest.raises(ConfigError, match=f"^state: {depends}; give init_state a cache_length$"):
         model.init_state(2)
-    with pytest.raises(ConfigError, match=r"^prefix: a rotation of this design depends on how long the whole text"):
+    with pytest.raises(ConfigError, match=f"^prefix: {depends}"):
         heddle.prefix(model, [1, 2, 3])
 
 
@@ -155,17 +155,17 @@ def test_without_a_capacity_it_is_refused(name: str) -> None:
 @pytest.mark.parametrize("steps", [4, 9])
 def test_generation_declares_prompt_and_new_tokens(name: str, steps: int) -> None:
     """Five tokens and four or nine more: what is read ends before or behind the switch, and chooses for all of it."""
-    model = heddle.build(by_length(LENGTHS[name]), dtype=torch.float64)
-    prompt = text(model.config, 1, 5)
+    model = heddle.build(with_scaling(LENGTHS[name]), dtype=torch.float64)
+    prompt = random_tokens(model.config, 1, 5)
     tokens, state = prompt, model.init_state(1, 5 + steps - 1)
     want: list[int] = []
     for _ in range(steps):
-        hidden, state = advance(model, state, tokens)
+        hidden, state = forward_with_state(model, state, tokens)
         tokens = model.head(hidden[:, -1:]).argmax(-1)
         want.append(int(tokens))
     assert heddle.generate(model, prompt.tolist(), max_new_tokens=steps) == [want]
-    guessed = heddle.generate(model, prompt.tolist(), max_new_tokens=steps, draft=model, lookahead=2)
-    assert guessed == [want]
+    speculative = heddle.generate(model, prompt.tolist(), max_new_tokens=steps, draft_model=model, speculative_tokens=2)
+    assert speculative == [want]
 
 
 def phi3() -> tuple[Any, dict[str, Any]]:
@@ -191,17 +191,17 @@ def phi3() -> tuple[Any, dict[str, Any]]:
 
 def split(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Phi-3's joined projections, apart and under Llama's names."""
-    found = {}
+    renamed = {}
     for name, value in weights.items():
         if "qkv_proj" in name:
             for role, part in zip("qkv", value.chunk(3), strict=True):
-                found[name.replace("qkv_proj", f"{role}_proj")] = part
+                renamed[name.replace("qkv_proj", f"{role}_proj")] = part
         elif "gate_up_proj" in name:
             for role, part in zip(("gate", "up"), value.chunk(2), strict=True):
-                found[name.replace("gate_up_proj", f"{role}_proj")] = part
+                renamed[name.replace("gate_up_proj", f"{role}_proj")] = part
         else:
-            found[name] = value
-    return found
+            renamed[name] = value
+    return renamed
 
 
 @pytest.mark.parametrize("length", [7, 12, 13, 30])
@@ -231,40 +231,40 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nothing says how attention grows": (
         LONG | {"factor": None},
-        "scaling.factor: is missing, and attention_factor too, so nobody says how much cosines grow; give one",
+        "scaling.factor: is missing, and so is attention_factor, so the scale of cosines is unknown; give one",
     ),
     "both say how attention grows": (
         LONG | {"attention_factor": 1.1},
-        "scaling.attention_factor: is given beside factor, which says the same; keep one of the two",
+        "scaling.attention_factor: is given together with factor, which determines it; keep one of the two",
     ),
     "a logarithm of 1": (
         LONG | {"original_length": 1},
-        "scaling.factor: 4.0 grows by ln(original_length) = 0; give attention_factor instead",
+        "scaling.factor: 4.0 is divided by ln(original_length) = 0; give attention_factor instead",
     ),
     "too few factors": (
         LONG | {"long_factor": [1.0, 2.0]},
-        "scaling.long_factor: 2 given; 6 turned dims need 3",
+        "scaling.long_factor: 2 given; 6 rotary dims need 3",
     ),
-    "no factors": (LONG | {"short_factor": []}, "scaling.short_factor: 0 given; 6 turned dims need 3"),
+    "no factors": (LONG | {"short_factor": []}, "scaling.short_factor: 0 given; 6 rotary dims need 3"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused(name: str) -> None:
-    scaling, sentence = REFUSED[name]
-    with pytest.raises(ConfigError) as caught:
+def test_invalid_fields_raise(name: str) -> None:
+    scaling, message = REFUSED[name]
+    with pytest.raises(ConfigError) as error:
         decode(RopeConfig, {"scaling": scaling}).build(6)
-    assert str(caught.value) == sentence
+    assert str(error.value) == message
 
 
-def test_ntk_has_nothing_to_share_among_one_pair() -> None:
-    with pytest.raises(ConfigError, match=r"^scaling: a single pair keeps its frequency under ntk; turn more dims"):
+def test_ntk_refuses_a_single_pair() -> None:
+    with pytest.raises(ConfigError, match=r"^scaling: ntk leaves a single pair unchanged; rotate more dims"):
         decode(RopeConfig, {"scaling": {"kind": "ntk", "factor": 2.0}}).build(2)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e308])
 @pytest.mark.parametrize("kind", ["linear", "ntk", "llama3", "dynamic"])
-def test_extreme_factors_end_in_a_table(kind: str, factor: float) -> None:
-    more = {"original_length": 2} if kind in ("llama3", "dynamic") else {}
-    mine = rope("ntk" if kind == "dynamic" else kind, (8, 1e4), {"factor": factor, **more})
-    assert all(math.isfinite(theta) for theta in mine.turns(2**31).thetas)
+def test_extreme_factors_give_finite_frequencies(kind: str, factor: float) -> None:
+    options = {"original_length": 2} if kind in ("llama3", "dynamic") else {}
+    mine = rope("ntk" if kind == "dynamic" else kind, (8, 1e4), {"factor": factor, **options})
+    assert all(math.isfinite(inv_freq) for inv_freq in mine.scaled_frequencies(2**31).inv_freq)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heddle.storage import atomic as disk
-from heddle.storage.folder import fingerprint, read_folder, write_folder
+from heddle.storage import atomic, file_io
+from heddle.storage.folder import read_folder, tensors_sha256, write_folder
 
 COUNTED = ("open", "write", "fsync", "rename", "unlink", "mkdir", "rmdir", "listdir")
 
@@ -37,10 +37,10 @@ def content(seed: int) -> dict[str, Any]:
 
 def state(folder: Path) -> State | None:
     """All of a folder, verified; None where a loader finds nothing at all."""
-    if not disk.locate(folder).exists():
+    if not atomic.find_folder(folder).exists():
         return None
     documents = read_folder(folder, "training").documents
-    return fingerprint(folder), tuple(sorted(documents.items()))
+    return tensors_sha256(folder), tuple(sorted(documents.items()))
 
 
 def written(folder: Path, seed: int) -> State:
@@ -133,8 +133,8 @@ class System:
 @contextmanager
 def standing_in(system: System) -> Iterator[System]:
     """Let `heddle.storage` use a stand-in for the system."""
-    disk.system = system  # type: ignore[assignment]
+    file_io.system = system  # type: ignore[assignment]
     try:
         yield system
     finally:
-        disk.system = os
+        file_io.system = os

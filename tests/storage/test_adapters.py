@@ -17,17 +17,17 @@ from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.export import export
 from heddle.exchange.load import load as load_foreign
 from heddle.laws import LAWS
-from heddle.laws import subject as laws
+from heddle.laws import harness as laws
 from heddle.model.compiled import compiled
 from heddle.model.decoder import Decoder, build
 from heddle.model.lora import LoraLinear, adapters, add_lora, lora_tensors, merge_lora
-from heddle.storage.adapters import FACTS, KIND, TENSORS, load_lora, save_lora
+from heddle.storage.adapters import FOLDER_KIND, METADATA_FILE, TENSORS_FILE, load_lora, save_lora
 from heddle.storage.folder import write_folder
 from heddle.training import loop
 from heddle.training.loop import train
-from heddle.training.optimizer import make_optimizer
+from heddle.training.optimizer import build_optimizer
 from heddle.training.settings import OPTIMIZERS
-from heddle.training.step import apply, gradients
+from heddle.training.step import accumulate_gradients, apply_gradients
 from tests import small
 from tests.cases import case
 from tests.laws.planting import plant
@@ -54,14 +54,14 @@ RANK, ALPHA = 3, 7.0
 def rough(model: Decoder) -> Decoder:
     """Adapters that say something."""
     generator = torch.Generator().manual_seed(4)
-    for one in lora_tensors(model).values():
-        one.copy_(laws.normal(one.shape, generator) * one.shape[-1] ** -0.5)
+    for parameter in lora_tensors(model).values():
+        parameter.copy_(laws.normal_tensor(parameter.shape, generator) * parameter.shape[-1] ** -0.5)
     return model
 
 
 def pair(name: str, dtype: torch.dtype = torch.float64) -> tuple[Decoder, Decoder]:
     """A model, and its twin with rough adapters."""
-    base = laws.subject(case(name), dtype)
+    base = laws.model_under_test(case(name), dtype)
     return base, rough(add_lora(base, FITTING[name], RANK, ALPHA))
 
 
@@ -71,13 +71,15 @@ def close(got: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize("name", FITTING)
 def test_before_the_first_step_nothing_has_changed(name: str) -> None:
-    base = laws.subject(case(name))
+    base = laws.model_under_test(case(name))
     twin = add_lora(base, FITTING[name], RANK, ALPHA)
-    tokens = laws.text(case(name), 2, 9)
-    torch.testing.assert_close(laws.answer(twin, tokens), laws.answer(base, tokens), rtol=0, atol=1e-13)
-    for one in adapters(twin).values():
-        assert float(one.a.detach().std()) > 0
-        assert not one.b.any()
+    tokens = laws.random_tokens(case(name), 2, 9)
+    torch.testing.assert_close(
+        laws.forward_no_grad(twin, tokens), laws.forward_no_grad(base, tokens), rtol=0, atol=1e-13
+    )
+    for adapter in adapters(twin).values():
+        assert float(adapter.a.detach().std()) > 0
+        assert not adapter.b.any()
     merged = merge_lora(twin)
     for path, parameter in base.named_parameters():
         assert torch.equal(merged.get_parameter(path), parameter), path
@@ -89,36 +91,36 @@ def test_before_the_first_step_nothing_has_changed(name: str) -> None:
 def test_merged_equals_unmerged_whole_and_in_steps(name: str) -> None:
     base, twin = pair(name)
     merged = merge_lora(twin)
-    assert {path: one.requires_grad for path, one in merged.named_parameters()} == {
-        path: one.requires_grad for path, one in base.named_parameters()
+    assert {path: parameter.requires_grad for path, parameter in merged.named_parameters()} == {
+        path: parameter.requires_grad for path, parameter in base.named_parameters()
     }
-    tokens = laws.text(case(name), 2, 9)
-    want = laws.answer(merged, tokens)
-    assert float((want - laws.answer(base, tokens)).abs().max()) > 0.01
-    close(laws.answer(twin, tokens), want)
-    in_chunks, _ = laws.in_chunks(twin, tokens, [4, 1, 1, 3])
+    tokens = laws.random_tokens(case(name), 2, 9)
+    want = laws.forward_no_grad(merged, tokens)
+    assert float((want - laws.forward_no_grad(base, tokens)).abs().max()) > 0.01
+    close(laws.forward_no_grad(twin, tokens), want)
+    in_chunks, _ = laws.forward_in_chunks(twin, tokens, [4, 1, 1, 3])
     close(in_chunks, want)
 
 
 def test_the_formula_number_by_number() -> None:
     base, twin = pair("attention-gqa")
     path = "layers.0.mixer.q"
-    held, x = twin.get_submodule(path), torch.randn(5, 24, dtype=torch.float64)
-    assert isinstance(held, LoraLinear)
+    original, x = twin.get_submodule(path), torch.randn(5, 24, dtype=torch.float64)
+    assert isinstance(original, LoraLinear)
     weight = base.get_parameter(f"{path}.weight").detach().clone()
-    (rows, columns), a, b = weight.shape, held.a.tolist(), held.b.tolist()
+    (rows, columns), a, b = weight.shape, original.a.tolist(), original.b.tolist()
     for i, j in itertools.product(range(rows), range(columns)):
         weight[i, j] += ALPHA / RANK * sum(b[i][r] * a[r][j] for r in range(RANK))
-    close(held(x).detach(), x @ weight.T)
-    close(held.weight.detach(), weight)
-    close(held.merged(), weight)
+    close(original(x).detach(), x @ weight.T)
+    close(original.weight.detach(), weight)
+    close(original.merged(), weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_merging_rounds_once(dtype: torch.dtype) -> None:
     _, twin = pair("attention-gqa", dtype)
-    for path, one in adapters(twin).items():
-        frozen, a, b = (np.asarray(tensor.detach().double()) for tensor in (one.frozen, one.a, one.b))
+    for path, adapter in adapters(twin).items():
+        frozen, a, b = (np.asarray(tensor.detach().double()) for tensor in (adapter.frozen, adapter.a, adapter.b))
         want = torch.from_numpy(frozen + ALPHA / RANK * (b @ a))
         got = merge_lora(twin).get_parameter(f"{path}.weight")
         assert got.dtype == dtype
@@ -133,8 +135,8 @@ def test_merging_adapters_of_zero_keeps_every_bit(dtype: torch.dtype) -> None:
         base.get_parameter("layers.0.mixer.q.weight")[0, :2] = torch.tensor([-0.0, 0.0])
     merged = merge_lora(add_lora(base, EVERYTHING, RANK))
     for path, parameter in base.named_parameters():
-        bits, kept = (one.detach().view(torch.uint8) for one in (parameter, merged.get_parameter(path)))
-        assert torch.equal(bits, kept), path
+        bits, merged_bits = (tensor.detach().view(torch.uint8) for tensor in (parameter, merged.get_parameter(path)))
+        assert torch.equal(bits, merged_bits), path
 
 
 def test_the_same_text_from_both_and_from_a_compiled_twin() -> None:
@@ -143,8 +145,8 @@ def test_the_same_text_from_both_and_from_a_compiled_twin() -> None:
     assert heddle.generate(twin, prompts, max_new_tokens=20) == heddle.generate(
         merge_lora(twin), prompts, max_new_tokens=20
     )
-    tokens = laws.text(case("attention-gqa"), 2, 9)
-    close(laws.answer(compiled(twin, backend="eager"), tokens), laws.answer(merge_lora(twin), tokens))
+    tokens = laws.random_tokens(case("attention-gqa"), 2, 9)
+    close(laws.forward_no_grad(compiled(twin, backend="eager"), tokens), laws.forward_no_grad(merge_lora(twin), tokens))
 
 
 @pytest.mark.parametrize(
@@ -152,9 +154,9 @@ def test_the_same_text_from_both_and_from_a_compiled_twin() -> None:
     [
         *itertools.product(
             ("attention-gqa", "latent-low-rank-query", "moe-shared-gate"),
-            ("cut", "cut_ragged", "padding", "padding_gradients", "packing", "other_documents", "later_tokens",
-             "poison_in_padding", "poison_in_rows", "rows_alone", "split_batch", "checkpointing", "true_gradients",
-             "forms"),
+            ("chunked_decoding", "chunked_ragged_batch", "padding_invariance", "padding_gradients", "document_packing",
+             "document_isolation", "causality", "nan_in_padding", "nan_in_other_rows", "batch_invariance",
+             "gradient_accumulation", "activation_checkpointing", "finite_differences", "kernel_equivalence"),
         )
     ],
 )  # fmt: skip
@@ -163,7 +165,7 @@ def test_laws_of_models_with_adapters(name: str, law: str, monkeypatch: pytest.M
         return add_lora(build(*arguments, **named), FITTING[name], RANK, ALPHA)
 
     monkeypatch.setattr(laws, "build", adapted)
-    assert adapters(laws.subject(case(name)))
+    assert adapters(laws.model_under_test(case(name)))
     LAWS[law].check(case(name))
 
 
@@ -182,18 +184,20 @@ def test_training_changes_adapters_and_nothing_else(kind: str, feedforward: dict
     shared = ("layers.*.feedforward.shared.up",) if "shared" in feedforward else ()
     model = add_lora(base, ("layers.*.mixer.*", *shared), rank=2, alpha=4.0).train()
     start = {name: tensor.clone() for name, tensor in lora_tensors(model).items()}
-    optimizer = make_optimizer(model, weight_decay=0.1, kind=kind)
-    assert optimizer.learned.keys() == start.keys()
+    optimizer = build_optimizer(model, weight_decay=0.1, kind=kind)
+    assert optimizer.trainable.keys() == start.keys()
     losses = []
     for step in range(6):
-        result = apply(model, optimizer, gradients(model, batch(), (0, step)), 0.02, clip=1.0)
-        assert result.taken
+        result = apply_gradients(
+            model, optimizer, accumulate_gradients(model, batch(), (0, step)), 0.02, max_gradient_norm=1.0
+        )
+        assert not result.skipped
         losses.append(result.loss)
     assert losses[-1] < losses[0] - 0.01
     assert all(not torch.equal(tensor, start[name]) for name, tensor in lora_tensors(model).items())
     assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
     merged = merge_lora(model)
-    changed = {name for name, one in merged.named_parameters() if not torch.equal(one, before[name])}
+    changed = {name for name, parameter in merged.named_parameters() if not torch.equal(parameter, before[name])}
     assert changed == {f"{path}.weight" for path in adapters(model)}
 
 
@@ -201,7 +205,7 @@ def test_a_run_goes_on_as_if_never_stopped_and_is_a_plain_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = small.corpus(tmp_path / "texts")
-    monkeypatch.setattr(loop, "build", lambda *given, **named: add_lora(build(*given, **named), rank=2))
+    monkeypatch.setattr(loop, "build", lambda *arguments, **named: add_lora(build(*arguments, **named), rank=2))
     small.same_after_a_signal(lambda name: small.job(corpus, tmp_path / name), monkeypatch)
     trained = train(small.job(corpus, tmp_path / "whole")).model
     assert adapters(trained)
@@ -223,12 +227,12 @@ def test_saving_and_exporting_merge(tmp_path: Path) -> None:
 def test_adapters_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     base, twin = pair(name)
     save_lora(twin, tmp_path / "adapter")
-    assert {file.name for file in (tmp_path / "adapter").iterdir()} == {FACTS, TENSORS, "manifest.json"}
+    assert {file.name for file in (tmp_path / "adapter").iterdir()} == {METADATA_FILE, TENSORS_FILE, "manifest.json"}
     back = load_lora(base, tmp_path / "adapter")
-    tokens = laws.text(case(name), 2, 9)
-    assert torch.equal(laws.answer(back, tokens), laws.answer(twin, tokens))
+    tokens = laws.random_tokens(case(name), 2, 9)
+    assert torch.equal(laws.forward_no_grad(back, tokens), laws.forward_no_grad(twin, tokens))
     assert lora_tensors(back).keys() == lora_tensors(twin).keys()
-    assert {path: (one.rank, one.alpha) for path, one in adapters(back).items()} == dict.fromkeys(
+    assert {path: (adapter.rank, adapter.alpha) for path, adapter in adapters(back).items()} == dict.fromkeys(
         adapters(twin), (RANK, ALPHA)
     )
 
@@ -238,7 +242,7 @@ def test_adapters_of_something_else_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     save_lora(twin, folder)
     with pytest.raises(CheckpointError, match="another design"):
-        load_lora(laws.subject(case("attention-mha")), folder)
+        load_lora(laws.model_under_test(case("attention-mha")), folder)
     with pytest.raises(CheckpointError, match="other weights of this design"):
         load_lora(build(case("attention-gqa"), dtype=torch.float64, seed=1), folder)
     with pytest.raises(CheckpointError, match="another dtype"):
@@ -254,8 +258,8 @@ def test_adapters_of_something_else_are_refused(tmp_path: Path) -> None:
     ("old", "new", "words"),
     [
         ('"rank": 3', '"rank": 4', "does not fit adapter.json"),
-        ('"rank": 3', '"rank": true', "wrong kind"),
-        ('"rank": 3', '"rang": 3', "does not tell"),
+        ('"rank": 3', '"rank": true', "wrong type"),
+        ('"rank": 3', '"rang": 3', "does not describe"),
         ('"layers.1.mixer.q"', '"layers.9.mixer.q"', "no projection is at 'layers.9.mixer.q'"),
         ('"layers.1.mixer.q"', '"layers.1.mixer.k"', "layers.1.mixer.q"),
     ],
@@ -263,16 +267,18 @@ def test_adapters_of_something_else_are_refused(tmp_path: Path) -> None:
 def test_facts_that_do_not_fit_are_refused(old: str, new: str, words: str, tmp_path: Path) -> None:
     base, twin = pair("attention-gqa")
     save_lora(twin, tmp_path / "adapter")
-    text = (tmp_path / "adapter" / FACTS).read_text()
+    text = (tmp_path / "adapter" / METADATA_FILE).read_text()
     assert old in text
-    documents = {FACTS: text.replace(old, new)}
-    write_folder(tmp_path / "adapter", tensors={TENSORS: lora_tensors(twin)}, documents=documents, kind=KIND)
+    documents = {METADATA_FILE: text.replace(old, new)}
+    write_folder(
+        tmp_path / "adapter", tensors={TENSORS_FILE: lora_tensors(twin)}, documents=documents, kind=FOLDER_KIND
+    )
     with pytest.raises(CheckpointError, match=words):
         load_lora(base, tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("arguments", "words"),
     [
         ({"targets": ("layers.*.mixer.qq",)}, "no projection is at 'layers.*.mixer.qq'; there are layers.*.mixer.q, "),
         ({"targets": ("layers.*.feedforward.up",)}, "'layers.0.feedforward.up' is a stack of matrices"),
@@ -282,9 +288,9 @@ def test_facts_that_do_not_fit_are_refused(old: str, new: str, words: str, tmp_p
         ({"alpha": float("nan")}, "alpha = nan"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused(given: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_adapted_is_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
-        add_lora(build(case("moe")), **given)
+        add_lora(build(case("moe")), **arguments)
     assert words in str(error.value)
 
 
@@ -322,29 +328,29 @@ LORA = "model.lora"
 
 
 @pytest.mark.parametrize(
-    ("check", "place", "old", "new"),
+    ("check", "function", "old", "new"),
     [
         (unmerged_equals_merged, f"{LORA}:LoraLinear.forward", " * self.scale", ""),
         (unmerged_equals_merged, f"{LORA}:LoraLinear.merged", "* self.scale", "* self.alpha"),
         (unmerged_equals_merged, f"{LORA}:LoraLinear.merged", "torch.float64", "torch.float32"),
         (read_projections_are_adapted, f"{LORA}:LoraLinear.weight", " + self.b @ self.a * self.scale", ""),
-        (nothing_at_the_start, f"{LORA}:LoraLinear.initialise", "nn.init.zeros_(self.b)",
+        (nothing_at_the_start, f"{LORA}:LoraLinear.init_weights", "nn.init.zeros_(self.b)",
          "fill_normal(self.b, std, generator)"),
-        (nothing_at_the_start, f"{LORA}:LoraLinear.initialise", "fill_normal(self.a, std, generator)",
+        (nothing_at_the_start, f"{LORA}:LoraLinear.init_weights", "fill_normal(self.a, std, generator)",
          "nn.init.zeros_(self.a)"),
         (adapters_alone_learn, f"{LORA}:add_lora", "requires_grad=False", "requires_grad=True"),
-        (adapters_alone_learn, "training.step:apply", "(*part.mixture.router.parameters(), *part.mixture.weights)",
-         "part.parameters()"),
+        (adapters_alone_learn, "training.step:apply_gradients", "(*experts.router.parameters(), *experts.weights)",
+         "feedforward.parameters()"),
         (lambda: test_merging_adapters_of_zero_keeps_every_bit(torch.float32), f"{LORA}:LoraLinear.merged",
-         "torch.where(added == 0, frozen, frozen + added)", "(frozen + added)"),
-        (lambda: test_merging_rounds_once(torch.bfloat16), f"{LORA}:LoraLinear.merged", "added = b @ a * self.scale",
-         "added = (b @ a * self.scale).to(self.frozen).double()"),
+         "torch.where(delta == 0, frozen, frozen + delta)", "(frozen + delta)"),
+        (lambda: test_merging_rounds_once(torch.bfloat16), f"{LORA}:LoraLinear.merged", "delta = b @ a * self.scale",
+         "delta = (b @ a * self.scale).to(self.frozen).double()"),
     ],
 )  # fmt: skip
 def test_planted_faults_are_found(
-    check: Callable[[], None], place: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+    check: Callable[[], None], function: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check()
-    plant(monkeypatch, place, old, new)
+    plant(monkeypatch, function, old, new)
     with pytest.raises(AssertionError):
         check()

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from heddle.errors import CheckpointError, MachineError
-from heddle.storage import atomic as disk
-from heddle.storage import folder
+from heddle.storage import atomic, file_io, folder
 from heddle.storage.folder import write_folder
 from tests.storage.shared import Died, State, System, content, standing_in, state, written
 
@@ -68,11 +67,11 @@ def die(place: Place, save: Save, at: int, how: str) -> System:
 def finding(place: Place, replacing: bool) -> str | None:
     """What is wrong with what a loader finds now, and with the next save; None if nothing."""
     try:
-        found = state(place.path)
+        current = state(place.path)
     except CheckpointError as error:
         return str(error)
-    if found not in place.allowed(replacing):
-        return f"{found} is neither old nor new"
+    if current not in place.allowed(replacing):
+        return f"{current} is neither old nor new"
     with standing_in(System()):
         save(place.path)
     if state(place.path) != place.new or os.listdir(place.run) != ["last"]:
@@ -119,9 +118,9 @@ def test_dying_again_while_recovering_leaves_old_or_new(place: Place) -> None:
 def in_place(path: Path) -> None:
     """Planted: the files are written where they belong at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk, "install", lambda staged, folder: None)
-        patch.setattr(disk, "leftover_name", lambda folder, role: folder)
-        patch.setattr(disk, "CREATE", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        patch.setattr(atomic, "replace_folder", lambda staged, folder: None)
+        patch.setattr(atomic, "leftover_path", lambda path, role: path)
+        patch.setattr(file_io, "CREATE_FLAGS", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         patch.setattr(System, "mkdir", lambda self, path: path.mkdir(exist_ok=True), raising=False)
         save(path)
 
@@ -129,35 +128,35 @@ def in_place(path: Path) -> None:
 def unsynced_files(path: Path) -> None:
     """Planted: bytes are not synced before the rename."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk.NewFile, "__exit__", lambda self, *error: os.close(self.descriptor))
+        patch.setattr(file_io.NewFile, "__exit__", lambda self, *error: os.close(self.descriptor))
         save(path)
 
 
 def unsynced_files_of_the_folder(path: Path) -> None:
     """Planted: the names of the files are not synced before the rename, only that of the folder after it."""
-    sync = disk.sync_folder
+    sync = atomic.sync_folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk, "sync_folder", lambda folder: None if ".tmp-" in folder.name else sync(folder))
+        patch.setattr(atomic, "sync_folder", lambda folder: None if ".tmp-" in folder.name else sync(folder))
         save(path)
 
 
 def unsynced_names(path: Path) -> None:
     """Planted: names are never synced."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk, "sync_folder", lambda folder: None)
+        patch.setattr(atomic, "sync_folder", lambda folder: None)
         save(path)
 
 
 def old_removed_first(path: Path) -> None:
     """Planted: the old folder is deleted to make room."""
-    install = disk.install
+    install = atomic.replace_folder
 
     def remove_and_install(staged: Path, folder: Path) -> None:
-        disk.remove_folder(folder)
+        atomic.remove_folder(folder)
         install(staged, folder)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk, "install", remove_and_install)
+        patch.setattr(atomic, "replace_folder", remove_and_install)
         save(path)
 
 
@@ -169,7 +168,7 @@ def test_careless_writers_are_caught(place: Place, planted: Save) -> None:
 
 
 def test_a_loader_that_does_not_look_aside_is_caught(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "locate", lambda folder: folder)
+    monkeypatch.setattr(atomic, "find_folder", lambda folder: folder)
     assert next(crash_faults(place, save, True), None) is not None
 
 
@@ -275,13 +274,13 @@ def test_work_of_a_living_process_is_left(tmp_path: Path) -> None:
 
 def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
-    original = disk.NewFile.__init__
+    original = file_io.NewFile.__init__
 
-    def noting(self: disk.NewFile, path: Path) -> None:
+    def noting(self: file_io.NewFile, path: Path) -> None:
         order.append(path.name)
         original(self, path)
 
-    monkeypatch.setattr(disk.NewFile, "__init__", noting)
+    monkeypatch.setattr(file_io.NewFile, "__init__", noting)
     save(tmp_path / "model")
-    assert order[-1] == folder.FILE
+    assert order[-1] == folder.MANIFEST_FILE
     assert len(order) == 4

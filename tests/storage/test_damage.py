@@ -27,26 +27,26 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def damaged(raw: bytes, draw: random.Random) -> bytes:
     """One random defect of the kinds that disks, copies and hands make."""
-    place = draw.randrange(len(raw))
+    offset = draw.randrange(len(raw))
     match draw.choice(["bit", "swap", "page", "cut", "append", "byte", "move"]):
         case "bit":
-            return raw[:place] + bytes([raw[place] ^ 1 << draw.randrange(8)]) + raw[place + 1 :]
+            return raw[:offset] + bytes([raw[offset] ^ 1 << draw.randrange(8)]) + raw[offset + 1 :]
         case "swap":
             other = draw.randrange(len(raw))
             changed = bytearray(raw)
-            changed[place], changed[other] = raw[other], raw[place]
+            changed[offset], changed[other] = raw[other], raw[offset]
             return bytes(changed)
         case "page":
-            start = place // 4096 * 4096
+            start = offset // 4096 * 4096
             return raw[:start] + bytes(len(raw[start : start + 4096])) + raw[start + 4096 :]
         case "cut":
-            return raw[:place]
+            return raw[:offset]
         case "append":
             return raw + draw.randbytes(draw.randrange(1, 20))
         case "byte":
-            return raw[:place] + draw.randbytes(1) + raw[place + 1 :]
+            return raw[:offset] + draw.randbytes(1) + raw[offset + 1 :]
         case _:
-            return raw[place:] + raw[:place]
+            return raw[offset:] + raw[:offset]
 
 
 def overwrite(path: Path, raw: bytes, size: int) -> None:
@@ -97,8 +97,8 @@ def test_no_byte_of_manifest_documents_and_headers_can_change(checkpoint: Path) 
         for path in sorted(checkpoint.iterdir()):
             raw = path.read_bytes()
             end = 8 + int.from_bytes(raw[:8], "little") if path.suffix == ".safetensors" else len(raw)
-            for place in range(end):
-                yield path, raw[:place] + bytes([raw[place] ^ 1 << draw.randrange(8)]) + raw[place + 1 :]
+            for offset in range(end):
+                yield path, raw[:offset] + bytes([raw[offset] ^ 1 << draw.randrange(8)]) + raw[offset + 1 :]
 
     tried, missed = silent(checkpoint, versions())
     assert missed == []

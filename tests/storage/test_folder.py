@@ -12,7 +12,7 @@ from torch import Tensor
 
 from heddle.errors import CheckpointError
 from heddle.storage import folder
-from heddle.storage.folder import fingerprint, read_folder, verify_folder, write_folder
+from heddle.storage.folder import read_folder, tensors_sha256, verify_folder, write_folder
 from heddle.storage.tensor_file import DTYPES, read_tensor_file
 from tests.storage.shared import content
 
@@ -99,8 +99,8 @@ def test_the_manifest_holds_sizes_and_hashes_anyone_can_check(tmp_path: Path) ->
 
 
 def test_large_tensors_are_hashed_and_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder.disk, "CHUNK", 4096)
-    monkeypatch.setattr(folder.disk, "PARALLEL", 1024)
+    monkeypatch.setattr(folder.file_io, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(folder.file_io, "MIN_PARALLEL_BYTES", 1024)
     large = torch.arange(100_001, dtype=torch.uint8)
     path = save(tmp_path / "model", large=large)
     assert torch.equal(load(path)["large"], large)
@@ -126,10 +126,10 @@ def test_fingerprints_differ_with_names_types_shapes_and_bytes_alone(tmp_path: P
         "bytes": {"a": zeros + 1},
         "more": {"a": zeros, "b": zeros},
     }
-    prints = {name: fingerprint(save(tmp_path / name, **tensors)) for name, tensors in versions.items()}
+    prints = {name: tensors_sha256(save(tmp_path / name, **tensors)) for name, tensors in versions.items()}
     assert len(set(prints.values())) == len(versions)
     write_folder(tmp_path / "same", tensors={"model.safetensors": {"a": zeros}}, documents={"x": "y"}, kind="another")
-    assert fingerprint(read_folder(tmp_path / "same")) == prints["zeros"]
+    assert tensors_sha256(read_folder(tmp_path / "same")) == prints["zeros"]
 
 
 def test_saving_over_the_files_whose_mapped_tensors_are_saved(tmp_path: Path) -> None:

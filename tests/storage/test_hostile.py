@@ -18,7 +18,7 @@ import torch
 from heddle.errors import CheckpointError, MachineError
 from heddle.storage.folder import read_folder, verify_folder, write_folder
 from heddle.storage.manifest import FileRecord, Manifest
-from heddle.storage.tensor_file import MAX_HEADER, read_tensor_file
+from heddle.storage.tensor_file import MAX_HEADER_BYTES, read_tensor_file
 from tests.storage.shared import content
 
 LIMIT = 2**40
@@ -75,7 +75,7 @@ FILES = PICKLES | {
     "length 2^63": file("{}", length=2**63),
     "length 2^64-1": file("{}", length=2**64 - 1),
     "length beyond the file": file("{}", length=3),
-    "header over the cap": file(b"{}" + b" " * MAX_HEADER),
+    "header over the cap": file(b"{}" + b" " * MAX_HEADER_BYTES),
     "not JSON": file("{a: 1}"),
     "not UTF-8": file(b'{"\xff": 1}'),
     "a list": file("[]"),

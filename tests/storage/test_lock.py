@@ -48,13 +48,13 @@ def answer(process: "subprocess.Popen[str]") -> str:
 
 def test_racers_and_a_killed_holder(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "first"
-    with contender(folder) as one, contender(folder) as two:
-        for process in (one, two):
+    with contender(folder) as first_process, contender(folder) as second_process:
+        for process in (first_process, second_process):
             go_on(process)
-        answers = {one.pid: answer(one), two.pid: answer(two)}
-        winners = [process for process in (one, two) if answers[process.pid] == "holds"]
+        answers = {first_process.pid: answer(first_process), second_process.pid: answer(second_process)}
+        winners = [process for process in (first_process, second_process) if answers[process.pid] == "holds"]
         assert len(winners) == 1
-        loser = two if winners[0] is one else one
+        loser = second_process if winners[0] is first_process else first_process
         assert answers[loser.pid] == (
             f"{folder}: is in use by process {winners[0].pid}; wait until it has ended or choose another folder"
         )

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from heddle.errors import CheckpointError, ConfigError
-from heddle.laws.subject import answer
+from heddle.laws.harness import forward_no_grad
 from heddle.model.decoder import Decoder, build
-from heddle.storage.checkpoints import step_folder
+from heddle.storage.checkpoints import checkpoint_folder
 from heddle.storage.folder import read_folder, write_folder
-from heddle.storage.model import CONFIG, WEIGHTS, load, model_documents, model_tensors, save
-from heddle.tokenization.tokenizer import FILE, Tokenizer
+from heddle.storage.model import CONFIG_FILE, WEIGHTS_FILE, load, model_documents, model_tensors, save
+from heddle.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from heddle.training.loop import train
 from tests import small
 from tests.cases import CASES, case
@@ -22,7 +22,7 @@ from tests.cases import CASES, case
 
 def logits(model: Decoder) -> Tensor:
     with torch.no_grad():
-        return model.head(answer(model, torch.arange(24).view(2, 12)))
+        return model.head(forward_no_grad(model, torch.arange(24).view(2, 12)))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -42,16 +42,16 @@ def test_every_bit_comes_back(name: str, tmp_path: Path) -> None:
 def test_a_tied_head_stays_tied_and_is_written_once(tied: bool, tmp_path: Path) -> None:
     model = build(small.config(small.design(head={"tied": tied})))
     save(model, tmp_path / "model")
-    assert ("head.weight" in read_folder(tmp_path / "model").tensors(WEIGHTS)) is not tied
+    assert ("head.weight" in read_folder(tmp_path / "model").tensors(WEIGHTS_FILE)) is not tied
     back, _ = load(tmp_path / "model")
     assert (back.head.weight is back.embed.weight) is tied
 
 
-@pytest.mark.parametrize("kept", [torch.float32, torch.float64, torch.bfloat16])
-def test_dtypes(kept: torch.dtype, tmp_path: Path) -> None:
-    model = build(small.config(), dtype=kept)
+@pytest.mark.parametrize("load_dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dtypes(load_dtype: torch.dtype, tmp_path: Path) -> None:
+    model = build(small.config(), dtype=load_dtype)
     save(model, tmp_path / "model")
-    assert {p.dtype for p in load(tmp_path / "model")[0].parameters()} == {kept}
+    assert {p.dtype for p in load(tmp_path / "model")[0].parameters()} == {load_dtype}
     narrow, _ = load(tmp_path / "model", dtype=torch.bfloat16)
     assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(narrow.parameters(), model.parameters(), strict=True))
@@ -88,15 +88,15 @@ def test_a_run_gives_its_newest_checkpoint_that_is_whole(tmp_path: Path, capsys:
     train(small.job(texts, run, steps=4, save_every=2))
     newest, tokenizer = load(run)
     assert tokenizer is not None
-    assert torch.equal(logits(newest), logits(load(step_folder(run, 4))[0]))
-    (step_folder(run, 4) / WEIGHTS).write_bytes(b"")
+    assert torch.equal(logits(newest), logits(load(checkpoint_folder(run, 4))[0]))
+    (checkpoint_folder(run, 4) / WEIGHTS_FILE).write_bytes(b"")
     capsys.readouterr()
     older, _ = load(run)
-    assert str(step_folder(run, 4)) in capsys.readouterr().err
-    assert torch.equal(logits(older), logits(load(step_folder(run, 2))[0]))
+    assert str(checkpoint_folder(run, 4)) in capsys.readouterr().err
+    assert torch.equal(logits(older), logits(load(checkpoint_folder(run, 2))[0]))
     assert not torch.equal(logits(older), logits(newest))
-    (step_folder(run, 2) / WEIGHTS).unlink()
-    with pytest.raises(CheckpointError, match=WEIGHTS):
+    (checkpoint_folder(run, 2) / WEIGHTS_FILE).unlink()
+    with pytest.raises(CheckpointError, match=WEIGHTS_FILE):
         load(run)
 
 
@@ -105,15 +105,15 @@ def written(folder: Path, tensors: dict[str, Tensor] | None = None, design: Any 
     model = build(small.config())
     documents = model_documents(model, None)
     if design is not None:
-        documents[CONFIG] = design if isinstance(design, str) else json.dumps(design)
-    held = model_tensors(model) if tensors is None else tensors
-    write_folder(folder, tensors={WEIGHTS: held}, documents=documents, kind="model")
+        documents[CONFIG_FILE] = design if isinstance(design, str) else json.dumps(design)
+    tensors_by_name = model_tensors(model) if tensors is None else tensors
+    write_folder(folder, tensors={WEIGHTS_FILE: tensors_by_name}, documents=documents, kind="model")
     return folder
 
 
 def changed(**tensors: Tensor | None) -> dict[str, Tensor]:
-    held: dict[str, Tensor | None] = {**model_tensors(build(small.config())), **tensors}
-    return {name: tensor for name, tensor in held.items() if tensor is not None}
+    tensors_by_name: dict[str, Tensor | None] = {**model_tensors(build(small.config())), **tensors}
+    return {name: tensor for name, tensor in tensors_by_name.items() if tensor is not None}
 
 
 UP = "layers.0.feedforward.up.weight"
@@ -127,8 +127,8 @@ UP = "layers.0.feedforward.up.weight"
         ({UP: torch.zeros(24, 17)}, None, f"tensor '{UP}' has shape [24, 17], the design needs [24, 16]"),
         ({}, small.design(width=32), "has shape"),
         ({}, small.design(head={"tied": False}), "tensor 'head.weight' is missing"),
-        ({}, "not json", f"{CONFIG}: is missing or no JSON; this is no model folder"),
-        ({}, "[]", f"{CONFIG}: holds no design"),
+        ({}, "not json", f"{CONFIG_FILE}: is missing or no JSON; this is no model folder"),
+        ({}, "[]", f"{CONFIG_FILE}: holds no design"),
         ({}, small.design(width=0), "width: should be greater than 0, got 0"),
         ({}, small.design() | {"layers": [{"mixer": {"kind": "os.system"}}]}, "unknown kind 'os.system'"),
     ],
@@ -142,20 +142,20 @@ def test_what_does_not_fit_is_named(tensors: dict[str, Any], design: Any, says: 
 
 def test_an_altered_tensor_is_named_with_its_file(tmp_path: Path) -> None:
     save(build(small.config()), tmp_path / "model")
-    path = tmp_path / "model" / WEIGHTS
+    path = tmp_path / "model" / WEIGHTS_FILE
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path / "model")
-    assert WEIGHTS in str(caught.value)
+    assert WEIGHTS_FILE in str(caught.value)
     assert "layers.0" in str(caught.value)
 
 
 def test_a_tokenizer_that_is_none_is_named(tmp_path: Path) -> None:
     model = build(small.config())
-    documents = model_documents(model, None) | {FILE: "{}"}
-    write_folder(tmp_path / "model", tensors={WEIGHTS: model_tensors(model)}, documents=documents, kind="model")
+    documents = model_documents(model, None) | {TOKENIZER_FILE: "{}"}
+    write_folder(tmp_path / "model", tensors={WEIGHTS_FILE: model_tensors(model)}, documents=documents, kind="model")
     with pytest.raises(Exception, match=r"is not a valid tokenizer\.json"):
         load(tmp_path / "model")
 

@@ -8,12 +8,12 @@ import torch
 
 import heddle
 from heddle.errors import CheckpointError, ConfigError
-from heddle.laws.subject import advance, fresh, identical, subject, text
+from heddle.laws.harness import assert_bitwise_equal, forward_with_state, model_under_test, new_state, random_tokens
 from heddle.model.decoder import Decoder, build
 from heddle.model.state import State
 from heddle.parts.context.layout import Layout
 from heddle.storage.folder import write_folder
-from heddle.storage.state import FACTS, KIND, TENSORS
+from heddle.storage.state import FOLDER_KIND, METADATA_FILE, TENSORS_FILE
 from tests.cases import CASES, case
 
 CAUSAL = [name for name in CASES if build(case(name), device="meta").causal]
@@ -21,45 +21,55 @@ CAUSAL = [name for name in CASES if build(case(name), device="meta").causal]
 
 def used(model: Decoder, capacity: int | None = None, layout: Layout | None = None, rewind: int = 0) -> State:
     """A state of three rows that have read nine tokens."""
-    return advance(model, fresh(model, 3, capacity, rewind), text(model.config, 3, 9), layout)[1]
+    return forward_with_state(model, new_state(model, 3, capacity, rewind), random_tokens(model.config, 3, 9), layout)[
+        1
+    ]
 
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_going_on_from_a_loaded_state_is_going_on(name: str, tmp_path: Path) -> None:
-    model = subject(case(name))
-    again = subject(case(name))
+    model = model_under_test(case(name))
+    again = model_under_test(case(name))
     layouts = (None, Layout.padded([9, 2, 5], side="left"), Layout.packed([[4, 5], [9], [2, 7]]))
     for number, (layout, capacity) in enumerate(zip(layouts, (None, 16, 16), strict=True)):
         state = used(model, capacity, layout)
         heddle.save_state(state, tmp_path / str(number))
         loaded = heddle.load_state(again, tmp_path / str(number))
-        assert (loaded.bytes, loaded.design) == (state.bytes, state.design)
+        assert (loaded.bytes, loaded.fingerprint) == (state.bytes, state.fingerprint)
         for step, length in enumerate((1, 3, 1, 2)):
-            tokens = text(model.config, 3, length, seed=step)
-            want, state = advance(model, state, tokens)
-            got, loaded = advance(again, loaded, tokens)
-            identical(got, want, f"{length} tokens after a state was loaded")
+            tokens = random_tokens(model.config, 3, length, seed=step)
+            want, state = forward_with_state(model, state, tokens)
+            got, loaded = forward_with_state(again, loaded, tokens)
+            assert_bitwise_equal(got, want, f"{length} tokens after a state was loaded")
 
 
 def test_a_loaded_state_goes_back_as_far_as_the_original(tmp_path: Path) -> None:
-    model = subject(case("attention-window-2"))
-    state = used(model, rewind=3).rewind([0, 2, 1])
+    model = model_under_test(case("attention-window-2"))
+    state = used(model, rewind=3).rollback([0, 2, 1])
     heddle.save_state(state, tmp_path / "state")
     loaded = heddle.load_state(model, tmp_path / "state")
     assert [loaded.can_roll_back(count) for count in (1, 2)] == [True, False]
-    want, _ = advance(model, state.rewind(1), text(model.config, 3, 2))
-    identical(advance(model, loaded.rewind(1), text(model.config, 3, 2))[0], want, "rows taken back")
+    want, _ = forward_with_state(model, state.rollback(1), random_tokens(model.config, 3, 2))
+    assert_bitwise_equal(
+        forward_with_state(model, loaded.rollback(1), random_tokens(model.config, 3, 2))[0], want, "rows taken back"
+    )
 
 
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        (lambda: subject(case("attention-gqa")), "is a state of another design; load the model that it was made with"),
-        (lambda: subject(case("attention-mha"), torch.float32), "'layers.0.keys' is torch.float64, the model's is"),
+        (
+            lambda: model_under_test(case("attention-gqa")),
+            "is a state of another design; load the model that it was made with",
+        ),
+        (
+            lambda: model_under_test(case("attention-mha"), torch.float32),
+            "'layers.0.keys' is torch.float64, the model's is",
+        ),
     ],
 )
 def test_a_state_of_another_model_is_refused(other: object, says: str, tmp_path: Path) -> None:
-    heddle.save_state(used(subject(case("attention-mha"))), tmp_path / "state")
+    heddle.save_state(used(model_under_test(case("attention-mha"))), tmp_path / "state")
     assert callable(other)
     with pytest.raises(CheckpointError) as caught:
         heddle.load_state(other(), tmp_path / "state")
@@ -68,24 +78,24 @@ def test_a_state_of_another_model_is_refused(other: object, says: str, tmp_path:
 
 
 def test_another_batch_is_refused_by_the_first_call(tmp_path: Path) -> None:
-    model = subject(case("attention-mha"))
+    model = model_under_test(case("attention-mha"))
     heddle.save_state(used(model), tmp_path / "state")
     loaded = heddle.load_state(model, tmp_path / "state")
     with pytest.raises(ConfigError, match="state: holds 3 rows, the call has 2"):
-        advance(model, loaded, text(model.config, 2, 1))
+        forward_with_state(model, loaded, random_tokens(model.config, 2, 1))
 
 
 def test_a_consumed_state_is_not_saved(tmp_path: Path) -> None:
-    model = subject(case("attention-mha"))
+    model = model_under_test(case("attention-mha"))
     state = used(model)
-    advance(model, state, text(model.config, 3, 1))
+    forward_with_state(model, state, random_tokens(model.config, 3, 1))
     with pytest.raises(ConfigError, match="was consumed"):
         heddle.save_state(state, tmp_path / "state")
     assert not (tmp_path / "state").exists()
 
 
 def test_a_model_is_no_state_and_a_state_no_model(tmp_path: Path) -> None:
-    model = subject(case("attention-mha"))
+    model = model_under_test(case("attention-mha"))
     heddle.save_state(used(model), tmp_path / "state")
     heddle.save(model, tmp_path / "model")
     with pytest.raises(CheckpointError, match="holds 'model' where 'state' is needed"):
@@ -95,29 +105,33 @@ def test_a_model_is_no_state_and_a_state_no_model(tmp_path: Path) -> None:
 
 
 def altered(model: Decoder, folder: Path, change: str) -> None:
-    """A folder that is whole, but tells something else."""
+    """Write an intact folder with a wrong state."""
     state = used(model)
     tensors = state.tensors()
     heddle.save_state(state, folder)
-    facts = json.loads((folder / FACTS).read_text())
-    if change in ("filled", "level", "reach"):
-        facts["table"][change] = {"filled": -1, "level": 1, "reach": "all"}[change]
+    metadata = json.loads((folder / METADATA_FILE).read_text())
+    if change in ("max_tokens", "equal_lengths", "lookback"):
+        metadata["table"][change] = {"max_tokens": -1, "equal_lengths": 1, "lookback": "all"}[change]
     elif change == "field":
-        del facts["table"]["peak"]
+        del metadata["table"]["peak_tokens"]
     elif change == "tensor":
         del tensors["layers.1.keys"]
     elif change == "rows":
         tensors["layers.1.keys"] = tensors["layers.1.keys"][:2]
-    elif change == "counts":
-        del tensors["table.counts"]
+    elif change == "token_counts":
+        del tensors["table.token_counts"]
     else:
-        facts = {"design": 5}
-    write_folder(folder, tensors={TENSORS: tensors}, documents={FACTS: json.dumps(facts)}, kind=KIND)
+        metadata = {"design": 5}
+    write_folder(
+        folder, tensors={TENSORS_FILE: tensors}, documents={METADATA_FILE: json.dumps(metadata)}, kind=FOLDER_KIND
+    )
 
 
-@pytest.mark.parametrize("change", ["filled", "level", "reach", "field", "tensor", "rows", "counts", "design"])
+@pytest.mark.parametrize(
+    "change", ["max_tokens", "equal_lengths", "lookback", "field", "tensor", "rows", "token_counts", "design"]
+)
 def test_a_state_that_does_not_hold_together_is_refused(change: str, tmp_path: Path) -> None:
-    model = subject(case("attention-mha"))
+    model = model_under_test(case("attention-mha"))
     altered(model, tmp_path / "state", change)
     with pytest.raises(CheckpointError, match="save") as caught:
         heddle.load_state(model, tmp_path / "state")
@@ -125,9 +139,9 @@ def test_a_state_that_does_not_hold_together_is_refused(change: str, tmp_path: P
 
 
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
-    model = subject(case("attention-mha"))
+    model = model_under_test(case("attention-mha"))
     heddle.save_state(used(model), tmp_path / "state")
-    file = tmp_path / "state" / TENSORS
+    file = tmp_path / "state" / TENSORS_FILE
     data = bytearray(file.read_bytes())
     data[-9] ^= 4
     file.write_bytes(data)

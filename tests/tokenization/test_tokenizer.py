@@ -1,4 +1,4 @@
-"""Every text comes back, each token stands for known bytes, and what would lose text is refused."""
+"""Tokenizers: every text round-trips, each token has known bytes, and lossy tokenizers are refused."""
 
 import json
 import subprocess
@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
-from tokenizers import Tokenizer as Engine
+from tokenizers import Tokenizer as BackendTokenizer
 
 from heddle.errors import DataError
-from heddle.tokenization.distinct_words import distinct_bytes
-from heddle.tokenization.tokenizer import END, LONGEST_RUN, Tokenizer
+from heddle.tokenization.backend import EOD_TOKEN
+from heddle.tokenization.distinct_words import distinct_word_bytes
+from heddle.tokenization.tokenizer import MAX_RUN_LENGTH, Tokenizer
 
 TEXTS = [
     "def weave(threads):\n    return [lift(thread) for thread in threads]\n" * 20,
@@ -29,23 +30,23 @@ def trained() -> Tokenizer:
     return Tokenizer.train(TEXTS, 400)
 
 
-def foreign(**changes: Any) -> Engine:
-    """A byte-level engine as others make them."""
+def byte_level_backend(**changes: Any) -> BackendTokenizer:
+    """A byte-level tokenizer made with another library."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    engine = Engine(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
-    engine.pre_tokenizer = changes.get("pre", pre_tokenizers.ByteLevel(add_prefix_space=False))
-    engine.decoder = decoders.ByteLevel()
+    backend = BackendTokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = changes.get("pre", pre_tokenizers.ByteLevel(add_prefix_space=False))
+    backend.decoder = decoders.ByteLevel()
     if "normalizer" in changes:
-        engine.normalizer = changes["normalizer"]
-    return engine
+        backend.normalizer = changes["normalizer"]
+    return backend
 
 
 def check_bytes(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert int(tokenizer.byte_lengths[ids].sum()) == len(text.encode())
-    assert tokenizer.end not in ids
-    stream = tokenizer.stream()
+    assert tokenizer.eod_id not in ids
+    stream = tokenizer.decode_stream()
     pieces = [stream.push(i) for i in ids]
     assert "".join(pieces) + stream.finish() == text
 
@@ -65,24 +66,24 @@ def test_text_with_the_end_token_written_in_it(trained: Tokenizer, text: list[st
 @given(ids=st.lists(st.integers(0, 399)))
 def test_streaming_any_ids_equals_decoding_them(trained: Tokenizer, ids: list[int]) -> None:
     ids = [i % trained.vocab_size for i in ids]
-    stream = trained.stream()
+    stream = trained.decode_stream()
     assert "".join([stream.push(i) for i in ids]) + stream.finish() == trained.decode(ids)
 
 
 def test_a_stream_never_gives_half_a_character(trained: Tokenizer) -> None:
     ids = [i for byte in "😀é".encode() for i in range(trained.vocab_size) if trained.token_bytes(i) == bytes([byte])]
-    stream = trained.stream()
+    stream = trained.decode_stream()
     assert [stream.push(i) for i in ids] == ["", "", "", "😀", "", "é"]
     assert stream.push(ids[0]) + stream.finish() == "\ufffd"
     # Decoding token by token is the bug this guards against.
     assert "".join(trained.decode([i]) for i in ids) != "😀é"
 
 
-def test_what_the_trained_tokenizer_is(trained: Tokenizer) -> None:
+def test_properties_of_a_trained_tokenizer(trained: Tokenizer) -> None:
     assert trained.vocab_size <= 400
-    assert trained.token_bytes(trained.end) == b""
+    assert trained.token_bytes(trained.eod_id) == b""
     assert trained.byte_lengths.dtype == np.int64
-    assert trained.byte_lengths[trained.end] == 0
+    assert trained.byte_lengths[trained.eod_id] == 0
     assert {trained.token_bytes(i) for i in range(trained.vocab_size)} >= {bytes([b]) for b in range(256)}
     assert len(trained.encode(TEXTS[0])) < len(TEXTS[0]) / 3
     assert trained.encode("") == []
@@ -90,27 +91,27 @@ def test_what_the_trained_tokenizer_is(trained: Tokenizer) -> None:
 
 
 def test_other_programs_read_it(trained: Tokenizer) -> None:
-    engine = Engine.from_str(trained.to_json())
+    backend = BackendTokenizer.from_str(trained.to_json())
     for text in TEXTS:
-        assert engine.encode(text).ids == trained.encode(text)
-        assert engine.decode(trained.encode(text)) == text
-    assert engine.encode(END).ids == [trained.end]
+        assert backend.encode(text).ids == trained.encode(text)
+        assert backend.decode(trained.encode(text)) == text
+    assert backend.encode(EOD_TOKEN).ids == [trained.eod_id]
 
 
 def test_ordinary_text_is_divided_as_gpt2_divides_it(trained: Tokenizer) -> None:
-    ours = Engine.from_str(trained.to_json()).pre_tokenizer
-    theirs = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    for text in [*TEXTS, "  a\n\n\n   b  ", "x" * LONGEST_RUN, "--- ---\t\t1,000 naïve"]:
-        assert [t for t, _ in ours.pre_tokenize_str(text)] == [t for t, _ in theirs.pre_tokenize_str(text)]
+    heddle_split = BackendTokenizer.from_str(trained.to_json()).pre_tokenizer
+    gpt2_split = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for text in [*TEXTS, "  a\n\n\n   b  ", "x" * MAX_RUN_LENGTH, "--- ---\t\t1,000 naïve"]:
+        assert [t for t, _ in heddle_split.pre_tokenize_str(text)] == [t for t, _ in gpt2_split.pre_tokenize_str(text)]
 
 
 @pytest.mark.parametrize("letter", ["a", "é", "日", "7", "-", " ", "\n"])
-def test_no_run_is_longer_than_the_bound(trained: Tokenizer, letter: str) -> None:
-    def longest(engine: Engine) -> int:
-        return max(end - start for _, (start, end) in engine.pre_tokenizer.pre_tokenize_str(letter * 5000))
+def test_no_run_is_longer_than_the_limit(trained: Tokenizer, letter: str) -> None:
+    def longest(backend: BackendTokenizer) -> int:
+        return max(end - start for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(letter * 5000))
 
-    assert longest(Engine.from_str(trained.to_json())) == LONGEST_RUN
-    assert longest(foreign()) == 5000  # what happens without the bound
+    assert longest(BackendTokenizer.from_str(trained.to_json())) == MAX_RUN_LENGTH
+    assert longest(byte_level_backend()) == 5000  # without the limit
     check_bytes(trained, letter * 5000)
 
 
@@ -118,7 +119,7 @@ def test_saving_and_loading_changes_nothing(trained: Tokenizer, tmp_path: Path) 
     path = tmp_path / "tokenizer.json"
     path.write_text(trained.to_json(), encoding="utf-8")
     loaded = Tokenizer.load(path)
-    assert (loaded.hash, loaded.vocab_size, loaded.end) == (trained.hash, trained.vocab_size, trained.end)
+    assert (loaded.hash, loaded.vocab_size, loaded.eod_id) == (trained.hash, trained.vocab_size, trained.eod_id)
     assert loaded.to_json() == trained.to_json()
     path.write_text(json.dumps(json.loads(trained.to_json()), sort_keys=True))
     assert Tokenizer.load(path).hash == trained.hash
@@ -129,8 +130,10 @@ def test_training_is_the_same_in_every_process(trained: Tokenizer) -> None:
     code = f"from heddle.tokenization.tokenizer import Tokenizer; print(Tokenizer.train({TEXTS!r}, 400).hash)"
     for seed in ("1", "2"):
         environment = {"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": seed}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == trained.hash
+        result = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        assert result.stdout.strip() == trained.hash
 
 
 def test_a_vocabulary_below_the_bytes_is_refused() -> None:
@@ -156,38 +159,38 @@ def test_a_vocabulary_below_the_bytes_is_refused() -> None:
 )
 def test_a_tokenizer_that_loses_text_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"does not round-trip .* use a byte-level one"):
-        Tokenizer.from_json(foreign(**changes).to_str())
+        Tokenizer.from_json(byte_level_backend(**changes).to_str())
 
 
 def test_more_tokenizers_that_lose_text() -> None:
-    words = Engine(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    words = BackendTokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    no_unknown = Engine(models.WordLevel({"a": 0}, unk_token="none"))
-    few = Engine(models.BPE(vocab={"a": 0}, merges=[]))
+    no_unknown = BackendTokenizer(models.WordLevel({"a": 0}, unk_token="none"))
+    few = BackendTokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     few.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    stripping = foreign()
+    stripping = byte_level_backend()
     stripping.add_tokens([AddedToken("weft", lstrip=True, rstrip=True)])
-    for engine in (words, no_unknown, few, stripping, Engine(models.BPE())):
+    for backend in (words, no_unknown, few, stripping, BackendTokenizer(models.BPE())):
         with pytest.raises(DataError, match=r"tokenizer .*(round-trip|cannot encode every text)"):
-            Tokenizer.from_json(engine.to_str())
+            Tokenizer.from_json(backend.to_str())
 
 
-def test_a_foreign_tokenizer_is_taken_as_it_is() -> None:
-    engine = foreign()
-    engine.add_special_tokens(["<pad>", "<|endoftext|>"])
-    engine.add_tokens(["weft", "日本"])
-    engine.enable_truncation(max_length=2)
-    engine.enable_padding()
-    tokenizer = Tokenizer.from_json(engine.to_str())
-    assert (tokenizer.end, tokenizer.vocab_size) == (257, 260)
+def test_an_external_tokenizer_is_used_unchanged() -> None:
+    backend = byte_level_backend()
+    backend.add_special_tokens(["<pad>", "<|endoftext|>"])
+    backend.add_tokens(["weft", "日本"])
+    backend.enable_truncation(max_length=2)
+    backend.enable_padding()
+    tokenizer = Tokenizer.from_json(backend.to_str())
+    assert (tokenizer.eod_id, tokenizer.vocab_size) == (257, 260)
     assert tokenizer.byte_lengths[256:].tolist() == [0, 0, 4, 6]
     check_bytes(tokenizer, "<pad><|endoftext|> the weft 日本語")
     assert 258 in tokenizer.encode("the weft")
 
 
-def test_a_foreign_tokenizer_without_an_end_token_gets_one() -> None:
-    tokenizer = Tokenizer.from_json(foreign().to_str())
-    assert (tokenizer.end, tokenizer.vocab_size) == (256, 257)
+def test_an_external_tokenizer_without_an_end_token_gets_one() -> None:
+    tokenizer = Tokenizer.from_json(byte_level_backend().to_str())
+    assert (tokenizer.eod_id, tokenizer.vocab_size) == (256, 257)
     assert Tokenizer.from_json(tokenizer.to_json()).hash == tokenizer.hash
 
 
@@ -228,6 +231,6 @@ def test_what_cannot_be_encoded_or_decoded(trained: Tokenizer) -> None:
             trained.decode([i])
 
 
-def test_distinct_words_are_counted_in_bytes_up_to_a_bound() -> None:
-    assert distinct_bytes(["a b", "b é a", ", ,a"], 100) == 5
-    assert distinct_bytes((f"w{number}" for number in range(10**9)), 1000) < 1010
+def test_distinct_words_are_counted_in_bytes_up_to_a_limit() -> None:
+    assert distinct_word_bytes(["a b", "b é a", ", ,a"], 100) == 5
+    assert distinct_word_bytes((f"w{number}" for number in range(10**9)), 1000) < 1010

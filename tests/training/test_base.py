@@ -11,17 +11,18 @@ import pytest
 import torch
 
 from heddle.data.corpus import Corpus
-from heddle.data.samples import Samples
+from heddle.data.samples import CorpusLoader
 from heddle.errors import CheckpointError, ConfigError
 from heddle.model.decoder import build
-from heddle.storage.checkpoints import step_folder
-from heddle.storage.folder import fingerprint, read_folder
-from heddle.storage.model import find, load, save
+from heddle.storage.checkpoints import checkpoint_folder
+from heddle.storage.folder import read_folder, tensors_sha256
+from heddle.storage.model import find_model_folder, load, save
 from heddle.storage.run_log import read_log
 from heddle.training import checkpoint as snapshot
-from heddle.training.evaluation.bits_per_byte import bits_per_byte, window_bits
-from heddle.training.init_checkpoint import Lora, open_base
-from heddle.training.loop import Job, evaluate, train
+from heddle.training.evaluation.bits_per_byte import bits_and_bytes
+from heddle.training.evaluation.scores import ratio_of_sums
+from heddle.training.init_checkpoint import LoraSettings, open_init_checkpoint
+from heddle.training.loop import TrainingJob, evaluate, train
 from tests import small
 from tests.training.test_resume import dying
 
@@ -41,54 +42,60 @@ def first(texts: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def job(texts: Corpus, out: Path, base: Path, *overrides: str, lora: Lora | None = None, **settings: Any) -> Job:
-    opened = open_base(base)
-    made = small.job(texts, out, steps=STEPS, **({"save_every": 1, "evaluate_every": 2} | settings))
-    return dataclasses.replace(made, config=opened.design(None, overrides), base=opened, lora=lora)
+def job(
+    texts: Corpus, out: Path, base: Path, *overrides: str, lora: LoraSettings | None = None, **settings: Any
+) -> TrainingJob:
+    init_checkpoint = open_init_checkpoint(base)
+    fresh_job = small.job(texts, out, steps=STEPS, **({"save_every": 1, "evaluate_every": 2} | settings))
+    return dataclasses.replace(
+        fresh_job, config=init_checkpoint.resolve_config(None, overrides), init_checkpoint=init_checkpoint, lora=lora
+    )
 
 
 STILL = ("layers.0.mixer.dropout=0", "layers.0.feedforward.dropout=0", "embedding.dropout=0", "residual.drop_path=0")
 
 
 def test_the_first_loss_is_that_of_the_base(texts: Corpus, first: Path, tmp_path: Path) -> None:
-    made = job(texts, tmp_path, first, *STILL, seed=5)
-    outcome = train(made)
+    new_job = job(texts, tmp_path, first, *STILL, seed=5)
+    result = train(new_job)
     base, _ = load(first)
-    drawn = Samples(texts.train, texts.weights, 16, 4, 5, texts.tokenizer.end).batch(0)
-    every = np.ones(small.VOCABULARY, dtype=np.int64)  # end tokens count in a loss
-    nats = bits_per_byte(window_bits(base, [drawn], every)) * math.log(2)
+    drawn = CorpusLoader(texts.train, texts.weights, 16, 4, 5, texts.tokenizer.eod_id).batch(0)
+    byte_lengths = np.ones(small.VOCABULARY, dtype=np.int64)  # end tokens count in a loss
+    nats = ratio_of_sums(bits_and_bytes(base, [drawn], byte_lengths)) * math.log(2)
     assert read_log(tmp_path)[0]["loss"] == pytest.approx(nats, rel=1e-6)
-    assert outcome.bits_per_byte < bits_per_byte(evaluate(base, made))
+    assert result.bits_per_byte < ratio_of_sums(evaluate(base, new_job))
 
 
 def test_weights_texts_and_tokenizer_go_along(texts: Corpus, first: Path, tmp_path: Path) -> None:
     model, tokenizer = load(first)
     save(model.to(torch.bfloat16), tmp_path / "model", tokenizer)
     contents = read_folder(tmp_path / "model")
-    opened = dataclasses.replace(open_base(tmp_path / "model"), documents={"chat_template.jinja": "{{ 1 }}"})
-    assert opened.tokenizer is not None
-    assert opened.tokenizer.hash == texts.tokenizer.hash
-    started = opened.start(opened.config, "cpu")
+    init_checkpoint = dataclasses.replace(
+        open_init_checkpoint(tmp_path / "model"), documents={"chat_template.jinja": "{{ 1 }}"}
+    )
+    assert init_checkpoint.tokenizer is not None
+    assert init_checkpoint.tokenizer.hash == texts.tokenizer.hash
+    started = init_checkpoint.build_model(init_checkpoint.config, "cpu")
     for (name, weight), old in zip(started.named_parameters(), model.parameters(), strict=True):
         assert weight.dtype == torch.float32, name
         assert torch.equal(weight.to(torch.bfloat16), old)
-    assert opened.hash == fingerprint(contents)
-    made = dataclasses.replace(job(texts, tmp_path / "run", first), base=opened)
-    train(made)
-    again = open_base(tmp_path / "run")
-    assert again.documents == opened.documents
-    assert find(tmp_path / "run") == step_folder(tmp_path / "run", STEPS)
+    assert init_checkpoint.weights_sha256 == tensors_sha256(contents)
+    new_job = dataclasses.replace(job(texts, tmp_path / "run", first), init_checkpoint=init_checkpoint)
+    train(new_job)
+    again = open_init_checkpoint(tmp_path / "run")
+    assert again.documents == init_checkpoint.documents
+    assert find_model_folder(tmp_path / "run") == checkpoint_folder(tmp_path / "run", STEPS)
 
 
 def ending(out: Path) -> tuple[str, list[dict[str, Any]]]:
     lines = [{name: value for name, value in line.items() if name != "seconds"} for line in read_log(out)]
-    return fingerprint(step_folder(out, STEPS)), lines
+    return tensors_sha256(checkpoint_folder(out, STEPS)), lines
 
 
-@pytest.mark.parametrize("lora", [None, Lora(2)])
-@pytest.mark.parametrize("name", ["gradients", "save_run"])
+@pytest.mark.parametrize("lora", [None, LoraSettings(2)])
+@pytest.mark.parametrize("name", ["accumulate_gradients", "save_run"])
 def test_an_interrupted_training_ends_with_the_same_bits(
-    texts: Corpus, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, lora: Lora | None
+    texts: Corpus, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, lora: LoraSettings | None
 ) -> None:
     train(job(texts, tmp_path / "whole", first, lora=lora))
     for at in range(1, STEPS + 1, 2):
@@ -101,64 +108,68 @@ def test_an_interrupted_training_ends_with_the_same_bits(
 
 
 def test_adapters_learn_alone_and_are_merged_in_checkpoints(texts: Corpus, first: Path, tmp_path: Path) -> None:
-    given = job(texts, tmp_path, first, *STILL, lora=Lora(2, ("layers.*.mixer.q", "layers.*.feedforward.down")))
-    outcome = train(given)
+    new_job = job(
+        texts, tmp_path, first, *STILL, lora=LoraSettings(2, ("layers.*.mixer.q", "layers.*.feedforward.down"))
+    )
+    result = train(new_job)
     base, _ = load(first)
     merged, _ = load(tmp_path)
     old = dict(base.named_parameters())
     changed = {name for name, weight in merged.named_parameters() if not torch.equal(weight, old[name])}
     assert changed == {f"layers.{n}.{path}.weight" for n in (0, 1) for path in ("mixer.q", "feedforward.down")}
-    for (bits, size), (like, same) in zip(outcome.windows, evaluate(merged, given), strict=True):
+    for (bits, size), (like, same) in zip(result.scores, evaluate(merged, new_job), strict=True):
         assert size == same
         assert bits == pytest.approx(like, rel=1e-5)
-    assert bits_per_byte(outcome.windows) < bits_per_byte(evaluate(base, given))
+    assert ratio_of_sums(result.scores) < ratio_of_sums(evaluate(base, new_job))
     with pytest.raises(CheckpointError, match=r"lora\.rank was 2, now it is 3"):
-        train(dataclasses.replace(given, lora=Lora(3, ("layers.*.mixer.q", "layers.*.feedforward.down"))))
+        train(dataclasses.replace(new_job, lora=LoraSettings(3, ("layers.*.mixer.q", "layers.*.feedforward.down"))))
     with pytest.raises(CheckpointError, match=r"lora was .*, now it is null"):
-        train(dataclasses.replace(given, lora=None))
+        train(dataclasses.replace(new_job, lora=None))
 
 
 def test_forgetting_the_base_is_caught(
     texts: Corpus, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(job(texts, tmp_path / "right", first))
-    monkeypatch.setattr(Job, "start", lambda self: build(self.config, seed=self.settings.seed))
+    monkeypatch.setattr(TrainingJob, "build_model", lambda self: build(self.config, seed=self.settings.seed))
     train(job(texts, tmp_path / "wrong", first))
     assert read_log(tmp_path / "wrong")[0]["loss"] > read_log(tmp_path / "right")[0]["loss"] + 0.05
 
 
 def test_another_base_is_refused(texts: Corpus, first: Path, tmp_path: Path) -> None:
     train(job(texts, tmp_path / "run", first))
-    other = step_folder(first, 3)
-    with pytest.raises(CheckpointError, match=r"run: holds another run: base was \"[0-9a-f]{64}\", now it is"):
+    other = checkpoint_folder(first, 3)
+    with pytest.raises(
+        CheckpointError, match=r"run: holds another run: init_checkpoint was \"[0-9a-f]{64}\", now it is"
+    ):
         train(job(texts, tmp_path / "run", other))
-    with pytest.raises(CheckpointError, match=r"base was .*, now it is null"):
-        train(dataclasses.replace(job(texts, tmp_path / "run", first), base=None))
+    with pytest.raises(CheckpointError, match=r"init_checkpoint was .*, now it is null"):
+        train(dataclasses.replace(job(texts, tmp_path / "run", first), init_checkpoint=None))
     copy = tmp_path / "copy"
-    shutil.copytree(find(first), copy)  # elsewhere it is still the same
+    shutil.copytree(find_model_folder(first), copy)  # elsewhere it is still the same
     train(job(texts, tmp_path / "run", copy))
-    moments = read_folder(copy).tensors(snapshot.TRAINING)
-    assert open_base(copy).hash == open_base(first).hash
+    moments = read_folder(copy).tensors(snapshot.TRAINING_TENSORS_FILE)
+    assert open_init_checkpoint(copy).weights_sha256 == open_init_checkpoint(first).weights_sha256
     assert moments
 
 
 def test_a_design_named_again_must_be_the_same(first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = open_base(first)
+    base = open_init_checkpoint(first)
     file = str(small.design_file(tmp_path / "same.yaml", small.dropping() | {"vocab_size": None}))
-    assert base.design(file, []) == base.design(None, []) == base.config
+    assert base.resolve_config(file, []) == base.resolve_config(None, []) == base.config
     wide = str(small.design_file(tmp_path / "wide.yaml", small.dropping() | {"width": 32}))
-    assert base.design(wide, ["width=16"]) == base.config
+    assert base.resolve_config(wide, ["width=16"]) == base.config
     with pytest.raises(ConfigError, match=r"wide\.yaml: is another design than that in .* \(width was 16, now"):
-        base.design(wide, [])
+        base.resolve_config(wide, [])
     assert capsys.readouterr().err == ""
-    changed = base.design(file, ["layers.*.mixer.position.base=500000"])
+    changed = base.resolve_config(file, ["layers.*.mixer.position.base=500000"])
     assert changed != base.config
     assert "position.base was 10000.0, now it is 500000" in capsys.readouterr().err
-    assert base.start(changed, "cpu").config == changed
+    assert base.build_model(changed, "cpu").config == changed
 
 
 @pytest.mark.parametrize("override", ["width=32", "layers.0.repeat=3", "head.tied=false", "layers.0.mixer.kv_heads=1"])
 def test_an_override_that_changes_weights_is_refused(first: Path, override: str) -> None:
-    base = open_base(first)
-    with pytest.raises(ConfigError, match=r"tensor '.*' .*, since an override changed it; with --from"):
-        base.start(base.design(None, [override]), "cpu")
+    base = open_init_checkpoint(first)
+    with pytest.raises(ConfigError, match=r"tensor '.*' .*, since an override changed it; override only"):
+        base.build_model(base.resolve_config(None, [override]), "cpu")

@@ -17,17 +17,17 @@ from heddle.model.decoder import Decoder, build
 from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.feedforwards.moe import MoE
-from heddle.parts.modules.router_statistics import Entry, Ledger
-from heddle.storage.checkpoints import step_folder
-from heddle.storage.folder import fingerprint
+from heddle.parts.modules.router_statistics import RouterRecorder, RouterStatistics
+from heddle.storage.checkpoints import checkpoint_folder
+from heddle.storage.folder import tensors_sha256
 from heddle.storage.model import load
 from heddle.storage.run_log import read_log
 from heddle.training import loop, step
 from heddle.training import router_metrics as experts
 from heddle.training.loop import train
-from heddle.training.optimizer import make_optimizer
-from heddle.training.router_metrics import Tally, recent
-from heddle.training.step import BatchResult, apply, gradients
+from heddle.training.optimizer import build_optimizer
+from heddle.training.router_metrics import RouterMetrics, recent_router_summary
+from heddle.training.step import BatchResult, accumulate_gradients, apply_gradients
 from tests import small
 
 KEY = (5, 7)
@@ -56,11 +56,11 @@ def batch() -> Batch:
     return Batch(tokens, ((CONTEXT,), (5, 7), (1, 1, 10), (3, 9)), np.arange(20, 20 + ROWS))
 
 
-def of(model: Decoder, pieces: int = 1, given: Batch | None = None) -> tuple[dict[str, Tensor], BatchResult]:
+def of(model: Decoder, pieces: int = 1, rows: Batch | None = None) -> tuple[dict[str, Tensor], BatchResult]:
     """The gradients of a batch, and what else came of it."""
     model.zero_grad(set_to_none=True)
-    found = gradients(model, given or batch(), KEY, pieces)
-    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}, found
+    result = accumulate_gradients(model, rows or batch(), KEY, pieces)
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}, result
 
 
 def furthest(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
@@ -72,19 +72,19 @@ def test_loss_and_penalty_are_those_of_plain_autograd() -> None:
     model = double(mixing() | {"embedding": {}, "residual": {"kind": "pre_norm"}})
     for mixer in model.mixers():
         mixer.eval()  # type: ignore[union-attr]
-    found, result = of(model)
-    given = batch()
-    with step.ledger() as kept:
-        hidden, _ = model(torch.from_numpy(given.tokens[:, :-1]), Layout.packed(given.lengths))
+    gradients, result = of(model)
+    rows = batch()
+    with step.record_router_statistics() as recorder:
+        hidden, _ = model(torch.from_numpy(rows.tokens[:, :-1]), Layout.packed(rows.doc_lengths))
     logits = (hidden @ model.head.weight.T).flatten(0, 1)
-    loss = nn.functional.cross_entropy(logits, torch.from_numpy(given.targets).flatten())
-    penalties = [entry.penalty for entry in kept.entries if entry.penalty is not None]
+    loss = nn.functional.cross_entropy(logits, torch.from_numpy(rows.targets).flatten())
+    penalties = [entry.aux_loss for entry in recorder.entries if entry.aux_loss is not None]
     penalty = torch.stack(penalties).sum() / (ROWS * CONTEXT)
-    learned = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    plain = dict(zip(learned, torch.autograd.grad(loss + penalty, list(learned.values())), strict=True))
-    assert furthest(found, plain) <= 1e-12
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    plain = dict(zip(trainable, torch.autograd.grad(loss + penalty, list(trainable.values())), strict=True))
+    assert furthest(gradients, plain) <= 1e-12
     assert float(result.loss) == pytest.approx(float(loss.detach()), abs=1e-12)
-    assert float(result.penalty) == pytest.approx(float(penalty.detach()), abs=1e-12)
+    assert float(result.aux_loss) == pytest.approx(float(penalty.detach()), abs=1e-12)
     assert float(penalty.detach()) > 0.9  # two mixtures, at least about 1 each, times 0.5
 
 
@@ -92,16 +92,16 @@ def test_loss_and_penalty_are_those_of_plain_autograd() -> None:
 @pytest.mark.parametrize("pieces", [2, 4])
 def test_any_split_of_a_batch_is_the_same(pieces: int, checkpointing: bool) -> None:
     model = double()
-    whole, one = of(model)
+    whole, unsplit = of(model)
     model.checkpointing = checkpointing
-    found, several = of(model, pieces)
-    assert furthest(whole, found) <= 1e-12
-    assert float(several.penalty) == pytest.approx(float(one.penalty), abs=1e-12)
-    assert list(several.mixtures) == list(one.mixtures) == LAYERS
+    gradients, split = of(model, pieces)
+    assert furthest(whole, gradients) <= 1e-12
+    assert float(split.aux_loss) == pytest.approx(float(unsplit.aux_loss), abs=1e-12)
+    assert list(split.router_metrics) == list(unsplit.router_metrics) == LAYERS
     for path in LAYERS:
-        want, got = one.mixtures[path], several.mixtures[path]
-        assert torch.equal(got.loads, want.loads)
-        assert int(got.loads.sum()) == int(got.tokens) == ROWS * CONTEXT
+        want, got = unsplit.router_metrics[path], split.router_metrics[path]
+        assert torch.equal(got.expert_counts, want.expert_counts)
+        assert int(got.expert_counts.sum()) == int(got.tokens) == ROWS * CONTEXT
         assert float(got.entropy) == pytest.approx(float(want.entropy), abs=1e-12)
 
 
@@ -116,87 +116,87 @@ def test_recomputed_activations_give_the_same_bits() -> None:
 def test_a_penalty_averaged_by_the_piece_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     model = double()
     whole, _ = of(model)
-    right = experts.Tallies.take
-    monkeypatch.setattr(experts.Tallies, "take", lambda self, entries: 2 * right(self, entries))  # type: ignore[operator]
+    right = experts.RouterMetricsCollector.add
+    monkeypatch.setattr(experts.RouterMetricsCollector, "add", lambda self, entries: 2 * right(self, entries))  # type: ignore[operator]
     assert furthest(whole, of(model, 2)[0]) > 1e-6
 
 
 def test_a_ledger_that_stays_open_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """What layers that run again enter would be counted twice."""
 
-    class Open(Ledger):
+    class Open(RouterRecorder):
         def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, False if name == "closed" else value)
 
     model = double()
     model.checkpointing = True
-    monkeypatch.setattr("heddle.parts.modules.router_statistics.Ledger", Open)
-    held: list[list[Entry]] = []
-    monkeypatch.setattr(experts.Tallies, "take", lambda self, entries: held.append(entries))
+    monkeypatch.setattr("heddle.parts.modules.router_statistics.RouterRecorder", Open)
+    recorded: list[list[RouterStatistics]] = []
+    monkeypatch.setattr(experts.RouterMetricsCollector, "add", lambda self, entries: recorded.append(entries))
     of(model)
-    assert [len(entries) for entries in held] == [4]
+    assert [len(entries) for entries in recorded] == [4]
 
 
 def test_an_encoder_is_balanced_over_its_source() -> None:
     data = mixing(aux_loss=0.0)
-    data["layers"].insert(0, {"mixer": {"kind": "cross_attention", "heads": 2, "memory_width": WIDTH}})
+    data["layers"].insert(0, {"mixer": {"kind": "cross_attention", "heads": 2, "encoder_width": WIDTH}})
     inner = {"kind": "attention", "heads": 2, "causal": False, "position": {"kind": "rope"}}
     layer = {"mixer": inner, "feedforward": small.MOE}
     data["encoder"] = {"width": WIDTH, "layers": [layer]}
     model = build(small.config(data), dtype=torch.float64).train()
     source = np.array([[1, 2, 3], [4, -1, -1], [5, 6, -1], [-1, 7, 8]])
-    given = dataclasses.replace(batch(), source=source)
-    whole, one = of(model, 1, given)
-    assert int(one.mixtures["encoder.layers.0.feedforward"].tokens) == 8
-    assert 0.45 < float(one.penalty) < 1.5
-    found, several = of(model, 4, given)
-    assert furthest(whole, found) <= 1e-12
-    assert float(several.penalty) == pytest.approx(float(one.penalty), abs=1e-12)
+    rows = dataclasses.replace(batch(), encoder_tokens=source)
+    whole, unsplit = of(model, 1, rows)
+    assert int(unsplit.router_metrics["encoder.layers.0.feedforward"].tokens) == 8
+    assert 0.45 < float(unsplit.aux_loss) < 1.5
+    gradients, split = of(model, 4, rows)
+    assert furthest(whole, gradients) <= 1e-12
+    assert float(split.aux_loss) == pytest.approx(float(unsplit.aux_loss), abs=1e-12)
 
 
 @pytest.fixture
 def balanced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Feedforward, list[int]]]:
     """Who was told which loads."""
     calls: list[tuple[Feedforward, list[int]]] = []
-    right = MoE.balance
+    right = MoE.update_expert_bias
 
     def balance(self: MoE, loads: Tensor) -> None:
         calls.append((self, loads.tolist()))
         right(self, loads)
 
-    monkeypatch.setattr(MoE, "balance", balance)
+    monkeypatch.setattr(MoE, "update_expert_bias", balance)
     return calls
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_each_mixture_is_told_its_loads_once_a_step(balanced: Any, pieces: int) -> None:
     model = double()
-    optimizer = make_optimizer(model, 0.1)
-    _, found = of(model, pieces)
+    optimizer = build_optimizer(model, 0.1)
+    _, result = of(model, pieces)
     assert balanced == []
-    assert apply(model, optimizer, found, 1e-3, 1.0).taken
-    told = [(model.get_submodule(path), found.mixtures[path].loads.tolist()) for path in LAYERS]
-    assert balanced == told
-    assert all(bool((model.get_parameter(f"{path}.router.balance") != 0).any()) for path in LAYERS)
+    assert not apply_gradients(model, optimizer, result, 1e-3, 1.0).skipped
+    expected = [(model.get_submodule(path), result.router_metrics[path].expert_counts.tolist()) for path in LAYERS]
+    assert balanced == expected
+    assert all(bool((model.get_parameter(f"{path}.router.expert_bias") != 0).any()) for path in LAYERS)
 
 
-@pytest.mark.parametrize("place", ["loss", "penalty", "gradient"])
-def test_a_step_that_is_not_taken_balances_nothing(balanced: Any, place: str) -> None:
+@pytest.mark.parametrize("bad_value", ["loss", "aux_loss", "gradient"])
+def test_a_step_that_is_not_taken_balances_nothing(balanced: Any, bad_value: str) -> None:
     model = double()
-    optimizer = make_optimizer(model, 0.1)
-    _, found = of(model)
-    if place == "gradient":
+    optimizer = build_optimizer(model, 0.1)
+    _, result = of(model)
+    if bad_value == "gradient":
         model.embed.weight.grad = torch.full_like(model.embed.weight, math.nan)
     else:
-        found = BatchResult(**(vars(found) | {place: torch.tensor(math.inf)}))
-    assert not apply(model, optimizer, found, 1e-3, 1.0).taken
+        result = BatchResult(**(vars(result) | {bad_value: torch.tensor(math.inf)}))
+    assert apply_gradients(model, optimizer, result, 1e-3, 1.0).skipped
     assert balanced == []
 
 
 def test_frozen_experts_are_not_balanced(balanced: Any) -> None:
     model = double()
-    optimizer = make_optimizer(model, 0.1, scales=[("layers.0.feedforward", 0.0)])
-    assert apply(model, optimizer, of(model)[1], 1e-3, 1.0).taken
+    optimizer = build_optimizer(model, 0.1, lr_scale=[("layers.0.feedforward", 0.0)])
+    assert not apply_gradients(model, optimizer, of(model)[1], 1e-3, 1.0).skipped
     assert [mixture for mixture, _ in balanced] == [model.get_submodule(LAYERS[1])]
 
 
@@ -206,30 +206,40 @@ def test_a_compiled_twin_balances_the_same_weights() -> None:
     model = double()
     want, plain = of(model)
     twin = compiled(model, backend="eager")
-    got, found = of(twin)
+    got, result = of(twin)
     assert furthest(want, got) <= 1e-12
-    assert list(found.mixtures) == LAYERS
-    assert all(torch.equal(found.mixtures[path].loads, plain.mixtures[path].loads) for path in LAYERS)
-    assert apply(model, make_optimizer(model, 0.1), found, 1e-3, 1.0).taken
-    assert bool((twin.get_parameter(f"{LAYERS[0]}.router.balance") != 0).any())
+    assert list(result.router_metrics) == LAYERS
+    assert all(
+        torch.equal(result.router_metrics[path].expert_counts, plain.router_metrics[path].expert_counts)
+        for path in LAYERS
+    )
+    assert not apply_gradients(model, build_optimizer(model, 0.1), result, 1e-3, 1.0).skipped
+    assert bool((twin.get_parameter(f"{LAYERS[0]}.router.expert_bias") != 0).any())
 
 
 def test_what_a_tally_tells() -> None:
-    tally = Tally(torch.tensor([6, 3, 0]), torch.tensor(3), torch.tensor(2.5), torch.tensor(5))
-    assert tally.told() == {"load": [0.6667, 0.3333, 0.0], "entropy": 0.5, "dropped": 0.333333}
-    nothing = Tally(torch.zeros(2, dtype=torch.int64), torch.tensor(0), torch.tensor(math.nan), torch.tensor(0))
-    assert nothing.told() == {"load": [0.0, 0.0], "entropy": None, "dropped": 0.0}
+    tally = RouterMetrics(torch.tensor([6, 3, 0]), torch.tensor(3), torch.tensor(2.5), torch.tensor(5))
+    assert tally.summary() == {"load": [0.6667, 0.3333, 0.0], "entropy": 0.5, "dropped": 0.333333}
+    nothing = RouterMetrics(torch.zeros(2, dtype=torch.int64), torch.tensor(0), torch.tensor(math.nan), torch.tensor(0))
+    assert nothing.summary() == {"load": [0.0, 0.0], "entropy": None, "dropped": 0.0}
 
 
 def test_the_end_of_a_log_is_meant() -> None:
-    def line(load: list[float], entropy: float, taken: bool = True) -> dict[str, Any]:
-        return {"taken": taken, "experts": {"layers.0.feedforward": {"load": load, "entropy": entropy, "dropped": 0.5}}}
+    def line(load: list[float], entropy: float, applied: bool = True) -> dict[str, Any]:
+        return {
+            "skipped": not applied,
+            "experts": {"layers.0.feedforward": {"load": load, "entropy": entropy, "dropped": 0.5}},
+        }
 
     log = [line([1.0, 0.0], 0.1)] * 28 + [line([0.5, 0.5], 0.5), line([0.0, 1.0], 9.0, False), line([0.25, 0.75], 0.6)]
-    assert recent(log) == {"layers.0.feedforward": {"load": [0.375, 0.625], "entropy": 0.55, "dropped": 0.5}}
-    assert recent(log[:1]) == {"layers.0.feedforward": {"load": [1.0, 0.0], "entropy": 0.1, "dropped": 0.5}}
-    assert recent([{"taken": True}]) is None
-    assert recent([]) is None
+    assert recent_router_summary(log) == {
+        "layers.0.feedforward": {"load": [0.375, 0.625], "entropy": 0.55, "dropped": 0.5}
+    }
+    assert recent_router_summary(log[:1]) == {
+        "layers.0.feedforward": {"load": [1.0, 0.0], "entropy": 0.1, "dropped": 0.5}
+    }
+    assert recent_router_summary([{"skipped": False}]) is None
+    assert recent_router_summary([]) is None
 
 
 @pytest.fixture(scope="module")
@@ -239,20 +249,20 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 def ending(out: Path, steps: int) -> tuple[str, list[dict[str, Any]]]:
     lines = [{name: value for name, value in line.items() if name != "seconds"} for line in read_log(out)]
-    return fingerprint(step_folder(out, steps)), lines
+    return tensors_sha256(checkpoint_folder(out, steps)), lines
 
 
 def test_the_log_tells_the_penalty_apart(texts: Corpus, tmp_path: Path) -> None:
     for name, strength in (("without", 0.0), ("with", 0.5)):
         train(small.job(texts, tmp_path / name, mixing(aux_loss=strength), steps=2))
-    without, penalised = (read_log(tmp_path / name) for name in ("without", "with"))
-    assert (without[0]["loss"], without[0]["bits_per_byte"]) == (penalised[0]["loss"], penalised[0]["bits_per_byte"])
-    assert without[0]["gradient_norm"] != penalised[0]["gradient_norm"]
-    assert without[0]["penalty"] == 0.0
-    assert penalised[0]["penalty"] > 0.5
-    told = penalised[1]["experts"]
-    assert list(told) == LAYERS
-    for layer in told.values():
+    without, penalized = (read_log(tmp_path / name) for name in ("without", "with"))
+    assert (without[0]["loss"], without[0]["bits_per_byte"]) == (penalized[0]["loss"], penalized[0]["bits_per_byte"])
+    assert without[0]["gradient_norm"] != penalized[0]["gradient_norm"]
+    assert without[0]["aux_loss"] == 0.0
+    assert penalized[0]["aux_loss"] > 0.5
+    summaries = penalized[1]["experts"]
+    assert list(summaries) == LAYERS
+    for layer in summaries.values():
         assert sum(layer["load"]) == pytest.approx(1.0, abs=1e-3)
         assert 0 < layer["entropy"] <= math.log(3)
         assert layer["dropped"] == 0.0
@@ -266,23 +276,23 @@ def test_an_interrupted_run_ends_with_the_same_bits(
 ) -> None:
     asked: dict[str, Any] = {"steps": 5, "save_every": 1, "optimizer": optimizer}
     train(small.job(texts, tmp_path / "whole", mixing(), **asked))
-    right, calls = loop._watch, 0
+    right, calls = loop._stop_if_diverged, 0
 
-    def watch(*given: Any) -> None:
+    def watch(*arguments: Any) -> None:
         nonlocal calls
         calls += 1
         if calls in (2, 5):
             raise KeyboardInterrupt
-        right(*given)
+        right(*arguments)
 
-    monkeypatch.setattr(loop, "_watch", watch)
+    monkeypatch.setattr(loop, "_stop_if_diverged", watch)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             train(small.job(texts, tmp_path / "cut", mixing(), **asked))
     train(small.job(texts, tmp_path / "cut", mixing(), **asked))
     assert ending(tmp_path / "cut", 5) == ending(tmp_path / "whole", 5)
     model, _ = load(tmp_path / "cut")
-    bias = model.get_parameter(f"{LAYERS[0]}.router.balance")
+    bias = model.get_parameter(f"{LAYERS[0]}.router.expert_bias")
     assert bool((bias != 0).any())
     assert not bias.requires_grad
 
@@ -292,21 +302,21 @@ def test_a_resume_that_forgets_the_balance_is_caught(
 ) -> None:
     asked: dict[str, Any] = {"save_every": 1}
     train(small.job(texts, tmp_path / "whole", mixing(), steps=4, **asked))
-    right = loop._watch
+    right = loop._stop_if_diverged
 
     def watch(job: Any, run: Any) -> None:
         right(job, run)
         if run.progress.step == 2:
             raise KeyboardInterrupt
 
-    def forgetting(*given: Any) -> Any:
-        progress = right_resume(*given)
-        given[1].get_parameter(f"{LAYERS[0]}.router.balance").zero_()
+    def forgetting(*arguments: Any) -> Any:
+        progress = right_resume(*arguments)
+        arguments[1].get_parameter(f"{LAYERS[0]}.router.expert_bias").zero_()
         return progress
 
     right_resume = loop.resume_run
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_watch", watch)
+        patch.setattr(loop, "_stop_if_diverged", watch)
         with pytest.raises(KeyboardInterrupt):
             train(small.job(texts, tmp_path / "cut", mixing(), steps=4, **asked))
     monkeypatch.setattr(loop, "resume_run", forgetting)
@@ -319,10 +329,10 @@ def test_the_penalty_balances(texts: Corpus) -> None:
     spread = []
     for strength in (0.0, 1.0):
         model = double(mixing(aux_loss=strength, bias_update=0.0))
-        optimizer = make_optimizer(model, 0.0)
+        optimizer = build_optimizer(model, 0.0)
         for number in range(30):
-            found = gradients(model, batch(), (0, number))
-            apply(model, optimizer, found, 3e-3, 1.0)
-        loads = found.mixtures[LAYERS[1]].loads
+            result = accumulate_gradients(model, batch(), (0, number))
+            apply_gradients(model, optimizer, result, 3e-3, 1.0)
+        loads = result.router_metrics[LAYERS[1]].expert_counts
         spread.append(float((loads / loads.sum() - 1 / 3).abs().max()))
     assert spread[1] < spread[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from heddle.cli.main import run
-from heddle.storage.checkpoints import steps as steps_saved
+from heddle.storage.checkpoints import checkpoint_steps as steps_saved
 from tests import small
 from tools.kill_test import done, ending, finish, killed, moments, start, undisturbed
 
@@ -20,10 +20,10 @@ STEPS = 30
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    place = tmp_path_factory.mktemp("asked")
-    design = small.design_file(place / "design.yaml", small.dropping())
-    data = small.folder(place / "text")
-    size = ["--context", "32", "--batch-size", "4", "--threads", "1"]
+    folder = tmp_path_factory.mktemp("asked")
+    design = small.design_file(folder / "design.yaml", small.dropping())
+    data = small.folder(folder / "text")
+    size = ["--sequence-length", "32", "--batch-size", "4", "--threads", "1"]
     return [str(design), "--data", str(data), *size, "--steps", str(STEPS), "--save-every", "4", "--quiet"]
 
 

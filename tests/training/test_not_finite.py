@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite: the step is not taken, counted, and ten in a row end the run."""
+"""A loss or gradient that is not finite: the step is skipped and counted, and ten in a row end the run."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from heddle.data.corpus import Corpus
-from heddle.storage.checkpoints import step_folder, steps
+from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps
 from heddle.storage.model import load
 from heddle.storage.run_log import read_log
 from heddle.training import checkpoint as snapshot
@@ -25,16 +25,16 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 def poisoning(monkeypatch: pytest.MonkeyPatch, bad: range) -> None:
     """The losses of some steps, counted from 1, are not a number."""
-    right = loop.gradients
+    right = loop.accumulate_gradients
     calls = 0
 
-    def gradients(*given: Any) -> Any:
+    def gradients(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
-        found = right(*given)
-        return dataclasses.replace(found, loss=found.loss * (float("nan") if calls in bad else 1.0))
+        result = right(*arguments)
+        return dataclasses.replace(result, loss=result.loss * (float("nan") if calls in bad else 1.0))
 
-    monkeypatch.setattr(loop, "gradients", gradients)
+    monkeypatch.setattr(loop, "accumulate_gradients", gradients)
 
 
 def test_bad_steps_are_counted_and_survive_a_resume(
@@ -43,13 +43,13 @@ def test_bad_steps_are_counted_and_survive_a_resume(
     with monkeypatch.context() as patch:
         poisoning(patch, range(2, 4))
         outcome = train(small.job(texts, tmp_path, steps=6, save_every=2))
-    assert outcome.progress.skipped == 2
-    assert outcome.progress.streak == 0
+    assert outcome.progress.skipped_steps == 2
+    assert outcome.progress.consecutive_skips == 0
     lines = read_log(tmp_path)
-    assert [line["taken"] for line in lines] == [True, False, False, True, True, True]
+    assert [line["skipped"] for line in lines] == [False, True, True, False, False, False]
     assert [line["loss"] is None for line in lines] == [False, True, True, False, False, False]
-    assert train(small.job(texts, tmp_path, steps=6)).progress.skipped == 2
-    assert json.loads((step_folder(tmp_path, 4) / snapshot.PROGRESS).read_text())["skipped"] == 2
+    assert train(small.job(texts, tmp_path, steps=6)).progress.skipped_steps == 2
+    assert json.loads((checkpoint_folder(tmp_path, 4) / snapshot.PROGRESS_FILE).read_text())["skipped_steps"] == 2
 
 
 def test_ten_bad_steps_in_a_row_end_the_run_and_leave_its_checkpoints(
@@ -57,14 +57,16 @@ def test_ten_bad_steps_in_a_row_end_the_run_and_leave_its_checkpoints(
 ) -> None:
     with monkeypatch.context() as patch:
         poisoning(patch, range(4, 99))
-        with pytest.raises(Diverged, match=r"10 steps in a row, up to step 13, .* try a lower --lr than 0\.003"):
+        with pytest.raises(Diverged, match=r"10 steps in a row, up to step 13, .* try a learning rate below 0\.003"):
             train(small.job(texts, tmp_path, steps=20, save_every=3))
-    assert steps(tmp_path) == [9, 12]
-    reached = [torch.equal(a, b) for a, b in zip(*(weights(step_folder(tmp_path, n)) for n in (9, 12)), strict=True)]
+    assert checkpoint_steps(tmp_path) == [9, 12]
+    reached = [
+        torch.equal(a, b) for a, b in zip(*(weights(checkpoint_folder(tmp_path, n)) for n in (9, 12)), strict=True)
+    ]
     assert all(reached)
-    assert all(bool(tensor.isfinite().all()) for tensor in weights(step_folder(tmp_path, 12)))
+    assert all(bool(tensor.isfinite().all()) for tensor in weights(checkpoint_folder(tmp_path, 12)))
     outcome = train(small.job(texts, tmp_path, steps=20, save_every=3))
-    assert outcome.progress.skipped == 9  # steps 4 to 12, as they stand in the checkpoint
+    assert outcome.progress.skipped_steps == 9  # steps 4 to 12, as they stand in the checkpoint
 
 
 def weights(path: Path) -> list[torch.Tensor]:
@@ -73,12 +75,12 @@ def weights(path: Path) -> list[torch.Tensor]:
 
 def test_nine_bad_steps_do_not_end_it(texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poisoning(monkeypatch, range(2, 11))
-    assert train(small.job(texts, tmp_path, steps=12)).progress.skipped == 9
+    assert train(small.job(texts, tmp_path, steps=12)).progress.skipped_steps == 9
 
 
 def test_a_loss_on_held_out_text_that_is_not_finite_is_no_result(
     texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "evaluate", lambda *given, **named: [(float("nan"), 3)])
-    with pytest.raises(Diverged, match="held-out text is not finite; try a lower --lr"):
+    monkeypatch.setattr(loop, "evaluate", lambda *arguments, **named: [(float("nan"), 3)])
+    with pytest.raises(Diverged, match="held-out text is not finite; try a learning rate"):
         train(small.job(texts, tmp_path, steps=2))

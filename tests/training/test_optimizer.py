@@ -1,4 +1,4 @@
-"""AdamW and Muon against plain loops from their papers, which weights each takes, and rates of one's own by path."""
+"""AdamW and Muon against plain loops from their papers, which weights each updates, and learning rates by path."""
 
 import itertools
 import math
@@ -12,9 +12,9 @@ from torch import Tensor
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
-from heddle.training.optimizer import Optimizer, factors, make_optimizer
+from heddle.training.optimizer import Optimizer, build_optimizer, learning_rate_factors
 from heddle.training.settings import OPTIMIZERS
-from heddle.training.step import BatchResult, apply
+from heddle.training.step import BatchResult, apply_gradients
 from tests import small
 from tests.cases import CASES
 
@@ -28,24 +28,24 @@ def model(mixer: dict[str, Any] | None = None, **fields: Any) -> Decoder:
     return build(small.config(small.design(layers=[layer, layer], **fields)), dtype=torch.float64)
 
 
-def weights(given: Decoder) -> dict[str, np.ndarray]:
-    return {name: one.detach().numpy().copy() for name, one in given.named_parameters()}
+def weights(decoder: Decoder) -> dict[str, np.ndarray]:
+    return {name: parameter.detach().numpy().copy() for name, parameter in decoder.named_parameters()}
 
 
-def draw_gradients(given: Decoder, seed: int) -> dict[str, np.ndarray]:
+def draw_gradients(decoder: Decoder, seed: int) -> dict[str, np.ndarray]:
     """Random gradients of very different sizes."""
-    draw = np.random.default_rng(seed)
-    found = {}
-    for place, (name, one) in enumerate(given.named_parameters()):
-        found[name] = draw.normal(0, 10.0 ** (place % 5 - 3), one.shape)
-        one.grad = torch.from_numpy(found[name].copy())
-    return found
+    rng = np.random.default_rng(seed)
+    gradients = {}
+    for index, (name, parameter) in enumerate(decoder.named_parameters()):
+        gradients[name] = rng.normal(0, 10.0 ** (index % 5 - 3), parameter.shape)
+        parameter.grad = torch.from_numpy(gradients[name].copy())
+    return gradients
 
 
 def orthogonal(matrix: np.ndarray) -> np.ndarray:
     """Five Newton–Schulz steps (Jordan 2024) that bring the singular values near 1, on the smaller side."""
-    turned = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = turned / max(float(np.sqrt((turned**2).sum())), 1e-7)
+    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = wide / max(float(np.sqrt((wide**2).sum())), 1e-7)
     for _ in range(5):
         square = x @ x.T
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
@@ -53,20 +53,20 @@ def orthogonal(matrix: np.ndarray) -> np.ndarray:
 
 
 class PlainMuon:
-    """Of one matrix."""
+    """Muon for one matrix, from the formulas."""
 
     def __init__(self, weight: np.ndarray) -> None:
         self.weight, self.momentum = weight, np.zeros_like(weight)
 
     def step(self, gradient: np.ndarray, rate: float = RATE, decay: float = DECAY) -> None:
         self.momentum = 0.95 * self.momentum + 0.05 * gradient
-        wanted = orthogonal(0.05 * gradient + 0.95 * self.momentum)
+        update = orthogonal(0.05 * gradient + 0.95 * self.momentum)
         scale = 0.2 * math.sqrt(max(self.weight.shape))
-        self.weight = self.weight - rate * decay * self.weight - rate * scale * wanted
+        self.weight = self.weight - rate * decay * self.weight - rate * scale * update
 
 
 class PlainAdamW:
-    """Of one parameter of any shape."""
+    """AdamW for one parameter of any shape, from the formulas."""
 
     def __init__(self, weight: np.ndarray) -> None:
         self.weight, self.steps = weight, 0
@@ -82,27 +82,27 @@ class PlainAdamW:
 
 
 class Plain:
-    """A whole model's weights: each matrix of a layer, and of a stack, by one rule, the rest by the other."""
+    """All weights of a model: matrices of layers, and of stacks, by PlainMuon, the rest by PlainAdamW."""
 
-    def __init__(self, given: Decoder, kind: str) -> None:
-        self.held: dict[str, list[PlainMuon | PlainAdamW]] = {}
-        for name, weight in weights(given).items():
-            matrix = kind == "muon" and name.startswith("layers.") and weight.ndim > 1
-            ones = list(weight) if weight.ndim == 3 else [weight]
-            self.held[name] = [PlainMuon(one) for one in ones] if matrix else [PlainAdamW(weight)]
+    def __init__(self, decoder: Decoder, kind: str) -> None:
+        self.rules: dict[str, list[PlainMuon | PlainAdamW]] = {}
+        for name, weight in weights(decoder).items():
+            use_muon = kind == "muon" and name.startswith("layers.") and weight.ndim > 1
+            matrices = list(weight) if weight.ndim == 3 else [weight]
+            self.rules[name] = [PlainMuon(matrix) for matrix in matrices] if use_muon else [PlainAdamW(weight)]
 
     def step(self, gradients: dict[str, np.ndarray], rates: dict[str, float] | None = None) -> None:
-        for name, ones in self.held.items():
-            pieces = list(gradients[name]) if len(ones) > 1 else [gradients[name]]
-            for one, gradient in zip(ones, pieces, strict=True):
-                one.step(gradient, RATE * (rates or {}).get(name, 1.0))
+        for name, rules in self.rules.items():
+            pieces = list(gradients[name]) if len(rules) > 1 else [gradients[name]]
+            for rule, gradient in zip(rules, pieces, strict=True):
+                rule.step(gradient, RATE * (rates or {}).get(name, 1.0))
 
-    def furthest(self, given: Decoder) -> float:
+    def furthest(self, decoder: Decoder) -> float:
         """The largest difference to a model's weights."""
-        found = weights(given)
+        actual = weights(decoder)
         return max(
-            float(np.abs(np.stack([one.weight for one in ones]).reshape(found[name].shape) - found[name]).max())
-            for name, ones in self.held.items()
+            float(np.abs(np.stack([rule.weight for rule in rules]).reshape(actual[name].shape) - actual[name]).max())
+            for name, rules in self.rules.items()
         )
 
 
@@ -110,90 +110,102 @@ class Plain:
 def test_three_steps_are_those_of_the_paper(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch iterates Muon's matrices in bfloat16; without that it is the plain loop."""
     monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
-    given = model()
-    plain, optimizer = Plain(given, kind), make_optimizer(given, DECAY, kind)
+    decoder = model()
+    plain, optimizer = Plain(decoder, kind), build_optimizer(decoder, DECAY, kind)
     for seed in range(3):
-        plain.step(draw_gradients(given, seed))
+        plain.step(draw_gradients(decoder, seed))
         optimizer.step(RATE)
-        assert plain.furthest(given) <= 1e-12
+        assert plain.furthest(decoder) <= 1e-12
 
 
 def test_in_bfloat16_an_update_is_as_large_and_nearly_the_same() -> None:
-    given = model()
-    before = weights(given)
-    plain, optimizer = Plain(given, "muon"), make_optimizer(given, DECAY, "muon")
-    plain.step(draw_gradients(given, 1))
+    decoder = model()
+    before = weights(decoder)
+    plain, optimizer = Plain(decoder, "muon"), build_optimizer(decoder, DECAY, "muon")
+    plain.step(draw_gradients(decoder, 1))
     optimizer.step(RATE)
-    after = weights(given)
-    for name, ones in plain.held.items():
-        for place, one in enumerate(ones):
-            if isinstance(one, PlainMuon):
-                old, new = (held[name] if len(ones) == 1 else held[name][place] for held in (before, after))
-                update, wanted = new - (1 - RATE * DECAY) * old, one.weight - (1 - RATE * DECAY) * old
+    after = weights(decoder)
+    for name, rules in plain.rules.items():
+        for index, rule in enumerate(rules):
+            if isinstance(rule, PlainMuon):
+                old, new = (
+                    weights_then[name] if len(rules) == 1 else weights_then[name][index]
+                    for weights_then in (before, after)
+                )
+                update, expected = new - (1 - RATE * DECAY) * old, rule.weight - (1 - RATE * DECAY) * old
                 assert np.sqrt((update**2).mean()) == pytest.approx(0.2 * RATE, rel=0.25)  # AdamW's is about this
-                assert np.sqrt(((update - wanted) ** 2).sum() / (wanted**2).sum()) < 0.05
+                assert np.sqrt(((update - expected) ** 2).sum() / (expected**2).sum()) < 0.05
 
 
 @pytest.mark.parametrize("planted", ["scale", "decay", "iteration", "stack"])
 def test_a_mistake_in_muon_is_caught(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
-    given = model()
-    plain, optimizer = Plain(given, "muon"), make_optimizer(given, 0.0 if planted == "decay" else DECAY, "muon")
+    decoder = model()
+    plain, optimizer = Plain(decoder, "muon"), build_optimizer(decoder, 0.0 if planted == "decay" else DECAY, "muon")
     if planted == "scale":
-        for group in optimizer.parts[1].param_groups:
+        for group in optimizer.optimizers[1].param_groups:
             group["adjust_lr_fn"] = "original"
     if planted == "iteration":
-        for group in optimizer.parts[1].param_groups:
+        for group in optimizer.optimizers[1].param_groups:
             group["ns_steps"] = 4
     if planted == "stack":  # one gradient for all slices
         name = "layers.0.mixer.k_map.weight"
         monkeypatch.setattr(Tensor, "unbind", lambda stack: (stack[0],) * len(stack))
-        assert given.get_parameter(name).dim() == 3
-    plain.step(draw_gradients(given, 1))
+        assert decoder.get_parameter(name).dim() == 3
+    plain.step(draw_gradients(decoder, 1))
     optimizer.step(RATE)
-    assert plain.furthest(given) > 1e-6
+    assert plain.furthest(decoder) > 1e-6
 
 
 def leaves(name: str) -> list[tuple[bool, str, str, int]]:
-    """(taken by Muon, kind of module, name, dims) of each parameter of a case."""
-    given = build(load_config(CASES[name]), device="meta")
-    optimizer = make_optimizer(given, DECAY, "muon")
-    of = {id(one): part for part in optimizer.parts for group in part.param_groups for one in group["params"]}
-    found = []
-    for path, one in optimizer.learned.items():
-        held = next(tensor for tag, tensor in optimizer.held.items() if tag in (path, f"{path}.0"))
-        owner = type(given.get_submodule(path.rpartition(".")[0])).__name__
-        found.append((isinstance(of[id(held)], torch.optim.Muon), owner, path, one.dim()))
-    return found
+    """(updated by Muon, class of the module, name, dims) of each parameter of a case."""
+    decoder = build(load_config(CASES[name]), device="meta")
+    optimizer = build_optimizer(decoder, DECAY, "muon")
+    optimizer_of = {
+        id(parameter): torch_optimizer
+        for torch_optimizer in optimizer.optimizers
+        for group in torch_optimizer.param_groups
+        for parameter in group["params"]
+    }
+    rows = []
+    for path, parameter in optimizer.trainable.items():
+        updated = next(tensor for tag, tensor in optimizer.updated_tensors.items() if tag in (path, f"{path}.0"))
+        module_kind = type(decoder.get_submodule(path.rpartition(".")[0])).__name__
+        rows.append((isinstance(optimizer_of[id(updated)], torch.optim.Muon), module_kind, path, parameter.dim()))
+    return rows
 
 
-# What has two dims and is no matrix that acts on vectors.
-TABLES = {"Embedding", "Head", "Learned", "Convolution", "LayerNorm", "RMSNorm"}
+# Modules whose parameters have two dims but are not matrices that multiply vectors.
+TABLES = {"Embedding", "Head", "Learned", "ShortConvolution", "LayerNorm", "RMSNorm"}
 
 
 def test_muon_takes_every_matrix_of_a_layer_and_nothing_else() -> None:
-    """A new kind of module with parameters of two dims must say which are matrices: `Leaf.maps`."""
-    told = list(itertools.chain.from_iterable(leaves(name) for name in CASES))
-    assert {dims for muon, _, _, dims in told if muon} == {2, 3}
-    assert [row for row in told if row[0] and (row[1] in TABLES or "layers." not in row[2])] == []
-    others = [row for row in told if not row[0] and row[3] >= 2 and not row[2].endswith(".bias")]
+    """A new kind of module with parameters of two dims must list its matrices in `matrix_parameters`."""
+    rows = list(itertools.chain.from_iterable(leaves(name) for name in CASES))
+    assert {dims for muon, _, _, dims in rows if muon} == {2, 3}
+    assert [row for row in rows if row[0] and (row[1] in TABLES or "layers." not in row[2])] == []
+    others = [row for row in rows if not row[0] and row[3] >= 2 and not row[2].endswith(".bias")]
     assert [row for row in others if row[1] not in TABLES] == []
 
 
 def test_states_are_kept_by_name_those_of_a_stack_by_slice() -> None:
     endings = []
-    for keeps in ([], ["embed"], ["layers", "close", "embed"]):  # what of the state another optimizer takes over
-        given = model()
-        optimizer = make_optimizer(given, DECAY, "muon")
-        draw_gradients(given, 1)
+    for loaded_names in (
+        [],
+        ["embed"],
+        ["layers", "final_norm", "embed"],
+    ):  # what of the state another optimizer takes over
+        decoder = model()
+        optimizer = build_optimizer(decoder, DECAY, "muon")
+        draw_gradients(decoder, 1)
         optimizer.step(RATE)
-        if keeps:
-            state = {name: held for name, held in optimizer.state.items() if name.split(".")[0] in keeps}
-            optimizer = make_optimizer(given, DECAY, "muon")
-            optimizer.load(state)
-        draw_gradients(given, 2)
+        if loaded_names:
+            state = {name: tensors for name, tensors in optimizer.state.items() if name.split(".")[0] in loaded_names}
+            optimizer = build_optimizer(decoder, DECAY, "muon")
+            optimizer.load_state(state)
+        draw_gradients(decoder, 2)
         optimizer.step(RATE)
-        endings.append(weights(given))
+        endings.append(weights(decoder))
     whole, partly, loaded = endings
     assert all(np.array_equal(whole[name], loaded[name]) for name in whole)
     stack = "layers.0.mixer.k_map.weight"
@@ -204,31 +216,33 @@ def test_states_are_kept_by_name_those_of_a_stack_by_slice() -> None:
 
 
 def test_only_matrices_decay() -> None:
-    given = model({"kind": "attention", "heads": 2, "qk_norm": "per_head"}, norm={"kind": "layer"})
-    matrices, others = make_optimizer(given, 0.3).parts[0].param_groups
+    decoder = model({"kind": "attention", "heads": 2, "qk_norm": "per_head"}, norm={"kind": "layer"})
+    matrices, others = build_optimizer(decoder, 0.3).optimizers[0].param_groups
     assert matrices["weight_decay"] == 0.3
     assert others["weight_decay"] == 0.0
     assert {parameter.dim() for parameter in matrices["params"]} == {2}
-    bias = given.get_parameter("layers.0.mixer.q_norm.bias")  # of each head
+    bias = decoder.get_parameter("layers.0.mixer.q_norm.bias")  # of each head
     assert bias.dim() == 2
-    assert [one.dim() for one in others["params"] if one is bias] == [2]
-    assert all(one.dim() == 1 for one in others["params"] if one.shape != bias.shape)
+    assert [parameter.dim() for parameter in others["params"] if parameter is bias] == [2]
+    assert all(parameter.dim() == 1 for parameter in others["params"] if parameter.shape != bias.shape)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_one_norm_is_clipped_over_all(kind: str) -> None:
-    given = model()
-    optimizer = make_optimizer(given, 0.0, kind)
-    found = draw_gradients(given, 1)
-    norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in found.values()))
-    seen: list[Tensor] = []
-    for part in optimizer.parts:
+    decoder = model()
+    optimizer = build_optimizer(decoder, 0.0, kind)
+    gradients = draw_gradients(decoder, 1)
+    norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients.values()))
+    clipped: list[Tensor] = []
+    for part in optimizer.optimizers:
         part.register_step_pre_hook(
-            lambda one, *_: seen.extend(p.grad.clone() for group in one.param_groups for p in group["params"])
+            lambda torch_optimizer, *_: clipped.extend(
+                p.grad.clone() for group in torch_optimizer.param_groups for p in group["params"]
+            )
         )
-    result = apply(given, optimizer, BatchResult(torch.tensor(1.0)), RATE, clip=norm / 4)
-    assert result.norm == pytest.approx(norm, rel=1e-12)
-    assert math.sqrt(sum(float(g.square().sum()) for g in seen)) == pytest.approx(norm / 4, rel=1e-5)
+    result = apply_gradients(decoder, optimizer, BatchResult(torch.tensor(1.0)), RATE, max_gradient_norm=norm / 4)
+    assert result.gradient_norm == pytest.approx(norm, rel=1e-12)
+    assert math.sqrt(sum(float(g.square().sum()) for g in clipped)) == pytest.approx(norm / 4, rel=1e-5)
 
 
 SCALES = [("layers.*.mixer", 0.5), ("embed", 2.0), ("layers.1.mixer.q", 0.25), ("layers.*.residual.norms", 0.0)]
@@ -237,62 +251,62 @@ SCALES = [("layers.*.mixer", 0.5), ("embed", 2.0), ("layers.1.mixer.q", 0.25), (
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_factor_is_a_rate_of_ones_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
-    given = model()
-    found = factors(given, SCALES)
-    assert found["layers.0.mixer.k_map.weight"] == found["layers.1.mixer.v.weight"] == 0.5
-    assert (found["embed.weight"], found["layers.1.mixer.q.weight"]) == (2.0, 0.25)
-    assert (found["layers.0.mixer.q.weight"], found["close.norm.weight"]) == (0.5, 1.0)
-    before = weights(given)
-    plain, optimizer = Plain(given, kind), make_optimizer(given, DECAY, kind, SCALES)
+    decoder = model()
+    factors = learning_rate_factors(decoder, SCALES)
+    assert factors["layers.0.mixer.k_map.weight"] == factors["layers.1.mixer.v.weight"] == 0.5
+    assert (factors["embed.weight"], factors["layers.1.mixer.q.weight"]) == (2.0, 0.25)
+    assert (factors["layers.0.mixer.q.weight"], factors["final_norm.norm.weight"]) == (0.5, 1.0)
+    before = weights(decoder)
+    plain, optimizer = Plain(decoder, kind), build_optimizer(decoder, DECAY, kind, SCALES)
     for seed in range(2):
-        plain.step(draw_gradients(given, seed), found)
+        plain.step(draw_gradients(decoder, seed), factors)
         optimizer.step(RATE)
-    assert plain.furthest(given) <= 1e-12
+    assert plain.furthest(decoder) <= 1e-12
     frozen = [name for name in before if ".residual.norms." in name]
     assert len(frozen) == 4
-    assert all(np.array_equal(before[name], weights(given)[name]) for name in frozen)
+    assert all(np.array_equal(before[name], weights(decoder)[name]) for name in frozen)
     assert not any(name in optimizer.state for name in frozen)
 
 
 def test_what_is_frozen_neither_decays_nor_is_clipped_by() -> None:
-    given = model()
-    optimizer = make_optimizer(given, DECAY, scales=[("layers", 0.0)])
-    before = weights(given)
-    found = draw_gradients(given, 1)
-    result = apply(given, optimizer, BatchResult(torch.tensor(1.0)), RATE, clip=1.0)
-    moved = {name for name, weight in weights(given).items() if not np.array_equal(weight, before[name])}
-    assert moved == {"embed.weight", "close.norm.weight"} == set(optimizer.learned)
-    assert result.norm == pytest.approx(math.sqrt(sum(float((found[name] ** 2).sum()) for name in moved)))
-    assert all(one.grad is None for one in given.parameters())
+    decoder = model()
+    optimizer = build_optimizer(decoder, DECAY, lr_scale=[("layers", 0.0)])
+    before = weights(decoder)
+    gradients = draw_gradients(decoder, 1)
+    result = apply_gradients(decoder, optimizer, BatchResult(torch.tensor(1.0)), RATE, max_gradient_norm=1.0)
+    moved = {name for name, weight in weights(decoder).items() if not np.array_equal(weight, before[name])}
+    assert moved == {"embed.weight", "final_norm.norm.weight"} == set(optimizer.trainable)
+    assert result.gradient_norm == pytest.approx(math.sqrt(sum(float((gradients[name] ** 2).sum()) for name in moved)))
+    assert all(parameter.grad is None for parameter in decoder.parameters())
 
 
 def test_the_last_path_that_matches_counts() -> None:
-    given = model()
+    decoder = model()
     narrow, wide = ("layers.0.mixer.q", 0.25), ("layers", 0.5)
-    assert factors(given, [wide, narrow])["layers.0.mixer.q.weight"] == 0.25
-    assert factors(given, [narrow, wide])["layers.0.mixer.q.weight"] == 0.5
-    assert set(factors(given, [("*", 3.0)]).values()) == {3.0}
+    assert learning_rate_factors(decoder, [wide, narrow])["layers.0.mixer.q.weight"] == 0.25
+    assert learning_rate_factors(decoder, [narrow, wide])["layers.0.mixer.q.weight"] == 0.5
+    assert set(learning_rate_factors(decoder, [("*", 3.0)]).values()) == {3.0}
 
 
 @pytest.mark.parametrize(
     ("scales", "says"),
     [
-        ([("layers.7.mixer", 0.5)], "--lr-scale layers.7.mixer=0.5: no parameter that learns is at 'layers.7.mixer'; "),
-        ([("layers.0.mix", 0.5)], "paths begin with embed, layers.0, layers.1, close"),
-        ([("head", 2.0)], "--lr-scale head=2: no parameter that learns is at 'head'"),
-        ([("embed.weight.0", 2.0)], "--lr-scale embed.weight.0=2: no parameter"),
-        ([("embed", 2.0), ("*", 0.0)], "--lr-scale: every factor is 0, so nothing would learn"),
+        ([("layers.7.mixer", 0.5)], "lr_scale layers.7.mixer=0.5: no parameter that learns is at 'layers.7.mixer'; "),
+        ([("layers.0.mix", 0.5)], "paths begin with embed, layers.0, layers.1, final_norm"),
+        ([("head", 2.0)], "lr_scale head=2: no parameter that learns is at 'head'"),
+        ([("embed.weight.0", 2.0)], "lr_scale embed.weight.0=2: no parameter"),
+        ([("embed", 2.0), ("*", 0.0)], "lr_scale: every factor is 0, so nothing would learn"),
     ],
 )
 def test_paths_that_lead_nowhere(scales: list[tuple[str, float]], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_optimizer(model(), DECAY, scales=scales)
+        build_optimizer(model(), DECAY, lr_scale=scales)
     assert says in str(caught.value)
 
 
 def test_where_all_matrices_are_frozen_muon_has_nothing_to_do() -> None:
-    parts = make_optimizer(model(), DECAY, "muon", [("layers", 0.0)]).parts
+    parts = build_optimizer(model(), DECAY, "muon", [("layers", 0.0)]).optimizers
     assert [type(part) for part in parts] == [torch.optim.AdamW]
-    only = make_optimizer(model(), DECAY, "muon", [("*", 0.0), ("layers.*.mixer.q.weight", 1.0)])
-    assert [type(part) for part in only.parts] == [torch.optim.Muon]
+    only = build_optimizer(model(), DECAY, "muon", [("*", 0.0), ("layers.*.mixer.q.weight", 1.0)])
+    assert [type(part) for part in only.optimizers] == [torch.optim.Muon]
     assert isinstance(only, Optimizer)

@@ -7,31 +7,35 @@ import pytest
 import torch
 
 import heddle
-from heddle.data.recall import open_recall
+from heddle.data.recall import parse_recall
 from heddle.errors import CheckpointError
 from heddle.storage.run_log import read_log
-from heddle.training.loop import Job, train
+from heddle.training.loop import TrainingJob, train
 from heddle.training.settings import Settings
 from tests import small
 
 SOURCE = "recall:copying,tokens=1,letters=3,length=4"
 
 
-def job(out: Path, source: str = SOURCE, steps: int = 6, **settings: Any) -> Job:
-    practice = open_recall(source)
-    config = small.config(small.design(vocab_size=practice.vocab_size, initialisation={"std": 0.3}))
-    given: dict[str, Any] = {"batch_size": 16, "context": practice.task.length, "learning_rate": 1e-2} | settings
-    return Job(config=config, corpus=practice, settings=Settings(steps=steps, **given), out=out)
+def job(out: Path, source: str = SOURCE, steps: int = 6, **settings: Any) -> TrainingJob:
+    practice = parse_recall(source)
+    config = small.config(small.design(vocab_size=practice.vocab_size, initialization={"std": 0.3}))
+    arguments: dict[str, Any] = {
+        "batch_size": 16,
+        "sequence_length": practice.task.length,
+        "learning_rate": 1e-2,
+    } | settings
+    return TrainingJob(config=config, source=practice, settings=Settings(steps=steps, **arguments), out=out)
 
 
 def test_a_task_is_learned(tmp_path: Path) -> None:
     outcome = train(job(tmp_path, steps=60, evaluate_every=20))
-    assert outcome.accuracy > 0.9
-    assert {size for _, size in outcome.windows} == {1}
+    assert outcome.task_accuracy > 0.9
+    assert {size for _, size in outcome.scores} == {1}
     log = read_log(tmp_path)
-    assert all(line["scored"] == 0.25 and "bits_per_byte" not in line for line in log)
-    told = [line["validation_accuracy"] for line in log if "validation_accuracy" in line]
-    assert len(told) == 3
+    assert all(line["scored_fraction"] == 0.25 and "bits_per_byte" not in line for line in log)
+    accuracies = [line["validation_accuracy"] for line in log if "validation_accuracy" in line]
+    assert len(accuracies) == 3
     model, tokenizer = heddle.load(tmp_path)
     assert tokenizer is None
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), outcome.model.parameters(), strict=True))

@@ -12,12 +12,12 @@ import torch
 
 from heddle.data.corpus import Corpus
 from heddle.errors import CheckpointError
-from heddle.storage.checkpoints import step_folder, steps
-from heddle.storage.folder import fingerprint
-from heddle.storage.run_log import LOG, RUN, read_log
+from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps
+from heddle.storage.folder import tensors_sha256
+from heddle.storage.run_log import LOG_FILE, RUN_FILE, read_log
 from heddle.training import checkpoint as snapshot
 from heddle.training import loop, signals
-from heddle.training.loop import Job, train
+from heddle.training.loop import TrainingJob, train
 from heddle.training.signals import Interrupted
 from tests import small
 from tests.storage.shared import Died, System, standing_in
@@ -30,15 +30,15 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return small.corpus(tmp_path_factory.mktemp("text"))
 
 
-def job(texts: Corpus, out: Path, **settings: Any) -> Job:
+def job(texts: Corpus, out: Path, **settings: Any) -> TrainingJob:
     return small.job(texts, out, small.dropping(), STEPS, **({"evaluate_every": 3, "save_every": 2} | settings))
 
 
 def ending(out: Path) -> tuple[str, str, list[dict[str, Any]]]:
     """All that must be equal: every tensor, the progress, and each line of the log but its time."""
-    last = step_folder(out, STEPS)
+    last = checkpoint_folder(out, STEPS)
     lines = [{name: value for name, value in line.items() if name != "seconds"} for line in read_log(out)]
-    return fingerprint(last), (last / snapshot.PROGRESS).read_text(), lines
+    return tensors_sha256(last), (last / snapshot.PROGRESS_FILE).read_text(), lines
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +55,12 @@ def dying(monkeypatch: pytest.MonkeyPatch, name: str, at: int, before: bool) -> 
     calls = 0
     right = getattr(loop, name)
 
-    def call(*given: Any, **named: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == at and before:
             raise Died
-        result = right(*given, **named)
+        result = right(*arguments, **named)
         if calls == at:
             raise Died
         return result
@@ -72,7 +72,8 @@ def dying(monkeypatch: pytest.MonkeyPatch, name: str, at: int, before: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "before"), [("gradients", True), ("apply", False), ("save_run", True), ("save_run", False)]
+    ("name", "before"),
+    [("accumulate_gradients", True), ("apply_gradients", False), ("save_run", True), ("save_run", False)],
 )
 def test_death_at_any_step(
     texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any, name: str, before: bool
@@ -90,7 +91,7 @@ def test_death_at_every_second_step_of_one_run(
     texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any
 ) -> None:
     for _ in range(STEPS // 2):
-        with dying(monkeypatch, "_watch", 3, before=True):
+        with dying(monkeypatch, "_stop_if_diverged", 3, before=True):
             train(job(texts, tmp_path, save_every=1))
     train(job(texts, tmp_path, save_every=1))
     assert ending(tmp_path) == whole
@@ -115,50 +116,50 @@ def test_muon_with_rates_of_its_own(texts: Corpus, tmp_path: Path, monkeypatch: 
     for planted in (False, True):
         out = tmp_path / f"cut-{planted}"
         for _ in range(STEPS // 2):
-            with dying(monkeypatch, "_watch", 3, before=True):
+            with dying(monkeypatch, "_stop_if_diverged", 3, before=True):
                 train(job(texts, out, **asked))
         with monkeypatch.context() as patch:
             if planted:
                 patch.setattr(loop, "resume_run", forgetting_momentum)
             train(job(texts, out, **asked))
         assert (ending(out) == ending(tmp_path / "whole")) is not planted
-    run = json.loads((tmp_path / "whole" / RUN).read_text())["settings"]
+    run = json.loads((tmp_path / "whole" / RUN_FILE).read_text())["settings"]
     assert (run["optimizer"], run["warmup"], run["schedule"]) == ("muon", 2, "cosine")
     assert run["lr_scale"] == [["layers.*.mixer", 0.5], ["embed", 0.0]]
     rates = [line["learning_rate"] for line in read_log(tmp_path / "whole")]
     assert rates[:2] == pytest.approx([0.0015, 0.003])
 
 
-def forgetting_momentum(*given: Any) -> Any:
-    progress = snapshot.resume_run(*given)
-    held = given[2].state["layers.0.mixer.q.weight"]
-    held["momentum_buffer"].zero_()
+def forgetting_momentum(*arguments: Any) -> Any:
+    progress = snapshot.resume_run(*arguments)
+    state = arguments[2].state["layers.0.mixer.q.weight"]
+    state["momentum_buffer"].zero_()
     return progress
 
 
 def test_a_run_at_its_end_is_only_measured_again(texts: Corpus, tmp_path: Path, whole: Any) -> None:
     first = train(job(texts, tmp_path))
     again = train(job(texts, tmp_path))
-    assert again.windows == first.windows
+    assert again.scores == first.scores
     assert ending(tmp_path) == whole
 
 
 def test_how_a_batch_is_split_is_part_of_a_run(texts: Corpus, tmp_path: Path) -> None:
     train(job(texts, tmp_path))
-    with pytest.raises(CheckpointError, match=r"settings\.accumulate was 1, now it is 2"):
-        train(job(texts, tmp_path, accumulate=2))
+    with pytest.raises(CheckpointError, match=r"settings\.gradient_accumulation_steps was 1, now it is 2"):
+        train(job(texts, tmp_path, gradient_accumulation_steps=2))
 
 
-def forgetting_moments(*given: Any) -> Any:
-    optimizer = given[2]
-    progress = snapshot.resume_run(*given)
-    for held in optimizer.state.values():
-        held["exp_avg"].zero_()
+def forgetting_moments(*arguments: Any) -> Any:
+    optimizer = arguments[2]
+    progress = snapshot.resume_run(*arguments)
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
     return progress
 
 
-def forgetting_the_step(*given: Any) -> Any:
-    progress = snapshot.resume_run(*given)
+def forgetting_the_step(*arguments: Any) -> Any:
+    progress = snapshot.resume_run(*arguments)
     progress.step = max(0, progress.step - 1)
     return progress
 
@@ -167,7 +168,7 @@ def forgetting_the_step(*given: Any) -> Any:
 def test_a_resume_that_forgets_something_is_caught(
     texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any, planted: Any
 ) -> None:
-    with dying(monkeypatch, "_watch", 5, before=True):
+    with dying(monkeypatch, "_stop_if_diverged", 5, before=True):
         train(job(texts, tmp_path))
     monkeypatch.setattr(loop, "resume_run", planted)
     train(job(texts, tmp_path))
@@ -186,23 +187,23 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
     texts: Corpus, tmp_path: Path, whole: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(job(texts, tmp_path))
-    newest = step_folder(tmp_path, STEPS) / "model.safetensors"
+    newest = checkpoint_folder(tmp_path, STEPS) / "model.safetensors"
     data = bytearray(newest.read_bytes())
     data[-3] ^= 4
     newest.write_bytes(data)
     capsys.readouterr()
     train(job(texts, tmp_path))
-    told = capsys.readouterr().err
-    assert "warning: " in told
-    assert str(newest) in told
-    assert "continuing" in told
-    assert "from step 6" in told
+    warnings = capsys.readouterr().err
+    assert "warning: " in warnings
+    assert str(newest) in warnings
+    assert "continuing" in warnings
+    assert "from step 6" in warnings
     assert ending(tmp_path) == whole
 
 
 def test_a_cut_last_line_of_the_log_is_written_again(texts: Corpus, tmp_path: Path, whole: Any) -> None:
     train(job(texts, tmp_path))
-    path = tmp_path / LOG
+    path = tmp_path / LOG_FILE
     path.write_text(path.read_text()[:-30])
     assert len(read_log(tmp_path)) == STEPS - 1
     path.write_text(path.read_text() + "\n[1]\n")
@@ -220,7 +221,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "settings.seed was 0, now it is 1": {"seed": 1},
     "settings.steps was 4, now it is 5": {"steps": 5},
     "settings.learning_rate was 0.003, now it is 0.01": {"learning_rate": 0.01},
-    "settings.context was 16, now it is 8": {"context": 8},
+    "settings.sequence_length was 16, now it is 8": {"sequence_length": 8},
     "settings.optimizer was \"adamw\", now it is \"muon\"": {"optimizer": "muon"},
     "settings.schedule was \"wsd\", now it is \"linear\"": {"schedule": "linear"},
     "settings.warmup was null, now it is 3": {"warmup": 3},
@@ -252,7 +253,7 @@ def test_as_much_text_encoded_otherwise_is_refused(texts: Corpus, tmp_path: Path
     """The hash does not say how far a text was encoded, but the order of samples depends on it."""
     first = small.job(texts, tmp_path, steps=2)
     train(first)
-    path = tmp_path / RUN
+    path = tmp_path / RUN_FILE
     run = json.loads(path.read_text())
     assert run["data"]["tokens"] == [len(file) for file in texts.train]
     run["data"]["tokens"][0] += 1
@@ -270,7 +271,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(texts: Corpus, tmp_pat
     with pytest.raises(CheckpointError, match=r"holds something else \(thesis.tex\)"):
         train(small.job(texts, tmp_path))
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
-    assert steps(tmp_path) == []
+    assert checkpoint_steps(tmp_path) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -278,22 +279,22 @@ def test_a_signal_saves_the_step_and_ends(
     texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any, number: signal.Signals
 ) -> None:
     before = signal.getsignal(number)
-    right = loop.apply
+    right = loop.apply_gradients
     calls = 0
 
-    def apply(*given: Any) -> Any:
+    def apply(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             signal.raise_signal(number)
-        return right(*given)
+        return right(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "apply", apply)
+        patch.setattr(loop, "apply_gradients", apply)
         with pytest.raises(Interrupted) as caught:
             train(job(texts, tmp_path, save_every=100))
     assert caught.value.exit_code == 128 + number
-    assert steps(tmp_path) == [3]
+    assert checkpoint_steps(tmp_path) == [3]
     assert signal.getsignal(number) is before
     train(job(texts, tmp_path, save_every=100))
     assert ending(tmp_path) == whole
@@ -302,15 +303,15 @@ def test_a_signal_saves_the_step_and_ends(
 def test_a_signal_during_the_last_evaluation_ends_it(
     texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any
 ) -> None:
-    right = loop._run
+    right = loop._train_steps
 
-    def run(*given: Any) -> float:
-        result = right(*given)
+    def run(*arguments: Any) -> float:
+        result = right(*arguments)
         signal.raise_signal(signal.SIGTERM)
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_run", run)
+        patch.setattr(loop, "_train_steps", run)
         with pytest.raises(Interrupted):
             train(job(texts, tmp_path))
     train(job(texts, tmp_path))
@@ -318,7 +319,7 @@ def test_a_signal_during_the_last_evaluation_ends_it(
 
 
 def test_a_second_signal_ends_at_once(texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def apply(*given: Any) -> Any:
+    def apply(*arguments: Any) -> Any:
         for _ in range(3):
             signal.raise_signal(signal.SIGINT)
         now.append(100.6)
@@ -327,30 +328,30 @@ def test_a_second_signal_ends_at_once(texts: Corpus, tmp_path: Path, monkeypatch
 
     now = [100.0]
     monkeypatch.setattr(signals.time, "monotonic", lambda: now[-1])
-    monkeypatch.setattr(loop, "apply", apply)
+    monkeypatch.setattr(loop, "apply_gradients", apply)
     with pytest.raises(Interrupted):
         train(job(texts, tmp_path))
     assert now == [100.0, 100.6]
-    assert steps(tmp_path) == []
+    assert checkpoint_steps(tmp_path) == []
 
 
 def test_one_wish_that_arrives_twice_is_one(texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = loop.apply
+    right = loop.apply_gradients
 
-    def apply(*given: Any) -> Any:
+    def apply(*arguments: Any) -> Any:
         for _ in range(3):
             signal.raise_signal(signal.SIGTERM)
-        return right(*given)
+        return right(*arguments)
 
-    monkeypatch.setattr(loop, "apply", apply)
+    monkeypatch.setattr(loop, "apply_gradients", apply)
     with pytest.raises(Interrupted):
         train(job(texts, tmp_path))
-    assert steps(tmp_path) == [1]
+    assert checkpoint_steps(tmp_path) == [1]
 
 
 def test_equal_runs_are_equal_and_other_seeds_are_not(texts: Corpus, tmp_path: Path) -> None:
     prints = set()
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         train(small.job(texts, tmp_path / name, steps=3, seed=seed))
-        prints.add(fingerprint(step_folder(tmp_path / name, 3)))
+        prints.add(tensors_sha256(checkpoint_folder(tmp_path / name, 3)))
     assert len(prints) == 2

@@ -6,31 +6,31 @@ from typing import Any
 import pytest
 
 from heddle.errors import ConfigError
-from heddle.training.settings import SCHEDULES, Settings, learning_rate
+from heddle.training.settings import SCHEDULES, Settings, scheduled_learning_rate
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"steps": 0}, "--steps 0: must be at least 1"),
-        ({"batch_size": -1}, "--batch-size -1: must be at least 1"),
-        ({"context": 0}, "--context 0"),
-        ({"accumulate": 0}, "--accumulate 0: must be at least 1"),
-        ({"accumulate": 3}, "--accumulate 3: does not divide --batch-size 8"),
-        ({"save_every": 0}, "--save-every 0"),
-        ({"evaluate_every": 0}, "--evaluate-every 0"),
-        ({"learning_rate": 0.0}, "--lr 0.0: must be a number above 0"),
-        ({"learning_rate": float("nan")}, "--lr nan"),
-        ({"learning_rate": float("inf")}, "--lr inf"),
-        ({"seed": -1}, "--seed -1"),
-        ({"seed": 2**62}, "--seed 4611686018427387904: must be at least 0 and below 2^62"),
-        ({"schedule": "cubic"}, "--schedule cubic: unknown schedule; choices: wsd, cosine, linear"),
-        ({"optimizer": "sgd"}, "--optimizer sgd: unknown optimizer; choices: adamw, muon"),
-        ({"warmup": -1}, "--warmup -1: must be at least 0"),
-        ({"lr_scale": [("embed", -1.0)]}, "--lr-scale embed=-1: the factor must be a number of at least 0"),
-        ({"lr_scale": [("embed", float("nan"))]}, "--lr-scale embed=nan: the factor must be a number"),
-        ({"lr_scale": [("head", 1.0), ("embed", float("inf"))]}, "--lr-scale embed=inf: the factor must be"),
-        ({"precision": "fp8"}, "--precision fp8: unknown precision; choices: fp32, bf16"),
+        ({"steps": 0}, "steps 0: must be at least 1"),
+        ({"batch_size": -1}, "batch_size -1: must be at least 1"),
+        ({"sequence_length": 0}, "sequence_length 0"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps 0: must be at least 1"),
+        ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps 3: does not divide batch_size 8"),
+        ({"save_every": 0}, "save_every 0"),
+        ({"evaluate_every": 0}, "evaluate_every 0"),
+        ({"learning_rate": 0.0}, "learning_rate 0.0: must be a number above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate nan"),
+        ({"learning_rate": float("inf")}, "learning_rate inf"),
+        ({"seed": -1}, "seed -1"),
+        ({"seed": 2**62}, "seed 4611686018427387904: must be at least 0 and below 2^62"),
+        ({"schedule": "cubic"}, "schedule cubic: unknown schedule; choices: wsd, cosine, linear"),
+        ({"optimizer": "sgd"}, "optimizer sgd: unknown optimizer; choices: adamw, muon"),
+        ({"warmup": -1}, "warmup -1: must be at least 0"),
+        ({"lr_scale": [("embed", -1.0)]}, "lr_scale embed=-1: the factor must be a number of at least 0"),
+        ({"lr_scale": [("embed", float("nan"))]}, "lr_scale embed=nan: the factor must be a number"),
+        ({"lr_scale": [("head", 1.0), ("embed", float("inf"))]}, "lr_scale embed=inf: the factor must be"),
+        ({"precision": "fp8"}, "precision fp8: unknown precision; choices: fp32, bf16"),
     ],
 )
 def test_a_wrong_setting_is_named(wrong: dict[str, Any], says: str) -> None:
@@ -62,21 +62,23 @@ def formula(schedule: str, steps: int, warmup: int, step: int) -> float:
 def test_each_rate_is_that_of_the_formula(schedule: str, steps: int, warmup: int) -> None:
     settings = Settings(steps=steps, schedule=schedule, warmup=warmup, learning_rate=0.3)
     for step in range(steps):
-        assert learning_rate(settings, step) == pytest.approx(0.3 * formula(schedule, steps, warmup, step), rel=1e-12)
+        assert scheduled_learning_rate(settings, step) == pytest.approx(
+            0.3 * formula(schedule, steps, warmup, step), rel=1e-12
+        )
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(5, 5), (50, 10), (1000, 50)])
 def test_without_a_warmup_given_it_is_a_twentieth_at_least_ten_and_at_most_all(steps: int, warmup: int) -> None:
-    usual, named = (Settings(steps=steps, warmup=given) for given in (None, warmup))
-    assert all(learning_rate(usual, step) == learning_rate(named, step) for step in range(steps))
-    assert learning_rate(Settings(steps=4, warmup=8), 3) == 3e-3
+    usual, named = (Settings(steps=steps, warmup=value) for value in (None, warmup))
+    assert all(scheduled_learning_rate(usual, step) == scheduled_learning_rate(named, step) for step in range(steps))
+    assert scheduled_learning_rate(Settings(steps=4, warmup=8), 3) == 3e-3
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("steps", [1, 2, 9, 10, 11, 100, 1000])
 def test_every_step_has_a_rate_above_zero_and_none_above_the_highest(schedule: str, steps: int) -> None:
     settings = Settings(steps=steps, schedule=schedule, learning_rate=0.5)
-    rates = [learning_rate(settings, step) for step in range(steps)]
+    rates = [scheduled_learning_rate(settings, step) for step in range(steps)]
     assert all(0 < rate <= 0.5 for rate in rates)
     if steps >= 100:
         assert max(rates) == 0.5
@@ -86,7 +88,7 @@ def test_every_step_has_a_rate_above_zero_and_none_above_the_highest(schedule: s
 def test_the_shapes_of_the_schedules() -> None:
     def rates(schedule: str) -> list[float]:
         settings = Settings(steps=100, schedule=schedule, learning_rate=1.0, warmup=10)
-        return [learning_rate(settings, step) for step in range(100)]
+        return [scheduled_learning_rate(settings, step) for step in range(100)]
 
     for schedule in SCHEDULES:
         assert rates(schedule)[:10] == pytest.approx([0.1 * step for step in range(1, 11)])

@@ -13,11 +13,11 @@ from torch import Tensor
 from heddle.data.samples import Batch
 from heddle.model.decoder import Decoder, build
 from heddle.numerics.kernels import kernels
-from heddle.numerics.random import Key, keyed
+from heddle.numerics.random import RandomKey, use_random_key
 from heddle.training import step
-from heddle.training.optimizer import Optimizer, make_optimizer
+from heddle.training.optimizer import Optimizer, build_optimizer
 from heddle.training.settings import OPTIMIZERS
-from heddle.training.step import BatchResult, apply, gradients
+from heddle.training.step import BatchResult, accumulate_gradients, apply_gradients
 from tests import small
 
 KEY = (5, 7)
@@ -38,14 +38,14 @@ def double(data: dict[str, object] | None = None) -> Decoder:
     return build(small.config(data or small.dropping()), dtype=torch.float64, seed=3).train()
 
 
-def of(model: Decoder, given: Batch, pieces: int = 1) -> dict[str, Tensor]:
+def of(model: Decoder, rows: Batch, pieces: int = 1) -> dict[str, Tensor]:
     """The gradients of a batch, and its loss."""
     for parameter in model.parameters():
         parameter.grad = None
-    loss = gradients(model, given, KEY, pieces).loss
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert len(found) == len(list(model.parameters()))
-    return found | {"loss": loss}
+    loss = accumulate_gradients(model, rows, KEY, pieces).loss
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert len(gradients) == len(list(model.parameters()))
+    return gradients | {"loss": loss}
 
 
 def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
@@ -71,15 +71,19 @@ def test_recomputed_activations_give_the_same_bits() -> None:
 
 def test_another_step_draws_other_noise() -> None:
     model = double()
-    assert not torch.equal(gradients(model, batch(), (5, 7)).loss, gradients(model, batch(), (5, 8)).loss)
-    assert not torch.equal(gradients(model, batch(), (5, 7)).loss, gradients(model, batch(), (6, 7)).loss)
+    assert not torch.equal(
+        accumulate_gradients(model, batch(), (5, 7)).loss, accumulate_gradients(model, batch(), (5, 8)).loss
+    )
+    assert not torch.equal(
+        accumulate_gradients(model, batch(), (5, 7)).loss, accumulate_gradients(model, batch(), (6, 7)).loss
+    )
 
 
 def test_noise_drawn_by_the_row_of_a_piece_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     model = double()
     whole = of(model, batch())
-    right = step.Key
-    monkeypatch.setattr(step, "Key", lambda seed, at, samples: right(seed, at, torch.arange(len(samples))))
+    right = step.RandomKey
+    monkeypatch.setattr(step, "RandomKey", lambda seed, at, samples: right(seed, at, torch.arange(len(samples))))
     assert largest_difference(whole, of(model, batch(), 4)) > 1e-6
 
 
@@ -87,21 +91,21 @@ def test_a_mean_over_the_piece_instead_of_the_batch_is_caught(monkeypatch: pytes
     model = double()
     whole = of(model, batch())
     right = step.loss_sum
-    monkeypatch.setattr(step, "loss_sum", lambda *given: right(*given) * 2)
+    monkeypatch.setattr(step, "loss_sum", lambda *arguments: right(*arguments) * 2)
     assert largest_difference(whole, of(model, batch(), 2)) > 1e-6
 
 
-def apart(model: Decoder, given: Batch) -> tuple[float, dict[str, Tensor]]:
+def apart(model: Decoder, packed: Batch) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients, each document run alone."""
     total, sums = 0.0, {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    for tokens, sizes in zip(given.tokens, given.lengths, strict=True):
+    for tokens, sizes in zip(packed.tokens, packed.doc_lengths, strict=True):
         start = 0
         for size in sizes:
             piece = Batch(tokens[None, start : start + size + 1], ((size,),), np.array([0]))
-            found = of(model, piece)
-            share = size / (len(given.tokens) * (given.tokens.shape[1] - 1))
-            total += float(found.pop("loss")) * share
-            for name, gradient in found.items():
+            gradients = of(model, piece)
+            share = size / (len(packed.tokens) * (packed.tokens.shape[1] - 1))
+            total += float(gradients.pop("loss")) * share
+            for name, gradient in gradients.items():
                 sums[name] += gradient * share
             start += size
     return total, sums
@@ -122,7 +126,7 @@ def test_documents_that_see_each_other_are_caught() -> None:
     model = double(small.design())
     loss, sums = apart(model, batch())
     leaking = batch()
-    leaking = Batch(leaking.tokens, ((CONTEXT,),) * ROWS, leaking.samples)
+    leaking = Batch(leaking.tokens, ((CONTEXT,),) * ROWS, leaking.sample_indices)
     packed = of(model, leaking)
     assert abs(float(packed.pop("loss")) - loss) > 1e-6
     assert largest_difference(packed, sums) > 1e-6
@@ -130,40 +134,40 @@ def test_documents_that_see_each_other_are_caught() -> None:
 
 def taught(model: Decoder, kind: str = "adamw") -> Optimizer:
     """An optimizer that has taken one good step."""
-    optimizer = make_optimizer(model, 0.1, kind)
-    apply(model, optimizer, gradients(model, batch(), KEY), 1e-3, 1.0)
+    optimizer = build_optimizer(model, 0.1, kind)
+    apply_gradients(model, optimizer, accumulate_gradients(model, batch(), KEY), 1e-3, 1.0)
     return optimizer
 
 
 def contents(model: Decoder, optimizer: Optimizer) -> list[Tensor]:
-    state = [torch.as_tensor(value) for held in optimizer.state.values() for value in held.values()]
+    state = [torch.as_tensor(value) for tensor_state in optimizer.state.values() for value in tensor_state.values()]
     return [tensor.detach().clone() for tensor in (*model.parameters(), *state)]
 
 
-def asked(given: Batch) -> Batch:
+def asked(packed: Batch) -> Batch:
     """The same rows with targets of their own, few of which are asked, and unevenly many in each row."""
-    draw = np.random.default_rng(2)
-    answers = draw.integers(0, small.VOCABULARY, given.targets.shape)
-    answers[draw.random(answers.shape) < 0.7] = -1
+    rng = np.random.default_rng(2)
+    answers = rng.integers(0, small.VOCABULARY, packed.targets.shape)
+    answers[rng.random(answers.shape) < 0.7] = -1
     answers[1] = -1
-    return dataclasses.replace(given, answers=answers)
+    return dataclasses.replace(packed, labels=answers)
 
 
 def test_only_asked_targets_enter_and_the_loss_is_their_mean() -> None:
     model = double(small.design())
-    given = asked(batch(((CONTEXT,),) * ROWS))
-    found = of(model, given)
-    hidden, _ = model(torch.from_numpy(given.tokens[:, :-1]))
-    logits, targets = hidden @ model.head.weight.T, given.targets
+    rows = asked(batch(((CONTEXT,),) * ROWS))
+    gradients = of(model, rows)
+    hidden, _ = model(torch.from_numpy(rows.tokens[:, :-1]))
+    logits, targets = hidden @ model.head.weight.T, rows.targets
     terms = [
-        torch.logsumexp(logits[row, place], 0) - logits[row, place, targets[row, place]]
-        for row in range(ROWS) for place in range(CONTEXT) if targets[row, place] >= 0
+        torch.logsumexp(logits[row, position], 0) - logits[row, position, targets[row, position]]
+        for row in range(ROWS) for position in range(CONTEXT) if targets[row, position] >= 0
     ]  # fmt: skip
     loss = torch.stack(terms).mean()
     plain = torch.autograd.grad(loss, list(model.parameters()))
-    assert float(found.pop("loss")) == pytest.approx(float(loss.detach()), abs=1e-12)
+    assert float(gradients.pop("loss")) == pytest.approx(float(loss.detach()), abs=1e-12)
     names = [name for name, _ in model.named_parameters()]
-    assert largest_difference(found, dict(zip(names, plain, strict=True))) <= 1e-12
+    assert largest_difference(gradients, dict(zip(names, plain, strict=True))) <= 1e-12
 
 
 @pytest.mark.parametrize("pieces", [2, 4])
@@ -178,32 +182,32 @@ def test_any_split_of_asked_targets_has_the_same_gradients(pieces: int, monkeypa
 
 def test_what_is_not_asked_changes_no_bit() -> None:
     model = double()
-    given = asked(batch())
-    first = of(model, given)
-    other = dataclasses.replace(given, tokens=given.tokens.copy())
+    rows = asked(batch())
+    first = of(model, rows)
+    other = dataclasses.replace(rows, tokens=rows.tokens.copy())
     other.tokens[:, -1] = 7  # follows the last input
-    assert all(torch.equal(first[name], found) for name, found in of(model, other).items())
+    assert all(torch.equal(first[name], gradient) for name, gradient in of(model, other).items())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", ["loss", "gradient"])
+@pytest.mark.parametrize("bad_value", ["loss", "gradient"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_bad_number_changes_neither_weights_nor_moments(kind: str, place: str, bad: float) -> None:
+def test_a_bad_number_changes_neither_weights_nor_moments(kind: str, bad_value: str, bad: float) -> None:
     model = double()
     optimizer = taught(model, kind)
     before = contents(model, optimizer)
-    found = gradients(model, batch(), KEY)
-    if place == "loss":
-        found = dataclasses.replace(found, loss=found.loss * bad)
+    batch_result = accumulate_gradients(model, batch(), KEY)
+    if bad_value == "loss":
+        batch_result = dataclasses.replace(batch_result, loss=batch_result.loss * bad)
     else:
         last = list(model.parameters())[-1]
         assert last.grad is not None
         last.grad.view(-1)[-1] = bad
-    result = apply(model, optimizer, found, 1e-3, 1.0)
-    assert not result.taken
+    result = apply_gradients(model, optimizer, batch_result, 1e-3, 1.0)
+    assert result.skipped
     assert all(torch.equal(old, new) for old, new in zip(before, contents(model, optimizer), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert apply(model, optimizer, gradients(model, batch(), KEY), 1e-3, 1.0).taken
+    assert not apply_gradients(model, optimizer, accumulate_gradients(model, batch(), KEY), 1e-3, 1.0).skipped
 
 
 def test_a_skip_that_multiplies_by_zero_is_caught() -> None:
@@ -211,7 +215,7 @@ def test_a_skip_that_multiplies_by_zero_is_caught() -> None:
     model = double()
     optimizer = taught(model)
     before = contents(model, optimizer)
-    gradients(model, batch(), KEY)
+    accumulate_gradients(model, batch(), KEY)
     for parameter in model.parameters():
         assert parameter.grad is not None
         parameter.grad *= 0.0
@@ -221,35 +225,35 @@ def test_a_skip_that_multiplies_by_zero_is_caught() -> None:
 
 def test_the_gradient_is_clipped_to_the_norm_and_the_rate_is_set() -> None:
     model = double(small.design())
-    optimizer = make_optimizer(model, 0.0)
-    gradients(model, batch(), KEY)
-    seen = {name: copy.deepcopy(p.grad) for name, p in model.named_parameters()}
-    norm = math.sqrt(sum(float(g.square().sum()) for g in seen.values() if g is not None))
-    kept: list[Tensor] = []
-    optimizer.parts[0].register_step_pre_hook(
-        lambda *_: kept.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
+    optimizer = build_optimizer(model, 0.0)
+    accumulate_gradients(model, batch(), KEY)
+    gradients = {name: copy.deepcopy(p.grad) for name, p in model.named_parameters()}
+    norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values() if g is not None))
+    clipped_gradients: list[Tensor] = []
+    optimizer.optimizers[0].register_step_pre_hook(
+        lambda *_: clipped_gradients.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
     )
-    result = apply(model, optimizer, BatchResult(torch.tensor(1.0)), 0.25, clip=norm / 4)
-    assert result.norm == pytest.approx(norm, rel=1e-12)
-    clipped = math.sqrt(sum(float(g.square().sum()) for g in kept))
+    result = apply_gradients(model, optimizer, BatchResult(torch.tensor(1.0)), 0.25, max_gradient_norm=norm / 4)
+    assert result.gradient_norm == pytest.approx(norm, rel=1e-12)
+    clipped = math.sqrt(sum(float(g.square().sum()) for g in clipped_gradients))
     assert clipped == pytest.approx(norm / 4, rel=1e-5)
-    assert {group["lr"] for group in optimizer.parts[0].param_groups} == {0.25}
+    assert {group["lr"] for group in optimizer.optimizers[0].param_groups} == {0.25}
 
 
 @pytest.mark.parametrize("forced", [{}, {"attention": "reference"}])
 def test_recomputation_in_another_thread_knows_what_was_in_force(forced: dict[str, str]) -> None:
     """On a GPU the backward pass, and so what it recomputes, runs in a thread of the engine's own."""
     model = double()
-    found = []
+    gradients = []
     for checkpointing in (False, True):
         model.checkpointing = checkpointing
         model.zero_grad()
         tokens = torch.from_numpy(batch().tokens)
-        with keyed(Key(*KEY, torch.from_numpy(batch().samples))), kernels(**forced):
+        with use_random_key(RandomKey(*KEY, torch.from_numpy(batch().sample_indices))), kernels(**forced):
             hidden, _ = model(tokens[:, :-1])
         backward = threading.Thread(target=torch.autograd.backward, args=(hidden.square().sum(),))
         backward.start()
         backward.join()
-        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    assert len(found[0]) == len(found[1]) == len(list(model.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert len(gradients[0]) == len(gradients[1]) == len(list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -1,16 +1,15 @@
-"""`heddle compare`: which design serves you, how sure that is, and at what cost."""
+"""`heddle compare`: train designs on the same data and measure their quality, its uncertainty, and their cost."""
 
 import json
 import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from heddle.cli.options import (
-    DEFAULT_VOCABULARY,
     Data,
     Device,
     Json,
@@ -28,29 +27,31 @@ from heddle.cli.options import (
     parse_scales,
 )
 from heddle.errors import ConfigError
+from heddle.tokenization import DEFAULT_VOCAB_SIZE
+
+if TYPE_CHECKING:
+    from heddle.analysis.comparison.plan import ComparisonPlan
 
 DEFAULT_TOKENS = 100_000
 
 
-def compare(  # noqa: PLR0913 - one parameter an option
+def compare(  # noqa: PLR0913 - one parameter per option
     designs: Annotated[
         list[str],
-        typer.Argument(metavar="DESIGN|FIELD=VALUE", help="The first is the baseline; overrides reach all."),
+        typer.Argument(metavar="DESIGN|FIELD=VALUE", help="The first is the baseline; overrides apply to all."),
     ],
     vary: Annotated[
         list[str] | None,
         typer.Option(
-            "--vary", metavar="FIELD=VALUE,VALUE", help="Train a variant of each value; repeat: of each pair."
+            "--vary", metavar="FIELD=VALUE,VALUE", help="Train a variant per value; repeated: per combination."
         ),
     ] = None,
     baseline: Annotated[
-        str | None, typer.Option("--baseline", metavar="NAME", help="The design that the others are compared with.")
+        str | None, typer.Option("--baseline", metavar="NAME", help="The design that all others are compared with.")
     ] = None,
     equal: Annotated[
         str | None,
-        typer.Option(
-            "--equal", metavar="SIZE", help="Widths of the baseline's parameters, active-parameters or flops."
-        ),
+        typer.Option("--equal", metavar="SIZE", help="Choose widths for equal parameters, active-parameters or flops."),
     ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The comparison's folder.")] = Path(
         "runs/compare"
@@ -62,30 +63,28 @@ def compare(  # noqa: PLR0913 - one parameter an option
         int | None, typer.Option("--tokens", metavar="N", help="Training tokens of each run. [100000]")
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option("--seconds", metavar="X", help="Or training seconds of each run.")
+        float | None, typer.Option("--seconds", metavar="X", help="Or training time of each run, in seconds.")
     ] = None,
-    flops: Annotated[
-        float | None, typer.Option("--flops", metavar="X", help="Or training operations of each run.")
-    ] = None,
+    flops: Annotated[float | None, typer.Option("--flops", metavar="X", help="Or training FLOPs of each run.")] = None,
     seeds: Annotated[
-        int, typer.Option("--seeds", metavar="N", help="Runs of each design; seeds pair the designs.")
+        int, typer.Option("--seeds", metavar="N", help="Runs of each design, with random seeds 0 to N-1.")
     ] = 3,
-    batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", help="Rows of a step.")] = 4,
-    context: Annotated[int, typer.Option("--context", metavar="N", help="Tokens of a row.")] = 256,
-    lr: Annotated[float, typer.Option("--lr", metavar="X", help="Highest learning rate.")] = 3e-3,
+    batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", help="Sequences per step.")] = 4,
+    sequence_length: Annotated[int, typer.Option("--sequence-length", metavar="N", help="Tokens per sequence.")] = 256,
+    lr: Annotated[float, typer.Option("--lr", metavar="X", help="Peak learning rate.")] = 3e-3,
     lr_scale: LrScale = None,
     optimizer: OptimizerName = "adamw",
     schedule: Schedule = "wsd",
     warmup: Warmup = None,
-    contexts: Annotated[
+    speed_context_length: Annotated[
         list[int] | None,
-        typer.Option("--speed-context", metavar="N", help="Context at which speed is measured; repeat."),
+        typer.Option("--speed-context-length", metavar="N", help="Context length for the speed test; repeatable."),
     ] = None,
     recall: Annotated[
-        str, typer.Option("--recall", metavar="NAME", help="Probes of recall: mqar, all or none.")
+        str, typer.Option("--recall", metavar="NAME", help="Recall tasks to test: mqar, all or none.")
     ] = "mqar",
     extrapolate: Annotated[
-        int, typer.Option("--extrapolate", metavar="N", help="Longest text read, in contexts: 1 (off), 2, 4, 8 …")
+        int, typer.Option("--extrapolate", metavar="N", help="Test texts up to N sequence lengths: 1 (off), 2, 4, 8 …")
     ] = 8,
     device: Device = "auto",
     precision: Precision = "fp32",
@@ -97,34 +96,34 @@ def compare(  # noqa: PLR0913 - one parameter an option
     """Train designs on the same text in the same order, measure them, and write report.html and report.json."""
     with ExitStack() as stack:
         runtime = open_session(stack, device=device, threads=threads, parts=part, quiet=quiet)
-        from heddle.analysis.comparison.plan import Plan, choose_baseline, read_entries, shared_vocabulary
-        from heddle.analysis.comparison.probes import chosen
+        from heddle.analysis.comparison.plan import ComparisonPlan, choose_baseline, load_entries, shared_vocab_size
+        from heddle.analysis.comparison.probes import select_probes
         from heddle.analysis.comparison.run import compare as run
-        from heddle.analysis.comparison.table import print_table
-        from heddle.analysis.comparison.variation import read_axes
+        from heddle.analysis.comparison.terminal import print_report
+        from heddle.analysis.comparison.variation import parse_varied_fields
 
-        budget, value = _budget(tokens, seconds, flops)
+        budget_kind, budget_value = _budget(tokens, seconds, flops)
         if not 1 <= seeds <= 100:
             raise ConfigError(f"--seeds {seeds}: must be from 1 to 100")
-        probes = chosen(recall)
-        named = [design for design in designs if "=" not in design or Path(design).exists()]
-        overrides = [design for design in designs if design not in named]
+        recall_probes = select_probes(recall)
+        sources = [design for design in designs if "=" not in design or Path(design).exists()]
+        overrides = [design for design in designs if design not in sources]
         scales = parse_scales(lr_scale)
-        entries = read_entries(named, overrides, axes=read_axes(vary or []), scales=scales)
-        first = choose_baseline(entries, baseline)
-        vocabulary = tokenizer or shared_vocabulary(entries, vocab_size, DEFAULT_VOCABULARY)
+        entries = load_entries(sources, overrides, varied_fields=parse_varied_fields(vary or []), scales=scales)
+        baseline_name = choose_baseline(entries, baseline)
+        vocabulary = tokenizer or shared_vocab_size(entries, vocab_size, DEFAULT_VOCAB_SIZE)
         if equal is not None:
-            entries = _equalise(entries, first, equal, vocabulary, context)
-        plan = Plan(
+            entries = _equalize(entries, baseline_name, equal, vocabulary, sequence_length)
+        plan = ComparisonPlan(
             entries=entries,
-            baseline=first,
-            equal=equal,
+            baseline=baseline_name,
+            equal_size=equal,
             data=tuple(data or ["stdlib"]),
-            budget=budget,
-            value=value,
+            budget_kind=budget_kind,
+            budget_value=budget_value,
             seeds=tuple(range(seeds)),
             batch_size=batch_size,
-            context=context,
+            sequence_length=sequence_length,
             learning_rate=lr,
             optimizer=optimizer,
             schedule=schedule,
@@ -135,48 +134,52 @@ def compare(  # noqa: PLR0913 - one parameter an option
             tokenizer=None if tokenizer is None else str(tokenizer.resolve()),
             device=runtime.device,
             threads=threads,
-            parts=tuple(str(file.resolve()) for file in part or []),
-            contexts=tuple(sorted(set(contexts or [512, 2048, 8192]))),
-            recall=probes,
-            extrapolate=extrapolate,
+            part_files=tuple(str(file.resolve()) for file in part or []),
+            speed_contexts=tuple(sorted(set(speed_context_length or [512, 2048, 8192]))),
+            recall_probes=recall_probes,
+            max_length_multiple=extrapolate,
         )
         _check(plan)
         report = run(plan, out, runtime, shlex.join(["heddle", *sys.argv[1:]]))
     if as_json:
         print(json.dumps(report, indent=2))
     else:
-        print_table(report)
+        print_report(report)
         print(f"report: {out / 'report.html'}")
 
 
 def _budget(tokens: int | None, seconds: float | None, flops: float | None) -> tuple[str, float]:
-    given = {"tokens": tokens, "seconds": seconds, "flops": flops}
-    named: dict[str, float] = {name: value for name, value in given.items() if value is not None}
-    if len(named) > 1:
-        raise ConfigError(f"{' and '.join(f'--{name}' for name in named)}: all say how long to train; give one of them")
-    name, value = next(iter(named.items()), ("tokens", float(DEFAULT_TOKENS)))
+    """The kind and the amount of training that each run gets."""
+    options = {"tokens": tokens, "seconds": seconds, "flops": flops}
+    budgets: dict[str, float] = {kind: value for kind, value in options.items() if value is not None}
+    if len(budgets) > 1:
+        flags = " and ".join(f"--{kind}" for kind in budgets)
+        raise ConfigError(f"{flags}: all set the length of the training; give one of them")
+    kind, value = next(iter(budgets.items()), ("tokens", float(DEFAULT_TOKENS)))
     if not 0 < value < float("inf"):
-        raise ConfigError(f"--{name} {value:g}: must be a number above 0")
-    return name, value
+        raise ConfigError(f"--{kind} {value:g}: must be a number above 0")
+    return kind, value
 
 
-def _equalise(entries: Any, baseline: str, kind: str, vocabulary: Path | int, context: int) -> Any:
-    from heddle.analysis.comparison.equal import equalise
+def _equalize(entries: Any, baseline: str, kind: str, vocabulary: Path | int, sequence_length: int) -> Any:
+    """The entries, with widths for which all designs have the same size."""
+    from heddle.analysis.comparison.equal_size import equalize_sizes
     from heddle.tokenization.tokenizer import Tokenizer
 
-    if context < 1:  # before anything is measured at it
-        raise ConfigError(f"--context {context}: must be at least 1")
-    tokens = Tokenizer.load(vocabulary).vocab_size if isinstance(vocabulary, Path) else vocabulary
-    return equalise(entries, baseline, kind, tokens, context)
+    if sequence_length < 1:  # sizes are measured at this length, before the plan is checked
+        raise ConfigError(f"--sequence-length {sequence_length}: must be at least 1")
+    vocab_size = Tokenizer.load(vocabulary).vocab_size if isinstance(vocabulary, Path) else vocabulary
+    return equalize_sizes(entries, baseline, kind, vocab_size, sequence_length)
 
 
-def _check(plan: Any) -> None:
+def _check(plan: "ComparisonPlan") -> None:
+    """Raises ConfigError for a setting that no training accepts, before any training starts."""
     from heddle.training.settings import Settings
 
     Settings(
         steps=1,
         batch_size=plan.batch_size,
-        context=plan.context,
+        sequence_length=plan.sequence_length,
         learning_rate=plan.learning_rate,
         optimizer=plan.optimizer,
         schedule=plan.schedule,
@@ -184,7 +187,8 @@ def _check(plan: Any) -> None:
         lr_scale=plan.lr_scale,
         precision=plan.precision,
     )
-    if plan.extrapolate < 1 or plan.extrapolate & (plan.extrapolate - 1):
-        raise ConfigError(f"--extrapolate {plan.extrapolate}: must be a power of two; 1 reads nothing longer")
-    if min(plan.contexts) < 1:
-        raise ConfigError("--speed-context: must be at least 1")
+    multiple = plan.max_length_multiple
+    if multiple < 1 or multiple & (multiple - 1):
+        raise ConfigError(f"--extrapolate {multiple}: must be a power of two; 1 tests no longer text")
+    if min(plan.speed_contexts) < 1:
+        raise ConfigError("--speed-context-length: must be at least 1")

@@ -1,4 +1,4 @@
-"""`heddle export`: a model of ours as a folder or a file that others read."""
+"""`heddle export`: convert a heddle model into a transformers folder or a GGUF file."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +10,7 @@ from heddle.cli.options import Quiet, open_session
 from heddle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from heddle.exchange.imported import Imported
+    from heddle.exchange.imported_model import ImportedModel
 
 FORMATS = ("hf", "gguf")
 DTYPES = ("fp32", "bf16", "fp16")
@@ -18,51 +18,53 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A run's or a model's folder.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="What to write.")],
-    form: Annotated[
-        str, typer.Option("--format", metavar="NAME", help="hf, a folder for transformers; gguf, a file for llama.cpp.")
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder or file to write.")],
+    output_format: Annotated[
+        str, typer.Option("--format", metavar="NAME", help="hf: a transformers folder. gguf: a llama.cpp file.")
     ] = "hf",
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="NAME", help="fp32, bf16 or fp16. [as in the checkpoint]")
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Write a model as the family that it is, where there is one, else as our own class; told which and why.
+    """Write a model in the format of its family, such as Llama, or else as heddle's own class; prints which and why.
 
     OUT is written whole or not at all.
     """
-    if form not in FORMATS:
-        raise ConfigError(f"--format {form}: unknown format; choices: {', '.join(FORMATS)}")
+    if output_format not in FORMATS:
+        raise ConfigError(f"--format {output_format}: unknown format; choices: {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: unknown; choices: {', '.join(DTYPES)}")
     with ExitStack() as stack:
         open_session(stack, device="cpu", quiet=quiet)
         import torch
 
-        from heddle.exchange.carried import open_checkpoint
         from heddle.exchange.export import export as write
-        from heddle.exchange.fit import service
+        from heddle.exchange.family_match import match_report
+        from heddle.exchange.imported_checkpoint import open_checkpoint
 
-        kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        wanted = None if dtype is None else kinds[dtype]
-        given = open_checkpoint(checkpoint, wanted if form == "hf" else None)
-        _tell_length(checkpoint, given)
-        if form == "gguf":  # it rounds matrices alone
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        torch_dtype = None if dtype is None else dtypes[dtype]
+        # GGUF export rounds only the matrices, and so reads the weights as they were saved.
+        imported = open_checkpoint(checkpoint, torch_dtype if output_format == "hf" else None)
+        _set_max_positions(checkpoint, imported)
+        if output_format == "gguf":
             from heddle.exchange.gguf import export_gguf
 
-            _, graph = export_gguf(given.model, out, given.tokenizer, given, wanted)
-            print(f"{out}: llama.cpp runs it as {graph}")
+            _, architecture = export_gguf(imported.model, out, imported.tokenizer, imported, torch_dtype)
+            print(f"{out}: llama.cpp runs it as {architecture}")
             return
-        found = write(given.model, out, given.tokenizer, given)
-        print(f"{out}: serves as: {found.family.architecture}")
-        if found.family.model_type == "heddle":
-            for line in service(given.model.config).lines()[1:]:
+        match = write(imported.model, out, imported.tokenizer, imported)
+        print(f"{out}: exports as: {match.family.architecture}")
+        if match.family.model_type == "heddle":
+            for line in match_report(imported.model.config).lines()[1:]:
                 print(f"  {line}")
 
 
-def _tell_length(checkpoint: Path, given: "Imported") -> None:
-    """A run was trained on texts of a length, which readers take for the longest that it can serve."""
-    from heddle.storage.run_log import RUN, read_whole
+def _set_max_positions(checkpoint: Path, imported: "ImportedModel") -> None:
+    """Export a run's training sequence length as max_position_embeddings."""
+    from heddle.storage.run_log import RUN_FILE, read_json_file
 
-    if (checkpoint / RUN).is_file():
-        given.carried.setdefault("max_position_embeddings", read_whole(checkpoint / RUN)["settings"]["context"])
+    if (checkpoint / RUN_FILE).is_file():
+        settings = read_json_file(checkpoint / RUN_FILE)["settings"]
+        imported.preserved_config.setdefault("max_position_embeddings", settings["sequence_length"])

@@ -12,34 +12,34 @@ from heddle.cli.options import Device, Json, Kernel, PartFile, Precision, Quiet,
 from heddle.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
-    from heddle.generation.speculative import Round
+    from heddle.generation.speculative import SpeculativeRound
     from heddle.tokenization.tokenizer import Tokenizer
 
 
-def generate(  # noqa: PLR0913 - one parameter an option
+def generate(  # noqa: PLR0913 - one parameter per option
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's or a model's folder.")],
     prompt: Annotated[
         list[str] | None,
         typer.Option("--prompt", metavar="TEXT", help="Text to continue; repeat for a batch; - reads stdin."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", metavar="N", help="Most tokens to write.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", metavar="X", help="0 is greedy.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", metavar="N", help="Most tokens generated.")] = 128,
+    temperature: Annotated[
+        float, typer.Option("--temperature", metavar="X", help="Sampling temperature; 0 is greedy.")
+    ] = 0.0,
     top_k: Annotated[
-        int | None, typer.Option("--top-k", metavar="N", help="Sample from the k likeliest tokens.")
+        int | None, typer.Option("--top-k", metavar="N", help="Sample from the k most likely tokens.")
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option("--top-p", metavar="X", help="Sample from the likeliest that reach p.")
+        float | None, typer.Option("--top-p", metavar="X", help="Nucleus sampling with this probability.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the sampling.")] = 0,
-    stop: Annotated[
-        list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; repeat.")
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Random seed of the sampling.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop string; repeatable.")] = None,
+    num_beams: Annotated[int, typer.Option("--num-beams", metavar="N", help="Beams of beam search.")] = 1,
+    draft_model: Annotated[
+        Path | None, typer.Option("--draft-model", metavar="RUN", help="Draft model for speculative decoding.")
     ] = None,
-    beams: Annotated[int, typer.Option("--beams", metavar="N", help="Follow n texts and write the likeliest.")] = 1,
-    draft: Annotated[
-        Path | None, typer.Option("--draft", metavar="RUN2", help="A smaller model that guesses ahead.")
-    ] = None,
-    lookahead: Annotated[
-        int, typer.Option("--lookahead", metavar="N", help="Most tokens that the draft guesses at a time.")
+    speculative_tokens: Annotated[
+        int, typer.Option("--speculative-tokens", metavar="N", help="Tokens the draft model proposes at a time.")
     ] = 4,
     device: Device = "auto",
     precision: Precision = "fp32",
@@ -49,24 +49,24 @@ def generate(  # noqa: PLR0913 - one parameter an option
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Write on from prompts; one prompt streams as it is written, several are printed one after another."""
+    """Continue prompts. The text of one prompt is streamed; the texts of several are printed when all are done."""
     with ExitStack() as stack:
         runtime = open_session(stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet)
-        from heddle.generation.generate import generate as continue_prompts
+        from heddle.generation.generate import generate as generate_texts
         from heddle.storage.model import load
 
         dtype = dtype_of(precision)
         model, tokenizer = load(run, dtype=dtype, device=runtime.device)
         if tokenizer is None:
             raise CheckpointError(f"{run}: holds no tokenizer.json, so it cannot read a prompt; train it with heddle")
-        guesser = None
-        if draft is not None:
-            guesser, own = load(draft, dtype=dtype, device=runtime.device)
-            _check_draft(draft, own, run, tokenizer)
-        rounds: list[Round] = []
-        prompts = [_read(text) for text in prompt or [""]]
-        streams = len(prompts) == 1 and not as_json
-        texts = continue_prompts(
+        draft = None
+        if draft_model is not None:
+            draft, draft_tokenizer = load(draft_model, dtype=dtype, device=runtime.device)
+            _check_same_tokenizer(draft_model, draft_tokenizer, run, tokenizer)
+        rounds: list[SpeculativeRound] = []
+        prompts = [_read_prompt(text) for text in prompt or [""]]
+        streaming = len(prompts) == 1 and not as_json
+        texts = generate_texts(
             model,
             prompts,
             tokenizer,
@@ -76,40 +76,47 @@ def generate(  # noqa: PLR0913 - one parameter an option
             top_p=top_p,
             seed=seed,
             stop=stop or (),
-            on_text=_show if streams else None,
-            beams=beams,
-            draft=guesser,
-            lookahead=lookahead,
-            on_round=rounds.append,
+            on_text=_print_piece if streaming else None,
+            num_beams=num_beams,
+            draft_model=draft,
+            speculative_tokens=speculative_tokens,
+            on_speculative_round=rounds.append,
         )
         if as_json:
-            answers = [{"prompt": one, "text": text} for one, text in zip(prompts, texts, strict=True)]
-            print(json.dumps(answers, ensure_ascii=False))
-        elif streams:
+            results = [{"prompt": text, "text": new_text} for text, new_text in zip(prompts, texts, strict=True)]
+            print(json.dumps(results, ensure_ascii=False))
+        elif streaming:
             print()
         else:
-            for index, (one, text) in enumerate(zip(prompts, texts, strict=True)):
-                print(f"--- {index + 1} of {len(prompts)}: {one!r}\n{text}")
+            for index, (text, new_text) in enumerate(zip(prompts, texts, strict=True)):
+                print(f"--- {index + 1} of {len(prompts)}: {text!r}\n{new_text}")
         if rounds:
-            _tell(rounds)
+            _report_rounds(rounds)
 
 
-def _check_draft(draft: Path, own: "Tokenizer | None", run: Path, tokenizer: "Tokenizer") -> None:
-    """Refuse a draft that spells otherwise: its guesses would be of other words."""
-    if own is not None and own.to_json() != tokenizer.to_json():
-        raise CheckpointError(f"--draft {draft}: has another tokenizer than {run}; train both with one --tokenizer")
+def _check_same_tokenizer(
+    draft_model: Path, draft_tokenizer: "Tokenizer | None", run: Path, tokenizer: "Tokenizer"
+) -> None:
+    """Refuse a draft model with another tokenizer: its token ids mean other text."""
+    if draft_tokenizer is not None and draft_tokenizer.to_json() != tokenizer.to_json():
+        raise CheckpointError(
+            f"--draft-model {draft_model}: has another tokenizer than {run}; train both with the same --tokenizer"
+        )
 
 
-def _tell(rounds: "list[Round]") -> None:
-    """One line on what the draft was good for."""
-    from heddle.progress import say
+def _report_rounds(rounds: "list[SpeculativeRound]") -> None:
+    """Print one line with the draft model's acceptance rate."""
+    from heddle.progress import print_status
 
-    guessed, kept, written, near = (sum(numbers) for numbers in zip(*rounds, strict=True))
-    ties = f"; {near} were near ties, where rounding decides" if near else ""
-    say(f"draft: {kept} of {guessed} guesses kept in {len(rounds)} calls; {written} tokens{ties}")
+    proposed, accepted, emitted, near_ties = (sum(counts) for counts in zip(*rounds, strict=True))
+    ties = f"; {near_ties} were near ties, which rounding decides" if near_ties else ""
+    print_status(
+        f"draft model: {accepted} of {proposed} proposed tokens accepted in {len(rounds)} rounds; "
+        f"{emitted} tokens generated{ties}"
+    )
 
 
-def _read(text: str) -> str:
+def _read_prompt(text: str) -> str:
     if text != "-":
         return text
     try:
@@ -118,5 +125,5 @@ def _read(text: str) -> str:
         raise DataError("--prompt -: standard input is not UTF-8 text") from None
 
 
-def _show(row: int, piece: str) -> None:
+def _print_piece(row: int, piece: str) -> None:
     print(piece, end="", flush=True)

@@ -1,4 +1,4 @@
-"""`heddle import`: a folder of transformers as a model of ours."""
+"""`heddle import`: convert a transformers checkpoint into a heddle model."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,16 +14,17 @@ def import_(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The model folder to write.")],
     quiet: Quiet = False,
 ) -> None:
-    """Read a model that transformers wrote, check every field and tensor of it, and write it as a model of heddle.
+    """Convert a checkpoint that transformers wrote into a heddle model; every field and tensor of it is checked.
 
-    No code of the folder runs, no pickle is read. OUT is written whole or not at all.
+    No code of the folder runs and no pickle is read. OUT is written whole or not at all.
     """
     with ExitStack() as stack:
         open_session(stack, device="cpu", quiet=quiet)
-        from heddle.exchange.carried import save_imported
+        from heddle.exchange.imported_checkpoint import save_imported
         from heddle.exchange.load import load
 
-        given = load(folder)
-        save_imported(given, out)
-        count = sum(parameter.numel() for parameter in given.model.parameters())
-        print(f"{out}: {given.carried['model_type']} of {count:,} parameters, {given.model.config.depth} layers")
+        imported = load(folder)
+        save_imported(imported, out)
+        parameters = sum(parameter.numel() for parameter in imported.model.parameters())
+        model_type, layers = imported.preserved_config["model_type"], imported.model.config.depth
+        print(f"{out}: {model_type} of {parameters:,} parameters, {layers} layers")

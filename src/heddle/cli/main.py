@@ -1,4 +1,7 @@
-"""The `heddle` command: verbs, and errors as one sentence on stderr. Nothing heavy is imported before a verb runs."""
+"""The `heddle` command and its subcommands; errors are one sentence on stderr.
+
+Heavy modules, such as torch, are imported only when a subcommand runs.
+"""
 
 import contextlib
 import io
@@ -28,22 +31,22 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-VERBS: dict[Callable[..., None], str] = {
-    show: "What a design is and what it costs.",
-    check: "Hold a design to every law.",
-    train: "Train a design on a text, or continue.",
+COMMANDS: dict[Callable[..., None], str] = {
+    show: "Print a design's layers, parameters and costs.",
+    check: "Run the correctness tests on a design.",
+    train: "Train a design, or resume a run.",
     compare: "Train designs side by side and report.",
-    generate: "Write on from prompts.",
-    inspect: "Draw what every head looks at.",
-    import_: "Read a model of transformers.",
-    export: "Write a model for transformers and others.",
+    generate: "Generate text from prompts.",
+    inspect: "Plot attention maps.",
+    import_: "Convert a transformers checkpoint.",
+    export: "Convert a model for transformers or llama.cpp.",
 }
-for verb, summary in VERBS.items():
-    app.command(verb.__name__.rstrip("_"), short_help=summary)(verb)
+for command, summary in COMMANDS.items():
+    app.command(command.__name__.rstrip("_"), short_help=summary)(command)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"heddle {__version__}")
         raise typer.Exit
 
@@ -51,16 +54,16 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """A design is a YAML, TOML or JSON file, preset:NAME or a checkpoint folder, with path.to.field=value overrides."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run and exit: 0 on success, 2 on a user's mistake, 1 on the machine's failure, 130 and 143 on signals."""
+    """Run and exit: 0 on success, 2 on a user's error, 1 on a machine's failure, 130 or 143 on a signal."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot write a character must not end the work
+        if isinstance(stream, io.TextIOWrapper):  # a character the terminal cannot show is no error
             stream.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:] if arguments is None else list(arguments)))
 
@@ -71,23 +74,23 @@ def run(arguments: list[str]) -> int:
         result = app(arguments or ["--help"], prog_name="heddle", standalone_mode=False)
         sys.stdout.flush()
     except HeddleError as error:
-        return _say(str(error), error.exit_code)
+        return _print_error(str(error), error.exit_code)
     except KeyboardInterrupt:
-        return _say("interrupted", 130)
-    except BrokenPipeError:  # the reader has seen enough
-        _drop_output()
+        return _print_error("interrupted", 130)
+    except BrokenPipeError:  # such as `heddle … | head`
+        _flush_or_discard()
         return 0
     except OSError as error:
-        _drop_output()
-        place = f"{error.filename}: " if error.filename else ""
-        return _say(f"{place}{error.strerror or error}; check the disk, its space and your permissions", 1)
+        _flush_or_discard()
+        file = f"{error.filename}: " if error.filename else ""
+        return _print_error(f"{file}{error.strerror or error}; check the disk, its space and your permissions", 1)
     except BaseException as error:
-        return _other(error)
+        return _handle_other(error)
     return result if isinstance(result, int) else 0
 
 
-def _drop_output() -> None:
-    """What could not be written must not fail again when the interpreter ends."""
+def _flush_or_discard() -> None:
+    """Flush stdout. If that fails, discard the rest, so that it does not fail again when the interpreter exits."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         try:
             sys.stdout.flush()
@@ -95,25 +98,25 @@ def _drop_output() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _other(error: BaseException) -> int:
-    """Usage errors, signals that were answered with a save, and a machine without memory; others are bugs."""
-    if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):  # typer met it first
+def _handle_other(error: BaseException) -> int:
+    """Exit codes of usage errors, signals and lack of memory. Any other error is a bug and is raised again."""
+    if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):  # typer caught it first
         return 0
     code = getattr(error, "exit_code", None)
     message = getattr(error, "format_message", None)
     if callable(message):
         context = getattr(error, "ctx", None)
-        return _say(f"{message().rstrip('.')}; see {context.command_path if context else 'heddle'} --help", 2)
+        return _print_error(f"{message().rstrip('.')}; see {context.command_path if context else 'heddle'} --help", 2)
     if type(error).__name__ == "Abort":
-        return _say("interrupted", 130)
+        return _print_error("interrupted", 130)
     if isinstance(code, int):
         return code
     if is_out_of_memory(error):
-        return _say("out of memory; try a smaller --batch-size, --context or design", 1)
+        return _print_error("out of memory; try a smaller batch size, sequence length or design", 1)
     raise error
 
 
-def _say(sentence: str, code: int) -> int:
+def _print_error(sentence: str, code: int) -> int:
     # A closed or full stderr must not change the exit code.
     with contextlib.suppress(OSError, ValueError):
         print(f"heddle: {printable(sentence)}", file=sys.stderr, flush=True)

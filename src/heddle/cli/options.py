@@ -1,4 +1,4 @@
-"""Options that several verbs share."""
+"""Options that several commands share, and what they set up."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,40 +23,39 @@ Data = Annotated[
     typer.Option(
         "--data",
         metavar="PATH",
-        help="A file or folder of text, or hf:PATH, with a weight as PATH@2; repeat for several. [stdlib]",
+        help="A text file or folder, or hf:PATH; PATH@2 doubles its weight; repeatable. [stdlib]",
     ),
 ]
 TokenizerFile = Annotated[
     Path | None,
-    typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json instead of a BPE learned from the text."),
+    typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json, instead of training a BPE tokenizer."),
 ]
 VocabSize = Annotated[
     int | None,
-    typer.Option("--vocab-size", metavar="N", help="Vocabulary to learn where the design names none. [4096]"),
+    typer.Option("--vocab-size", metavar="N", help="Tokenizer size, if the design sets no vocab_size. [4096]"),
 ]
 Device = Annotated[str, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda or mps.")]
-Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads. [torch's own choice]")]
+Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads. [torch's default]")]
 Precision = Annotated[str, typer.Option("--precision", metavar="NAME", help="fp32 or bf16.")]
 Kernel = Annotated[
     list[str] | None,
-    typer.Option("--kernel", metavar="NAME=FORM", help="Force a form: attention=reference; repeat for several."),
+    typer.Option("--kernel", metavar="OPERATION=KERNEL", help="Force a kernel: attention=reference; repeatable."),
 ]
 OptimizerName = Annotated[str, typer.Option("--optimizer", metavar="NAME", help="adamw or muon.")]
 Schedule = Annotated[str, typer.Option("--schedule", metavar="NAME", help="wsd, cosine or linear.")]
 Warmup = Annotated[
-    int | None, typer.Option("--warmup", metavar="N", help="Steps to reach --lr. [a twentieth, at least 10]")
+    int | None, typer.Option("--warmup", metavar="N", help="Warmup steps. [a twentieth of --steps, at least 10]")
 ]
 LrScale = Annotated[
     list[str] | None,
-    typer.Option("--lr-scale", metavar="PATH=X", help="Factor of --lr, such as layers.*.mixer=0.5; repeat."),
+    typer.Option("--lr-scale", metavar="PATH=X", help="Factor on --lr, such as layers.*.mixer=0.5; repeatable."),
 ]
 PartFile = Annotated[
-    list[Path] | None, typer.Option("--part", metavar="FILE", help="A .py file with a part of your own; repeat.")
+    list[Path] | None,
+    typer.Option("--part", metavar="FILE", help="A .py file that defines a part of your own; repeatable."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
-
-DEFAULT_VOCABULARY = 4096
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress on stderr.")]
 
 
 def open_session(
@@ -68,34 +67,34 @@ def open_session(
     parts: list[Path] | None = None,
     quiet: bool = False,
 ) -> "Runtime":
-    """Set up the process for a verb; what must be undone is left with `stack`."""
+    """Set up the process for a command. `stack` undoes it when it closes."""
     from heddle import progress
     from heddle.config import load_part
-    from heddle.numerics.kernels import kernels as forcing
-    from heddle.runtime import prepare
+    from heddle.numerics.kernels import kernels as force_kernels
+    from heddle.runtime import set_up_runtime
 
     if quiet:
         stack.enter_context(progress.quiet())
     for file in parts or []:
         load_part(file)
-    runtime = prepare(device, threads)
-    stack.enter_context(forcing(**parse_kernels(kernels)))
+    runtime = set_up_runtime(device, threads)
+    stack.enter_context(force_kernels(**parse_kernels(kernels)))
     return runtime
 
 
 def parse_kernels(kernels: list[str] | None) -> dict[str, str]:
-    """`attention=reference` as a mapping. Raises ConfigError for another form."""
-    pairs = {}
+    """Parse `attention=reference` into a mapping from operation to kernel. Raises ConfigError if there is no `=`."""
+    forced = {}
     for text in kernels or []:
-        name, equals, form = text.partition("=")
+        operation, equals, kernel = text.partition("=")
         if not equals:
-            raise ConfigError(f"--kernel {text}: expected operation=form, such as attention=reference")
-        pairs[name] = form
-    return pairs
+            raise ConfigError(f"--kernel {text}: expected operation=kernel, such as attention=reference")
+        forced[operation] = kernel
+    return forced
 
 
 def parse_scales(scales: list[str] | None) -> tuple[tuple[str, float], ...]:
-    """`layers.*.mixer=0.5` as pairs, in order. Raises ConfigError for another form."""
+    """Parse `layers.*.mixer=0.5` into (path, factor) pairs, in order. Raises ConfigError for anything else."""
     pairs = []
     for text in scales or []:
         path, equals, factor = text.partition("=")
@@ -109,7 +108,7 @@ def parse_scales(scales: list[str] | None) -> tuple[tuple[str, float], ...]:
 
 
 def dtype_of(precision: str) -> Any:
-    """torch's dtype of a --precision. Raises ConfigError for an unknown one."""
+    """The torch dtype of a --precision. Raises ConfigError for an unknown precision."""
     import torch
 
     from heddle.training.settings import PRECISIONS
@@ -119,13 +118,6 @@ def dtype_of(precision: str) -> Any:
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
-def read_config(design: str, overrides: list[str] | None) -> "ModelConfig":
-    """The config of a design with overrides."""
-    from heddle.model.load_config import load_config
-
-    return load_config(design, overrides or [])
-
-
-def with_vocabulary(config: "ModelConfig", size: int) -> "ModelConfig":
-    """A design that names no vocabulary takes the tokenizer's."""
-    return config if config.vocab_size is not None else config.replace(vocab_size=size)
+def with_vocab_size(config: "ModelConfig", vocab_size: int) -> "ModelConfig":
+    """The config, with this vocab_size if it sets none."""
+    return config if config.vocab_size is not None else config.replace(vocab_size=vocab_size)

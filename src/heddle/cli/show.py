@@ -1,4 +1,4 @@
-"""`heddle show`: what a design is and what it costs, read off the model built without memory."""
+"""`heddle show`: the layers, parameters and costs of a design, measured on a model without weights."""
 
 import json
 from contextlib import ExitStack
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from heddle.cli.options import (
-    DEFAULT_VOCABULARY,
     Device,
     Json,
     Kernel,
@@ -16,26 +15,32 @@ from heddle.cli.options import (
     Precision,
     dtype_of,
     open_session,
-    read_config,
-    with_vocabulary,
+    with_vocab_size,
 )
 from heddle.errors import ConfigError
-from heddle.progress import amount
+from heddle.progress import format_amount
+from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from heddle.model.config import ModelConfig
     from heddle.model.size import Size
 
+CONTEXT_LENGTHS = [2048, 8192, 32768, 131072]
 
-def show(  # noqa: PLR0913 - one parameter an option
+
+def show(  # noqa: PLR0913 - one parameter per option
     design: Annotated[str | None, typer.Argument(metavar="DESIGN", help="A file, preset:NAME or a folder.")] = None,
     overrides: Overrides = None,
-    context: Annotated[
-        list[int] | None, typer.Option("--context", metavar="N", help="Tokens of context; repeat. [2048 …]")
+    context_length: Annotated[
+        list[int] | None,
+        typer.Option("--context-length", metavar="N", help="Tokens in the context; repeatable. [2048 8192 …]"),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Rows.")] = 1,
-    memory: Annotated[
-        int | None, typer.Option("--memory", metavar="N", help="Tokens that cross-attention reads. [the context]")
+    batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", help="Sequences in the batch.")] = 1,
+    encoder_length: Annotated[
+        int | None,
+        typer.Option("--encoder-length", metavar="N", help="Tokens cross-attention reads. [the context length]"),
     ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of designs, for editors.")] = False,
     device: Device = "auto",
@@ -44,7 +49,7 @@ def show(  # noqa: PLR0913 - one parameter an option
     part: PartFile = None,
     as_json: Json = False,
 ) -> None:
-    """Layers, parameters, FLOPs, state bytes, and the kernel chosen for each operation with the reasons."""
+    """Print a design's layers, parameters, FLOPs and state size, and the kernel of each operation with the reasons."""
     with ExitStack() as stack:
         runtime = open_session(stack, device=device, kernels=kernel, parts=part)
         if schema:
@@ -54,35 +59,47 @@ def show(  # noqa: PLR0913 - one parameter an option
             return
         if design is None:
             raise ConfigError("DESIGN: is missing; give a file, preset:NAME or a checkpoint folder")
-        contexts = context or [2048, 8192, 32768, 131072]
-        if min(contexts) < 1 or batch < 1 or (memory is not None and memory < 1):
-            raise ConfigError("show: --context, --batch and --memory must be at least 1")
-        config = with_vocabulary(read_config(design, overrides), DEFAULT_VOCABULARY)
-        facts = measure(config, contexts, batch, dtype_of(precision), runtime.device, memory)
+        context_lengths = context_length or CONTEXT_LENGTHS
+        if min(context_lengths) < 1 or batch_size < 1 or (encoder_length is not None and encoder_length < 1):
+            raise ConfigError("show: --context-length, --batch-size and --encoder-length must be at least 1")
+        from heddle.model.load_config import load_config
+
+        config = with_vocab_size(load_config(design, overrides or []), DEFAULT_VOCAB_SIZE)
+        facts = measure(config, context_lengths, batch_size, dtype_of(precision), runtime.device, encoder_length)
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
-        _print(design, facts)
+        _print_facts(design, facts)
 
 
 def measure(
-    config: "ModelConfig", contexts: list[int], batch: int, dtype: Any, device: str, memory: int | None = None
+    config: "ModelConfig",
+    context_lengths: list[int],
+    batch_size: int,
+    dtype: Any,
+    device: str,
+    encoder_length: int | None = None,
 ) -> dict[str, Any]:
-    """Everything `show` prints, as plain data; `memory` None reads one as long as each context."""
-    from heddle.exchange.fit import service
-    from heddle.model.size import choices, size
+    """Everything `show` prints, as plain data. encoder_length None: as many tokens as each context."""
+    from heddle.exchange.family_match import match_report
+    from heddle.model.size import kernel_choices, size
 
-    sizes = [size(config, context, batch, dtype, memory) for context in contexts]
+    sizes = [size(config, length, batch_size, dtype, encoder_length) for length in context_lengths]
     first: Size = sizes[0]
-    calls = {"training": (contexts[0], -1), "decode": (1, contexts[0])}
-    chosen = {}
-    for name, (queries, past) in calls.items():
-        if past >= 0 and first.state_bytes == 0:
+    phases = {"training": (context_lengths[0], -1), "decode": (1, context_lengths[0])}
+    kernels = {}
+    for phase, (queries, cached_tokens) in phases.items():
+        if cached_tokens >= 0 and first.state_bytes == 0:
             continue
-        counted = choices(config, queries, past, dtype, device, memory)
-        chosen[name] = [
-            {"operation": c.operation, "form": c.form, "calls": n, "against": [list(pair) for pair in c.against]}
-            for c, n in counted.items()
+        counts = kernel_choices(config, queries, cached_tokens, dtype, device, encoder_length)
+        kernels[phase] = [
+            {
+                "operation": choice.operation,
+                "kernel": choice.kernel,
+                "calls": calls,
+                "rejected": [list(pair) for pair in choice.rejected],
+            }
+            for choice, calls in counts.items()
         ]
     return {
         "design": config.dump(),
@@ -91,67 +108,79 @@ def measure(
         "embedding_parameters": first.embedding_parameters,
         "encoder": [vars(layer) for layer in first.encoder],
         "layers": [vars(layer) for layer in first.layers],
-        "batch": batch,
+        "batch_size": batch_size,
         "contexts": [
             {
-                "context": one.context,
-                "memory": one.memory,
-                "flops_per_token": one.flops_per_token,
-                "state_bytes": one.state_bytes,
-                "state_bytes_per_token": one.state_bytes_per_token,
-                "table_bytes": one.table_bytes,
+                "context_length": context.context_length,
+                "encoder_length": context.encoder_length,
+                "flops_per_token": context.flops_per_token,
+                "state_bytes": context.state_bytes,
+                "state_bytes_per_token": context.state_bytes_per_token,
+                "position_table_bytes": context.position_table_bytes,
             }
-            for one in sizes
+            for context in sizes
         ],
-        "kernels": chosen,
-        "serves_as": service(config).lines(),
+        "kernels": kernels,
+        "exports_as": match_report(config).lines(),
     }
 
 
-def _print(design: str, facts: dict[str, Any]) -> None:
+def _print_facts(design: str, facts: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     console = Console(highlight=False)
     config = facts["design"]
     console.print(f"[bold]{escape(design)}[/bold]")
     active = facts["active_parameters"]
-    used = "all active" if active == facts["parameters"] else f"{active:,} active"
-    console.print(
-        f"{facts['parameters']:,} parameters, {used} for each token, {facts['embedding_parameters']:,} in the embedding"
-    )
+    active_text = "all active" if active == facts["parameters"] else f"{active:,} active"
+    embedding = facts["embedding_parameters"]
+    console.print(f"{facts['parameters']:,} parameters, {active_text} for each token, {embedding:,} in the embedding")
     head = "tied" if config["head"]["tied"] else "untied"
     console.print(f"width {config['width']}, vocabulary {config['vocab_size']:,}, {head} head\n")
-    layers = Table(box=None, pad_edge=False)
-    layers.add_column("layers", justify="right")
-    layers.add_column("mixer and feed-forward", overflow="fold")
-    for name in ("parameters", f"state at {facts['contexts'][0]['context']:,}"):
-        layers.add_column(name, justify="right")
-    for name in ("encoder", "layers"):
-        for row in facts[name]:
-            parts = escape(f"{row['mixer']}\n{row['feedforward']}")
-            kept = "encoder" if name == "encoder" else amount(row["state_bytes"], "bytes")
-            layers.add_row(f"{row['count']} ×", parts, f"{row['parameters']:,}", kept)
-    console.print(layers)
-    costs = Table(box=None, pad_edge=False)
-    for name in ("context", "FLOPs per token", "state", "of it positions", "each further token"):
-        costs.add_column(name, justify="right")
-    for one in facts["contexts"]:
-        state = (amount(one[name], "bytes") for name in ("state_bytes", "table_bytes", "state_bytes_per_token"))
-        costs.add_row(f"{one['context']:,}", f"{one['flops_per_token'] / 1e6:,.1f} M", *state)
-    rows = "one row" if facts["batch"] == 1 else f"{facts['batch']} rows"
-    read = sorted({one["memory"] for one in facts["contexts"]} - {0})
-    beside = f" beside a memory of {' or '.join(f'{length:,}' for length in read)} tokens" if read else ""
-    console.print(f"\ncost of {rows}{beside}; FLOPs of a forward pass, training takes 3 times as many")
-    console.print(costs)
+    _print_layers(console, facts)
+    _print_contexts(console, facts)
     console.print()
-    for line in facts["serves_as"]:
+    for line in facts["exports_as"]:
         console.print(line, markup=False, soft_wrap=True)
-    for name, chosen in facts["kernels"].items():
-        console.print(f"\nkernels in {name}")
-        for one in chosen:
-            calls = "1 call" if one["calls"] == 1 else f"{one['calls']} calls"
-            console.print(f"  {one['operation']} = {one['form']}, {calls}")
-            for form, reason in one["against"]:
-                console.print(f"      not {form}: {reason}", markup=False, soft_wrap=True)
+    for phase, choices in facts["kernels"].items():
+        console.print(f"\nkernels in {phase}")
+        for choice in choices:
+            calls = "1 call" if choice["calls"] == 1 else f"{choice['calls']} calls"
+            console.print(f"  {choice['operation']} = {choice['kernel']}, {calls}")
+            for kernel, reason in choice["rejected"]:
+                console.print(f"      not {kernel}: {reason}", markup=False, soft_wrap=True)
+
+
+def _print_layers(console: "Console", facts: dict[str, Any]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("layers", justify="right")
+    table.add_column("mixer and feed-forward", overflow="fold")
+    for name in ("parameters", f"state at {facts['contexts'][0]['context_length']:,}"):
+        table.add_column(name, justify="right")
+    for stack in ("encoder", "layers"):
+        for layer in facts[stack]:
+            parts = escape(f"{layer['mixer']}\n{layer['feedforward']}")
+            state = "encoder" if stack == "encoder" else format_amount(layer["state_bytes"], "bytes")
+            table.add_row(f"{layer['count']} ×", parts, f"{layer['parameters']:,}", state)
+    console.print(table)
+
+
+def _print_contexts(console: "Console", facts: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("context", "FLOPs per token", "state", "of it positions", "each further token"):
+        table.add_column(name, justify="right")
+    for context in facts["contexts"]:
+        names = ("state_bytes", "position_table_bytes", "state_bytes_per_token")
+        amounts = (format_amount(context[name], "bytes") for name in names)
+        table.add_row(f"{context['context_length']:,}", f"{context['flops_per_token'] / 1e6:,.1f} M", *amounts)
+    rows = "one sequence" if facts["batch_size"] == 1 else f"{facts['batch_size']} sequences"
+    lengths = sorted({context["encoder_length"] for context in facts["contexts"]} - {0})
+    encoder = f" and an encoder output of {' or '.join(f'{length:,}' for length in lengths)} tokens" if lengths else ""
+    console.print(f"\ncost of {rows}{encoder}; FLOPs of a forward pass, training takes 3 times as many")
+    console.print(table)

@@ -1,4 +1,4 @@
-"""`heddle train`: one design on a text, from fresh weights or a model's; the same command again continues."""
+"""`heddle train`: train a design, from new weights or a checkpoint's; the same command again resumes the run."""
 
 import shlex
 import sys
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from heddle.cli.options import (
-    DEFAULT_VOCABULARY,
     Data,
     Device,
     Json,
@@ -27,38 +26,41 @@ from heddle.cli.options import (
     Warmup,
     open_session,
     parse_scales,
-    read_config,
-    with_vocabulary,
+    with_vocab_size,
 )
 from heddle.errors import CheckpointError, ConfigError
+from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
 if TYPE_CHECKING:
-    from heddle.data.chat import Chat
+    from heddle.data.chat import ChatDataset
     from heddle.data.corpus import Corpus
-    from heddle.data.recall import Practice
+    from heddle.data.recall import TaskStream
     from heddle.model.config import ModelConfig
     from heddle.tokenization.tokenizer import Tokenizer
-    from heddle.training.init_checkpoint import Base, Lora
-    from heddle.training.loop import Job, Outcome
+    from heddle.training.init_checkpoint import InitCheckpoint, LoraSettings
+    from heddle.training.loop import TrainingJob, TrainingResult
     from heddle.training.settings import Settings
 
+DEFAULT_STEPS = 500
+DEFAULT_SEQUENCE_LENGTH = 256
 
-def train(  # noqa: PLR0913 - one parameter an option
+
+def train(  # noqa: PLR0913 - one parameter per option
     design: Annotated[
-        str | None, typer.Argument(metavar="DESIGN", help="A file, preset:NAME or a folder; with --from, left out.")
+        str | None, typer.Argument(metavar="DESIGN", help="A file, preset:NAME or a folder; leave out with --from.")
     ] = None,
     overrides: Overrides = None,
     from_: Annotated[
-        Path | None, typer.Option("--from", metavar="FOLDER", help="Start from this model's or run's weights.")
+        Path | None, typer.Option("--from", metavar="FOLDER", help="Start from the weights of this model or run.")
     ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The run's folder.")] = Path("runs/train"),
     lora: Annotated[
-        int | None, typer.Option("--lora", metavar="RANK", help="With --from: learn adapters of this rank alone.")
+        int | None, typer.Option("--lora", metavar="RANK", help="With --from: train only LoRA adapters of this rank.")
     ] = None,
     lora_targets: Annotated[
         list[str] | None,
         typer.Option(
-            "--lora-targets", metavar="PATH", help="Projections with adapters; repeat. [layers.*.mixer.q, .v]"
+            "--lora-targets", metavar="PATH", help="Projections with LoRA; repeatable. [layers.*.mixer.q, .v]"
         ),
     ] = None,
     data: Data = None,
@@ -66,21 +68,24 @@ def train(  # noqa: PLR0913 - one parameter an option
     vocab_size: VocabSize = None,
     steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="Optimizer steps. [500]")] = None,
     tokens: Annotated[
-        int | None, typer.Option("--tokens", metavar="N", help="Tokens to train on, instead of --steps.")
+        int | None, typer.Option("--tokens", metavar="N", help="Training tokens, instead of --steps.")
     ] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", help="Rows of a step.")] = 8,
-    context: Annotated[
-        int | None, typer.Option("--context", metavar="N", help="Tokens of a row. [256; a recall task's own length]")
+    batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", help="Sequences per step.")] = 8,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option("--sequence-length", metavar="N", help="Tokens per sequence. [256; a recall task has its own]"),
     ] = None,
-    accumulate: Annotated[
-        int, typer.Option("--accumulate", metavar="N", help="Pieces a batch is cut into; same result.")
+    gradient_accumulation_steps: Annotated[
+        int, typer.Option("--gradient-accumulation-steps", metavar="N", help="Micro-batches per step; same result.")
     ] = 1,
-    lr: Annotated[float, typer.Option("--lr", metavar="X", help="Highest learning rate.")] = 3e-3,
+    lr: Annotated[float, typer.Option("--lr", metavar="X", help="Peak learning rate.")] = 3e-3,
     lr_scale: LrScale = None,
     optimizer: OptimizerName = "adamw",
     schedule: Schedule = "wsd",
     warmup: Warmup = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of weights, order and dropout.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", help="Random seed of weights, data order and dropout.")
+    ] = 0,
     save_every: Annotated[
         int | None, typer.Option("--save-every", metavar="N", help="Steps between checkpoints.")
     ] = 100,
@@ -89,7 +94,7 @@ def train(  # noqa: PLR0913 - one parameter an option
     ] = None,
     compile_model: Annotated[bool, typer.Option("--compile", help="Compile each layer with torch.compile.")] = False,
     checkpoint_activations: Annotated[
-        bool, typer.Option("--checkpoint-activations", help="Recompute layers in the backward pass: less memory.")
+        bool, typer.Option("--checkpoint-activations", help="Recompute activations in backward; saves memory.")
     ] = False,
     device: Device = "auto",
     precision: Precision = "fp32",
@@ -99,29 +104,30 @@ def train(  # noqa: PLR0913 - one parameter an option
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Train a design; ends with its bits per byte on held-out text and a sample of what it writes.
+    """Train a design; prints its bits per byte on held-out text and a sample of its text.
 
-    Or train it on conversations (--data chat:FILE.jsonl), learning what the assistant says; or on a recall task, such
-    as --data recall:mqar,pairs=8, which ends with the share of right answers.
+    With --data chat:FILE.jsonl it trains on conversations, with a loss on the assistant's text; with --data
+    recall:mqar,pairs=8 on a synthetic recall task, and prints the accuracy.
     """
     with ExitStack() as stack:
         runtime = open_session(stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet)
         from heddle.runtime import versions
-        from heddle.training.init_checkpoint import open_base
-        from heddle.training.loop import Job
+        from heddle.training.init_checkpoint import open_init_checkpoint
+        from heddle.training.loop import TrainingJob
         from heddle.training.loop import train as run
         from heddle.training.settings import Settings
 
-        practice = _practice(data, tokenizer, vocab_size, context)
-        length = practice.task.length if practice is not None else 256 if context is None else context
+        task = _recall_task(data, tokenizer, vocab_size, sequence_length)
+        length = DEFAULT_SEQUENCE_LENGTH if sequence_length is None else sequence_length
+        length = length if task is None else task.task.length
         settings = Settings(
             steps=_steps(steps, tokens, batch_size * length),
             batch_size=batch_size,
-            context=length,
+            sequence_length=length,
             learning_rate=lr,
             seed=seed,
             save_every=save_every,
-            accumulate=accumulate,
+            gradient_accumulation_steps=gradient_accumulation_steps,
             precision=precision,
             compile=compile_model,
             checkpoint_activations=checkpoint_activations,
@@ -131,152 +137,161 @@ def train(  # noqa: PLR0913 - one parameter an option
             lr_scale=parse_scales(lr_scale),
             evaluate_every=evaluate_every,
         )
-        adapters = _lora(lora, lora_targets, from_)
-        base = None if from_ is None else open_base(from_)
-        config = _config(design, overrides, base)
-        corpus: Corpus | Chat | Practice
-        if practice is None:
-            known = _tokenizer(tokenizer, vocab_size, base)
-            texts = {} if base is None else base.documents
-            corpus = _texts(data or ["stdlib"], settings, (config.vocab_size, vocab_size), known, texts)
-            size = corpus.tokenizer.vocab_size
+        lora_settings = _lora_settings(lora, lora_targets, from_)
+        init_checkpoint = None if from_ is None else open_init_checkpoint(from_)
+        config = _config(design, overrides, init_checkpoint)
+        source: Corpus | ChatDataset | TaskStream
+        if task is None:
+            source_tokenizer = _source_tokenizer(tokenizer, vocab_size, init_checkpoint)
+            documents = {} if init_checkpoint is None else init_checkpoint.documents
+            sizes = (config.vocab_size, vocab_size)
+            source = _open_data(data or ["stdlib"], settings, sizes, source_tokenizer, documents)
+            source_vocab_size = source.tokenizer.vocab_size
         else:
-            corpus, size = practice, practice.vocab_size
-            practice.check_vocabulary(config.vocab_size)
-        circumstances = {"command": shlex.join(["heddle", *sys.argv[1:]]), "versions": versions()}
-        circumstances["runtime"] = runtime.describe()
-        job = Job(
-            config=with_vocabulary(config, size),
-            corpus=corpus,
+            source, source_vocab_size = task, task.vocab_size
+            task.check_vocab_size(config.vocab_size)
+        environment = {"command": shlex.join(["heddle", *sys.argv[1:]]), "versions": versions()}
+        environment["runtime"] = runtime.describe()
+        job = TrainingJob(
+            config=with_vocab_size(config, source_vocab_size),
+            source=source,
             settings=settings,
             out=out,
             device=runtime.device,
-            circumstances=circumstances,
-            base=base,
-            lora=adapters,
+            environment=environment,
+            init_checkpoint=init_checkpoint,
+            lora=lora_settings,
         )
         _report(run(job), job, as_json)
 
 
-def _practice(
-    data: list[str] | None, tokenizer: Path | None, vocab_size: int | None, context: int | None
-) -> "Practice | None":
-    """The recall task that --data names, or None for text. Raises where an option speaks of text alone."""
-    from heddle.data.recall import is_recall, open_recall
+def _recall_task(
+    data: list[str] | None, tokenizer: Path | None, vocab_size: int | None, sequence_length: int | None
+) -> "TaskStream | None":
+    """The recall task that --data names; None for other data. Raises ConfigError for options that only text takes."""
+    from heddle.data.recall import is_recall_argument, parse_recall
 
-    if data is None or len(data) != 1 or not is_recall(data[0]):
+    if data is None or len(data) != 1 or not is_recall_argument(data[0]):
         return None
-    practice = open_recall(data[0])
+    task = parse_recall(data[0])
     for option, value in (("tokenizer", tokenizer), ("vocab-size", vocab_size)):
         if value is not None:
             raise ConfigError(f"--{option} {value}: {data[0]} has a vocabulary of its own; leave --{option} out")
-    if context not in (None, practice.task.length):
+    if sequence_length not in (None, task.task.length):
         raise ConfigError(
-            f"--context {context}: {data[0]} has rows of {practice.task.length} tokens; say length={context} in --data"
+            f"--sequence-length {sequence_length}: {data[0]} has sequences of {task.task.length} tokens; "
+            f"give length={sequence_length} in --data"
         )
-    return practice
+    return task
 
 
-def _config(design: str | None, overrides: list[str] | None, base: "Base | None") -> "ModelConfig":
-    """What is to be trained. Raises ConfigError where neither DESIGN nor --from says it."""
-    given = list(overrides or [])
-    if base is None:
+def _config(design: str | None, overrides: list[str] | None, checkpoint: "InitCheckpoint | None") -> "ModelConfig":
+    """The config to train. Raises ConfigError if neither DESIGN nor --from is given."""
+    from heddle.model.load_config import load_config
+
+    overrides = list(overrides or [])
+    if checkpoint is None:
         if design is None:
             raise ConfigError("DESIGN: is missing; give a file, preset:NAME or a folder, or --from FOLDER")
-        return read_config(design, given)
-    if design is not None and "=" in design and not Path(design).exists():  # an override stands first
-        return base.design(None, [design, *given])
-    return base.design(design, given)
+        return load_config(design, overrides)
+    if design is not None and "=" in design and not Path(design).exists():  # without DESIGN, an override comes first
+        return checkpoint.resolve_config(None, [design, *overrides])
+    return checkpoint.resolve_config(design, overrides)
 
 
-def _lora(rank: int | None, targets: list[str] | None, base: Path | None) -> "Lora | None":
-    from heddle.training.init_checkpoint import Lora
+def _lora_settings(rank: int | None, targets: list[str] | None, checkpoint: Path | None) -> "LoraSettings | None":
+    from heddle.training.init_checkpoint import LoraSettings
 
     if rank is None:
         if targets:
-            raise ConfigError(f"--lora-targets {targets[0]}: says where adapters go; give their rank with --lora too")
+            raise ConfigError(f"--lora-targets {targets[0]}: needs the rank of the adapters; give --lora too")
         return None
-    if base is None:
-        raise ConfigError(f"--lora {rank}: adapters learn beside weights that have learned; give these with --from")
-    return Lora(rank, tuple(targets)) if targets else Lora(rank)
+    if checkpoint is None:
+        raise ConfigError(f"--lora {rank}: adapters need trained weights; give them with --from")
+    return LoraSettings(rank, tuple(targets)) if targets else LoraSettings(rank)
 
 
-def _tokenizer(given: Path | None, vocab_size: int | None, base: "Base | None") -> "Tokenizer | Path | None":
-    """What text is to be read with, where that is known. Raises ConfigError for an option beside a base's own."""
-    if base is None:
-        return given
-    for option, value in (("tokenizer", given), ("vocab-size", vocab_size)):
+def _source_tokenizer(
+    tokenizer: Path | None, vocab_size: int | None, checkpoint: "InitCheckpoint | None"
+) -> "Tokenizer | Path | None":
+    """The checkpoint's tokenizer, or the --tokenizer. Raises ConfigError for options that conflict with --from."""
+    if checkpoint is None:
+        return tokenizer
+    for option, value in (("tokenizer", tokenizer), ("vocab-size", vocab_size)):
         if value is not None:
-            raise ConfigError(f"--{option} {value}: --from brings a tokenizer along; leave --{option} out")
-    if base.tokenizer is None:
-        raise CheckpointError(f"{base.contents.folder}: holds no tokenizer.json, so it cannot read text; train it anew")
-    return base.tokenizer
+            raise ConfigError(f"--{option} {value}: --from brings its own tokenizer; leave --{option} out")
+    if checkpoint.tokenizer is None:
+        raise CheckpointError(
+            f"{checkpoint.contents.folder}: holds no tokenizer.json, so it cannot read text; train a new model"
+        )
+    return checkpoint.tokenizer
 
 
-def _texts(
+def _open_data(
     data: list[str],
     settings: "Settings",
     sizes: tuple[int | None, int | None],
     tokenizer: "Tokenizer | Path | None",
     documents: dict[str, str],
-) -> "Corpus | Chat":
-    """Text or conversations, ready to train on. sizes: the design's vocabulary, and the one asked for beside it."""
-    from heddle.data.chat import is_chat, prepare_chat
-    from heddle.data.corpus import check_vocabulary, prepare
+) -> "Corpus | ChatDataset":
+    """Text or conversations, ready to train on. sizes: the design's vocab_size, and --vocab-size."""
+    from heddle.data.chat import is_chat_argument, prepare_chat
+    from heddle.data.corpus import check_tokenizer_fits, prepare_corpus
     from heddle.tokenization.tokenizer import Tokenizer
 
-    if not any(map(is_chat, data)):
-        wanted = sizes[0] or sizes[1] or (None if tokenizer else DEFAULT_VOCABULARY)
-        budget = settings.steps * settings.tokens_per_step
-        corpus = prepare(data, vocab_size=wanted, budget=budget, tokenizer=tokenizer)
-        check_vocabulary(corpus.tokenizer, sizes[0])
+    if not any(map(is_chat_argument, data)):
+        vocab_size = sizes[0] or sizes[1] or (None if tokenizer else DEFAULT_VOCAB_SIZE)
+        max_tokens = settings.steps * settings.tokens_per_step
+        corpus = prepare_corpus(data, vocab_size=vocab_size, max_train_tokens=max_tokens, tokenizer=tokenizer)
+        check_tokenizer_fits(corpus.tokenizer, sizes[0])
         return corpus
-    for one in data:
-        if not is_chat(one):
-            raise ConfigError(f"--data {one}: is no conversations, and these train alone; leave it out, or write chat:")
+    for argument in data:
+        if not is_chat_argument(argument):
+            raise ConfigError(
+                f"--data {argument}: is not chat data, which cannot be mixed with text; leave it out, or write chat:"
+            )
     if tokenizer is None:
-        raise ConfigError(f"--data {data[0]}: needs a tokenizer that is there already; give --from or --tokenizer")
-    known = Tokenizer.load(tokenizer) if isinstance(tokenizer, Path) else tokenizer
-    check_vocabulary(known, sizes[0])
-    return prepare_chat(data, known, settings.context, documents)
+        raise ConfigError(f"--data {data[0]}: needs a trained tokenizer; give --from or --tokenizer")
+    loaded = Tokenizer.load(tokenizer) if isinstance(tokenizer, Path) else tokenizer
+    check_tokenizer_fits(loaded, sizes[0])
+    return prepare_chat(data, loaded, settings.sequence_length, documents)
 
 
 def _steps(steps: int | None, tokens: int | None, tokens_per_step: int) -> int:
     if steps is not None and tokens is not None:
-        raise ConfigError("--steps and --tokens: both say how long to train; give one of them")
+        raise ConfigError("--steps and --tokens: both set the length of the training; give one of them")
     if tokens is None:
-        return 500 if steps is None else steps
+        return DEFAULT_STEPS if steps is None else steps
     if tokens < max(1, tokens_per_step):
         raise ConfigError(f"--tokens {tokens}: is less than one step of {tokens_per_step} tokens; give more")
     return tokens // max(1, tokens_per_step)
 
 
-def _report(outcome: "Outcome", job: "Job", as_json: bool) -> None:
+def _report(training: "TrainingResult", job: "TrainingJob", as_json: bool) -> None:
     import json
 
-    from heddle.data.chat import Chat
+    from heddle.data.chat import ChatDataset
     from heddle.data.corpus import Corpus
-    from heddle.generation.sample import sample
+    from heddle.generation.generate import sample_text
 
-    result: dict[str, Any] = {
-        "run": str(job.out), "steps": outcome.progress.step, "steps_not_taken": outcome.progress.skipped
-    }  # fmt: skip
-    if isinstance(job.corpus, Corpus):
-        result |= {"bits_per_byte": outcome.bits_per_byte}
-        result |= {"sample": sample(outcome.model, job.corpus.tokenizer, job.settings.context)}
-        score = f"{outcome.bits_per_byte:.4f} bits per byte on held-out text"
-    elif isinstance(job.corpus, Chat):
-        result |= {"bits_per_byte": outcome.bits_per_byte}
-        score = f"{outcome.bits_per_byte:.4f} bits per byte of the assistant's text in held-out conversations"
+    steps, skipped = training.progress.step, training.progress.skipped_steps
+    report: dict[str, Any] = {"run": str(job.out), "steps": steps, "skipped_steps": skipped}
+    if isinstance(job.source, Corpus):
+        report["bits_per_byte"] = training.bits_per_byte
+        report["sample"] = sample_text(training.model, job.source.tokenizer, job.settings.sequence_length)
+        score = f"{training.bits_per_byte:.4f} bits per byte on held-out text"
+    elif isinstance(job.source, ChatDataset):
+        report["bits_per_byte"] = training.bits_per_byte
+        score = f"{training.bits_per_byte:.4f} bits per byte of the assistant's text in held-out conversations"
     else:
-        chance = job.corpus.describe()["chance"]
-        result |= {"accuracy": outcome.accuracy, "chance": chance}
-        score = f"{outcome.accuracy:.1%} right answers on held-out rows (blindly {chance:.1%})"
+        chance = job.source.describe()["chance"]
+        report |= {"accuracy": training.task_accuracy, "chance": chance}
+        score = f"{training.task_accuracy:.1%} accuracy on held-out sequences (by chance {chance:.1%})"
     if as_json:
-        print(json.dumps(result, indent=2, ensure_ascii=False))
+        print(json.dumps(report, indent=2, ensure_ascii=False))
         return
-    print(f"{job.out}: {score} after {outcome.progress.step} steps")
-    if outcome.progress.skipped:
-        print(f"{outcome.progress.skipped} steps were not taken: their loss or gradient was not finite")
-    if "sample" in result:
-        print(f"a sample:\n{result['sample']}")
+    print(f"{job.out}: {score} after {steps} steps")
+    if skipped:
+        print(f"{skipped} steps were skipped: their loss or gradient was not finite")
+    if "sample" in report:
+        print(f"a sample:\n{report['sample']}")

@@ -1,1 +1,1 @@
-"""Rewrites: a design and its weights to another design, or other weights."""
+"""Conversions: a design and its weights to another design, or to other weights."""

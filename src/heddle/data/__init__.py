@@ -1,1 +1,1 @@
-"""Text to tokens: sources, tokenizer, token files, and the order in which samples are drawn."""
+"""Datasets: text sources, conversations, labeled rows and synthetic tasks, as batches of tokens in a fixed order."""

@@ -1,4 +1,4 @@
-"""`chat:FILE.jsonl`: conversations packed into rows, of which only what the assistant says is learned.
+"""`chat:FILE.jsonl`: conversations packed into rows; the loss counts only the assistant's tokens.
 
 A line is `{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}`.
 """
@@ -15,234 +15,264 @@ from typing import Any
 import numpy as np
 
 from heddle import progress
-from heddle.data.chat_format import ASSISTANT, ROLES, ChatFormat, Spoken
-from heddle.data.documents import UnreadableError, json_lines
-from heddle.data.samples import Batch, shuffled
-from heddle.data.sources import is_held_out
+from heddle.data.chat_format import ASSISTANT, ROLES, ChatFormat, TokenizedConversation
+from heddle.data.documents import UnreadableError, read_json_lines
+from heddle.data.samples import Batch, epoch_shuffle
+from heddle.data.sources import is_in_validation
 from heddle.errors import DataError
 from heddle.progress import printable
 from heddle.tokenization.tokenizer import Tokenizer
 
-PREFIX = "chat:"
+CHAT_PREFIX = "chat:"
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
-    """Conversations of at most `context` inputs, and which of them stand side by side in each row."""
+class PackedConversations:
+    """Conversations of at most `sequence_length` inputs; `rows` lists the conversations packed into each row."""
 
-    said: Sequence[Spoken]
+    conversations: Sequence[TokenizedConversation]
     rows: Sequence[Sequence[int]]
-    context: int
+    sequence_length: int
 
-    def batch(self, index: np.ndarray, samples: np.ndarray) -> Batch:
-        """The rows of an index int64 [B], padded on the right; neither padding nor what others say is asked."""
-        tokens = np.zeros((len(index), self.context + 1), dtype=np.int64)
-        answers = np.full((len(index), self.context), -1, dtype=np.int64)
-        lengths = []
-        for row, which in enumerate(index.tolist()):
+    def batch(self, row_indices: np.ndarray, sample_indices: np.ndarray) -> Batch:
+        """The rows of these indices int64 [B], padded on the right. Only the assistant's tokens have labels."""
+        tokens = np.zeros((len(row_indices), self.sequence_length + 1), dtype=np.int64)
+        labels = np.full((len(row_indices), self.sequence_length), -1, dtype=np.int64)
+        doc_lengths = []
+        for row, row_index in enumerate(row_indices.tolist()):
             start = 0
-            for one in self.rows[which]:
-                said, scored = self.said[one]
-                stop = start + len(said) - 1
-                tokens[row, start:stop] = said[:-1]
-                answers[row, start:stop] = np.where(scored[1:], said[1:], -1)
+            lengths = []
+            for conversation_index in self.rows[row_index]:
+                ids, mask = self.conversations[conversation_index]
+                lengths.append(len(ids) - 1)
+                stop = start + lengths[-1]
+                tokens[row, start:stop] = ids[:-1]
+                labels[row, start:stop] = np.where(mask[1:], ids[1:], -1)
                 start = stop
-            lengths.append(tuple(len(self.said[one].tokens) - 1 for one in self.rows[which]))
-        return Batch(tokens, tuple(lengths), samples, answers=answers)
+            doc_lengths.append(tuple(lengths))
+        return Batch(tokens, tuple(doc_lengths), sample_indices, labels=labels)
 
 
 @dataclass(frozen=True, eq=False)
-class Chat:
-    """Conversations to train on and conversations held out; `hash` names all of them, and how they are written."""
+class ChatDataset:
+    """Training and validation conversations; `hash` identifies their content, chat template and tokenizer."""
 
-    form: ChatFormat
-    train: Packed
-    held: Packed
+    chat_format: ChatFormat
+    train: PackedConversations
+    validation: PackedConversations
     hash: str
     report: dict[str, Any]
 
     @property
-    def context(self) -> int:
-        """Tokens of a row."""
-        return self.train.context
+    def sequence_length(self) -> int:
+        """Tokens in a row."""
+        return self.train.sequence_length
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """That which they are written with."""
-        return self.form.tokenizer
+        """The tokenizer that encoded the conversations."""
+        return self.chat_format.tokenizer
 
-    def batch(self, seed: int, first: int, rows: int) -> Batch:
-        """Rows `first` to `first + rows − 1` of an endless order: every row once an epoch, each epoch anew."""
-        samples = np.arange(first, first + rows, dtype=np.int64)
-        return self.train.batch(shuffled(samples, len(self.train.rows), (seed, 0)), samples)
+    def batch(self, seed: int, first_row: int, num_rows: int) -> Batch:
+        """`num_rows` rows from `first_row` on of an endless order: every row once per epoch, each epoch reshuffled."""
+        sample_indices = np.arange(first_row, first_row + num_rows, dtype=np.int64)
+        return self.train.batch(epoch_shuffle(sample_indices, len(self.train.rows), (seed, 0)), sample_indices)
 
-    def held_out(self, rows: int, batch_size: int) -> Iterator[Batch]:
-        """About `rows` of the rows held out, evenly over them."""
-        index = np.arange(0, len(self.held.rows), max(1, len(self.held.rows) // max(1, rows)), dtype=np.int64)
-        for first in range(0, len(index), batch_size):
-            some = index[first : first + batch_size]
-            yield self.held.batch(some, some)
+    def validation_batches(self, num_rows: int, batch_size: int) -> Iterator[Batch]:
+        """About `num_rows` validation rows, evenly spaced."""
+        row_indices = np.arange(
+            0, len(self.validation.rows), max(1, len(self.validation.rows) // max(1, num_rows)), dtype=np.int64
+        )
+        for first in range(0, len(row_indices), batch_size):
+            batch_rows = row_indices[first : first + batch_size]
+            yield self.validation.batch(batch_rows, batch_rows)
 
 
-def is_chat(argument: str) -> bool:
-    """Whether a `--data` argument names conversations; a file of such a name is written ./chat:…"""
-    return argument.startswith(PREFIX)
+def is_chat_argument(argument: str) -> bool:
+    """Whether a data argument names conversations; write ./chat:… for a file of that name."""
+    return argument.startswith(CHAT_PREFIX)
 
 
 def prepare_chat(
-    arguments: Sequence[str], tokenizer: Tokenizer, context: int, documents: Mapping[str, str] | None = None
-) -> Chat:
-    """Read, check, write as tokens and pack. `documents`: what lies beside the tokenizer, such as its chat template.
+    arguments: Sequence[str],
+    tokenizer: Tokenizer,
+    sequence_length: int,
+    tokenizer_files: Mapping[str, str] | None = None,
+) -> ChatDataset:
+    """Read, check, tokenize and pack conversations.
 
-    One conversation in twenty, chosen by its hash, is held out, so equal ones are never on both sides; where that
-    leaves a side empty, one. A conversation longer than `context` is cut there. Raises DataError naming file and line.
+    `tokenizer_files`: the other files of the tokenizer's folder, content by name, such as its chat template. One
+    conversation in twenty, chosen by its hash, goes to the validation split, so equal conversations are always in the
+    same split; a single conversation does where that would leave a split empty. A conversation longer than
+    `sequence_length` is cut. Raises DataError, naming file and line.
     """
     try:
-        form = ChatFormat(tokenizer, documents)
+        chat_format = ChatFormat(tokenizer, tokenizer_files)
     except UnreadableError as error:
-        raise DataError(f"the chat template beside the tokenizer {error}: repair it.") from error
-    paths = [Path(argument.removeprefix(PREFIX)) for argument in arguments]
-    content, sides, found = hashlib.sha256(), _Sides(context), 0
-    with progress.bar("reading", None, "bytes") as bar:
+        raise DataError(f"the chat template of the tokenizer {error}: repair it.") from error
+    paths = [Path(argument.removeprefix(CHAT_PREFIX)) for argument in arguments]
+    content_hash, splits, count = hashlib.sha256(), _ConversationSplit(sequence_length), 0
+    with progress.progress_bar("reading", None, "bytes") as bar:
         for path in paths:
-            for digest, rows, size in _conversations(path, form):
-                content.update(digest)
-                sides.add(digest, rows)
-                found += 1
+            for digest, rows, size in _read_conversations(path, chat_format):
+                content_hash.update(digest)
+                splits.add(digest, rows)
+                count += 1
                 bar.advance(size)
-    train, held = sides.packed()
-    cut, lost = sides.cut, sides.lost
+    train, validation = splits.packed()
+    truncated, without_answer = splits.truncated, splits.without_answer
     report: dict[str, Any] = {
         "name": "+".join(printable(path.name) for path in paths),
-        "hash": hashlib.sha256(content.digest() + form.hash.encode()).hexdigest(),
-        "conversations": found,
-        "cut": cut,
-        "without_answer_after_cut": lost,
-        "template": form.template,
-        "tokenizer": {"hash": tokenizer.hash, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end},
+        "hash": hashlib.sha256(content_hash.digest() + chat_format.hash.encode()).hexdigest(),
+        "conversations": count,
+        "cut": truncated,
+        "without_answer_after_cut": without_answer,
+        "template": chat_format.template,
+        "tokenizer": {"hash": tokenizer.hash, "vocab_size": tokenizer.vocab_size, "end": tokenizer.eod_id},
     }
-    for name, side in (("train", train), ("validation", held)):
-        scored = sum(int(one.scored[1:].sum()) for one in side.said)
-        report[name] = {"conversations": len(side.said), "rows": len(side.rows), "scored_tokens": scored}
-    progress.say(
-        f"chat {report['name']}: {len(train.said):,} conversations in {len(train.rows):,} rows to train on, "
-        f"{len(held.said):,} to validate on, {report['train']['scored_tokens']:,} tokens are the assistant's"
+    for name, packed in (("train", train), ("validation", validation)):
+        assistant_tokens = sum(int(conversation.assistant_mask[1:].sum()) for conversation in packed.conversations)
+        report[name] = {
+            "conversations": len(packed.conversations),
+            "rows": len(packed.rows),
+            "scored_tokens": assistant_tokens,
+        }
+    progress.print_status(
+        f"chat {report['name']}: {len(train.conversations):,} conversations in {len(train.rows):,} rows to train on, "
+        f"{len(validation.conversations):,} to validate on, {report['train']['scored_tokens']:,} assistant tokens"
     )
-    if cut:
-        progress.say(
-            f"{cut:,} conversations are longer than --context {context} and were cut there"
-            + (f"; of {lost:,} nothing of the assistant is left, so they teach nothing" if lost else "")
+    if truncated:
+        progress.print_status(
+            f"{truncated:,} conversations are longer than sequence_length {sequence_length} and were cut"
+            + (f"; {without_answer:,} have no assistant token left and are not used" if without_answer else "")
         )
-    return Chat(form, train, held, report["hash"], report)
+    return ChatDataset(chat_format, train, validation, report["hash"], report)
 
 
-class _Sides:
-    """Gathers rows, cut to the context, by the hash of their conversation."""
+class _ConversationSplit:
+    """Collects rows, cut to `sequence_length`, by the hash of their conversation, and splits them."""
 
-    def __init__(self, context: int) -> None:
-        self.context = context
-        self.said: dict[bytes, list[Spoken]] = {}
-        self.cut = self.lost = 0
+    def __init__(self, sequence_length: int) -> None:
+        self.sequence_length = sequence_length
+        self.conversations: dict[bytes, list[TokenizedConversation]] = {}
+        self.truncated = self.without_answer = 0
 
-    def add(self, digest: bytes, rows: Sequence[Spoken]) -> None:
-        """One conversation, which may have come before."""
-        short = [Spoken(tokens[: self.context + 1], scored[: self.context + 1]) for tokens, scored in rows]
-        kept = [one for one in short if one.scored[1:].any()]
-        self.cut += any(len(one.tokens) > self.context + 1 for one in rows)
-        self.lost += not kept
-        self.said.setdefault(digest, []).extend(kept)
+    def add(self, digest: bytes, rows: Sequence[TokenizedConversation]) -> None:
+        """Add the rows of a conversation; the same conversation may be added again."""
+        shortened = [
+            TokenizedConversation(tokens[: self.sequence_length + 1], assistant_mask[: self.sequence_length + 1])
+            for tokens, assistant_mask in rows
+        ]
+        with_answer = [row for row in shortened if row.assistant_mask[1:].any()]
+        self.truncated += any(len(row.tokens) > self.sequence_length + 1 for row in rows)
+        self.without_answer += not with_answer
+        self.conversations.setdefault(digest, []).extend(with_answer)
 
-    def packed(self) -> tuple[Packed, Packed]:
-        """Both sides. Raises DataError where there are not two different conversations with an answer."""
-        known = [digest for digest, rows in self.said.items() if rows]
-        if len(known) < 2:
+    def packed(self) -> tuple[PackedConversations, PackedConversations]:
+        """The training and the validation split. Raises DataError for fewer than two conversations with an answer."""
+        digests = [digest for digest, rows in self.conversations.items() if rows]
+        if len(digests) < 2:
             raise DataError(
-                f"chat: {len(known)} different conversations have an answer within --context {self.context}, and two "
-                "are needed, one to be held out: give more conversations, or a longer context."
+                f"chat: {len(digests)} different conversations have an answer within sequence_length "
+                f"{self.sequence_length}, and two are needed, one for validation: give more conversations, or a larger "
+                "sequence_length."
             )
-        held = {digest for digest in known if is_held_out(digest)}
-        if len(held) in (0, len(known)):
-            held = {min(known)}
-        sides = []
-        for side in (False, True):
-            said = [one for digest in known if (digest in held) == side for one in self.said[digest]]
-            sides.append(Packed(said, pack([len(one.tokens) - 1 for one in said], self.context), self.context))
-        return sides[0], sides[1]
+        validation = {digest for digest in digests if is_in_validation(digest)}
+        if len(validation) in (0, len(digests)):
+            validation = {min(digests)}
+        splits = []
+        for is_validation in (False, True):
+            conversations = [
+                conversation
+                for digest in digests
+                if (digest in validation) == is_validation
+                for conversation in self.conversations[digest]
+            ]
+            rows = pack_best_fit([len(conversation.tokens) - 1 for conversation in conversations], self.sequence_length)
+            splits.append(PackedConversations(conversations, rows, self.sequence_length))
+        return splits[0], splits[1]
 
 
-def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Which of the lengths (each 1 to `room`) share a row of `room`: best fit, the longest first."""
+def pack_best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """Pack items of these lengths (each 1 to `row_length`) into rows: best fit, the longest first.
+
+    Returns the indices of the items in each row.
+    """
     rows: list[list[int]] = []
-    free: list[list[int]] = [[] for _ in range(room + 1)]  # rows by how much is left in them
-    some = 0  # bit n: there is a row with n left
-    for one in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        fits = some >> lengths[one]
-        if fits:
-            left = lengths[one] + (fits & -fits).bit_length() - 1
-            row = free[left].pop()
-            some ^= 0 if free[left] else 1 << left
-            rows[row].append(one)
+    rows_by_space: list[list[int]] = [[] for _ in range(row_length + 1)]  # the rows with this much free space
+    nonempty = 0  # bit n is set where rows_by_space[n] is not empty
+    for item in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        fitting = nonempty >> lengths[item]
+        if fitting:
+            space = lengths[item] + (fitting & -fitting).bit_length() - 1
+            row = rows_by_space[space].pop()
+            nonempty ^= 0 if rows_by_space[space] else 1 << space
+            rows[row].append(item)
         else:
-            left, row = room, len(rows)
-            rows.append([one])
-        left -= lengths[one]
-        free[left].append(row)
-        some |= 1 << left
+            space, row = row_length, len(rows)
+            rows.append([item])
+        space -= lengths[item]
+        rows_by_space[space].append(row)
+        nonempty |= 1 << space
     return rows
 
 
-def _conversations(path: Path, form: ChatFormat) -> Iterator[tuple[bytes, list[Spoken], int]]:
-    """Of each line: the conversation's hash, its rows, and its size in bytes. Raises DataError."""
+def _read_conversations(
+    path: Path, chat_format: ChatFormat
+) -> Iterator[tuple[bytes, list[TokenizedConversation], int]]:
+    """For each line: the hash of the conversation, its rows, and its size in bytes. Raises DataError."""
     label = printable(str(path))
     if not path.is_file():
-        raise DataError(f"data file {label} is no file: give chat:FILE.jsonl.")
-    line = 0
+        raise DataError(f"data file {label} is not a file: give chat:FILE.jsonl.")
+    line_number = 0
     try:
         with open(path, "rb") as file:
-            for number, record in json_lines(file):
-                line = number
-                messages = _messages(record)
-                plain = json.dumps([[one["role"], one["content"]] for one in messages]).encode()
-                yield hashlib.sha256(plain).digest(), form.rows(messages), len(plain)
-    except _Misfit as error:
-        raise DataError(f"data file {label} {error} on line {line}: give {_EXPECTED}.") from error
+            for number, record in read_json_lines(file):
+                line_number = number
+                messages = _parse_messages(record)
+                content = json.dumps([[message["role"], message["content"]] for message in messages]).encode()
+                yield hashlib.sha256(content).digest(), chat_format.encode(messages), len(content)
+    except _InvalidRecordError as error:
+        raise DataError(f"data file {label} {error} on line {line_number}: give {_EXPECTED_RECORD}.") from error
     except UnreadableError as error:
-        place = "" if "on line" in str(error) else f", line {line},"
-        raise DataError(f"data file {label}{place} {error}.") from error
+        location = "" if "on line" in str(error) else f", line {line_number},"
+        raise DataError(f"data file {label}{location} {error}.") from error
     except OSError as error:
         raise DataError(f"data file {label} cannot be read ({error.strerror or error}): make it readable.") from error
-    if line == 0:
-        raise DataError(f"data file {label} is empty: give one conversation a line.")
+    if line_number == 0:
+        raise DataError(f"data file {label} is empty: give one conversation per line.")
 
 
-_EXPECTED = f'{{"messages": [{{"role": "{"|".join(ROLES)}", "content": "…"}}, …]}} with text and an answer'
+_EXPECTED_RECORD = f'{{"messages": [{{"role": "{"|".join(ROLES)}", "content": "…"}}, …]}} with text and an answer'
 
 
-class _Misfit(Exception):
-    """What is wrong with a line, as the middle of a sentence."""
+class _InvalidRecordError(Exception):
+    """What is wrong with a line, as the middle of an error message."""
 
 
-def _messages(record: Any) -> list[dict[str, str]]:
-    """The checked messages of a line, role and content."""
+def _parse_messages(record: Any) -> list[dict[str, str]]:
+    """The messages of a line, checked: role and content."""
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
-        raise _Misfit('has no list "messages"')
+        raise _InvalidRecordError('has no list "messages"')
     if record.get("tools"):
-        raise _Misfit('has "tools", which are not read,')
+        raise _InvalidRecordError('has "tools", which are not supported,')
     for number, message in enumerate(messages):
-        place = f"messages[{number}]"
+        location = f"messages[{number}]"
         if not isinstance(message, dict):
-            raise _Misfit(f"has a {place} that is no object")
+            raise _InvalidRecordError(f"has a {location} that is not an object")
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
-            raise _Misfit(f"has the unknown role {printable(json.dumps(role))[:40]} in {place}")
+            raise _InvalidRecordError(f"has the unknown role {printable(json.dumps(role))[:40]} in {location}")
         if not isinstance(content, str) or not content.strip():
-            raise _Misfit(f"has no content in {place}")
-        others = [name for name, value in message.items() if name not in ("role", "content") and value]
-        if others:
-            raise _Misfit(f"has the field {printable(json.dumps(others[0]))[:40]}, which is not read, in {place}")
+            raise _InvalidRecordError(f"has no content in {location}")
+        extra_fields = [name for name, value in message.items() if name not in ("role", "content") and value]
+        if extra_fields:
+            raise _InvalidRecordError(
+                f"has the field {printable(json.dumps(extra_fields[0]))[:40]}, which is not supported, in {location}"
+            )
         if any("\ud800" <= character <= "\udfff" for character in content):
-            raise _Misfit(f"has half a surrogate pair in {place}")
+            raise _InvalidRecordError(f"has half a surrogate pair in {location}")
     if all(message["role"] != ASSISTANT for message in messages):
-        raise _Misfit("has no message of the assistant")
+        raise _InvalidRecordError("has no message of the assistant")
     return [{"role": message["role"], "content": message["content"]} for message in messages]

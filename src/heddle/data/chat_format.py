@@ -1,8 +1,8 @@
-"""A conversation as tokens: a chat template writes it as one text, and the assistant's own tokens are marked in it.
+"""Conversations as tokens: a chat template renders a conversation as one text, and a mask marks the assistant's tokens.
 
-The template is the one a tokenizer came with (Jinja, in a sandbox), or heddle's: `<|end|>ROLE`, a line end and the
-content for each message, and `<|end|>` after the last answer. An answer is what stands after the prompt to generate it,
-up to the special token that ends its turn, which is learned too.
+The template is the tokenizer's own (Jinja, in a sandbox), or heddle's default: `<|end|>ROLE`, a line end and the
+content for each message, and `<|end|>` after the last answer. An answer is the text after its generation prompt, up to
+and including the special token that ends the turn.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from heddle.data.documents import UnreadableError
 from heddle.progress import printable
 from heddle.tokenization.tokenizer import Tokenizer
 
-TEMPLATE = "chat_template.jinja"
-SETTINGS = "tokenizer_config.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 ASSISTANT = "assistant"
 ROLES = ("system", "user", ASSISTANT, "tool")
-OWN = (
+DEFAULT_TEMPLATE = (
     "{% for message in messages %}{{ 'END' + message['role'] + '\\n' + message['content'] }}"
     "{% if loop.last and message['role'] == 'assistant' %}END{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ENDassistant\\n' }}{% endif %}"
@@ -31,94 +31,106 @@ OWN = (
 Messages = Sequence[Mapping[str, str]]
 
 
-class Spoken(NamedTuple):
-    """A conversation: tokens int32 [n], and which of them the assistant says, bool [n]."""
+class TokenizedConversation(NamedTuple):
+    """A conversation: tokens int32 [n], and the mask of the assistant's tokens, bool [n]."""
 
     tokens: np.ndarray
-    scored: np.ndarray
+    assistant_mask: np.ndarray
 
 
 class ChatFormat:
-    """Writes messages as tokens. `template` is Jinja's text, `hash` names it with its tokenizer."""
+    """Encodes messages with a chat template. `template` is its Jinja text; `hash` identifies template and tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, documents: Mapping[str, str] | None = None) -> None:
-        """`documents`: what lies beside the tokenizer, by file name. Raises UnreadableError for a bad template."""
-        settings = _settings(documents or {})
-        found = (documents or {}).get(TEMPLATE) or _named(settings.get("chat_template"))
+    def __init__(self, tokenizer: Tokenizer, tokenizer_files: Mapping[str, str] | None = None) -> None:
+        """`tokenizer_files`: the other files of the tokenizer's folder, content by name.
+
+        Raises UnreadableError for a bad template.
+        """
+        config = _read_tokenizer_config(tokenizer_files or {})
+        template = (tokenizer_files or {}).get(CHAT_TEMPLATE_FILE) or _select_template(config.get("chat_template"))
         self.tokenizer = tokenizer
-        self.template = OWN.replace("END", tokenizer.special[tokenizer.end]) if found is None else found
-        self._marks = {name: text for name in settings if name.endswith("_token") and (text := _text(settings[name]))}
-        self._special = re.compile("|".join(map(re.escape, tokenizer.special.values())))
-        self._compiled = _compile(self.template)
-        content = json.dumps([self.template, self._marks, tokenizer.hash])
+        self.template = (
+            DEFAULT_TEMPLATE.replace("END", tokenizer.special_tokens[tokenizer.eod_id])
+            if template is None
+            else template
+        )
+        self._special_tokens = {
+            name: text for name in config if name.endswith("_token") and (text := _token_text(config[name]))
+        }
+        self._special_tokens_pattern = re.compile("|".join(map(re.escape, tokenizer.special_tokens.values())))
+        self._compiled_template = _compile_template(self.template)
+        content = json.dumps([self.template, self._special_tokens, tokenizer.hash])
         self.hash = hashlib.sha256(content.encode()).hexdigest()
 
-    def prompt(self, messages: Messages) -> list[int]:
-        """The tokens after which the assistant's next answer begins. Raises UnreadableError."""
-        return [token for token, _ in self.tokenizer.encode_marked(self._write(messages, True))]
+    def encode_prompt(self, messages: Messages) -> list[int]:
+        """The tokens up to where the assistant's next answer begins. Raises UnreadableError."""
+        return [token for token, _ in self.tokenizer.encode_with_offsets(self._render(messages, True))]
 
-    def rows(self, messages: Messages) -> list[Spoken]:
-        """The conversation as one row; a row an answer where the template writes earlier turns otherwise than the last.
+    def encode(self, messages: Messages) -> list[TokenizedConversation]:
+        """Encode the conversation as one row; what follows the last answer is left out.
 
-        What follows the last answer is left out. Raises UnreadableError, as the end of a sentence about the data.
+        Some templates render earlier turns differently from the last one (they drop its reasoning); then each answer
+        gets a row of its own. Raises UnreadableError, whose text completes a sentence about the data.
         """
-        turns: list[tuple[int, str]] = []  # where an answer begins, and the text up to its end
+        answers: list[tuple[int, str]] = []  # the index where an answer begins, and the text up to its end
         for number, message in enumerate(messages):
-            self._check(message["content"])
+            self._check_content(message["content"])
             if message["role"] == ASSISTANT:
-                before, after = self._write(messages[:number], True), self._write(messages[: number + 1], False)
-                if not after.startswith(before):
-                    raise UnreadableError("does not fit the chat template: it writes an answer not after its prompt")
-                turns.append((len(before), after))
-        whole = turns[-1][1]
-        if all(whole.startswith(after) for _, after in turns):
-            return [self._marked(whole, [(begin, len(after)) for begin, after in turns])]
-        return [self._marked(after, [(begin, len(after))]) for begin, after in turns]
+                prompt = self._render(messages[:number], True)
+                through_answer = self._render(messages[: number + 1], False)
+                if not through_answer.startswith(prompt):
+                    raise UnreadableError("does not fit the chat template: an answer does not follow its prompt")
+                answers.append((len(prompt), through_answer))
+        full_text = answers[-1][1]
+        if all(full_text.startswith(text) for _, text in answers):
+            return [self._encode_answers(full_text, [(start, len(text)) for start, text in answers])]
+        return [self._encode_answers(text, [(start, len(text))]) for start, text in answers]
 
-    def _marked(self, text: str, answers: Sequence[tuple[int, int]]) -> Spoken:
-        encoded = self.tokenizer.encode_marked(text)
+    def _encode_answers(self, text: str, answers: Sequence[tuple[int, int]]) -> TokenizedConversation:
+        encoded = self.tokenizer.encode_with_offsets(text)
         tokens = np.array([token for token, _ in encoded], dtype=np.int32)
         starts = np.array([start for _, start in encoded], dtype=np.int64)
-        special = np.isin(tokens, list(self.tokenizer.special))
-        scored = np.zeros(len(tokens), dtype=bool)
+        is_special = np.isin(tokens, list(self.tokenizer.special_tokens))
+        assistant_mask = np.zeros(len(tokens), dtype=bool)
         for begin, end in answers:
             inside = (starts >= begin) & (starts < end)
-            ends = np.flatnonzero(inside & special)
-            if not len(ends):
+            stop_indices = np.flatnonzero(inside & is_special)
+            if not len(stop_indices):
                 raise UnreadableError("does not fit the chat template: no special token ends the assistant's turn")
-            scored[: ends[-1] + 1] |= inside[: ends[-1] + 1]  # a line end after it is the template's
-        return Spoken(tokens, scored)
+            stop = stop_indices[-1] + 1  # not the line end that a template adds
+            assistant_mask[:stop] |= inside[:stop]
+        return TokenizedConversation(tokens, assistant_mask)
 
-    def _check(self, content: str) -> None:
-        found = self._special.search(content)
-        if found is not None:
-            raise UnreadableError(f"holds '{printable(found[0])}' in a content, a special token: leave it out")
+    def _check_content(self, content: str) -> None:
+        match = self._special_tokens_pattern.search(content)
+        if match is not None:
+            raise UnreadableError(f"has the special token '{printable(match[0])}' in a message: leave it out")
 
-    def _write(self, messages: Messages, prompt: bool) -> str:
+    def _render(self, messages: Messages, add_generation_prompt: bool) -> str:
         try:
-            text: str = self._compiled.render(
+            text: str = self._compiled_template.render(
                 messages=[dict(message) for message in messages],
-                add_generation_prompt=prompt,
+                add_generation_prompt=add_generation_prompt,
                 tools=None,
                 documents=None,
-                **self._marks,
+                **self._special_tokens,
             )
         except Exception as error:  # a template may raise anything
             raise UnreadableError(f"does not fit the chat template ({printable(str(error))[:120]})") from error
         return text
 
 
-def _compile(template: str) -> Any:
-    """The template in Jinja's sandbox: no attributes of Python's, no change of what it is given, no files."""
+def _compile_template(template: str) -> Any:
+    """Compile the template in Jinja's sandbox: no Python internals, no change of its arguments, no files."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %} … {% endgeneration %}`, which some templates put around answers: what is inside."""
+        """`{% generation %} … {% endgeneration %}`, which some templates put around answers: renders the inside."""
 
-        tags = {"generation"}  # noqa: RUF012 - Jinja asks for a set here
+        tags = {"generation"}  # noqa: RUF012 - Jinja requires a set here
 
         def parse(self, parser: Parser) -> list[nodes.Node]:
             next(parser.stream)
@@ -130,31 +142,33 @@ def _compile(template: str) -> Any:
     def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
         return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
 
-    place = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    place.globals["raise_exception"] = refuse
-    place.filters["tojson"] = to_json
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.globals["raise_exception"] = refuse
+    environment.filters["tojson"] = to_json
     try:
-        return place.from_string(template)
+        return environment.from_string(template)
     except (TemplateError, RecursionError) as error:
         raise UnreadableError(f"cannot be read as Jinja ({printable(str(error))[:120]})") from error
 
 
-def _settings(documents: Mapping[str, str]) -> dict[str, Any]:
+def _read_tokenizer_config(tokenizer_files: Mapping[str, str]) -> dict[str, Any]:
     try:
-        data = json.loads(documents.get(SETTINGS, "{}"))
+        data = json.loads(tokenizer_files.get(TOKENIZER_CONFIG_FILE, "{}"))
     except (ValueError, RecursionError):
         data = {}
     return data if isinstance(data, dict) else {}
 
 
-def _named(templates: Any) -> str | None:
-    """The template itself, or the one named `default` of a list of them."""
+def _select_template(templates: Any) -> str | None:
+    """The template itself, or the one named `default` in a list of templates."""
     if isinstance(templates, list):
-        known = {one.get("name"): one.get("template") for one in templates if isinstance(one, dict)}
-        templates = known.get("default")
+        by_name = {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
+        templates = by_name.get("default")
     return templates if isinstance(templates, str) else None
 
 
-def _text(token: Any) -> str | None:
+def _token_text(token: Any) -> str | None:
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None

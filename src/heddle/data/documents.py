@@ -1,4 +1,4 @@
-"""From one file to documents: strict UTF-8, cut at blank lines, never more than a window held in memory."""
+"""Read a file as documents: strict UTF-8, split at blank lines, with only a block of the file in memory."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 # A document is at most this many bytes of UTF-8.
-DOCUMENT_BYTES = 64 * 1024
+MAX_DOCUMENT_BYTES = 64 * 1024
 # One line of a .jsonl file is parsed whole, so it is bounded.
-JSON_LINE_BYTES = 16 * 1024 * 1024
+MAX_JSON_LINE_BYTES = 16 * 1024 * 1024
 
 _BLOCK_BYTES = 1024 * 1024
-_BINARY_HEAD = 8192
+_BINARY_CHECK_BYTES = 8192
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TO_LAST_BLANK_LINE = re.compile(rb".*\n[ \t\r]*\n", re.DOTALL)
 
 
 class UnreadableError(Exception):
-    """Why one file cannot be used, as the end of a sentence that begins with the file's name."""
+    """Why a file cannot be used. The text completes a sentence that begins with the file's name."""
 
 
 def read_documents(path: Path, field: str = "text") -> Iterator[str]:
-    """The documents of one file, in order; a `.jsonl` file gives this field of each line.
+    """Yield the documents of one file, in order; from a `.jsonl` file, the `field` of each line.
 
-    A file of at most 64 KB is one document. A longer one is cut into documents of at most 64 KB, after the
-    last blank line that fits, else the last line end, else the last space, else between two characters.
-    Joined, the documents are the file's exact text, less a byte order mark and less documents of white
-    space alone. Raises UnreadableError.
+    A file of at most 64 KB is one document. A longer file is split into documents of at most 64 KB: after the last
+    blank line that fits, else the last line end, else the last space, else between two characters. Joined, the
+    documents are the exact text of the file, without a byte order mark and without documents of white space alone.
+    Raises UnreadableError.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -43,14 +43,14 @@ def read_documents(path: Path, field: str = "text") -> Iterator[str]:
         raise UnreadableError(f"cannot be read ({error.strerror or error}): make it readable") from error
 
 
-def cut(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Cut a stream of bytes into pieces of 1 to 65,536 bytes at the places `read_documents` describes."""
+def split_documents(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Split a stream of bytes into pieces of 1 to 65,536 bytes, where `read_documents` says."""
     buffer = b""
     for block in blocks:
         buffer += block
         start = 0
-        while len(buffer) - start > DOCUMENT_BYTES:
-            end = start + _cut_point(buffer[start : start + DOCUMENT_BYTES + 1])
+        while len(buffer) - start > MAX_DOCUMENT_BYTES:
+            end = start + _cut_point(buffer[start : start + MAX_DOCUMENT_BYTES + 1])
             yield buffer[start:end]
             start = end
         buffer = buffer[start:]
@@ -59,17 +59,17 @@ def cut(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _cut_point(window: bytes) -> int:
-    """Where to end the document that opens `window`, which is one byte longer than a document may be."""
-    inside = window[:-1]
-    blank = _TO_LAST_BLANK_LINE.match(inside)
-    if blank is not None:
-        return blank.end()
+    """Where to end the document at the start of `window`, which is one byte longer than a document may be."""
+    head = window[:-1]
+    blank_line = _TO_LAST_BLANK_LINE.match(head)
+    if blank_line is not None:
+        return blank_line.end()
     for boundary in (b"\n", b" "):
-        found = inside.rfind(boundary)
-        if found >= 0:
-            return found + 1
-    end = len(inside)
-    # A byte 10xxxxxx continues a character; a character has at most three of them.
+        position = head.rfind(boundary)
+        if position >= 0:
+            return position + 1
+    end = len(head)
+    # A byte 10xxxxxx continues a UTF-8 character; a character has at most three of them.
     for back in range(4):
         if window[end - back] & 0xC0 != 0x80:
             return end - back
@@ -78,9 +78,9 @@ def _cut_point(window: bytes) -> int:
 
 def _text_documents(file: BinaryIO) -> Iterator[str]:
     first = file.read(_BLOCK_BYTES)
-    binary = first.find(b"\0", 0, _BINARY_HEAD)
-    if binary >= 0:
-        raise UnreadableError(f"looks binary (byte 0 at offset {binary}): give UTF-8 text")
+    null_offset = first.find(b"\0", 0, _BINARY_CHECK_BYTES)
+    if null_offset >= 0:
+        raise UnreadableError(f"looks binary (byte 0 at offset {null_offset}): give UTF-8 text")
     offset = len(_BYTE_ORDER_MARK) if first.startswith(_BYTE_ORDER_MARK) else 0
 
     def blocks() -> Iterator[bytes]:
@@ -89,7 +89,7 @@ def _text_documents(file: BinaryIO) -> Iterator[str]:
             yield block
 
     position = offset
-    for piece in cut(blocks()):
+    for piece in split_documents(blocks()):
         try:
             text = piece.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -102,21 +102,23 @@ def _text_documents(file: BinaryIO) -> Iterator[str]:
             yield text
 
 
-def documents_of(data: bytes) -> Iterator[str]:
-    """The documents that one text in UTF-8 gives: cut where it is long, none where it is white space alone."""
-    for piece in cut([data]):
+def documents_from_bytes(data: bytes) -> Iterator[str]:
+    """Split one UTF-8 text into documents; pieces of white space alone are dropped."""
+    for piece in split_documents([data]):
         text = piece.decode("utf-8")
         if not text.isspace():
             yield text
 
 
-def json_lines(file: BinaryIO) -> Iterator[tuple[int, Any]]:
-    """The number, from 1, and the JSON of each line that is not blank. Raises UnreadableError."""
+def read_json_lines(file: BinaryIO) -> Iterator[tuple[int, Any]]:
+    """Yield the number (from 1) and the parsed JSON of each line that is not blank. Raises UnreadableError."""
     number = 0
-    while line := file.readline(JSON_LINE_BYTES + 1):
+    while line := file.readline(MAX_JSON_LINE_BYTES + 1):
         number += 1
-        if len(line) > JSON_LINE_BYTES:
-            raise UnreadableError(f"has more than {JSON_LINE_BYTES // 2**20} MB on line {number}: split that record")
+        if len(line) > MAX_JSON_LINE_BYTES:
+            raise UnreadableError(
+                f"has more than {MAX_JSON_LINE_BYTES // 2**20} MB on line {number}: split that record"
+            )
         if number == 1:
             line = line.removeprefix(_BYTE_ORDER_MARK)
         if line.isspace():
@@ -124,19 +126,19 @@ def json_lines(file: BinaryIO) -> Iterator[tuple[int, Any]]:
         try:
             record = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:
-            raise UnreadableError(f"has no valid UTF-8 JSON on line {number}: give one object a line") from error
+            raise UnreadableError(f"has no valid UTF-8 JSON on line {number}: give one object per line") from error
         yield number, record
 
 
 def _json_documents(file: BinaryIO, field: str) -> Iterator[str]:
-    for number, record in json_lines(file):
+    for number, record in read_json_lines(file):
         text = record.get(field) if isinstance(record, dict) else None
         if not isinstance(text, str):
-            raise UnreadableError(f'has no string "{field}" on line {number}: give one object with "{field}" a line')
+            raise UnreadableError(f'has no string "{field}" on line {number}: give one object with "{field}" per line')
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise UnreadableError(
                 f'has half a surrogate pair in "{field}" on line {number}: repair that record'
             ) from error
-        yield from documents_of(data)
+        yield from documents_from_bytes(data)

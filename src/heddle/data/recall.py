@@ -1,97 +1,90 @@
-"""`recall:TASK,OPTION=VALUE,…` as something to train on: rows drawn as they are needed, scored at some targets only."""
+"""`recall:TASK,OPTION=VALUE,…`: synthetic tasks as training data, with rows generated on demand."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from difflib import get_close_matches
 from typing import Any, ClassVar
 
 import numpy as np
 
 from heddle.data.recall_tasks import TASKS, Task
 from heddle.data.samples import Batch
-from heddle.errors import DataError
+from heddle.errors import DataError, choices_hint
 
-PREFIX = "recall:"
-HELD_OUT = -1  # the seed of the rows that measure; no training has it
+RECALL_PREFIX = "recall:"
+VALIDATION_SEED = -1  # the seed of the validation rows; no training run uses it
 
 
 @dataclass(frozen=True)
-class Practice:
-    """A task by name. A row is a function of a seed and the row's number; other seeds never show the same order."""
+class TaskStream:
+    """An endless stream of rows of a task. A row is a function of a seed and the row's number."""
 
     name: str
     task: Task
-    causal: ClassVar[bool] = True  # what is asked may stand among the tokens that follow
+    causal: ClassVar[bool] = True  # a later token may be the answer, so attention must not see it
 
     @property
     def length(self) -> int:
-        """Tokens of a row."""
+        """Tokens in a row."""
         return self.task.length
 
     @property
-    def spelling(self) -> str:
-        """As `--data` names it, every option told."""
-        return ",".join([PREFIX + self.name, *(f"{key}={value}" for key, value in asdict(self.task).items())])
+    def argument(self) -> str:
+        """The data argument that names this task, with every option written out."""
+        return ",".join([RECALL_PREFIX + self.name, *(f"{key}={value}" for key, value in asdict(self.task).items())])
 
-    def batch(self, seed: int, first: int, rows: int) -> Batch:
-        """Rows `first` to `first + rows − 1` of a seed, each a document of its own."""
-        samples = np.arange(first, first + rows, dtype=np.int64)
-        inputs, answers = self.task.rows(seed, samples)
-        tokens = np.pad(inputs, ((0, 0), (0, 1)))  # what follows the last input is asked nowhere
-        return Batch(tokens, ((self.task.length,),) * rows, samples, answers=answers)
+    def batch(self, seed: int, first_row: int, num_rows: int) -> Batch:
+        """Rows `first_row` to `first_row + num_rows − 1` of a seed, each one document."""
+        sample_indices = np.arange(first_row, first_row + num_rows, dtype=np.int64)
+        inputs, labels = self.task.draw_rows(seed, sample_indices)
+        tokens = np.pad(inputs, ((0, 0), (0, 1)))  # a last column that no label reads
+        return Batch(tokens, ((self.task.length,),) * num_rows, sample_indices, labels=labels)
 
-    def held_out(self, rows: int, batch_size: int) -> Iterator[Batch]:
-        """The first `rows` rows that measure, the same for every training."""
-        for first in range(0, rows, batch_size):
-            yield self.batch(HELD_OUT, first, min(batch_size, rows - first))
+    def validation_batches(self, num_rows: int, batch_size: int) -> Iterator[Batch]:
+        """The first `num_rows` validation rows, the same for every training run."""
+        for first in range(0, num_rows, batch_size):
+            yield self.batch(VALIDATION_SEED, first, min(batch_size, num_rows - first))
 
     @property
     def vocab_size(self) -> int:
-        """Tokens the task has."""
+        """Number of tokens that the task uses."""
         return self.task.vocab_size
 
-    def check_vocabulary(self, vocab_size: int | None) -> None:
-        """Raise DataError where a design's vocabulary is below the task's (None: it takes the task's)."""
+    def check_vocab_size(self, vocab_size: int | None) -> None:
+        """Raise DataError where a model's `vocab_size` is below the task's (None: the model takes the task's)."""
         if vocab_size is not None and vocab_size < self.vocab_size:
             raise DataError(
-                f"{self.spelling} has {self.vocab_size} tokens, but vocab_size is {vocab_size}: "
+                f"{self.argument} has {self.vocab_size} tokens, but vocab_size is {vocab_size}: "
                 f"set vocab_size to at least {self.vocab_size}, or leave it out."
             )
 
     def describe(self) -> dict[str, Any]:
-        """Plain data: what it is, and how well one does blindly."""
-        told = {"task": self.name, "options": asdict(self.task), "vocab_size": self.vocab_size}
-        return told | {"chance": self.task.chance}
+        """Plain data: the task, its options and the accuracy of guessing."""
+        summary = {"task": self.name, "options": asdict(self.task), "vocab_size": self.vocab_size}
+        return summary | {"chance": self.task.chance_accuracy}
 
 
-def is_recall(argument: str) -> bool:
-    """Whether a `--data` argument names a task; a file of such a name is written ./recall:…"""
-    return argument.startswith(PREFIX)
+def is_recall_argument(argument: str) -> bool:
+    """Whether a data argument names a synthetic task; write ./recall:… for a file of that name."""
+    return argument.startswith(RECALL_PREFIX)
 
 
-def open_recall(argument: str) -> Practice:
-    """The task that `recall:mqar` or `recall:mqar,pairs=8,length=64` names. Raises DataError with the nearest name."""
-    name, *given = argument.removeprefix(PREFIX).split(",")
+def parse_recall(argument: str) -> TaskStream:
+    """Parse a task such as `recall:mqar` or `recall:mqar,pairs=8,length=64`. Raises DataError with the nearest name."""
+    name, *option_texts = argument.removeprefix(RECALL_PREFIX).split(",")
     if name not in TASKS:
-        raise DataError(f"data {argument}: knows no task '{name}'; {_choices(name, list(TASKS))}")
-    known = [field.name for field in fields(TASKS[name])]
+        raise DataError(f"data {argument}: unknown task '{name}'; {choices_hint(name, list(TASKS))}")
+    option_names = [field.name for field in fields(TASKS[name])]
     options: dict[str, int] = {}
-    for text in given:
+    for text in option_texts:
         key, _, value = text.partition("=")
-        if key not in known:
-            raise DataError(f"data {argument}: {name} has no option '{key}'; {_choices(key, known)}")
+        if key not in option_names:
+            raise DataError(f"data {argument}: {name} has no option '{key}'; {choices_hint(key, option_names)}")
         if key in options:
-            raise DataError(f"data {argument}: says {key} twice; keep one")
+            raise DataError(f"data {argument}: gives {key} twice; keep one")
         if not (value.isascii() and value.isdigit() and len(value) < 10):
-            raise DataError(f"data {argument}: {key}={value}: expected a whole number, such as {key}=8")
+            raise DataError(f"data {argument}: {key}={value}: expected an integer, such as {key}=8")
         options[key] = int(value)
     try:
-        return Practice(name, TASKS[name](**options))
+        return TaskStream(name, TASKS[name](**options))
     except DataError as error:
         raise DataError(f"data {argument}: {error}") from None
-
-
-def _choices(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=1)
-    hint = f"did you mean '{near[0]}'? " if near else ""
-    return f"{hint}choices: {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""The order of samples: a pure function of seed and step, so a run resumes by its step number alone."""
+"""Batches and their order: a pure function of seed and step, so a run resumes from its step number alone."""
 
 from __future__ import annotations
 
@@ -12,212 +12,219 @@ import numpy as np
 from heddle.data.token_file import TokenFile
 from heddle.errors import DataError
 
-LONGEST_CYCLE = 10_000
+MAX_CYCLE_LENGTH = 10_000
 _ROUNDS = 8
 _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of consecutive tokens: inputs are `tokens[:, :-1]`, targets `tokens[:, 1:]` unless `answers` are given.
+    """Rows of consecutive tokens: inputs are `tokens[:, :-1]`, targets `tokens[:, 1:]` unless `labels` are given.
 
-    tokens int64 [B, T + 1]. lengths: for each row the lengths of the document pieces inside its T inputs; a piece
-    begins at an end token or at the row's start, and after the last one the row is padding. samples int64 [B]: each
-    row's sample index. source int64 [B, S], −1 at padding: what the encoder of a design that has one reads.
-    answers int64 [B, T]: targets of their own, −1 where none is asked. places [B, T, 2]: x and y of each input.
+    tokens: int64 [B, T + 1].
+    doc_lengths: for each row, the lengths of its documents (or parts of documents) within the T inputs. A document
+        begins at an end-of-document token or at the start of the row; what follows the last one is padding.
+    sample_indices: int64 [B], the index of each row in the order of samples.
+    encoder_tokens: int64 [B, S], −1 at padding: the input of the encoder, for a model that has one.
+    labels: int64 [B, T], targets other than the next token; −1 is ignored.
+    coordinates: [B, T, 2], x and y of each input.
     """
 
     tokens: np.ndarray
-    lengths: tuple[tuple[int, ...], ...]
-    samples: np.ndarray
-    source: np.ndarray | None = None
-    answers: np.ndarray | None = None
-    places: np.ndarray | None = None
+    doc_lengths: tuple[tuple[int, ...], ...]
+    sample_indices: np.ndarray
+    encoder_tokens: np.ndarray | None = None
+    labels: np.ndarray | None = None
+    coordinates: np.ndarray | None = None
 
     @property
     def targets(self) -> np.ndarray:
-        """int64 [B, T]; −1 is not scored."""
-        return self.tokens[:, 1:] if self.answers is None else self.answers
+        """int64 [B, T]; −1 is ignored by the loss."""
+        return self.tokens[:, 1:] if self.labels is None else self.labels
 
 
-class Samples:
-    """Training batches. Row `r` of step `s` is sample `s * batch_size + r` of one endless sequence.
+class CorpusLoader:
+    """Training batches of a corpus. Row `r` of step `s` is sample `s * batch_size + r` of one endless sequence.
 
-    A sample is a window of `context + 1` tokens at a multiple of `context` (so each token is a target once;
-    the last incomplete window of a source is left out). Sources take turns in proportion to their weights,
-    never more than one sample ahead or behind. Each source gives every window once per epoch, every epoch
-    in another order.
+    A sample is a window of `sequence_length + 1` tokens that starts at a multiple of `sequence_length`, so each token
+    is a target once; the last incomplete window of a source is dropped. Sources are mixed in proportion to their
+    weights: no prefix of the sequence is off by more than one sample. Each source yields every window once per epoch,
+    in a new order each epoch.
     """
 
     def __init__(
         self,
-        corpus_train: Sequence[TokenFile],
+        token_files: Sequence[TokenFile],
         weights: Sequence[float],
-        context: int,
+        sequence_length: int,
         batch_size: int,
         seed: int,
-        end: int,
+        eod_id: int,
     ) -> None:
-        """Raises DataError for a source of less than one window, or less text than one batch."""
-        check_size(corpus_train, context, batch_size)
-        self._files = tuple(corpus_train)
-        self._context, self._batch_size, self._seed, self._end = context, batch_size, seed, end
-        self._windows = tuple((len(file) - 1) // context for file in self._files)
-        self._cycle = _Cycle(weights)
+        """Raises DataError for a source shorter than one window, or less text than one batch."""
+        check_token_count(token_files, sequence_length, batch_size)
+        self._files = tuple(token_files)
+        self._sequence_length, self._batch_size, self._seed, self._eod_id = sequence_length, batch_size, seed, eod_id
+        self._window_counts = tuple((len(file) - 1) // sequence_length for file in self._files)
+        self._source_cycle = _SourceCycle(weights)
 
     def batch(self, step: int) -> Batch:
-        """The batch of a step, whatever was asked for before."""
-        samples = np.arange(step * self._batch_size, (step + 1) * self._batch_size, dtype=np.int64)
-        tokens = np.empty((self._batch_size, self._context + 1), dtype=np.int64)
-        sources, windows = self.locate(samples)
+        """The batch of a step; it does not depend on earlier calls."""
+        sample_indices = np.arange(step * self._batch_size, (step + 1) * self._batch_size, dtype=np.int64)
+        tokens = np.empty((self._batch_size, self._sequence_length + 1), dtype=np.int64)
+        sources, windows = self.locate(sample_indices)
         for row, (source, window) in enumerate(zip(sources.tolist(), windows.tolist(), strict=True)):
-            start = window * self._context
-            tokens[row] = self._files[source].read(start, start + self._context + 1)
-        return Batch(tokens, _pieces(tokens, self._end), samples)
+            start = window * self._sequence_length
+            tokens[row] = self._files[source].read(start, start + self._sequence_length + 1)
+        return Batch(tokens, document_lengths(tokens, self._eod_id), sample_indices)
 
-    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Source and window of each sample index, int64 [n] each."""
-        sources, index = self._cycle.place(samples)
-        windows = np.empty_like(index)
-        for source, count in enumerate(self._windows):
-            mine = sources == source
-            windows[mine] = shuffled(index[mine], count, (self._seed, source))
+    def locate(self, sample_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source and the window of each sample, int64 [n] each."""
+        sources, indices_in_source = self._source_cycle.locate(sample_indices)
+        windows = np.empty_like(indices_in_source)
+        for source, window_count in enumerate(self._window_counts):
+            from_source = sources == source
+            windows[from_source] = epoch_shuffle(indices_in_source[from_source], window_count, (self._seed, source))
         return sources, windows
 
 
-def shuffled(index: np.ndarray, count: int, key: tuple[int, int]) -> np.ndarray:
-    """Which of `count` things comes at each index int64 [n] of an endless sequence: each once an epoch, every epoch in
-    another order; key is (seed, source)."""
-    epochs, positions = np.divmod(index, count)
-    found = np.empty_like(positions)
+def epoch_shuffle(indices: np.ndarray, count: int, key: tuple[int, int]) -> np.ndarray:
+    """Map indices int64 [n] of an endless sequence to items 0 to count − 1, each once per epoch.
+
+    Each epoch has another order, which depends on `key` (seed, source).
+    """
+    epochs, positions = np.divmod(indices, count)
+    result = np.empty_like(positions)
     for epoch in np.unique(epochs).tolist():
-        now = epochs == epoch
-        found[now] = permute(positions[now], count, (*key, epoch))
-    return found
+        in_epoch = epochs == epoch
+        result[in_epoch] = feistel_permute(positions[in_epoch], count, (*key, epoch))
+    return result
 
 
-def check_size(files: Sequence[TokenFile], context: int, batch_size: int) -> None:
-    """Raise DataError where the files hold less than one batch, or one of them less than a window."""
+def check_token_count(files: Sequence[TokenFile], sequence_length: int, batch_size: int) -> None:
+    """Raise DataError where the files hold less than one batch, or one of them less than one window."""
     tokens = sum(len(file) for file in files)
-    windows = [max(0, len(file) - 1) // context for file in files]
+    windows = [max(0, len(file) - 1) // sequence_length for file in files]
     if sum(windows) < batch_size or 0 in windows:
-        needed = max(batch_size, len(files)) * context + len(files)
-        place = "" if len(files) == 1 else f", and each source at least {context + 1}"
+        needed = max(batch_size, len(files)) * sequence_length + len(files)
+        per_source = "" if len(files) == 1 else f", and each source at least {sequence_length + 1}"
         raise DataError(
-            f"the training split holds {tokens} tokens, but one batch of {batch_size} samples of {context} "
-            f"needs {needed}{place}: give more text, or a smaller batch or context."
+            f"the training split holds {tokens} tokens, but one batch of {batch_size} samples of {sequence_length} "
+            f"needs {needed}{per_source}: give more text, or a smaller batch_size or sequence_length."
         )
 
 
-def evaluation_windows(token_file: TokenFile, context: int, batch_size: int = 8) -> Iterator[Batch]:
-    """All tokens but the first as targets, each once, in order: batches of up to `batch_size` windows.
+def evaluation_windows(token_file: TokenFile, sequence_length: int, batch_size: int = 8) -> Iterator[Batch]:
+    """Batches of up to `batch_size` windows in order, in which every token but the first is a target once.
 
-    What is left after the last whole window is one last batch of a single shorter row; there is no padding.
+    The tokens after the last full window form a final batch of one shorter row; there is no padding.
     """
-    whole, rest = divmod(max(0, len(token_file) - 1), context)
-    for first in range(0, whole, batch_size):
-        rows = np.arange(first, min(first + batch_size, whole), dtype=np.int64)
-        block = token_file.read(int(rows[0]) * context, (int(rows[-1]) + 1) * context + 1)
-        tokens = np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(block, context + 1)[::context])
-        yield Batch(tokens, _pieces(tokens, token_file.end), rows)
-    if rest:
-        tokens = token_file.read(whole * context, len(token_file))[None]
-        yield Batch(tokens, _pieces(tokens, token_file.end), np.array([whole], dtype=np.int64))
+    window_count, remainder = divmod(max(0, len(token_file) - 1), sequence_length)
+    for first in range(0, window_count, batch_size):
+        windows = np.arange(first, min(first + batch_size, window_count), dtype=np.int64)
+        block = token_file.read(int(windows[0]) * sequence_length, (int(windows[-1]) + 1) * sequence_length + 1)
+        tokens = np.ascontiguousarray(
+            np.lib.stride_tricks.sliding_window_view(block, sequence_length + 1)[::sequence_length]
+        )
+        yield Batch(tokens, document_lengths(tokens, token_file.eod_id), windows)
+    if remainder:
+        tokens = token_file.read(window_count * sequence_length, len(token_file))[None]
+        yield Batch(tokens, document_lengths(tokens, token_file.eod_id), np.array([window_count], dtype=np.int64))
 
 
-def permute(positions: np.ndarray, size: int, key: tuple[int, int, int]) -> np.ndarray:
-    """A bijection of 0 .. size - 1 chosen by the key (seed, source, epoch), applied to int64 positions [n].
+def feistel_permute(positions: np.ndarray, size: int, key: tuple[int, int, int]) -> np.ndarray:
+    """Apply a permutation of 0 .. size - 1, chosen by the key (seed, source, epoch), to int64 positions [n].
 
-    A Feistel network over a grid a * b >= size, with b about a: each round shifts one coordinate by a hash
-    of the other; results outside are sent through again (cycle walking, Black and Rogaway 2002). Needs no
-    memory and no past, and uses whole numbers only, so it is the same on every machine.
+    A Feistel network over a grid a * b >= size, with a about b: each round shifts one coordinate by a hash of the
+    other. Results of at least `size` go through the network again (cycle walking, Black and Rogaway 2002). It stores
+    nothing and uses integers only, so it gives the same result on every machine.
     """
     b = max(1, isqrt(size))
     a = -(-size // b)
-    mixed = 0
+    state = 0
     for part in key:
-        mixed = mix(mixed ^ (part & _MASK))
-    keys = [mix(mixed + number) for number in range(1, _ROUNDS + 1)]
+        state = splitmix64(state ^ (part & _MASK))
+    round_keys = [splitmix64(state + number) for number in range(1, _ROUNDS + 1)]
     result = positions.astype(np.uint64)
     outside = np.ones(result.shape, dtype=bool)
     while outside.any():
         left, right = np.divmod(result[outside], np.uint64(b))
-        for number in range(0, _ROUNDS, 2):
-            left = (left + mix_array(right, keys[number]) % np.uint64(a)) % np.uint64(a)
-            right = (right + mix_array(left, keys[number + 1]) % np.uint64(b)) % np.uint64(b)
+        for round_index in range(0, _ROUNDS, 2):
+            left = (left + keyed_splitmix64(right, round_keys[round_index]) % np.uint64(a)) % np.uint64(a)
+            right = (right + keyed_splitmix64(left, round_keys[round_index + 1]) % np.uint64(b)) % np.uint64(b)
         result[outside] = left * np.uint64(b) + right
         outside = result >= size
     return result.astype(np.int64)
 
 
-class _Cycle:
-    """Which source each sample comes from: a cycle in which every prefix keeps the weights to one sample.
+class _SourceCycle:
+    """The source of each sample: a repeating cycle in which every prefix follows the weights to within one sample.
 
-    Tijdeman's schedule (The chairman assignment problem, 1980): among the sources that are owed enough, the
-    one whose turn is due first. With k sources no prefix is off by more than 1 - 1 / (2k - 2).
+    Tijdeman's schedule (The chairman assignment problem, 1980): among the sources that are far enough behind their
+    share, take the one with the earliest deadline. With k sources no prefix is off by more than 1 - 1 / (2k - 2).
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        shares = _whole(weights)
-        total, sources = sum(shares), len(shares)
+        shares = _integer_weights(weights)
+        length, sources = sum(shares), len(shares)
         slack = max(1, 2 * sources - 2)
-        given = [0] * sources
-        order = np.empty(total, dtype=np.int64)
-        ranks = np.empty(total, dtype=np.int64)
-        for n in range(total):
-            # Everything times total * slack, so that whole numbers decide.
-            owed = [((n + 1) * share - total * got) * slack for share, got in zip(shares, given, strict=True)]
-            due = [j for j in range(sources) if owed[j] >= (total if sources > 1 else 0)]
-            chosen = min(due, key=lambda j: (Fraction(total * (slack - 1) - owed[j], shares[j]), j))
-            order[n], ranks[n] = chosen, given[chosen]
-            given[chosen] += 1
-        assert given == shares
-        self._order, self._ranks, self._shares = order, ranks, np.array(shares, dtype=np.int64)
+        counts = [0] * sources
+        order = np.empty(length, dtype=np.int64)
+        ranks = np.empty(length, dtype=np.int64)
+        for n in range(length):
+            # All quantities are multiplied by length * slack, so that integers decide.
+            owed = [((n + 1) * share - length * count) * slack for share, count in zip(shares, counts, strict=True)]
+            due = [j for j in range(sources) if owed[j] >= (length if sources > 1 else 0)]
+            chosen = min(due, key=lambda j: (Fraction(length * (slack - 1) - owed[j], shares[j]), j))
+            order[n], ranks[n] = chosen, counts[chosen]
+            counts[chosen] += 1
+        assert counts == shares
+        self._cycle_sources, self._ranks, self._shares = order, ranks, np.array(shares, dtype=np.int64)
 
-    def place(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each sample, and how many samples of that source come before it; int64 [n] each."""
-        cycles, within = np.divmod(samples, len(self._order))
-        sources = self._order[within]
-        return sources, cycles * self._shares[sources] + self._ranks[within]
+    def locate(self, sample_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each sample, and the number of earlier samples of that source; int64 [n] each."""
+        cycles, positions = np.divmod(sample_indices, len(self._cycle_sources))
+        sources = self._cycle_sources[positions]
+        return sources, cycles * self._shares[sources] + self._ranks[positions]
 
 
-def _whole(weights: Sequence[float]) -> list[int]:
-    """The weights as the smallest whole numbers in the same proportion."""
+def _integer_weights(weights: Sequence[float]) -> list[int]:
+    """The smallest integers in the same proportion as the weights."""
     fractions = [Fraction(weight).limit_denominator(1000) for weight in weights]
     for weight, fraction in zip(weights, fractions, strict=True):
         if fraction <= 0 or abs(float(fraction) - weight) > 1e-9 * weight:
             raise DataError(f"data weight {weight:g} must be above 0, with at most three decimals.")
     scale = lcm(*(fraction.denominator for fraction in fractions))
-    whole = [int(fraction * scale) for fraction in fractions]
-    common = gcd(*whole)
-    whole = [number // common for number in whole]
-    if sum(whole) > LONGEST_CYCLE:
+    integers = [int(fraction * scale) for fraction in fractions]
+    divisor = gcd(*integers)
+    integers = [number // divisor for number in integers]
+    if sum(integers) > MAX_CYCLE_LENGTH:
         raise DataError(
-            f"data weights {', '.join(f'{weight:g}' for weight in weights)} repeat only after {sum(whole)} samples: "
-            f"round them so that the smallest whole numbers in proportion sum to at most {LONGEST_CYCLE}."
+            f"data weights {', '.join(f'{weight:g}' for weight in weights)} repeat only after {sum(integers)} samples: "
+            f"round them so that the smallest integers in the same proportion sum to at most {MAX_CYCLE_LENGTH}."
         )
-    return whole
+    return integers
 
 
-def _pieces(tokens: np.ndarray, end: int) -> tuple[tuple[int, ...], ...]:
+def document_lengths(tokens: np.ndarray, eod_id: int) -> tuple[tuple[int, ...], ...]:
     rows = []
     for row in tokens[:, :-1]:
-        starts = np.flatnonzero(row == end)
-        edges = np.concatenate(([0], starts[starts > 0], [len(row)]))
-        rows.append(tuple(np.diff(edges).tolist()))
+        starts = np.flatnonzero(row == eod_id)
+        boundaries = np.concatenate(([0], starts[starts > 0], [len(row)]))
+        rows.append(tuple(np.diff(boundaries).tolist()))
     return tuple(rows)
 
 
-def mix(value: int) -> int:
-    """SplitMix64's mixing of 64 bits (Steele, Lea and Flood 2014)."""
+def splitmix64(value: int) -> int:
+    """SplitMix64's hash of a 64-bit integer (Steele, Lea and Flood 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
 
 
-def mix_array(values: np.ndarray, key: int) -> np.ndarray:
-    """The same mixing of uint64 [n] with a key; whole-number arrays wrap around silently."""
+def keyed_splitmix64(values: np.ndarray, key: int) -> np.ndarray:
+    """The same bit mixing of uint64 [n] XOR a key; integer arrays wrap around silently."""
     mixed = values ^ np.uint64(key)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

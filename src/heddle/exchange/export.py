@@ -1,4 +1,4 @@
-"""A model -> a folder that transformers reads: as a family that fits the design exactly, or else as our own."""
+"""Write a model as a folder that transformers reads: as a family that matches the design exactly, or heddle's own."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -8,122 +8,130 @@ from typing import Any
 from torch import Tensor
 
 from heddle.exchange.family import Family
-from heddle.exchange.fit import Fit, best, differences, read
-from heddle.exchange.imported import Imported
-from heddle.exchange.load import rules_of
-from heddle.exchange.rules import Rules
-from heddle.exchange.shards import CONFIG, INDEX, SINGLE, to_json
-from heddle.exchange.texts import write_texts
+from heddle.exchange.family_match import FamilyMatch, best_match, design_from_config, differences
+from heddle.exchange.imported_model import ImportedModel
+from heddle.exchange.load import build_weight_map
+from heddle.exchange.safetensors_folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, to_json
+from heddle.exchange.tokenizer_files import write_tokenizer_files
+from heddle.exchange.weight_map import WeightMap, parameter_name
 from heddle.model.decoder import Decoder
 from heddle.model.lora import merge_lora
 from heddle.storage.folder import write_folder
 from heddle.tokenization.tokenizer import Tokenizer
 
-SHARD = 5 * 10**9  # bytes of a file, as transformers cuts them
-NOTE = "heddle"
-UNTOLD = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # null, or the family's own would be taken
-LENGTHS = ("max_position_embeddings", "n_positions")  # of the texts a model was trained for
+MAX_SHARD_BYTES = 5 * 10**9  # the default of transformers
+DESIGN_KEY = "heddle"
+# Written as null, because transformers would fill in the family's default ids for absent fields.
+NULL_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+LENGTH_FIELDS = ("max_position_embeddings", "n_positions")  # names of the length that a model was trained for
 
 
 def export(
     model: Decoder,
     folder: str | Path,
     tokenizer: Tokenizer | None = None,
-    source: Imported | None = None,
-    shard: int = SHARD,
-) -> Fit:
-    """Write `folder`, whole or not at all; returns the family it was written as.
+    imported: ImportedModel | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> FamilyMatch:
+    """Write `folder`, completely or not at all. Returns the family that it was written as.
 
-    source: what an import brought along (its family, the lengths and tokens it named, its texts), written again where
-    it still fits. Adapters (LoRA) are merged. Files of more than `shard` bytes are cut. Raises CheckpointError for a
-    folder that holds something else, MachineError where it cannot be written.
+    imported: what an import preserved (family, lengths, token ids, tokenizer files), written again where it still
+    applies. LoRA adapters are merged. Tensors are split into files of at most `max_shard_bytes`. Raises CheckpointError
+    if the folder holds something else, MachineError if it cannot be written.
     """
-    carried = {} if source is None else dict(source.carried)
+    preserved = {} if imported is None else dict(imported.preserved_config)
     model = merge_lora(model)
-    kind = carried.pop("model_type", None)
-    found = best(model.config, kind)
-    if found.family.model_type != kind:
-        carried = UNTOLD | carried
-    tensors = Tensors(found.family, model)
-    texts, told = write_texts(tokenizer, source)
-    config = _config(found, model, _carried(found, model, carried) | told)
-    files = _files(tensors, shard)
-    documents = texts | {CONFIG: to_json(config)}
-    if len(files) > 1:
-        total = sum(tensors.bytes(name) for name in tensors)
-        index = {"metadata": {"total_size": total}, "weight_map": {n: f for f, names in files.items() for n in names}}
-        documents[INDEX] = to_json(index)
-    written = {file: tensors.only(names) for file, names in files.items()}
-    write_folder(Path(folder), tensors=written, documents=documents, kind="export")
-    return found
+    imported_type = preserved.pop("model_type", None)
+    match = best_match(model.config, imported_type)
+    if match.family.model_type != imported_type:
+        preserved = NULL_TOKEN_IDS | preserved
+    tensors = HFTensors(match.family, model)
+    text_files, token_ids = write_tokenizer_files(tokenizer, imported)
+    config = _full_config(match, model, _with_family_length(match, model, preserved) | token_ids)
+    shards = _split_into_shards(tensors, max_shard_bytes)
+    text_files = text_files | {CONFIG_FILE: to_json(config)}
+    if len(shards) > 1:
+        total = sum(tensors.size_in_bytes(name) for name in tensors)
+        weight_map = {name: file for file, names in shards.items() for name in names}
+        text_files[INDEX_FILE] = to_json({"metadata": {"total_size": total}, "weight_map": weight_map})
+    tensor_files = {file: tensors.subset(names) for file, names in shards.items()}
+    write_folder(Path(folder), tensors=tensor_files, documents=text_files, kind="export")
+    return match
 
 
-class Tensors(Mapping[str, Tensor]):
-    """A family's tensors of a model, each made of ours when it is asked for."""
+class HFTensors(Mapping[str, Tensor]):
+    """The tensors of a model by their names in a family. Each is made when it is looked up."""
 
     def __init__(self, family: Family, model: Decoder) -> None:
-        self.rules: Rules = rules_of(family, model)
-        assert not self.rules.uncovered(), f"{family.model_type}: no rule for {self.rules.uncovered()}"
+        self.weight_map: WeightMap = build_weight_map(family, model)
+        unmapped = self.weight_map.unmapped_parameters()
+        assert not unmapped, f"{family.model_type}: no rule for {unmapped}"
         self.parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        self.names = list(self.rules.found)
+        self.names = list(self.weight_map.rules)
 
-    def only(self, names: list[str]) -> "Tensors":
-        """Some of them."""
-        chosen = object.__new__(Tensors)
-        chosen.rules, chosen.parameters, chosen.names = self.rules, self.parameters, names
-        return chosen
+    def subset(self, names: list[str]) -> "HFTensors":
+        """A mapping of only these names."""
+        subset = object.__new__(HFTensors)
+        subset.weight_map, subset.parameters, subset.names = self.weight_map, self.parameters, names
+        return subset
 
-    def bytes(self, name: str) -> int:
-        """Of one, without making it."""
-        rule = self.rules.found[name]
-        first = rule.ours[0] if isinstance(rule.ours[0], str) else rule.ours[0][0]
-        return math.prod(self.rules.shape(rule)) * self.parameters[first].element_size()
+    def size_in_bytes(self, name: str) -> int:
+        """The size of one tensor, computed without making it."""
+        rule = self.weight_map.rules[name]
+        first = self.parameters[parameter_name(rule.parameters[0])]
+        return math.prod(self.weight_map.hf_shape(rule)) * first.element_size()
 
     def __getitem__(self, name: str) -> Tensor:
-        """One of theirs."""
-        rule = self.rules.found[name]
-        ours = [self.parameters[one] if isinstance(one, str) else self.parameters[one[0]][one[1]] for one in rule.ours]
-        return rule.form.join(ours)
+        """Make one tensor."""
+        rule = self.weight_map.rules[name]
+        parameters = [
+            self.parameters[ref] if isinstance(ref, str) else self.parameters[ref[0]][ref[1]] for ref in rule.parameters
+        ]
+        return rule.transform.join(parameters)
 
     def __iter__(self) -> Iterator[str]:
         """Their names."""
         return iter(self.names)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of tensors."""
         return len(self.names)
 
 
-def _carried(found: Fit, model: Decoder, carried: dict[str, Any]) -> dict[str, Any]:
-    """What an import brought along; its length as the family calls it, unless there it would mean another design."""
-    kept = {name: value for name, value in carried.items() if name not in LENGTHS}
-    length = next((carried[name] for name in LENGTHS if carried.get(name) is not None), None)
+def _with_family_length(match: FamilyMatch, model: Decoder, preserved: dict[str, Any]) -> dict[str, Any]:
+    """The preserved fields, with the length under the family's name for it.
+
+    The length is left out if it would change the design there (some kinds of RoPE scaling depend on it).
+    """
+    fields = {name: value for name, value in preserved.items() if name not in LENGTH_FIELDS}
+    length = next((preserved[name] for name in LENGTH_FIELDS if preserved.get(name) is not None), None)
     if length is None:
-        return kept
-    told = {next((name for name in LENGTHS if name in found.config), LENGTHS[0]): length}
-    return kept | ({} if differences(model.config, read(found.config | told, found.family)) else told)
+        return fields
+    length_field = {next((name for name in LENGTH_FIELDS if name in match.config), LENGTH_FIELDS[0]): length}
+    exported = design_from_config(match.config | length_field, match.family)
+    return fields if differences(model.config, exported) else fields | length_field
 
 
-def _config(found: Fit, model: Decoder, carried: dict[str, Any]) -> dict[str, Any]:
-    """config.json, with the design noted for the way back."""
+def _full_config(match: FamilyMatch, model: Decoder, preserved: dict[str, Any]) -> dict[str, Any]:
+    """config.json. It also stores the design itself, so that a later import gets it back exactly."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    head = {"architectures": [found.family.architecture], "model_type": found.family.model_type}
-    own = {"design": model.config.dump()}
-    note = own if "design" in found.config else {NOTE: own}
-    return dict(sorted((head | {"dtype": dtype, "torch_dtype": dtype} | found.config | carried | note).items()))
+    header = {"architectures": [match.family.architecture], "model_type": match.family.model_type}
+    design = {"design": model.config.dump()}
+    stored = design if "design" in match.config else {DESIGN_KEY: design}
+    return dict(sorted((header | {"dtype": dtype, "torch_dtype": dtype} | match.config | preserved | stored).items()))
 
 
-def _files(tensors: Tensors, shard: int) -> dict[str, list[str]]:
-    """File -> names, in order, each file of at most `shard` bytes (or of one tensor)."""
-    cuts: list[list[str]] = [[]]
-    size = 0
+def _split_into_shards(tensors: HFTensors, max_shard_bytes: int) -> dict[str, list[str]]:
+    """File name -> tensor names, in order. A file has at most `max_shard_bytes`, or a single tensor."""
+    shards: list[list[str]] = [[]]
+    shard_bytes = 0
     for name in tensors:
-        more = tensors.bytes(name)
-        if cuts[-1] and size + more > shard:
-            cuts.append([])
-            size = 0
-        cuts[-1].append(name)
-        size += more
-    if len(cuts) == 1:
-        return {SINGLE: cuts[0]}
-    return {f"model-{i:05d}-of-{len(cuts):05d}.safetensors": names for i, names in enumerate(cuts, start=1)}
+        tensor_bytes = tensors.size_in_bytes(name)
+        if shards[-1] and shard_bytes + tensor_bytes > max_shard_bytes:
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append(name)
+        shard_bytes += tensor_bytes
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, start=1)}

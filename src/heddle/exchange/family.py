@@ -1,4 +1,4 @@
-"""A family of models as Hugging Face keeps them: two pure functions between configs, and rules between tensors."""
+"""A family of Hugging Face models: functions between its config.json and a heddle design, and a map of the weights."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -8,49 +8,49 @@ from pathlib import Path
 from typing import Any
 
 from heddle.errors import ConfigError
-from heddle.exchange.fields import Fields, shown
-from heddle.exchange.rules import Rules
+from heddle.exchange.config_reader import ConfigReader, short_repr
+from heddle.exchange.weight_map import WeightMap
 from heddle.model.config import ModelConfig
 
-FOLDER = Path(__file__).parent / "families"
+FAMILIES_FOLDER = Path(__file__).parent / "families"
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family.
+    """One model_type of transformers.
 
-    read: the fields of a config.json -> the plain data of a design, every field read that decides what is computed.
-    write: a design, written out (`ModelConfig.resolved`) -> the config.json that comes nearest to it. It may not
-    fail: what the family cannot say is told by reading the result again and comparing. rules: names of tensors.
-    left_out: beginnings of names of tensors that belong to no part of the model, in which {depth} stands for the
-    number of its layers and * for anything; each is told when met. prefix: the beginning of names that older files
-    leave out.
-    preferred: of several families that fit a design exactly, the lowest is taken.
+    read_config: config.json -> the plain data of a design. It must read every field that changes what is computed.
+    write_config: a resolved design -> the nearest config.json of this family. It must not fail: what the family cannot
+    express is found by reading the result again and comparing the two designs.
+    map_weights: adds the rules between the family's tensors and the model's parameters.
+    ignored_tensors: prefixes of tensor names that heddle skips with a notice. {depth} stands for the number of layers,
+    * for anything. optional_prefix: a prefix of tensor names that older files leave out.
+    priority: if several families match a design exactly, the one with the lowest number is taken.
     """
 
     model_type: str
     architecture: str
-    read: Callable[[Fields], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]
-    rules: Callable[[ModelConfig, Rules], None]
-    left_out: tuple[str, ...] = ()
-    prefix: str = ""
-    preferred: int = 100
+    read_config: Callable[[ConfigReader], dict[str, Any]]
+    write_config: Callable[[ModelConfig], dict[str, Any]]
+    map_weights: Callable[[ModelConfig, WeightMap], None]
+    ignored_tensors: tuple[str, ...] = ()
+    optional_prefix: str = ""
+    priority: int = 100
 
 
 @cache
 def families() -> Mapping[str, Family]:
-    """Every family by its model_type, preferred ones first: the files of the folder, but those that begin with _."""
-    names = sorted(file.stem for file in FOLDER.glob("*.py") if not file.stem.startswith("_"))
-    found: list[Family] = [importlib.import_module(f"heddle.exchange.families.{name}").FAMILY for name in names]
-    found.sort(key=lambda family: (family.preferred, family.model_type))
-    return {family.model_type: family for family in found}
+    """Every family by its model_type, in order of priority: one per file of `families/` that does not begin with _."""
+    names = sorted(file.stem for file in FAMILIES_FOLDER.glob("*.py") if not file.stem.startswith("_"))
+    result: list[Family] = [importlib.import_module(f"heddle.exchange.families.{name}").FAMILY for name in names]
+    result.sort(key=lambda family: (family.priority, family.model_type))
+    return {family.model_type: family for family in result}
 
 
-def family_of(config: Mapping[str, Any], place: str) -> Family:
-    """The family that a config.json names. Raises ConfigError for one that heddle does not read."""
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in families():
+def family_of(config: Mapping[str, Any], source: str) -> Family:
+    """The family that a config.json names. Raises ConfigError for a model_type that heddle does not read."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in families():
         known = ", ".join(families())
-        raise ConfigError(f"{place}: model_type {shown(kind)} is not read; heddle reads {known}")
-    return families()[kind]
+        raise ConfigError(f"{source}: model_type {short_repr(model_type)} is not read; heddle reads {known}")
+    return families()[model_type]

@@ -1,4 +1,4 @@
-"""A foreign folder -> a model: its config read field by field, its tensors placed one at a time as they are read."""
+"""Load a Hugging Face folder as a heddle model: read config.json field by field, then place the tensors one by one."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -10,126 +10,132 @@ from torch import Tensor, nn
 
 from heddle.config import decode
 from heddle.errors import CheckpointError, ConfigError
+from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.family import Family, family_of
-from heddle.exchange.fields import Fields
-from heddle.exchange.fit import differences, read
-from heddle.exchange.imported import Imported
-from heddle.exchange.rules import Rule, Rules
-from heddle.exchange.shards import CONFIG, Foreign
-from heddle.exchange.texts import read_texts
+from heddle.exchange.family_match import design_from_config, differences
+from heddle.exchange.imported_model import ImportedModel
+from heddle.exchange.safetensors_folder import CONFIG_FILE, SafetensorsFolder
+from heddle.exchange.tokenizer_files import read_tokenizer_files
+from heddle.exchange.weight_map import TensorRule, WeightMap, parameter_name
 from heddle.model.config import ModelConfig
-from heddle.model.decoder import Decoder, build, held_in
-from heddle.progress import say
+from heddle.model.decoder import Decoder, build
+from heddle.model.initialization import storage_dtype
+from heddle.progress import print_status
 
-HEAD, HEADS = "head.weight", ("lm_head.weight", "embed_out.weight")
-TABLES = ("*.rotary_emb.inv_freq",)  # of angles, which older files of any family keep
+HEAD_WEIGHT, HF_HEAD_WEIGHTS = "head.weight", ("lm_head.weight", "embed_out.weight")
+IGNORED_TENSORS = ("*.rotary_emb.inv_freq",)  # buffers that older files of any family hold
 
 
-def load(folder: str | Path, dtype: torch.dtype | None = None) -> Imported:
-    """Read a folder that transformers wrote, or one exported by us; dtype None keeps each tensor's own.
+def load(folder: str | Path, dtype: torch.dtype | None = None) -> ImportedModel:
+    """Read a folder that transformers or `heddle export` wrote. dtype None keeps the dtype of each tensor.
 
-    Memory: the model's own and that of one tensor. Raises CheckpointError and ConfigError of one sentence, naming
-    file, tensor or field, for whatever is missing, altered, unknown or not supported.
+    Peak memory is the model plus one tensor. Raises CheckpointError and ConfigError with one sentence that names the
+    file, tensor or field that is missing, altered, unknown or not supported.
     """
-    foreign = Foreign(Path(folder))
-    place = str(foreign.folder / CONFIG)
-    family = family_of(foreign.config, place)
-    design = read_design(foreign.config, family, place)
+    checkpoint = SafetensorsFolder(Path(folder))
+    source = str(checkpoint.folder / CONFIG_FILE)
+    family = family_of(checkpoint.config, source)
+    design = original_design(checkpoint.config, family, source)
     try:
         model = build(design, device="meta")
     except (RuntimeError, OverflowError) as error:  # torch counts bytes in 63 bits
-        raise ConfigError(f"{place}: asks for tensors larger than any machine holds; restore the file") from error
-    _Filling(model, family, foreign).run(dtype)
-    tokenizer, documents = read_texts(foreign, model.embed.weight.shape[0])
-    carried = Fields(foreign.config).carried() | {"model_type": family.model_type}
-    return Imported(model.eval(), tokenizer, carried, documents)
+        raise ConfigError(f"{source}: asks for tensors larger than any machine holds; restore the file") from error
+    _WeightLoader(model, family, checkpoint).load(dtype)
+    tokenizer, text_files = read_tokenizer_files(checkpoint, model.embed.weight.shape[0])
+    preserved_config = ConfigReader(checkpoint.config).preserved() | {"model_type": family.model_type}
+    return ImportedModel(model.eval(), tokenizer, preserved_config, text_files)
 
 
-def read_design(config: Mapping[str, Any], family: Family, place: str) -> ModelConfig:
-    """The design of a config; that which an export of ours noted beside it, as long as both say the same."""
-    design = read(dict(config), family, place)
-    noted = config.get("heddle")
-    if isinstance(noted, dict) and isinstance(noted.get("design"), dict):
-        own = decode(ModelConfig, noted["design"])
-        if not differences(own, design):
-            return own
-        say(f"warning: {place}: was changed after the export, so the design noted beside it is not taken")
+def original_design(config: Mapping[str, Any], family: Family, source: str) -> ModelConfig:
+    """The design that an export stored in config.json if it still agrees with the fields, else the one they give."""
+    design = design_from_config(dict(config), family, source)
+    heddle_fields = config.get("heddle")
+    if isinstance(heddle_fields, dict) and isinstance(heddle_fields.get("design"), dict):
+        stored = decode(ModelConfig, heddle_fields["design"])
+        if not differences(stored, design):
+            return stored
+        print_status(f"warning: {source}: was changed after the export, so the design stored in it is not used")
     return design
 
 
-def rules_of(family: Family, model: Decoder) -> Rules:
+def build_weight_map(family: Family, model: Decoder) -> WeightMap:
     """The rules between a model's parameters and a family's tensors."""
-    to = Rules({name: parameter.shape for name, parameter in model.named_parameters()})
-    family.rules(model.config, to)
-    return to
+    weight_map = WeightMap({name: parameter.shape for name, parameter in model.named_parameters()})
+    family.map_weights(model.config, weight_map)
+    return weight_map
 
 
-class _Filling:
-    """Places tensors as they come; at the end nothing may be missing."""
+class _WeightLoader:
+    """Fills a model on the meta device with the tensors of a checkpoint, in the order in which they are read."""
 
-    def __init__(self, model: Decoder, family: Family, foreign: Foreign) -> None:
-        self.model, self.family, self.foreign = model, family, foreign
-        self.rules = rules_of(family, model)
-        self.waiting = dict(self.rules.found)
+    def __init__(self, model: Decoder, family: Family, checkpoint: SafetensorsFolder) -> None:
+        self.model, self.family, self.checkpoint = model, family, checkpoint
+        self.weight_map = build_weight_map(family, model)
+        self.missing = dict(self.weight_map.rules)
         self.parameters = dict(model.named_parameters())
-        self.made: dict[str, Tensor] = {}
+        self.loaded: dict[str, Tensor] = {}
 
-    def run(self, dtype: torch.dtype | None) -> None:
-        """Read every tensor. Raises CheckpointError naming one that is missing, too many, or of a wrong shape."""
-        known = TABLES + self.family.left_out
-        left_out: set[str] = set()
-        beginnings = [one.format(depth=self.model.config.depth) for one in known]
-        for file, name, tensor in self.foreign.tensors():
-            place = f"{self.foreign.folder / file}: tensor '{name}'"
-            rule = self.waiting.pop(name, None) or self.waiting.pop(self.family.prefix + name, None)
-            if rule is None:
-                begun = next((one for one in beginnings if fnmatchcase(name, one + "*")), None)
-                if begun is not None:
-                    left_out.add(begun)
-                elif self.model.config.head.tied and name in HEADS:
-                    self.made[HEAD] = tensor
-                else:
-                    raise CheckpointError(f"{place} belongs to no part of a {self.family.architecture} of this config")
-                continue
-            if not tensor.is_floating_point() or tensor.element_size() == 1:
-                raise CheckpointError(f"{place} is of type {tensor.dtype}; heddle reads unquantised floating point")
-            if tensor.shape != (shape := self.rules.shape(rule)):
-                raise CheckpointError(f"{place} has shape {list(tensor.shape)}, the config needs {list(shape)}")
-            if tensor.numel() and not all(bound.isfinite() for bound in tensor.aminmax()):
-                say(f"warning: {place} holds values that are not finite; the model may write nothing sensible")
-            self._place(rule, tensor if dtype is None else tensor.to(held_in(self._first(rule), dtype)))
-        for name in self.waiting:
-            raise CheckpointError(f"{self.foreign.folder}: tensor '{name}' is missing; download the weights again")
-        self._check_head()
-        for begun in sorted(left_out):
-            say(f"left out: tensors {begun}…, which heddle does not build")
-        for name, tensor in self.made.items():
-            owner, _, last = name.rpartition(".")
-            learned = self.parameters[name].requires_grad
-            setattr(self.model.get_submodule(owner), last, nn.Parameter(tensor, learned))
+    def load(self, dtype: torch.dtype | None) -> None:
+        """Read every tensor. Raises CheckpointError naming one that is missing or unknown, or of a wrong shape."""
+        ignored: set[str] = set()
+        for file, name, tensor in self.checkpoint.tensors():
+            source = f"{self.checkpoint.folder / file}: tensor '{name}'"
+            rule = self.missing.pop(name, None) or self.missing.pop(self.family.optional_prefix + name, None)
+            if rule is not None:
+                self._check_tensor(rule, tensor, source)
+                first = self.parameters[parameter_name(rule.parameters[0])]
+                self._place(rule, tensor if dtype is None else tensor.to(storage_dtype(first, dtype)))
+            elif (prefix := self._ignored_prefix(name)) is not None:
+                ignored.add(prefix)
+            elif self.model.config.head.tied and name in HF_HEAD_WEIGHTS:
+                self.loaded[HEAD_WEIGHT] = tensor
+            else:
+                raise CheckpointError(f"{source} belongs to no part of a {self.family.architecture} of this config")
+        for name in self.missing:
+            raise CheckpointError(f"{self.checkpoint.folder}: tensor '{name}' is missing; download the weights again")
+        self._check_tied_head()
+        for prefix in sorted(ignored):
+            print_status(f"ignored: tensors {prefix}…, which heddle does not build")
+        for name, tensor in self.loaded.items():
+            owner, _, attribute = name.rpartition(".")
+            parameter = nn.Parameter(tensor, self.parameters[name].requires_grad)
+            setattr(self.model.get_submodule(owner), attribute, parameter)
         self.model.tie()
 
-    def _check_head(self) -> None:
-        """Raises ConfigError for a tied head that was written beside the embedding and is another."""
-        head = self.made.pop(HEAD, None) if self.model.config.head.tied else None
-        if head is not None and not torch.equal(head.to(self.made["embed.weight"].dtype), self.made["embed.weight"]):
+    def _ignored_prefix(self, name: str) -> str | None:
+        """The prefix of tensors to ignore that matches a name, or None."""
+        patterns = IGNORED_TENSORS + self.family.ignored_tensors
+        prefixes = [pattern.format(depth=self.model.config.depth) for pattern in patterns]
+        return next((prefix for prefix in prefixes if fnmatchcase(name, prefix + "*")), None)
+
+    def _check_tensor(self, rule: TensorRule, tensor: Tensor, source: str) -> None:
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            raise CheckpointError(f"{source} is of type {tensor.dtype}; heddle reads unquantized floating point")
+        if tensor.shape != (shape := self.weight_map.hf_shape(rule)):
+            raise CheckpointError(f"{source} has shape {list(tensor.shape)}, the config needs {list(shape)}")
+        if tensor.numel() and not all(bound.isfinite() for bound in tensor.aminmax()):
+            print_status(f"warning: {source} holds values that are not finite; the model may write nothing sensible")
+
+    def _check_tied_head(self) -> None:
+        """Raises ConfigError if the head is tied, but the file holds a head that differs from the embedding."""
+        head = self.loaded.pop(HEAD_WEIGHT, None) if self.model.config.head.tied else None
+        if head is None:
+            return
+        embedding = self.loaded["embed.weight"]
+        if not torch.equal(head.to(embedding.dtype), embedding):
             raise ConfigError(
-                f"{self.foreign.folder / CONFIG}: field 'tie_word_embeddings' says that the head is the embedding, but "
-                "the weights hold another; set it to false"
+                f"{self.checkpoint.folder / CONFIG_FILE}: field 'tie_word_embeddings' says that the head is the "
+                "embedding, but the weights hold another; set it to false"
             )
 
-    def _first(self, rule: Rule) -> nn.Parameter:
-        """The first parameter of a rule."""
-        first = rule.ours[0]
-        return self.parameters[first if isinstance(first, str) else first[0]]
-
-    def _place(self, rule: Rule, tensor: Tensor) -> None:
-        shapes = self.rules.pieces(rule)
-        for one, part in zip(rule.ours, rule.form.split(tensor, shapes), strict=True):
-            if isinstance(one, str):
-                self.made[one] = part.contiguous() if len(shapes) == 1 else part.clone().contiguous()
+    def _place(self, rule: TensorRule, tensor: Tensor) -> None:
+        """Split a Hugging Face tensor into the parameters, or slices of parameters, that it holds."""
+        shapes = self.weight_map.parameter_shapes(rule)
+        for ref, part in zip(rule.parameters, rule.transform.split(tensor, shapes), strict=True):
+            if isinstance(ref, str):
+                self.loaded[ref] = part.contiguous() if len(shapes) == 1 else part.clone().contiguous()
             else:
-                name, index = one
-                if name not in self.made:
-                    self.made[name] = torch.empty(self.rules.shapes[name], dtype=part.dtype)
-                self.made[name][index] = part
+                name, index = ref
+                if name not in self.loaded:
+                    self.loaded[name] = torch.empty(self.weight_map.shapes[name], dtype=part.dtype)
+                self.loaded[name][index] = part

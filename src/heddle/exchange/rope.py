@@ -1,6 +1,6 @@
-"""RoPE as config.json tells it: in `rope_parameters` since transformers 5, in `rope_theta` and `rope_scaling` before.
+"""RoPE in config.json: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before.
 
-Both spellings are read and both are written; readers of either find the same angles.
+Both formats are read, and both are written, with the same meaning.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 from heddle.config import Config
 from heddle.errors import ConfigError
-from heddle.exchange.fields import Fields
+from heddle.exchange.config_reader import ConfigReader
 from heddle.parts.positions.rope import RopeConfig
 from heddle.parts.scalings.linear import LinearConfig
 from heddle.parts.scalings.llama3 import Llama3Config
@@ -16,8 +16,9 @@ from heddle.parts.scalings.longrope import LongropeConfig
 from heddle.parts.scalings.ntk import NtkConfig
 from heddle.parts.scalings.yarn import YarnConfig
 
-# Our field -> theirs, by kind; of these, `original_length` may be told at the top of the file.
-NAMES: dict[str, dict[str, str]] = {
+# By rope_type: field of heddle's scaling config -> field of `rope_parameters`. `original_length` may also stand at the
+# top level of config.json.
+SCALING_FIELDS: dict[str, dict[str, str]] = {
     "linear": {"factor": "factor"},
     "dynamic": {"factor": "factor"},
     "llama3": {
@@ -44,7 +45,7 @@ NAMES: dict[str, dict[str, str]] = {
         "mscale_all_dim": "mscale_all_dim",
     },
 }
-KINDS: dict[type[Config], str] = {
+ROPE_TYPES: dict[type[Config], str] = {
     LinearConfig: "linear",
     NtkConfig: "dynamic",
     Llama3Config: "llama3",
@@ -52,146 +53,162 @@ KINDS: dict[type[Config], str] = {
     YarnConfig: "yarn",
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
-TOP = "original_max_position_embeddings"
-WHOLE = "models of this family turn all dims of their heads; leave it out"
-FLOATS = frozenset({"factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"})
-FLOATS |= {"low_freq_factor", "high_freq_factor"}
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+NO_PARTIAL_ROTARY = "models of this family rotate all dims of their heads; leave it out"
+FLOAT_FIELDS = frozenset({"factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"})
+FLOAT_FIELDS |= {"low_freq_factor", "high_freq_factor"}
 
 
 def read_rope(
-    fields: Fields, head_dim: int, base: float = 10000.0, part: float | None = None, original: int | None = None
+    config: ConfigReader,
+    head_dim: int,
+    theta: float = 10000.0,
+    partial_rotary_factor: float | None = None,
+    original_length: int | None = None,
 ) -> dict[str, Any]:
-    """The plain data of `rope` for heads of `head_dim` dims; base, part and original length are the family's defaults.
+    """The plain data of a `rope` position for heads of `head_dim` dims.
 
-    part: that of the dims that are turned; None: the family turns all and looks at no partial_rotary_factor. Raises
-    ConfigError for a type of scaling that is not known, one that lacks a field, or a part that nobody would look at.
+    theta, partial_rotary_factor (rotated dims / head_dim) and original_length are the family's defaults.
+    partial_rotary_factor None: models of the family rotate all dims and ignore that field. Raises ConfigError for an
+    unknown type of scaling, one that lacks a field, or a partial_rotary_factor that the family ignores.
     """
-    older = fields.find("rope_scaling")
-    table = fields.find("rope_parameters") if older is None else older
-    theta, told = fields.take("rope_theta", base), fields.take("partial_rotary_factor", part or 1.0)
-    fields.unread -= {"rope_parameters", TOP}
-    if part is None and told != 1.0:
-        raise fields.wrong("partial_rotary_factor", WHOLE)
-    return rope_of(fields, table or {}, head_dim, theta, None if part is None else told, original)
+    rope_scaling = config.optional("rope_scaling")
+    table = config.optional("rope_parameters") if rope_scaling is None else rope_scaling
+    theta, factor = config.get("rope_theta", theta), config.get("partial_rotary_factor", partial_rotary_factor or 1.0)
+    config.unread -= {"rope_parameters", ORIGINAL_LENGTH}
+    if partial_rotary_factor is None and factor != 1.0:
+        raise config.invalid("partial_rotary_factor", NO_PARTIAL_ROTARY)
+    factor_or_none = None if partial_rotary_factor is None else factor
+    return read_rope_table(config, table or {}, head_dim, theta, factor_or_none, original_length)
 
 
-def rope_of(
-    fields: Fields,
+def read_rope_table(
+    config: ConfigReader,
     table: Mapping[str, Any],
     head_dim: int,
     theta: float,
-    part: float | None = None,
-    original: int | None = None,
+    partial_rotary_factor: float | None = None,
+    original_length: int | None = None,
 ) -> dict[str, Any]:
-    """The same of one table of `rope_parameters`, such as that of one type of layers."""
+    """As `read_rope`, from one `rope_parameters` table, such as that of one layer type."""
     if not isinstance(table, dict):
-        raise fields.wrong("rope_parameters", "should be a table of fields")
-    inner = Fields(table, f"{fields.place}, rope_parameters")
-    theta, told = inner.take("rope_theta", theta), inner.take("partial_rotary_factor", part or 1.0)
-    if part is None and told != 1.0:
-        raise inner.wrong("partial_rotary_factor", WHOLE)
-    if not 0.0 < told <= 1.0:
-        raise inner.wrong("partial_rotary_factor", "should be above 0 and at most 1")
-    dim = int(head_dim * told)
+        raise config.invalid("rope_parameters", "should be a table of fields")
+    parameters = ConfigReader(table, f"{config.source}, rope_parameters")
+    theta = parameters.get("rope_theta", theta)
+    factor = parameters.get("partial_rotary_factor", partial_rotary_factor or 1.0)
+    if partial_rotary_factor is None and factor != 1.0:
+        raise parameters.invalid("partial_rotary_factor", NO_PARTIAL_ROTARY)
+    if not 0.0 < factor <= 1.0:
+        raise parameters.invalid("partial_rotary_factor", "should be above 0 and at most 1")
+    rotary_dim = int(head_dim * factor)
     rope: dict[str, Any] = {"kind": "rope", "base": theta}
-    if dim != head_dim:
-        rope["dim"] = dim
-    scaling = _scaling(fields, inner, original)
-    inner.finish()
+    if rotary_dim != head_dim:
+        rope["rotary_dim"] = rotary_dim
+    scaling = _read_scaling(config, parameters, original_length)
+    parameters.check_all_read()
     return rope if scaling is None else rope | {"scaling": scaling}
 
 
-def _scaling(fields: Fields, inner: Fields, original: int | None) -> dict[str, Any] | None:
-    kind = inner.take("rope_type", inner.take("type", "default"))
+def _read_scaling(config: ConfigReader, parameters: ConfigReader, original_length: int | None) -> dict[str, Any] | None:
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
-        inner.unread -= {"factor", TOP}  # read by nobody
+        parameters.unread -= {"factor", ORIGINAL_LENGTH}  # transformers ignores them here
         return None
-    if kind == "su":  # as it was called before
+    if kind == "su":  # the older name
         kind = "longrope"
-    if kind not in NAMES:
-        known = ", ".join(("default", *NAMES))
-        raise ConfigError(f"{inner.place}: rope_type '{kind}' is not known; heddle reads {known}")
-    found: dict[str, Any] = {ours: inner.find(theirs) for ours, theirs in NAMES[kind].items()}
-    inner.unread.discard(TOP)
-    longest: Any = fields.data.get("max_position_embeddings")
-    if "original_length" in NAMES[kind]:
-        found["original_length"] = fields.take(TOP, 0) or original or found["original_length"] or longest
+    if kind not in SCALING_FIELDS:
+        known = ", ".join(("default", *SCALING_FIELDS))
+        raise ConfigError(f"{parameters.source}: rope_type '{kind}' is not known; heddle reads {known}")
+    scaling: dict[str, Any] = {name: parameters.optional(hf_name) for name, hf_name in SCALING_FIELDS[kind].items()}
+    parameters.unread.discard(ORIGINAL_LENGTH)
+    max_positions: Any = config.data.get("max_position_embeddings")
+    if "original_length" in SCALING_FIELDS[kind]:
+        scaling["original_length"] = (
+            config.get(ORIGINAL_LENGTH, 0) or original_length or scaling["original_length"] or max_positions
+        )
     if kind == "dynamic":
-        found |= {"kind": "ntk", "original_length": longest}
-    both = isinstance(longest, int) and isinstance(found.get("original_length"), int)
-    if kind in ("longrope", "yarn") and found["factor"] is None and both:
-        found["factor"] = longest / found["original_length"]
-    if kind == "longrope" and found["attention_factor"] is not None:
-        found["factor"] = None
-    if kind == "longrope" and isinstance(found["factor"], int | float):
-        found["factor"] = max(1.0, found["factor"])
-    if kind == "yarn" and (found["attention_factor"] is not None or not (found["mscale"] and found["mscale_all_dim"])):
-        found["mscale"] = found["mscale_all_dim"] = None
-    floats = {name: float(found[name]) for name in FLOATS if isinstance(found.get(name), int)}
-    data = {"kind": kind} | found | floats
+        scaling |= {"kind": "ntk", "original_length": max_positions}
+    has_lengths = isinstance(max_positions, int) and isinstance(scaling.get("original_length"), int)
+    if kind in ("longrope", "yarn") and scaling["factor"] is None and has_lengths:
+        scaling["factor"] = max_positions / scaling["original_length"]
+    if kind == "longrope" and scaling["attention_factor"] is not None:
+        scaling["factor"] = None
+    if kind == "longrope" and isinstance(scaling["factor"], int | float):
+        scaling["factor"] = max(1.0, scaling["factor"])
+    uses_mscale = kind == "yarn" and scaling["attention_factor"] is None
+    if kind == "yarn" and not (uses_mscale and scaling["mscale"] and scaling["mscale_all_dim"]):
+        scaling["mscale"] = scaling["mscale_all_dim"] = None
+    floats = {name: float(scaling[name]) for name in FLOAT_FIELDS if isinstance(scaling.get(name), int)}
+    data = {"kind": kind} | scaling | floats
     return {name: value for name, value in data.items() if value is not None}
 
 
-def read_ropes(fields: Fields, head_dim: int, base: float, local: float) -> dict[str, dict[str, Any]]:
-    """The rotation of each type of layers; base and local are theta of full and of sliding layers if no table tells.
+def read_ropes_by_layer_type(
+    config: ConfigReader, head_dim: int, full_theta: float, sliding_theta: float
+) -> dict[str, dict[str, Any]]:
+    """The plain data of `rope` by layer type; full_theta and sliding_theta are defaults.
 
-    `rope_parameters` has a table a type; before, rope_theta and rope_scaling told that of full layers.
+    `rope_parameters` has one table per layer type. Older files have rope_theta and rope_scaling, for full layers only.
     """
-    nothing: dict[str, Any] = {}
-    tables, scaling = fields.take("rope_parameters", nothing), fields.take("rope_scaling", nothing)
+    empty: dict[str, Any] = {}
+    tables, scaling = config.get("rope_parameters", empty), config.get("rope_scaling", empty)
     if set(tables) - {FULL, SLIDING}:
-        raise fields.wrong("rope_parameters", f"should have a table for {FULL} and one for {SLIDING}")
+        raise config.invalid("rope_parameters", f"should have a table for {FULL} and one for {SLIDING}")
     if any(table.get("truncate") is False for table in (scaling, *tables.values()) if isinstance(table, dict)):
-        raise fields.wrong("rope_parameters", "transformers reads no 'truncate' in the table of one type of layers")
-    full, sliding = (Fields(tables, fields.place).take(kind, nothing) for kind in (FULL, SLIDING))
+        raise config.invalid("rope_parameters", "transformers reads no 'truncate' in the table of one type of layers")
+    full, sliding = (ConfigReader(tables, config.source).get(kind, empty) for kind in (FULL, SLIDING))
     return {
-        FULL: rope_of(fields, full | scaling, head_dim, base),
-        SLIDING: rope_of(fields, sliding, head_dim, local),
+        FULL: read_rope_table(config, full | scaling, head_dim, full_theta),
+        SLIDING: read_rope_table(config, sliding, head_dim, sliding_theta),
     }
 
 
-def write_rope(rope: RopeConfig, head_dim: int, longest: int, part: float | None = None) -> dict[str, Any]:
-    """Both spellings of a rotation; `longest` is what max_position_embeddings will say, part as in `read_rope`."""
-    table = rope_table(rope, head_dim, part)
-    scaled = table["rope_type"] != "default"
-    fields = {
+def write_rope(
+    rope: RopeConfig, head_dim: int, max_positions: int, partial_rotary_factor: float | None = None
+) -> dict[str, Any]:
+    """The config fields of a RoPE, in both formats.
+
+    max_positions: the max_position_embeddings that the config will have. partial_rotary_factor as in `read_rope`.
+    """
+    table = write_rope_table(rope, head_dim, partial_rotary_factor)
+    is_scaled = table["rope_type"] != "default"
+    config = {
         "rope_parameters": table,
         "rope_theta": rope.base,
-        "rope_scaling": table | {"type": table["rope_type"]} if scaled else None,
+        "rope_scaling": table | {"type": table["rope_type"]} if is_scaled else None,
     }
-    fields |= {name: table[name] for name in ("partial_rotary_factor", TOP) if name in table}
+    config |= {name: table[name] for name in ("partial_rotary_factor", ORIGINAL_LENGTH) if name in table}
     if isinstance(rope.scaling, NtkConfig):
-        fields["max_position_embeddings"] = rope.scaling.original_length or longest
-    return fields
+        config["max_position_embeddings"] = rope.scaling.original_length or max_positions
+    return config
 
 
-def write_ropes(full: RopeConfig, sliding: RopeConfig, head_dim: int) -> dict[str, Any]:
-    """Both spellings of two rotations; the older one has no scaling of sliding layers."""
-    tables = {FULL: rope_table(full, head_dim), SLIDING: rope_table(sliding, head_dim)}
+def write_ropes_by_layer_type(full: RopeConfig, sliding: RopeConfig, head_dim: int) -> dict[str, Any]:
+    """The config fields of two RoPEs, in both formats; the older one has no scaling for sliding layers."""
+    tables = {FULL: write_rope_table(full, head_dim), SLIDING: write_rope_table(sliding, head_dim)}
     for table in tables.values():
-        table.pop("truncate", None)  # see `read_ropes`
+        table.pop("truncate", None)  # see `read_ropes_by_layer_type`
     kind = tables[FULL]["rope_type"]
     scaling = None if kind == "default" else tables[FULL] | {"type": kind}
     return {"rope_parameters": tables, "rope_theta": full.base, "rope_scaling": scaling}
 
 
-def rope_table(rope: RopeConfig, head_dim: int, part: float | None = None) -> dict[str, Any]:
-    """`rope_parameters` of a rotation of heads of `head_dim` dims; part as in `read_rope`."""
+def write_rope_table(rope: RopeConfig, head_dim: int, partial_rotary_factor: float | None = None) -> dict[str, Any]:
+    """`rope_parameters` for heads of `head_dim` dims; partial_rotary_factor as in `read_rope`."""
     table: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.base}
-    if rope.scaling is not None and type(rope.scaling) in KINDS:
-        kind = KINDS[type(rope.scaling)]
+    if rope.scaling is not None and type(rope.scaling) in ROPE_TYPES:
+        kind = ROPE_TYPES[type(rope.scaling)]
         table["rope_type"] = kind
-        for ours, theirs in NAMES[kind].items():
-            value = getattr(rope.scaling, ours)
+        for name, hf_name in SCALING_FIELDS[kind].items():
+            value = getattr(rope.scaling, name)
             if value is not None:
-                table[theirs] = list(value) if isinstance(value, tuple) else value
-    dim = rope.dim or head_dim
-    if part is not None:
-        table["partial_rotary_factor"] = _part(dim, head_dim)
+                table[hf_name] = list(value) if isinstance(value, tuple) else value
+    if partial_rotary_factor is not None:
+        table["partial_rotary_factor"] = _rotary_factor(rope.rotary_dim or head_dim, head_dim)
     return table
 
 
-def _part(dim: int, head_dim: int) -> float:
-    """A factor of which int(head_dim · factor) is dim, whatever the rounding."""
-    part = dim / head_dim
-    return part if int(head_dim * part) == dim else (dim + 0.5) / head_dim
+def _rotary_factor(rotary_dim: int, head_dim: int) -> float:
+    """A factor for which int(head_dim · factor) == rotary_dim, despite rounding."""
+    factor = rotary_dim / head_dim
+    return factor if int(head_dim * factor) == rotary_dim else (rotary_dim + 0.5) / head_dim

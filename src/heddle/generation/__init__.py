@@ -1,1 +1,1 @@
-"""Generation: prefill once, then one token a step with the state; the past is never copied."""
+"""Generation: prefill, decoding, sampling, speculative decoding and beam search."""

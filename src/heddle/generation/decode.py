@@ -1,18 +1,19 @@
-"""Plain decoding: prefill once, then one token a step for every row."""
+"""Autoregressive decoding: prefill, then one forward pass per new token of every row."""
 
-from heddle.generation.prefill import Reader, Request, Steps, evaluating
+from heddle.generation.model_runner import GenerationRequest, ModelRunner, NewTokens, eval_mode
+from heddle.generation.prefill import prefill
 from heddle.model.decoder import Decoder
 
 
-def plain(model: Decoder, request: Request, ended: list[bool]) -> Steps:
-    """Each step's tokens, one for each row; the caller marks in `ended` the rows that want no more."""
-    reader = Reader(model)
-    with evaluating(model):
-        hidden, state = reader.prompts(request)
-        for step in range(request.steps):
-            chosen = request.sampling.choose(reader.logits(hidden, request), step)
-            yield list(enumerate(chosen.tolist()))
-            if all(ended) or step + 1 == request.steps:
+def decode(model: Decoder, request: GenerationRequest, finished: list[bool]) -> NewTokens:
+    """Yield one new token per row at each step. The caller marks rows in `finished` when they need no more tokens."""
+    runner = ModelRunner(model)
+    with eval_mode(model):
+        hidden, state = prefill(runner, request)
+        for step in range(request.max_new_tokens):
+            tokens = request.sampler.sample(runner.logits(hidden, request), step)
+            yield list(enumerate(tokens.tolist()))
+            if all(finished) or step + 1 == request.max_new_tokens:
                 return
-            read, state = reader.read(chosen[:, None], None, state)
-            hidden = read[:, -1]
+            all_hidden, state = runner.forward(tokens[:, None], None, state)
+            hidden = all_hidden[:, -1]

@@ -1,59 +1,65 @@
-"""Continue prompts of any lengths, in one batch, with the state each mixer defines."""
+"""Generate text: continue prompts of any lengths in one batch, by decoding, speculative decoding or beam search."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, overload
 
 from heddle.errors import ConfigError
-from heddle.generation.beam_search import searched
-from heddle.generation.decode import plain
-from heddle.generation.prefill import Prefix, Request, Steps, checked_row, read_prefix
-from heddle.generation.sampling import Sampling
-from heddle.generation.speculative import Draft, Round, guessed
-from heddle.generation.stop_strings import Tail
+from heddle.generation.beam_search import beam_search
+from heddle.generation.decode import decode
+from heddle.generation.model_runner import GenerationRequest, NewTokens
+from heddle.generation.prefill import Prefix, prefill_prefix, validate_prompt
+from heddle.generation.sampling import Sampler
+from heddle.generation.speculative import SpeculativeConfig, SpeculativeRound, speculative_decode
+from heddle.generation.stop_strings import StopStringBuffer
 from heddle.model.decoder import Decoder
-from heddle.parts.context.layout import Memory
+from heddle.parts.context.encoder_output import EncoderOutput
+
+SAMPLE_TOKENS = 96
 
 
-class TextStream(Protocol):
-    """Turns tokens into text as they come, never half a character."""
+class DecodeStreamProtocol(Protocol):
+    """Turns tokens into text as they come, in whole characters."""
 
-    def push(self, token: int) -> str: ...
+    def push(self, token_id: int) -> str: ...
 
     def finish(self) -> str: ...
 
 
-class Tokenizer(Protocol):
-    """What generation needs of a tokenizer: `opening` stands before a text, any of `ends` ends it, none is `absent`."""
+class TokenizerProtocol(Protocol):
+    """What generation needs of a tokenizer.
 
-    opening: list[int]
-    ends: list[int]
+    bos_ids come before a text; any of eos_ids ends it; unused_token_ids, below vocab_size, stand for no token.
+    """
+
+    bos_ids: list[int]
+    eos_ids: list[int]
     vocab_size: int
-    absent: tuple[int, ...]
+    unused_token_ids: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]: ...
 
-    def stream(self, before: Sequence[int] = ...) -> TextStream: ...
+    def decode_stream(self, previous_ids: Sequence[int] = ...) -> DecodeStreamProtocol: ...
 
 
 @overload
 def generate(
     model: Decoder,
     prompts: Sequence[str],
-    tokenizer: Tokenizer,
+    tokenizer: TokenizerProtocol,
     *,
     max_new_tokens: int = ...,
     temperature: float = ...,
     top_k: int | None = ...,
     top_p: float | None = ...,
     seed: int = ...,
-    memory: Memory | None = ...,
+    encoder_output: EncoderOutput | None = ...,
     stop: Sequence[str] = ...,
     on_text: Callable[[int, str], None] | None = ...,
     prefix: Prefix | None = ...,
-    beams: int = ...,
-    draft: Decoder | None = ...,
-    lookahead: int = ...,
-    on_round: Callable[[Round], None] | None = ...,
+    num_beams: int = ...,
+    draft_model: Decoder | None = ...,
+    speculative_tokens: int = ...,
+    on_speculative_round: Callable[[SpeculativeRound], None] | None = ...,
 ) -> list[str]: ...
 
 
@@ -68,162 +74,179 @@ def generate(
     top_k: int | None = ...,
     top_p: float | None = ...,
     seed: int = ...,
-    memory: Memory | None = ...,
+    encoder_output: EncoderOutput | None = ...,
     prefix: Prefix | None = ...,
-    beams: int = ...,
-    draft: Decoder | None = ...,
-    lookahead: int = ...,
-    on_round: Callable[[Round], None] | None = ...,
+    num_beams: int = ...,
+    draft_model: Decoder | None = ...,
+    speculative_tokens: int = ...,
+    on_speculative_round: Callable[[SpeculativeRound], None] | None = ...,
 ) -> list[list[int]]: ...
 
 
-def generate(  # noqa: PLR0913 - settings by keyword
+def generate(  # noqa: PLR0913 - settings given by keyword
     model: Decoder,
     prompts: Sequence[str] | Sequence[Sequence[int]],
-    tokenizer: Tokenizer | None = None,
+    tokenizer: TokenizerProtocol | None = None,
     *,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-    memory: Memory | None = None,
+    encoder_output: EncoderOutput | None = None,
     stop: Sequence[str] = (),
     on_text: Callable[[int, str], None] | None = None,
     prefix: Prefix | None = None,
-    beams: int = 1,
-    draft: Decoder | None = None,
-    lookahead: int = 4,
-    on_round: Callable[[Round], None] | None = None,
+    num_beams: int = 1,
+    draft_model: Decoder | None = None,
+    speculative_tokens: int = 4,
+    on_speculative_round: Callable[[SpeculativeRound], None] | None = None,
 ) -> list[str] | list[list[int]]:
-    """Continue each prompt; returns the new texts, or the new tokens where prompts are token lists.
+    """Continue each prompt; returns the new texts, or lists of new tokens where the prompts are lists of tokens.
 
-    With a tokenizer, prompts are strings, each opened as in training (ours by the end token), and a row ends at an
-    end token or at the first of the `stop` strings (left out of the result); `on_text(row, piece)` is called
-    as text comes. temperature 0 is greedy. memory: what cross-attention reads, a row for each prompt. prefix (of
-    `heddle.prefix`): what stands before each prompt. beams: how many continuations are followed for the likeliest
-    text. draft: a smaller model that guesses `lookahead` tokens ahead; what is written stays the same, or as likely;
-    `on_round` hears what came of each guess. Where a rotation depends on the length (dynamic ntk, longrope), all rows
-    are turned for the longest prompt and max_new_tokens, less the last, which is never read.
-    Raises ConfigError for an empty prompt list or a setting that is bad or does not go with another.
+    With a tokenizer, prompts are strings, preceded by its bos_ids as in training; a row ends at one of its eos_ids, or
+    at the first of the `stop` strings, which is left out of the result. `on_text(row, piece)` is called as text comes.
+    temperature 0 is greedy. encoder_output: what cross-attention reads, one row per prompt. prefix (of
+    `heddle.prefix`): tokens that come before each prompt, read earlier. num_beams: the beams of beam search.
+    draft_model: a smaller model that proposes `speculative_tokens` tokens per round for speculative decoding: greedy
+    text stays the same, sampled text follows the same distribution; `on_speculative_round` gets each round's counts.
+    Where rotary frequencies depend on the text's length (dynamic NTK, LongRoPE), the length is that of the longest
+    prompt plus max_new_tokens - 1, for all rows; the last new token is never read.
+    Raises ConfigError for an empty list of prompts, and for a setting that is invalid or conflicts with another.
     """
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens {max_new_tokens}: must be at least 1")
     if not prompts or isinstance(prompts, str):
         raise ConfigError("prompts: expected a list of at least one prompt")
-    guessing = None if draft is None else Draft(draft, lookahead, on_round)
-    _check_ways(model, temperature, prefix, beams, guessing)
-    if prefix is not None and memory is not None:
-        raise ConfigError("memory: the prefix was read beside its own; leave out one of the two")
-    request = Request(
-        rows=_rows(model, prompts, tokenizer, prefix),
-        steps=max_new_tokens,
-        sampling=Sampling(temperature, top_k, top_p, seed),
-        known=None if tokenizer is None else tokenizer.vocab_size,
-        ends=() if tokenizer is None else tuple(tokenizer.ends),
-        absent=() if tokenizer is None else tokenizer.absent,
-        prefix=prefix,
-        memory=memory,
+    speculative = (
+        None if draft_model is None else SpeculativeConfig(draft_model, speculative_tokens, on_speculative_round)
     )
-    ended = [False] * len(prompts)
-    if beams > 1:
-        steps = searched(model, request, beams)
+    _check_compatible(model, temperature, prefix, num_beams, speculative)
+    if prefix is not None and encoder_output is not None:
+        raise ConfigError("encoder_output: the prefix was read with its own; leave out one of the two")
+    request = GenerationRequest(
+        prompt_ids=_prompt_ids(model, prompts, tokenizer, prefix),
+        max_new_tokens=max_new_tokens,
+        sampler=Sampler(temperature, top_k, top_p, seed),
+        vocab_limit=None if tokenizer is None else tokenizer.vocab_size,
+        eos_ids=() if tokenizer is None else tuple(tokenizer.eos_ids),
+        unused_token_ids=() if tokenizer is None else tokenizer.unused_token_ids,
+        prefix=prefix,
+        encoder_output=encoder_output,
+    )
+    finished = [False] * len(prompts)
+    if num_beams > 1:
+        new_tokens = beam_search(model, request, num_beams)
+    elif speculative is not None:
+        new_tokens = speculative_decode(model, request, finished, speculative)
     else:
-        steps = plain(model, request, ended) if guessing is None else guessed(model, request, ended, guessing)
+        new_tokens = decode(model, request, finished)
     if tokenizer is None:
-        return _token_lists(steps, len(prompts))
-    return _texts(steps, request, tokenizer, ended, stop, on_text)
+        return _collect_tokens(new_tokens, len(prompts))
+    return _collect_texts(new_tokens, request, tokenizer, finished, stop, on_text)
 
 
-def prefix(model: Decoder, text: str | Sequence[int], tokenizer: Tokenizer | None = None) -> Prefix:
-    """Read once what many prompts begin with (a string with a tokenizer, or tokens), for `generate(prefix=...)`.
+def sample_text(model: Decoder, tokenizer: TokenizerProtocol, sequence_length: int) -> str:
+    """A short sampled text from an empty prompt, to show what training achieved.
 
-    The result is that of prompts with its tokens before theirs. It holds for the weights the model has now.
-    Raises ConfigError for tokens that the model does not know, or none.
+    It has at most 96 tokens, and at most the `sequence_length` that the model was trained on.
+    """
+    length = min(SAMPLE_TOKENS, sequence_length)
+    return generate(model, [""], tokenizer, max_new_tokens=length, temperature=0.8, top_p=0.95)[0]
+
+
+def prefix(model: Decoder, text: str | Sequence[int], tokenizer: TokenizerProtocol | None = None) -> Prefix:
+    """Read once what many prompts begin with, for `generate(prefix=...)`: a string with a tokenizer, or tokens.
+
+    The new text is the same as with these tokens at the start of each prompt. The prefix is valid while the model's
+    weights stay as they are. Raises ConfigError for no tokens, or tokens outside the model's vocabulary.
     """
     if isinstance(text, str) == (tokenizer is None):
         raise ConfigError("prefix: give a string and its tokenizer, or a list of tokens without one")
     if isinstance(text, str) and tokenizer is not None:
-        return read_prefix(model, checked_row(_opened(tokenizer, tokenizer.opening, text), model))
-    return read_prefix(model, checked_row([int(token) for token in text], model))
+        return prefill_prefix(model, validate_prompt(_encode_after(tokenizer, tokenizer.bos_ids, text), model))
+    return prefill_prefix(model, validate_prompt([int(token) for token in text], model))
 
 
-def _check_ways(model: Decoder, temperature: float, before: Prefix | None, beams: int, guessing: Draft | None) -> None:
-    """Refuse ways of generating that do not go together."""
-    if beams < 1:
-        raise ConfigError(f"beams {beams}: must be at least 1")
-    if beams > 1 and temperature != 0.0:
-        raise ConfigError(f"beams {beams}: look for the likeliest text and do not sample; leave temperature at 0")
-    if beams > 1 and guessing is not None:
-        raise ConfigError(f"beams {beams}: follow their own guesses; leave out the draft, or the beams")
+def _check_compatible(
+    model: Decoder, temperature: float, before: Prefix | None, num_beams: int, speculative: SpeculativeConfig | None
+) -> None:
+    """Raises ConfigError for settings that cannot be combined."""
+    if num_beams < 1:
+        raise ConfigError(f"num_beams {num_beams}: must be at least 1")
+    if num_beams > 1 and temperature != 0.0:
+        raise ConfigError(f"num_beams {num_beams}: beam search does not sample; leave temperature at 0")
+    if num_beams > 1 and speculative is not None:
+        raise ConfigError(f"num_beams {num_beams}: beam search takes no draft_model; leave out one of the two")
     if before is not None and before.model is not model:
         raise ConfigError("prefix: was read by another model; read it with this one")
-    if guessing is not None:
-        guessing.check(model)
+    if speculative is not None:
+        speculative.check(model)
 
 
-def _rows(
+def _prompt_ids(
     model: Decoder,
     prompts: Sequence[str] | Sequence[Sequence[int]],
-    tokenizer: Tokenizer | None,
+    tokenizer: TokenizerProtocol | None,
     before: Prefix | None,
 ) -> list[list[int]]:
-    """The tokens of each row, those before the prompt among them."""
+    """The tokens of each prompt, the prefix included."""
     if tokenizer is None:
-        given = [] if before is None else [*before.tokens]
         if any(isinstance(prompt, str) for prompt in prompts):
             raise ConfigError("prompts: are strings; give the tokenizer too, or lists of tokens")
-        return [checked_row([*given, *map(int, prompt)], model) for prompt in prompts]
-    opening: Sequence[int] = tokenizer.opening if before is None else before.tokens
+        prefix_tokens = [] if before is None else [*before.tokens]
+        return [validate_prompt([*prefix_tokens, *map(int, prompt)], model) for prompt in prompts]
+    first_tokens: Sequence[int] = tokenizer.bos_ids if before is None else before.tokens
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) != len(prompts):
         raise ConfigError("prompts: with a tokenizer every prompt is a string; leave the tokenizer out for tokens")
-    return [checked_row(_opened(tokenizer, opening, text), model) for text in texts]
+    return [validate_prompt(_encode_after(tokenizer, first_tokens, text), model) for text in texts]
 
 
-def _opened(tokenizer: Tokenizer, opening: Sequence[int], text: str) -> list[int]:
-    """A text after its opening. An empty one that nothing opens begins where another would have ended."""
-    return [*opening, *tokenizer.encode(text)] or tokenizer.ends[:1]
+def _encode_after(tokenizer: TokenizerProtocol, first_tokens: Sequence[int], text: str) -> list[int]:
+    """The first tokens, then the text's. If there are none at all, an end token, as after an earlier text."""
+    return [*first_tokens, *tokenizer.encode(text)] or tokenizer.eos_ids[:1]
 
 
-def _token_lists(steps: Steps, count: int) -> list[list[int]]:
+def _collect_tokens(new_tokens: NewTokens, count: int) -> list[list[int]]:
     result: list[list[int]] = [[] for _ in range(count)]
-    for new in steps:
-        for row, token in new:
+    for step_tokens in new_tokens:
+        for row, token in step_tokens:
             result[row].append(token)
     return result
 
 
-def _texts(
-    steps: Steps,
-    request: Request,
-    tokenizer: Tokenizer,
-    ended: list[bool],
+def _collect_texts(
+    new_tokens: NewTokens,
+    request: GenerationRequest,
+    tokenizer: TokenizerProtocol,
+    finished: list[bool],
     stop: Sequence[str],
     on_text: Callable[[int, str], None] | None,
 ) -> list[str]:
-    tell = on_text or (lambda row, piece: None)
-    streams = [tokenizer.stream(row) for row in request.rows]
-    tails = [Tail(stop) for _ in ended]
+    """Decode each row's tokens up to its end, and mark finished rows in `finished`."""
+    show = on_text or (lambda row, piece: None)
+    streams = [tokenizer.decode_stream(prompt) for prompt in request.prompt_ids]
+    buffers = [StopStringBuffer(stop) for _ in finished]
 
-    def add(row: int, piece: str) -> None:
-        safe = tails[row].push(piece)
-        if safe:
-            tell(row, safe)
+    def push(row: int, piece: str) -> None:
+        released = buffers[row].push(piece)
+        if released:
+            show(row, released)
 
-    for new in steps:
-        for row, token in new:
-            if ended[row]:
+    for step_tokens in new_tokens:
+        for row, token in step_tokens:
+            if finished[row]:
                 continue
-            if token in tokenizer.ends:
-                ended[row] = True
+            if token in tokenizer.eos_ids:
+                finished[row] = True
             else:
-                add(row, streams[row].push(token))
-                ended[row] = tails[row].stopped
-    for row in range(len(ended)):
-        if not tails[row].stopped:
-            add(row, streams[row].finish())
-        rest = tails[row].finish()
-        if rest:
-            tell(row, rest)
-    return [tail.text for tail in tails]
+                push(row, streams[row].push(token))
+                finished[row] = buffers[row].stopped
+    for row, buffer in enumerate(buffers):
+        if not buffer.stopped:
+            push(row, streams[row].finish())
+        released = buffer.finish()
+        if released:
+            show(row, released)
+    return [buffer.text for buffer in buffers]

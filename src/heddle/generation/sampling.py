@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from heddle.errors import ConfigError, MachineError
-from heddle.numerics.random import Key, keyed, uniform
+from heddle.numerics.random import RandomKey, uniform, use_random_key
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """temperature 0 is greedy. top_k keeps the k likeliest tokens, top_p the fewest whose probability reaches p.
+class Sampler:
+    """temperature 0 is greedy. top_k keeps the k most likely tokens, top_p the fewest whose probability reaches p.
 
-    A row's draws depend on the seed, its number in the batch and the step only, so other rows change nothing.
+    A row's random numbers depend only on the seed, its index in the batch and the step, so other rows change nothing.
     """
 
     temperature: float = 0.0
@@ -33,72 +33,72 @@ class Sampling:
         if not 0 <= self.seed < 2**62:
             raise ConfigError(f"seed {self.seed}: must be at least 0 and below 2^62")
 
-    def choose(self, logits: Tensor, step: int) -> Tensor:
-        """logits [B, vocab] -> tokens int64 [B]. Ties go to the lowest index.
+    def sample(self, logits: Tensor, step: int) -> Tensor:
+        """logits [B, vocab] -> tokens int64 [B]. Of equally likely tokens, greedy takes the lowest.
 
-        Raises MachineError where a row's highest logit is not a finite number; −inf rules a token out.
+        Raises MachineError if a row's highest logit is not a finite number; −inf excludes a token.
         """
         if self.temperature == 0.0:
-            return _highest(logits)
-        probabilities, order = self._kept(logits)
-        with keyed(Key(self.seed, step, torch.arange(logits.shape[0]))):
-            drawn = uniform((logits.shape[0], 1), site=0, device=logits.device).double()
-        return order.gather(-1, _at(probabilities, drawn)).squeeze(-1)
+            return _argmax(logits)
+        probabilities, order = self._filtered_probabilities(logits)
+        with use_random_key(RandomKey(self.seed, step, torch.arange(logits.shape[0]))):
+            uniforms = uniform((logits.shape[0], 1), site=0, device=logits.device).double()
+        return order.gather(-1, _inverse_cdf(probabilities, uniforms)).squeeze(-1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """The distribution that `choose` draws from: logits [..., vocab] -> float64 of the same shape; greedy is sure.
+        """The distribution `sample` draws from: logits [..., vocab] -> float64 of that shape; one-hot if greedy.
 
-        Raises MachineError as `choose` does.
+        Raises MachineError as `sample` does.
         """
         if self.temperature == 0.0:
-            return functional.one_hot(_highest(logits), logits.shape[-1]).double()
-        probabilities, order = self._kept(logits.flatten(0, -2))
+            return functional.one_hot(_argmax(logits), logits.shape[-1]).double()
+        probabilities, order = self._filtered_probabilities(logits.flatten(0, -2))
         return torch.zeros_like(probabilities).scatter(-1, order, probabilities).view(logits.shape)
 
-    def uniform(self, rows: Tensor, places: Tensor, site: int) -> Tensor:
-        """Numbers in [0, 1), float64, each by the seed, its row of the batch, its place in the new text, and a site."""
-        samples = (rows * 2**32 + places).flatten()
-        with keyed(Key(self.seed, 0, samples)):
-            return uniform((len(samples), 1), site, rows.device).double().view(places.shape)
+    def uniform(self, rows: Tensor, positions: Tensor, site: int) -> Tensor:
+        """float64 in [0, 1): a function of the seed, the row in the batch, the position in the new text, and `site`."""
+        samples = (rows * 2**32 + positions).flatten()
+        with use_random_key(RandomKey(self.seed, 0, samples)):
+            return uniform((len(samples), 1), site, rows.device).double().view(positions.shape)
 
-    def draw(self, weights: Tensor, rows: Tensor, places: Tensor, site: int) -> Tensor:
-        """Draw by weights float64 [B, vocab] -> tokens int64 [B]."""
-        return _at(weights, self.uniform(rows, places, site)[:, None]).squeeze(-1)
+    def draw(self, weights: Tensor, rows: Tensor, positions: Tensor, site: int) -> Tensor:
+        """Draw tokens int64 [B] in proportion to weights float64 [B, vocab]; random numbers as in `uniform`."""
+        return _inverse_cdf(weights, self.uniform(rows, positions, site)[:, None]).squeeze(-1)
 
-    def _kept(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities, likeliest first, zero where filtered out, and the tokens in that order."""
-        _check(logits.amax(-1))
-        ordered, order = logits.double().sort(dim=-1, descending=True, stable=True)
-        highest = ordered[:, :1]
-        # Dividing the distance to the highest keeps tiny temperatures finite.
-        weights = ((ordered - highest) / self.temperature).exp()
+    def _filtered_probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities after top-k and top-p, highest first, zero where filtered out; and the tokens in that order."""
+        _check_finite(logits.amax(-1))
+        sorted_logits, order = logits.double().sort(dim=-1, descending=True, stable=True)
+        highest = sorted_logits[:, :1]
+        # Dividing the difference from the highest logit stays finite at tiny temperatures.
+        weights = ((sorted_logits - highest) / self.temperature).exp()
         if self.top_k is not None:
             weights[:, self.top_k :] = 0.0
         if self.top_p is not None:
-            share = weights / weights.sum(-1, keepdim=True)
-            before = share.cumsum(-1) - share
-            weights = weights.masked_fill(before >= self.top_p, 0.0)
+            probabilities = weights / weights.sum(-1, keepdim=True)
+            preceding = probabilities.cumsum(-1) - probabilities
+            weights = weights.masked_fill(preceding >= self.top_p, 0.0)
         return weights / weights.sum(-1, keepdim=True), order
 
 
-def _check(highest: Tensor) -> None:
+def _check_finite(highest: Tensor) -> None:
     if not bool(highest.isfinite().all()):
         raise MachineError("generation: the model's logits are not numbers; its weights or its state are damaged")
 
 
-def _highest(logits: Tensor) -> Tensor:
-    """The first of the highest of logits [..., vocab]."""
+def _argmax(logits: Tensor) -> Tensor:
+    """The lowest index of the highest of logits [..., vocab]."""
     highest = logits.amax(-1, keepdim=True)
-    _check(highest)
-    # argmax may return any of several equal entries; the first is found by comparing.
+    _check_finite(highest)
+    # torch.argmax may return any of several equal entries; on this 0/1 mask it returns the first.
     return (logits == highest).to(torch.uint8).argmax(-1)
 
 
-def _at(weights: Tensor, drawn: Tensor) -> Tensor:
-    """The index [B, 1] at which the running sum of weights [B, N] passes `drawn` [B, 1] of the whole."""
-    total = weights.cumsum(-1)
-    index = torch.searchsorted(total, drawn * total[:, -1:], right=True)
-    # Rounding may lead past the last that has any weight.
-    places = torch.arange(weights.shape[-1], device=weights.device)
-    last = torch.where(weights > 0, places, 0).amax(-1, keepdim=True)
+def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The first index [B, 1] where the running sum of weights [B, N] exceeds `uniforms` [B, 1] times their total."""
+    cumulative = weights.cumsum(-1)
+    index = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    # Rounding may lead past the last index with a nonzero weight.
+    indices = torch.arange(weights.shape[-1], device=weights.device)
+    last = torch.where(weights > 0, indices, 0).amax(-1, keepdim=True)
     return torch.minimum(index, last)

@@ -1,10 +1,11 @@
-"""Speculative decoding: a small model guesses ahead, the model reads all guesses in one call (Leviathan et al. 2023).
+"""Speculative decoding: a draft model proposes tokens, the model verifies them in one call (Leviathan et al. 2023).
 
-    guess d ~ q; kept with probability min(1, p(d) / q(d)); at the first that is not, the token is drawn from
-    max(0, p − q) / Σ max(0, p − q), and after a round of kept ones from p
+    A proposed token d ~ q is accepted with probability min(1, p(d) / q(d)). At the first rejection the token is drawn
+    from max(0, p − q) / Σ max(0, p − q); after a round without rejection one more token is drawn from p.
 
-so what is written is distributed as without the draft. Greedy is the case where p and q are certain. A row takes
-back what was not kept; where a layer cannot go back, its state is forked before and reads what was kept again.
+p is the model's distribution, q the draft model's. The text is distributed as without a draft model; greedy decoding
+is the case where p and q are one-hot. Each row rolls back its rejected tokens. Where a layer cannot roll back, the
+state is forked before the round, and the fork reads the accepted tokens again.
 """
 
 from collections.abc import Callable
@@ -15,164 +16,182 @@ import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError
-from heddle.generation.prefill import Reader, Request, Steps, evaluating
+from heddle.generation.model_runner import GenerationRequest, ModelRunner, NewTokens, eval_mode
+from heddle.generation.prefill import prefill
 from heddle.model.decoder import Decoder
 from heddle.parts.context.layout import Layout
 
+PROPOSE, VERIFY, NEXT = 1, 2, 3  # sites of random numbers: draws for one position that must be independent
 
-class Round(NamedTuple):
-    """What one call of the model brought: tokens guessed, of them kept, and tokens written in all.
 
-    near_ties: of those written greedily, how many had a rival within rounding, where a plain run may differ.
+class SpeculativeRound(NamedTuple):
+    """Counts of one round over all rows: tokens proposed, tokens accepted, and tokens emitted in total.
+
+    near_ties: emitted greedy tokens whose runner-up was within rounding, where decoding without a draft may differ.
     """
 
-    guessed: int
-    kept: int
-    written: int
+    proposed: int
+    accepted: int
+    emitted: int
     near_ties: int
 
 
 @dataclass(frozen=True)
-class Draft:
-    """The model that guesses, how many tokens ahead at most, and who is told of every round."""
+class SpeculativeConfig:
+    """The draft model, how many tokens it proposes per round at most, and a callback for each round's counts."""
 
-    model: Decoder
-    lookahead: int = 4
-    tell: Callable[[Round], None] | None = None
+    draft_model: Decoder
+    speculative_tokens: int = 4
+    on_round: Callable[[SpeculativeRound], None] | None = None
 
     def check(self, model: Decoder) -> None:
-        """Raises ConfigError where it cannot guess for the model."""
-        if self.lookahead < 1:
-            raise ConfigError(f"lookahead {self.lookahead}: must be at least 1")
-        own, needed = self.model.embed.weight.shape[0], model.embed.weight.shape[0]
-        if own != needed:
-            raise ConfigError(f"draft: has a vocabulary of {own} tokens, the model {needed}; they must be the same")
+        """Raises ConfigError if the draft model cannot propose tokens for the model."""
+        if self.speculative_tokens < 1:
+            raise ConfigError(f"speculative_tokens {self.speculative_tokens}: must be at least 1")
+        draft_size, model_size = self.draft_model.embed.weight.shape[0], model.embed.weight.shape[0]
+        if draft_size != model_size:
+            raise ConfigError(
+                f"draft_model: has a vocabulary of {draft_size} tokens, the model {model_size}; they must be the same"
+            )
 
 
-class Side:
-    """One of the two models and its state, which can give back tokens of the last round."""
+class RollbackRunner:
+    """A model and its state, which can discard the rejected tokens of a round."""
 
-    def __init__(self, model: Decoder, request: Request, lookahead: int) -> None:
-        self.reader, self.request = Reader(model), request
-        returns = model.init_state(len(request.rows), 1, request.memory).can_roll_back(1)
-        rewind = lookahead if returns else 0
-        self.hidden, self.state = self.reader.prompts(request, rewind)
-        self.forks = not self.state.keeps(lookahead)
+    def __init__(self, model: Decoder, request: GenerationRequest, speculative_tokens: int) -> None:
+        self.runner, self.request = ModelRunner(model), request
+        can_roll_back = model.init_state(len(request.prompt_ids), 1, request.encoder_output).can_roll_back(1)
+        self.hidden, self.state = prefill(self.runner, request, speculative_tokens if can_roll_back else 0)
+        self.needs_fork = not self.state.can_always_roll_back(speculative_tokens)
 
-    def begin(self) -> None:
-        """A new round."""
-        self.before = self.state.fork() if self.forks else None
+    def begin_round(self) -> None:
+        """Remember the state that `accept` goes back to, if rolling back is not possible."""
+        self.round_start = self.state.fork() if self.needs_fork else None
 
-    def read(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         """tokens [B, T] -> logits [B, T, vocab]."""
-        hidden, self.state = self.reader.read(tokens, None, self.state)
-        return self.reader.logits(hidden, self.request)
+        hidden, self.state = self.runner.forward(tokens, None, self.state)
+        return self.runner.logits(hidden, self.request)
 
-    def keep(self, tokens: Tensor, kept: Tensor) -> None:
-        """Of the round's tokens [B, T], all of them read, the first and `kept` [B] after it stay."""
-        most, back = int(kept.max()) + 1, tokens.shape[1] - 1 - kept
-        if not bool(back.any()):
+    def accept(self, tokens: Tensor, accepted: Tensor) -> None:
+        """Of the round's tokens [B, T], all read by now, keep each row's first and the `accepted` [B] after it."""
+        longest, rejected = int(accepted.max()) + 1, tokens.shape[1] - 1 - accepted
+        if not bool(rejected.any()):
             return
-        if self.before is None:
-            self.state = self.state.rewind(back)
+        if self.round_start is None:
+            self.state = self.state.rollback(rejected)
             return
-        following = self.before.table.following(most)
-        beyond = torch.arange(most, device=kept.device) > kept[:, None]
-        layout = Layout(following.positions.masked_fill(beyond, -1), following.documents)
-        _, self.state = self.reader.read(tokens[:, :most], layout, self.before)
+        unpadded = self.round_start.table.next_layout(longest)
+        padding = torch.arange(longest, device=accepted.device) > accepted[:, None]
+        layout = Layout(unpadded.positions.masked_fill(padding, -1), unpadded.segment_ids)
+        _, self.state = self.runner.forward(tokens[:, :longest], layout, self.round_start)
 
     def select(self, rows: list[int]) -> None:
-        """Go on with some rows only."""
+        """Continue with these rows only."""
         self.state = self.state.select(rows)
 
 
-def guessed(model: Decoder, request: Request, ended: list[bool], draft: Draft) -> Steps:
-    """Each round's tokens, several for each row; the caller marks in `ended` the rows that want no more."""
-    draft.check(model)
-    sampling = request.sampling
-    with evaluating(model, draft.model):
-        large = Side(model, request, draft.lookahead)
-        # The prefix is the model's alone; a memory serves both, where both read one.
-        memory = None if draft.model.memory_width is None else request.memory
-        small = Side(draft.model, replace(request, prefix=None, memory=memory), draft.lookahead)
-        rows = torch.arange(len(request.rows), device=large.hidden.device)
-        written = torch.zeros_like(rows)
-        p = sampling.probabilities(large.reader.logits(large.hidden, request))
-        newest = sampling.draw(p, rows, written, NEXT)
-        yield list(zip(rows.tolist(), newest.tolist(), strict=True))
-        written = written + 1
+def speculative_decode(
+    model: Decoder, request: GenerationRequest, finished: list[bool], config: SpeculativeConfig
+) -> NewTokens:
+    """Yield each round's tokens, several per row. The caller marks rows in `finished` when they need no more tokens."""
+    config.check(model)
+    sampler = request.sampler
+    with eval_mode(model, config.draft_model):
+        target = RollbackRunner(model, request, config.speculative_tokens)
+        draft = RollbackRunner(config.draft_model, _draft_request(request, config), config.speculative_tokens)
+        rows = torch.arange(len(request.prompt_ids), device=target.hidden.device)
+        emitted = torch.zeros_like(rows)
+        p = sampler.probabilities(target.runner.logits(target.hidden, request))
+        last_tokens = sampler.draw(p, rows, emitted, NEXT)
+        yield list(zip(rows.tolist(), last_tokens.tolist(), strict=True))
+        emitted = emitted + 1
         while True:
-            live = [i for i, row in enumerate(rows.tolist()) if not ended[row] and written[i] < request.steps]
-            if not live:
+            active = [
+                index
+                for index, row in enumerate(rows.tolist())
+                if not finished[row] and emitted[index] < request.max_new_tokens
+            ]
+            if not active:
                 return
-            if len(live) < len(rows):
-                rows, written, newest = rows[live], written[live], newest[live]
-                large.select(live)
-                small.select(live)
-            # The row that is nearest to its end says how far ahead all may guess.
-            ahead = min(draft.lookahead, request.steps - int(written.max()) - 1)
-            large.begin()
-            small.begin()
-            tokens, q = _guess(small, request, rows, written, newest, ahead)
-            logits = large.read(tokens)
-            p = sampling.probabilities(logits)
-            kept, newest = _judge(p, q, tokens[:, 1:], request, rows, written)
-            large.keep(tokens, kept)
-            small.keep(tokens, kept)
-            counts = kept.tolist()
-            if draft.tell is not None:
-                new = len(counts) + sum(counts)
-                draft.tell(Round(len(counts) * ahead, sum(counts), new, _near_ties(logits, kept, request)))
-            lists = [[*row[1 : count + 1], last] for row, count, last in
-                     zip(tokens.tolist(), counts, newest.tolist(), strict=True)]  # fmt: skip
-            yield [(row, token) for row, new in zip(rows.tolist(), lists, strict=True) for token in new]
-            written = written + kept + 1
+            if len(active) < len(rows):
+                rows, emitted, last_tokens = rows[active], emitted[active], last_tokens[active]
+                target.select(active)
+                draft.select(active)
+            # All rows propose equally many tokens, so the row closest to its limit decides how many.
+            count = min(config.speculative_tokens, request.max_new_tokens - int(emitted.max()) - 1)
+            target.begin_round()
+            draft.begin_round()
+            tokens, q = _propose(draft, request, rows, emitted, last_tokens, count)
+            logits = target.forward(tokens)
+            accepted, last_tokens = _verify(sampler.probabilities(logits), q, tokens[:, 1:], request, rows, emitted)
+            target.accept(tokens, accepted)
+            draft.accept(tokens, accepted)
+            if config.on_round is not None:
+                config.on_round(_round_counts(logits, accepted, count, request))
+            yield _emitted_tokens(rows, tokens, accepted, last_tokens)
+            emitted = emitted + accepted + 1
 
 
-GUESS, JUDGE, NEXT = 1, 2, 3  # draws of one place in the text that must not depend on each other
+def _draft_request(request: GenerationRequest, config: SpeculativeConfig) -> GenerationRequest:
+    """The request for the draft model: the prefix's state is the model's alone, an encoder output serves both."""
+    needs_encoder = config.draft_model.encoder_width is not None
+    return replace(request, prefix=None, encoder_output=request.encoder_output if needs_encoder else None)
 
 
-def _guess(
-    small: Side, request: Request, rows: Tensor, written: Tensor, newest: Tensor, ahead: int
+def _propose(
+    draft: RollbackRunner, request: GenerationRequest, rows: Tensor, emitted: Tensor, last_tokens: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """The newest tokens and what the draft guesses after them, [B, 1 + ahead], and its distributions [B, ahead, vocab].
+    """The last tokens and `count` proposed ones [B, 1 + count], and the draft's distributions q [B, count, vocab].
 
-    The last guess is read as well: where all are kept, the next round goes on after it.
+    The draft also reads the last proposed token: if all are accepted, the next round continues after it.
     """
-    tokens, q = [newest], []
-    for number in range(ahead):
-        logits = small.read(tokens[-1][:, None])[:, -1]
-        q.append(request.sampling.probabilities(logits))
-        tokens.append(request.sampling.draw(q[-1], rows, written + number, GUESS))
-    logits = small.read(tokens[-1][:, None])
-    distributions = torch.stack(q, dim=1) if q else logits.new_zeros(len(rows), 0, logits.shape[-1]).double()
-    return torch.stack(tokens, dim=1), distributions
+    tokens, distributions = [last_tokens], []
+    for index in range(count):
+        logits = draft.forward(tokens[-1][:, None])[:, -1]
+        distributions.append(request.sampler.probabilities(logits))
+        tokens.append(request.sampler.draw(distributions[-1], rows, emitted + index, PROPOSE))
+    logits = draft.forward(tokens[-1][:, None])
+    empty = logits.new_zeros(len(rows), 0, logits.shape[-1]).double()
+    return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1) if distributions else empty
 
 
-def _judge(
-    p: Tensor, q: Tensor, guesses: Tensor, request: Request, rows: Tensor, written: Tensor
+def _verify(
+    p: Tensor, q: Tensor, proposed: Tensor, request: GenerationRequest, rows: Tensor, emitted: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """How many guesses [B, k] of each row are kept [B], and the token after them [B].
+    """How many of the proposed tokens [B, k] each row accepts [B], and the token after those [B].
 
     p: the model's distributions [B, k + 1, vocab]; q: the draft's [B, k, vocab].
     """
-    ahead = guesses.shape[1]
-    index = guesses[..., None]
-    places = written[:, None] + torch.arange(ahead, device=written.device)
-    drawn = request.sampling.uniform(rows[:, None].expand_as(places), places, JUDGE)
-    fits = drawn * q.gather(2, index)[..., 0] < p[:, :ahead].gather(2, index)[..., 0]
-    kept = fits.long().cumprod(1).sum(1)
-    at = kept[:, None, None].expand(-1, 1, p.shape[-1])
-    own = p.gather(1, at)[:, 0]
-    left = (p - torch.cat((q, torch.zeros_like(p[:, :1])), dim=1)).clamp(min=0.0).gather(1, at)[:, 0]
-    left = torch.where(left.sum(-1, keepdim=True) > 0, left, own)  # rounding may leave nothing
-    return kept, request.sampling.draw(left, rows, written + kept, NEXT)
+    count = proposed.shape[1]
+    index = proposed[..., None]
+    positions = emitted[:, None] + torch.arange(count, device=emitted.device)
+    uniforms = request.sampler.uniform(rows[:, None].expand_as(positions), positions, VERIFY)
+    passes = uniforms * q.gather(2, index)[..., 0] < p[:, :count].gather(2, index)[..., 0]
+    accepted = passes.long().cumprod(1).sum(1)
+    next_index = accepted[:, None, None].expand(-1, 1, p.shape[-1])
+    next_p = p.gather(1, next_index)[:, 0]
+    residual = (p - torch.cat((q, torch.zeros_like(p[:, :1])), dim=1)).clamp(min=0.0).gather(1, next_index)[:, 0]
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, next_p)  # rounding may leave only zeros
+    return accepted, request.sampler.draw(residual, rows, emitted + accepted, NEXT)
 
 
-def _near_ties(logits: Tensor, kept: Tensor, request: Request) -> int:
-    """How many of the tokens that were written greedily had a rival within the rounding of the logits."""
-    if request.sampling.temperature > 0.0 or logits.shape[-1] < 2:
+def _emitted_tokens(rows: Tensor, tokens: Tensor, accepted: Tensor, last_tokens: Tensor) -> list[tuple[int, int]]:
+    """Each row's accepted tokens and the token drawn after them."""
+    per_row = zip(rows.tolist(), tokens.tolist(), accepted.tolist(), last_tokens.tolist(), strict=True)
+    return [(row, token) for row, proposed, count, last in per_row for token in (*proposed[1 : count + 1], last)]
+
+
+def _round_counts(logits: Tensor, accepted: Tensor, proposed: int, request: GenerationRequest) -> SpeculativeRound:
+    rows, total = len(accepted), int(accepted.sum())
+    return SpeculativeRound(rows * proposed, total, rows + total, _near_ties(logits, accepted, request))
+
+
+def _near_ties(logits: Tensor, accepted: Tensor, request: GenerationRequest) -> int:
+    """How many of the tokens emitted greedily have a runner-up within the rounding of the logits."""
+    if request.sampler.temperature > 0.0 or logits.shape[-1] < 2:
         return 0
-    best = logits.double().topk(2, dim=-1).values
-    near = best[..., 0] - best[..., 1] <= 64 * torch.finfo(logits.dtype).eps * logits.abs().amax(-1).double()
-    return int((near & (torch.arange(logits.shape[1], device=kept.device) <= kept[:, None])).sum())
+    top_two = logits.double().topk(2, dim=-1).values
+    rounding = 64 * torch.finfo(logits.dtype).eps * logits.abs().amax(-1).double()
+    emitted = torch.arange(logits.shape[1], device=accepted.device) <= accepted[:, None]
+    return int(((top_two[..., 0] - top_two[..., 1] <= rounding) & emitted).sum())

@@ -1,42 +1,42 @@
-"""Stop strings: text is held back while it may be the start of one, and cut where one begins."""
+"""Stop strings: hold text back while it may be the start of a stop string; cut the text where a stop string begins."""
 
 from collections.abc import Sequence
 
 from heddle.errors import ConfigError
 
 
-class Tail:
-    """The text of one row. `text` is all that was let through, `stopped` whether a stop string was met."""
+class StopStringBuffer:
+    """The text of one row. `text` is what was released so far; `stopped` is set once a stop string is found."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        if any(not stop for stop in stops):
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        if any(not stop for stop in stop_strings):
             raise ConfigError("stop: an empty stop string would end every text at once; leave it out")
-        self.stops = tuple(stops)
+        self.stop_strings = tuple(stop_strings)
         self.text = ""
         self.stopped = False
-        self._held = ""
+        self._pending = ""
 
     def push(self, piece: str) -> str:
-        """Add text; returns what may be shown now."""
+        """Add text; returns the text that can be shown now."""
         if self.stopped:
             return ""
-        self._held += piece
-        found = [index for stop in self.stops if (index := self._held.find(stop)) >= 0]
-        if found:
+        self._pending += piece
+        matches = [index for stop in self.stop_strings if (index := self._pending.find(stop)) >= 0]
+        if matches:
             self.stopped = True
-            return self._let(min(found), drop=True)
-        longest = max((self._overlap(stop) for stop in self.stops), default=0)
-        return self._let(len(self._held) - longest)
+            return self._release(min(matches), discard_rest=True)
+        longest = max((self._partial_match_length(stop) for stop in self.stop_strings), default=0)
+        return self._release(len(self._pending) - longest)
 
     def finish(self) -> str:
-        """The text held back, once nothing more comes."""
-        return "" if self.stopped else self._let(len(self._held))
+        """The text still held back, once no more text will come."""
+        return "" if self.stopped else self._release(len(self._pending))
 
-    def _overlap(self, stop: str) -> int:
-        """How many last characters held are the start of a stop string."""
-        return next((size for size in range(len(stop) - 1, 0, -1) if self._held.endswith(stop[:size])), 0)
+    def _partial_match_length(self, stop: str) -> int:
+        """How many of the last pending characters are the start of a stop string."""
+        return next((length for length in range(len(stop) - 1, 0, -1) if self._pending.endswith(stop[:length])), 0)
 
-    def _let(self, size: int, drop: bool = False) -> str:
-        shown, self._held = self._held[:size], "" if drop else self._held[size:]
-        self.text += shown
-        return shown
+    def _release(self, length: int, discard_rest: bool = False) -> str:
+        released, self._pending = self._pending[:length], "" if discard_rest else self._pending[length:]
+        self.text += released
+        return released

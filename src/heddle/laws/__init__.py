@@ -1,25 +1,24 @@
-"""The laws: properties that every design must have, each proved able to fail by planted bugs in the tests.
+"""The laws: properties that every design must have. The tests prove with planted bugs that each law can fail.
 
-`heddle check DESIGN` and the tests run the very same functions. A law is a function of a design; it builds the
-model in float64 with rough parameters and raises `Broken` with one sentence. Where a law cannot apply (cutting a
-bidirectional design), it holds that the refusal comes instead.
+`heddle check DESIGN` and the tests run the same functions. A law is a function of a design. It builds the model in
+float64 with random parameters and raises `LawViolation` with one sentence. Where a law cannot apply (decoding with a
+bidirectional design), it checks that the design refuses.
 """
 
 import time
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from typing import NamedTuple
 
 import torch
 
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, choices_hint
 from heddle.laws import (
     building,
     causality,
-    cutting,
+    chunking,
+    cross_attention,
     experts,
     kernels,
-    memory,
     padding,
     poison,
     positions,
@@ -28,15 +27,15 @@ from heddle.laws import (
     states,
     training,
 )
+from heddle.laws.harness import LawViolation
 from heddle.laws.shrink import shrink
-from heddle.laws.subject import Broken
 from heddle.model.config import ModelConfig
 
-__all__ = ["LAWS", "Broken", "Law", "Result", "run", "shrink"]
+__all__ = ["LAWS", "Law", "LawViolation", "Result", "run", "shrink"]
 
 
 class Law(NamedTuple):
-    """`statement` is what holds, in one sentence; `check` raises Broken where it does not."""
+    """`statement` is the property, in one sentence. `check` raises LawViolation where it does not hold."""
 
     name: str
     statement: str
@@ -44,7 +43,7 @@ class Law(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What came of one law."""
+    """The result of one law."""
 
     name: str
     passed: bool
@@ -62,79 +61,77 @@ LAWS: dict[str, Law] = {
     for law in map(
         _law,
         (
-            cutting.cut,
-            cutting.cut_everywhere,
-            cutting.cut_ragged,
-            cutting.growth,
-            cutting.state_refusals,
-            padding.padding,
+            chunking.chunked_decoding,
+            chunking.all_chunkings,
+            chunking.chunked_ragged_batch,
+            chunking.cache_growth,
+            chunking.state_errors,
+            padding.padding_invariance,
             padding.padding_gradients,
-            padding.packing,
-            padding.packing_continued,
-            causality.later_tokens,
-            causality.other_documents,
+            padding.document_packing,
+            padding.decoding_after_packing,
+            causality.causality,
+            causality.document_isolation,
             causality.receptive_field,
-            poison.poison_in_padding,
-            poison.poison_in_slots,
-            poison.poison_in_rows,
-            poison.padding_is_not_kept,
-            rows.rows_alone,
-            rows.other_rows,
-            rows.no_memory,
-            rows.needle,
-            states.fork_apart,
-            states.selected_rows,
-            states.rewound,
-            states.rewind_refusals,
-            states.slack_told,
-            memory.memory,
-            positions.shift,
-            positions.rotation,
-            positions.places,
+            poison.nan_in_padding,
+            poison.nan_in_unused_slots,
+            poison.nan_in_other_rows,
+            poison.padding_not_cached,
+            rows.batch_invariance,
+            rows.row_isolation,
+            rows.repeated_calls,
+            rows.batch_position_invariance,
+            states.fork_isolation,
+            states.state_row_selection,
+            states.state_rollback,
+            states.rollback_errors,
+            states.rollback_size,
+            cross_attention.cross_attention,
+            positions.position_shift_invariance,
+            positions.rotary_invariants,
+            positions.coordinate_shift_invariance,
             positions.dtype_round_trip,
-            kernels.forms,
-            kernels.precision,
-            kernels.extremes,
+            kernels.kernel_equivalence,
+            kernels.low_precision,
+            kernels.extreme_inputs,
             training.dropout_off_in_eval,
-            training.split_batch,
-            training.checkpointing,
-            training.true_gradients,
+            training.gradient_accumulation,
+            training.activation_checkpointing,
+            training.finite_differences,
             residuals.zero_branches,
-            residuals.drop_rates,
-            residuals.dropped_branches,
-            experts.renamed_experts,
-            experts.shuffled_tokens,
-            experts.chosen_experts,
+            residuals.drop_path_rates,
+            residuals.drop_path_scaling,
+            experts.expert_permutation,
+            experts.token_permutation,
+            experts.top_k_routing,
             experts.idle_experts,
-            experts.equal_scores,
-            experts.entries,
-            experts.balancing,
+            experts.routing_ties,
+            experts.router_statistics,
+            experts.load_balancing,
             experts.router_precision,
-            experts.in_training,
-            building.nothing_unset,
-            building.seeds,
+            experts.training_isolation,
+            building.complete_initialization,
+            building.seeded_initialization,
             building.tied_head,
-            building.weights_are_all,
-            building.round_trip,
-            building.true_size,
+            building.state_dict_completeness,
+            building.config_round_trip,
+            building.size_matches_model,
         ),
     )
 }
 
 
 def run(config: ModelConfig, names: Iterable[str] | None = None, device: torch.device | str = "cpu") -> list[Result]:
-    """Hold a design against some laws (default: all). Large designs are shrunk by the caller, with `shrink`.
+    """Check a design against some laws (default: all). Large designs should be made small first, with `shrink`.
 
-    Raises ConfigError for an unknown name; everything that goes wrong within a law is told in its result.
+    Raises ConfigError for an unknown name. Any other error within a law is reported in its result.
     """
-    chosen = list(LAWS) if names is None else list(names)
-    for name in chosen:
+    selected = list(LAWS) if names is None else list(names)
+    for name in selected:
         if name not in LAWS:
-            near = get_close_matches(name, LAWS, n=1)
-            hint = f"did you mean '{near[0]}'? " if near else ""
-            raise ConfigError(f"law '{name}' is unknown; {hint}choices: {', '.join(LAWS)}")
+            raise ConfigError(f"law '{name}' is unknown; {choices_hint(name, LAWS)}")
     with torch.device(device):
-        return [_result(LAWS[name], config) for name in chosen]
+        return [_result(LAWS[name], config) for name in selected]
 
 
 def _result(law: Law, config: ModelConfig) -> Result:
@@ -142,8 +139,8 @@ def _result(law: Law, config: ModelConfig) -> Result:
     message = ""
     try:
         law.check(config)
-    except Broken as error:
+    except LawViolation as error:
         message = str(error)
-    except Exception as error:  # a part that fails outright breaks the law too
+    except Exception as error:  # a part that raises any other error violates the law too
         message = f"stopped by {type(error).__name__}: {error}"
     return Result(law.name, not message, message, time.perf_counter() - start)

@@ -1,49 +1,49 @@
-"""Padding and packing: a token's answer does not depend on what else was put into its row or its call."""
+"""Padding and packing: the hidden state of a token does not depend on what else is in its row or batch."""
 
 import torch
 from torch import Tensor
 
-from heddle.laws.subject import (
-    add,
-    advance,
-    answer,
-    call,
-    equal,
-    equal_gradients,
+from heddle.laws.harness import (
+    add_gradients,
+    assert_close,
+    assert_gradients_close,
+    forward,
+    forward_in_chunks,
+    forward_no_grad,
+    forward_with_state,
     gradients,
-    in_chunks,
-    keeps_state,
-    loss,
-    subject,
-    text,
+    model_under_test,
+    probe_loss,
+    random_tokens,
+    supports_state,
 )
 from heddle.model.config import ModelConfig
 from heddle.parts.context.layout import Layout
 
 LENGTHS = (9, 4, 1, 0)
-MORE = 3
+NEW_TOKENS = 3
 
 
-def padding(config: ModelConfig) -> None:
-    """Padding on either side or between tokens changes no real token, also when decoding goes on from it."""
-    model = subject(config)
-    rows = text(config, len(LENGTHS), max(LENGTHS) + MORE)
-    alone = [answer(model, rows[i : i + 1, : length + MORE])[0] for i, length in enumerate(LENGTHS)]
-    short = [answer(model, rows[i : i + 1, :length])[0] for i, length in enumerate(LENGTHS)]
-    following = torch.stack([rows[i, length : length + MORE] for i, length in enumerate(LENGTHS)])
+def padding_invariance(config: ModelConfig) -> None:
+    """Padding on either side or between tokens changes no token, nor the tokens decoded after it."""
+    model = model_under_test(config)
+    rows = random_tokens(config, len(LENGTHS), max(LENGTHS) + NEW_TOKENS)
+    alone = [forward_no_grad(model, rows[i : i + 1, : length + NEW_TOKENS])[0] for i, length in enumerate(LENGTHS)]
+    short = [forward_no_grad(model, rows[i : i + 1, :length])[0] for i, length in enumerate(LENGTHS)]
+    following = torch.stack([rows[i, length : length + NEW_TOKENS] for i, length in enumerate(LENGTHS)])
     for side in ("left", "right", "both"):
         layout, tokens = _padded(rows, side)
-        hidden = answer(model, tokens, layout)
+        hidden = forward_no_grad(model, tokens, layout)
         for i, length in enumerate(LENGTHS):
-            real = hidden[i][layout.positions[i] >= 0]
-            equal(real[None], short[i][None], f"row of {length} tokens padded on the {side} side")
-        if keeps_state(model):
-            for capacity in (None, max(LENGTHS) + MORE):
-                _, state = in_chunks(model, tokens, [tokens.shape[1]], capacity, layout)
-                for step in range(MORE):
-                    hidden, state = advance(model, state, following[:, step : step + 1])
+            unpadded = hidden[i][layout.positions[i] >= 0]
+            assert_close(unpadded[None], short[i][None], f"row of {length} tokens padded on the {side} side")
+        if supports_state(model):
+            for cache_length in (None, max(LENGTHS) + NEW_TOKENS):
+                _, state = forward_in_chunks(model, tokens, [tokens.shape[1]], cache_length, layout)
+                for step in range(NEW_TOKENS):
+                    hidden, state = forward_with_state(model, state, following[:, step : step + 1])
                     want = torch.stack([alone[i][length + step] for i, length in enumerate(LENGTHS)])
-                    equal(hidden, want[:, None], f"step {step} after a prompt padded on the {side} side")
+                    assert_close(hidden, want[:, None], f"step {step} after a prompt padded on the {side} side")
 
 
 def _padded(rows: Tensor, side: str) -> tuple[Layout, Tensor]:
@@ -55,63 +55,65 @@ def _padded(rows: Tensor, side: str) -> tuple[Layout, Tensor]:
         layout = Layout(torch.where((index >= 0) & (index < torch.tensor(LENGTHS)[:, None]), index, -1))
     else:
         layout = Layout.padded(LENGTHS, width, side=side)
-    filler = rows[:, -1:]  # an ordinary token, which would be seen if it were let
+    filler = rows[:, -1:]  # an ordinary token, whose effect would show
     return layout, torch.where(layout.positions >= 0, rows.gather(1, layout.positions.clamp(min=0)), filler)
 
 
 def padding_gradients(config: ModelConfig) -> None:
-    """The gradients of padded rows are the sum of those of the rows alone."""
-    model = subject(config)
-    rows = text(config, len(LENGTHS), max(LENGTHS))
+    """The gradients of a padded batch are the sum of those of its rows computed separately."""
+    model = model_under_test(config)
+    rows = random_tokens(config, len(LENGTHS), max(LENGTHS))
     want = None
     for i, length in enumerate(LENGTHS):
         if length:
-            one = gradients(model, loss(call(model, rows[i : i + 1, :length])))
-            want = one if want is None else add(want, one)
+            row_gradients = gradients(model, probe_loss(forward(model, rows[i : i + 1, :length])))
+            want = row_gradients if want is None else add_gradients(want, row_gradients)
     assert want is not None
     for side in ("left", "right"):
         layout, tokens = _padded(rows, side)
-        got = gradients(model, loss(call(model, tokens, layout), layout.positions >= 0))
-        equal_gradients(got, want, f"padding on the {side} side")
+        got = gradients(model, probe_loss(forward(model, tokens, layout), layout.positions >= 0))
+        assert_gradients_close(got, want, f"padding on the {side} side")
 
 
 PACKED = ((4, 7, 1), (1, 2, 9))
 
 
-def packing(config: ModelConfig) -> None:
-    """Packed documents give the values and gradients of the same documents alone."""
-    model = subject(config)
-    tokens = text(config, 2, 12)
+def document_packing(config: ModelConfig) -> None:
+    """Packed documents have the hidden states and gradients of the same documents computed separately."""
+    model = model_under_test(config)
+    tokens = random_tokens(config, 2, 12)
     separate, want = [], None
     for row, lengths in enumerate(PACKED):
         hidden = []
         for document in tokens[row].split(list(lengths)):
-            one = call(model, document[None])
-            hidden.append(one[0].detach())
-            found = gradients(model, loss(one))
-            want = found if want is None else add(want, found)
+            hidden_states = forward(model, document[None])
+            hidden.append(hidden_states[0].detach())
+            document_gradients = gradients(model, probe_loss(hidden_states))
+            want = document_gradients if want is None else add_gradients(want, document_gradients)
         separate.append(torch.cat(hidden))
     assert want is not None
     packed = Layout.packed(PACKED)
-    plain = Layout(packed.positions, packed.documents, has_padding=False)
+    plain = Layout(packed.positions, packed.segment_ids, has_padding=False)
     for name, layout in (("known lengths", packed), ("positions and documents alone", plain)):
-        together = call(model, tokens, layout)
-        equal(together.detach(), torch.stack(separate), f"packed with {name}")
-        equal_gradients(gradients(model, loss(together)), want, f"packed with {name}")
+        together = forward(model, tokens, layout)
+        assert_close(together.detach(), torch.stack(separate), f"packed with {name}")
+        assert_gradients_close(gradients(model, probe_loss(together)), want, f"packed with {name}")
 
 
-def packing_continued(config: ModelConfig) -> None:
-    """Decoding after packed documents goes on in each row's last document."""
-    model = subject(config)
-    if not keeps_state(model):
+def decoding_after_packing(config: ModelConfig) -> None:
+    """Decoding after packed documents continues each row's last document."""
+    model = model_under_test(config)
+    if not supports_state(model):
         return
-    tokens, more = text(config, 2, 12), text(config, 2, MORE, seed=1)
+    tokens, new_tokens = random_tokens(config, 2, 12), random_tokens(config, 2, NEW_TOKENS, seed=1)
     layout = Layout.packed(PACKED)
     want = []
     for row, lengths in enumerate(PACKED):
-        last = torch.cat((tokens[row, 12 - lengths[-1] :], more[row]))
-        want.append(answer(model, last[None])[0, -MORE:])
-    for capacity in (None, 12 + MORE):
-        _, state = in_chunks(model, tokens, [12], capacity, layout)
-        hidden, _ = advance(model, state, more)
-        equal(hidden, torch.stack(want), f"{MORE} tokens after packed documents, capacity {capacity}")
+        last = torch.cat((tokens[row, 12 - lengths[-1] :], new_tokens[row]))
+        want.append(forward_no_grad(model, last[None])[0, -NEW_TOKENS:])
+    for cache_length in (None, 12 + NEW_TOKENS):
+        _, state = forward_in_chunks(model, tokens, [12], cache_length, layout)
+        hidden, _ = forward_with_state(model, state, new_tokens)
+        assert_close(
+            hidden, torch.stack(want), f"{NEW_TOKENS} tokens after packed documents, cache_length {cache_length}"
+        )

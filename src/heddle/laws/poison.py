@@ -1,142 +1,144 @@
-"""Poison: NaN in padding, in unused slots of a state or in other rows changes no bit of anything else."""
+"""NaN isolation: NaN in padding, in unused cache slots or in other rows changes no bit of anything else."""
 
 import torch
 
-from heddle.laws.subject import (
-    POISON,
-    Broken,
-    advance,
-    answer,
-    call,
-    equal_gradients,
+from heddle.laws.harness import (
+    PADDING_TOKEN,
+    LawViolation,
+    assert_bitwise_equal,
+    assert_gradients_close,
+    assert_unaffected,
     fork,
+    forward,
+    forward_in_chunks,
+    forward_no_grad,
+    forward_with_state,
     gradients,
-    identical,
-    in_chunks,
-    keeps_state,
-    loss,
-    subject,
-    text,
-    undisturbed,
+    model_under_test,
+    probe_loss,
+    random_tokens,
+    supports_state,
 )
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.state import State
-from heddle.parts.context.kv_cache import Cache
+from heddle.parts.context.kv_cache import KVCache
 from heddle.parts.context.layout import Layout
 
 LENGTHS = (7, 3, 1)
 NAN = float("nan")
 
 
-def _poisoned(model: Decoder) -> None:
+def _poison_padding_token(model: Decoder) -> None:
     with torch.no_grad():
-        model.embed.weight[POISON] = NAN
+        model.embed.weight[PADDING_TOKEN] = NAN
 
 
-def poison_in_padding(config: ModelConfig) -> None:
-    """NaN in the embedding of the padding token changes no bit of a real token and no gradient."""
-    model = subject(config)
-    rows = text(config, 3, max(LENGTHS))
+def nan_in_padding(config: ModelConfig) -> None:
+    """NaN in the padding token's embedding changes no bit of a token and no gradient."""
+    model = model_under_test(config)
+    rows = random_tokens(config, 3, max(LENGTHS))
     layouts = {side: Layout.padded(LENGTHS, 8, side=side) for side in ("left", "right")}
     padded = {
-        side: torch.where(layout.positions >= 0, rows.gather(1, layout.positions.clamp(min=0)), POISON)
+        side: torch.where(layout.positions >= 0, rows.gather(1, layout.positions.clamp(min=0)), PADDING_TOKEN)
         for side, layout in layouts.items()
     }
 
     def everything() -> dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        found = {}
+        results = {}
         for side, layout in layouts.items():
-            real = layout.positions >= 0
-            hidden = call(model, padded[side], layout)
+            is_token = layout.positions >= 0
+            hidden = forward(model, padded[side], layout)
             values = hidden.detach()
             if model.causal:
-                values = torch.cat((values, in_chunks(model, padded[side], [3, 1, 4], None, layout)[0]), dim=1)
-                real = real.repeat(1, 2)
-            grads = gradients(model, loss(hidden, layout.positions >= 0))
-            found[side] = torch.where(real[..., None], values, 0.0), grads
-        return found
+                values = torch.cat((values, forward_in_chunks(model, padded[side], [3, 1, 4], None, layout)[0]), dim=1)
+                is_token = is_token.repeat(1, 2)
+            grads = gradients(model, probe_loss(hidden, layout.positions >= 0))
+            results[side] = torch.where(is_token[..., None], values, 0.0), grads
+        return results
 
     clean = everything()
-    _poisoned(model)
+    _poison_padding_token(model)
     for side, (values, grads) in everything().items():
-        identical(values, clean[side][0], f"NaN in the padding on the {side} side")
-        equal_gradients(grads, clean[side][1], f"NaN in the padding on the {side} side", tolerance=0.0)
+        assert_bitwise_equal(values, clean[side][0], f"NaN in the padding on the {side} side")
+        assert_gradients_close(grads, clean[side][1], f"NaN in the padding on the {side} side", tolerance=0.0)
 
 
-def poison_in_slots(config: ModelConfig) -> None:
-    """NaN in the unused slots of a state changes no bit of what follows."""
-    model = subject(config)
-    if not keeps_state(model):
+def nan_in_unused_slots(config: ModelConfig) -> None:
+    """NaN in the unused slots of a cache changes no bit of the tokens decoded next."""
+    model = model_under_test(config)
+    if not supports_state(model):
         return
-    tokens, more = text(config, 3, 7), text(config, 3, 6, seed=1)
+    tokens, new_tokens = random_tokens(config, 3, 7), random_tokens(config, 3, 6, seed=1)
     ragged = Layout.padded(LENGTHS, 7, side="right")
-    for name, layout, capacity, sizes in (
+    for name, layout, cache_length, sizes in (
         ("even rows", None, None, [4, 2]),
         ("even rows", None, 20, [1, 1, 1, 1, 2]),
         ("ragged rows", ragged, None, [1, 2, 3]),
         ("ragged rows", ragged, 20, [4, 1, 1]),
     ):
-        _, state = in_chunks(model, tokens, [7], capacity, layout)
-        bad = fork(state)
-        _poison_slots(bad)
-        want = _continued(model, state, more, sizes)
-        got = _continued(model, bad, more, sizes)
-        identical(got, want, f"NaN in the unused slots of {name}, then chunks {sizes}, capacity {capacity}")
+        _, state = forward_in_chunks(model, tokens, [7], cache_length, layout)
+        poisoned = fork(state)
+        _poison_slots(poisoned)
+        want = _continued(model, state, new_tokens, sizes)
+        got = _continued(model, poisoned, new_tokens, sizes)
+        assert_bitwise_equal(
+            got, want, f"NaN in the unused slots of {name}, then chunks {sizes}, cache_length {cache_length}"
+        )
 
 
 def _continued(model: Decoder, state: State, tokens: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     out = []
     for chunk in tokens.split(sizes, dim=1):
-        hidden, state = advance(model, state, chunk)
+        hidden, state = forward_with_state(model, state, chunk)
         out.append(hidden)
     return torch.cat(out, dim=1)
 
 
 def _poison_slots(state: State) -> None:
-    """A row of n tokens uses the first n slots of each cache, and all of them once it has filled a ring."""
-    held = [part for layer in state.layers if layer is not None for part in layer.parts()]
-    for cache in held:
-        if isinstance(cache, Cache):
+    """Fill the unused slots. A row of n tokens uses the first n slots of a cache, or all of a full ring buffer."""
+    caches = [part for layer in state.layers if layer is not None for part in layer.nested_states()]
+    for cache in caches:
+        if isinstance(cache, KVCache):
             for tensor in cache.tensors().values():
-                unused = torch.arange(tensor.shape[2]) >= state.table.counts[:, None]
+                unused = torch.arange(tensor.shape[2]) >= state.table.token_counts[:, None]
                 tensor.masked_fill_(unused[:, None, :, None], NAN)
 
 
-def padding_is_not_kept(config: ModelConfig) -> None:
-    """Padding is written to no state: what rows hold after a padded call is what they hold after a call alone."""
-    model = subject(config)
-    if not keeps_state(model):
+def padding_not_cached(config: ModelConfig) -> None:
+    """Padding is written to no state: after a padded call a row holds the same as after a call alone."""
+    model = model_under_test(config)
+    if not supports_state(model):
         return
-    rows = text(config, 3, max(LENGTHS))
+    rows = random_tokens(config, 3, max(LENGTHS))
     for side in ("left", "right"):
         layout = Layout.padded(LENGTHS, 8, side=side)
-        tokens = torch.where(layout.positions >= 0, rows.gather(1, layout.positions.clamp(min=0)), POISON)
-        _, padded = in_chunks(model, tokens, [8], 12, layout)
-        held = padded.tensors()
+        tokens = torch.where(layout.positions >= 0, rows.gather(1, layout.positions.clamp(min=0)), PADDING_TOKEN)
+        _, padded = forward_in_chunks(model, tokens, [8], 12, layout)
+        batch_tensors = padded.tensors()
         for row, length in enumerate(LENGTHS):
-            _, alone = in_chunks(model, rows[row : row + 1, :length], [length], 12)
+            _, alone = forward_in_chunks(model, rows[row : row + 1, :length], [length], 12)
             for name, tensor in alone.tensors().items():
-                difference = (held[name][row] - tensor[0]).abs()
+                difference = (batch_tensors[name][row] - tensor[0]).abs()
                 if not bool((difference <= 1e-10).all()):
-                    raise Broken(f"{name} of row {row} padded on the {side} side differs from the row alone")
+                    raise LawViolation(f"{name} of row {row} padded on the {side} side differs from the row alone")
 
 
-def poison_in_rows(config: ModelConfig) -> None:
-    """NaN in other rows of a batch changes no bit, in one call and with a state."""
-    model = subject(config)
-    tokens = text(config, 3, 8)
-    bad = tokens.clone()
-    bad[1, 2:] = POISON
+def nan_in_other_rows(config: ModelConfig) -> None:
+    """NaN in other rows of a batch changes no bit of a row, in one call and with a state."""
+    model = model_under_test(config)
+    tokens = random_tokens(config, 3, 8)
+    poisoned = tokens.clone()
+    poisoned[1, 2:] = PADDING_TOKEN
     others = torch.tensor([0, 2])
 
     def rows(tokens: torch.Tensor) -> list[torch.Tensor]:
-        found = [answer(model, tokens)[others]]
+        outputs = [forward_no_grad(model, tokens)[others]]
         if model.causal:
-            found.append(in_chunks(model, tokens, [3, 1, 4])[0][others])
-        return found
+            outputs.append(forward_in_chunks(model, tokens, [3, 1, 4])[0][others])
+        return outputs
 
     clean = rows(tokens)
-    _poisoned(model)
-    for got, want, how in zip(rows(bad), clean, ("in one call", "with a state"), strict=False):
-        undisturbed(model, got, want, f"NaN in row 1, {how} (rows counted without it)")
+    _poison_padding_token(model)
+    for got, want, how in zip(rows(poisoned), clean, ("in one call", "with a state"), strict=False):
+        assert_unaffected(model, got, want, f"NaN in row 1, {how} (rows counted without it)")

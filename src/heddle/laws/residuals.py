@@ -1,4 +1,4 @@
-"""Wirings: what is left of a layer whose branches add nothing, and how stochastic depth drops them."""
+"""Residual blocks: layers whose branches return zero, and branches dropped by stochastic depth."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -7,66 +7,82 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from heddle.laws.subject import Broken, answer, equal, normal, placed, subject, text
+from heddle.laws.harness import (
+    LawViolation,
+    assert_close,
+    forward_no_grad,
+    layout_for,
+    model_under_test,
+    normal_tensor,
+    random_tokens,
+)
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, Layer
-from heddle.numerics.random import Key, keyed
-from heddle.parts.modules.dropout import Drop
+from heddle.numerics.random import RandomKey, use_random_key
+from heddle.parts.modules.dropout import BranchDropout
 from heddle.parts.residuals import Residual, Stream
 
 SAMPLES = 20_000
-SPREADS = 4.0  # standard deviations that a share of the samples may be off
+MAX_DEVIATIONS = 4.0  # standard deviations by which a share of the samples may be off
 RATE = 0.4
 
 
 @torch.no_grad()
 def zero_branches(config: ModelConfig) -> None:
-    """Where branches add nothing, the stream passes through the layers as it was, or as its wiring declares it."""
-    model = subject(config)
+    """With branches that return zero, the stream passes unchanged, or as the residual kind declares."""
+    model = model_under_test(config)
     for stack in _stacks(model):
-        tokens = text(stack.config, 2, 7)
-        layout = placed(stack, 2, 7)
+        tokens = random_tokens(stack.config, 2, 7)
+        layout = layout_for(stack, 2, 7)
         with ExitStack() as hooks:
             for module in stack.modules():
-                if isinstance(module, Drop):
+                if isinstance(module, BranchDropout):
                     hooks.enter_context(module.register_forward_hook(lambda _module, _inputs, y: torch.zeros_like(y)))
-            got = answer(stack, tokens)
-            stream = stack.config.residual.open(stack.embed(tokens, layout))
+            got = forward_no_grad(stack, tokens)
+            stream = stack.config.residual.expand(stack.embed(tokens, layout))
             for block in _blocks(stack):
-                stream = block.at_rest(stream)
-            equal(got, stack.close(stream), "with branches that add nothing, against the wiring at rest")
+                stream = block.identity_output(stream)
+            assert_close(
+                got,
+                stack.final_norm(stream),
+                "with branches that return zero, against the residual kind's identity output",
+            )
 
 
 @torch.no_grad()
-def drop_rates(config: ModelConfig) -> None:
-    """Stochastic depth drops whole branches by sample, each by itself, at rates from 0 to drop_path over the depth."""
-    for what, stack in _dropping(config):
-        kept: dict[str, Tensor] = {}
+def drop_path_rates(config: ModelConfig) -> None:
+    """Stochastic depth drops whole branches per sample, independently, at rates from 0 to drop_path over the depth."""
+    for what, stack in _stacks_with_drop_path(config):
+        survivors: dict[str, Tensor] = {}
         blocks = list(_blocks(stack))
         for index, (block, rate, stream) in enumerate(_streams(stack, SAMPLES)):
-            found = _kept(block, stream)
-            for name, rows in found.items():
-                _share(rows, 1.0 - rate, f"{what}layer {index} of {len(blocks)}: samples that keep {name}")
-            kept |= {f"layer {index}'s {name}": rows for name, rows in found.items() if rate}
-        for (one, first), (other, second) in combinations(kept.items(), 2):
+            by_branch = _surviving_samples(block, stream)
+            for name, rows in by_branch.items():
+                _check_share(rows, 1.0 - rate, f"{what}layer {index} of {len(blocks)}: samples that keep {name}")
+            survivors |= {f"layer {index}'s {name}": rows for name, rows in by_branch.items() if rate}
+        for (name, first), (other_name, second) in combinations(survivors.items(), 2):
             both = float(first.double().mean() * second.double().mean())
-            _share(first & second, both, f"{what}samples that keep both {one} and {other}")
+            _check_share(first & second, both, f"{what}samples that keep both {name} and {other_name}")
 
 
 @torch.no_grad()
-def dropped_branches(config: ModelConfig) -> None:
-    """A sample whose branches are all dropped passes as if they added nothing; what is kept is divided by 1 − rate."""
-    for what, stack in _dropping(config):
+def drop_path_scaling(config: ModelConfig) -> None:
+    """Dropped branches add nothing to a sample, and the others are divided by 1 − rate."""
+    for what, stack in _stacks_with_drop_path(config):
         for index, (block, rate, stream) in enumerate(_streams(stack, 200)):
-            kept, got = list(_kept(block, stream).values()), _run(block, stream)
-            rest, whole = _flat(block.at_rest(stream)), _scaled(block, stream, 1.0 / (1.0 - rate))
-            all_kept, none_kept = torch.stack(kept).all(0), ~torch.stack(kept).any(0)
-            said = f"{what}layer {index}"
-            equal(
-                got[none_kept], rest[none_kept], f"{said}: samples that drop every branch, against the wiring at rest"
+            survivors, got = list(_surviving_samples(block, stream).values()), _forward_constants(block, stream)
+            identity, scaled = _flat(block.identity_output(stream)), _scaled(block, stream, 1.0 / (1.0 - rate))
+            all_kept, none_kept = torch.stack(survivors).all(0), ~torch.stack(survivors).any(0)
+            where = f"{what}layer {index}"
+            assert_close(
+                got[none_kept],
+                identity[none_kept],
+                f"{where}: samples that drop every branch, against the identity output",
             )
-            equal(
-                got[all_kept], whole[all_kept], f"{said}: samples that keep every branch, against those in eval scaled"
+            assert_close(
+                got[all_kept],
+                scaled[all_kept],
+                f"{where}: samples that keep every branch, against scaled branches in eval",
             )
 
 
@@ -80,11 +96,11 @@ def _blocks(stack: Decoder) -> Iterator[Residual]:
         yield layer.residual
 
 
-def _dropping(config: ModelConfig) -> Iterator[tuple[str, Decoder]]:
-    """The design's stacks, with stochastic depth and no other dropout of branches, in training."""
+def _stacks_with_drop_path(config: ModelConfig) -> Iterator[tuple[str, Decoder]]:
+    """The stacks of the design in training, with stochastic depth and no other dropout of branches."""
     if config.encoder is not None:
         config = config.replace(encoder=_with_rate(config.encoder))
-    model = subject(_with_rate(config)).train()
+    model = model_under_test(_with_rate(config)).train()
     yield from zip(("", "encoder: "), _stacks(model), strict=False)
 
 
@@ -93,50 +109,50 @@ def _with_rate(config: ModelConfig) -> ModelConfig:
 
 
 def _streams(stack: Decoder, samples: int) -> Iterator[tuple[Residual, float, Stream]]:
-    """Each layer's block, the rate it should drop at, and a stream of one token a sample that enters it."""
-    start = normal((1, 1, stack.config.width), torch.Generator().manual_seed(5))
-    stream = stack.config.residual.open(start.expand(samples, -1, -1))
+    """Each layer's residual block, its drop rate, and the stream that enters it: one token per sample."""
+    start = normal_tensor((1, 1, stack.config.width), torch.Generator().manual_seed(5))
+    stream = stack.config.residual.expand(start.expand(samples, -1, -1))
     for index, block in enumerate(_blocks(stack)):
         yield block, RATE * index / max(1, stack.config.depth - 1), stream
-        stream = block.at_rest(stream)
+        stream = block.identity_output(stream)
 
 
-def _run(block: Residual, stream: Stream, changed: str = "") -> Tensor:
-    """The block's streams after branches that give constants, another for the one that is named."""
+def _forward_constants(block: Residual, stream: Stream, changed: str = "") -> Tensor:
+    """The block's output for branches that return constants. The branch named `changed` returns another."""
     branches = {}
     for number, name in enumerate(block.drops):
         generator = torch.Generator().manual_seed(10 + number + 5 * (name == changed))
-        branches[name] = lambda x, generator=generator: normal((x.shape[-1],), generator).expand_as(x)
+        branches[name] = lambda x, generator=generator: normal_tensor((x.shape[-1],), generator).expand_as(x)
     first = stream if isinstance(stream, Tensor) else stream[0]
-    with keyed(Key(3, 1, torch.arange(first.shape[0]))):
+    with use_random_key(RandomKey(3, 1, torch.arange(first.shape[0]))):
         return _flat(block(stream, branches))
 
 
-def _kept(block: Residual, stream: Stream) -> dict[str, Tensor]:
-    """For each branch, bool [samples]: those that a change of what the branch gives does change."""
-    before = _run(block, stream)
-    return {name: (_run(block, stream, name) != before).flatten(1).any(1) for name in block.drops}
+def _surviving_samples(block: Residual, stream: Stream) -> dict[str, Tensor]:
+    """For each branch, bool [samples]: those whose output depends on the branch."""
+    before = _forward_constants(block, stream)
+    return {name: (_forward_constants(block, stream, name) != before).flatten(1).any(1) for name in block.drops}
 
 
 def _scaled(block: Residual, stream: Stream, factor: float) -> Tensor:
-    """As `_run` in eval, but for what each branch adds, which is multiplied."""
+    """The output in eval mode, with what each branch adds multiplied by `factor`."""
     with ExitStack() as hooks:
         for drop in block.drops.values():
             hooks.enter_context(drop.register_forward_hook(lambda _module, _inputs, y: y * factor))
         block.eval()
-        found = _run(block, stream)
+        output = _forward_constants(block, stream)
         block.train()
-    return found
+    return output
 
 
 def _flat(stream: Stream) -> Tensor:
-    """[samples, 1, numbers] of a stream, whatever tensors it is of."""
+    """All tensors of a stream as one of shape [samples, 1, values]."""
     tensors = (stream,) if isinstance(stream, Tensor) else stream
     return torch.cat([tensor.flatten(1) for tensor in tensors], dim=-1)[:, None]
 
 
-def _share(rows: Tensor, wanted: float, what: str) -> None:
+def _check_share(rows: Tensor, expected: float, what: str) -> None:
     share, count = float(rows.double().mean()), rows.numel()
-    spread = (wanted * (1.0 - wanted) / count) ** 0.5
-    if abs(share - wanted) > SPREADS * spread:
-        raise Broken(f"{what}: {share:.4f} of {count}, expected {wanted:.4f} ± {SPREADS * spread:.4f}")
+    spread = (expected * (1.0 - expected) / count) ** 0.5
+    if abs(share - expected) > MAX_DEVIATIONS * spread:
+        raise LawViolation(f"{what}: {share:.4f} of {count}, expected {expected:.4f} ± {MAX_DEVIATIONS * spread:.4f}")

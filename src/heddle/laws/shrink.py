@@ -8,23 +8,22 @@ from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 
-VOCABULARY = 97
-LEARNED = 128  # learned positions: more than any law's text
-WINDOW = 7
+VOCAB_SIZE = 97
+LEARNED_POSITIONS = 128  # learned positions: more than any law's text
+MAX_WINDOW = 7
 
 Data = dict[str, Any]
 
 
 def shrink(config: ModelConfig) -> ModelConfig:
-    """The same parts and options with small sizes.
+    """Return a design with the same parts and options and small sizes.
 
-    Layers: each distinct layer once, in order (one alone twice, if there were several). Sizes: width the least
-    multiple of every layer's heads from 16 on, and odd heads' widths stay odd; heads in the same ratio to kv_heads
-    where it is at most 3; explicit head and value widths keep their order and parity; latents at most 10 wide,
-    windows at most 7, hidden at most 20, memories at most 10 wide or as an encoder's hidden states (odd stays odd),
-    experts at most 4 or 4 groups of 2, at most 8 wide, and as large a part of them chosen, 97 tokens, 128 learned
-    positions. A part's unknown fields stay as they are; where the small sizes do not fit together, only layers, windows
-    and vocabulary are cut.
+    Layers: each distinct layer once, in order; one distinct layer is kept twice if it was repeated. The width is the
+    least multiple of every layer's heads from 16 on; odd head widths stay odd. Heads keep their ratio to kv_heads if it
+    is at most 3. Explicit head and value widths keep their order and parity. Upper limits: latents 10 wide, windows 7,
+    hidden 20, encoder outputs 10 wide (or the encoder's width), 4 experts or 4 groups of 2, each 8 wide, with as large
+    a share routed to, 97 tokens, 128 learned positions. Unknown fields of a part are unchanged. If the small sizes do not fit
+    together, only layers, windows and vocabulary are reduced.
     """
     for sizes in (True, False):
         try:
@@ -33,64 +32,64 @@ def shrink(config: ModelConfig) -> ModelConfig:
         except ConfigError:
             continue
         return small
-    return config.replace(vocab_size=config.vocab_size or VOCABULARY)
+    return config.replace(vocab_size=config.vocab_size or VOCAB_SIZE)
 
 
 def _shrunk(config: ModelConfig, sizes: bool) -> Data:
-    layers, encoder = _distinct(config), config.encoder
+    layers, encoder = _distinct_layers(config), config.encoder
     if encoder is None:
         width = _width(config.width, layers) if sizes else config.width
-        return _stack(config, layers, width, sizes) | {"vocab_size": VOCABULARY}
-    inner = _distinct(encoder)
+        return _stack(config, layers, width, sizes) | {"vocab_size": VOCAB_SIZE}
+    inner = _distinct_layers(encoder)
     alike = encoder.width == config.width  # then both stay so
-    width, beside = config.width, encoder.width
+    width, encoder_width = config.width, encoder.width
     if sizes:
         width = _width(width, layers + inner if alike else layers)
-        beside = width if alike else _width(beside, inner)
-    data = _stack(config, layers, width, sizes) | {"vocab_size": VOCABULARY}
-    small = _stack(encoder, inner, beside, sizes)
-    data["encoder"] = small | ({"vocab_size": VOCABULARY} if "vocab_size" in small else {})
+        encoder_width = width if alike else _width(encoder_width, inner)
+    data = _stack(config, layers, width, sizes) | {"vocab_size": VOCAB_SIZE}
+    small = _stack(encoder, inner, encoder_width, sizes)
+    data["encoder"] = small | ({"vocab_size": VOCAB_SIZE} if "vocab_size" in small else {})
     for mixer in _mixers(data["layers"]):
-        if "memory_width" in mixer:
-            mixer["memory_width"] = beside
+        if "encoder_width" in mixer:
+            mixer["encoder_width"] = encoder_width
     return data
 
 
-def _distinct(config: ModelConfig) -> list[Data]:
-    found: list[Data] = []
+def _distinct_layers(config: ModelConfig) -> list[Data]:
+    distinct: list[Data] = []
     for _, layer in config.expand():
         plain = {name: value for name, value in layer.dump().items() if name != "repeat"}
-        if plain not in found:
-            found.append(plain)
-    return found
+        if plain not in distinct:
+            distinct.append(plain)
+    return distinct
 
 
 def _stack(config: ModelConfig, distinct: list[Data], width: int, sizes: bool) -> Data:
-    """A design without its encoder, its distinct layers once."""
+    """A design without its encoder, with each distinct layer once."""
     layers = distinct * 2 if len(distinct) == 1 and config.depth > 1 else distinct
     data = config.dump() | {"width": width}
     data["layers"] = [_layer(layer, config.width, width, sizes) for layer in layers]
     position = data["embedding"].get("position")
     if position and "length" in position:
-        data["embedding"] = data["embedding"] | {"position": position | {"length": LEARNED}}
+        data["embedding"] = data["embedding"] | {"position": position | {"length": LEARNED_POSITIONS}}
     return data
 
 
-def _few(number: int) -> int:
+def _small_count(number: int) -> int:
     """1, 2 or 3, with the parity of the number."""
     return number if number <= 3 else 3 - (number + 1) % 2
 
 
-def _small(number: int, most: int) -> int:
-    """At most `most` (an even number) and of the number's parity."""
+def _at_most(number: int, most: int) -> int:
+    """The number if it is at most `most` (which is even), else `most`, plus 1 for an odd number."""
     return number if number <= most else most + number % 2
 
 
 def _heads(mixer: Data) -> tuple[int, int]:
     heads: int = mixer["heads"]
     groups = mixer.get("kv_heads") or mixer.get("key_heads") or heads
-    few = _few(groups)
-    return few * _few(heads // groups), few
+    few = _small_count(groups)
+    return few * _small_count(heads // groups), few
 
 
 def _is_mixer(value: Any) -> bool:
@@ -98,11 +97,11 @@ def _is_mixer(value: Any) -> bool:
 
 
 def _mixers(layers: list[Data]) -> list[Data]:
-    """Every mixer, those within others too."""
-    found = [layer["mixer"] for layer in layers if layer.get("mixer")]
-    for mixer in found:  # grows as it goes
-        found += [value for value in mixer.values() if _is_mixer(value)]
-    return found
+    """Every mixer, also those within other mixers."""
+    mixers = [layer["mixer"] for layer in layers if layer.get("mixer")]
+    for mixer in mixers:  # grows as it goes
+        mixers += [value for value in mixer.values() if _is_mixer(value)]
+    return mixers
 
 
 def _width(width: int, layers: list[Data]) -> int:
@@ -129,25 +128,25 @@ def _layer(layer: Data, width: int, small_width: int, sizes: bool) -> Data:
 
 def _feedforward(feedforward: Data) -> Data:
     if "experts" not in feedforward:
-        return feedforward | {"hidden": _small(feedforward["hidden"], 20)}
+        return feedforward | {"hidden": _at_most(feedforward["hidden"], 20)}
     most = {"hidden": 8, "shared_hidden": 8}
     small = feedforward | {
-        name: _small(feedforward[name], limit) for name, limit in most.items() if name in feedforward
+        name: _at_most(feedforward[name], limit) for name, limit in most.items() if name in feedforward
     }
     if "shared" in feedforward:
         small["shared"] = min(feedforward["shared"], 2)
     experts, groups = feedforward["experts"], feedforward.get("groups")
-    few = best = min(experts, 4)
+    few_experts = selectable = min(experts, 4)
     if groups:
-        kept, each = min(groups, 4), min(experts // groups, 2)
-        small["groups"], small["top_groups"] = kept, _share(feedforward["top_groups"], kept, groups)
-        few, best = kept * each, small["top_groups"] * each
-    small["experts"], small["top_k"] = few, min(_share(feedforward["top_k"], few, experts), best)
+        few_groups, per_group = min(groups, 4), min(experts // groups, 2)
+        small["groups"], small["top_groups"] = few_groups, _share(feedforward["top_groups"], few_groups, groups)
+        few_experts, selectable = few_groups * per_group, small["top_groups"] * per_group
+    small["experts"], small["top_k"] = few_experts, min(_share(feedforward["top_k"], few_experts, experts), selectable)
     return small
 
 
 def _share(part: int, few: int, whole: int) -> int:
-    """As large a part of `few` as it was of the whole, and at least 2 if it was."""
+    """The same share of `few` as `part` is of the whole, but at least 2 if `part` was."""
     return max(min(part, 2), part * few // whole)
 
 
@@ -157,9 +156,9 @@ def _mixer(mixer: Data, width: int, small_width: int, sizes: bool) -> Data:
         if _is_mixer(value):
             small[name] = _mixer(value, width, small_width, sizes)
     if mixer.get("window"):
-        small["window"] = min(mixer["window"], WINDOW)
-    if sizes and mixer.get("memory_width"):
-        small["memory_width"] = _small(mixer["memory_width"], 10)
+        small["window"] = min(mixer["window"], MAX_WINDOW)
+    if sizes and mixer.get("encoder_width"):
+        small["encoder_width"] = _at_most(mixer["encoder_width"], 10)
     if not sizes or "heads" not in mixer:
         return small
     small["heads"], groups = _heads(mixer)
@@ -169,7 +168,7 @@ def _mixer(mixer: Data, width: int, small_width: int, sizes: bool) -> Data:
         if name in mixer:
             small[name] = groups
     head = mixer.get("head_dim") or width // mixer["heads"]
-    small_head = _small(head, 8) if "head_dim" in mixer else small_width // small["heads"]
+    small_head = _at_most(head, 8) if "head_dim" in mixer else small_width // small["heads"]
     if "head_dim" in mixer:
         small["head_dim"] = small_head
     if "value_dim" in mixer:
@@ -183,7 +182,7 @@ def _mixer(mixer: Data, width: int, small_width: int, sizes: bool) -> Data:
 
 def _latent(mixer: Data) -> Data:
     most = {"kv_rank": 10, "query_rank": 8, "nope_dim": 6, "rope_dim": 4}
-    small: Data = {name: _small(mixer[name], limit) for name, limit in most.items() if name in mixer}
+    small: Data = {name: _at_most(mixer[name], limit) for name, limit in most.items() if name in mixer}
     if "value_dim" in mixer:
         value, nope, least = mixer["value_dim"], mixer["nope_dim"], small["nope_dim"]
         small["value_dim"] = least + (value > nope) - (value < nope and least > 1)
@@ -194,13 +193,13 @@ def _latent(mixer: Data) -> Data:
 
 def _position(position: Data, head: int, small_head: int) -> Data:
     small = dict(position)
-    dim = position.get("dim", head)
-    if "dim" in position:
-        small["dim"] = dim = small_head if dim == head else max(2, dim * small_head // head // 2 * 2)
+    dim = position.get("rotary_dim", head)
+    if "rotary_dim" in position:
+        small["rotary_dim"] = dim = small_head if dim == head else max(2, dim * small_head // head // 2 * 2)
     else:
         dim = small_head
-    if "frequencies" in position:
-        small["frequencies"] = _thinned(position["frequencies"], dim // 2)
+    if "inv_freq" in position:
+        small["inv_freq"] = _thinned(position["inv_freq"], dim // 2)
     if "scaling" in position:
         lists = {name: value for name, value in position["scaling"].items() if isinstance(value, list)}
         thinned = {name: _thinned(value, dim // 2) for name, value in lists.items()}
@@ -208,6 +207,6 @@ def _position(position: Data, head: int, small_head: int) -> Data:
     return small
 
 
-def _thinned(given: list[float], count: int) -> list[float]:
-    """So many of the numbers, evenly."""
-    return [given[i * len(given) // count] for i in range(count)]
+def _thinned(values: list[float], count: int) -> list[float]:
+    """`count` of the values, evenly spaced."""
+    return [values[i * len(values) // count] for i in range(count)]

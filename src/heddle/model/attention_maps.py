@@ -1,4 +1,4 @@
-"""Attention weights of every layer of a call, exact, beside the fast forms that make the answer."""
+"""Attention weights of every layer of a call, computed exactly, while fast kernels compute the output."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,80 +8,86 @@ from torch import Tensor
 
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
-from heddle.numerics.attention.observer import Observation, observing
+from heddle.numerics.attention.observer import Observation, observing_attention
 from heddle.parts.context.layout import Layout
 
 
 def attention_weights(
     model: Decoder, tokens: Tensor, layout: Layout | None = None, implied: bool = False
 ) -> list[Tensor | None]:
-    """What each query takes of each key: for tokens int64 [B, T], a tensor [B, H, T, S] a layer, or None.
+    """Return the attention weights [B, H, T, S] of each layer for tokens int64 [B, T]; None for a layer without any.
 
-    In at least float32, before dropout. Rows sum to 1, with a sink to less; rows of padding are zero. S is T, or the
-    length of the memory that cross-attention reads. None: a layer without a mixer, or whose mixer has no weights. With
-    `implied`, mixers without a softmax tell how much of each value (after its convolution) is in each answer (before
-    its norm and gate): such rows sum to anything, and entries may be negative. Two mixers side by side are joined along
-    the heads; raises ConfigError where they read different lengths.
+    Weights are in at least float32, before dropout. Each row sums to 1, or to less with a sink; rows of padding are
+    zero. S is T, or the length of the encoder output that cross-attention reads. A layer has no weights if it has no
+    mixer or its mixer has no softmax. With `implied`, mixers without a softmax return the factor of each value (after
+    its convolution) in each output (before its norm and gate): these rows need not sum to 1 and may be negative. The
+    heads of two mixers in one layer are concatenated. Raises ConfigError if these two read different lengths.
     """
-    found: list[Tensor | None] = [None] * len(model.layers)
+    weights: list[Tensor | None] = [None] * len(model.layers)
 
-    def take(index: int, observation: Observation) -> None:
-        found[index] = observation.weights
+    def on_weights(index: int, observation: Observation) -> None:
+        weights[index] = observation.weights
 
-    watch(model, tokens, layout, take, implied)
-    return found
+    forward_with_weights(model, tokens, layout, on_weights, implied)
+    return weights
 
 
 @torch.no_grad()
-def watch(
+def forward_with_weights(
     model: Decoder,
     tokens: Tensor,
     layout: Layout | None,
-    take: Callable[[int, Observation], None],
+    on_weights: Callable[[int, Observation], None],
     implied: bool = False,
 ) -> Tensor:
-    """Call the model without a state; `take(layer, observation)` gets the weights of each layer that has some.
+    """Call the model without a state and pass the weights of each layer to `on_weights(layer_index, observation)`.
 
-    Only one layer's weights exist at a time. Returns the hidden states [B, T, width], the same bits as of any call. No
-    other thread may call the model meanwhile. Raises ConfigError as `attention_weights`.
+    Only one layer's weights are in memory at a time. Returns the hidden states [B, T, width], bit-equal to those of
+    a plain call. No other thread may call the model meanwhile. Raises ConfigError as `attention_weights` does.
     """
-    with watching(model, take, implied):
+    with record_weights(model, on_weights, implied):
         hidden: Tensor = model(tokens, layout)[0]
     return hidden
 
 
 @contextmanager
-def watching(model: Decoder, take: Callable[[int, Observation], None], implied: bool = False) -> Iterator[None]:
-    """As `watch`, for whatever calls of the model the block makes; with a state, S are the tokens a mixer holds."""
-    held: list[Observation] = []
+def record_weights(
+    model: Decoder, on_weights: Callable[[int, Observation], None], implied: bool = False
+) -> Iterator[None]:
+    """Pass the weights of every call of the model within the block to `on_weights`, as `forward_with_weights` does.
 
-    def start(*_: object) -> None:
-        held.clear()
+    In a call with a state, S is the number of tokens in the mixer's cache.
+    """
+    observations: list[Observation] = []
 
-    def end(index: int) -> Callable[..., None]:
-        def give(*_: object) -> None:
-            if held:
-                take(index, _joined(index, held))
+    def before_mixer(*_: object) -> None:
+        observations.clear()
 
-        return give
+    def after_mixer(index: int) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            if observations:
+                on_weights(index, _concatenate_heads(index, observations))
+
+        return hook
 
     with ExitStack() as stack:
         for index, mixer in enumerate(model.mixers()):
             if mixer is not None:
-                for handle in (mixer.register_forward_pre_hook(start), mixer.register_forward_hook(end(index))):
-                    stack.callback(handle.remove)
-        stack.enter_context(observing(held.append, implied))
+                stack.callback(mixer.register_forward_pre_hook(before_mixer).remove)
+                stack.callback(mixer.register_forward_hook(after_mixer(index)).remove)
+        stack.enter_context(observing_attention(observations.append, implied))
         yield
 
 
-def _joined(index: int, held: list[Observation]) -> Observation:
-    """The observations of one layer as one."""
-    if len(held) == 1:
-        return held[0]
-    lengths = sorted({observation.weights.shape[3] for observation in held})
+def _concatenate_heads(index: int, observations: list[Observation]) -> Observation:
+    """Join the observations of the mixers of one layer along the heads."""
+    if len(observations) == 1:
+        return observations[0]
+    lengths = sorted({observation.weights.shape[3] for observation in observations})
     if len(lengths) > 1:
         raise ConfigError(
-            f"attention_weights: layer {index} reads texts of {lengths} tokens side by side, which make no one tensor; "
-            "collect them with heddle.numerics.attention.observer"
+            f"attention_weights: layer {index} reads texts of {lengths} tokens, whose weights do not fit in one "
+            "tensor; collect them with heddle.numerics.attention.observer"
         )
-    return Observation(torch.cat([one.weights for one in held], dim=1), sum(one.groups for one in held))
+    weights = torch.cat([observation.weights for observation in observations], dim=1)
+    return Observation(weights, sum(observation.groups for observation in observations))

@@ -1,4 +1,4 @@
-"""A model whose layers are compiled, sharing every parameter with the plain one."""
+"""A copy of a model with compiled layers, which shares every parameter with the plain model."""
 
 import copy
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from heddle.parts.modules.eager import eager_methods
 
 
 def compiled(model: Decoder, backend: str | Callable[..., Any] | None = None) -> Decoder:
-    """A twin over the same parameters, its layers compiled with `torch.compile`; the model itself stays plain.
+    """Return a copy over the same parameters whose layers are compiled with `torch.compile`. The model stays plain.
 
-    Methods marked `eager` (attention over a layout, tables of positions, keyed noise) run uncompiled between the
-    compiled pieces, so a new layout never compiles anything anew. `backend` is torch.compile's; None is its default.
+    Methods marked `eager` (attention over a layout, position tables, keyed noise) run uncompiled, so that a new layout
+    never causes a recompilation. `backend` is torch.compile's; None is its default.
     """
-    twin = copy.deepcopy(model, {id(one): one for one in model.parameters()})
-    for module in twin.modules():
+    compiled_model = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    for module in compiled_model.modules():
         for name in eager_methods(module):
             setattr(module, name, torch.compiler.disable(getattr(module, name)))
-    for stack in (twin, twin.encoder):
+    for stack in (compiled_model, compiled_model.encoder):
         for layer in () if stack is None else stack.layers:
             layer.compile() if backend is None else layer.compile(backend=backend)
-    return twin
+    return compiled_model

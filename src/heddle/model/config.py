@@ -1,72 +1,76 @@
-"""A design: the config of a whole model, and of its embedding, layers and head."""
+"""A design: the config of a whole model, with those of its embedding, layers and head."""
 
 import hashlib
 import json
 from collections.abc import Iterator
-from typing import Self
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
 
 from pydantic import model_validator
 
-from heddle.config import Config, Count, Positive, Rate, refuse
+from heddle.config import Config, PositiveFloat, PositiveInt, Probability, Width, refuse
+from heddle.parts.context.build import BuildContext
 from heddle.parts.feedforwards import FeedforwardConfig
-from heddle.parts.mixers import MixerConfig, Place
+from heddle.parts.mixers import MixerConfig
 from heddle.parts.norms import NormConfig
-from heddle.parts.positions import AdditiveConfig
+from heddle.parts.positions import AdditivePositionConfig
 from heddle.parts.residuals import ResidualConfig
 
-MOST_LAYERS = 4096
+MAX_LAYERS = 4096
+MAX_DISTINCT_LAYERS = 1024
 
 
 class EmbeddingConfig(Config):
-    """`scale` multiplies embeddings by sqrt(width); `position` is added to them."""
+    """`scale` multiplies embeddings by sqrt(width). `position` is added to them."""
 
     scale: bool = False
-    position: AdditiveConfig | None = None
-    dropout: Rate = 0.0
+    position: AdditivePositionConfig | None = None
+    dropout: Probability = 0.0
 
 
 class HeadConfig(Config):
-    """`tied` uses the embedding's weight. Logits are `cap · tanh(scale · (W h + b) / cap)` with `softcap` as cap."""
+    """`tied` shares the embedding's weight. Logits are `cap · tanh(scale · (W h + b) / cap)` with `softcap` as cap."""
 
     tied: bool = True
     bias: bool = False
-    scale: Positive = 1.0  # Cohere's logit_scale
-    softcap: Positive | None = None  # Gemma 2
+    scale: PositiveFloat = 1.0  # Cohere's logit_scale
+    softcap: PositiveFloat | None = None  # Gemma 2
 
 
-class InitialisationConfig(Config):
-    """normal(0, std); `depth_scaled` divides the std of each branch's last projection by sqrt(2 · layers)."""
+class InitializationConfig(Config):
+    """normal(0, std). `depth_scaled` divides the std of each branch's output projection by sqrt(2 · layers)."""
 
-    std: Positive = 0.02
+    std: PositiveFloat = 0.02
     depth_scaled: bool = True
 
 
 class LayerConfig(Config):
-    """One layer, or `repeat` equal ones; or a nested list of `layers`, repeated."""
+    """`repeat` equal layers, each a mixer and a feed-forward; or a list of `layers`, repeated as a whole."""
 
-    repeat: Count = 1
+    repeat: PositiveInt = 1
     mixer: MixerConfig | None = None
     feedforward: FeedforwardConfig | None = None
     layers: "tuple[LayerConfig, ...] | None" = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        own = self.mixer is not None or self.feedforward is not None
-        if self.layers is not None and own:
+        has_parts = self.mixer is not None or self.feedforward is not None
+        if self.layers is not None and has_parts:
             refuse("layers", "a layer either nests layers or has a mixer and a feedforward; keep one of the two")
         if self.layers is not None and not self.layers:
             refuse("layers", "is empty; name at least one layer")
-        if self.layers is None and not own:
+        if self.layers is None and not has_parts:
             refuse("mixer", "a layer needs a mixer, a feedforward or both; add one")
         return self
 
     def count(self) -> int:
-        """Layers this entry stands for."""
+        """Return how many layers this entry stands for."""
         inner = 1 if self.layers is None else sum(layer.count() for layer in self.layers)
         return self.repeat * inner
 
     def expand(self, path: str) -> Iterator[tuple[str, "LayerConfig"]]:
-        """Each single layer, with the path of the entry it comes from."""
+        """Yield each single layer with the path of its entry."""
         for _ in range(self.repeat):
             if self.layers is None:
                 yield path, self
@@ -75,59 +79,100 @@ class LayerConfig(Config):
                     yield from layer.expand(f"{path}.layers[{index}]")
 
 
+@dataclass(frozen=True)
+class DistinctLayer:
+    """A layer that occurs `count` times in a design. path, index: the entry and the number of its first occurrence."""
+
+    config: LayerConfig
+    path: str
+    index: int
+    count: int
+
+
 class ModelConfig(Config):
     """A decoder (or, with every mixer `causal: false`, an encoder). `norm` is the default of every norm.
 
-    `encoder` is a whole design besides, without a head of its own: its hidden states are the memory that the layers'
-    `cross_attention` reads.
+    `encoder` is a second design, without a head of its own: `cross_attention` layers read its hidden states.
     """
 
-    vocab_size: Count | None = None  # None: taken from the tokenizer when the model is trained; an encoder: the same
+    vocab_size: PositiveInt | None = None  # None: the tokenizer's, set by training; in an encoder: the decoder's
     encoder: "ModelConfig | None" = None
-    width: Count
+    width: Width
     layers: tuple[LayerConfig, ...]
     norm: NormConfig
     embedding: EmbeddingConfig = EmbeddingConfig()
     residual: ResidualConfig
     head: HeadConfig = HeadConfig()
-    initialisation: InitialisationConfig = InitialisationConfig()
+    initialization: InitializationConfig = InitializationConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.layers:
             refuse("layers", "is empty; name at least one layer")
-        if self.depth > MOST_LAYERS:
-            refuse("layers", f"stands for {self.depth} layers; at most {MOST_LAYERS} are built")
+        if self.depth > MAX_LAYERS:
+            refuse("layers", f"stands for {self.depth} layers; at most {MAX_LAYERS} are built")
+        if len(self.distinct_layers) > MAX_DISTINCT_LAYERS:
+            reason = f"has {len(self.distinct_layers)} different layers; at most {MAX_DISTINCT_LAYERS} are built"
+            refuse("layers", reason)
         if self.encoder is not None and self.encoder.encoder is not None:
-            refuse("encoder.encoder", "an encoder has none of its own; leave it out")
+            refuse("encoder.encoder", "an encoder cannot have an encoder; leave it out")
         if self.encoder is not None and not self.encoder.head.tied:
             refuse("encoder.head.tied", "an encoder has no head that could be untied; leave it out")
         return self
 
-    @property
+    @cached_property
     def depth(self) -> int:
-        """Layers, repeats counted."""
+        """The number of layers, repeats counted."""
         return sum(layer.count() for layer in self.layers)
 
+    @cached_property
+    def layer_order(self) -> tuple[int, ...]:
+        """For each layer from the bottom up, its index in `distinct_layers`."""
+        index_of_parts: dict[Any, int] = {}
+        index_of_object: dict[int, int] = {}  # repeats are the same object, which is faster to look up than its fields
+        order = []
+        for _, layer in self.expand():
+            index = index_of_object.get(id(layer))
+            if index is None:
+                index = index_of_parts.setdefault((layer.mixer, layer.feedforward), len(index_of_parts))
+                index_of_object[id(layer)] = index
+            order.append(index)
+        return tuple(order)
+
+    @cached_property
+    def distinct_layers(self) -> tuple[DistinctLayer, ...]:
+        """The different layers of the design, in the order of their first occurrence."""
+        counts: dict[int, int] = {}
+        for index in self.layer_order:
+            counts[index] = counts.get(index, 0) + 1
+        first_layers: dict[int, tuple[LayerConfig, str, int]] = {}
+        for layer_index, (index, (path, layer)) in enumerate(zip(self.layer_order, self.expand(), strict=True)):
+            first_layers.setdefault(index, (layer, path, layer_index))
+        return tuple(DistinctLayer(*first_layers[index], count) for index, count in counts.items())
+
     def fingerprint(self) -> str:
-        """SHA-256 of the design as plain data: equal for equal designs, layers written out."""
-        layers = [layer.dump() | {"repeat": 1} for _, layer in self.expand()]
-        text = json.dumps(self.dump() | {"layers": layers}, sort_keys=True)
+        """Return the SHA-256 of the design as plain data with repeats written out. Equal designs have equal ones."""
+        dumps = [layer.config.dump() | {"repeat": 1} for layer in self.distinct_layers]
+        text = json.dumps(self.dump() | {"layers": [dumps[index] for index in self.layer_order]}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def resolved(self) -> Self:
-        """The same design with layers and defaults written out: equal for designs that build the same model."""
-        place = Place(self.width, self.norm)
+        """Return the design with repeats and defaults written out: equal for designs that build the same model."""
+        return self._resolved
+
+    @cached_property
+    def _resolved(self) -> Self:
+        context = BuildContext(self.width, self.norm)
         layers = []
-        for _, layer in self.expand():
-            mixer, forward = layer.mixer, layer.feedforward
-            mixer = None if mixer is None else mixer.resolved(place)
-            forward = None if forward is None else forward.resolved()
-            layers.append(LayerConfig(mixer=mixer, feedforward=forward))
+        for distinct in self.distinct_layers:
+            mixer, feedforward = distinct.config.mixer, distinct.config.feedforward
+            mixer = None if mixer is None else mixer.resolved(context)
+            feedforward = None if feedforward is None else feedforward.resolved(context)
+            layers.append(LayerConfig(mixer=mixer, feedforward=feedforward))
         encoder = None if self.encoder is None else self.encoder.resolved()
-        return self.replace(layers=tuple(layers), encoder=encoder)
+        return self.replace(layers=tuple(layers[index] for index in self.layer_order), encoder=encoder)
 
     def expand(self) -> Iterator[tuple[str, LayerConfig]]:
-        """Each single layer from the bottom, with the path of its entry."""
+        """Yield each single layer from the bottom up, with the path of its entry."""
         for index, layer in enumerate(self.layers):
             yield from layer.expand(f"layers[{index}]")

@@ -1,15 +1,15 @@
-"""The model: embedding → layers → close, and the head apart, so that a loss can be chunked over the vocabulary.
+"""The model: embedding → layers → final norm. The head is separate, so that a loss can be chunked over the vocabulary.
 
-            positions, documents            (Layout, made once)
+            positions, segment ids          (Layout, built once per call)
                     │
-tokens → embed → [ residual(stream, mixer, feedforward) ] × N → close → hidden → head → logits
+tokens → embed → [ residual(stream, mixer, feedforward) ] × N → final_norm → hidden → head → logits
                           mixer(x, layout, state_i) → y, state_i'
                                     │
-source → encoder → memory           (a design with an encoder, or a memory from elsewhere)
+source → encoder → encoder_output   (from the design's own encoder, or given by the caller)
 """
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -23,44 +23,51 @@ from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.embedding import Embedding, Head
 from heddle.model.encoder import check_encoder, encode, encoder_config
+from heddle.model.initialization import initialize, materialize
 from heddle.model.state import State
-from heddle.parts.context.layout import Layout, Memory
+from heddle.parts.context.build import BuildContext, ResidualContext
+from heddle.parts.context.encoder_output import EncoderOutput
+from heddle.parts.context.layout import Layout
+from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.position_table import PositionTable
 from heddle.parts.feedforwards import Feedforward
-from heddle.parts.mixers import Mixer, Place
+from heddle.parts.mixers import Mixer
 from heddle.parts.modules.dropout import Dropout
-from heddle.parts.modules.linear import Leaf
 from heddle.parts.positions import Rotation
-from heddle.parts.residuals import Stream, Wiring
+from heddle.parts.residuals import Stream
 
-BY_LENGTH = "a rotation of this design depends on how long the whole text will be"
+LENGTH_DEPENDENT = "a rotary embedding of this design depends on the final length of the text"
 
 
 class Layer(nn.Module):
-    """One layer: a residual block around a mixer and a feed-forward, either of which may be absent."""
+    """One layer: a residual block around a mixer and a feed-forward. Either of the two may be absent."""
 
     mixer: Mixer | None
     feedforward: Feedforward | None
 
-    def __init__(self, config: LayerConfig, model: ModelConfig, drop_rate: float) -> None:
+    def __init__(self, config: LayerConfig, model: ModelConfig, layer_index: int) -> None:
         super().__init__()
-        place = Place(model.width, model.norm)
-        self.mixer = None if config.mixer is None else build_under("mixer", config.mixer.build, place)
-        forward = config.feedforward
-        self.feedforward = None if forward is None else build_under("feedforward", forward.build, model.width)
-        names = [name for name, part in (("mixer", self.mixer), ("feedforward", self.feedforward)) if part is not None]
-        wiring = Wiring(tuple(names), model.width, model.norm, drop_rate, model.residual.dropout)
-        self.residual = build_under("residual", model.residual.build, wiring)
+        context = BuildContext(model.width, model.norm, model.depth, layer_index)
+        self.mixer = None if config.mixer is None else build_under("mixer", config.mixer.build, context)
+        feedforward = config.feedforward
+        self.feedforward = None if feedforward is None else build_under("feedforward", feedforward.build, context)
+        branches = {"mixer": self.mixer, "feedforward": self.feedforward}
+        names = tuple(name for name, branch in branches.items() if branch is not None)
+        drop_rate = model.residual.drop_path * layer_index / max(1, model.depth - 1)  # 0 in the first layer
+        residual_context = ResidualContext(
+            names, model.width, model.norm, drop_rate, model.residual.dropout, model.depth, layer_index
+        )
+        self.residual = build_under("residual", model.residual.build, residual_context)
 
     def forward(self, stream: Stream, layout: Layout, state: Any = None) -> tuple[Stream, Any]:
-        """The stream after this layer, and the mixer's new state."""
+        """Return the stream after this layer and the mixer's new state."""
         mixer, feedforward = self.mixer, self.feedforward
-        after = state
+        new_state = state
 
         def mix(x: Tensor) -> Tensor:
-            nonlocal after
+            nonlocal new_state
             assert mixer is not None
-            y, after = mixer(x, layout, state)
+            y, new_state = mixer(x, layout, state)
             return y
 
         branches: dict[str, Callable[[Tensor], Tensor]] = {}
@@ -68,58 +75,64 @@ class Layer(nn.Module):
             branches["mixer"] = mix
         if feedforward is not None:
             branches["feedforward"] = partial(feedforward, layout=layout)
-        return self.residual(stream, branches), after
+        return self.residual(stream, branches), new_state
 
 
 class Decoder(nn.Module):
-    """A model built from a `ModelConfig` whose vocab_size is known."""
+    """A model built from a `ModelConfig`, whose `vocab_size` must be set.
 
-    def __init__(self, config: ModelConfig) -> None:
+    With `distinct_layers_only` it has one layer for each different one of the design: enough to check and measure the
+    design, and fast for deep ones. `layer_counts` holds how many layers of the design each built layer stands for.
+    """
+
+    def __init__(self, config: ModelConfig, distinct_layers_only: bool = False) -> None:
         super().__init__()
         if config.vocab_size is None:
             raise DesignError("vocab_size", "is required to build a model; give it, or train on a text")
         self.config = config
         self.fingerprint = config.fingerprint()
         self.embed = build_under("embedding", Embedding, config.vocab_size, config.width, config.embedding)
-        self.layers = nn.ModuleList()
-        for index, (path, layer) in enumerate(config.expand()):
-            rate = config.residual.drop_path * index / max(1, config.depth - 1)
-            self.layers.append(build_under(path, Layer, layer, config, rate))
-            self._check_width(path)
-        self.encoder = self._encoder(config)
-        self.close = config.residual.build_close(config.width, config.norm)
-        own = self.embed.weight if config.head.tied else nn.Parameter(torch.empty_like(self.embed.weight))
-        self.head = Head(own, config.head)
+        layers = [(path, layer, index, 1) for index, (path, layer) in enumerate(config.expand())]
+        if distinct_layers_only:
+            layers = [(layer.path, layer.config, layer.index, layer.count) for layer in config.distinct_layers]
+        self.layer_counts = [count for *_, count in layers]
+        self.layers = nn.ModuleList(build_under(path, Layer, layer, config, index) for path, layer, index, _ in layers)
+        self._check_encoder_widths([path for path, *_ in layers])
+        self.encoder = self._build_encoder(config, distinct_layers_only)
+        self.final_norm = config.residual.build_final_norm(config.width, config.norm)
+        weight = self.embed.weight if config.head.tied else nn.Parameter(torch.empty_like(self.embed.weight))
+        self.head = Head(weight, config.head)
         self.checkpointing = False
-        drops = [module for module in self.modules() if isinstance(module, Dropout)]
-        for site, module in enumerate(drops):
-            module.site = site
+        dropouts = [module for module in self.modules() if isinstance(module, Dropout)]
+        for site, dropout in enumerate(dropouts):
+            dropout.site = site
 
-    def _check_width(self, path: str) -> None:
-        """Raises DesignError if the newest layer reads a memory of another width than one before."""
-        *_, newest = self.mixers()
-        width = None if newest is None else newest.memory_width
-        if width is not None and width != self.memory_width:
-            reason = f"reads a memory {width} wide, a layer before one {self.memory_width} wide; make them equal"
-            raise DesignError(f"{path}.mixer", reason)
+    def _check_encoder_widths(self, paths: list[str]) -> None:
+        """Raises DesignError if a layer expects an encoder output of another width than an earlier layer."""
+        expected = self.encoder_width
+        for path, mixer in zip(paths, self.mixers(), strict=True):
+            width = None if mixer is None else mixer.encoder_width
+            if width is not None and width != expected:
+                reason = f"has encoder_width = {width}, an earlier layer has {expected}; make them equal"
+                raise DesignError(f"{path}.mixer", reason)
 
-    def _encoder(self, config: ModelConfig) -> "Decoder | None":
-        inner = encoder_config(config, self.memory_width)
+    def _build_encoder(self, config: ModelConfig, distinct_layers_only: bool) -> "Decoder | None":
+        inner = encoder_config(config, self.encoder_width)
         if inner is None:
             return None
-        encoder = build_under("encoder", Decoder, inner)
+        encoder = build_under("encoder", Decoder, inner, distinct_layers_only)
         build_under("encoder", check_encoder, encoder)
         return encoder
 
     def tie(self) -> None:
-        """Make a tied head the embedding, and the encoder's too: anew after parameters were replaced."""
+        """Share the embedding's weight with a tied head, in the encoder too. Call it after parameters were replaced."""
         if self.config.head.tied:
             self.head.weight = self.embed.weight
         if self.encoder is not None:
             self.encoder.tie()
 
     def mixers(self) -> list[Mixer | None]:
-        """The mixer of each layer."""
+        """Return the mixer of each layer, None where a layer has none."""
         return [layer.mixer for layer in self.layers if isinstance(layer, Layer)]
 
     @property
@@ -128,104 +141,114 @@ class Decoder(nn.Module):
         return all(mixer is None or mixer.causal for mixer in self.mixers())
 
     @property
-    def reach(self) -> int | None:
-        """Earlier positions that a state's table must keep: as many as the widest window, or all (None)."""
-        reaches = [mixer.looks_back for mixer in self.mixers() if mixer is not None]
-        return None if None in reaches else max((reach for reach in reaches if reach is not None), default=0)
+    def lookback(self) -> int | None:
+        """How many earlier positions a state's table must store: those of the widest window, or all (None)."""
+        lookbacks = [mixer.lookback for mixer in self.mixers() if mixer is not None]
+        return None if None in lookbacks else max((length for length in lookbacks if length is not None), default=0)
 
     @property
-    def by_length(self) -> bool:
-        """Whether a rotation depends on how long the text will be, so that a state must declare its capacity."""
-        return any(part.by_length for part in self.layers.modules() if isinstance(part, Rotation))
+    def length_dependent(self) -> bool:
+        """Whether a rotary embedding depends on the final length of the text. A state then needs a `cache_length`."""
+        return any(module.length_dependent for module in self.layers.modules() if isinstance(module, Rotation))
 
     @property
-    def memory_width(self) -> int | None:
-        """The width of the memory that layers read beside the text; None: they read none."""
-        widths = [mixer.memory_width for mixer in self.mixers() if mixer is not None]
+    def encoder_width(self) -> int | None:
+        """The width of the encoder output that cross-attention reads, None without cross-attention."""
+        widths = [mixer.encoder_width for mixer in self.mixers() if mixer is not None]
         return next((width for width in widths if width is not None), None)
 
-    def encode(self, source: Tensor, layout: Layout | None = None) -> Memory:
-        """source int64 [B, S] -> what the layers' cross-attention reads, once for as many calls as one likes.
+    def encode(self, source: Tensor, layout: Layout | None = None) -> EncoderOutput:
+        """source int64 [B, S] -> the encoder output that the layers' cross-attention reads, for any number of calls.
 
-        For `layout.with_memory(memory)`, or `init_state(memory=memory)`. Raises ConfigError without an encoder.
+        Pass it to `layout.with_encoder_output(...)` or `init_state(encoder_output=...)`. Raises ConfigError if the
+        design has no encoder.
         """
         if self.encoder is not None:
             self.encoder.checkpointing = self.checkpointing
         return encode(self.encoder, source, layout)
 
-    @torch.no_grad()  # a state carries no gradient, whatever its memory does
+    @torch.no_grad()  # a state carries no gradient, even if the encoder output does
     def init_state(
-        self, batch: int, capacity: int | None = None, memory: Memory | None = None, rewind: int = 0
+        self,
+        batch: int,
+        cache_length: int | None = None,
+        encoder_output: EncoderOutput | None = None,
+        rollback: int = 0,
     ) -> State:
-        """An empty state for `batch` rows; an explicit `capacity` (tokens a row) is never exceeded, none doubles.
+        """Return an empty state for `batch` rows.
 
-        memory: what cross-attention reads; its keys and values are projected now, once. rewind: how many tokens
-        `State.rewind` may take back at a time. Raises ConfigError if a mixer is bidirectional or cannot go back, or
-        if a rotation depends on the length of the text and no capacity tells it.
+        cache_length: most tokens a row may hold. None: the caches grow by doubling. encoder_output: what
+        cross-attention reads; its keys and values are projected here, once. rollback: how many tokens
+        `State.rollback` may take back at a time. Raises ConfigError if a mixer is bidirectional or cannot roll back,
+        or if a rotary embedding depends on the final length and `cache_length` is None.
         """
         if not self.causal:
-            raise ConfigError("state: a bidirectional design (causal: false) sees later tokens and cannot keep one")
-        if batch < 1 or (capacity is not None and capacity < 1):
-            raise ConfigError(f"state: batch = {batch} and capacity = {capacity} must be at least 1")
-        if capacity is None and self.by_length:
-            raise ConfigError(f"state: {BY_LENGTH}; make it with a capacity")
-        if rewind < 0:
-            raise ConfigError(f"state: rewind = {rewind} must not be negative")
-        self._check_memory(memory, batch)
+            raise ConfigError("state: a bidirectional design (causal: false) sees later tokens and cannot have one")
+        if batch < 1 or (cache_length is not None and cache_length < 1):
+            raise ConfigError(f"state: batch = {batch} and cache_length = {cache_length} must be at least 1")
+        if cache_length is None and self.length_dependent:
+            raise ConfigError(f"state: {LENGTH_DEPENDENT}; give init_state a cache_length")
+        if rollback < 0:
+            raise ConfigError(f"state: rollback = {rollback} must not be negative")
+        self._check_encoder_output(encoder_output, batch)
         weight = self.embed.weight
-        table = PositionTable.empty(batch, self.reach, capacity, weight.device, rewind)
-        kind: Any = {"dtype": weight.dtype, "device": weight.device, "memory": memory, "rewind": rewind}
-        states = [None if mixer is None else mixer.init_state(batch, capacity, **kind) for mixer in self.mixers()]
+        table = PositionTable.empty(batch, self.lookback, cache_length, weight.device, rollback)
+        spec = StateSpec(batch, cache_length, weight.dtype, weight.device, encoder_output, rollback)
+        states = [None if mixer is None else mixer.init_state(spec) for mixer in self.mixers()]
         state = State(table, states, self.fingerprint)
-        if rewind and not state.can_roll_back(1):
-            raise ConfigError(f"state: rewind = {rewind} asks a recurrence to go back; fork the state instead")
+        if rollback and not state.can_roll_back(1):
+            raise ConfigError(
+                f"state: rollback = {rollback}, but a recurrence cannot roll back; fork the state instead"
+            )
         return state
 
-    def _check_memory(self, memory: Memory | None, batch: int) -> None:
-        if self.memory_width is None:
-            if memory is not None:
-                raise ConfigError("memory: no layer of this design reads one; leave it out, or add cross_attention")
+    def _check_encoder_output(self, encoder_output: EncoderOutput | None, batch: int) -> None:
+        if self.encoder_width is None:
+            if encoder_output is not None:
+                reason = "no layer of this design reads one; leave it out, or add cross_attention"
+                raise ConfigError(f"encoder_output: {reason}")
             return
-        if memory is None:
-            raise ConfigError("memory: is missing; give layout.with_memory(...), or init_state(..., memory=...)")
-        memory.check(self.memory_width, batch)
+        if encoder_output is None:
+            reason = "is missing; give layout.with_encoder_output(...), or init_state(..., encoder_output=...)"
+            raise ConfigError(f"encoder_output: {reason}")
+        encoder_output.check(self.encoder_width, batch)
 
     def forward(
         self, tokens: Tensor, layout: Layout | None = None, state: State | None = None
     ) -> tuple[Tensor, State | None]:
         """tokens int64 [B, T] -> (hidden [B, T, width], new state or None).
 
-        Rows of the embedding [B, T, width], or other vectors in their place, may stand for tokens. Without a layout,
-        rows are one document each from position 0, or continue where the state's rows ended.
-        Raises ConfigError if shapes disagree, or a state meets gradients, was consumed or is of another design.
+        tokens may also be vectors [B, T, width], which replace the embedding's rows. Without a layout each row is one
+        document from position 0, or continues where the state's row ended. Raises ConfigError if shapes disagree, or
+        if a state is used under gradients, was consumed by an earlier call or belongs to another design.
         """
         layout = self._layout(tokens, layout, state)
         if state is None:
-            self._check_memory(layout.memory, layout.batch)
+            self._check_encoder_output(layout.encoder_output, layout.batch)
             return self._run(tokens, layout, [None] * len(self.layers))[0], None
         if torch.is_grad_enabled():
             raise ConfigError("state: is written in place and carries no gradient; call within torch.no_grad()")
-        if layout.memory is not None:
-            raise ConfigError("memory: the state holds its own already; give it to init_state alone")
-        if state.design != self.fingerprint:
-            raise ConfigError("state: is of another design; continue with a state that this model's init_state made")
-        state.take()
+        if layout.encoder_output is not None:
+            raise ConfigError("encoder_output: the state already has one; give it to init_state alone")
+        if state.fingerprint != self.fingerprint:
+            raise ConfigError("state: belongs to another design; continue with a state from this model's init_state")
+        state.consume()
         table, layout = state.table.extend(layout)
         hidden, states = self._run(tokens, layout, state.layers)
-        return hidden, State(table, states, state.design)
+        return hidden, State(table, states, state.fingerprint)
 
     def _run(self, tokens: Tensor, layout: Layout, states: list[Any]) -> tuple[Tensor, list[Any]]:
-        stream = self.config.residual.open(self.embed(tokens, layout))
-        after = []
+        stream = self.config.residual.expand(self.embed(tokens, layout))
+        new_states = []
         for layer, state in zip(self.layers, states, strict=True):
             if self.checkpointing and torch.is_grad_enabled():
-                # What is in force now (noise key, kernels) must be when the layer runs again, in whatever thread.
-                again = copy_context().run
-                stream, state = checkpoint(again, layer, stream, layout, state, use_reentrant=False)
+                # The backward pass runs the layer again, in another thread: with the same noise key and kernels.
+                run_in_context = copy_context().run
+                stream, new_state = checkpoint(run_in_context, layer, stream, layout, state, use_reentrant=False)
             else:
-                stream, state = layer(stream, layout, state)
-            after.append(state)
-        return self.close(stream), after
+                stream, new_state = layer(stream, layout, state)
+            new_states.append(new_state)
+        return self.final_norm(stream), new_states
 
     def _layout(self, tokens: Tensor, layout: Layout | None, state: State | None) -> Layout:
         shape = tokens.shape[:2]
@@ -236,7 +259,7 @@ class Decoder(nn.Module):
         if layout is None:
             if state is not None:
                 state.table.check_batch(tokens.shape[0])
-                return state.table.following(tokens.shape[1])
+                return state.table.next_layout(tokens.shape[1])
             return Layout.causal(tokens.shape[0], tokens.shape[1], device=tokens.device)
         if layout.positions.shape != shape:
             shapes = f"{list(layout.positions.shape)} and tokens {list(shape)}"
@@ -244,50 +267,27 @@ class Decoder(nn.Module):
         return layout
 
 
-def initialise(model: Decoder, seed: int, wanted: Callable[[Leaf], bool] = lambda leaf: True) -> None:
-    """Fill every parameter of the `wanted` modules: a function of the seed and the parameter's name alone."""
-    for name, module in model.named_modules():
-        stack = model if model.encoder is None or not name.startswith("encoder.") else model.encoder
-        config = stack.config.initialisation
-        own = list(module.parameters(recurse=False))
-        if isinstance(module, Leaf):
-            module.branch_scale = (2 * stack.config.depth) ** -0.5 if config.depth_scaled else 1.0
-        if own and not isinstance(module, Leaf):
-            raise TypeError(f"{name}: owns parameters but is no Leaf, so nothing says how they start")
-        if isinstance(module, Leaf) and wanted(module):
-            module.initialise(config.std, generator_of(seed, name))
-
-
-def generator_of(seed: int, name: str) -> torch.Generator:
-    """That which a module of this name is filled from, on the CPU."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+@contextmanager
+def refuse_overflow() -> Iterator[None]:
+    """Turn the error of a meta tensor with more than 2^63 bytes into a ConfigError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise ConfigError(f"design: cannot be built ({error}); choose smaller sizes") from None
 
 
 def build(
     config: ModelConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0
 ) -> Decoder:
-    """Build a model and fill its parameters; on device "meta" nothing is allocated or filled.
+    """Build a model and initialize its parameters. On device "meta" nothing is allocated or initialized.
 
-    Raises DesignError, with the path of the field, where parts do not fit together.
+    Raises DesignError with the path of the field where parts do not fit together.
     """
     with torch.device("meta"):
         model = Decoder(config)
-    materialise(model, dtype, device)
+    materialize(model, dtype, device)
     if torch.device(device).type != "meta":
-        initialise(model, seed)
+        initialize(model, seed)
     return model
-
-
-def held_in(parameter: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
-    """What a model of `dtype` holds a parameter in: one that no gradient teaches counts in at least float32."""
-    return dtype if parameter.requires_grad else torch.promote_types(dtype, torch.float32)
-
-
-def materialise(model: Decoder, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Give every parameter of a meta model its (unset) storage, keeping the head tied."""
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            empty = torch.empty(parameter.shape, dtype=held_in(parameter, dtype), device=device)
-            setattr(module, name, nn.Parameter(empty, parameter.requires_grad))
-    model.tie()

@@ -1,4 +1,4 @@
-"""Both ends of a model: tokens -> embeddings, and hidden states -> logits."""
+"""The embedding (tokens -> vectors) and the head (hidden states -> logits) of a model."""
 
 import math
 
@@ -8,39 +8,42 @@ from torch.nn import functional
 
 from heddle.config import build_under
 from heddle.model.config import EmbeddingConfig, HeadConfig
-from heddle.numerics.cross_entropy import End, bounded
+from heddle.numerics.cross_entropy import OutputHead, scale_and_cap
 from heddle.numerics.linear import linear
 from heddle.parts.context.layout import Layout
 from heddle.parts.modules.dropout import Dropout
-from heddle.parts.modules.linear import Leaf, fill_normal
+from heddle.parts.modules.linear import SelfInitialized, fill_normal
 
 
-class Embedding(Leaf):
-    """Token embeddings, scaled and positioned; padding becomes zero, whatever token stands there."""
+class Embedding(SelfInitialized):
+    """Token embeddings, scaled, with absolute positions added. Padding becomes zero, whatever its token is."""
 
     def __init__(self, vocab_size: int, width: int, config: EmbeddingConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, width))
-        self.scale = _rounded(math.sqrt(width)) if config.scale else None
+        self.scale = _rounded_to_dtypes(math.sqrt(width)) if config.scale else None
         self.position = None if config.position is None else build_under("position", config.position.build, width)
         self.dropout = Dropout(config.dropout)
-        self.rows: nn.Module | None = None
+        self.lookup_module: nn.Module | None = None
 
-    def lookup(self, rows: nn.Module) -> None:
-        """Let a module of others (tokens [B, T] -> rows [B, T, width]) look tokens up, in a `weight` of its own."""
-        weight = rows.get_parameter("weight")
-        self.rows, self.weight = rows, weight
+    def set_lookup(self, lookup_module: nn.Module) -> None:
+        """Use another module for the lookup (tokens [B, T] -> vectors [B, T, width]), and its `weight` for this one."""
+        weight = lookup_module.get_parameter("weight")
+        self.lookup_module, self.weight = lookup_module, weight
 
-    def initialise(self, std: float, generator: torch.Generator) -> None:
-        """Normal rows."""
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
+        """Draw the weight from normal(0, std)."""
         fill_normal(self.weight, std, generator)
 
     def forward(self, tokens: Tensor, layout: Layout | None = None) -> Tensor:
-        """tokens int64 [B, T] -> [B, T, width]; plain rows without a layout, and such rows may stand for tokens."""
+        """tokens int64 [B, T] -> [B, T, width]. Vectors [B, T, width] may replace tokens.
+
+        Without a layout the plain rows are returned: without scale, positions, dropout or padding.
+        """
         if tokens.is_floating_point():
             x = tokens
         else:
-            x = functional.embedding(tokens, self.weight) if self.rows is None else self.rows(tokens)
+            x = functional.embedding(tokens, self.weight) if self.lookup_module is None else self.lookup_module(tokens)
         if layout is None:
             return x
         if self.scale is not None:
@@ -51,13 +54,13 @@ class Embedding(Leaf):
         return x if layout.padding is None else x.masked_fill(layout.padding[..., None], 0.0)
 
 
-def _rounded(number: float) -> dict[torch.dtype, float]:
-    """A number in each dtype: Gemma's embeddings meet a scale of their own dtype, 55.5 in bfloat16 for sqrt(3072)."""
+def _rounded_to_dtypes(number: float) -> dict[torch.dtype, float]:
+    """The number rounded to each dtype, as Gemma does with its scale: sqrt(3072) is 55.5 in bfloat16."""
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     return {dtype: torch.tensor(number, dtype=dtype, device="cpu").item() for dtype in dtypes}
 
 
-class Head(Leaf):
+class Head(SelfInitialized):
     """Hidden states -> logits."""
 
     def __init__(self, weight: nn.Parameter, config: HeadConfig) -> None:
@@ -66,18 +69,18 @@ class Head(Leaf):
         self.bias = nn.Parameter(torch.empty(weight.shape[0])) if config.bias else None
         self.tied, self.scale, self.softcap = config.tied, config.scale, config.softcap
 
-    def initialise(self, std: float, generator: torch.Generator) -> None:
-        """Normal rows, unless they are the embedding's; zero bias."""
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
+        """Draw an untied weight from normal(0, std) and set the bias to zero."""
         if not self.tied:
             fill_normal(self.weight, std, generator)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     @property
-    def end(self) -> End:
-        """What the loss needs of it."""
-        return End(self.weight, self.bias, self.scale, self.softcap)
+    def output_head(self) -> OutputHead:
+        """The weights and options that the loss needs."""
+        return OutputHead(self.weight, self.bias, self.scale, self.softcap)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., width] -> [..., vocab_size]."""
-        return bounded(linear(hidden, self.weight, self.bias), self.scale, self.softcap)
+        return scale_and_cap(linear(hidden, self.weight, self.bias), self.scale, self.softcap)

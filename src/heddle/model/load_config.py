@@ -1,7 +1,7 @@
-"""Reading a design from anywhere: a YAML, TOML or JSON file, `preset:NAME`, a checkpoint folder, or a dict.
+"""Read a design: from a YAML, TOML or JSON file, `preset:NAME`, a checkpoint folder, or a dict.
 
-YAML is read by its 1.2 core rules: `1e-4` is a number, `off` and `1:30` are text, `010` is ten, a key given
-twice is an error.
+YAML is read by its 1.2 core rules: `1e-4` is a number, `off` and `1:30` are text, `010` is ten. A repeated key is an
+error.
 """
 
 import json
@@ -16,10 +16,11 @@ import yaml
 
 from heddle.config import Config, DesignError, decode, field_class, fields_of
 from heddle.errors import ConfigError
-from heddle.model.config import ModelConfig
+from heddle.model.config import MAX_LAYERS, ModelConfig
 from heddle.model.presets import preset
 
-LARGEST = 4 * 2**20
+MAX_FILE_BYTES = 4 * 2**20
+MAX_YAML_VALUES = 30_000  # the parser reads about 50,000 a second
 DEFAULTS = {"norm": {"kind": "rms"}, "residual": {"kind": "pre_norm"}}
 
 
@@ -37,7 +38,13 @@ class _Yaml(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    values = 0
+
     def compose_node(self, parent: Any, index: Any) -> Any:
+        self.values += 1
+        if self.values > MAX_YAML_VALUES:
+            problem = f"more than {MAX_YAML_VALUES} keys and values; write fewer layers, with repeat"
+            raise yaml.MarkedYAMLError(None, None, problem, self.peek_event().start_mark)
         if self.check_event(yaml.AliasEvent):
             raise yaml.MarkedYAMLError(
                 None,
@@ -74,7 +81,7 @@ _Yaml.add_constructor("tag:yaml.org,2002:int", _integer)
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Plain data of a YAML text. Raises ConfigError with the line."""
+    """Return the plain data of a YAML text. Raises ConfigError with the line."""
     try:
         return _Yaml(text).get_single_data()
     except yaml.MarkedYAMLError as error:
@@ -85,9 +92,9 @@ def parse_yaml(text: str, name: str) -> Any:
 
 
 def parse_values(text: str, name: str) -> list[tuple[str, Any]]:
-    """Values between commas, as in a YAML list without its brackets: each as it was written, and as plain data.
+    """Parse comma-separated values, a YAML list without brackets. Returns (text, value) for each.
 
-    Raises ConfigError where there is none, or nothing between two commas.
+    Raises ConfigError if there is no value, or none between two commas.
     """
     written = f"[{text}]"
     data = parse_yaml(written, name) if text.strip() else []
@@ -102,41 +109,55 @@ def parse_values(text: str, name: str) -> list[tuple[str, Any]]:
 def load_config(source: str | Path | dict[str, Any], overrides: Sequence[str] = ()) -> ModelConfig:
     """Read a design and apply overrides such as `layers.0.mixer.kv_heads=1`.
 
-    Raises ConfigError (one sentence with the path of the field) for anything that cannot be built.
+    Raises ConfigError (one sentence with the path of the field) for a design that cannot be built.
     """
-    from heddle.model.decoder import Decoder
-
     try:
         data = read_design(source)
         for override in overrides:
             apply_override(data, override)
+        _check_entries(data)
         config = decode(ModelConfig, _with_defaults(data))
     except RecursionError:
         raise ConfigError("layers: nest too deeply to be read; write fewer levels, with repeat") from None
-    _try_build(config, Decoder)
+    _try_build(config)
     return config
 
 
+def _check_entries(data: dict[str, Any]) -> None:
+    """Refuse too many entries of layers before any is decoded. Each stands for at least one layer."""
+    encoder = data.get("encoder")
+    designs = {"layers": data, "encoder.layers": encoder if isinstance(encoder, dict) else {}}
+    for path, design in designs.items():
+        entries, pending = 0, [design.get("layers")]
+        while pending:
+            layers = pending.pop()
+            for layer in layers if isinstance(layers, list) else ():
+                nested = layer.get("layers") if isinstance(layer, dict) else None
+                entries += nested is None
+                pending.append(nested)
+        if entries > MAX_LAYERS:
+            raise ConfigError(f"{path}: has {entries} entries; at most {MAX_LAYERS} layers are built")
+
+
 def _with_defaults(data: dict[str, Any]) -> dict[str, Any]:
-    """What a design may leave out, and its encoder too."""
+    """Add the defaults of a design and of its encoder."""
     encoder = data.get("encoder")
     inner = {"encoder": DEFAULTS | encoder} if isinstance(encoder, dict) else {}
     return DEFAULTS | data | inner
 
 
-def _try_build(config: ModelConfig, decoder: Any) -> None:
-    """Build once on the meta device, so that parts that do not fit together are refused here."""
+def _try_build(config: ModelConfig) -> None:
+    """Build each distinct layer on the meta device, so that parts that do not fit together are refused here."""
     import torch
 
-    try:
-        with torch.device("meta"):
-            decoder(config if config.vocab_size is not None else config.replace(vocab_size=2))
-    except RuntimeError as error:  # the only one on the meta device: sizes that overflow
-        raise ConfigError(f"design: cannot be built ({error}); choose smaller sizes") from None
+    from heddle.model.decoder import Decoder, refuse_overflow
+
+    with refuse_overflow(), torch.device("meta"):
+        Decoder(config if config.vocab_size is not None else config.replace(vocab_size=2), distinct_layers_only=True)
 
 
 def read_design(source: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """The plain data of a design, not yet checked."""
+    """Return the plain data of a design, not yet validated."""
     if isinstance(source, dict):
         return json.loads(json.dumps(source))  # a deep copy of plain data
     if not isinstance(source, str | Path):
@@ -155,7 +176,7 @@ def read_design(source: str | Path | dict[str, Any]) -> dict[str, Any]:
 
 
 def _config_in(folder: Path) -> Path:
-    """The config of a checkpoint folder, or of a run's newest checkpoint."""
+    """Return the path of the config of a checkpoint folder, or of a run's newest checkpoint."""
     steps = sorted((folder / "checkpoints").glob("step-*/config.json"))
     for candidate in (folder / "config.json", *reversed(steps)):
         if candidate.is_file():
@@ -168,8 +189,8 @@ def _read_file(path: Path) -> Any:
         hint = f"; did you mean preset:{path}?" if re.fullmatch(r"[a-z_]+-(tiny|small|medium)", str(path)) else ""
         raise ConfigError(f"{path}: no such design file{hint or '; name a file, preset:NAME or a checkpoint folder'}")
     try:
-        if path.stat().st_size > LARGEST:
-            raise ConfigError(f"{path}: is larger than {LARGEST} bytes; a design is a small text file")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: is larger than {MAX_FILE_BYTES} bytes; a design is a small text file")
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not UTF-8 text; a design is a YAML, TOML or JSON file") from None
@@ -189,17 +210,18 @@ def _read_file(path: Path) -> Any:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
+    data = {}
+    for key, value in pairs:
+        if key in data:
             raise ValueError(f"the key '{key}' is given twice")
-    return dict(pairs)
+        data[key] = value
+    return data
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:
-    """Set `path.to.field=value` in plain data, in place; `layers.*.` reaches every entry, null removes a field.
+    """Set `path.to.field=value` in plain data, in place. `layers.*.` applies to every entry, null removes a field.
 
-    A new `kind` keeps those fields of the old one that it has too; the others are dropped.
+    A new `kind` keeps the fields that both kinds have and drops the others.
     """
     path, equals, text = override.partition("=")
     if not equals or not path:
@@ -211,7 +233,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
 
 
 def _change_kind(cls: type[Config] | None, node: Any, steps: list[str], kind: str) -> None:
-    """Drop what the old kind of a part at the end of a path knows and the new one does not; a typo stays."""
+    """Drop the fields of the old kind that the new kind does not have. Unknown fields stay and are refused later."""
     if isinstance(node, list):
         for index, item in enumerate(node):
             if steps and steps[0] in ("*", str(index)):
@@ -236,7 +258,7 @@ def _set(node: Any, steps: list[str], value: Any, override: str, at: str) -> Non
                 node[index] = deepcopy(value)
     elif isinstance(node, dict):
         if not rest:
-            node[step] = deepcopy(value)  # entries must not share it: a later override may reach one alone
+            node[step] = deepcopy(value)  # a copy for each entry: a later override may change only one
         else:
             if step not in node or node[step] is None:
                 node[step] = DEFAULTS[step].copy() if at in ("", "encoder") and step in DEFAULTS else {}

@@ -1,7 +1,7 @@
-"""LoRA (Hu et al. 2021): a projection as it was, plus what learns: `y = x Wᵀ + c + (alpha / rank) (x Aᵀ) Bᵀ`.
+"""LoRA (Hu et al. 2021): a frozen projection plus a trained low-rank one: `y = x Wᵀ + c + (alpha / rank) (x Aᵀ) Bᵀ`.
 
-W and c stay as they are, A [rank, inputs] starts at normal numbers and B [outputs, rank] at zero, so that nothing has
-changed before the first step. Merged, W becomes `W + (alpha / rank) B A`: computed in float64, rounded once.
+W and c are frozen. A [rank, inputs] starts at normal numbers and B [outputs, rank] at zero, so that the output is
+unchanged before the first step. Merging replaces W by `W + (alpha / rank) B A`, computed in float64 and rounded once.
 """
 
 import copy
@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from heddle.errors import ConfigError
-from heddle.model.decoder import Decoder, build, generator_of
+from heddle.model.decoder import Decoder, build
+from heddle.model.initialization import parameter_generator
 from heddle.numerics.linear import linear
-from heddle.parts.modules.linear import Leaf, Linear, fill_normal
+from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal
 
-TARGETS = ("layers.*.mixer.q", "layers.*.mixer.v")  # as in the paper
+TARGETS = ("layers.*.mixer.q", "layers.*.mixer.v")  # the paper's choice
 
 
-class LoraLinear(Leaf):
-    """The module in a `Linear`'s place; of its parameters only `a` and `b` learn."""
+class LoraLinear(SelfInitialized):
+    """Replaces a `Linear`. Of its parameters only `a` and `b` are trained."""
 
-    maps = ("a", "b")
+    matrix_parameters = ("a", "b")
 
     def __init__(self, base: Linear, rank: int, alpha: float) -> None:
         super().__init__()
@@ -32,45 +33,45 @@ class LoraLinear(Leaf):
         self.b = nn.Parameter(base.weight.new_empty(outputs, rank))
         self.rank, self.alpha = rank, alpha
 
-    def initialise(self, std: float, generator: torch.Generator) -> None:
-        """The adapter alone: what it adds is zero."""
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
+        """Initialize the adapter alone. It adds zero."""
         fill_normal(self.a, std, generator)
         nn.init.zeros_(self.b)
 
     @property
     def scale(self) -> float:
-        """By which the adapter is multiplied."""
+        """The factor of the adapter."""
         return self.alpha / self.rank
 
     @property
     def weight(self) -> Tensor:
-        """[outputs, inputs] with the adapter and gradients to it, for parts that read it; made anew each time."""
+        """[outputs, inputs] with the adapter added, differentiable. Computed at each access."""
         return self.frozen + self.b @ self.a * self.scale
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """[outputs, inputs]: the float64 sum, made on the CPU, rounded once; the same bits where nothing is added."""
-        frozen, a, b = (one.to("cpu", torch.float64) for one in (self.frozen, self.a, self.b))
-        added = b @ a * self.scale
-        return torch.where(added == 0, frozen, frozen + added).to(self.frozen)
+        """[outputs, inputs]: the sum in float64 on the CPU, rounded once. Where zero is added, the bits are kept."""
+        frozen, a, b = (parameter.to("cpu", torch.float64) for parameter in (self.frozen, self.a, self.b))
+        delta = b @ a * self.scale
+        return torch.where(delta == 0, frozen, frozen + delta).to(self.frozen)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., inputs] -> [..., outputs]."""
         return linear(x, self.frozen, self.bias) + linear(linear(x, self.a), self.b) * self.scale
 
     def extra_repr(self) -> str:
-        """As of a Linear, and the rank."""
+        """The text of a Linear, and the rank."""
         return f"{self.frozen.shape[1]}, {self.frozen.shape[0]}, bias={self.bias is not None}, rank={self.rank}"
 
 
 def add_lora(
     model: Decoder, targets: Sequence[str] = TARGETS, rank: int = 8, alpha: float | None = None, seed: int = 0
 ) -> Decoder:
-    """A twin of a model whose targeted projections have adapters, which alone learn. It shares the model's weights.
+    """Return a copy of a model with adapters at the targeted projections. It shares the model's weights, now frozen.
 
-    targets: paths of projections, such as `layers.0.mixer.out`; `*` stands for one word. alpha: None is rank, so that
-    adapters are not multiplied. Their start is a function of the seed and the path. Raises ConfigError for a target
-    that leads to no projection, or to a stack of them, as of experts.
+    targets: paths of projections, such as `layers.0.mixer.out`; `*` stands for one part of a path. alpha: None means
+    `rank`, which makes the adapters' factor 1. Initial values depend on the seed and the path alone. Raises ConfigError
+    for a target that matches no projection, or a stack of projections, such as those of experts.
     """
     if rank < 1:
         raise ConfigError(f"lora: rank = {rank} must be at least 1")
@@ -78,75 +79,81 @@ def add_lora(
     if not 0 < alpha < math.inf:
         raise ConfigError(f"lora: alpha = {alpha} must be a number above 0")
     if adapters(model):
-        raise ConfigError("lora: the model has adapters already; merge them first")
-    paths = projections(model, targets)
-    twin = _twin(model, lambda one: nn.Parameter(one.detach(), requires_grad=False))
+        raise ConfigError("lora: the model already has adapters; merge them first")
+    paths = target_projections(model, targets)
+    adapted = _copy_with_parameters(model, lambda parameter: nn.Parameter(parameter.detach(), requires_grad=False))
     for path in paths:
-        owner, _, name = path.rpartition(".")
-        base = twin.get_submodule(path)
+        parent, _, name = path.rpartition(".")
+        base = adapted.get_submodule(path)
         assert isinstance(base, Linear)
-        made = LoraLinear(base, rank, alpha).train(base.training)
+        projection = LoraLinear(base, rank, alpha).train(base.training)
         if not base.weight.is_meta:
-            # Not from where the weight itself was drawn: A would be its first rows.
-            made.initialise(base.weight.shape[1] ** -0.5, generator_of(seed, f"{path}.a"))
-        setattr(twin.get_submodule(owner), name, made)
-    return twin
+            # The name differs from that of the weight: otherwise A would be the weight's first rows.
+            projection.init_weights(base.weight.shape[1] ** -0.5, parameter_generator(seed, f"{path}.a"))
+        setattr(adapted.get_submodule(parent), name, projection)
+    return adapted
 
 
 def merge_lora(model: Decoder) -> Decoder:
-    """A plain model that computes what one with adapters does; it shares every weight that none of them changes.
+    """Return a plain model that computes the same as a model with adapters. It shares every weight without an adapter.
 
-    One without adapters is given back itself.
+    A model without adapters is returned as it is.
     """
     if not adapters(model):
         return model
     plain = build(model.config, device="meta")
-    for name, parameter in plain.named_parameters():
-        owner, _, last = name.rpartition(".")
-        held = model.get_submodule(owner)
-        tensor = held.merged() if isinstance(held, LoraLinear) and last == "weight" else held.get_parameter(last)
-        setattr(plain.get_submodule(owner), last, nn.Parameter(tensor.detach(), parameter.requires_grad))
+    for path, parameter in plain.named_parameters():
+        parent, _, name = path.rpartition(".")
+        module = model.get_submodule(parent)
+        tensor = module.merged() if isinstance(module, LoraLinear) and name == "weight" else module.get_parameter(name)
+        setattr(plain.get_submodule(parent), name, nn.Parameter(tensor.detach(), parameter.requires_grad))
     plain.tie()
     return plain.train(model.training)
 
 
 def adapters(model: Decoder) -> dict[str, LoraLinear]:
-    """The projections of a model that have an adapter, by path."""
+    """Return the projections of a model that have an adapter, by path."""
     return {path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
 def lora_tensors(model: Decoder) -> dict[str, Tensor]:
-    """A and B of every adapter by name, `layers.0.mixer.q.a`: the tensors that are trained, not copies."""
-    return {f"{path}.{name}": getattr(one, name).detach() for path, one in adapters(model).items() for name in one.maps}
+    """Return A and B of every adapter by name, `layers.0.mixer.q.a`. They are the trained tensors, not copies."""
+    return {
+        f"{path}.{name}": getattr(adapter, name).detach()
+        for path, adapter in adapters(model).items()
+        for name in adapter.matrix_parameters
+    }
 
 
-def projections(model: Decoder, targets: Sequence[str]) -> list[str]:
-    """The paths of the projections that targets lead to, in the model's order. Raises ConfigError as `add_lora`."""
-    found: set[str] = set()
-    leaves = {path: module for path, module in model.named_modules() if isinstance(module, Leaf)}
+def target_projections(model: Decoder, targets: Sequence[str]) -> list[str]:
+    """Return the paths of the projections that match, in the model's order. Raises ConfigError as `add_lora`."""
+    selected: set[str] = set()
+    modules = {path: module for path, module in model.named_modules() if isinstance(module, SelfInitialized)}
+    linear_paths = [path for path, module in modules.items() if isinstance(module, Linear)]
     for target in targets:
-        reached = [path for path in leaves if _same(target.split("."), path.split("."))]
-        for path in reached:
-            if any(leaves[path].get_parameter(name).dim() > 2 for name in leaves[path].maps):
+        matches = [path for path in modules if _matches(target.split("."), path.split("."))]
+        for path in matches:
+            if any(modules[path].get_parameter(name).dim() > 2 for name in modules[path].matrix_parameters):
                 raise ConfigError(
-                    f"lora: '{path}' is a stack of matrices, as of experts, which takes no adapters; leave it out"
+                    f"lora: '{path}' is a stack of matrices, such as those of experts, which takes no adapters; "
+                    "leave it out"
                 )
-        mine = {path for path in reached if isinstance(leaves[path], Linear)}
-        if not mine:
-            known = ", ".join(dict.fromkeys(_starred(path) for path, one in leaves.items() if isinstance(one, Linear)))
+        projections = set(matches).intersection(linear_paths)
+        if not projections:
+            known = ", ".join(dict.fromkeys(_with_wildcards(path) for path in linear_paths))
             raise ConfigError(f"lora: no projection is at '{target}'; there are {known}")
-        found |= mine
-    return [path for path in leaves if path in found]
+        selected |= projections
+    return [path for path in modules if path in selected]
 
 
-def _same(target: Sequence[str], path: Sequence[str]) -> bool:
+def _matches(target: Sequence[str], path: Sequence[str]) -> bool:
     return len(target) == len(path) and all(a in ("*", b) for a, b in zip(target, path, strict=True))
 
 
-def _starred(path: str) -> str:
-    return ".".join("*" if word.isdigit() else word for word in path.split("."))
+def _with_wildcards(path: str) -> str:
+    return ".".join("*" if name.isdigit() else name for name in path.split("."))
 
 
-def _twin(model: Decoder, change: Callable[[nn.Parameter], nn.Parameter]) -> Decoder:
-    """A copy of the modules; each parameter is what `change` makes of it, a shared one once."""
-    return copy.deepcopy(model, {id(one): change(one) for one in model.parameters()})
+def _copy_with_parameters(model: Decoder, change: Callable[[nn.Parameter], nn.Parameter]) -> Decoder:
+    """Copy the modules and replace each parameter by `change(parameter)`. A shared parameter stays shared."""
+    return copy.deepcopy(model, {id(parameter): change(parameter) for parameter in model.parameters()})

@@ -1,21 +1,20 @@
 """Presets: named designs as plain data, `preset:KIND-SIZE`.
 
-Sizes: tiny (1–2 M parameters), small (≈ 15 M), medium (≈ 100 M). Kinds differ in their mixers only, and mixers are
-sized so that a design has at most the parameters of its mha, or 1 % more. A hybrid has three recurrent layers to a
-full one where the depth can be divided so (medium), and two at a depth of six: of the lists that end with a full layer,
-the nearest. moe is gqa with experts, as many parameters active for each token and some two times as many in all. They
-are balanced by a bias that only selects, as DeepSeek-V3's are: it disturbs no gradient, and its step is one number that
-need not be tuned; a loss per sequence, with a small coefficient, keeps a single text from leaning on few experts.
+Sizes: tiny (1–2 M parameters), small (≈ 15 M), medium (≈ 100 M). Kinds differ in their mixers only. Mixers are sized
+so that no design has more than 1 % more parameters than the mha of its size. A hybrid has three recurrent layers for
+each layer of full attention if the depth is divisible by four (medium), else two (depth six); the last layer is full
+attention. moe is gqa with experts: as many active parameters per token, and about twice as many in all. Its experts are
+balanced as in DeepSeek-V3: a bias that is used for the selection only adds no gradient, and its step size needs no
+tuning; a loss per sequence with a small coefficient keeps single texts from using few experts.
 """
 
-from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, choices_hint
 
 
 class Size(NamedTuple):
-    """The sizes that every kind of a preset shares."""
+    """The sizes that all kinds of a preset share."""
 
     width: int
     depth: int
@@ -39,10 +38,10 @@ KINDS = {
     "mqa": "all heads share one pair of keys and values",
     "local_global": "five layers see a window, one sees everything",
     "mla": "heads read keys and values from one small latent",
-    "linear": "a sum over the past instead of a softmax; the state is constant",
-    "retention": "the same with a past that fades",
-    "gated_delta": "a memory that fades, and corrects what it holds of a key; the state is constant",
-    "moe": "gqa whose feed-forward is one shared expert, and 2 of 8 that the token chooses",
+    "linear": "a sum over earlier tokens instead of a softmax; the state is constant",
+    "retention": "linear with exponential decay; the state is constant",
+    "gated_delta": "a state that decays and corrects the value of each key; the state is constant",
+    "moe": "gqa whose feed-forward is one shared expert and 2 of 8 routed experts for each token",
     "hybrid": "gated_delta, and every third or fourth layer sees everything",
     "hybrid_mla": "gated_delta, and every third or fourth layer is mla",
 }
@@ -57,9 +56,7 @@ def preset(name: str) -> dict[str, Any]:
     """The plain data of a preset. Raises ConfigError for an unknown name, with the nearest one."""
     kind, _, size_name = name.rpartition("-")
     if kind not in KINDS or size_name not in SIZES:
-        near = get_close_matches(name, names(), n=1)
-        hint = f"did you mean 'preset:{near[0]}'? " if near else ""
-        raise ConfigError(f"preset:{name}: unknown preset; {hint}choices: {', '.join(names())}")
+        raise ConfigError(f"preset:{name}: unknown preset; {choices_hint(name, names(), prefix='preset:')}")
     size = SIZES[size_name]
     design: dict[str, Any] = {} if size.vocab_size is None else {"vocab_size": size.vocab_size}
     return design | {
@@ -89,7 +86,7 @@ def _layer(kind: str, size: Size) -> dict[str, Any]:
     heads, head_dim, rope = size.heads, size.width // size.heads, {"kind": "rope"}
     groups = {"mha": heads, "gqa": size.kv_heads, "mqa": 1}
     mixers: dict[str, dict[str, Any]] = {
-        **{name: {"kind": "attention", "kv_heads": kept, "position": rope} for name, kept in groups.items()},
+        **{name: {"kind": "attention", "kv_heads": kv_heads, "position": rope} for name, kv_heads in groups.items()},
         "mla": {
             "kind": "latent_attention",
             "kv_rank": size.kv_rank,
@@ -106,13 +103,13 @@ def _layer(kind: str, size: Size) -> dict[str, Any]:
             "gate": "silu",
             "position": rope,
         },
-        "gated_delta": {"kind": "gated_delta", "key_heads": heads // 2, "head_dim": head_dim, "convolution": 4},
+        "gated_delta": {"kind": "gated_delta", "key_heads": heads // 2, "head_dim": head_dim, "conv_kernel": 4},
     }
     return {"mixer": {"heads": heads, **mixers[kind]}, "feedforward": {"kind": "gated", "hidden": size.hidden}}
 
 
 def _experts(size: Size) -> dict[str, Any]:
-    """Three experts meet a token: together as wide as the others' feed-forward, up to a multiple of 8."""
+    """Each token uses three experts, each a third as wide as the dense feed-forward, in multiples of 8."""
     return {
         "kind": "moe",
         "experts": 8,

@@ -1,25 +1,34 @@
-"""What a design costs, read off the model built on the meta device: nothing is allocated and no formula restated."""
+"""What a design costs: parameters, FLOPs, state bytes and kernels, measured with a model on the meta device.
+
+No formula is repeated here and nothing is allocated. The model has each distinct layer of the design once; what a layer
+costs is multiplied by the number of such layers. All numbers are Python integers, which do not overflow.
+"""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from heddle.config import kinds
 from heddle.model.config import ModelConfig
-from heddle.model.decoder import Decoder, build
-from heddle.numerics.dispatch.flop_counter import counting
-from heddle.numerics.dispatch.operation import Choice, witnessing
-from heddle.numerics.linear import packing
-from heddle.parts.context.layout import Layout, Memory
+from heddle.model.decoder import Decoder, refuse_overflow
+from heddle.model.initialization import materialize
+from heddle.model.shapes_only import ShapesOnly
+from heddle.numerics.dispatch.flop_counter import count_flops
+from heddle.numerics.dispatch.operation import KernelChoice, record_choices
+from heddle.numerics.linear import packed_weights
+from heddle.parts.context.encoder_output import EncoderOutput
+from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.mixers import MixerConfig
 
 
 @dataclass(frozen=True)
 class LayerSize:
-    """One layer, or `count` equal neighbours."""
+    """`count` equal neighboring layers. Parameters and state bytes are those of one of them."""
 
     count: int
     mixer: str
@@ -28,18 +37,24 @@ class LayerSize:
     state_bytes: int
 
 
+@contextmanager
+def _on_meta_device() -> Iterator[None]:
+    with refuse_overflow(), ShapesOnly():
+        yield
+
+
 @dataclass(frozen=True)
 class Size:
-    """The size of a design for rows of `context` tokens, `batch` of them.
+    """The size of a design for `batch` rows of `context_length` tokens.
 
-    memory: tokens of what cross-attention reads, 0 where nothing does.
-    flops_per_token: forward, averaged over a row of `context` tokens, causal pairs only; training is 3 times that.
-    An encoder's pass over `memory` tokens is in it. state_bytes: every tensor of the state, the table of positions
-    and what is kept of the memory included; state_bytes_per_token: what one more token adds to the layers' states
-    (0 once all windows are full). table_bytes: the table alone.
+    encoder_length: tokens of the encoder output, 0 without cross-attention. flops_per_token: of a forward pass,
+    averaged over a row of `context_length` tokens, causal pairs only, with the encoder's pass over `encoder_length`
+    tokens; training takes 3 times as many. state_bytes: all tensors of the state, with the table of positions and
+    the projected encoder output. state_bytes_per_token: what one more token adds to the layers' states (0 once all
+    windows are full). position_table_bytes: those of the table of positions.
     """
 
-    context: int
+    context_length: int
     batch: int
     parameters: int
     active_parameters: int
@@ -47,147 +62,215 @@ class Size:
     flops_per_token: float
     state_bytes: int
     state_bytes_per_token: int
-    table_bytes: int
+    position_table_bytes: int
     layers: tuple[LayerSize, ...]
-    memory: int = 0
+    encoder_length: int = 0
     encoder: tuple[LayerSize, ...] = ()
 
 
+@_on_meta_device()
 def size(
     config: ModelConfig,
-    context: int = 2048,
+    context_length: int = 2048,
     batch: int = 1,
     dtype: torch.dtype = torch.float32,
-    memory: int | None = None,
-    rewind: int = 0,
+    encoder_length: int | None = None,
+    rollback: int = 0,
 ) -> Size:
-    """Measure a design that reads a memory of `memory` tokens (None: as many as `context`), if it reads one.
+    """Measure a design. encoder_length: tokens of the encoder output, if it is read; None means `context_length`.
 
-    `rewind` is that of its state; bidirectional designs keep none. Raises DesignError where it cannot be built,
-    ConfigError where it cannot go back.
+    rollback: that of its state; a bidirectional design has no state. Raises DesignError if the design cannot be built,
+    ConfigError if its state cannot roll back.
     """
-    model = build(config, dtype=dtype, device="meta")
+    model = _build_distinct_layers(config, dtype)
     parameters, active = parameter_counts(model)
-    length = context if memory is None else memory
-    state = model.init_state(batch, context, _memory(model, batch, length), rewind) if model.causal else None
-    total = 0 if state is None else state.bytes
-    table = 0 if state is None else state.table.bytes
-    stacks = [model] if model.encoder is None else [model, model.encoder]
+    source_length = context_length if encoder_length is None else encoder_length
+    layer_bytes, growth, state_total, table_total = None, 0, 0, 0
+    if model.causal:
+        state = model.init_state(batch, context_length, _encoder_output(model, batch, source_length), rollback)
+        layer_bytes, table_total = state.layer_bytes, state.table.bytes
+        state_total = table_total + _times_counts(model, layer_bytes)
+        growth = _state_growth(model, context_length, source_length)
     return Size(
-        context=context,
+        context_length=context_length,
         batch=batch,
         parameters=parameters,
         active_parameters=active,
-        embedding_parameters=sum(stack.embed.weight.numel() for stack in stacks),
-        flops_per_token=flops_per_token(model, context, length),
-        state_bytes=total,
-        state_bytes_per_token=_state_growth(model, context, length) if state is not None else 0,
-        table_bytes=table,
-        layers=tuple(_layers(model, state.layer_bytes if state is not None else None)),
-        memory=0 if model.memory_width is None else length,
-        encoder=() if model.encoder is None else tuple(_layers(model.encoder, None)),
+        embedding_parameters=sum(stack.embed.weight.numel() for stack in _stacks(model)),
+        flops_per_token=flops_per_token(model, context_length, source_length),
+        state_bytes=state_total,
+        state_bytes_per_token=growth,
+        position_table_bytes=table_total,
+        layers=_layer_sizes(model, layer_bytes),
+        encoder_length=0 if model.encoder_width is None else source_length,
+        encoder=() if model.encoder is None else _layer_sizes(model.encoder, None),
     )
 
 
 def parameter_counts(model: Decoder) -> tuple[int, int]:
-    """Parameters of a model, a shared one once, and how many of them a token meets."""
-    every = _count(model)
-    return every, every - sum(one.idle_parameters for one in model.modules() if isinstance(one, Feedforward))
+    """Return the number of parameters, a shared one counted once, and how many of them act on one token."""
+    total, inactive = _parameters(model), _inactive_parameters(model)
+    for stack in _stacks(model):
+        for layer, count in zip(stack.layers, stack.layer_counts, strict=True):
+            total += (count - 1) * _parameters(layer)
+            inactive += (count - 1) * _inactive_parameters(layer)
+    return total, total - inactive
 
 
-def _memory(model: Decoder, rows: int, length: int) -> Memory | None:
-    """What the layers read, on the meta device: made by the encoder, if there is one."""
-    if model.memory_width is None:
+@_on_meta_device()
+def flops_per_token(model: Decoder, context_length: int, encoder_length: int = 0) -> float:
+    """Return the FLOPs of a forward pass of a meta model over one row of `context_length` tokens, divided by them.
+
+    All logits are counted, and so are the encoder's pass over `encoder_length` tokens and reading its output.
+    """
+    tokens = torch.zeros(1, context_length, dtype=torch.int64, device="meta")
+    with torch.no_grad(), count_flops() as total:
+
+        def add_repeats(start: int, count: int) -> None:
+            total[0] += (count - 1) * (total[0] - start)
+
+        with _around_repeated_layers(model, lambda: total[0], add_repeats):
+            hidden, _ = model(tokens, _layout(model, context_length, encoder_length))
+            model.head(hidden)
+    return total[0] / context_length
+
+
+@_on_meta_device()
+def state_bytes(config: ModelConfig, context_length: int, batch: int = 1, dtype: torch.dtype = torch.float32) -> int:
+    """Return the bytes of a state for `context_length` tokens, with the table of positions.
+
+    An encoder output that the design reads is as long; its projected keys and values are counted.
+    """
+    model = _build_distinct_layers(config, dtype)
+    state = model.init_state(batch, context_length, _encoder_output(model, batch, context_length))
+    return state.table.bytes + _times_counts(model, state.layer_bytes)
+
+
+@_on_meta_device()
+def kernel_choices(
+    config: ModelConfig,
+    queries: int,
+    cached_tokens: int,
+    dtype: torch.dtype,
+    device: str,
+    encoder_length: int | None = None,
+) -> Counter[KernelChoice]:
+    """Count the kernels chosen for the operations of one call: `queries` tokens after `cached_tokens`.
+
+    The call runs on the meta device, but kernels are chosen as for `device`. cached_tokens = −1 means a training call
+    without a state. encoder_length: tokens of the encoder output; None means as many as the text has.
+    """
+    source_length = queries + max(cached_tokens, 0) if encoder_length is None else encoder_length
+    model = _build_distinct_layers(config, dtype)
+    tokens = torch.zeros(1, queries, dtype=torch.int64, device="meta")
+    with record_choices(device) as choices:
+
+        def add_repeats(start: int, count: int) -> None:
+            choices.extend(choices[start:] * (count - 1))
+
+        with _around_repeated_layers(model, lambda: len(choices), add_repeats):
+            if cached_tokens < 0:
+                hidden, _ = model(tokens, _layout(model, queries, source_length))
+                model.head(hidden)
+            else:
+                model.eval()
+                with torch.no_grad(), packed_weights():  # as generation runs
+                    encoder_output = _encoder_output(model, 1, source_length)
+                    state = model.init_state(1, cached_tokens + queries, encoder_output)
+                    if cached_tokens:
+                        _, state = model(torch.zeros(1, cached_tokens, dtype=torch.int64, device="meta"), None, state)
+                    choices.clear()
+                    hidden, _ = model(tokens, None, state)
+                    model.head(hidden[:, -1:])
+    return Counter(choices)
+
+
+def _build_distinct_layers(config: ModelConfig, dtype: torch.dtype) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(config, distinct_layers_only=True)
+    materialize(model, dtype, "meta")
+    return model
+
+
+def _stacks(model: Decoder) -> list[Decoder]:
+    return [model] if model.encoder is None else [model, model.encoder]
+
+
+@contextmanager
+def _around_repeated_layers(
+    model: Decoder, before: Callable[[], int], after: Callable[[int, int], None]
+) -> Iterator[None]:
+    """Within the block, call `after(before(), count)` for each call of a layer that stands for `count` > 1 layers."""
+    starts: list[int] = []
+    with ExitStack() as hooks:
+        for stack in _stacks(model):
+            for layer, count in zip(stack.layers, stack.layer_counts, strict=True):
+                if count > 1:
+                    start_hook = layer.register_forward_pre_hook(lambda *_: starts.append(before()))
+                    end_hook = layer.register_forward_hook(lambda *_, count=count: after(starts.pop(), count))
+                    hooks.callback(start_hook.remove)
+                    hooks.callback(end_hook.remove)
+        yield
+
+
+def _encoder_output(model: Decoder, rows: int, length: int) -> EncoderOutput | None:
+    """Return the encoder output that cross-attention reads, on the meta device. None without cross-attention."""
+    if model.encoder_width is None:
         return None
     if model.encoder is not None:
         return model.encode(torch.zeros(rows, length, dtype=torch.int64, device="meta"))
-    return Memory(torch.zeros(rows, length, model.memory_width, dtype=model.embed.weight.dtype, device="meta"))
+    return EncoderOutput(torch.zeros(rows, length, model.encoder_width, dtype=model.embed.weight.dtype, device="meta"))
 
 
-def _placed(model: Decoder, length: int, memory: int) -> Layout:
+def _layout(model: Decoder, length: int, encoder_length: int) -> Layout:
     layout = Layout.causal(1, length, device="meta")
-    beside = _memory(model, 1, memory)
-    return layout if beside is None else layout.with_memory(beside)
+    encoder_output = _encoder_output(model, 1, encoder_length)
+    return layout if encoder_output is None else layout.with_encoder_output(encoder_output)
 
 
-def flops_per_token(model: Decoder, context: int, memory: int = 0) -> float:
-    """Forward operations of a meta model for one row of `context` tokens and all its logits, divided by them.
-
-    memory: tokens of what cross-attention reads; reading it, and an encoder's pass over it, are counted.
-    """
-    tokens = torch.zeros(1, context, dtype=torch.int64, device="meta")
-    with torch.no_grad(), counting() as tally:
-        hidden, _ = model(tokens, _placed(model, context, memory))
-        model.head(hidden)
-    return tally[0] / context
+def _times_counts(model: Decoder, values: list[int]) -> int:
+    """Sum a value of each built layer over all layers of the design."""
+    return sum(value * count for value, count in zip(values, model.layer_counts, strict=True))
 
 
-def state_bytes(config: ModelConfig, context: int, batch: int = 1, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes of a state of that capacity, table included, and of what is kept of as long a memory."""
-    model = build(config, dtype=dtype, device="meta")
-    return model.init_state(batch, context, _memory(model, batch, context)).bytes
+def _state_growth(model: Decoder, context_length: int, encoder_length: int) -> int:
+    encoder_output = _encoder_output(model, 1, encoder_length)
+    shorter, longer = (model.init_state(1, context_length + extra, encoder_output).layer_bytes for extra in (0, 1))
+    return _times_counts(model, longer) - _times_counts(model, shorter)
 
 
-def choices(
-    config: ModelConfig, queries: int, past: int, dtype: torch.dtype, device: str, memory: int | None = None
-) -> Counter[Choice]:
-    """The kernel chosen for each operation of one call (`queries` tokens after `past`), with how often.
-
-    The call is made on the meta device in the name of `device`. past = −1 means a training call without state.
-    memory: tokens of what cross-attention reads (None: as many as the text).
-    """
-    length = queries + max(past, 0) if memory is None else memory
-    model = build(config, dtype=dtype, device="meta")
-    tokens = torch.zeros(1, queries, dtype=torch.int64, device="meta")
-    with witnessing(device) as seen:
-        if past < 0:
-            hidden, _ = model(tokens, _placed(model, queries, length))
-            model.head(hidden)
-        else:
-            with torch.no_grad(), packing():  # as generation runs
-                state = model.init_state(1, past + queries, _memory(model, 1, length))
-                if past:
-                    _, state = model(torch.zeros(1, past, dtype=torch.int64, device="meta"), None, state)
-                seen.clear()
-                hidden, _ = model(tokens, None, state)
-                model.head(hidden[:, -1:])
-    return Counter(seen)
-
-
-def _state_growth(model: Decoder, context: int, memory: int) -> int:
-    beside = _memory(model, 1, memory)
-    shorter, longer = (model.init_state(1, context + more, beside).layer_bytes for more in (0, 1))
-    return sum(longer) - sum(shorter)
-
-
-def _layers(model: Decoder, states: list[int] | None) -> list[LayerSize]:
-    rows: list[LayerSize] = []
-    for index, ((_, config), layer) in enumerate(zip(model.config.expand(), model.layers, strict=True)):
-        row = LayerSize(
+def _layer_sizes(model: Decoder, layer_bytes: list[int] | None) -> tuple[LayerSize, ...]:
+    """Return one entry for each run of equal neighbors."""
+    sizes = []
+    for index, (distinct, layer) in enumerate(zip(model.config.distinct_layers, model.layers, strict=True)):
+        mixer, feedforward = distinct.config.mixer, distinct.config.feedforward
+        layer_size = LayerSize(
             count=1,
-            mixer="–" if config.mixer is None else describe(config.mixer.dump()),
-            feedforward="–" if config.feedforward is None else describe(config.feedforward.dump()),
-            parameters=_count(layer),
-            state_bytes=0 if states is None else states[index],
+            mixer="–" if mixer is None else describe(mixer.dump()),
+            feedforward="–" if feedforward is None else describe(feedforward.dump()),
+            parameters=_parameters(layer),
+            state_bytes=0 if layer_bytes is None else layer_bytes[index],
         )
-        last = rows[-1] if rows else None
-        if last is not None and LayerSize(last.count, *_fields(row)[1:]) == last:
-            rows[-1] = LayerSize(last.count + 1, *_fields(row)[1:])
+        sizes.append(layer_size)
+    runs: list[LayerSize] = []
+    for index in model.config.layer_order:
+        if runs and replace(runs[-1], count=1) == sizes[index]:
+            runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
         else:
-            rows.append(row)
-    return rows
+            runs.append(sizes[index])
+    return tuple(runs)
 
 
-def _fields(row: LayerSize) -> tuple[int, str, str, int, int]:
-    return row.count, row.mixer, row.feedforward, row.parameters, row.state_bytes
-
-
-def _count(module: nn.Module) -> int:
+def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def _inactive_parameters(module: nn.Module) -> int:
+    return sum(part.inactive_parameters for part in module.modules() if isinstance(part, Feedforward))
+
+
 def describe(data: dict[str, object]) -> str:
-    """A part as a short phrase: `attention heads=4 kv_heads=2 position=rope`; defaults that are off stay out."""
+    """Return a part as a short phrase: `attention heads=4 kv_heads=2 position=rope`. Fields that are off are left out."""
     words = [str(data["kind"])]
     for name, value in data.items():
         if name == "kind" or value is False or value == 0.0:

@@ -1,4 +1,4 @@
-"""The state of a model: one table of positions for all layers, and what each mixer remembers."""
+"""The state of a model: one table of positions, shared by all layers, and the state of each mixer."""
 
 import sys
 from collections.abc import Sequence
@@ -14,81 +14,84 @@ from heddle.parts.context.position_table import PositionTable
 
 @dataclass(eq=False)
 class State:
-    """A handle: a call consumes it and returns a new one over the same tensors.
+    """A handle to the state's tensors. A model call consumes the handle and returns a new one over the same tensors.
 
-    layers: each mixer's own state, None where a layer has none. design: the fingerprint of the model's config.
+    layers: the state of each layer's mixer, None where a layer has none. fingerprint: that of the model's config.
     """
 
     table: PositionTable
     layers: list[MixerState | None]
-    design: str = ""
+    fingerprint: str = ""
     consumed: bool = field(default=False, repr=False)
 
-    def take(self) -> "State":
-        """Mark as consumed. Raises ConfigError if it was already: its tensors hold later tokens."""
-        self.check()
+    def consume(self) -> "State":
+        """Mark the handle as consumed. Raises ConfigError if it was: its tensors already hold later tokens."""
+        self.check_not_consumed()
         self.consumed = True
         return self
 
     def fork(self) -> "State":
-        """An independent copy; this handle stays good."""
-        return self.select(torch.arange(self.table.batch, device=self.table.counts.device))
+        """Return an independent copy. This handle stays valid."""
+        return self.select(torch.arange(self.table.batch, device=self.table.token_counts.device))
 
     def select(self, rows: Sequence[int] | Tensor) -> "State":
-        """A copy that holds the named rows, in that order; a row may be named often (beams) or never.
+        """Return a copy with these rows, in this order. A row may be repeated (beam search) or left out.
 
-        Raises ConfigError for a row that is not there. This handle stays good.
+        Raises ConfigError for a row that does not exist. This handle stays valid.
         """
-        self.check()
-        index = torch.as_tensor(rows, dtype=torch.int64, device=self.table.counts.device)
+        self.check_not_consumed()
+        index = torch.as_tensor(rows, dtype=torch.int64, device=self.table.token_counts.device)
         if index.dim() != 1 or index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= self.table.batch:
-            raise ConfigError(f"select: rows {index.tolist()} must be numbers from 0 to {self.table.batch - 1}")
+            raise ConfigError(f"rows: {index.tolist()} must be indices from 0 to {self.table.batch - 1}")
         copies = [None if layer is None else layer.map(lambda _, x: x.index_select(0, index)) for layer in self.layers]
-        return State(self.table.select(index), copies, self.design)
+        return State(self.table.select(index), copies, self.fingerprint)
 
     def can_roll_back(self, tokens: int) -> bool:
-        """Whether `rewind` can take back that many tokens of every row now."""
-        return self._goes_back(tokens, self.table)
+        """Whether `rollback` can take back this many tokens of every row now."""
+        return self._can_roll_back_from(tokens, self.table)
 
-    def keeps(self, tokens: int) -> bool:
-        """Whether `rewind` can take back any next `tokens`, once they are read, however full the state is then."""
-        return self._goes_back(tokens, replace(self.table, peak=sys.maxsize, spare=self.table.rewind))
+    def can_always_roll_back(self, tokens: int) -> bool:
+        """Whether `rollback` can take back the next `tokens` after they are read, however full the state is then."""
+        full_table = replace(self.table, peak_tokens=sys.maxsize, rollback_left=self.table.rollback)
+        return self._can_roll_back_from(tokens, full_table)
 
-    def _goes_back(self, tokens: int, table: PositionTable) -> bool:
+    def _can_roll_back_from(self, tokens: int, table: PositionTable) -> bool:
         layers = [layer for layer in self.layers if layer is not None]
-        return table.goes_back(tokens) and all(layer.goes_back(tokens, table) for layer in layers)
+        return table.can_roll_back(tokens) and all(layer.can_roll_back(tokens, table) for layer in layers)
 
-    def rewind(self, tokens: int | Sequence[int] | Tensor) -> "State":
-        """Take back the last `tokens` of every row (or so many of each), in place; consumes this handle.
+    def rollback(self, tokens: int | Sequence[int] | Tensor) -> "State":
+        """Remove the last `tokens` of every row (or one number for each row), in place. Consumes this handle.
 
-        Raises ConfigError if a row has fewer, or a layer cannot: a recurrence never, a ring no further than the
-        `rewind` that its state was made with. Then this handle stays good; fork before, and replay instead.
+        Raises ConfigError if a row has fewer tokens or a layer cannot roll back: a recurrence never can, a ring
+        buffer at most by the `rollback` that the state was created with. Then this handle stays valid; fork the state
+        beforehand and read the tokens again instead.
         """
-        self.check()
-        counts = self.table.counts
-        back = torch.as_tensor(tokens, device=counts.device)
-        if back.dtype.is_floating_point or (back.dim() and back.shape != counts.shape):
-            raise ConfigError(f"rewind: {tokens} is neither a whole number nor one for each of {len(counts)} rows")
-        back = back.to(torch.int64).broadcast_to(counts.shape)
-        most = int(back.max())
+        self.check_not_consumed()
+        token_counts = self.table.token_counts
+        removed = torch.as_tensor(tokens, device=token_counts.device)
+        if removed.dtype.is_floating_point or (removed.dim() and removed.shape != token_counts.shape):
+            reason = f"{tokens} is neither a whole number nor one for each of {len(token_counts)} rows"
+            raise ConfigError(f"rollback: {reason}")
+        removed = removed.to(torch.int64).broadcast_to(token_counts.shape)
+        most = int(removed.max())
         if not self.can_roll_back(most):
             raise ConfigError(
-                f"rewind: {self._blocker(most)} cannot take back {most} tokens; fork the state before and replay what "
-                "shall stay, or, where only windows are in the way, make it with more rewind"
+                f"rollback: {self._blocker(most)} cannot take back {most} tokens; fork the state before and read the "
+                "tokens again, or, if only windows are in the way, create the state with a larger rollback"
             )
-        table, gone = self.table.rewound(back)
+        table, removed_slots = self.table.rolled_back(removed)
         self.consumed = True
-        layers = [None if layer is None else layer.rewound(table, gone) for layer in self.layers]
-        return State(table, layers, self.design)
+        layers = [None if layer is None else layer.rolled_back(table, removed_slots) for layer in self.layers]
+        return State(table, layers, self.fingerprint)
 
     def _blocker(self, tokens: int) -> str:
-        """What stands against going back."""
+        """Name the layer that cannot roll back."""
         for index, layer in enumerate(self.layers):
-            if layer is not None and not layer.goes_back(tokens, self.table):
+            if layer is not None and not layer.can_roll_back(tokens, self.table):
                 return f"layer {index} ({type(layer).__name__})"
         return "the table of positions"
 
-    def check(self) -> None:
+    def check_not_consumed(self) -> None:
         """Raises ConfigError if an earlier call consumed this handle."""
         if self.consumed:
             raise ConfigError(
@@ -97,7 +100,7 @@ class State:
             )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor, batch first."""
+        """Return every tensor by name. The first dimension of each is the batch."""
         named = {f"table.{name}": tensor for name, tensor in self.table.tensors().items()}
         for index, layer in enumerate(self.layers):
             if layer is not None:
@@ -106,11 +109,11 @@ class State:
 
     @property
     def bytes(self) -> int:
-        """Bytes of every tensor, the table included."""
+        """Bytes of all tensors, the table of positions included."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
     @property
     def layer_bytes(self) -> list[int]:
-        """Bytes of each layer's own state."""
+        """Bytes of each layer's state."""
         per_layer = [{} if layer is None else layer.tensors() for layer in self.layers]
         return [sum(tensor.numel() * tensor.element_size() for tensor in named.values()) for named in per_layer]

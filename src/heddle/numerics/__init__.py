@@ -1,1 +1,1 @@
-"""Floor 1: pure functions of tensors. Each file: the reference first, then the fast forms, then the choice."""
+"""Pure functions of tensors. A module has a reference, fast kernels, and an operation that chooses among them."""

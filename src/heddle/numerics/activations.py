@@ -1,6 +1,6 @@
-"""What is hidden in a feed-forward: `f(up)`, `f(gate) ⊙ up` (Shazeer 2020), or the clamped SwiGLU of gpt-oss (2025).
+"""Activations of feed-forward layers: `f(up)`, `f(gate) ⊙ up` (Shazeer 2020), and the clamped SwiGLU of gpt-oss (2025).
 
-clamped:   (clamp(up, −limit, limit) + 1) ⊙ g σ(α g),   g = min(gate, limit)
+clamped SwiGLU:   (clamp(up, −limit, limit) + 1) ⊙ g σ(α g),   g = min(gate, limit)
 """
 
 from collections.abc import Callable
@@ -10,27 +10,27 @@ from torch import Tensor
 
 
 class Activation(Protocol):
-    """up and gate [..., hidden], gate None in a plain MLP -> [..., hidden]; neither is written to."""
+    """up and gate [..., hidden] -> [..., hidden]. gate is None in a plain MLP. The inputs are not modified."""
 
     def __call__(self, up: Tensor, gate: Tensor | None = None, /) -> Tensor:
-        """Each entry by itself."""
+        """Apply the activation elementwise."""
 
 
 def glu(function: Callable[[Tensor], Tensor]) -> Activation:
-    """`function` of the gate times what is gated, or of `up` alone."""
+    """`function(gate) * up`, or `function(up)` without a gate."""
 
-    def hidden(up: Tensor, gate: Tensor | None = None, /) -> Tensor:
+    def activation(up: Tensor, gate: Tensor | None = None, /) -> Tensor:
         return function(up) if gate is None else function(gate) * up
 
-    return hidden
+    return activation
 
 
-def clamped(limit: float, alpha: float) -> Activation:
-    """The clamped SwiGLU, which needs a gate."""
+def clamped_swiglu(limit: float, alpha: float) -> Activation:
+    """The clamped SwiGLU of gpt-oss. It needs a gate."""
 
-    def hidden(up: Tensor, gate: Tensor | None = None, /) -> Tensor:
+    def activation(up: Tensor, gate: Tensor | None = None, /) -> Tensor:
         assert gate is not None
-        bounded = gate.clamp(max=limit)
-        return (up.clamp(-limit, limit) + 1) * (bounded * (alpha * bounded).sigmoid())
+        clamped_gate = gate.clamp(max=limit)
+        return (up.clamp(-limit, limit) + 1) * (clamped_gate * (alpha * clamped_gate).sigmoid())
 
-    return hidden
+    return activation

@@ -1,17 +1,17 @@
-"""The operations whose form can be named: `kernels(attention="reference")`."""
+"""All operations whose kernel a user can choose: `kernels(attention="reference")`."""
 
 from contextlib import AbstractContextManager
 
 from heddle.numerics.attention.latent import LATENT
 from heddle.numerics.attention.softmax import ATTENTION
-from heddle.numerics.dispatch.operation import Operation, forcing
+from heddle.numerics.dispatch.operation import Operation, force_kernels
 from heddle.numerics.experts.mixture import EXPERTS
 from heddle.numerics.linear import LINEAR
 from heddle.numerics.norms import RMS_NORM
 from heddle.numerics.recurrent.causal_sums import CAUSAL_MEANS, CAUSAL_SUMS
 from heddle.numerics.recurrent.convolution import CONVOLUTION
 from heddle.numerics.recurrent.double_softmax import DOUBLE_SOFTMAX
-from heddle.numerics.recurrent.gated_delta import DELTA
+from heddle.numerics.recurrent.gated_delta import DELTA_RULE
 from heddle.numerics.recurrent.linear_attention import DOCUMENT_SUMS
 
 _ALL: tuple[Operation, ...] = (
@@ -19,7 +19,7 @@ _ALL: tuple[Operation, ...] = (
     CAUSAL_MEANS,
     CAUSAL_SUMS,
     CONVOLUTION,
-    DELTA,
+    DELTA_RULE,
     DOCUMENT_SUMS,
     DOUBLE_SOFTMAX,
     EXPERTS,
@@ -31,8 +31,9 @@ OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in _
 
 
 def kernels(**choices: str) -> AbstractContextManager[None]:
-    """Within the block each named operation uses the named form, or raises that form's reason.
+    """Within the block, use the given kernel for each named operation.
 
-    Example: `with heddle.kernels(attention="reference"): ...`. Raises ConfigError for an unknown name.
+    Example: `with heddle.kernels(attention="reference"): ...`. Raises ConfigError for an unknown name. A call that the
+    kernel does not support raises ConfigError with the reason.
     """
-    return forcing(choices, OPERATIONS)
+    return force_kernels(choices, OPERATIONS)

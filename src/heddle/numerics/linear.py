@@ -1,7 +1,7 @@
-"""Linear map `y = x Wᵀ + b`: the one place through which every projection of every part goes.
+"""Linear map `y = x Wᵀ + b`, which every projection of every part uses.
 
-A weight is stored [out, in], as in torch. With few rows the time is that of reading the weight, and torch's usual
-routes read it at a fraction of the memory's speed; oneDNN reads a copy in its own order of blocks about twice as fast.
+A weight is stored [out, in], as in torch. With few rows, the time is spent on reading the weight, and torch's usual
+kernels reach a fraction of the memory bandwidth. oneDNN reads a copy in its own blocked layout about twice as fast.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,59 +15,59 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from heddle.numerics.dispatch.flop_counter import count
-from heddle.numerics.dispatch.operation import Form, Operation, device_of
+from heddle.numerics.dispatch.flop_counter import add_flops
+from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
 
-PACKED_ROWS = 64  # with more, a product is bound by arithmetic and packing gains little
-PACKED_ELEMENTS = 2**17  # a smaller weight costs more to call for than to read
-SLOW_ALONE = 2**20  # oneDNN reads a weight this large faster for four rows than for one
+MAX_PACKED_ROWS = 64  # with more rows a product is bound by arithmetic, and packing gains little
+MIN_PACKED_ELEMENTS = 2**17  # calling a kernel costs more than reading a smaller weight
+FOUR_ROW_ELEMENTS = 2**20  # oneDNN reads a weight this large faster for four rows than for one
 
-V = TypeVar("V")
-Map = tuple[Tensor, Tensor | None]  # weight [out, in] and bias [out]
+Cached = TypeVar("Cached")
+LinearMap = tuple[Tensor, Tensor | None]  # weight [out, in] and bias [out]
 
-# By the address, shape and strides of tensors, so that a slice of a stacked weight is known again: they themselves (so
-# that the addresses stay theirs), torch's counts of their changes, and what was made of them.
-Place = tuple[int, torch.Size, tuple[int, ...]]
-Packs = dict[tuple[Place, ...], tuple[list[Tensor], list[int], Any]]
+# The key is the address, shape and strides of the tensors, so that a slice of a stacked weight is recognized. The entry
+# is the tensors themselves (which keeps their addresses valid), their version counters, and the cached value.
+TensorKey = tuple[int, torch.Size, tuple[int, ...]]
+PackedWeightCache = dict[tuple[TensorKey, ...], tuple[list[Tensor], list[int], Any]]
 
-_packs: ContextVar[Packs | None] = ContextVar("packs", default=None)
+_cache: ContextVar[PackedWeightCache | None] = ContextVar("packed_weights", default=None)
 
 
 @contextmanager
-def packing(kept: Packs | None = None) -> Iterator[None]:
-    """Within the block, products of few rows without gradients use packed copies of their weights, made when first met.
+def packed_weights(cache: PackedWeightCache | None = None) -> Iterator[None]:
+    """Within the block, products of few rows without gradients use packed copies of their weights.
 
-    For loops that use the same weights many times (generation): a copy costs about as much time as one or two
-    products and as much memory as the weight, and all are freed when the block ends. A weight changed in place is
-    packed anew, as far as torch counts the change: torch's fused optimizers do not, so take no step within.
-    `kept` (an empty dict at first) holds the copies from block to block instead.
+    For loops that use the same weights many times, such as generation. A weight is packed at its first use, which takes
+    about as long as one or two products and as much memory as the weight. All copies are freed when the block ends,
+    unless `cache` (a dict, empty at first) keeps them for later blocks. A weight that was changed in place is packed
+    again if torch counted the change. torch's fused optimizers do not count, so run no optimizer step in the block.
     """
-    outer = _packs.get() if kept is None else kept
-    token = _packs.set({} if outer is None else outer)
+    current = _cache.get() if cache is None else cache
+    token = _cache.set({} if current is None else current)
     try:
         yield
     finally:
-        _packs.reset(token)
+        _cache.reset(token)
 
 
-def packs_wanted() -> bool:
-    """Whether packed copies are in force."""
-    return not is_compiling() and _packs.get() is not None
+def packing_enabled() -> bool:
+    """Whether the call is within `packed_weights` (and not being compiled)."""
+    return not is_compiling() and _cache.get() is not None
 
 
 class LinearFacts(NamedTuple):
-    """What decides the form: rows of x, gradients or packing wanted, elements of the weight, device, dtype."""
+    """What decides the kernel: rows of x, whether gradients or packing are required, weight elements, device, dtype."""
 
     rows: int
     gradients: bool
     packing: bool
-    elements: int
+    weight_elements: int
     device: str
     dtype: torch.dtype
 
 
-def flops(rows: int, inputs: int, outputs: int) -> int:
-    """Operations of one call: a multiply and an add per weight and row."""
+def linear_flops(rows: int, inputs: int, outputs: int) -> int:
+    """FLOPs of one call: a multiply and an add per weight and row."""
     return 2 * rows * inputs * outputs
 
 
@@ -78,129 +78,131 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _packed_maps(x, ((weight, bias),))
+    return _packed_linears(x, ((weight, bias),))
 
 
-def _packed_maps(x: Tensor, maps: Sequence[Map]) -> Tensor:
-    """One product with all weights, their outputs one after another: [..., Σ out]."""
+def _packed_linears(x: Tensor, linear_maps: Sequence[LinearMap]) -> Tensor:
+    """One product of x with all weights. Their outputs are concatenated: [..., Σ out]."""
     if x.is_meta:
-        return torch.cat([functional.linear(x, *one) for one in maps], dim=-1)
+        return torch.cat([functional.linear(x, *linear_map) for linear_map in linear_maps], dim=-1)
     rows = x.reshape(-1, x.shape[-1])
-    tensors = [tensor for one in maps for tensor in one if tensor is not None]
-    y = packed_rows(rows, kept(tensors, lambda: pack(maps)))
+    tensors = [tensor for linear_map in linear_maps for tensor in linear_map if tensor is not None]
+    y = packed_linear(rows, cached_pack(tensors, lambda: pack_maps(linear_maps)))
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-class Packed(NamedTuple):
-    """Weights below one another in oneDNN's order, their biases, and whether one row is better read as four."""
+class PackedMaps(NamedTuple):
+    """Concatenated weights in oneDNN's layout, their biases, and whether a single row is faster repeated to four."""
 
     weight: Tensor
     bias: Tensor | None
-    four: bool
+    pad_to_four_rows: bool
 
 
-def pack(maps: Sequence[Map]) -> Packed:
-    """One copy of all weights and biases; a missing bias beside others is zero."""
-    whole, bias = torch.cat([weight.detach() for weight, _ in maps]), None
-    if any(one is not None for _, one in maps):
-        bias = torch.cat([weight.new_zeros(len(weight)) if one is None else one.detach() for weight, one in maps])
-    return Packed(torch.ops.mkldnn._reorder_linear_weight(whole, PACKED_ROWS), bias, whole.numel() >= SLOW_ALONE)
+def pack_maps(linear_maps: Sequence[LinearMap]) -> PackedMaps:
+    """Pack all weights and biases into one copy. A missing bias is zero if another map has one."""
+    weights, bias = torch.cat([weight.detach() for weight, _ in linear_maps]), None
+    if any(map_bias is not None for _, map_bias in linear_maps):
+        biases = (weight.new_zeros(len(weight)) if bias is None else bias.detach() for weight, bias in linear_maps)
+        bias = torch.cat(list(biases))
+    packed = torch.ops.mkldnn._reorder_linear_weight(weights, MAX_PACKED_ROWS)
+    return PackedMaps(packed, bias, weights.numel() >= FOUR_ROW_ELEMENTS)
 
 
-def packed_rows(rows: Tensor, packed: Packed) -> Tensor:
+def packed_linear(rows: Tensor, packed: PackedMaps) -> Tensor:
     """rows [N, in] -> [N, Σ out]."""
-    alone = packed.four and rows.shape[0] == 1
+    padded = packed.pad_to_four_rows and rows.shape[0] == 1
     product = torch.ops.mkldnn._linear_pointwise.default
-    y: Tensor = product(rows.expand(4, -1) if alone else rows, packed.weight, packed.bias, "none", [], "")
-    return y[:1] if alone else y
+    y: Tensor = product(rows.expand(4, -1) if padded else rows, packed.weight, packed.bias, "none", [], "")
+    return y[:1] if padded else y
 
 
-def kept(tensors: Sequence[Tensor], make: Callable[[], V]) -> V:
-    """What `make` makes of tensors, from the packs in force; made anew where one of them was changed or replaced."""
-    packs = _packs.get()
-    assert packs is not None
-    place = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
-    known, versions = packs.get(place), [tensor._version for tensor in tensors]
-    if known is None or known[1] != versions:
-        known = packs[place] = ([tensor.detach() for tensor in tensors], versions, make())
-    made: V = known[2]
-    return made
+def cached_pack(tensors: Sequence[Tensor], compute: Callable[[], Cached]) -> Cached:
+    """The cached value of these tensors. `compute` is called if there is none or a tensor was changed or replaced."""
+    cache = _cache.get()
+    assert cache is not None
+    key = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
+    entry, versions = cache.get(key), [tensor._version for tensor in tensors]
+    if entry is None or entry[1] != versions:
+        entry = cache[key] = ([tensor.detach() for tensor in tensors], versions, compute())
+    value: Cached = entry[2]
+    return value
 
 
 @cache
 def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch and this CPU have the operators."""
+    """Whether this build of torch and this CPU support oneDNN's packed weights in this dtype."""
     names = ("mkldnn::_linear_pointwise", "mkldnn::_reorder_linear_weight")
     if not all(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU") for name in names):
         return False
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _no_packed(facts: LinearFacts) -> str | None:
+def _packed_unsupported(facts: LinearFacts) -> str | None:
     if not facts.packing:
-        return "packed weights are not wanted here"
+        return "weights are not packed here"
     if facts.device != "cpu":
         return "it is for the CPU"
     if facts.gradients:
         return "gradients are wanted"
-    if not 1 <= facts.rows <= PACKED_ROWS:
-        return f"it multiplies 1 to {PACKED_ROWS} rows, here are {facts.rows}"
-    if facts.elements < PACKED_ELEMENTS:
-        return f"it pays for {PACKED_ELEMENTS} weights or more, here are {facts.elements}"
+    if not 1 <= facts.rows <= MAX_PACKED_ROWS:
+        return f"it multiplies 1 to {MAX_PACKED_ROWS} rows, here are {facts.rows}"
+    if facts.weight_elements < MIN_PACKED_ELEMENTS:
+        return f"it pays for {MIN_PACKED_ELEMENTS} weights or more, here are {facts.weight_elements}"
     if facts.dtype not in (torch.float32, torch.bfloat16):
-        return f"oneDNN packs no weights of {facts.dtype}"
+        return f"oneDNN cannot pack weights of {facts.dtype}"
     return None if _can_pack(facts.dtype) else f"torch or this CPU cannot pack weights of {facts.dtype}"
 
 
 LINEAR = Operation(
     "linear",
     (
-        Form("packed", _packed, _no_packed),
-        Form("matrix", functional.linear, lambda facts: None),
-        Form("reference", reference, lambda facts: None),
+        Kernel("packed", _packed, _packed_unsupported),
+        Kernel("matrix", functional.linear, lambda facts: None),
+        Kernel("reference", reference, lambda facts: None),
     ),
 )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x` [..., in] times `weight` [out, in] plus `bias` [out] -> [..., out]."""
-    count(flops(x.numel() // max(x.shape[-1], 1), weight.shape[1], weight.shape[0]))
-    return product(x, weight, bias)
+    add_flops(linear_flops(x.numel() // max(x.shape[-1], 1), weight.shape[1], weight.shape[0]))
+    return uncounted_linear(x, weight, bias)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear` for the pieces of an operation that counts its own."""
+def uncounted_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` for operations that count their own FLOPs."""
     y: Tensor = LINEAR.choose(_facts(x, ((weight, bias),))).run(x, weight, bias)
     return y
 
 
-def products(x: Tensor, maps: Sequence[Map]) -> Sequence[Tensor]:
-    """`product` of one x with several weights, [..., out] each: one call where packed copies serve all of them."""
-    if len(maps) > 1 and packs_serve(x, maps):
-        return _packed_maps(x, maps).split([weight.shape[0] for weight, _ in maps], dim=-1)
-    return [product(x, *one) for one in maps]
+def uncounted_linears(x: Tensor, linear_maps: Sequence[LinearMap]) -> Sequence[Tensor]:
+    """`uncounted_linear` of one x with several weights, [..., out] each. One call, if all weights can be packed."""
+    if len(linear_maps) > 1 and can_use_packed(x, linear_maps):
+        return _packed_linears(x, linear_maps).split([weight.shape[0] for weight, _ in linear_maps], dim=-1)
+    return [uncounted_linear(x, *linear_map) for linear_map in linear_maps]
 
 
-def packs_serve(x: Tensor, maps: Sequence[Map]) -> bool:
-    """Whether x may meet one packed copy of these weights, here and now."""
-    joint = _facts(x, maps)
-    serve = joint.packing and LINEAR.takes("packed", joint)
-    if serve:
-        LINEAR.choose(joint)
-    return serve
+def can_use_packed(x: Tensor, linear_maps: Sequence[LinearMap]) -> bool:
+    """Whether one packed copy of all these weights can be used for x in this call."""
+    facts = _facts(x, linear_maps)
+    usable = facts.packing and LINEAR.can_use("packed", facts)
+    if usable:
+        LINEAR.choose(facts)
+    return usable
 
 
-def linears(x: Tensor, maps: Sequence[Map]) -> Sequence[Tensor]:
+def linears(x: Tensor, linear_maps: Sequence[LinearMap]) -> Sequence[Tensor]:
     """`linear` of one x [..., in] with several weights and biases -> [..., out] each."""
     rows = x.numel() // max(x.shape[-1], 1)
-    count(sum(flops(rows, weight.shape[1], weight.shape[0]) for weight, _ in maps))
-    return products(x, maps)
+    add_flops(sum(linear_flops(rows, weight.shape[1], weight.shape[0]) for weight, _ in linear_maps))
+    return uncounted_linears(x, linear_maps)
 
 
-def _facts(x: Tensor, maps: Sequence[Map]) -> LinearFacts:
-    rows, weight = x.numel() // max(x.shape[-1], 1), maps[0][0]
-    learning = x.requires_grad or any(weight.requires_grad for weight, _ in maps)
-    # Autocast casts the usual routes, but not oneDNN's operators.
-    packing = packs_wanted() and x.dtype == weight.dtype and not torch.is_autocast_enabled(device_of(x))
-    elements = sum(weight.numel() for weight, _ in maps)
-    return LinearFacts(rows, torch.is_grad_enabled() and learning, packing, elements, device_of(x), x.dtype)
+def _facts(x: Tensor, linear_maps: Sequence[LinearMap]) -> LinearFacts:
+    rows, weight = x.numel() // max(x.shape[-1], 1), linear_maps[0][0]
+    requires_grad = x.requires_grad or any(weight.requires_grad for weight, _ in linear_maps)
+    # Autocast does not cast the inputs of oneDNN's operators.
+    packing = packing_enabled() and x.dtype == weight.dtype and not torch.is_autocast_enabled(device_type(x))
+    elements = sum(weight.numel() for weight, _ in linear_maps)
+    return LinearFacts(rows, torch.is_grad_enabled() and requires_grad, packing, elements, device_type(x), x.dtype)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.numerics.dispatch.operation import Form, Operation
+from heddle.numerics.dispatch.operation import Kernel, Operation
 
 
-class NormFacts(NamedTuple):
-    """What decides the form of RMSNorm."""
+class RMSNormFacts(NamedTuple):
+    """What decides the kernel of RMSNorm."""
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -23,42 +23,42 @@ class NormFacts(NamedTuple):
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """x itself in float32 or float64, else its float32 copy."""
+    """x itself if it is float32 or float64, else a float32 copy."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Within the block products on x's device keep the dtype of what they multiply."""
-    kind = x.device.type
-    wanted = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if wanted else nullcontext()
+    """Within the block, autocast is disabled on x's device."""
+    device_kind = x.device.type
+    enabled = torch.amp.is_autocast_available(device_kind) and torch.is_autocast_enabled(device_kind)
+    return torch.autocast(device_kind, enabled=False) if enabled else nullcontext()
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast: str = "before") -> Tensor:
     """RMSNorm over the last dimension: x [..., width], weight [width] (or [heads, width]) -> x's shape and dtype.
 
-    `offset` is added to the weight (1 for Gemma's `1 + γ`). `cast` says when the result returns to x's
-    dtype: "before" γ is applied (Llama) or "after" (Gemma, OLMo-2).
+    `offset` is added to the weight (1 for Gemma's `1 + γ`). `cast` says when the result is cast back to x's dtype:
+    "before" γ is applied (Llama) or "after" it (Gemma, OLMo-2).
     """
     wide = at_least_float32(x)
     y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if cast == "before":
         return (weight + offset if offset else weight).to(x.dtype) * y.to(x.dtype)
-    gain = weight.to(wide.dtype) + offset
-    return (gain * y).to(x.dtype)
+    gamma = weight.to(wide.dtype) + offset
+    return (gamma * y).to(x.dtype)
 
 
 def _fused(x: Tensor, weight: Tensor, eps: float, offset: float, cast: str) -> Tensor:
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
-def _no_fused(facts: NormFacts) -> str | None:
+def _fused_unsupported(facts: RMSNormFacts) -> str | None:
     if facts.offset:
         return "the weight has an offset"
     if facts.dtype not in (torch.float32, torch.float64):
-        return f"{facts.dtype} must be widened for the statistics and cast back at a chosen place"
+        return f"{facts.dtype} must be cast to float32 for the statistics, and back before or after the weight"
     if facts.weight_dims > 1:
-        return "each head has a weight of its own"
+        return "each head has its own weight"
     if facts.weight_dtype != facts.dtype:
         return "x and the weight differ in dtype"
     return None
@@ -66,19 +66,19 @@ def _no_fused(facts: NormFacts) -> str | None:
 
 RMS_NORM = Operation(
     "rms_norm",
-    (Form("fused", _fused, _no_fused), Form("reference", reference, lambda facts: None)),
+    (Kernel("fused", _fused, _fused_unsupported), Kernel("reference", reference, lambda facts: None)),
 )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast: str = "before") -> Tensor:
-    """RMSNorm over the last dimension; see `reference` for the meaning of every argument."""
-    form = RMS_NORM.choose(NormFacts(x.dtype, weight.dtype, weight.dim(), offset))
-    y: Tensor = form.run(x, weight, eps, offset, cast)
+    """RMSNorm over the last dimension. The arguments are described in `reference`."""
+    kernel = RMS_NORM.choose(RMSNormFacts(x.dtype, weight.dtype, weight.dim(), offset))
+    y: Tensor = kernel.run(x, weight, eps, offset, cast)
     return y
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm over the last dimension, population variance, statistics in at least float32.
+    """LayerNorm over the last dimension with population variance. Statistics are in at least float32.
 
     x [..., width], weight and bias [width] (or [heads, width]), bias may be None -> x's shape and dtype.
     """

@@ -1,7 +1,7 @@
-"""Random numbers that are a pure function of (seed, step, sample, site, index): the same for any split of a batch.
+"""Random numbers as a pure function of (seed, step, sample, site, index): the same for any split of a batch.
 
-Dropout and stochastic depth draw here, so gradients do not depend on how a batch is cut into pieces, on
-recomputation, or on the device. The mixing function is the finaliser of SplitMix64 (Steele et al. 2014).
+Dropout and stochastic depth draw here. Their gradients therefore do not depend on gradient accumulation, activation
+recomputation or the device. The hash is the finalizer of SplitMix64 (Steele et al. 2014).
 """
 
 from collections.abc import Iterator
@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 
-class Key(NamedTuple):
-    """Names a training step: seed and step, and the global index of each row's sample, int64 [B]."""
+class RandomKey(NamedTuple):
+    """Identifies a training step: seed, step, and the global index of each row's sample, int64 [B]."""
 
     seed: int
     step: int
-    samples: Tensor
+    sample_indices: Tensor
 
 
-_key: ContextVar[Key | None] = ContextVar("key", default=None)
+_key: ContextVar[RandomKey | None] = ContextVar("key", default=None)
 
 
 @contextmanager
-def keyed(key: Key) -> Iterator[None]:
-    """Within the block, `uniform` draws under this key."""
+def use_random_key(key: RandomKey) -> Iterator[None]:
+    """Within the block, `uniform` draws with this key."""
     token = _key.set(key)
     try:
         yield
@@ -34,34 +34,34 @@ def keyed(key: Key) -> Iterator[None]:
         _key.reset(token)
 
 
-def mix(x: Tensor) -> Tensor:
-    """A bijection of int64 that scatters neighbouring numbers (arithmetic wraps modulo 2^64)."""
+def splitmix64(x: Tensor) -> Tensor:
+    """Hash int64 numbers by a bijection, elementwise. The arithmetic wraps modulo 2^64."""
     x = (x ^ _shift(x, 30)) * -4658895280553007687
     x = (x ^ _shift(x, 27)) * -7723592293110705685
     return x ^ _shift(x, 31)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift: torch's is arithmetic, so the copied sign bits are cleared."""
+    """Logical right shift. torch's shift is arithmetic, so the copied sign bits are cleared."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def uniform(shape: tuple[int, ...], site: int, device: torch.device) -> Tensor:
-    """Numbers in [0, 1), float32, of `shape` [B, ...]; `site` tells apart the places of a model that draw.
+    """Uniform numbers in [0, 1), float32, of `shape` [B, ...]. `site` is a different number for each drawing module.
 
-    Without a key in force, one is drawn from torch's global generator.
+    Outside `use_random_key`, the seed is drawn from torch's global generator.
     """
     key = _key.get()
     if key is None:
         seed = int(torch.randint(2**62, ()).item())
-        key = Key(seed, 0, torch.arange(shape[0]))
+        key = RandomKey(seed, 0, torch.arange(shape[0]))
     golden = -7046029254386353131
-    row = torch.tensor([key.seed, key.step, site], dtype=torch.int64, device=device)
-    salt = mix(mix(mix(row[0] + golden) + row[1]) + row[2])
-    rows = mix(key.samples.to(device=device, dtype=torch.int64) * golden + salt)
-    cells = 1
+    key_parts = torch.tensor([key.seed, key.step, site], dtype=torch.int64, device=device)
+    salt = splitmix64(splitmix64(splitmix64(key_parts[0] + golden) + key_parts[1]) + key_parts[2])
+    row_states = splitmix64(key.sample_indices.to(device=device, dtype=torch.int64) * golden + salt)
+    elements_per_row = 1
     for size in shape[1:]:
-        cells *= size
-    index = mix(torch.arange(cells, dtype=torch.int64, device=device))
-    bits = mix(rows[:, None] + index[None, :])
+        elements_per_row *= size
+    element_states = splitmix64(torch.arange(elements_per_row, dtype=torch.int64, device=device))
+    bits = splitmix64(row_states[:, None] + element_states[None, :])
     return (_shift(bits, 40).to(torch.float32) * 2.0**-24).view(shape)

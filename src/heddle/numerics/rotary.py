@@ -1,63 +1,66 @@
-"""Rotary position embedding (Su et al. 2021): pair i at position m turns by `m·θ_i`, `θ_i = base^(-2i/d)`.
+"""Rotary position embedding (Su et al. 2021): pair i at position m is rotated by `m·θ_i`, `θ_i = base^(-2i/d)`.
 
-Two layouts of the pairs, one function up to a permutation: `half` pairs dims (i, i + d/2), `interleaved`
-pairs (2i, 2i + 1). Angles are computed in float32 (float64 for float64 inputs), never in a model's bfloat16.
+θ is called inv_freq here, as in transformers. The two layouts differ by a permutation of the dimensions: `half` pairs
+(i, i + d/2), `interleaved` pairs (2i, 2i + 1). Angles are computed in float32 (float64 for float64 inputs), never in a
+model's bfloat16.
 """
 
 import torch
 from torch import Tensor
 
 
-def frequencies(dim: int, base: float) -> list[float]:
+def inverse_frequencies(dim: int, base: float) -> list[float]:
     """`θ_i = base^(-2i/dim)` for i in 0 … dim/2 − 1, in Python's float64."""
     return [base ** (-2 * i / dim) for i in range(dim // 2)]
 
 
-def periods(dim: int, base: float, dtype: torch.dtype) -> Tensor:
+def pos_freqs(dim: int, base: float, dtype: torch.dtype) -> Tensor:
     """`1/θ_i = base^(2i/dim)` [dim/2], on the CPU, computed in `dtype`.
 
-    Models are trained with the frequencies that float32 arithmetic gives, and served with these by transformers: one
-    ulp more or less would turn a fast pair by a thousandth at position 30,000.
+    The frequencies are rounded as in transformers, by float32 arithmetic: a difference of one ulp would rotate a fast
+    pair by an extra thousandth at position 30,000. transformers calls this value `pos_freqs`.
     """
     return base ** (torch.arange(0, dim, 2, dtype=dtype, device="cpu") / dim)
 
 
-def table(positions: Tensor, thetas: list[float], dtype: torch.dtype, amplitude: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Positions [B, T] -> `amplitude` times cosine and sine [B, 1, T, pairs], in `dtype`, to rotate [B, H, T, d].
+def rotary_table(
+    positions: Tensor, inv_freq: list[float], dtype: torch.dtype, attention_factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Positions [B, T] -> `attention_factor` times cosine and sine [B, 1, T, pairs], in `dtype`, for x [B, H, T, d].
 
-    Coordinates along several axes, [B, T, axes] and of any sign, give [B, 1, T, axes, pairs]. As in transformers,
-    the frequency is rounded to float32 before it is multiplied, and the table is cast to a narrower dtype only
-    after the cosine. Padding (position −1) is rotated like position 0: nobody sees it.
+    Coordinates on several axes, [B, T, axes] and of any sign, give [B, 1, T, axes, pairs]. As in transformers, inv_freq
+    is rounded to float32 before it is multiplied, and the table is cast to a narrower dtype only after the cosine.
+    Padding (position −1) is rotated like position 0; its result is never used.
     """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    theta = torch.tensor(thetas, dtype=wide, device=positions.device)
-    known = positions.clamp(min=0) if positions.dim() == 2 else positions
-    angle = known.to(wide)[:, None, ..., None] * theta
-    return (angle.cos() * amplitude).to(dtype), (angle.sin() * amplitude).to(dtype)
+    angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    frequency = torch.tensor(inv_freq, dtype=angle_dtype, device=positions.device)
+    clamped = positions.clamp(min=0) if positions.dim() == 2 else positions
+    angle = clamped.to(angle_dtype)[:, None, ..., None] * frequency
+    return (angle.cos() * attention_factor).to(dtype), (angle.sin() * attention_factor).to(dtype)
 
 
-def rotate(x: Tensor, cosine: Tensor, sine: Tensor, layout: str) -> Tensor:
-    """Rotate the first 2·pairs dims of heads x [B, H, T, d] by a table; the other dims pass unchanged.
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """Rotate the first 2·pairs dimensions of heads x [B, H, T, d] by a table. The other dimensions are unchanged.
 
-    `layout` is "half" or "interleaved" and must be the one the weights were trained with.
+    `layout` is "half" or "interleaved", and must be the one the weights were trained with.
     """
-    dim = 2 * cosine.shape[-1]
-    turned, rest = (x, None) if dim == x.shape[-1] else (x[..., :dim], x[..., dim:])
+    rotary_dim = 2 * cos.shape[-1]
+    rotated_dims, unrotated = (x, None) if rotary_dim == x.shape[-1] else (x[..., :rotary_dim], x[..., rotary_dim:])
     if layout == "half":
-        first, second = turned.chunk(2, dim=-1)
-        y = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+        first, second = rotated_dims.chunk(2, dim=-1)
+        y = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     else:
-        first, second = turned[..., 0::2], turned[..., 1::2]
-        y = torch.stack((first * cosine - second * sine, second * cosine + first * sine), dim=-1).flatten(-2)
-    return y if rest is None else torch.cat((y, rest), dim=-1)
+        first, second = rotated_dims[..., 0::2], rotated_dims[..., 1::2]
+        y = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    return y if unrotated is None else torch.cat((y, unrotated), dim=-1)
 
 
-def sinusoid(positions: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Sinusoidal positions (Vaswani et al. 2017): positions [B, T] -> [B, T, dim].
+def sinusoidal_embedding(positions: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Sinusoidal position embedding (Vaswani et al. 2017): positions [B, T] -> [B, T, dim].
 
-    `PE[p, 2i] = sin(p / 10000^(2i/dim))`, `PE[p, 2i+1] = cos(…)`: `PE[p + k]` is one fixed rotation of `PE[p]`.
+    `PE[p, 2i] = sin(p / 10000^(2i/dim))`, `PE[p, 2i+1] = cos(…)`. `PE[p + k]` is a fixed rotation of `PE[p]`.
     """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    theta = torch.tensor(frequencies(dim, 10000.0), dtype=wide, device=positions.device)
-    angle = positions.clamp(min=0).to(wide)[..., None] * theta
+    angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    frequency = torch.tensor(inverse_frequencies(dim, 10000.0), dtype=angle_dtype, device=positions.device)
+    angle = positions.clamp(min=0).to(angle_dtype)[..., None] * frequency
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2).to(dtype)

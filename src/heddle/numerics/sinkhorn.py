@@ -1,4 +1,4 @@
-"""Sinkhorn & Knopp (1967): columns and rows of a positive matrix divided by their sums in turn, till all sum to 1."""
+"""Sinkhorn normalization (Sinkhorn & Knopp 1967): divide the columns and rows of a matrix by their sums in turn."""
 
 from torch import Tensor
 
@@ -6,10 +6,10 @@ from heddle.numerics.norms import at_least_float32
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """exp(logits) [..., n, n] after `iterations` of columns, then rows -> the same shape, in at least float32.
+    """Normalize exp(logits) [..., n, n] by columns, then rows, `iterations` times. At least float32, same shape.
 
-    Rows sum to 1 to rounding, columns as nearly as the iterations bring them. It runs on logarithms: a matrix of any
-    finite logits has a result, and a gradient, without a division by zero.
+    Rows sum to 1 up to rounding, columns approximately. It runs on logarithms, so that all finite logits have a finite
+    result and gradient.
     """
     logs = at_least_float32(logits)
     for _ in range(iterations):

@@ -1,1 +1,1 @@
-"""Folders of tensors and text: written crash-safely, verified on every read, never able to run code."""
+"""Folders of tensors and text: written crash-safely, verified on every read, never executed."""

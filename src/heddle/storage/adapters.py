@@ -1,6 +1,7 @@
-"""Adapters (LoRA, Hu et al. 2021) as a folder: A and B of each projection, beside the fingerprint of what they change.
+"""Save LoRA adapters (Hu et al. 2021) as a folder and load them again.
 
-`adapter.json` says rank, alpha and projections, the design, and the SHA-256 of the weights below.
+`adapter.safetensors` holds A and B of each projection. `adapter.json` holds rank, alpha, the paths of the projections,
+the design's fingerprint and the SHA-256 of the base weights.
 """
 
 import hashlib
@@ -14,84 +15,86 @@ from heddle.errors import CheckpointError, ConfigError, HeddleError
 from heddle.model.decoder import Decoder
 from heddle.model.lora import LoraLinear, adapters, add_lora, lora_tensors
 from heddle.storage.folder import read_folder, write_folder
-from heddle.storage.manifest import parse_object
+from heddle.storage.manifest import parse_json_object
 
-KIND = "adapter"
-FACTS = "adapter.json"
-TENSORS = "adapter.safetensors"
+FOLDER_KIND = "adapter"
+METADATA_FILE = "adapter.json"
+TENSORS_FILE = "adapter.safetensors"
 
 
 def save_lora(model: Decoder, folder: str | Path) -> None:
-    """Write a model's adapters, and nothing else of it, so that the folder is at every instance whole.
+    """Write only the adapters of a model to a folder, whole or not at all.
 
-    Raises ConfigError where it has none, CheckpointError or MachineError where they cannot be written.
+    Raises ConfigError if the model has no adapters, CheckpointError or MachineError if the folder cannot be written.
     """
-    held = adapters(model)
-    if not held:
+    adapters_by_path = adapters(model)
+    if not adapters_by_path:
         raise ConfigError("lora: the model has no adapters to save; add some, or save the model")
-    one = next(iter(held.values()))
-    facts = {
-        "alpha": one.alpha,
-        "base": fingerprint(model),
+    first_adapter = next(iter(adapters_by_path.values()))
+    metadata = {
+        "alpha": first_adapter.alpha,
+        "base_weights_sha256": base_weights_sha256(model),
         "design": model.fingerprint,
-        "projections": list(held),
-        "rank": one.rank,
+        "rank": first_adapter.rank,
+        "target_modules": list(adapters_by_path),
     }
-    text = json.dumps(facts, indent=1, sort_keys=True) + "\n"
-    write_folder(Path(folder), tensors={TENSORS: lora_tensors(model)}, documents={FACTS: text}, kind=KIND)
+    tensors, documents = {TENSORS_FILE: lora_tensors(model)}, {METADATA_FILE: json.dumps(metadata, indent=1) + "\n"}
+    write_folder(Path(folder), tensors=tensors, documents=documents, kind=FOLDER_KIND)
 
 
 def load_lora(model: Decoder, folder: str | Path) -> Decoder:
-    """A twin of a model with the adapters that were saved, bit for bit; it shares the model's weights.
+    """Return a model with the saved adapters, bit for bit. It shares the base weights of the given model.
 
-    Raises CheckpointError where they are damaged, or were trained on another design, on other weights, or on these in
-    another dtype.
+    Raises CheckpointError if the adapters are damaged, or belong to another design, other base weights, or the same
+    base weights in another dtype.
     """
-    contents = read_folder(Path(folder), KIND)
-    place = contents.folder / FACTS
+    contents = read_folder(Path(folder), FOLDER_KIND)
+    metadata_path = contents.folder / METADATA_FILE
+    keys = ("design", "base_weights_sha256", "target_modules", "rank", "alpha")
     try:
-        facts = parse_object(contents.documents.get(FACTS, "").encode())
-        design, base, paths, rank, alpha = (facts[key] for key in ("design", "base", "projections", "rank", "alpha"))
+        metadata = parse_json_object(contents.documents.get(METADATA_FILE, "").encode())
+        design, base_sha256, paths, rank, alpha = (metadata[key] for key in keys)
         if type(rank) is not int or type(alpha) is not float or not all(isinstance(path, str) for path in paths):
-            raise ValueError("rank, alpha or projections are of the wrong kind")
+            raise ValueError("rank, alpha or target_modules have the wrong type")
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{place}: does not tell what the adapters are ({error}); save them again") from error
+        raise CheckpointError(f"{metadata_path}: does not describe adapters ({error}); save them again") from error
     if design != model.fingerprint:
         raise CheckpointError(f"{folder}: are adapters of another design; load the model that they were trained on")
-    if base != fingerprint(model):
+    if base_sha256 != base_weights_sha256(model):
         raise CheckpointError(
             f"{folder}: were trained on other weights of this design, or on these in another dtype; load those"
         )
     try:
-        twin = add_lora(model, paths, rank, alpha)
+        adapted_model = add_lora(model, paths, rank, alpha)
     except HeddleError as error:
-        raise CheckpointError(f"{place}: does not fit the model ({error}); save the adapters again") from error
-    own, held = lora_tensors(twin), contents.tensors(TENSORS, model.embed.weight.device)
-    for name in own.keys() | held.keys():
-        if name not in own or name not in held or own[name].shape != held[name].shape:
-            raise CheckpointError(f"{contents.folder / TENSORS}: tensor '{name}' does not fit {FACTS}; save them again")
-        own[name].copy_(held[name])
-    return twin
+        raise CheckpointError(f"{metadata_path}: does not fit the model ({error}); save the adapters again") from error
+    parameters, tensors = lora_tensors(adapted_model), contents.tensors(TENSORS_FILE, model.embed.weight.device)
+    for name in parameters.keys() | tensors.keys():
+        if name not in parameters or name not in tensors or parameters[name].shape != tensors[name].shape:
+            path = contents.folder / TENSORS_FILE
+            raise CheckpointError(f"{path}: tensor '{name}' does not fit {METADATA_FILE}; save them again")
+        parameters[name].copy_(tensors[name])
+    return adapted_model
 
 
-def fingerprint(model: Decoder) -> str:
-    """One SHA-256 over names, dtypes, shapes and bytes of a model's weights, those of adapters left out."""
+def base_weights_sha256(model: Decoder) -> str:
+    """SHA-256 over the names, dtypes, shapes and bytes of a model's weights, without those of adapters."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(_base(model).items()):
+    for name, tensor in sorted(_base_parameters(model).items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def _base(model: Decoder) -> dict[str, Tensor]:
-    """The parameters of a model under the names that they have without adapters."""
-    found: dict[str, Tensor] = {}
+def _base_parameters(model: Decoder) -> dict[str, Tensor]:
+    """Return a model's parameters, without adapters, under the names of the plain model."""
+    parameters: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not isinstance(module, LoraLinear):
-                found[f"{path}.{name}"] = parameter
-            elif name not in module.maps:
-                found[f"{path}.{'weight' if name == 'frozen' else name}"] = parameter
+                parameters[f"{path}.{name}"] = parameter
+            elif name not in module.matrix_parameters:
+                parameters[f"{path}.{'weight' if name == 'frozen' else name}"] = parameter
     if model.config.head.tied:
-        del found["head.weight"]
-    return found
+        del parameters["head.weight"]
+    return parameters

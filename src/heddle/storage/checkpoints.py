@@ -1,4 +1,4 @@
-"""The checkpoints of a run, RUN/checkpoints/step-00000100: which is the latest good one, and which may go."""
+"""The checkpoints of a run, RUN/checkpoints/step-00000100: write one, find the newest intact one, prune old ones."""
 
 import os
 import re
@@ -9,30 +9,30 @@ from pathlib import Path
 from torch import Tensor
 
 from heddle.errors import CheckpointError, HeddleError
-from heddle.storage import atomic as disk
-from heddle.storage.folder import foreign_files, verify_folder, write_folder
+from heddle.storage import atomic, file_io
+from heddle.storage.folder import unlisted_files, verify_folder, write_folder
 
-FOLDER = "checkpoints"
-STEP = re.compile(r"step-(\d{8,18})")
+CHECKPOINTS_FOLDER = "checkpoints"
+STEP_PATTERN = re.compile(r"step-(\d{8,18})")
 
 
 @dataclass(frozen=True)
-class Latest:
-    """The newest checkpoint that is whole, and one sentence for each newer one that is not, newest first."""
+class LatestCheckpoint:
+    """The newest intact checkpoint, or None, and one sentence for each damaged newer one, newest first."""
 
     path: Path | None
     step: int | None
     damaged: list[str] = field(default_factory=list)
 
 
-def step_folder(run: Path, step: int) -> Path:
-    """The folder of a step's checkpoint."""
+def checkpoint_folder(run: Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint."""
     if not 0 <= step < 10**18:
         raise CheckpointError(f"{run}: a checkpoint's step must be a whole number from 0, not {step}")
-    return Path(run) / FOLDER / f"step-{step:08d}"
+    return Path(run) / CHECKPOINTS_FOLDER / f"step-{step:08d}"
 
 
-def write_step(
+def write_checkpoint(
     run: Path,
     step: int,
     *,
@@ -42,26 +42,26 @@ def write_step(
 ) -> Path:
     """Write one step's checkpoint as write_folder does, and return its folder.
 
-    What dead processes left among the checkpoints is cleared first. A damaged folder of the same step is kept
-    under the name step-….damaged-N, so that a run that fell back past it can go on and nothing is lost.
+    What dead processes left among the checkpoints is removed first. A damaged folder of the same step is renamed to
+    step-….damaged-N: a run that fell back to an earlier checkpoint can go on, and nothing is lost.
     """
-    path = step_folder(run, step)
+    path = checkpoint_folder(run, step)
     try:
-        disk.make_folder(path.parent)
-        disk.sweep(path.parent)
-        if os.path.lexists(path) and problem(path) is not None:
+        atomic.make_folder(path.parent)
+        atomic.remove_leftovers(path.parent)
+        if os.path.lexists(path) and find_damage(path) is not None:
             number = 1
             while os.path.lexists(quarantine := path.with_name(f"{path.name}.damaged-{number}")):
                 number += 1
-            disk.system.rename(path, quarantine)
+            file_io.system.rename(path, quarantine)
     except OSError as error:
-        raise disk.unwritable(path, error) from error
+        raise file_io.folder_error(path, error) from error
     write_folder(path, tensors=tensors, documents=documents, kind=kind)
     return path
 
 
-def problem(path: Path, kind: str | None = None) -> str | None:
-    """What is wrong with a checkpoint, as one sentence, or None if every byte of it is as it was written."""
+def find_damage(path: Path, kind: str | None = None) -> str | None:
+    """Return what is wrong with a checkpoint, as one sentence; None if every byte is as it was written."""
     try:
         verify_folder(path, kind)
     except HeddleError as error:
@@ -69,55 +69,57 @@ def problem(path: Path, kind: str | None = None) -> str | None:
     return None
 
 
-def steps(run: Path) -> list[int]:
-    """The steps that have a folder, whole or not, ascending; one set aside by a save that died counts."""
-    parent = Path(run) / FOLDER
+def checkpoint_steps(run: Path) -> list[int]:
+    """Return the steps that have a folder, intact or not, ascending. An 'old' folder of a save that died counts."""
+    parent = Path(run) / CHECKPOINTS_FOLDER
     try:
         if not parent.is_dir():
             return []
         names = {
-            *disk.system.listdir(parent),
-            *(name for _, name, role, _ in disk.leftovers(parent) if role == "old"),
+            *file_io.system.listdir(parent),
+            *(name for _, name, role, _ in atomic.leftovers(parent) if role == "old"),
         }
     except OSError as error:
-        raise disk.unreadable(parent, error) from error
-    found = {int(match[1]) for name in names if (match := STEP.fullmatch(name))}
-    return sorted(step for step in found if step_folder(run, step).name in names)
+        raise file_io.read_error(parent, error) from error
+    matching_steps = {int(match[1]) for name in names if (match := STEP_PATTERN.fullmatch(name))}
+    return sorted(step for step in matching_steps if checkpoint_folder(run, step).name in names)
 
 
-def latest(run: Path, kind: str | None = None) -> Latest:
-    """The newest checkpoint of a run that verifies in every byte; `path` is None where there is none.
+def latest_checkpoint(run: Path, kind: str | None = None) -> LatestCheckpoint:
+    """Return the newest checkpoint of a run whose every byte verifies; `path` is None if there is none.
 
-    Newer ones that do not verify are passed over and described in `damaged`: the caller must say so aloud.
+    Newer ones that do not verify are skipped and described in `damaged`. The caller must report them.
     """
     damaged: list[str] = []
-    for step in reversed(steps(run)):
-        path = step_folder(run, step)
-        wrong = problem(path, kind)
-        if wrong is None:
-            return Latest(path, step, damaged)
-        damaged.append(wrong)
-    return Latest(None, None, damaged)
+    for step in reversed(checkpoint_steps(run)):
+        path = checkpoint_folder(run, step)
+        damage = find_damage(path, kind)
+        if damage is None:
+            return LatestCheckpoint(path, step, damaged)
+        damaged.append(damage)
+    return LatestCheckpoint(None, None, damaged)
 
 
-def prune(run: Path, keep: int) -> list[Path]:
-    """Delete all but the `keep` newest checkpoints that verify, and return what was deleted.
+def prune_checkpoints(run: Path, keep: int) -> list[Path]:
+    """Delete all but the `keep` newest intact checkpoints, and return the deleted folders.
 
-    Damaged ones are neither counted nor deleted, so the last whole one always stays; nor is a folder deleted
-    that holds files heddle did not write.
+    Damaged checkpoints are neither counted nor deleted, so the newest intact one always stays. Folders with files
+    that heddle did not write are not deleted either.
     """
     if keep < 1:
         raise CheckpointError(f"{run}: at least 1 checkpoint must be kept, not {keep}")
-    whole = [path for step in reversed(steps(run)) if problem(path := step_folder(run, step)) is None]
+    intact = [
+        path for step in reversed(checkpoint_steps(run)) if find_damage(path := checkpoint_folder(run, step)) is None
+    ]
     deleted = []
-    for path in whole[keep:]:
-        if not path.is_dir() or foreign_files(path):
+    for path in intact[keep:]:
+        if not path.is_dir() or unlisted_files(path):
             continue
-        try:  # renamed first: a deletion cut short must not look like a damaged checkpoint
-            doomed = disk.leftover_name(path, "tmp")
-            disk.system.rename(path, doomed)
+        try:  # rename first: a deletion cut short must not look like a damaged checkpoint
+            discarded = atomic.leftover_path(path, "tmp")
+            file_io.system.rename(path, discarded)
         except OSError as error:
-            raise disk.unwritable(path, error) from error
-        disk.remove_folder(doomed)
+            raise file_io.folder_error(path, error) from error
+        atomic.remove_folder(discarded)
         deleted.append(path)
     return deleted

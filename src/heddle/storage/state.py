@@ -1,6 +1,7 @@
-"""A state as a folder: `state.safetensors` and, in `state.json`, the facts that no tensor tells and the design's name.
+"""Save a decoding state as a folder and load it again.
 
-A conversation's prompt, read once, goes on in another process as if it had never left.
+`state.safetensors` holds the tensors. `state.json` holds the fields that are not tensors, and the design's fingerprint.
+A prompt that was read in one process can be continued in another one.
 """
 
 import json
@@ -14,99 +15,107 @@ from torch import Tensor
 from heddle.errors import CheckpointError
 from heddle.model.decoder import Decoder, build
 from heddle.model.state import State
-from heddle.parts.context.layout import Memory
+from heddle.parts.context.encoder_output import EncoderOutput
+from heddle.parts.context.mixer_state import MixerState
 from heddle.parts.context.position_table import PositionTable
 from heddle.storage.folder import read_folder, write_folder
-from heddle.storage.manifest import parse_object
+from heddle.storage.manifest import parse_json_object
 
-KIND = "state"
-TENSORS = "state.safetensors"
-FACTS = "state.json"
+FOLDER_KIND = "state"
+TENSORS_FILE = "state.safetensors"
+METADATA_FILE = "state.json"
 
 
 def save_state(state: State, folder: str | Path) -> None:
-    """Write a state, which stays good, so that the folder is at every instance whole.
+    """Write a state to a folder, whole or not at all. The state stays usable.
 
-    Raises ConfigError for a consumed handle, CheckpointError or MachineError where the folder cannot be written.
+    Raises ConfigError for a consumed state, CheckpointError or MachineError if the folder cannot be written.
     """
-    state.check()
-    facts = {"design": state.design, "table": _facts(state.table)}
-    text = json.dumps(facts, indent=1, sort_keys=True) + "\n"
-    write_folder(Path(folder), tensors={TENSORS: state.tensors()}, documents={FACTS: text}, kind=KIND)
+    state.check_not_consumed()
+    metadata = {"design": state.fingerprint, "table": _plain_fields(state.table)}
+    text = json.dumps(metadata, indent=1, sort_keys=True) + "\n"
+    tensors, documents = {TENSORS_FILE: state.tensors()}, {METADATA_FILE: text}
+    write_folder(Path(folder), tensors=tensors, documents=documents, kind=FOLDER_KIND)
 
 
 def load_state(model: Decoder, folder: str | Path) -> State:
-    """Read a state of this model, verified to the byte: going on from it is going on from the original, bit for bit.
+    """Read a state of this model and verify every byte. Decoding continues bit-equal to the original state.
 
-    The design and its dtype must be those of the model; that its weights are the same, nobody checks.
-    Raises CheckpointError with what differs.
+    The design and the dtype must be the model's. The weights are not compared.
+    Raises CheckpointError that says what differs.
     """
-    contents = read_folder(Path(folder), KIND)
-    design, facts = _read_facts(contents.folder / FACTS, contents.documents.get(FACTS, ""))
+    contents = read_folder(Path(folder), FOLDER_KIND)
+    design, table_fields = _read_metadata(contents.folder / METADATA_FILE, contents.documents.get(METADATA_FILE, ""))
     if design != model.fingerprint:
         raise CheckpointError(f"{folder}: is a state of another design; load the model that it was made with")
-    held = contents.tensors(TENSORS, model.embed.weight.device)
-    empty = _empty(model, contents.folder, facts, held)
-    known: dict[str, Any] = {name: held[f"table.{name}"] for name in empty.table.tensors()} | facts
-    table = replace(empty.table, **known)
-    layers = [
-        None if layer is None else layer.map(lambda name, _, index=index: held[f"layers.{index}.{name}"])  # type: ignore[misc]
-        for index, layer in enumerate(empty.layers)
-    ]
+    tensors = contents.tensors(TENSORS_FILE, model.embed.weight.device)
+    empty = _empty_state(model, contents.folder, table_fields, tensors)
+    saved_fields: dict[str, Any] = {name: tensors[f"table.{name}"] for name in empty.table.tensors()} | table_fields
+    table = replace(empty.table, **saved_fields)
+    layers = [None if layer is None else _loaded(layer, index, tensors) for index, layer in enumerate(empty.layers)]
     return State(table, layers, design)
 
 
-def _facts(table: PositionTable) -> dict[str, Any]:
-    """Every field of the table that is no tensor."""
-    named = {field.name: getattr(table, field.name) for field in fields(table)}
-    return {name: value for name, value in named.items() if not isinstance(value, Tensor)}
+def _loaded(layer: MixerState, index: int, tensors: dict[str, Tensor]) -> MixerState:
+    """The layer's state with its tensors replaced by the saved ones."""
+    return layer.map(lambda name, _: tensors[f"layers.{index}.{name}"])
 
 
-def _read_facts(path: Path, text: str) -> tuple[str, dict[str, Any]]:
-    """The design's fingerprint, and the facts of the table."""
+def _plain_fields(table: PositionTable) -> dict[str, Any]:
+    """Return the fields of the table that are not tensors."""
+    values = {field.name: getattr(table, field.name) for field in fields(table)}
+    return {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+
+
+def _read_metadata(path: Path, text: str) -> tuple[str, dict[str, Any]]:
+    """Return the design's fingerprint and the table's plain fields."""
     try:
-        content = parse_object(text.encode())
-        design, facts = content["design"], content["table"]
-        expected = _facts(PositionTable.empty(1, None, None, "cpu"))
-        truths = {name for name, value in expected.items() if isinstance(value, bool)}
-        limits = {"reach", "capacity"}  # None: there is none
-        if not isinstance(design, str) or set(facts) != set(expected):
+        content = parse_json_object(text.encode())
+        design, table_fields = content["design"], content["table"]
+        expected = _plain_fields(PositionTable.empty(1, None, None, "cpu"))
+        flags = {name for name, value in expected.items() if isinstance(value, bool)}
+        optional = {"lookback", "cache_length"}  # None: no limit
+        if not isinstance(design, str) or set(table_fields) != set(expected):
             raise ValueError("its fields are not those of a state")
-        for name, value in facts.items():
-            whole = type(value) is int and value >= 0
-            if not (type(value) is bool if name in truths else whole or (name in limits and value is None)):
+        for name, value in table_fields.items():
+            is_count = type(value) is int and value >= 0
+            if not (type(value) is bool if name in flags else is_count or (name in optional and value is None)):
                 raise ValueError(f"its {name} is {value!r}")
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: does not tell what the state is ({error}); save the state again") from error
-    return design, facts
+        raise CheckpointError(f"{path}: does not describe a state ({error}); save the state again") from error
+    return design, table_fields
 
 
-def _empty(model: Decoder, folder: Path, facts: dict[str, Any], held: dict[str, Tensor]) -> State:
-    """An empty state of the design, without memory, that has the tensors that were saved.
+def _empty_state(model: Decoder, folder: Path, table_fields: dict[str, Any], tensors: dict[str, Tensor]) -> State:
+    """Build an empty state, on the meta device, with the same tensors as the saved one.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if no state of this design has these tensors.
     """
-    counts = held.get("table.counts")
+    counts = tensors.get("table.token_counts")
     batch = 0 if counts is None or counts.dim() != 1 else len(counts)
     if not batch:
         raise CheckpointError(f"{folder}: holds no rows; save the state again")
-    like = build(model.config, dtype=model.embed.weight.dtype, device="meta")
-    for real in (None, torch.ones(batch, 1, dtype=torch.bool, device="meta")):
-        width = like.memory_width
-        memory = None if width is None else Memory(like.embed.weight.new_zeros(batch, 1, width), real=real)
-        empty = like.init_state(batch, facts["capacity"], memory, facts["rewind"])
-        wanted = empty.tensors()
-        if wanted.keys() == held.keys():
+    meta_model = build(model.config, dtype=model.embed.weight.dtype, device="meta")
+    # The saved encoder output had padding or not; only its tensors tell which.
+    for is_token in (None, torch.ones(batch, 1, dtype=torch.bool, device="meta")):
+        width = meta_model.encoder_width
+        encoder_output = None
+        if width is not None:
+            hidden = meta_model.embed.weight.new_zeros(batch, 1, width)
+            encoder_output = EncoderOutput(hidden, is_token=is_token)
+        empty = meta_model.init_state(batch, table_fields["cache_length"], encoder_output, table_fields["rollback"])
+        expected = empty.tensors()
+        if expected.keys() == tensors.keys():
             break
     else:
         raise CheckpointError(f"{folder}: holds other tensors than a state of this design; save the state again")
-    for name, tensor in held.items():
-        if tensor.dtype != wanted[name].dtype:
+    for name, tensor in tensors.items():
+        if tensor.dtype != expected[name].dtype:
             raise CheckpointError(
-                f"{folder}: '{name}' is {tensor.dtype}, the model's is {wanted[name].dtype}; "
+                f"{folder}: '{name}' is {tensor.dtype}, the model's is {expected[name].dtype}; "
                 "load the model with the dtype that the state was made with"
             )
-        if tensor.dim() != wanted[name].dim() or len(tensor) != batch:
+        if tensor.dim() != expected[name].dim() or len(tensor) != batch:
             raise CheckpointError(
                 f"{folder}: '{name}' has shape {list(tensor.shape)}, but the state has {batch} rows; save it again"
             )

@@ -1,7 +1,8 @@
-"""What the tokens of an engine stand for: bytes by id, and how a text is put together from them, piece by piece.
+"""The bytes of each token, and incremental decoding: from token ids to text, one id at a time.
 
-Two families of decoders are taken apart: byte-level (GPT-2: every token is bytes) and SentencePiece's (▁ is a space, a
-byte that no piece has is a token <0xE2>). Of any other only the engine itself knows what its tokens say.
+Two families of decoders are understood: byte-level (GPT-2: every token is a string of bytes) and SentencePiece's
+(▁ is a space; a byte outside the vocabulary is a token such as <0xE2>). Tokenizers with any other decoder are decoded
+by the `tokenizers` library alone.
 """
 
 import codecs
@@ -12,95 +13,97 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tokenizers import Tokenizer as Engine
+from tokenizers import Tokenizer as BackendTokenizer
 
 from heddle.errors import DataError
 
-SPACE = "\u2581"  # ▁, which SentencePiece writes for a space
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+SPIECE_UNDERLINE = "\u2581"  # ▁: SentencePiece writes it for a space
+_BYTE_FALLBACK_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-# What a decoder takes from the beginning of a text: nothing, a space, or every space of the first token.
-Start = Literal["whole", "strip", "first"]
+# Which spaces a decoder removes at the start of a text: none, one, or all those of the first token.
+LeadingSpace = Literal["keep", "strip_one", "strip_first_token"]
 
 
 @dataclass(frozen=True)
-class Spelling:
-    """pieces: bytes by id, none for special tokens; absent: ids below the largest that no token has.
+class TokenBytes:
+    """The bytes of each token of a tokenizer.
 
-    fallback: tokens of one byte, which are decoded together with their neighbours. known: whether the pieces say what
-    the engine's decoder says.
+    by_id: the bytes of each id, empty for special tokens. unused_token_ids: ids below the largest that no token has.
+    byte_fallback_ids: tokens of one byte, which are decoded together with their neighbors. leading_space: see
+    `LeadingSpace`. matches_decoder: whether these bytes give the same text as the decoder of the `tokenizers` library.
     """
 
-    pieces: list[bytes]
-    absent: tuple[int, ...] = ()
-    fallback: frozenset[int] = frozenset()
-    start: Start = "whole"
-    known: bool = True
+    by_id: list[bytes]
+    unused_token_ids: tuple[int, ...] = ()
+    byte_fallback_ids: frozenset[int] = frozenset()
+    leading_space: LeadingSpace = "keep"
+    matches_decoder: bool = True
 
 
-def spelling_of(engine: Engine, name: str) -> Spelling:
-    """Read an engine's tokens. Raises DataError, with the tokenizer's `name`, for ids far apart."""
-    added = engine.get_added_tokens_decoder()
-    vocabulary = engine.get_vocab(with_added_tokens=True)
+def read_token_bytes(backend: BackendTokenizer, name: str) -> TokenBytes:
+    """Read the bytes of every token. Raises DataError, naming the tokenizer, for ids far apart."""
+    added = backend.get_added_tokens_decoder()
+    vocabulary = backend.get_vocab(with_added_tokens=True)
     largest = max(vocabulary.values(), default=-1)
     if largest > 4 * len(vocabulary) + 1024:
         raise DataError(
-            f"tokenizer {name} gives a token the id {largest}, with only {len(vocabulary)} tokens: number them."
+            f"tokenizer {name} gives a token the id {largest}, with only {len(vocabulary)} tokens: "
+            "number the tokens without gaps."
         )
-    pieces = [b""] * (largest + 1)
-    absent = tuple(sorted(set(range(largest + 1)) - set(vocabulary.values())))
-    steps = _steps(engine.decoder)
-    spaced = _spaced(steps)
-    if spaced is None:
-        spelling = {character: byte for byte, character in enumerate(_alphabet())}
+    by_id = [b""] * (largest + 1)
+    unused_token_ids = tuple(sorted(set(range(largest + 1)) - set(vocabulary.values())))
+    steps = _decoder_steps(backend.decoder)
+    leading_space = _sentencepiece_leading_space(steps)
+    if leading_space is None:
+        byte_of_character = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
         for token, i in vocabulary.items():
-            plain = i in added or not all(character in spelling for character in token)
-            pieces[i] = token.encode("utf-8") if plain else bytes(spelling[character] for character in token)
+            is_text = i in added or not all(character in byte_of_character for character in token)
+            by_id[i] = token.encode("utf-8") if is_text else bytes(byte_of_character[character] for character in token)
     else:
         for token, i in vocabulary.items():
-            pieces[i] = token.replace(SPACE, " ").encode("utf-8")
-    for i, one in added.items():
-        if one.special:
-            pieces[i] = b""
-    if spaced is None:
-        return Spelling(pieces, absent, known=[step["type"] for step in steps] == ["ByteLevel"])
-    fallback = set()
+            by_id[i] = token.replace(SPIECE_UNDERLINE, " ").encode("utf-8")
+    for i, added_token in added.items():
+        if added_token.special:
+            by_id[i] = b""
+    if leading_space is None:
+        return TokenBytes(by_id, unused_token_ids, matches_decoder=[step["type"] for step in steps] == ["ByteLevel"])
+    byte_fallback_ids = set()
     if any(step["type"] == "ByteFallback" for step in steps):
         for token, i in vocabulary.items():
-            if (found := _BYTE.fullmatch(token)) and pieces[i]:
-                pieces[i] = bytes.fromhex(found[1])
-                fallback.add(i)
-    return Spelling(pieces, absent, frozenset(fallback), spaced)
+            if (match := _BYTE_FALLBACK_TOKEN.fullmatch(token)) and by_id[i]:
+                by_id[i] = bytes.fromhex(match[1])
+                byte_fallback_ids.add(i)
+    return TokenBytes(by_id, unused_token_ids, frozenset(byte_fallback_ids), leading_space)
 
 
-def _steps(decoder: Any) -> list[dict[str, Any]]:
-    """A decoder's settings, one table a step."""
+def _decoder_steps(decoder: Any) -> list[dict[str, Any]]:
+    """The settings of each step of a decoder."""
     if decoder is None:
         return []
-    told = json.loads(decoder.__getstate__())
-    return list(told["decoders"]) if told["type"] == "Sequence" else [told]
+    settings = json.loads(decoder.__getstate__())
+    return list(settings["decoders"]) if settings["type"] == "Sequence" else [settings]
 
 
-def _spaced(steps: list[dict[str, Any]]) -> Start | None:
-    """How a decoder of SentencePiece's begins a text; None for any other."""
+def _sentencepiece_leading_space(steps: list[dict[str, Any]]) -> LeadingSpace | None:
+    """How a SentencePiece decoder treats the spaces at the start of a text; None for any other decoder."""
     kinds = [step["type"] for step in steps]
     if kinds == ["Metaspace"]:
-        if steps[0].get("replacement") != SPACE:
+        if steps[0].get("replacement") != SPIECE_UNDERLINE:
             return None
-        return "whole" if steps[0].get("prepend_scheme", "always") == "never" else "first"
-    # In another order, a space would also be made of the bytes of a ▁.
+        return "keep" if steps[0].get("prepend_scheme", "always") == "never" else "strip_first_token"
+    # In another order, the byte tokens of a literal ▁ would become a space as well.
     if kinds not in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
         return None
-    if steps[0]["pattern"] != {"String": SPACE} or steps[0]["content"] != " ":
+    if steps[0]["pattern"] != {"String": SPIECE_UNDERLINE} or steps[0]["content"] != " ":
         return None
     if kinds[-1] == "Fuse":
-        return "whole"
-    last = steps[-1]
-    return "strip" if (last["content"], last["start"], last["stop"]) == (" ", 1, 0) else None
+        return "keep"
+    strip = steps[-1]
+    return "strip_one" if (strip["content"], strip["start"], strip["stop"]) == (" ", 1, 0) else None
 
 
-def _alphabet() -> list[str]:
-    """The character that byte-level BPE writes for each byte: itself where visible, else U+0100 and on (GPT-2)."""
+def _byte_level_alphabet() -> list[str]:
+    """The character that byte-level BPE writes for each byte: itself if visible, else U+0100 and up (GPT-2)."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters, hidden = [], 0
     for byte in range(256):
@@ -109,95 +112,95 @@ def _alphabet() -> list[str]:
     return characters
 
 
-class Stream:
-    """Incremental decoding: what `push` and the last `finish` return, joined, is `decode` of all ids."""
+class DecodeStream:
+    """Decode ids one at a time. The results of all `push` calls and of `finish`, joined, equal `decode` of all ids."""
 
-    def __init__(self, spelling: Spelling, begun: bool) -> None:
-        """begun: whether a text stands before, so that the first token is not the text's first."""
-        self._spelling, self._begun = spelling, begun
-        self._run = b""
+    def __init__(self, token_bytes: TokenBytes, has_text_before: bool) -> None:
+        """has_text_before: whether text precedes, so that the first token pushed is not the first of the text."""
+        self._token_bytes, self._has_text = token_bytes, has_text_before
+        self._byte_run = b""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token: int) -> str:
-        """The characters completed by this token; never half a character."""
-        piece = self._spelling.pieces[token]
-        if not piece:
+    def push(self, token_id: int) -> str:
+        """Return the characters that this token completes; never half a character."""
+        data = self._token_bytes.by_id[token_id]
+        if not data:
             return ""
-        if token in self._spelling.fallback:
-            self._run += piece  # such bytes are text only if all in a row are
+        if token_id in self._token_bytes.byte_fallback_ids:
+            self._byte_run += data  # a run of byte tokens is text only if the whole run is valid UTF-8
             return ""
-        before, first = self._flush(), not self._begun
-        if first and self._spelling.start == "first":
-            piece = piece.replace(b" ", b"")
-        elif first and self._spelling.start == "strip":
-            piece = piece.removeprefix(b" ")
-        self._begun = True
-        return before + self._decoder.decode(piece)
+        flushed, is_first = self._flush(), not self._has_text
+        if is_first and self._token_bytes.leading_space == "strip_first_token":
+            data = data.replace(b" ", b"")
+        elif is_first and self._token_bytes.leading_space == "strip_one":
+            data = data.removeprefix(b" ")
+        self._has_text = True
+        return flushed + self._decoder.decode(data)
 
     def finish(self) -> str:
-        """What is left of an unfinished character, as U+FFFD, or nothing."""
+        """Return what is left: an unfinished character becomes U+FFFD."""
         return self._flush() + self._decoder.decode(b"", final=True)
 
     def _flush(self) -> str:
-        run, self._run = self._run, b""
-        if not run:
+        byte_run, self._byte_run = self._byte_run, b""
+        if not byte_run:
             return ""
-        first, self._begun = not self._begun, True
+        is_first, self._has_text = not self._has_text, True
         try:
-            text = run.decode("utf-8")
+            text = byte_run.decode("utf-8")
         except UnicodeDecodeError:
-            return "\ufffd" * len(run)
-        return text.removeprefix(" ") if first and self._spelling.start == "strip" else text
+            return "\ufffd" * len(byte_run)
+        return text.removeprefix(" ") if is_first and self._token_bytes.leading_space == "strip_one" else text
 
 
 @dataclass
-class WholeStream:
-    """For an engine that alone knows its tokens: the text comes when all of it is there."""
+class BufferedDecodeStream:
+    """Collect ids and decode them all in `finish`, for tokenizers whose bytes by token are not known."""
 
-    engine: Engine
-    before: Sequence[int] = ()
+    backend: BackendTokenizer
+    previous_ids: Sequence[int] = ()
     ids: list[int] = field(default_factory=list)
 
-    def push(self, token: int) -> str:
-        """Nothing yet."""
-        self.ids.append(token)
+    def push(self, token_id: int) -> str:
+        """Store the id; return no text yet."""
+        self.ids.append(token_id)
         return ""
 
     def finish(self) -> str:
-        """What the ids add to the text of those before."""
-        known = self.engine.decode(list(self.before))
-        text = self.engine.decode([*self.before, *self.ids])
-        return text.removeprefix(known) if text.startswith(known) else self.engine.decode(self.ids)
+        """Return the text that the pushed ids add to the text of the previous ids."""
+        previous_text = self.backend.decode(list(self.previous_ids))
+        text = self.backend.decode([*self.previous_ids, *self.ids])
+        return text.removeprefix(previous_text) if text.startswith(previous_text) else self.backend.decode(self.ids)
 
 
-def added_bytes(engine: Engine, spelling: Spelling) -> int | None:
-    """How many bytes (0 or 1: a space) an engine sets before a text that it otherwise gives back; None: it does not.
+def prefix_space_bytes(backend: BackendTokenizer, token_bytes: TokenBytes) -> int | None:
+    """Bytes (0, or 1 for a space) that a tokenizer adds before each text; None if it does not round-trip texts.
 
-    A text may come back in its normal form NFC, which is the same text to Unicode, with spaces for ▁, and where it
-    begins with a space that was there already.
+    Three changes count as a round trip: the text comes back in Unicode normal form NFC; a ▁ comes back as a space;
+    no space is added before a text that begins with one.
     """
-    if not spelling.known:
+    if not token_bytes.matches_decoder:
         return None
-    normalizer = engine.normalizer
-    canonical = normalizer is not None and json.loads(normalizer.__getstate__())["type"] == "NFC"
-    texts = [text.replace(SPACE, "") for text in probes(engine)]
+    normalizer = backend.normalizer
+    normalizes_nfc = normalizer is not None and json.loads(normalizer.__getstate__())["type"] == "NFC"
+    texts = [text.replace(SPIECE_UNDERLINE, "") for text in round_trip_texts(backend)]
     added = set()
     try:
-        encoded = engine.encode_batch_fast(texts, add_special_tokens=False)
-    except Exception:  # the library raises bare Exception where it has no token for a text
+        encoded = backend.encode_batch_fast(texts, add_special_tokens=False)
+    except Exception:  # `tokenizers` raises bare Exception where it has no token for a text
         return None
-    for text, one in zip(texts, encoded, strict=True):
-        want = (normalizer.normalize_str(text) if canonical else text).encode("utf-8")
-        told = b"".join(spelling.pieces[i] for i in one.ids)
-        if told not in (want, b" " + want):
+    for text, encoding in zip(texts, encoded, strict=True):
+        expected = (normalizer.normalize_str(text) if normalizes_nfc else text).encode("utf-8")
+        actual = b"".join(token_bytes.by_id[i] for i in encoding.ids)
+        if actual not in (expected, b" " + expected):
             return None
         if not text.startswith(" "):
-            added.add(len(told) - len(want))
+            added.add(len(actual) - len(expected))
     return added.pop() if len(added) == 1 else None
 
 
-def probes(engine: Engine) -> Iterator[str]:
-    """Texts that a tokenizer loses something of, if it loses anything: every range of Unicode, spaces, forms."""
+def round_trip_texts(backend: BackendTokenizer) -> Iterator[str]:
+    """Yield texts that a lossy tokenizer is likely to change: every range of Unicode, spaces, normal forms."""
     yield from ("a", " a", "a ", "  a  b ", "A b\tc\r\nd\n\n\n  e", "\n", " ", "\t\t", "\r", "don't I'LL x'y")
     yield from (
         "e\u0301 \u00e9 \u212b \ufb01 \uff21",
@@ -216,9 +219,9 @@ def probes(engine: Engine) -> Iterator[str]:
         "\u3000\u00a0\u200b\u2028",
     )
     yield "".join(map(chr, range(0x800)))
-    draw = random.Random(0)
+    generator = random.Random(0)
     for _ in range(64):
-        points = (draw.randrange(0x110000 - 0x800) for _ in range(64))
-        yield "".join(chr(point if point < 0xD800 else point + 0x800) for point in points)
-    for token in list(engine.get_added_tokens_decoder().values())[:2000]:
+        code_points = (generator.randrange(0x110000 - 0x800) for _ in range(64))
+        yield "".join(chr(point if point < 0xD800 else point + 0x800) for point in code_points)
+    for token in list(backend.get_added_tokens_decoder().values())[:2000]:
         yield f"x {token.content} y{token.content}"

@@ -1,1 +1,1 @@
-"""Training: one readable loop, exact resume, and steps that are not taken when a number is not finite."""
+"""Training: one loop, bit-equal resume, and steps that are skipped when a loss or gradient is not finite."""

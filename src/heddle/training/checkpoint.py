@@ -1,4 +1,4 @@
-"""Everything a run needs to go on as if it had never stopped, as one checkpoint folder."""
+"""Save and load the whole state of a training run as one checkpoint folder: a resumed run is bit-equal."""
 
 import json
 from collections.abc import Mapping
@@ -11,79 +11,85 @@ from torch import Tensor
 from heddle.errors import CheckpointError
 from heddle.model.decoder import Decoder
 from heddle.model.lora import lora_tensors
-from heddle.progress import say
-from heddle.storage.checkpoints import latest, prune, write_step
+from heddle.progress import print_status
+from heddle.storage.checkpoints import latest_checkpoint, prune_checkpoints, write_checkpoint
 from heddle.storage.folder import read_folder
-from heddle.storage.model import WEIGHTS, model_documents, model_tensors, restore
+from heddle.storage.model import WEIGHTS_FILE, model_documents, model_tensors, restore_model
 from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.optimizer import Optimizer
 
-TRAINING = "training.safetensors"
-PROGRESS = "training.json"
-ADAPTERS = "adapters.safetensors"  # beside the weights in which they are merged
-KEEP = 2
+TRAINING_TENSORS_FILE = "training.safetensors"
+PROGRESS_FILE = "training.json"
+ADAPTERS_FILE = "adapters.safetensors"  # LoRA's A and B; in the model's weights they are merged
+CHECKPOINTS_KEPT = 2
 
 
 @dataclass
-class Progress:
-    """steps done (of the schedule), and how many of them were not taken."""
+class TrainingProgress:
+    """step: steps done. skipped_steps: how many of them did not update the weights."""
 
     step: int = 0
-    skipped: int = 0
-    streak: int = 0
+    skipped_steps: int = 0
+    consecutive_skips: int = 0
 
 
 def save_run(
     run: Path,
     model: Decoder,
     optimizer: Optimizer,
-    progress: Progress,
+    progress: TrainingProgress,
     tokenizer: Tokenizer | None,
-    texts: Mapping[str, str],
+    documents: Mapping[str, str],
 ) -> Path:
-    """Write the checkpoint of a step, with other texts by file name, and drop all but the newest two."""
-    moments: dict[str, Tensor] = {"rng.cpu": torch.get_rng_state()}
+    """Write the checkpoint of a step, and delete all but the newest two.
+
+    documents: more text files to write, by name.
+    """
+    training_tensors: dict[str, Tensor] = {"rng.cpu": torch.get_rng_state()}
     for name, state in optimizer.state.items():
         for key, value in state.items():
-            moments[f"{key}.{name}"] = torch.as_tensor(value)
-    own = model_documents(model, tokenizer) | {PROGRESS: json.dumps(vars(progress), sort_keys=True) + "\n"}
-    tensors = {WEIGHTS: model_tensors(model), TRAINING: moments}
+            training_tensors[f"{key}.{name}"] = torch.as_tensor(value)
+    progress_json = json.dumps(vars(progress), sort_keys=True) + "\n"
+    own_documents = model_documents(model, tokenizer) | {PROGRESS_FILE: progress_json}
+    tensors = {WEIGHTS_FILE: model_tensors(model), TRAINING_TENSORS_FILE: training_tensors}
     if adapters := lora_tensors(model):
-        tensors[ADAPTERS] = adapters
-    path = write_step(run, progress.step, tensors=tensors, documents={**texts, **own})
-    prune(run, KEEP)
+        tensors[ADAPTERS_FILE] = adapters
+    path = write_checkpoint(run, progress.step, tensors=tensors, documents={**documents, **own_documents})
+    prune_checkpoints(run, CHECKPOINTS_KEPT)
     return path
 
 
-def resume_run(run: Path, model: Decoder, optimizer: Optimizer) -> Progress:
-    """Load the newest whole checkpoint into model and optimizer; an empty Progress where there is none."""
-    newest = latest(run, "training")
-    for damage in newest.damaged:
-        say(f"warning: {damage}")
-    if newest.path is None:
-        return Progress()
-    contents = read_folder(newest.path, "training")
+def resume_run(run: Path, model: Decoder, optimizer: Optimizer) -> TrainingProgress:
+    """Load the newest intact checkpoint into model and optimizer; step 0 if there is no checkpoint."""
+    checkpoint = latest_checkpoint(run, "training")
+    for damage in checkpoint.damaged:
+        print_status(f"warning: {damage}")
+    if checkpoint.path is None:
+        return TrainingProgress()
+    contents = read_folder(checkpoint.path, "training")
     device = model.embed.weight.device
-    learned = lora_tensors(model)
-    if learned:
-        saved = contents.tensors(ADAPTERS, device)
+    trainable = lora_tensors(model)
+    if trainable:
+        saved = contents.tensors(ADAPTERS_FILE, device)
     else:
-        learned, saved = dict(model.named_parameters()), dict(restore(contents, None, device).named_parameters())
-    moments = contents.tensors(TRAINING)
-    torch.set_rng_state(moments.pop("rng.cpu"))
-    state: dict[str, dict[str, Tensor]] = {}
-    for key, value in moments.items():
-        name, _, parameter = key.partition(".")
-        state.setdefault(parameter, {})[name] = value.to(device)  # the fused step keeps even its counter there
+        trainable = dict(model.named_parameters())
+        saved = dict(restore_model(contents, None, device).named_parameters())
+    training_tensors = contents.tensors(TRAINING_TENSORS_FILE)
+    torch.set_rng_state(training_tensors.pop("rng.cpu"))
+    optimizer_state: dict[str, dict[str, Tensor]] = {}
+    for key, value in training_tensors.items():
+        state_name, _, parameter_name = key.partition(".")
+        # on the device even the step count, which the fused optimizer needs there
+        optimizer_state.setdefault(parameter_name, {})[state_name] = value.to(device)
     with torch.no_grad():
-        for path, weight in learned.items():
-            weight.copy_(saved[path])
-    optimizer.load(state)
+        for name, parameter in trainable.items():
+            parameter.copy_(saved[name])
+    optimizer.load_state(optimizer_state)
     try:
-        progress = Progress(**json.loads(contents.documents[PROGRESS]))
+        progress = TrainingProgress(**json.loads(contents.documents[PROGRESS_FILE]))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{newest.path}/{PROGRESS}: is missing or not a run's; use an earlier checkpoint"
+            f"{checkpoint.path}/{PROGRESS_FILE}: is missing or malformed; use an earlier checkpoint"
         ) from error
-    say(f"continuing {run} from step {progress.step}")
+    print_status(f"continuing {run} from step {progress.step}")
     return progress

@@ -1,4 +1,4 @@
-"""What a training may start from instead of fresh weights: the model in a folder, with its tokenizer and texts."""
+"""Start a training from a saved model, with its tokenizer, instead of from fresh weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,72 +11,81 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
 from heddle.model.lora import TARGETS
-from heddle.progress import say
-from heddle.storage.folder import Contents, fingerprint, read_folder
-from heddle.storage.model import CONFIG, WEIGHTS, find, read_design, restore
-from heddle.storage.run_log import first_difference, plain
-from heddle.tokenization.tokenizer import FILE, MARKS, Tokenizer
-from heddle.training.checkpoint import PROGRESS
+from heddle.progress import print_status
+from heddle.storage.folder import FolderContents, read_folder, tensors_sha256
+from heddle.storage.model import CONFIG_FILE, WEIGHTS_FILE, find_model_folder, read_config, restore_model
+from heddle.storage.run_log import first_difference, to_plain_json
+from heddle.tokenization.tokenizer import BOUNDARY_TOKENS_FILE, TOKENIZER_FILE, Tokenizer
+from heddle.training.checkpoint import PROGRESS_FILE
 
-OWN = (CONFIG, FILE, MARKS, PROGRESS)
+OWN_FILES = (CONFIG_FILE, TOKENIZER_FILE, BOUNDARY_TOKENS_FILE, PROGRESS_FILE)
 
 
 @dataclass(frozen=True)
-class Lora:
-    """Only adapters learn: their rank, and the paths of the projections that have one."""
+class LoraSettings:
+    """Train only adapters: their rank, and the paths of the projections that get one."""
 
     rank: int
     targets: tuple[str, ...] = TARGETS
 
 
 @dataclass(frozen=True)
-class Base:
-    """documents: other texts of the folder, by file name; they go along. hash: of every weight."""
+class InitCheckpoint:
+    """A saved model that a training starts from.
 
-    contents: Contents
+    documents: the folder's other text files, by name; they are saved again with the trained model. weights_sha256: over
+    all weights.
+    """
+
+    contents: FolderContents
     config: ModelConfig
     tokenizer: Tokenizer | None
     documents: dict[str, str]
-    hash: str
+    weights_sha256: str
 
-    def design(self, given: str | None, overrides: Sequence[str]) -> ModelConfig:
-        """The base's design with overrides; `given` may name it again. Raises ConfigError for another one."""
-        if given is not None:
-            if self._differs(load_config(given, overrides)) is None:
+    def resolve_config(self, design: str | None, overrides: Sequence[str]) -> ModelConfig:
+        """Return the checkpoint's design with overrides applied.
+
+        design: the same design again, or None. Raises ConfigError if it is another one.
+        """
+        if design is not None:
+            if self._difference(load_config(design, overrides)) is None:
                 return self.config
-            other = self._differs(load_config(given))
-            if other is not None:
+            difference = self._difference(load_config(design))
+            if difference is not None:
                 raise ConfigError(
-                    f"{given}: is another design than that in {self.contents.folder} ({other}); leave DESIGN out, and "
-                    "give what changes as FIELD=VALUE"
+                    f"{design}: is another design than that in {self.contents.folder} ({difference}); leave DESIGN out,"
+                    " and give what changes as FIELD=VALUE"
                 )
         config = load_config(self.config.dump(), overrides)
-        changed = self._differs(config)
-        if changed is not None:
-            say(f"the design is not quite that of {self.contents.folder}: {changed}")
+        difference = self._difference(config)
+        if difference is not None:
+            print_status(f"the design is not quite that of {self.contents.folder}: {difference}")
         return config
 
-    def _differs(self, other: ModelConfig) -> str | None:
-        """The first field in which a design differs, in words; one that names no vocabulary has the base's."""
-        if other.vocab_size is None:
-            other = other.replace(vocab_size=self.config.vocab_size)
-        return first_difference(plain(self.config.resolved().dump()), plain(other.resolved().dump()))
+    def _difference(self, config: ModelConfig) -> str | None:
+        """Describe the first field in which a design differs. Without a vocab_size it takes the checkpoint's."""
+        if config.vocab_size is None:
+            config = config.replace(vocab_size=self.config.vocab_size)
+        return first_difference(to_plain_json(self.config.resolved().dump()), to_plain_json(config.resolved().dump()))
 
-    def start(self, config: ModelConfig, device: str) -> Decoder:
-        """A design with the base's weights, in float32. Raises CheckpointError where their names or shapes differ."""
+    def build_model(self, config: ModelConfig, device: str) -> Decoder:
+        """Build a design with the checkpoint's weights, in float32.
+
+        Raises CheckpointError, or ConfigError if an override is the reason, where names or shapes differ.
+        """
         try:
-            return restore(self.contents, torch.float32, device, config)
+            return restore_model(self.contents, torch.float32, device, config)
         except CheckpointError as error:
             if config == self.config:
                 raise
-            reason = f"{error}, since an override changed it"
-            raise ConfigError(f"{reason}; with --from, override only what has no weights") from None
+            raise ConfigError(f"{error}, since an override changed it; override only what has no weights") from None
 
 
-def open_base(folder: Path) -> Base:
+def open_init_checkpoint(folder: Path) -> InitCheckpoint:
     """Open a model's folder, or the newest checkpoint of a run. Raises CheckpointError."""
-    contents = read_folder(find(folder))
-    config = load_config(read_design(contents))
-    tokenizer = Tokenizer.from_documents(contents.documents)
-    documents = {name: text for name, text in contents.documents.items() if name not in OWN}
-    return Base(contents, config, tokenizer, documents, fingerprint(contents, WEIGHTS))
+    contents = read_folder(find_model_folder(folder))
+    config = load_config(read_config(contents))
+    tokenizer = Tokenizer.from_files(contents.documents)
+    documents = {name: text for name, text in contents.documents.items() if name not in OWN_FILES}
+    return InitCheckpoint(contents, config, tokenizer, documents, tensors_sha256(contents, WEIGHTS_FILE))

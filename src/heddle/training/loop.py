@@ -1,4 +1,4 @@
-"""The loop: batch → gradients → step → log, with saves that make a continued run equal an uninterrupted one."""
+"""The training loop: batch, gradients, update, log, checkpoint. A resumed run is bit-equal to an uninterrupted one."""
 
 import math
 import time
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from heddle import progress as display
-from heddle.data.chat import Chat
+from heddle.data.chat import ChatDataset
 from heddle.data.corpus import Corpus
 from heddle.data.samples import Batch
 from heddle.errors import ConfigError, MachineError
@@ -19,234 +19,250 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.lora import add_lora
 from heddle.storage.lock import RunLock
-from heddle.storage.run_log import Log, open_run
-from heddle.training.checkpoint import Progress, resume_run, save_run
-from heddle.training.datasets import Answers, Material, Measured, Source, Text, Turns
-from heddle.training.evaluation.bits_per_byte import bits_per_byte
-from heddle.training.init_checkpoint import Base, Lora
-from heddle.training.optimizer import Optimizer, make_optimizer
-from heddle.training.settings import Settings, learning_rate
-from heddle.training.signals import Interrupted, Wish, listening
-from heddle.training.step import BatchResult, apply, gradients
+from heddle.storage.run_log import RunLog, open_run
+from heddle.training.checkpoint import TrainingProgress, resume_run, save_run
+from heddle.training.evaluation.scores import ratio_of_sums
+from heddle.training.init_checkpoint import InitCheckpoint, LoraSettings
+from heddle.training.optimizer import Optimizer, build_optimizer
+from heddle.training.settings import Settings, scheduled_learning_rate
+from heddle.training.signals import Interrupted, StopRequest, catch_stop_signals
+from heddle.training.step import BatchResult, accumulate_gradients, apply_gradients
+from heddle.training.training_data import ChatData, Scores, TaskData, TaskSource, TextData, TrainingData
 
-LONGEST_STREAK = 10
-EVALUATED = 2**16  # validation tokens of the evaluation at the end
-ON_THE_WAY = 2**14  # and of one on the way
+MAX_CONSECUTIVE_SKIPS = 10
+FINAL_EVALUATION_TOKENS = 2**16  # held-out tokens of the evaluation at the end
+INTERIM_EVALUATION_TOKENS = 2**14  # and of an evaluation during training
 
 
 class Diverged(MachineError):
-    """Too many steps in a row had a loss or gradient that was not finite."""
+    """Too many consecutive steps had a loss or gradient that was not finite."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A finished run: the model, what was measured of each held-out window or row, what happened on the way.
+class TrainingResult:
+    """A finished run.
 
-    windows: bits and bytes of a text, right answers and scored targets of a task.
+    scores: of the final evaluation, (bits, bytes) of each window of text or (right answers, scored targets) of each
+    row of a task. tokens_per_second: the median over steps.
     """
 
     model: Decoder
-    windows: Measured
-    progress: Progress
+    scores: Scores
+    progress: TrainingProgress
     tokens_per_second: float
 
     @property
     def bits_per_byte(self) -> float:
-        """Of the whole validation text."""
-        return bits_per_byte(self.windows)
+        """Return the bits per byte of the held-out text. Only for text and chats."""
+        return ratio_of_sums(self.scores)
 
     @property
-    def accuracy(self) -> float:
-        """Of a task: right answers over scored targets."""
-        return bits_per_byte(self.windows)
+    def task_accuracy(self) -> float:
+        """Return the fraction of a task's held-out targets that the model predicts right. Only for tasks."""
+        return ratio_of_sums(self.scores)
 
 
 @dataclass(frozen=True)
-class Job:
-    """What to train, on what, how, where to, and in which circumstances (for run.json)."""
+class TrainingJob:
+    """What to train, on which data, how and where.
+
+    source: the data. out: the run's folder. label: of the progress bar. environment: plain values for run.json.
+    init_checkpoint: starts from its weights. lora: trains only adapters.
+    """
 
     config: ModelConfig
-    corpus: Corpus | Chat | Source
+    source: Corpus | ChatDataset | TaskSource
     settings: Settings
     out: Path
     device: str = "cpu"
-    name: str = "training"  # of the progress bar
-    circumstances: dict[str, Any] | None = None
-    base: Base | None = None  # whose weights it starts from
-    lora: Lora | None = None
+    label: str = "training"
+    environment: dict[str, Any] | None = None
+    init_checkpoint: InitCheckpoint | None = None
+    lora: LoraSettings | None = None
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The narrow dtype of products, or None."""
+        """Return the dtype of autocast, or None for float32."""
         return torch.bfloat16 if self.settings.precision == "bf16" else None
 
     @property
-    def material(self) -> Material:
-        """What the loop asks of the text or the rows."""
-        if isinstance(self.corpus, Corpus):
-            return Text(self.corpus)
-        return Turns(self.corpus) if isinstance(self.corpus, Chat) else Answers(self.corpus)
+    def training_data(self) -> TrainingData:
+        """Return the source as training data."""
+        if isinstance(self.source, Corpus):
+            return TextData(self.source)
+        return ChatData(self.source) if isinstance(self.source, ChatDataset) else TaskData(self.source)
 
     @property
-    def texts(self) -> dict[str, str]:
-        """What is saved beside model and tokenizer, by file name."""
-        return ({} if self.base is None else self.base.documents) | self.material.documents
+    def documents(self) -> dict[str, str]:
+        """Return the text files that are saved with the model, by name, besides config and tokenizer."""
+        return ({} if self.init_checkpoint is None else self.init_checkpoint.documents) | self.training_data.documents
 
     def identity(self) -> dict[str, Any]:
-        """What decides the result: a run is continued only by a job that shares it."""
-        data = self.material.identity()
-        start = {
-            "base": None if self.base is None else self.base.hash,
+        """Return everything that decides the result. Only a job with the same identity may continue a run."""
+        return {
+            "design": self.config.dump(),
+            "data": self.training_data.identity(),
+            "settings": self.settings.identity(),
+            "init_checkpoint": None if self.init_checkpoint is None else self.init_checkpoint.weights_sha256,
             "lora": None if self.lora is None else asdict(self.lora),
         }
-        return {"design": self.config.dump(), "data": data, "settings": self.settings.identity(), **start}
 
-    def start(self) -> Decoder:
-        """The model before the first step."""
+    def build_model(self) -> Decoder:
+        """Build the model as it is before the first step."""
         seed = self.settings.seed
-        if self.base is None:
+        if self.init_checkpoint is None:
             model = build(self.config, device=self.device, seed=seed)
         else:
-            model = self.base.start(self.config, self.device)
+            model = self.init_checkpoint.build_model(self.config, self.device)
         return model if self.lora is None else add_lora(model, self.lora.targets, self.lora.rank, seed=seed)
 
 
-def train(job: Job) -> Outcome:
-    """Train, or continue, the run in `job.out`; the same job ends bit-identical however often it was interrupted.
+def train(job: TrainingJob) -> TrainingResult:
+    """Train, or continue the run in `job.out`. The result is bit-equal however often the run was interrupted.
 
-    Raises CheckpointError if the folder is another run's or in use, Diverged after too many bad steps,
-    MachineError if it cannot be written, Interrupted after saving when a signal asked for it.
+    Raises CheckpointError if the folder holds another run or is in use, Diverged after too many skipped steps,
+    MachineError if the folder cannot be written, and Interrupted, after saving, when a signal arrives.
     """
-    settings, material = job.settings, job.material
-    batches = material.batches(settings)
-    model = job.start().train()
-    material.check(model)
-    if model.memory_width is not None:
-        raise ConfigError("memory: the design reads one, and these data come without; take the steps of training.step")
-    optimizer = make_optimizer(model, settings.weight_decay, settings.optimizer, settings.lr_scale)
-    with RunLock(job.out), listening() as wish:
-        open_run(job.out, job.identity(), {"data_report": material.report(), **(job.circumstances or {})})
+    settings, training_data = job.settings, job.training_data
+    batch_at = training_data.train_batches(settings)
+    model = job.build_model().train()
+    training_data.check(model)
+    if model.encoder_width is not None:
+        raise ConfigError(
+            "encoder_width: the design reads an encoder output, and this data has none; write a loop of your own with "
+            "heddle.training.step"
+        )
+    optimizer = build_optimizer(model, settings.weight_decay, settings.optimizer, settings.lr_scale)
+    with RunLock(job.out), catch_stop_signals() as stop_request:
+        open_run(job.out, job.identity(), {"data_report": training_data.report(), **(job.environment or {})})
         torch.manual_seed(settings.seed)
         progress = resume_run(job.out, model, optimizer)
-        runner = compiled(model) if settings.compile else model
-        runner.checkpointing = settings.checkpoint_activations
-        log = Log(job.out, progress.step)
+        forward_model = compiled(model) if settings.compile else model
+        forward_model.checkpointing = settings.checkpoint_activations
+        log = RunLog(job.out, progress.step)
+        state = _LoopState(model, forward_model, optimizer, batch_at, progress, log, stop_request)
         try:
-            speed = _run(job, _Running(model, runner, optimizer, batches, progress, log, wish))
+            tokens_per_second = _train_steps(job, state)
         finally:
             log.close()
-        windows = evaluate(model, job, wish=wish)
-        if not math.isfinite(bits_per_byte(windows)):
+        scores = evaluate(model, job, stop_request=stop_request)
+        if not math.isfinite(ratio_of_sums(scores)):
             raise Diverged(
                 f"{job.out}: after {settings.steps} steps the loss on held-out text is not finite; "
-                f"try a lower --lr than {settings.learning_rate:g} in another --out"
+                f"try a learning rate below {settings.learning_rate:g} in another folder"
             )
-        return Outcome(model, windows, progress, speed)
+        return TrainingResult(model, scores, progress, tokens_per_second)
 
 
-def evaluate(model: Decoder, job: Job, tokens: int = EVALUATED, wish: Wish | None = None) -> Measured:
-    """What is measured on about `tokens` held-out tokens, by window of the text or row of the task.
+def evaluate(
+    model: Decoder, job: TrainingJob, tokens: int = FINAL_EVALUATION_TOKENS, stop_request: StopRequest | None = None
+) -> Scores:
+    """Evaluate a model on about `tokens` held-out tokens; the scores are those of each window or row.
 
-    Raises Interrupted, between batches, when a `wish` to end is made.
+    Raises Interrupted, between batches, when a stop is requested.
     """
-    chosen = job.material.held_out(job.settings, tokens)
-    return job.material.measure(model, _while_welcome(chosen, wish), job.autocast)
+    batches = job.training_data.validation_batches(job.settings, tokens)
+    return job.training_data.evaluate(model, _until_stopped(batches, stop_request), job.autocast)
 
 
-def _while_welcome(windows: Iterable[Batch], wish: Wish | None) -> Iterator[Batch]:
-    for window in windows:
-        if wish is not None and wish.number is not None:
-            display.say("every step is done and saved; the same command evaluates it")
-            raise Interrupted(wish.number)
-        yield window
+def _until_stopped(batches: Iterable[Batch], stop_request: StopRequest | None) -> Iterator[Batch]:
+    for batch in batches:
+        if stop_request is not None and stop_request.signal_number is not None:
+            display.print_status("every step is done and saved; the same command evaluates it")
+            raise Interrupted(stop_request.signal_number)
+        yield batch
 
 
 @dataclass
-class _Running:
+class _LoopState:
     model: Decoder
-    runner: Decoder  # the model, or its compiled twin
+    forward_model: Decoder  # the model itself, or the compiled one that shares its parameters
     optimizer: Optimizer
-    batches: Callable[[int], Batch]
-    progress: Progress
-    log: Log
-    wish: Wish
+    batch_at: Callable[[int], Batch]
+    progress: TrainingProgress
+    log: RunLog
+    stop_request: StopRequest
 
 
-def _run(job: Job, run: _Running) -> float:
-    """All remaining steps; returns the median tokens a second."""
-    settings, progress = job.settings, run.progress
+def _train_steps(job: TrainingJob, state: _LoopState) -> float:
+    """Take all remaining steps and return the median tokens per second."""
+    settings, progress = job.settings, state.progress
     speeds = []
-    total, done = (count * settings.tokens_per_step for count in (settings.steps, progress.step))
-    with display.bar(job.name, total, "tokens", done) as bar:
+    total_tokens, tokens_done = (count * settings.tokens_per_step for count in (settings.steps, progress.step))
+    with display.progress_bar(job.label, total_tokens, "tokens", tokens_done) as bar:
         while progress.step < settings.steps:
-            line = _step(job, run)
+            line = _step(job, state)
             speeds.append(settings.tokens_per_step / line["seconds"])
-            run.log.write(line)
-            bar.advance(settings.tokens_per_step, _note(line))
-            _watch(job, run)
+            state.log.write(line)
+            bar.advance(settings.tokens_per_step, _bar_note(line))
+            _stop_if_diverged(job, state)
             finished = progress.step == settings.steps
             due = settings.save_every is not None and progress.step % settings.save_every == 0
-            if finished or due or run.wish.number is not None:
-                run.log.keep()
-                save_run(job.out, run.model, run.optimizer, progress, job.material.tokenizer, job.texts)
-            if run.wish.number is not None and not finished:
-                display.say(f"saved at step {progress.step}; the same command continues")
-                raise Interrupted(run.wish.number)
+            if finished or due or state.stop_request.signal_number is not None:
+                state.log.sync()
+                save_run(job.out, state.model, state.optimizer, progress, job.training_data.tokenizer, job.documents)
+            if state.stop_request.signal_number is not None and not finished:
+                display.print_status(f"saved at step {progress.step}; the same command continues")
+                raise Interrupted(state.stop_request.signal_number)
     return sorted(speeds)[len(speeds) // 2] if speeds else math.nan
 
 
-def _step(job: Job, run: _Running) -> dict[str, Any]:
-    """Take one step; returns its line of the log, in which numbers that are not finite are null."""
-    settings, progress = job.settings, run.progress
-    began = time.perf_counter()
-    batch = run.batches(progress.step)
-    found = gradients(run.runner, batch, (settings.seed, progress.step), settings.accumulate, job.autocast)
-    rate = learning_rate(settings, progress.step)
-    result = apply(run.model, run.optimizer, found, rate, settings.clip)
-    seconds = time.perf_counter() - began
+def _step(job: TrainingJob, state: _LoopState) -> dict[str, Any]:
+    """Take one step and return its line of the log, in which numbers that are not finite are null."""
+    settings, progress = job.settings, state.progress
+    started = time.perf_counter()
+    batch = state.batch_at(progress.step)
+    key = (settings.seed, progress.step)
+    batch_result = accumulate_gradients(
+        state.forward_model, batch, key, settings.gradient_accumulation_steps, job.autocast
+    )
+    rate = scheduled_learning_rate(settings, progress.step)
+    result = apply_gradients(state.model, state.optimizer, batch_result, rate, settings.max_gradient_norm)
+    seconds = time.perf_counter() - started
     progress.step += 1
-    progress.skipped += not result.taken
-    progress.streak = 0 if result.taken else progress.streak + 1
+    progress.skipped_steps += result.skipped
+    progress.consecutive_skips = progress.consecutive_skips + 1 if result.skipped else 0
     line: dict[str, Any] = {
         "step": progress.step,
         "tokens": progress.step * settings.tokens_per_step,
         "loss": result.loss,
-        **job.material.told(batch, result.loss),
-        **_experts(found),
-        "gradient_norm": result.norm,
+        **job.training_data.step_metrics(batch, result.loss),
+        **_router_log(batch_result),
+        "gradient_norm": result.gradient_norm,
         "learning_rate": rate,
-        "taken": result.taken,
+        "skipped": result.skipped,
         "seconds": round(seconds, 6),
     }
-    every = settings.evaluate_every
-    if every is not None and (progress.step % every == 0 or progress.step == settings.steps):
-        line[f"validation_{job.material.score}"] = bits_per_byte(evaluate(run.model, job, ON_THE_WAY))
-    return {key: value if _says_something(value) else None for key, value in line.items()}
+    interval = settings.evaluate_every
+    if interval is not None and (progress.step % interval == 0 or progress.step == settings.steps):
+        scores = evaluate(state.model, job, INTERIM_EVALUATION_TOKENS)
+        line[f"validation_{job.training_data.metric}"] = ratio_of_sums(scores)
+    return {key: value if _is_loggable(value) else None for key, value in line.items()}
 
 
-def _experts(found: BatchResult) -> dict[str, Any]:
-    """What the log says of mixtures of experts; nothing for a design without."""
-    if not found.mixtures:
+def _router_log(batch_result: BatchResult) -> dict[str, Any]:
+    """Return the metrics of experts for the log; nothing for a design without experts."""
+    if not batch_result.router_metrics:
         return {}
-    told = {path: tally.told() for path, tally in found.mixtures.items()}
-    return {"penalty": float(found.penalty), "experts": told}
+    summaries = {path: metrics.summary() for path, metrics in batch_result.router_metrics.items()}
+    return {"aux_loss": float(batch_result.aux_loss), "experts": summaries}
 
 
-def _says_something(value: Any) -> bool:
+def _is_loggable(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _note(line: dict[str, Any]) -> str:
+def _bar_note(line: dict[str, Any]) -> str:
     if line["loss"] is None:
-        return f"step {line['step']} not taken: its loss is not finite"
+        return f"step {line['step']} skipped: its loss is not finite"
     bits = line.get("bits_per_byte")
-    return f"{line['loss']:.3f} nats an answer" if bits is None else f"{bits:.3f} bits per byte"
+    return f"{line['loss']:.3f} nats per answer" if bits is None else f"{bits:.3f} bits per byte"
 
 
-def _watch(job: Job, run: _Running) -> None:
-    progress = run.progress
-    if progress.streak >= LONGEST_STREAK:
+def _stop_if_diverged(job: TrainingJob, state: _LoopState) -> None:
+    progress = state.progress
+    if progress.consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
         raise Diverged(
-            f"{job.out}: {progress.streak} steps in a row, up to step {progress.step}, had a loss or gradient that was "
-            f"not finite, and were not taken; try a lower --lr than {job.settings.learning_rate:g}"
+            f"{job.out}: {progress.consecutive_skips} steps in a row, up to step {progress.step}, were skipped because "
+            f"their loss or gradient was not finite; try a learning rate below {job.settings.learning_rate:g}"
         )

@@ -1,135 +1,157 @@
-"""What moves the weights: AdamW for every parameter, or Muon for the layers' matrices and AdamW for the rest.
+"""The optimizer: AdamW for every parameter, or Muon for the layers' weight matrices and AdamW for the rest.
 
     AdamW (Loshchilov & Hutter 2019):  w ← w − r λ w − r · m̂ / (√v̂ + ε)
     Muon (Jordan et al. 2024):         w ← w − r λ w − 0.2 r √max(out, in) · U,   U = five steps of
         U ← a U + (b U Uᵀ + c (U Uᵀ)²) U   from N / |N|,   N = 0.05 g + 0.95 m,   m ← 0.95 m + 0.05 g
 
-U has singular values near 1. Muon's scale is that of Liu et al. (2025): an update about as large as AdamW's, so that
-one learning rate r serves both. r is the rate of the step times the factor of the parameter's path.
+U has singular values near 1. Muon's update is scaled as in Liu et al. (2025): it is about as large as AdamW's, so one
+learning rate r serves both. r is the learning rate of the step times the factor of the parameter's path.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
-from heddle.parts.modules.linear import Leaf
+from heddle.parts.modules.linear import SelfInitialized
 
-Scales = Sequence[tuple[str, float]]  # (path, factor), the last that matches a parameter counts
+LearningRateScales = Sequence[tuple[str, float]]  # (path, factor); the last path that matches a parameter counts
 
 
 class Optimizer:
-    """Torch's optimizers over the parameters that learn.
+    """One or two torch optimizers over the trainable parameters.
 
-    learned: these parameters by name. parts: AdamW, Muon or both; each group has a `factor` of the rate. held: what
-    the parts move, by name: parameters, and the slices of stacked matrices as `name.index`.
+    trainable: the parameters by name. optimizers: AdamW, Muon or both; each parameter group has a `factor` of the
+    learning rate. updated_tensors: what they update, by name: parameters, and for stacked matrices each slice, as
+    `name.index`.
     """
 
     def __init__(
-        self, learned: dict[str, nn.Parameter], parts: Sequence[torch.optim.Optimizer], held: dict[str, Tensor]
+        self,
+        trainable: dict[str, nn.Parameter],
+        optimizers: Sequence[torch.optim.Optimizer],
+        updated_tensors: dict[str, Tensor],
     ) -> None:
-        self.learned, self.parts, self.held = learned, parts, held
-        self._owner = {id(one): part for part in parts for group in part.param_groups for one in group["params"]}
+        self.trainable, self.optimizers, self.updated_tensors = trainable, optimizers, updated_tensors
+        self._optimizer_of = {
+            id(tensor): optimizer
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for tensor in group["params"]
+        }
 
     @property
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """What is kept of earlier steps for each tensor that is moved, by its name."""
-        pairs = ((name, self._owner[id(one)].state.get(one)) for name, one in self.held.items())
-        return {name: state for name, state in pairs if state}
+        """Return the optimizer state (moments, step counts) of each updated tensor, by the tensor's name."""
+        states = {
+            name: self._optimizer_of[id(tensor)].state.get(tensor) for name, tensor in self.updated_tensors.items()
+        }
+        return {name: state for name, state in states.items() if state}
 
-    def load(self, state: Mapping[str, dict[str, Tensor]]) -> None:
-        """Take what `state` gave, instead of what is kept. Names that this optimizer does not move are left out."""
-        for name, one in self.held.items():
+    def load_state(self, state: Mapping[str, dict[str, Tensor]]) -> None:
+        """Load what `state` returned. Names that this optimizer does not update are ignored."""
+        for name, tensor in self.updated_tensors.items():
             if name in state:
-                self._owner[id(one)].state[one] = dict(state[name])
+                self._optimizer_of[id(tensor)].state[tensor] = dict(state[name])
 
-    def step(self, rate: float) -> None:
-        """Move the weights along their gradients, at the rate times each one's factor."""
-        for name, parameter in self.learned.items():
-            if name not in self.held and parameter.grad is not None:
+    def step(self, learning_rate: float) -> None:
+        """Update the weights, each at the learning rate times its factor, and clear the gradients."""
+        for name, parameter in self.trainable.items():
+            if name not in self.updated_tensors and parameter.grad is not None:
                 for index, gradient in enumerate(parameter.grad.flatten(0, -3).unbind()):
-                    self.held[_slice(name, index)].grad = gradient
-        for part in self.parts:
-            for group in part.param_groups:
-                group["lr"] = rate * group["factor"]
-            part.step()
-            part.zero_grad(set_to_none=True)
+                    self.updated_tensors[_slice_name(name, index)].grad = gradient
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * group["factor"]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
 
-def make_optimizer(model: Decoder, weight_decay: float, kind: str = "adamw", scales: Scales = ()) -> Optimizer:
-    """AdamW (betas 0.9 and 0.95), or with `muon` Muon (momentum 0.95, Nesterov) for the matrices of the layers.
+def build_optimizer(
+    model: Decoder, weight_decay: float, kind: str = "adamw", lr_scale: LearningRateScales = ()
+) -> Optimizer:
+    """Build AdamW (betas 0.9 and 0.95); kind 'muon' adds Muon (momentum 0.95, Nesterov) for the layers' matrices.
 
-    What has two or more dims and is no bias decays; what has a factor of 0 does not move at all. Matrices are those
-    of `Leaf.maps`; a stack [n, out, in] is n of them. Raises ConfigError as `factors` does.
+    Weight decay applies to parameters with two or more dims that are not biases. Parameters with a factor of 0 are
+    frozen. A stack of matrices [n, out, in] counts as n matrices. Raises ConfigError as `learning_rate_factors` does.
     """
-    factor = factors(model, scales)
-    learned = {name: one for name, one in model.named_parameters() if factor.get(name, 0.0) > 0.0}
-    matrices = maps(model) if kind == "muon" else frozenset()
-    held: dict[str, Tensor] = {}
-    groups: dict[bool, dict[tuple[float, float], list[Tensor]]] = {False: {}, True: {}}
-    decays = {name for name, one in learned.items() if one.dim() >= 2 and not name.endswith(".bias")}
-    for name, one in sorted(learned.items(), key=lambda item: item[0] not in decays):
-        mine = {name: one} if name not in matrices or one.dim() == 2 else _slices(name, one)
-        held |= mine
-        alike = (weight_decay if name in decays else 0.0, factor[name])
-        groups[name in matrices].setdefault(alike, []).extend(mine.values())
-    adam, muon = (
-        [{"params": ones, "weight_decay": decay, "factor": own} for (decay, own), ones in groups[which].items()]
-        for which in (False, True)
-    )
-    parts: list[torch.optim.Optimizer] = []
-    if adam:
+    factor_by_name = learning_rate_factors(model, lr_scale)
+    trainable = {name: parameter for name, parameter in model.named_parameters() if factor_by_name.get(name, 0.0) > 0.0}
+    matrices = matrix_parameters(model) if kind == "muon" else frozenset()
+    updated_tensors: dict[str, Tensor] = {}
+    # (weight decay, learning rate factor) -> tensors, for AdamW and for Muon
+    adamw_groups: dict[tuple[float, float], list[Tensor]] = {}
+    muon_groups: dict[tuple[float, float], list[Tensor]] = {}
+    decayed = {name for name, parameter in trainable.items() if parameter.dim() >= 2 and not name.endswith(".bias")}
+    for name, parameter in sorted(trainable.items(), key=lambda item: item[0] not in decayed):
+        is_stack = name in matrices and parameter.dim() > 2
+        tensors = _slices(name, parameter) if is_stack else {name: parameter}
+        updated_tensors |= tensors
+        group_key = (weight_decay if name in decayed else 0.0, factor_by_name[name])
+        groups = muon_groups if name in matrices else adamw_groups
+        groups.setdefault(group_key, []).extend(tensors.values())
+    optimizers: list[torch.optim.Optimizer] = []
+    if adamw_groups:
         fused = model.embed.weight.device.type in ("cpu", "cuda")
-        parts.append(torch.optim.AdamW(adam, lr=0.0, betas=(0.9, 0.95), fused=fused))
-    if muon:
-        parts.append(torch.optim.Muon(muon, lr=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"))
-    return Optimizer(learned, parts, held)
+        optimizers.append(torch.optim.AdamW(_param_groups(adamw_groups), lr=0.0, betas=(0.9, 0.95), fused=fused))
+    if muon_groups:
+        adjust = "match_rms_adamw"
+        optimizers.append(torch.optim.Muon(_param_groups(muon_groups), lr=0.0, momentum=0.95, adjust_lr_fn=adjust))
+    return Optimizer(trainable, optimizers, updated_tensors)
 
 
-def _slice(name: str, index: int) -> str:
+def _param_groups(groups: Mapping[tuple[float, float], list[Tensor]]) -> list[dict[str, Any]]:
+    return [
+        {"params": tensors, "weight_decay": weight_decay, "factor": factor}
+        for (weight_decay, factor), tensors in groups.items()
+    ]
+
+
+def _slice_name(name: str, index: int) -> str:
     return f"{name}.{index}"
 
 
 def _slices(name: str, stack: Tensor) -> dict[str, Tensor]:
-    """Each matrix of a stack, sharing its storage."""
-    return {_slice(name, index): one for index, one in enumerate(stack.detach().flatten(0, -3).unbind())}
+    """Return each matrix of a stack by name; they share the stack's storage."""
+    return {_slice_name(name, index): matrix for index, matrix in enumerate(stack.detach().flatten(0, -3).unbind())}
 
 
-def maps(model: Decoder) -> frozenset[str]:
-    """The parameters that are matrices of a layer, or stacks of them."""
-    leaves = ((path, module) for path, module in model.named_modules() if isinstance(module, Leaf))
-    inside = ((path, leaf) for path, leaf in leaves if path.removeprefix("encoder.").startswith("layers."))
-    return frozenset(f"{path}.{name}" for path, leaf in inside for name in leaf.maps)
+def matrix_parameters(model: Decoder) -> frozenset[str]:
+    """Return the names of the layers' parameters that are matrices, or stacks of matrices."""
+    modules = ((path, module) for path, module in model.named_modules() if isinstance(module, SelfInitialized))
+    in_layers = ((path, module) for path, module in modules if path.removeprefix("encoder.").startswith("layers."))
+    return frozenset(f"{path}.{name}" for path, module in in_layers for name in module.matrix_parameters)
 
 
-def factors(model: Decoder, scales: Scales) -> dict[str, float]:
-    """The factor of each parameter that learns, by name: that of the last path that leads to it, else 1.
+def learning_rate_factors(model: Decoder, lr_scale: LearningRateScales) -> dict[str, float]:
+    """Return the learning rate factor of each trainable parameter, by name: that of the last matching path, else 1.
 
     A path is the beginning of a name, such as `layers.0.mixer`; `*` stands for one word of it. Raises ConfigError
-    for a path that leads nowhere, and where nothing is left to learn.
+    for a path that matches nothing, and if every factor is 0.
     """
-    found = {name: 1.0 for name, one in model.named_parameters() if one.requires_grad}
-    for path, factor in scales:
-        reached = [name for name in found if _leads(path.split("."), name.split("."))]
-        if not reached:
+    factor_by_name = {name: 1.0 for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for path, factor in lr_scale:
+        matches = [name for name in factor_by_name if _path_matches(path.split("."), name.split("."))]
+        if not matches:
             raise ConfigError(
-                f"--lr-scale {path}={factor:g}: no parameter that learns is at '{path}'; "
-                f"paths begin with {_listing(found)}"
+                f"lr_scale {path}={factor:g}: no parameter that learns is at '{path}'; "
+                f"paths begin with {_first_words(factor_by_name)}"
             )
-        found |= dict.fromkeys(reached, factor)
-    if not any(found.values()):
-        raise ConfigError("--lr-scale: every factor is 0, so nothing would learn; leave one above 0")
-    return found
+        factor_by_name |= dict.fromkeys(matches, factor)
+    if not any(factor_by_name.values()):
+        raise ConfigError("lr_scale: every factor is 0, so nothing would learn; leave one above 0")
+    return factor_by_name
 
 
-def _leads(path: Sequence[str], name: Sequence[str]) -> bool:
+def _path_matches(path: Sequence[str], name: Sequence[str]) -> bool:
     return len(path) <= len(name) and all(a in ("*", b) for a, b in zip(path, name, strict=False))
 
 
-def _listing(names: Iterable[str]) -> str:
-    """The first words of names, layers with their number."""
+def _first_words(names: Iterable[str]) -> str:
+    """Return the first word of each name, of layers with their number, for an error message."""
     return ", ".join(
         dict.fromkeys(".".join(name.split(".")[: 2 if name.startswith("layers.") else 1]) for name in names)
     )

@@ -1,4 +1,4 @@
-"""What the mixtures of experts of a step did: loads, entropy, dropped choices, and the penalty that training adds."""
+"""Metrics of mixtures of experts in a training step: expert load, router entropy, dropped choices, auxiliary loss."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,82 +10,90 @@ from torch import Tensor, nn
 
 from heddle.data.samples import Batch
 from heddle.model.decoder import Decoder
-from heddle.parts.modules.router_statistics import Entry
+from heddle.parts.modules.router_statistics import RouterStatistics
 
-Told = dict[str, dict[str, Any]]  # of each mixture, by its path: load, entropy, dropped
+RouterSummary = dict[str, dict[str, Any]]  # by the mixture's path: load, entropy, dropped
 
 
-class Tally(NamedTuple):
-    """Of one mixture over a step: loads int64 [experts], dropped and tokens int64 [], entropy float64 [] in nats."""
+class RouterMetrics(NamedTuple):
+    """Sums over one mixture and one step.
 
-    loads: Tensor
+    expert_counts: int64 [experts], how often each expert was chosen. dropped: int64 [], choices dropped for lack of
+    capacity. entropy: float64 [], of the router's probabilities, in nats. tokens: int64 [].
+    """
+
+    expert_counts: Tensor
     dropped: Tensor
     entropy: Tensor
     tokens: Tensor
 
-    def told(self) -> dict[str, Any]:
-        """For the log: each expert's share of the choices, mean entropy of a token, the share of choices dropped."""
-        choices = max(1, int(self.loads.sum()))
+    def summary(self) -> dict[str, Any]:
+        """Return each expert's fraction of the choices, the mean entropy per token and the fraction dropped."""
+        choices = max(1, int(self.expert_counts.sum()))
         entropy = float(self.entropy) / max(1, int(self.tokens))
         return {
-            "load": [round(load / choices, 4) for load in self.loads.tolist()],
+            "load": [round(load / choices, 4) for load in self.expert_counts.tolist()],
             "entropy": round(entropy, 6) if math.isfinite(entropy) else None,
             "dropped": round(int(self.dropped) / choices, 6),
         }
 
 
-class Tallies:
-    """Gathers what the pieces of a batch entered into their ledgers."""
+class RouterMetricsCollector:
+    """Adds up the router statistics of the parts of a batch."""
 
     def __init__(self, model: Decoder, batch: Batch) -> None:
         self.model = model
-        self.mixtures: dict[str, Tally] = {}  # by the module's path
-        self.penalty = torch.zeros((), dtype=torch.float64)  # mean a real token
-        self._real = sum(map(sum, batch.lengths))
-        self._real_in_source = 0 if batch.source is None else int((batch.source >= 0).sum())
+        self.metrics: dict[str, RouterMetrics] = {}  # by the mixture's path
+        self.aux_loss = torch.zeros((), dtype=torch.float64)  # mean over tokens
+        self._tokens = sum(map(sum, batch.doc_lengths))
+        self._source_tokens = 0 if batch.encoder_tokens is None else int((batch.encoder_tokens >= 0).sum())
 
     @cached_property
     def _names(self) -> dict[nn.Module, str]:
         return {module: name for name, module in self.model.named_modules()}
 
-    def take(self, entries: Iterable[Entry]) -> Tensor | None:
-        """Add up a piece's entries; returns what its loss must grow by, or None.
+    def add(self, entries: Iterable[RouterStatistics]) -> Tensor | None:
+        """Add the statistics of one part of the batch and return its auxiliary loss, or None.
 
-        Penalties are sums over tokens, so divided by the whole batch's real tokens they do not depend on the pieces.
+        The losses recorded are sums over tokens. Divided by the tokens of the whole batch, they do not depend on how
+        the batch was split.
         """
-        added: Tensor | None = None
+        aux_loss: Tensor | None = None
         for entry in entries:
             name = self._names[entry.mixture]
-            mine = Tally(entry.loads, entry.dropped, entry.entropy, entry.tokens)
-            mine = Tally(*(value.detach() for value in mine))
-            before = self.mixtures.get(name)
-            self.mixtures[name] = mine if before is None else Tally(*(a + b for a, b in zip(before, mine, strict=True)))
-            if entry.penalty is not None:
-                share = entry.penalty / (self._real_in_source if name.startswith("encoder.") else self._real)
-                added = share if added is None else added + share
-        if added is not None:
-            self.penalty += added.detach().double().cpu()
-        return added
+            metrics = RouterMetrics(entry.expert_counts, entry.dropped, entry.entropy, entry.tokens)
+            metrics = RouterMetrics(*(value.detach() for value in metrics))
+            previous = self.metrics.get(name)
+            if previous is not None:
+                metrics = RouterMetrics(*(a + b for a, b in zip(previous, metrics, strict=True)))
+            self.metrics[name] = metrics
+            if entry.aux_loss is not None:
+                share = entry.aux_loss / (self._source_tokens if name.startswith("encoder.") else self._tokens)
+                aux_loss = share if aux_loss is None else aux_loss + share
+        if aux_loss is not None:
+            self.aux_loss += aux_loss.detach().double().cpu()
+        return aux_loss
 
 
-def recent(log: Sequence[dict[str, Any]]) -> Told | None:
-    """What mixtures did over the last tenth of a log's steps, averaged; None for a design without."""
-    last = [line["experts"] for line in log[-max(1, len(log) // 10) :] if line["taken"] and "experts" in line]
-    return average(last) if last else None
+def recent_router_summary(log: Sequence[dict[str, Any]]) -> RouterSummary | None:
+    """Average the router metrics over the last tenth of a log's steps; None for a design without experts."""
+    recent = log[-max(1, len(log) // 10) :]
+    summaries = [line["experts"] for line in recent if not line["skipped"] and "experts" in line]
+    return average_router_summaries(summaries) if summaries else None
 
 
-def average(told: Sequence[Told]) -> Told:
-    """Loads, entropies and dropped shares of several steps or runs of one design, each averaged."""
+def average_router_summaries(summaries: Sequence[RouterSummary]) -> RouterSummary:
+    """Average the load, entropy and dropped fraction over several steps or runs of one design."""
     return {
         path: {
-            "load": [_mean(loads) for loads in zip(*(one[path]["load"] for one in told), strict=True)],
-            "entropy": _mean([one[path]["entropy"] for one in told]),
-            "dropped": _mean([one[path]["dropped"] for one in told]),
+            "load": [_mean(loads) for loads in zip(*(summary[path]["load"] for summary in summaries), strict=True)],
+            "entropy": _mean([summary[path]["entropy"] for summary in summaries]),
+            "dropped": _mean([summary[path]["dropped"] for summary in summaries]),
         }
-        for path in told[0]
+        for path in summaries[0]
     }
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None

@@ -1,4 +1,4 @@
-"""One optimizer step: gradients of a whole batch in any number of pieces, clipping, and refusal of bad numbers."""
+"""One optimizer step: accumulate the gradients of a batch, clip them, and skip the update if they are not finite."""
 
 import math
 from collections.abc import Mapping
@@ -11,100 +11,110 @@ from torch import Tensor, nn
 from heddle.data.samples import Batch
 from heddle.model.decoder import Decoder
 from heddle.numerics.cross_entropy import loss_sum
-from heddle.numerics.random import Key, keyed
-from heddle.parts.context.layout import Layout, Memory
+from heddle.numerics.random import RandomKey, use_random_key
+from heddle.parts.context.encoder_output import EncoderOutput
+from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward
-from heddle.parts.modules.router_statistics import ledger
+from heddle.parts.modules.router_statistics import record_router_statistics
 from heddle.training.optimizer import Optimizer
-from heddle.training.router_metrics import Tallies, Tally
+from heddle.training.router_metrics import RouterMetrics, RouterMetricsCollector
 
 
 @dataclass(frozen=True)
 class BatchResult:
-    """loss: mean nats a target, float64 []. penalty: what balances experts, a mean real token; told apart.
+    """The losses of a batch, whose gradients are in the parameters.
 
-    mixtures: what each mixture of experts did, by its path.
+    loss: mean over targets, in nats, float64 []. aux_loss: the load balancing loss of experts, mean over tokens,
+    float64 []; not part of `loss`. router_metrics: by the path of each mixture of experts.
     """
 
     loss: Tensor
-    penalty: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    mixtures: Mapping[str, Tally] = field(default_factory=dict)
+    aux_loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    router_metrics: Mapping[str, RouterMetrics] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: mean nats a target. norm: of the gradient before clipping. taken: whether weights moved."""
+    """loss: mean nats per target. gradient_norm: before clipping. skipped: the update was not applied."""
 
     loss: float
-    norm: float
-    taken: bool
+    gradient_norm: float
+    skipped: bool
 
 
-def gradients(
-    model: Decoder, batch: Batch, key: tuple[int, int], pieces: int = 1, autocast: torch.dtype | None = None
+def accumulate_gradients(
+    model: Decoder, batch: Batch, key: tuple[int, int], accumulation_steps: int = 1, autocast: torch.dtype | None = None
 ) -> BatchResult:
-    """Accumulate the gradient of a batch's mean loss and penalty, run in `pieces` of equal rows.
+    """Accumulate the gradients of a batch's mean loss and auxiliary loss in `accumulation_steps` parts of equal rows.
 
-    Where a batch scores only some targets, only those enter the loss. key is (seed, step), under which dropout draws
-    by sample: the pieces do not change the result.
+    Targets of −1 do not enter the loss. key: (seed, step), from which dropout draws for each sample, so that the number
+    of parts does not change the result.
     """
     device = model.embed.weight.device
-    total = torch.zeros((), dtype=torch.float64)
-    tallies = Tallies(model, batch)
+    batch_loss = torch.zeros((), dtype=torch.float64)
+    collector = RouterMetricsCollector(model, batch)
     targets_in_batch = int((batch.targets >= 0).sum())
-    rows = batch.tokens.shape[0] // pieces
+    rows = batch.tokens.shape[0] // accumulation_steps
     for start in range(0, batch.tokens.shape[0], rows):
         tokens = torch.from_numpy(batch.tokens[start : start + rows]).to(device)
-        samples = torch.from_numpy(batch.samples[start : start + rows]).to(device)
+        samples = torch.from_numpy(batch.sample_indices[start : start + rows]).to(device)
         targets = torch.from_numpy(batch.targets[start : start + rows]).to(device)
-        layout = Layout.packed(batch.lengths[start : start + rows], targets.shape[1], device)
-        if batch.places is not None:
-            layout = layout.with_places(torch.from_numpy(batch.places[start : start + rows]).to(device))
-        with keyed(Key(*key, samples)):
-            with ledger() as kept, torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-                if batch.source is not None:
-                    layout = layout.with_memory(encoded(model, batch.source[start : start + rows]))
+        layout = Layout.packed(batch.doc_lengths[start : start + rows], targets.shape[1], device)
+        if batch.coordinates is not None:
+            layout = layout.with_coordinates(torch.from_numpy(batch.coordinates[start : start + rows]).to(device))
+        with use_random_key(RandomKey(*key, samples)):
+            with (
+                record_router_statistics() as recorded,
+                torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
+            ):
+                if batch.encoder_tokens is not None:
+                    layout = layout.with_encoder_output(run_encoder(model, batch.encoder_tokens[start : start + rows]))
                 hidden, _ = model(tokens[:, :-1], layout)
-                if batch.answers is None:
+                if batch.labels is None:
                     hidden, targets = hidden.flatten(0, 1), targets.flatten()
                 else:
                     hidden, targets = hidden[targets >= 0], targets[targets >= 0]
-                loss = loss_sum(hidden, model.head.end, targets) / targets_in_batch
-            # The ledger is closed: what layers that run again enter is not counted twice.
-            penalty = tallies.take(kept.entries)
-            # Recomputed activations must draw under the same key.
-            torch.autograd.backward(loss if penalty is None else loss + penalty)
-        total += loss.detach().double().cpu()
-    return BatchResult(total, tallies.penalty, tallies.mixtures)
+                loss = loss_sum(hidden, model.head.output_head, targets) / targets_in_batch
+            # Recording has ended: layers that the backward pass recomputes are not counted twice.
+            aux_loss = collector.add(recorded.entries)
+            # The backward pass stays under the random key: recomputed layers must draw the same dropout.
+            torch.autograd.backward(loss if aux_loss is None else loss + aux_loss)
+        batch_loss += loss.detach().double().cpu()
+    return BatchResult(batch_loss, collector.aux_loss, collector.metrics)
 
 
-def encoded(model: Decoder, source: np.ndarray) -> Memory:
-    """What the model's encoder makes of source int64 [B, S], in which −1 is padding."""
-    device, real = model.embed.weight.device, source >= 0
-    positions = None if real.all() else torch.from_numpy(np.where(real, real.cumsum(1) - 1, -1)).to(device)
-    return model.encode(
-        torch.from_numpy(np.where(real, source, 0)).to(device), None if positions is None else Layout(positions)
-    )
+def run_encoder(model: Decoder, encoder_tokens: np.ndarray) -> EncoderOutput:
+    """Run the model's encoder over tokens int64 [B, S], in which −1 is padding."""
+    device, is_token = model.embed.weight.device, encoder_tokens >= 0
+    layout = None
+    if not is_token.all():
+        layout = Layout(torch.from_numpy(np.where(is_token, is_token.cumsum(1) - 1, -1)).to(device))
+    return model.encode(torch.from_numpy(np.where(is_token, encoder_tokens, 0)).to(device), layout)
 
 
-def apply(model: Decoder, optimizer: Optimizer, batch: BatchResult, rate: float, clip: float) -> StepResult:
-    """Clip and step, unless the loss or the gradient's norm is not finite: then weights and moments stay.
+def apply_gradients(
+    model: Decoder, optimizer: Optimizer, batch: BatchResult, learning_rate: float, max_gradient_norm: float
+) -> StepResult:
+    """Clip the gradients and update the weights.
 
-    After a step that was taken each mixture whose experts or router learn is told its loads, once. The gradient is
-    that of all parameters that learn.
+    The update is skipped, and weights and optimizer state stay, if a loss or the gradient norm is not finite. After an
+    update, each mixture whose experts or router are trained updates its expert bias, once. The norm is that of all
+    trainable parameters together.
     """
-    learned = list(optimizer.learned.values())
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in learned if parameter.grad is not None])
-    finite = all(math.isfinite(float(value)) for value in (batch.loss, batch.penalty, norm))
+    trainable = list(optimizer.trainable.values())
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in trainable if parameter.grad is not None])
+    finite = all(math.isfinite(float(value)) for value in (batch.loss, batch.aux_loss, norm))
     if finite:
-        nn.utils.clip_grads_with_norm_(learned, clip, norm)
-        optimizer.step(rate)
-        taught = {id(parameter) for parameter in learned}
-        for path, tally in batch.mixtures.items():
-            part = model.get_submodule(path)
-            assert isinstance(part, Feedforward)
-            assert part.mixture is not None
-            if any(id(one) in taught for one in (*part.mixture.router.parameters(), *part.mixture.weights)):
-                part.balance(tally.loads)
+        nn.utils.clip_grads_with_norm_(trainable, max_gradient_norm, norm)
+        optimizer.step(learning_rate)
+        trainable_ids = {id(parameter) for parameter in trainable}
+        for path, metrics in batch.router_metrics.items():
+            feedforward = model.get_submodule(path)
+            assert isinstance(feedforward, Feedforward)
+            experts = feedforward.expert_info
+            assert experts is not None
+            parameters = (*experts.router.parameters(), *experts.weights)
+            if any(id(parameter) in trainable_ids for parameter in parameters):
+                feedforward.update_expert_bias(metrics.expert_counts)
     model.zero_grad(set_to_none=True)
-    return StepResult(float(batch.loss), float(norm), finite)
+    return StepResult(float(batch.loss), float(norm), skipped=not finite)

@@ -1,15 +1,16 @@
-"""Made-up comparison reports of realistic shape, for tests and for looking at."""
+"""Invented comparison reports of realistic shape, for tests and for looking at."""
 
 import copy
 from typing import Any
 
 import numpy as np
 
-from heddle.analysis.comparison.effects import effects
-from heddle.analysis.comparison.extrapolation import changes, told
-from heddle.analysis.comparison.probes import PROBES
-from heddle.analysis.comparison.statistics import bits_per_byte, paired_difference, verdict
-from heddle.training.evaluation.length_extrapolation import Reading
+from heddle.analysis.comparison.effects import field_effects
+from heddle.analysis.comparison.extrapolation import length_changes, result_summary
+from heddle.analysis.comparison.probes import RECALL_PROBES
+from heddle.analysis.comparison.statistics import mean_bits_per_byte, paired_difference
+from heddle.analysis.comparison.verdict import verdict_sentences
+from heddle.training.evaluation.length_extrapolation import ExtrapolationResult
 
 CONTEXTS = [1024 * 2**power for power in range(8)]
 SAMPLE = (
@@ -35,12 +36,12 @@ def design(name: str, traits: tuple[float, float, int, int, int, int], seeds: li
     """One design with finished runs, measured on windows shared by all designs."""
     offset, spread, per_token, fixed, train, decode = traits
     text = np.random.default_rng(5).normal(2.31, 0.35, 128)
-    mine = np.random.default_rng(100 + index).normal(offset, 0.012, 128)
+    own = np.random.default_rng(100 + index).normal(offset, 0.012, 128)
     runs = []
     for seed in seeds:
         luck = np.random.default_rng([index, seed]).normal(0, spread) + np.random.default_rng(seed).normal(0, 0.01)
         sizes = np.full(128, 1000) + np.random.default_rng(6).integers(0, 60, 128)
-        bits = (text + mine + luck) * sizes
+        bits = (text + own + luck) * sizes
         final = float(bits.sum() / sizes.sum())
         tokens = np.linspace(10_000, 500_000, 50).astype(int)
         noise = np.random.default_rng([7, index, seed]).normal(0, 0.012, 50)
@@ -54,57 +55,61 @@ def design(name: str, traits: tuple[float, float, int, int, int, int], seeds: li
             "train_tokens_per_second": train * (1 - 0.004 * seed),
             "peak_memory_bytes": 9.1e8 - 4e7 * index,
             "skipped_steps": 0,
-            "curve": [[int(place), float(value)] for place, value in zip(tokens, curve, strict=True)],
+            "curve": [[int(token), float(value)] for token, value in zip(tokens, curve, strict=True)],
             "windows": [[float(b), int(s)] for b, s in zip(bits, sizes, strict=True)],
-            "extrapolation": longer(index, final),
+            "extrapolation": length_results(index, final),
             "sample": SAMPLE + f"(self, seed={seed}):\n        self.lines = []",
         }
         runs.append(run)
     return {
         "name": name,
         "source": f"preset:{name}",
-        "varied": {},
-        "width": {"given": 128, "trained": 128},
+        "varied_fields": {},
+        "width": {"original": 128, "trained": 128},
         "summary": SUMMARIES.get(name, "6 layers, width 128"),
         "parameters": 1_310_000 + 17_000 * index,
         "active_parameters": 1_310_000 + 17_000 * index,
         "flops_per_token": 3.1e6 + 5e4 * index,
         "runs": runs,
-        "bits_per_byte": bits_per_byte(runs),
+        "bits_per_byte": mean_bits_per_byte(runs),
         "train_tokens_per_second": float(train),
         "peak_memory_bytes": 9.1e8 - 4e7 * index,
-        "state_bytes": [[place, float(per_token * place + fixed)] for place in CONTEXTS],
-        "recall": {name: recall(index, place) for place, name in enumerate(PROBES)},
-        "prefill": [[place, 0.42 * train * 4096 / (place + 3500)] for place in (512, 2048, 8192)],
-        "decode": [[place, decode * 9000 / (9000 + place * min(1, per_token / 3072))] for place in (512, 2048, 8192)],
+        "state_bytes": [[context, float(per_token * context + fixed)] for context in CONTEXTS],
+        "recall": {name: recall(index, position) for position, name in enumerate(RECALL_PROBES)},
+        "prefill": [[context, 0.42 * train * 4096 / (context + 3500)] for context in (512, 2048, 8192)],
+        "decode": [
+            [context, decode * 9000 / (9000 + context * min(1, per_token / 3072))] for context in (512, 2048, 8192)
+        ],
     }
 
 
-def recall(index: int, place: int) -> dict[str, Any]:
-    """What came of a probe: every third design learns hardly any."""
-    accuracy = 0.17 + 0.01 * place if index % 3 == 2 else 0.998 - 0.1 * ((index + place) % 3)
+def recall(index: int, position: int) -> dict[str, Any]:
+    """The result of a probe: every third design learns hardly any."""
+    accuracy = 0.17 + 0.01 * position if index % 3 == 2 else 0.998 - 0.1 * ((index + position) % 3)
     return {"status": "done", "accuracy": accuracy, "scored": 1000, "seconds": 9.0, "curve": [[1000, 0.1]]}
 
 
-def longer(index: int, final: float) -> list[dict[str, Any]]:
-    """What pieces of 1, 2, 4 and 8 contexts give: falling, level, rising, or refused beyond 2."""
+def length_results(index: int, final: float) -> list[dict[str, Any]]:
+    """Results at 1, 2, 4 and 8 times the trained length: falling, level, rising, or refused beyond 2."""
     slope = (-0.03, 0.0, 0.2, 0.01)[index % 4]
     rows = []
     for power in range(4):
         sizes = np.full(6, 6000) + np.random.default_rng(8).integers(0, 300, 6)
         text = np.random.default_rng(9).normal(0, 0.2, 6) + np.random.default_rng([index, power]).normal(0, 0.004, 6)
         bits = (final + slope * power + text) * sizes
-        reading = Reading(2**power, list(zip(bits.tolist(), sizes.tolist(), strict=True)), None)
-        refused = Reading(2**power, [], "embedding.position: position 1023 is beyond the 512 learned ones")
-        rows.append(told(refused if index % 4 == 3 and power > 1 else reading))
+        result = ExtrapolationResult(2**power, list(zip(bits.tolist(), sizes.tolist(), strict=True)), None)
+        refused = ExtrapolationResult(2**power, [], "embedding.position: position 1023 is beyond the 512 learned ones")
+        rows.append(result_summary(refused if index % 4 == 3 and power > 1 else result))
     return rows
 
 
-def report(traits: dict[str, tuple[float, float, int, int, int, int]] | None = None, seeds: int = 3) -> dict[str, Any]:
+def make_report(
+    traits: dict[str, tuple[float, float, int, int, int, int]] | None = None, seeds: int = 3
+) -> dict[str, Any]:
     """A whole report; the first design is the baseline."""
-    places = enumerate((traits or TINY).items())
-    designs = [design(name, trait, list(range(seeds)), index) for index, (name, trait) in places]
-    made: dict[str, Any] = {
+    numbered = enumerate((traits or TINY).items())
+    designs = [design(name, trait, list(range(seeds)), index) for index, (name, trait) in numbered]
+    report: dict[str, Any] = {
         "heddle": "0.1.0",
         "created": "2026-11-20T20:00:00Z",
         "command": "heddle compare mha.yaml gqa.yaml window.yaml delta.yaml --tokens 500000 --seeds 3",
@@ -128,17 +133,17 @@ def report(traits: dict[str, tuple[float, float, int, int, int, int]] | None = N
             "kind": "tokens",
             "value": 500_000,
             "batch_size": 8,
-            "context": 256,
+            "sequence_length": 256,
             "seeds": list(range(seeds)),
         },
         "warnings": ["window-tiny: its window of 512 is at least the training context of 256; it was never limited."],
         "baseline": designs[0]["name"],
-        "equal": None,
-        "recall": {name: probe.describe() for name, probe in PROBES.items()},
+        "equal_size": None,
+        "recall": {name: probe.summary() for name, probe in RECALL_PROBES.items()},
         "extrapolation": {
-            "context": 256,
+            "sequence_length": 256,
             "multiples": [1, 2, 4, 8],
-            "stretches": 6,
+            "spans": 6,
             "documents": 5,
             "tokens": 6 * 2048,
             "bytes": 36_800,
@@ -146,27 +151,27 @@ def report(traits: dict[str, tuple[float, float, int, int, int, int]] | None = N
         },
         "designs": designs,
     }
-    return finish(made)
+    return finish(report)
 
 
-def finish(made: dict[str, Any]) -> dict[str, Any]:
-    """Computes again what follows from the runs: means, differences and the verdict."""
-    base = next(row for row in made["designs"] if row["name"] == made["baseline"])
-    for row in made["designs"]:
-        row["bits_per_byte"] = bits_per_byte(row["runs"])
-        row["extrapolation"] = changes(row["runs"], made["extrapolation"]["multiples"])
-    made["differences"] = [
-        {"design": row["name"], "baseline": made["baseline"], **paired_difference(row["runs"], base["runs"])}
-        for row in made["designs"]
+def finish(report: dict[str, Any]) -> dict[str, Any]:
+    """Compute again what follows from the runs: means, differences, effects and the verdict."""
+    base = next(row for row in report["designs"] if row["name"] == report["baseline"])
+    for row in report["designs"]:
+        row["bits_per_byte"] = mean_bits_per_byte(row["runs"])
+        row["extrapolation"] = length_changes(row["runs"], report["extrapolation"]["multiples"])
+    report["differences"] = [
+        {"design": row["name"], "baseline": report["baseline"], **paired_difference(row["runs"], base["runs"])}
+        for row in report["designs"]
         if row is not base
     ]
-    made["varied"] = effects(made["designs"], made["baseline"])
-    made["verdict"] = verdict(made)
-    return made
+    report["effects"] = field_effects(report["designs"], report["baseline"])
+    report["verdict"] = verdict_sentences(report)
+    return report
 
 
 def diverge(run: dict[str, Any]) -> None:
-    """Makes a run one that diverged half-way."""
+    """Turn a run into one that diverged half-way."""
     curve = [*run["curve"][:20], [run["curve"][20][0], float("nan")]]
     run.update(status="diverged", bits_per_byte=None, windows=[], extrapolation=[])
     run.update(curve=curve, sample=None, skipped_steps=40)
@@ -174,8 +179,8 @@ def diverge(run: dict[str, Any]) -> None:
 
 def single() -> dict[str, Any]:
     """One design alone, one seed."""
-    made = report({"mha-tiny": TINY["mha-tiny"]}, seeds=1)
-    return made | {"warnings": []}
+    report = make_report({"mha-tiny": TINY["mha-tiny"]}, seeds=1)
+    return report | {"warnings": []}
 
 
 def crowd() -> dict[str, Any]:
@@ -186,22 +191,22 @@ def crowd() -> dict[str, Any]:
         name = f"experiments/2026-11/width-128-kv-heads-{index}-head-dim-32-rope-base-500000-run-{index:03d}"
         states = (3072 // index, 10_000 * index)
         traits[name] = (float(rng.normal(0, 0.02)), 0.004, *states, 20_000 + 900 * index, 200 + 20 * index)
-    made = report(traits)
-    diverge(made["designs"][4]["runs"][1])
-    for run in made["designs"][7]["runs"]:
+    report = make_report(traits)
+    diverge(report["designs"][4]["runs"][1])
+    for run in report["designs"][7]["runs"]:
         diverge(run)
-    return finish(made)
+    return finish(report)
 
 
 def hollow() -> dict[str, Any]:
     """Two designs of which nothing finished or was measured."""
-    made = copy.deepcopy(report({"mha-tiny": TINY["mha-tiny"], "gqa-tiny": TINY["gqa-tiny"]}))
-    for row in made["designs"]:
+    report = copy.deepcopy(make_report({"mha-tiny": TINY["mha-tiny"], "gqa-tiny": TINY["gqa-tiny"]}))
+    for row in report["designs"]:
         for run in row["runs"]:
             diverge(run)
             run.update(curve=[], train_tokens_per_second=None, peak_memory_bytes=None, seconds=None)
         row.update(train_tokens_per_second=None, peak_memory_bytes=None, state_bytes=[], prefill=[], decode=[])
         row.update(flops_per_token=None, active_parameters=None)
-        for found in row["recall"].values():
-            found.update(status="failed", accuracy=None, scored=None, seconds=None, curve=[])
-    return finish(made)
+        for result in row["recall"].values():
+            result.update(status="failed", accuracy=None, scored=None, seconds=None, curve=[])
+    return finish(report)

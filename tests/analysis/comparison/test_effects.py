@@ -1,4 +1,4 @@
-"""What a varied field does: paired within what else was varied, against sums written out."""
+"""Effects of varied fields: paired within the other fields, compared with sums written out."""
 
 import copy
 import itertools
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heddle.analysis.comparison.effects import effects, number
-from heddle.analysis.comparison.statistics import bits_per_byte, seed_half_width, text_half_width
+from heddle.analysis.comparison.effects import field_effects, parse_number
+from heddle.analysis.comparison.statistics import mean_bits_per_byte, seed_half_width, text_half_width
 from tests.analysis.comparison import reports
 
 FIELDS = {"layers.*.mixer.kv_heads": ("1", "2", "4"), "residual.kind": ("pre_norm", "parallel")}
@@ -23,22 +23,22 @@ def varied() -> dict[str, Any]:
     for heads, kind in choices:
         offset = offsets[heads] + offsets[kind] + 0.05 * ((heads, kind) == ("1", "parallel"))
         traits[f"kv_heads={heads} {kind}"] = (offset, 0.004, 768 * int(heads), 0, 21_000, 240)
-    made = reports.report(traits)
-    for design, choice in zip(made["designs"], choices, strict=True):
-        design["varied"] = dict(zip(FIELDS, choice, strict=True))
-    return reports.finish(made | {"baseline": BASE})
+    report = reports.make_report(traits)
+    for design, choice in zip(report["designs"], choices, strict=True):
+        design["varied_fields"] = dict(zip(FIELDS, choice, strict=True))
+    return reports.finish(report | {"baseline": BASE})
 
 
-def runs_of(made: dict[str, Any], heads: str, kind: str) -> list[dict[str, Any]]:
+def runs_of(report: dict[str, Any], heads: str, kind: str) -> list[dict[str, Any]]:
     runs: list[dict[str, Any]] = next(
-        one["runs"] for one in made["designs"] if one["name"] == f"kv_heads={heads} {kind}"
+        one["runs"] for one in report["designs"] if one["name"] == f"kv_heads={heads} {kind}"
     )
     return runs
 
 
 def test_a_row_a_value_with_the_difference_written_out() -> None:
-    made = varied()
-    heads, kind = made["varied"]["fields"]
+    report = varied()
+    heads, kind = report["effects"]["fields"]
     assert (heads["title"], heads["baseline"], kind["title"], kind["baseline"]) == (
         "kv_heads",
         "2",
@@ -50,12 +50,14 @@ def test_a_row_a_value_with_the_difference_written_out() -> None:
     assert heads["values"][1]["difference"] is None
     one = heads["values"][0]
     assert one["designs"] == ["kv_heads=1 pre_norm", "kv_heads=1 parallel"]
-    every = [run["bits_per_byte"] for name in FIELDS["residual.kind"] for run in runs_of(made, "1", name)]
+    every = [run["bits_per_byte"] for name in FIELDS["residual.kind"] for run in runs_of(report, "1", name)]
     assert one["mean"] == pytest.approx(np.mean(every))
     seeds = []
     table = np.zeros((128, 2))
     for seed in range(3):
-        pairs = [(runs_of(made, "1", name)[seed], runs_of(made, "2", name)[seed]) for name in FIELDS["residual.kind"]]
+        pairs = [
+            (runs_of(report, "1", name)[seed], runs_of(report, "2", name)[seed]) for name in FIELDS["residual.kind"]
+        ]
         seeds.append(float(np.mean([mine["bits_per_byte"] - base["bits_per_byte"] for mine, base in pairs])))
         for mine, base in pairs:
             table[:, 0] += (np.array(mine["windows"]) - np.array(base["windows"]))[:, 0] / 6
@@ -71,33 +73,33 @@ def test_a_row_a_value_with_the_difference_written_out() -> None:
 
 
 def test_what_two_fields_do_together() -> None:
-    made = varied()
-    [table] = made["varied"]["interactions"]
+    report = varied()
+    [table] = report["effects"]["interactions"]
     assert table["titles"] == ["kv_heads", "residual"]
     cells = {tuple(cell["values"]): cell for cell in table["cells"]}
     assert list(cells) == list(itertools.product(*FIELDS.values()))
-    trivial = {values for values, cell in cells.items() if cell["beyond"] is None}
+    trivial = {values for values, cell in cells.items() if cell["interaction"] is None}
     assert trivial == {values for values in cells if "2" in values or "pre_norm" in values}
-    assert cells["4", "pre_norm"]["mean"] == pytest.approx(bits_per_byte(runs_of(made, "4", "pre_norm"))["mean"])
+    assert cells["4", "pre_norm"]["mean"] == pytest.approx(mean_bits_per_byte(runs_of(report, "4", "pre_norm"))["mean"])
     beyond = []
     for seed in range(3):
-        y = {pair: runs_of(made, *pair)[seed]["bits_per_byte"] for pair in cells}
+        y = {pair: runs_of(report, *pair)[seed]["bits_per_byte"] for pair in cells}
         beyond.append(y["1", "parallel"] - y["2", "parallel"] - (y["1", "pre_norm"] - y["2", "pre_norm"]))
-    found = cells["1", "parallel"]["beyond"]
+    found = cells["1", "parallel"]["interaction"]
     assert found["mean"] == pytest.approx(np.mean(beyond))
     assert 0.03 < found["mean"] < 0.07
     assert found["resolved"]
-    assert not cells["4", "parallel"]["beyond"]["resolved"]
+    assert not cells["4", "parallel"]["interaction"]["resolved"]
 
 
 def test_one_field_is_the_designs_own_differences() -> None:
-    made = reports.report()
-    for design in made["designs"]:
-        design["varied"] = {"layers.*.mixer": design["name"]}
-    made = reports.finish(made)
-    [field] = made["varied"]["fields"]
-    assert made["varied"]["interactions"] == []
-    for value, row in zip(field["values"][1:], made["differences"], strict=True):
+    report = reports.make_report()
+    for design in report["designs"]:
+        design["varied_fields"] = {"layers.*.mixer": design["name"]}
+    report = reports.finish(report)
+    [field] = report["effects"]["fields"]
+    assert report["effects"]["interactions"] == []
+    for value, row in zip(field["values"][1:], report["differences"], strict=True):
         assert {key: value["difference"][key] for key in ("resolved", "pairs", "method")} == {
             key: row[key] for key in ("resolved", "pairs", "method")
         }
@@ -106,38 +108,38 @@ def test_one_field_is_the_designs_own_differences() -> None:
 
 
 def test_runs_that_failed_take_their_partner_with_them() -> None:
-    made = varied()
-    whole = made["varied"]["fields"][0]["values"][0]["difference"]
-    reports.diverge(runs_of(made, "1", "parallel")[0])
-    again = reports.finish(made)["varied"]["fields"][0]["values"][0]["difference"]
+    report = varied()
+    whole = report["effects"]["fields"][0]["values"][0]["difference"]
+    reports.diverge(runs_of(report, "1", "parallel")[0])
+    again = reports.finish(report)["effects"]["fields"][0]["values"][0]["difference"]
     assert again["pairs"] == 3
-    assert "Left out, because a design of theirs did not finish: 1 of 6 pairs." in again["method"]
+    assert "Left out, because a design did not finish: 1 of 6 pairs." in again["method"]
     assert again["mean"] != whole["mean"]
-    for run in runs_of(made, "1", "parallel") + runs_of(made, "1", "pre_norm"):
+    for run in runs_of(report, "1", "parallel") + runs_of(report, "1", "pre_norm"):
         reports.diverge(run)
-    none = reports.finish(made)["varied"]["fields"][0]["values"][0]
+    none = reports.finish(report)["effects"]["fields"][0]["values"][0]
     assert (none["mean"], none["difference"]["mean"], none["difference"]["pairs"]) == (None, None, 0)
 
 
 def test_runs_without_windows_and_one_seed() -> None:
-    made = varied()
-    for design in made["designs"]:
+    report = varied()
+    for design in report["designs"]:
         del design["runs"][1:]
         design["runs"][0]["windows"] = []
-    difference = reports.finish(made)["varied"]["fields"][0]["values"][0]["difference"]
+    difference = reports.finish(report)["effects"]["fields"][0]["values"][0]["difference"]
     assert (difference["low"], difference["pairs"], difference["resolved"]) == (None, 1, False)
 
 
 def test_nothing_varied() -> None:
-    designs = copy.deepcopy(reports.report()["designs"])
-    assert effects(designs, "mha-tiny") == {"fields": [], "interactions": []}
+    designs = copy.deepcopy(reports.make_report()["designs"])
+    assert field_effects(designs, "mha-tiny") == {"fields": [], "interactions": []}
     for design in designs:
-        design["varied"] = {"one": "value"}
-    assert effects(designs, "mha-tiny") == {"fields": [], "interactions": []}
+        design["varied_fields"] = {"one": "value"}
+    assert field_effects(designs, "mha-tiny") == {"fields": [], "interactions": []}
 
 
 @pytest.mark.parametrize(
     ("label", "value"), [("2", 2.0), ("1e-4", 1e-4), ("rope", None), ("nan", None), (".inf", None)]
 )
 def test_labels_that_are_numbers(label: str, value: float | None) -> None:
-    assert number(label) == value
+    assert parse_number(label) == value

@@ -1,4 +1,4 @@
-"""What --vary makes of a design: values split as in YAML, short names that never clash, mistakes in one sentence."""
+"""Variants of a design: values are split as in YAML, names are short and never clash, errors are one sentence."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heddle.analysis.comparison.plan import choose_baseline, read_entries
-from heddle.analysis.comparison.variation import LONGEST_NAME, read_axes, titles, variants
+from heddle.analysis.comparison.plan import choose_baseline, load_entries
+from heddle.analysis.comparison.variation import MAX_NAME_LENGTH, enumerate_variants, parse_varied_fields, short_titles
 from heddle.errors import ConfigError
 from heddle.model.load_config import parse_values, parse_yaml
 from tests import small
@@ -48,29 +48,29 @@ def test_values_are_split_as_a_yaml_list_is(values: list[Any]) -> None:
 
 @pytest.mark.parametrize("text", ["", "  ", ",", "a,", ",a", "a,,b", "a, ,b", "1],[2", "{a: 1", "'a", "a #b", "*a,b"])
 def test_an_empty_or_broken_value_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--vary x=.*: .*;") as caught:
-        read_axes([f"x={text}"])
+    with pytest.raises(ConfigError, match=r"^vary x=.*: .*;") as caught:
+        parse_varied_fields([f"x={text}"])
     assert str(caught.value).count("\n") == 0
 
 
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        (["x"], "--vary x: expected path.to.field=value,value"),
-        (["=1"], "--vary =1: expected path.to.field=value,value"),
-        (["x=1,2", "y=1", "x=3"], "--vary x=3: x is varied already; give all its values in one --vary"),
-        (["x=1,2,1"], "--vary x=1,2,1: 1 is given twice; leave one out"),
+        (["x"], "vary x: expected path.to.field=value,value"),
+        (["=1"], "vary =1: expected path.to.field=value,value"),
+        (["x=1,2", "y=1", "x=3"], "vary x=3: x is varied already; give all its values at once"),
+        (["x=1,2,1"], "vary x=1,2,1: 1 is given twice; leave one out"),
         (["x={a: 1, b: 2},{b: 2, a: 1}"], "is given twice"),
     ],
 )
 def test_mistakes_are_one_sentence(asked: list[str], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_axes(asked)
+        parse_varied_fields(asked)
     assert says in str(caught.value)
 
 
 def names(*asked: str) -> list[str]:
-    return [variant.name for variant in variants(read_axes(asked), 1)]
+    return [variant.name for variant in enumerate_variants(parse_varied_fields(asked), 1)]
 
 
 def test_names_are_short_and_tell_variants_apart() -> None:
@@ -96,19 +96,19 @@ def test_names_are_names_of_files() -> None:
         "decay=[0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999, 1.0],[0.9]", *(f"a{i}={'b' * 40}" for i in range(5))
     )
     assert len(set(many)) == 2
-    assert all(len(name) <= LONGEST_NAME for name in many)
+    assert all(len(name) <= MAX_NAME_LENGTH for name in many)
 
 
 def test_titles() -> None:
-    assert titles(["a.b", "c.b", "c.kind", "b"]) == {"a.b": "a.b", "c.b": "c.b", "c.kind": "c", "b": "b"}
-    assert titles(["norm", "norm.kind"]) == {"norm": "norm", "norm.kind": "norm.kind"}
+    assert short_titles(["a.b", "c.b", "c.kind", "b"]) == {"a.b": "a.b", "c.b": "c.b", "c.kind": "c", "b": "b"}
+    assert short_titles(["norm", "norm.kind"]) == {"norm": "norm", "norm.kind": "norm.kind"}
 
 
 def test_too_many_variants_are_refused_with_their_number() -> None:
-    axes = read_axes(["x=1,2,3,4", "y=1,2,3,4", "z=1,2,3,4"])
-    assert len(variants(axes, 1)) == 64
-    with pytest.raises(ConfigError, match="--vary: 2 × 4 × 4 × 4 makes 128 variants, and at most 64 are trained"):
-        variants(axes, 2)
+    axes = parse_varied_fields(["x=1,2,3,4", "y=1,2,3,4", "z=1,2,3,4"])
+    assert len(enumerate_variants(axes, 1)) == 64
+    with pytest.raises(ConfigError, match="vary: 2 × 4 × 4 × 4 makes 128 variants, and at most 64 are trained"):
+        enumerate_variants(axes, 2)
 
 
 @pytest.fixture
@@ -117,48 +117,52 @@ def good(tmp_path: Path) -> str:
 
 
 def test_the_product_of_two_fields(good: str) -> None:
-    axes = read_axes(["layers.*.mixer.kv_heads=1,2", "residual.kind=pre_norm,parallel"])
-    made = read_entries([good], ["width=32"], axes=axes)
+    axes = parse_varied_fields(["layers.*.mixer.kv_heads=1,2", "residual.kind=pre_norm,parallel"])
+    made = load_entries([good], ["width=32"], varied_fields=axes)
     assert [entry.name for entry in made] == [
         "kv_heads=1 pre_norm", "kv_heads=1 parallel", "kv_heads=2 pre_norm", "kv_heads=2 parallel"
     ]  # fmt: skip
     assert [entry.config.residual.kind for entry in made] == ["pre_norm", "parallel"] * 2
     assert [entry.config.layers[0].dump()["mixer"]["kv_heads"] for entry in made] == [1, 1, 2, 2]
     assert {entry.config.width for entry in made} == {32}
-    assert made[1].varied == (("layers.*.mixer.kv_heads", "1"), ("residual.kind", "parallel"))
+    assert made[1].varied_fields == (("layers.*.mixer.kv_heads", "1"), ("residual.kind", "parallel"))
     assert made[1].source == f"{good} 'layers.*.mixer.kv_heads=1' residual.kind=parallel"
-    assert [entry.as_given for entry in made] == [True, False, False, False]
+    assert [entry.is_unmodified for entry in made] == [True, False, False, False]
 
 
 def test_of_several_designs_the_design_is_a_field_too(good: str) -> None:
-    made = read_entries([good, "preset:gqa-tiny", good], [], axes=read_axes(["residual.kind=parallel,pre_norm"]))
+    made = load_entries(
+        [good, "preset:gqa-tiny", good], [], varied_fields=parse_varied_fields(["residual.kind=parallel,pre_norm"])
+    )
     assert [entry.name for entry in made] == [
         f"{name} {kind}" for name in ("good", "gqa-tiny", "good#2") for kind in ("parallel", "pre_norm")
     ]
-    assert made[4].varied == (("design", "good#2"), ("residual.kind", "parallel"))
+    assert made[4].varied_fields == (("design", "good#2"), ("residual.kind", "parallel"))
 
 
 def test_a_new_kind_leaves_behind_what_it_does_not_know(good: str) -> None:
-    made = read_entries([good], [], axes=read_axes(["layers.*.mixer.kind=attention,retention,linear_attention"]))
+    made = load_entries(
+        [good], [], varied_fields=parse_varied_fields(["layers.*.mixer.kind=attention,retention,linear_attention"])
+    )
     assert [entry.name for entry in made] == ["attention", "retention", "linear_attention"]
     assert [entry.config.layers[0].dump()["mixer"]["heads"] for entry in made] == [2, 2, 2]
 
 
 def test_the_baseline(good: str) -> None:
-    kinds = read_entries([good], [], axes=read_axes(["residual.kind=parallel,pre_norm"]))
+    kinds = load_entries([good], [], varied_fields=parse_varied_fields(["residual.kind=parallel,pre_norm"]))
     assert choose_baseline(kinds, None) == "pre_norm"  # the design as it was given
     assert choose_baseline(kinds, "parallel") == "parallel"
-    others = read_entries([good], [], axes=read_axes(["width=32,64"]))
+    others = load_entries([good], [], varied_fields=parse_varied_fields(["width=32,64"]))
     assert choose_baseline(others, None) == "width=32"
-    assert choose_baseline(read_entries([good, "preset:gqa-tiny"], []), None) == "good"
-    with pytest.raises(ConfigError, match="--baseline paralel: names no design; did you mean 'parallel'\\? choices: "):
+    assert choose_baseline(load_entries([good, "preset:gqa-tiny"], []), None) == "good"
+    with pytest.raises(ConfigError, match="baseline paralel: names no design; did you mean 'parallel'\\? choices: "):
         choose_baseline(kinds, "paralel")
 
 
 def test_a_design_may_leave_out_what_is_varied(tmp_path: Path) -> None:
     data = {name: value for name, value in small.design().items() if name != "width"}
     file = str(small.design_file(tmp_path / "open.yaml", data))
-    made = read_entries([file], [], axes=read_axes(["width=16,32"]))
+    made = load_entries([file], [], varied_fields=parse_varied_fields(["width=16,32"]))
     assert [entry.config.width for entry in made] == [16, 32]
     assert choose_baseline(made, None) == "width=16"
 
@@ -178,10 +182,10 @@ def test_a_design_may_leave_out_what_is_varied(tmp_path: Path) -> None:
             r"good.yaml \(latent_attention\)\.layers\[0\]\.mixer\.kv_rank: is required",
         ),
         (["layers.*.mixer.causal=true,false"], r"good.yaml \(causal=false\): a mixer sees later tokens"),
-        (["layers.*.mixer.dropout=0,0.0"], "--vary: dropout=0 and dropout=0.0 are one design; leave one of them out"),
+        (["layers.*.mixer.dropout=0,0.0"], "vary: dropout=0 and dropout=0.0 are one design; leave one of them out"),
     ],
 )
 def test_variants_that_cannot_be_built_name_variant_and_field(asked: list[str], says: str, good: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
-        read_entries([good], [], axes=read_axes(asked))
+        load_entries([good], [], varied_fields=parse_varied_fields(asked))
     assert str(caught.value).count("\n") == 0

@@ -12,15 +12,15 @@ import pytest
 
 from heddle.analysis.comparison import tasks
 from heddle.errors import CheckpointError
-from heddle.storage.checkpoints import steps
+from heddle.storage.checkpoints import checkpoint_steps
 from heddle.storage.lock import RunLock
 from heddle.training import signals
 from heddle.training.signals import Interrupted
 from tests import small
 from tools.kill_test import done
 
-OPTIONS = ["--context", "32", "--batch-size", "8", "--device", "cpu", "--threads", "1"]
-OPTIONS += ["--speed-context", "16", "--recall", "none"]
+OPTIONS = ["--sequence-length", "32", "--batch-size", "8", "--device", "cpu", "--threads", "1"]
+OPTIONS += ["--speed-context-length", "16", "--recall", "none"]
 
 
 def start(place: Path, out: Path, tokens: int) -> subprocess.Popen[str]:
@@ -62,7 +62,7 @@ def test_signals_and_the_death_of_the_parent(place: Path, tmp_path: Path) -> Non
     assert "saved at step" in err
     assert "Traceback" not in err
     assert holder(run) is None
-    saved = steps(run)[-1]
+    saved = checkpoint_steps(run)[-1]
     assert saved >= 2
 
     second = start(place, tmp_path, 30_000)
@@ -72,7 +72,7 @@ def test_signals_and_the_death_of_the_parent(place: Path, tmp_path: Path) -> Non
     second.kill()
     _, err = second.communicate()  # the worker holds the other end too: it saves, and goes
     assert holder(run) is None
-    assert steps(run)[-1] > saved, err
+    assert checkpoint_steps(run)[-1] > saved, err
 
     third = start(place, tmp_path, 30_000)
     out, err = third.communicate()
@@ -86,7 +86,7 @@ def test_signals_and_the_death_of_the_parent(place: Path, tmp_path: Path) -> Non
 
 def test_a_worker_whose_parent_is_gone_before_it_starts_does_nothing(tmp_path: Path) -> None:
     request = tmp_path / "task.json"
-    request.write_text(json.dumps({"parent": os.getpid() + 1, "task": "measure", "quiet": True}))
+    request.write_text(json.dumps({"parent_pid": os.getpid() + 1, "task": "speed", "quiet": True}))
     command = [sys.executable, "-m", "heddle.analysis.comparison.worker", str(request), str(tmp_path / "result.json")]
     code = subprocess.run(command, check=False).returncode
     assert code == (143 if sys.platform == "linux" else 1)
@@ -134,7 +134,7 @@ def test_a_second_signal_kills_the_worker(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(tasks.subprocess, "Popen", popen)
     monkeypatch.setattr(tasks.time, "sleep", sleep)
-    monkeypatch.setattr(signals, "SAME", -1.0)
+    monkeypatch.setattr(signals, "SAME_REQUEST_SECONDS", -1.0)
     with pytest.raises(Interrupted):
         tasks._spawn(tmp_path / "task.json", tmp_path / "result.json")
     assert started[0].returncode == -9

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import heddle
-from heddle.laws.subject import answer
+from heddle.laws.harness import forward_no_grad
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
 from tests.cases import ALIBI, LONG, MLP, ROPE, Data, attention, delta, design, latent, layer
-from tests.generation.loops import lively
+from tests.generation.loops import amplify_layers
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
@@ -39,7 +39,7 @@ DESIGNS: dict[str, Data] = {
     "rings": design(layer(attention(window=3)), layer(attention(window=6, kv_heads=2))),
     "mla": design(layer(latent(), repeat=2)),
     "linear": design(layer({"kind": "linear_attention", "heads": 3, "feature_map": "elu"}, repeat=2)),
-    "hybrid": design(delta(repeat=1, convolution=3), layer(attention(kv_heads=2))),
+    "hybrid": design(delta(repeat=1, conv_kernel=3), layer(attention(kv_heads=2))),
     "pair": design(layer({"kind": "pair", "first": attention(3, window=2), "second": attention(kv_heads=2, window=5)})),
     "moe": design(layer(attention(3), MOE, repeat=2)),
     "dual-alibi": design(layer(attention(position=ALIBI), repeat=2), residual={"kind": "residual_dual"}),
@@ -56,34 +56,34 @@ def config(name: str) -> ModelConfig:
 @cache
 def decoder(name: str) -> heddle.Decoder:
     """The model itself, lively in float64."""
-    return lively(heddle.build(config(name), dtype=torch.float64, seed=1)).eval()
+    return amplify_layers(heddle.build(config(name), dtype=torch.float64, seed=1)).eval()
 
 
 def model(name: str) -> HeddleForCausalLM:
     """The same behind the class of transformers."""
-    return HeddleForCausalLM.of(decoder(name))
+    return HeddleForCausalLM.from_decoder(decoder(name))
 
 
 def draft(name: str) -> HeddleForCausalLM:
     """A model that often guesses the same: the weights disturbed."""
-    other = heddle.build(config(name), dtype=torch.float64, seed=1)
+    draft_decoder = heddle.build(config(name), dtype=torch.float64, seed=1)
     with torch.no_grad():
-        for mine, theirs in zip(other.parameters(), decoder(name).parameters(), strict=True):
-            mine.copy_(theirs + 0.02 * theirs.std().nan_to_num() * torch.randn_like(theirs))
-    return HeddleForCausalLM.of(other.eval())
+        for disturbed, original in zip(draft_decoder.parameters(), decoder(name).parameters(), strict=True):
+            disturbed.copy_(original + 0.02 * original.std().nan_to_num() * torch.randn_like(original))
+    return HeddleForCausalLM.from_decoder(draft_decoder.eval())
 
 
 def by_length() -> HeddleForCausalLM:
     """A design that turns by the length of the whole text."""
-    turned = LONG | {"original_length": 20}
-    data = design(layer(attention(position=ROPE | {"scaling": turned}), MLP, repeat=2))
-    return HeddleForCausalLM.of(lively(heddle.build(load_config(data), dtype=torch.float64)).eval())
+    scaling = LONG | {"original_length": 20}
+    data = design(layer(attention(position=ROPE | {"scaling": scaling}), MLP, repeat=2))
+    return HeddleForCausalLM.from_decoder(amplify_layers(heddle.build(load_config(data), dtype=torch.float64)).eval())
 
 
 def prompts(lengths: list[int] = LENGTHS, seed: int = 3) -> list[list[int]]:
     """Rows of tokens."""
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, 61, (length,), generator=draw).tolist() for length in lengths]
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, 61, (length,), generator=generator).tolist() for length in lengths]
 
 
 def padded(rows: list[list[int]], side: str = "left") -> dict[str, Tensor]:
@@ -102,12 +102,12 @@ def padded(rows: list[list[int]], side: str = "left") -> dict[str, Tensor]:
 @torch.no_grad()
 def alone(name: str, row: list[int]) -> Tensor:
     """Logits [T, vocab] of a row by itself, by the model of heddle, no state and no mask."""
-    found: Tensor = decoder(name).head(answer(decoder(name), torch.tensor([row])))[0]
-    return found
+    result: Tensor = decoder(name).head(forward_no_grad(decoder(name), torch.tensor([row])))[0]
+    return result
 
 
 @torch.no_grad()
-def logits(name: str, **given: Any) -> Tensor:
+def logits(name: str, **inputs: Any) -> Tensor:
     """What the class of transformers says, without a cache."""
-    found: Tensor = model(name)(**given, use_cache=False).logits
-    return found
+    result: Tensor = model(name)(**inputs, use_cache=False).logits
+    return result

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heddle.errors import ConfigError
 from heddle.exchange.transformers import HeddleCache
-from heddle.exchange.transformers.cache import REWIND
+from heddle.exchange.transformers.cache import ROLLBACK_SLACK
 from tests.exchange.transformers.designs import DESIGNS, alone, model, padded, prompts
 
 with warnings.catch_warnings():
@@ -23,12 +23,12 @@ EACH = pytest.mark.parametrize("name", DESIGNS)
 @torch.no_grad()
 def read(name: str, tokens: list[list[int]], cache: HeddleCache, mask: Tensor | None = None) -> Tensor:
     """Logits of more tokens after a cache."""
-    found: Tensor = model(name)(torch.tensor(tokens), attention_mask=mask, past_key_values=cache).logits
-    return found
+    actual: Tensor = model(name)(torch.tensor(tokens), attention_mask=mask, past_key_values=cache).logits
+    return actual
 
 
-def near(found: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(found, want, rtol=0, atol=1e-9)
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
 
 
 def check_crop(name: str) -> None:
@@ -43,11 +43,11 @@ def check_crop(name: str) -> None:
     cache.crop(-3)
     cache.crop(-3)
     assert cache.get_seq_length() == 8
-    near(read(name, [row[8:13]], cache)[0], alone(name, row)[8:13])
+    assert_near(read(name, [row[8:13]], cache)[0], alone(name, row)[8:13])
     cache.crop(-2)
-    near(read(name, [row[11:]], cache)[0], alone(name, row)[11:])
+    assert_near(read(name, [row[11:]], cache)[0], alone(name, row)[11:])
     cache.crop(15)  # as older versions say it: what is left
-    near(read(name, [row[15:]], cache)[0], alone(name, row)[15:])
+    assert_near(read(name, [row[15:]], cache)[0], alone(name, row)[15:])
 
 
 def check_crop_of_padding(name: str) -> None:
@@ -62,28 +62,28 @@ def check_crop_of_padding(name: str) -> None:
     cache.crop(-1)
     cache.crop(-1)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0], [1] * 8])
-    found = read(name, [[row[4], 0], row[6:8]], cache, mask)
-    near(found[0, 0], alone(name, row)[4])
-    near(found[1], alone(name, row)[6:8])
-    assert cache.layers[0].real.tolist() == mask.bool().tolist()
+    actual = read(name, [[row[4], 0], row[6:8]], cache, mask)
+    assert_near(actual[0, 0], alone(name, row)[4])
+    assert_near(actual[1], alone(name, row)[6:8])
+    assert cache.layers[0].is_token.tolist() == mask.bool().tolist()
 
 
 def check_rows(name: str) -> None:
     """Rows chosen, in another order and often, go on as themselves, also after taking tokens back."""
     rows = prompts([9, 9])
-    given = padded([rows[0][:4], rows[1][:6]])
+    inputs = padded([rows[0][:4], rows[1][:6]])
     cache = HeddleCache()
     cache.activate_past_recording()
-    read(name, given["input_ids"].tolist(), cache, given["attention_mask"])
+    read(name, inputs["input_ids"].tolist(), cache, inputs["attention_mask"])
     cache.crop(0)
     read(name, [[rows[0][4], 2], [rows[1][6], 4]], cache)
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.crop(-1)
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([True, False, True, True]))
-    found = read(name, [rows[1][7:9], rows[0][5:7], rows[0][5:7]], cache)
-    for one, (row, begin) in zip(found, ((rows[1], 7), (rows[0], 5), (rows[0], 5)), strict=True):
-        near(one, alone(name, row)[begin : begin + 2])
+    actual = read(name, [rows[1][7:9], rows[0][5:7], rows[0][5:7]], cache)
+    for row_logits, (row, begin) in zip(actual, ((rows[1], 7), (rows[0], 5), (rows[0], 5)), strict=True):
+        assert_near(row_logits, alone(name, row)[begin : begin + 2])
 
 
 @EACH
@@ -113,19 +113,21 @@ def check_program(name: str, seed: int) -> None:
         if kind == "read" or not rows[0]:
             length = draw.randint(1, 5)
             new = [[(draw.randint(1, 60), int(draw.random() < 0.7)) for _ in range(length)] for _ in rows]
-            rows = [row + more for row, more in zip(rows, new, strict=True)]
-            mask = torch.tensor([[real for _, real in row] for row in rows])
-            found = read(name, [[token for token, _ in more] for more in new], cache, mask)
+            rows = [row + new_row for row, new_row in zip(rows, new, strict=True)]
+            mask = torch.tensor([[is_token for _, is_token in row] for row in rows])
+            actual = read(name, [[token for token, _ in new_row] for new_row in new], cache, mask)
             fresh += length
-            for row, one in zip(rows, found, strict=True):
-                real = torch.tensor([bool(real) for _, real in row])
-                if bool(real[-length:].any()):
-                    want = alone(name, [token for token, real in row if real])
-                    near(one[real[-length:]], want[len(want) - int(real[-length:].sum()) :])
+            for row, row_logits in zip(rows, actual, strict=True):
+                is_token = torch.tensor([bool(is_token) for _, is_token in row])
+                if bool(is_token[-length:].any()):
+                    expected = alone(name, [token for token, is_token in row if is_token])
+                    assert_near(
+                        row_logits[is_token[-length:]], expected[len(expected) - int(is_token[-length:].sum()) :]
+                    )
         elif kind == "crop":
-            gone = draw.randint(0, fresh)
-            cache.crop(-gone)
-            rows, fresh = [row[: len(row) - gone] for row in rows], 0
+            removed = draw.randint(0, fresh)
+            cache.crop(-removed)
+            rows, fresh = [row[: len(row) - removed] for row in rows], 0
         else:
             chosen = [draw.randrange(len(rows)) for _ in rows]
             cache.reorder_cache(torch.tensor(chosen))
@@ -146,7 +148,7 @@ def test_a_copy_is_independent(name: str) -> None:
     read(name, [row[:5]], cache)
     other = copy.deepcopy(cache)
     read(name, [[7, 7, 7]], cache)
-    near(read(name, [row[5:]], other)[0], alone(name, row)[5:])
+    assert_near(read(name, [row[5:]], other)[0], alone(name, row)[5:])
 
 
 def test_only_what_cannot_go_back_is_forked() -> None:
@@ -156,11 +158,11 @@ def test_only_what_cannot_go_back_is_forked() -> None:
         read(name, [[1] * 9], cache)
         cache.crop(0)
         read(name, [[1] * 9], cache)
-        assert (cache.layers[0].mark is not None) == forked
-    read("rings", [[1] * (REWIND + 1)], rings := HeddleCache())
+        assert (cache.layers[0].fork is not None) == forked
+    read("rings", [[1] * (ROLLBACK_SLACK + 1)], rings := HeddleCache())
     rings.activate_past_recording()
-    read("rings", [[1] * (REWIND + 1)], rings)
-    assert rings.layers[0].mark is not None
+    read("rings", [[1] * (ROLLBACK_SLACK + 1)], rings)
+    assert rings.layers[0].fork is not None
 
 
 def test_what_was_not_kept_cannot_be_taken_back() -> None:
@@ -168,11 +170,11 @@ def test_what_was_not_kept_cannot_be_taken_back() -> None:
     read("hybrid", [[1, 2, 3]], cache)
     with pytest.raises(ConfigError, match="cannot take back 1 tokens"):
         cache.crop(-1)
-    with pytest.raises(ConfigError, match="cannot take back 4 columns of a cache of 3"):
+    with pytest.raises(ConfigError, match="cannot remove 4 columns from a cache of 3"):
         cache.crop(-4)
     cache.activate_past_recording()
     read("hybrid", [[4]], cache)
-    with pytest.raises(ConfigError, match="the last 1 columns, not 2"):
+    with pytest.raises(ConfigError, match="can go back 1 columns, not 2"):
         cache.crop(-2)
 
 
@@ -181,11 +183,11 @@ def test_a_static_cache_is_never_exceeded_and_begins_anew() -> None:
     cache = HeddleCache(max_cache_len=6)
     assert cache.get_max_length() == 6
     read("gqa", [row], cache)
-    with pytest.raises(ConfigError, match="capacity 6 is too small for 7 tokens"):
+    with pytest.raises(ConfigError, match="cache_length 6 is too small for 7 tokens"):
         read("gqa", [[1]], cache)
     cache.reset()
     assert cache.get_seq_length() == 0
-    near(read("gqa", [row], cache)[0], alone("gqa", row))
+    assert_near(read("gqa", [row], cache)[0], alone("gqa", row))
 
 
 def test_empty_caches_of_transformers_take_ours_in() -> None:
@@ -195,8 +197,8 @@ def test_empty_caches_of_transformers_take_ours_in() -> None:
         DynamicCache(config=model("gqa").config),
         StaticCache(config=model("gqa").config, max_cache_len=9),
     ):
-        near(read("gqa", [row[:4]], cache)[0], alone("gqa", row)[:4])
-        near(read("gqa", [row[4:]], cache)[0], alone("gqa", row)[4:])
+        assert_near(read("gqa", [row[:4]], cache)[0], alone("gqa", row)[:4])
+        assert_near(read("gqa", [row[4:]], cache)[0], alone("gqa", row)[4:])
         assert cache.get_seq_length() == 6
         assert cache.get_max_length() == (9 if isinstance(cache, StaticCache) else -1)
         assert not cache.is_compileable
@@ -211,7 +213,7 @@ def test_caches_of_other_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="takes no keys and values"):
         HeddleCache().update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
     read("gqa", [[1]], used := HeddleCache())
-    with pytest.raises(ConfigError, match="is of another design"):
+    with pytest.raises(ConfigError, match="belongs to another design"):
         read("mla", [[1]], used)
 
 

@@ -34,14 +34,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("collators")
     texts = small.corpus(root / "text")
     export(heddle.build(small.config(small.design(vocab_size=400))), root / "model", texts.tokenizer)
-    found = AutoTokenizer.from_pretrained(root / "model")
-    assert isinstance(found, PreTrainedTokenizerBase)
-    found.add_special_tokens({"pad_token": "<|pad|>"})
+    hf_tokenizer = AutoTokenizer.from_pretrained(root / "model")
+    assert isinstance(hf_tokenizer, PreTrainedTokenizerBase)
+    hf_tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
     for text in TEXTS:
-        read = found(text).input_ids
-        assert read == [texts.tokenizer.end, *texts.tokenizer.encode(text)]
-        assert found.decode(read, skip_special_tokens=True) == text
-    return found
+        input_ids = hf_tokenizer(text).input_ids
+        assert input_ids == [texts.tokenizer.eod_id, *texts.tokenizer.encode(text)]
+        assert hf_tokenizer.decode(input_ids, skip_special_tokens=True) == text
+    return hf_tokenizer
 
 
 def mean_loss(name: str, rows: list[list[int]]) -> Tensor:
@@ -54,16 +54,16 @@ def mean_loss(name: str, rows: list[list[int]]) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("told", ["positions", "kernels"])
+@pytest.mark.parametrize("source", ["positions", "kernels"])
 @pytest.mark.parametrize("name", DESIGNS)
-def test_flattened_rows_are_the_rows_alone(name: str, told: str) -> None:
+def test_flattened_rows_are_the_rows_alone(name: str, source: str) -> None:
     rows = prompts(LENGTHS)
-    more = {"return_flash_attn_kwargs": True, "return_seq_idx": True} if told == "kernels" else {}
-    batch = DataCollatorWithFlattening(return_tensors="pt", **more)([{"input_ids": row} for row in rows])
+    extra_kwargs = {"return_flash_attn_kwargs": True, "return_seq_idx": True} if source == "kernels" else {}
+    batch = DataCollatorWithFlattening(return_tensors="pt", **extra_kwargs)([{"input_ids": row} for row in rows])
     assert batch["input_ids"].shape == (1, sum(LENGTHS))
-    found = model(name)(**batch)
-    torch.testing.assert_close(found.logits[0], torch.cat([alone(name, row) for row in rows]), rtol=0, atol=1e-10)
-    torch.testing.assert_close(found.loss.double(), mean_loss(name, rows), rtol=0, atol=1e-6)
+    outputs = model(name)(**batch)
+    torch.testing.assert_close(outputs.logits[0], torch.cat([alone(name, row) for row in rows]), rtol=0, atol=1e-10)
+    torch.testing.assert_close(outputs.loss.double(), mean_loss(name, rows), rtol=0, atol=1e-6)
 
 
 @torch.no_grad()
@@ -77,8 +77,8 @@ def test_padded_labels_ask_nothing(name: str, side: str, tokenizer: Any) -> None
     batch = collate([{"input_ids": row, "labels": [-100, *row[1:]]} for row in rows])
     batch["input_ids"] %= 61
     assert int((batch["labels"] != -100).sum()) == sum(LENGTHS) - len(rows)
-    found = model(name)(**batch)
-    torch.testing.assert_close(found.loss.double(), mean_loss(name, rows), rtol=0, atol=1e-6)
+    outputs = model(name)(**batch)
+    torch.testing.assert_close(outputs.loss.double(), mean_loss(name, rows), rtol=0, atol=1e-6)
 
 
 @cache
@@ -88,24 +88,24 @@ def rows_of(length: int, count: int) -> list[dict[str, list[int]]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def losses(data: Any, collate: Any, out: Path, size: int = small.VOCABULARY) -> list[float]:
+def losses(data: Any, collate: Any, out: Path, vocab_size: int = small.VOCABULARY) -> list[float]:
     """Of three steps of Trainer."""
-    given = TrainingArguments(
+    arguments = TrainingArguments(
         max_steps=3, per_device_train_batch_size=4, logging_steps=1, use_cpu=True, report_to=[], save_strategy="no",
         disable_tqdm=True, output_dir=str(out), learning_rate=3e-3, train_sampling_strategy="sequential",
     )  # fmt: skip
-    one = HeddleForCausalLM.of(heddle.build(small.config(small.design(vocab_size=size)), seed=7))
-    trainer = Trainer(one, given, data_collator=collate, train_dataset=data)
+    hf_model = HeddleForCausalLM.from_decoder(heddle.build(small.config(small.design(vocab_size=vocab_size)), seed=7))
+    trainer = Trainer(hf_model, arguments, data_collator=collate, train_dataset=data)
     trainer.train()
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
 def test_data_sets_by_number_and_in_order_are_the_same(tmp_path: Path) -> None:
     rows = rows_of(12, 12)
-    wanted = losses(rows, DefaultDataCollator(), tmp_path)
-    assert len(wanted) == 3
-    assert losses(Dataset.from_list(rows), DefaultDataCollator(), tmp_path) == wanted
-    assert losses(IterableDataset.from_generator(lambda: iter(rows)), DefaultDataCollator(), tmp_path) == wanted
+    expected = losses(rows, DefaultDataCollator(), tmp_path)
+    assert len(expected) == 3
+    assert losses(Dataset.from_list(rows), DefaultDataCollator(), tmp_path) == expected
+    assert losses(IterableDataset.from_generator(lambda: iter(rows)), DefaultDataCollator(), tmp_path) == expected
 
 
 def test_texts_become_labels(tokenizer: Any, tmp_path: Path) -> None:
@@ -114,9 +114,9 @@ def test_texts_become_labels(tokenizer: Any, tmp_path: Path) -> None:
     read = [{"input_ids": [*tokenizer(text).input_ids, tokenizer.eos_token_id]} for text in TEXTS[:4]]
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     batch = collate(read)
-    real = batch["attention_mask"].bool()
-    assert torch.equal(batch["labels"], batch["input_ids"].where(real, -100))
-    assert not real.all()
+    is_token = batch["attention_mask"].bool()
+    assert torch.equal(batch["labels"], batch["input_ids"].where(is_token, -100))
+    assert not is_token.all()
     padded = losses(Dataset.from_list(read), collate, tmp_path, 400)
     flat = losses(Dataset.from_list(read), DataCollatorWithFlattening(return_tensors="pt"), tmp_path, 400)
     assert padded == pytest.approx(flat, abs=1e-5)

@@ -19,8 +19,8 @@ def test_the_oldest_transformers_serves_too(tmp_path: Path) -> None:
     subprocess.run([*install, f"transformers=={oldest}.*"], check=True)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path / "old", ROOT / "src", ROOT)))}
     ask = [sys.executable, "-c", "import transformers; print(transformers.__version__)"]
-    found = subprocess.run(ask, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
-    assert found.startswith(f"{oldest}."), "another transformers came first"
+    result = subprocess.run(ask, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    assert result.startswith(f"{oldest}."), "another transformers came first"
     tests = ["tests/huggingface", "tests/exchange", "tests/docs/test_huggingface.py"]
     command = [sys.executable, "-m", "pytest", "-q", f"--basetemp={tmp_path / 'tests'}", *tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -21,13 +21,13 @@ TARGETS: list[Any] = [["q", "v"], ["up", "down"], ["k_up", "v_up", "v"], r".*lay
 
 
 def model_of(name: str) -> HeddleForCausalLM:
-    return HeddleForCausalLM.of(heddle.build(case(name), seed=5).eval())
+    return HeddleForCausalLM.from_decoder(heddle.build(case(name), seed=5).eval())
 
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    found: torch.Tensor = model(TOKENS).logits
-    return found
+    result: torch.Tensor = model(TOKENS).logits
+    return result
 
 
 def step(model: Any) -> None:

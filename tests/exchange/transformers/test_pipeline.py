@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A design that only our own class serves, with a tokenizer and a template for chats."""
     root = tmp_path_factory.mktemp("served")
     texts = small.corpus(root / "text")
-    texts.tokenizer.beside = {"chat_template.jinja": TEMPLATE}
+    texts.tokenizer.companion_files = {"chat_template.jinja": TEMPLATE}
     model = heddle.build(small.config(small.design() | OWN), seed=3).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -51,12 +51,12 @@ def loaded(folder: Path) -> tuple[heddle.Decoder, Any]:
 
 def test_pipeline_writes_what_heddle_writes(folder: Path) -> None:
     model, tokenizer = loaded(folder)
-    wanted = heddle.generate(model, PROMPTS, tokenizer, max_new_tokens=12)
-    write = pipeline("text-generation", model=str(folder / "model"), device="cpu")
-    write.tokenizer.pad_token, write.tokenizer.padding_side = write.tokenizer.eos_token, "left"
+    expected = heddle.generate(model, PROMPTS, tokenizer, max_new_tokens=12)
+    pipe = pipeline("text-generation", model=str(folder / "model"), device="cpu")
+    pipe.tokenizer.pad_token, pipe.tokenizer.padding_side = pipe.tokenizer.eos_token, "left"
     for batch_size in (1, 3):
-        told = write(PROMPTS, max_new_tokens=12, do_sample=False, return_full_text=False, batch_size=batch_size)
-        assert [one[0]["generated_text"] for one in told] == wanted
+        outputs = pipe(PROMPTS, max_new_tokens=12, do_sample=False, return_full_text=False, batch_size=batch_size)
+        assert [output[0]["generated_text"] for output in outputs] == expected
 
 
 def test_pipeline_speaks_by_the_template_that_came_along(folder: Path, tmp_path: Path) -> None:
@@ -64,20 +64,22 @@ def test_pipeline_speaks_by_the_template_that_came_along(folder: Path, tmp_path:
     model, tokenizer = loaded(folder)
     export(model, tmp_path, tokenizer)
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == TEMPLATE
-    (wanted,) = heddle.generate(model, ["user: The weaver\nassistant:"], tokenizer, max_new_tokens=9)
-    write = pipeline("text-generation", model=str(tmp_path), device="cpu")
-    told = write([{"role": "user", "content": "The weaver"}], max_new_tokens=9, do_sample=False)
-    assert told[0]["generated_text"][-1] == {"role": "assistant", "content": wanted}
+    (expected,) = heddle.generate(model, ["user: The weaver\nassistant:"], tokenizer, max_new_tokens=9)
+    pipe = pipeline("text-generation", model=str(tmp_path), device="cpu")
+    outputs = pipe([{"role": "user", "content": "The weaver"}], max_new_tokens=9, do_sample=False)
+    assert outputs[0]["generated_text"][-1] == {"role": "assistant", "content": expected}
 
 
 def test_texts_stop_at_strings(folder: Path) -> None:
     """`generate` hands the tokenizer on to the model, which reads none."""
-    model, tokenizer = (one.from_pretrained(folder / "model") for one in (AutoModelForCausalLM, AutoTokenizer))
-    read = tokenizer(PROMPTS[0], return_tensors="pt")
-    written = model.generate(**read, max_new_tokens=12, do_sample=False)[0]
+    model, tokenizer = (
+        auto_class.from_pretrained(folder / "model") for auto_class in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    inputs = tokenizer(PROMPTS[0], return_tensors="pt")
+    written = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0]
     stop = tokenizer.decode(written[-6:-4])
-    cut = model.generate(**read, max_new_tokens=12, do_sample=False, tokenizer=tokenizer, stop_strings=[stop])[0]
-    assert len(read.input_ids[0]) < len(cut) <= len(written) - 4
+    cut = model.generate(**inputs, max_new_tokens=12, do_sample=False, tokenizer=tokenizer, stop_strings=[stop])[0]
+    assert len(inputs.input_ids[0]) < len(cut) <= len(written) - 4
     assert torch.equal(cut, written[: len(cut)])
 
 
@@ -103,36 +105,36 @@ def test_lm_eval_scores_as_heddle_does(folder: Path, tmp_path: Path, monkeypatch
     from lm_eval.tasks import TaskManager
 
     model, tokenizer = loaded(folder)
-    likely = score(model, tokenizer)
+    expected_scores = score(model, tokenizer)
     lines = [{"text": prompt, "choices": CHOICES, "target": 1} for prompt in PROMPTS]
     (tmp_path / "lines.jsonl").write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
     (tmp_path / "threads.yaml").write_text(TASK.replace("FILE", str(tmp_path / "lines.jsonl")), encoding="utf-8")
-    theirs = AutoModelForCausalLM.from_pretrained(folder / "model")
-    assert type(theirs).__name__ == "HeddleForCausalLM"
+    hf_model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert type(hf_model).__name__ == "HeddleForCausalLM"
     wrapped = HFLM(
-        pretrained=theirs, tokenizer=AutoTokenizer.from_pretrained(folder / "model"), device="cpu", batch_size=2
+        pretrained=hf_model, tokenizer=AutoTokenizer.from_pretrained(folder / "model"), device="cpu", batch_size=2
     )
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-    told = lm_eval.simple_evaluate(wrapped, tasks=["threads"], task_manager=manager, bootstrap_iters=0)
-    assert told is not None
-    for line, wanted in zip(told["samples"]["threads"], likely, strict=True):
-        assert [found for found, _ in line["filtered_resps"]] == pytest.approx(wanted, abs=1e-4)
-    right = [wanted[1] == max(wanted) for wanted in likely]
-    assert told["results"]["threads"]["acc,none"] == pytest.approx(sum(right) / len(right))
+    results = lm_eval.simple_evaluate(wrapped, tasks=["threads"], task_manager=manager, bootstrap_iters=0)
+    assert results is not None
+    for line, expected in zip(results["samples"]["threads"], expected_scores, strict=True):
+        assert [log_likelihood for log_likelihood, _ in line["filtered_resps"]] == pytest.approx(expected, abs=1e-4)
+    is_correct = [expected[1] == max(expected) for expected in expected_scores]
+    assert results["results"]["threads"]["acc,none"] == pytest.approx(sum(is_correct) / len(is_correct))
 
 
 @torch.no_grad()
 def score(model: heddle.Decoder, tokenizer: Any) -> list[list[float]]:
     """The log-likelihood of each choice after each prompt, by the model of heddle."""
-    found: list[list[float]] = []
+    scores: list[list[float]] = []
     for prompt in PROMPTS:
-        before = [tokenizer.end, *tokenizer.encode(prompt)]
-        found.append([])
+        prompt_ids = [tokenizer.eod_id, *tokenizer.encode(prompt)]
+        scores.append([])
         for choice in CHOICES:
-            text = [tokenizer.end, *tokenizer.encode(f"{prompt} {choice}")]
+            text = [tokenizer.eod_id, *tokenizer.encode(f"{prompt} {choice}")]
             logits = model.head(model(torch.tensor([text]))[0])[0].log_softmax(-1)
-            found[-1].append(sum(float(logits[i - 1, text[i]]) for i in range(len(before), len(text))))
-    return found
+            scores[-1].append(sum(float(logits[i - 1, text[i]]) for i in range(len(prompt_ids), len(text))))
+    return scores
 
 
 @pytest.fixture(scope="module")
@@ -173,9 +175,9 @@ def ask(address: str, question: dict[str, Any]) -> Any:
 
 def test_a_server_writes_what_heddle_writes(folder: Path, server: str) -> None:
     model, tokenizer = loaded(folder)
-    wanted = heddle.generate(model, [*PROMPTS, "user: Hm\nassistant:"], tokenizer, max_new_tokens=10)
-    asked = {"model": str(folder / "model"), "max_tokens": 10, "temperature": 0}
-    for prompt, text in zip(PROMPTS, wanted[:-1], strict=True):
-        assert ask(f"{server}/completions", asked | {"prompt": prompt})["text"] == text
-    told = ask(f"{server}/chat/completions", asked | {"messages": [{"role": "user", "content": "Hm"}]})
-    assert told["message"]["content"] == wanted[-1]
+    expected = heddle.generate(model, [*PROMPTS, "user: Hm\nassistant:"], tokenizer, max_new_tokens=10)
+    request = {"model": str(folder / "model"), "max_tokens": 10, "temperature": 0}
+    for prompt, text in zip(PROMPTS, expected[:-1], strict=True):
+        assert ask(f"{server}/completions", request | {"prompt": prompt})["text"] == text
+    outputs = ask(f"{server}/chat/completions", request | {"messages": [{"role": "user", "content": "Hm"}]})
+    assert outputs["message"]["content"] == expected[-1]

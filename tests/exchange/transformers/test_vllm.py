@@ -17,17 +17,17 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 import heddle
 from heddle.errors import ConfigError
 from heddle.exchange.transformers import HeddleForCausalLM, export
-from heddle.exchange.transformers.elsewhere import obstacles
-from heddle.laws.subject import answer
+from heddle.exchange.transformers.external_attention import unsupported_reasons
+from heddle.laws.harness import forward_no_grad
 from heddle.model.load_config import load_config
 from tests.cases import ALIBI, LONG, ROPE, Data, attention, design, latent, layer
 from tests.exchange.transformers.designs import MOE, padded, prompts
 from tests.exchange.transformers.vllm_stand_in import Registry, install
-from tests.generation.loops import lively
+from tests.generation.loops import amplify_layers
 from tests.laws.planting import plant
 from tests.source import ROOT
 
-OTHERS: dict[str, Data] = {
+SUPPORTED: dict[str, Data] = {
     "gqa": design(layer(attention(6, kv_heads=2), repeat=2)),
     "windows": design(layer(attention(window=3)), layer(attention()), head={"tied": False, "bias": True}),
     "normed": design(layer(attention(qk_norm="head", gate="head", scale=0.3), repeat=2), head={"softcap": 2.0}),
@@ -47,14 +47,14 @@ CALLS: list[dict[str, Any]] = []
 def recorder() -> None:
     """A function that computes plain attention, and notes what it was told."""
 
-    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **told: Any) -> tuple[Tensor, None]:
-        CALLS.append({"layer": module.layer_idx, "causal": module.is_causal, "mask": mask} | told)
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        CALLS.append({"layer": module.layer_idx, "causal": module.is_causal, "mask": mask} | kwargs)
         k, v = (x.repeat_interleave(module.num_key_value_groups, dim=1) for x in (k, v))
-        scores = (q @ k.mT * told["scaling"]).masked_fill(~mask, float("-inf"))
+        scores = (q @ k.mT * kwargs["scaling"]).masked_fill(~mask, float("-inf"))
         return (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2), None
 
-    def always(*given: Any, **told: Any) -> Any:
-        return sdpa_mask(*given, **told | {"allow_is_causal_skip": False})
+    def always(*args: Any, **kwargs: Any) -> Any:
+        return sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
 
     AttentionInterface.register("recorder", attend)
     AttentionMaskInterface.register("recorder", always)
@@ -62,53 +62,55 @@ def recorder() -> None:
 
 @cache
 def decoder(name: str) -> heddle.Decoder:
-    return lively(heddle.build(load_config(OTHERS[name]), dtype=torch.float64, seed=1)).eval()
+    return amplify_layers(heddle.build(load_config(SUPPORTED[name]), dtype=torch.float64, seed=1)).eval()
 
 
 @torch.no_grad()
 def alone(name: str, row: list[int]) -> Tensor:
-    found: Tensor = decoder(name).head(answer(decoder(name), torch.tensor([row])))[0]
-    return found
+    result: Tensor = decoder(name).head(forward_no_grad(decoder(name), torch.tensor([row])))[0]
+    return result
 
 
-def others(name: str) -> HeddleForCausalLM:
+def with_recorder(name: str) -> HeddleForCausalLM:
     """The model with the recorder's attention; its decoder by itself computes as ever."""
-    found = HeddleForCausalLM.of(decoder(name))
+    hf_model = HeddleForCausalLM.from_decoder(decoder(name))
     for mixer in decoder(name).mixers():
         mixer.__dict__.pop("_attend", None)
-    found.set_attn_implementation("recorder")
-    return found
+    hf_model.set_attn_implementation("recorder")
+    return hf_model
 
 
 @torch.no_grad()
 def check_logits(name: str) -> None:
     """Padded on either side, packed, and told the windows and what a caller says besides."""
     CALLS.clear()
-    model = others(name)
+    model = with_recorder(name)
     rows = prompts(LENGTHS)
-    wanted = [alone(name, row) for row in rows]
+    expected = [alone(name, row) for row in rows]
     for side in ("left", "right"):
-        given = padded(rows, side)
-        found = model(**given, use_cache=False).logits
-        for row, want, mask in zip(found, wanted, given["attention_mask"].bool(), strict=True):
-            torch.testing.assert_close(row[mask], want, rtol=0, atol=1e-10)
-    places = torch.tensor([[place for row in rows for place in range(len(row))]])
-    found = model(torch.tensor([[one for row in rows for one in row]]), position_ids=places, word="said").logits[0]
-    torch.testing.assert_close(found, torch.cat(wanted), rtol=0, atol=1e-10)
+        inputs = padded(rows, side)
+        actual = model(**inputs, use_cache=False).logits
+        for row, expected_row, mask in zip(actual, expected, inputs["attention_mask"].bool(), strict=True):
+            torch.testing.assert_close(row[mask], expected_row, rtol=0, atol=1e-10)
+    position_ids = torch.tensor([[position for row in rows for position in range(len(row))]])
+    actual = model(
+        torch.tensor([[token for row in rows for token in row]]), position_ids=position_ids, word="said"
+    ).logits[0]
+    torch.testing.assert_close(actual, torch.cat(expected), rtol=0, atol=1e-10)
     depth = len(decoder(name).layers)
     assert [call["layer"] for call in CALLS] == list(range(depth)) * 3
     assert {call["word"] for call in CALLS[-depth:]} == {"said"}
-    windows = [mixer.reach for mixer in decoder(name).mixers() if mixer is not None]
+    windows = [mixer.window for mixer in decoder(name).mixers() if mixer is not None]
     assert [call["sliding_window"] for call in CALLS[:depth]] == windows
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", SUPPORTED)
 def test_attention_of_others_gives_the_same_logits(name: str) -> None:
     check_logits(name)
 
 
 def test_what_others_cannot_do_is_refused() -> None:
-    model = others("gqa")
+    model = with_recorder("gqa")
     tokens = torch.tensor(prompts([4]))
     with pytest.raises(ConfigError, match="use_cache: attention that others compute"):
         model(tokens, use_cache=True)
@@ -121,7 +123,7 @@ def test_what_others_cannot_do_is_refused() -> None:
     assert not CALLS
 
 
-CANNOT: dict[str, Data] = {
+UNSUPPORTED: dict[str, Data] = {
     r"layers\[1\].mixer is LatentAttention": design(layer(attention()), layer(latent())),
     r"layers\[0\].mixer is GatedDelta": design(layer({"kind": "gated_delta", "heads": 2})),
     r"layers\[0\].mixer.sink is set": design(layer(attention(sink=True))),
@@ -132,19 +134,19 @@ CANNOT: dict[str, Data] = {
     r"layers\[1\].mixer has heads": design(layer(attention()), layer(attention(kv_heads=1))),
     r"windows differ: \[2, 3\]": design(layer(attention(window=2)), layer(attention(window=3))),
     "head.scale and head.softcap are both": design(layer(attention()), head={"scale": 0.5, "softcap": 2.0}),
-    "how long the whole text": design(layer(attention(position=ROPE | {"scaling": LONG | {"original_length": 20}}))),
+    "final length of the text": design(layer(attention(position=ROPE | {"scaling": LONG | {"original_length": 20}}))),
 }
 
 
-@pytest.mark.parametrize("reason", CANNOT)
+@pytest.mark.parametrize("reason", UNSUPPORTED)
 def test_designs_that_others_cannot_run_are_told(reason: str) -> None:
-    one = heddle.build(load_config(CANNOT[reason]))
-    (told,) = obstacles(one)
-    model = HeddleForCausalLM.of(one)
+    decoder_under_test = heddle.build(load_config(UNSUPPORTED[reason]))
+    (reasons,) = unsupported_reasons(decoder_under_test)
+    model = HeddleForCausalLM.from_decoder(decoder_under_test)
     model.set_attn_implementation("recorder")
     with pytest.raises(ConfigError, match=reason):
         model(torch.tensor([[1, 2]]))
-    assert told
+    assert reasons
 
 
 def test_the_entry_point_tells_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,79 +162,75 @@ def test_the_entry_point_tells_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 @torch.no_grad()
 def check_served(name: str, folder: Path) -> None:
     """Prompts, pieces of prompts and single tokens of several requests in the same calls."""
-    HeddleForCausalLM.of(decoder(name)).save_pretrained(folder)
+    HeddleForCausalLM.from_decoder(decoder(name)).save_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
     assert config.architectures == ["HeddleForCausalLM"]
-    from heddle.exchange.transformers.vllm import SERVED
+    from heddle.exchange.transformers.vllm import MODEL_CLASS
 
-    served = EntryPoint("model", SERVED, "").load()
+    served = EntryPoint("model", MODEL_CLASS, "").load()
     model = served(vllm_config=SimpleNamespace(model_config=SimpleNamespace(hf_config=config)))
     model.load_weights(load_file(folder / "model.safetensors").items())
     rows = dict(enumerate(prompts([9, 6, 4])))
     steps = [[(0, 9)], [(1, 4)], [(0, 1), (2, 4)], [(1, 2), (0, 1)], [(2, 1), (1, 1), (0, 1)]]
     rows = {request: row + prompts([3], seed=request)[0] for request, row in rows.items()}
-    said: dict[int, list[Tensor]] = {request: [] for request in rows}
+    outputs: dict[int, list[Tensor]] = {request: [] for request in rows}
     for step in steps:
-        given = []
+        requests = []
         for request, count in step:
-            start = sum(map(len, said[request]))
-            given.append((request, rows[request][start : start + count]))
-        for request, logits in model(given).items():
-            said[request].append(logits)
-    for request, logits in said.items():
-        found = torch.cat(logits)
-        torch.testing.assert_close(found, alone(name, rows[request])[: len(found)], rtol=0, atol=1e-9)
+            start = sum(map(len, outputs[request]))
+            requests.append((request, rows[request][start : start + count]))
+        for request, logits in model(requests).items():
+            outputs[request].append(logits)
+    for request, logits in outputs.items():
+        actual = torch.cat(logits)
+        torch.testing.assert_close(actual, alone(name, rows[request])[: len(actual)], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", SUPPORTED)
 def test_vllm_would_run_an_exported_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     check_served(name, tmp_path)
 
 
-ATTEND, CONFIG = "exchange.transformers.elsewhere:_attend", "exchange.transformers.config:HeddleConfig"
-# A place, what stands there, what stands there instead, and a design whose check must fail then.
+EXTERNAL, CONFIG = "exchange.transformers.external_attention", "exchange.transformers.config:HeddleConfig"
+ATTEND = f"{EXTERNAL}:ExternalAttention.__call__"
+# The function, the code in it, the code that replaces it, and a design for which the check must then fail.
 BUGS = {
-    "a window forgotten": (ATTEND, "if mixer.reach is None else", "or", "windows"),
-    "a scale forgotten": (ATTEND, "scaling=mixer.scale", "scaling=None or mixer.head_dim**-0.5", "normed"),
-    "heads before tokens": (
-        ATTEND,
-        "q.shape[2], mixer.heads, mixer.value_dim).transpose(1, 2)",
-        "mixer.heads, q.shape[2], mixer.value_dim)",
+    "a window forgotten": (f"{EXTERNAL}:ExternalAttention._mask", "if window is None else", "or", "windows"),
+    "a scale forgotten": (ATTEND, "scaling=scale", "scaling=q.shape[3] ** -0.5", "normed"),
+    "heads before tokens": (ATTEND, "return heads_last.transpose(1, 2)", "return heads_last.reshape(q.shape)", "gqa"),
+    "keywords kept": (ATTEND, "**self.kwargs", "", "gqa"),
+    "padding seen": (
+        "exchange.transformers.modeling:HeddleModel.forward",
+        "ExternalAttention(modules, attention_mask,",
+        "ExternalAttention(modules, None,",
         "gqa",
     ),
-    "keywords kept": (ATTEND, "**told.keywords", "", "gqa"),
-    "padding seen": ("exchange.transformers.modeling:HeddleModel.forward", "Told(attention_mask,", "Told(None,", "gqa"),
-    "one cache for all layers": (
-        "exchange.transformers.elsewhere:attach",
-        '"layer_idx": index',
-        '"layer_idx": 0',
-        "gqa",
-    ),
+    "one cache for all layers": (f"{EXTERNAL}:attention_modules", "layer_idx=index", "layer_idx=0", "gqa"),
 }
 SERVED_BUGS = {
-    "a head left empty": ("exchange.transformers.vllm_model:ServedHeddle.load_weights", "if name.startswith(HEAD)", "if False",
-                          "learned"),
+    "a head left empty": ("exchange.transformers.vllm_model:VLLMHeddleForCausalLM.load_weights",
+                          "if name.startswith(HEAD_PREFIX)", "if False", "learned"),
     "a soft cap not told": (f"{CONFIG}.final_logit_softcapping", ".head.softcap", ".head.bias or None", "normed"),
     "a scale of logits not told": (f"{CONFIG}.logit_scale", ".head.scale", ".head.scale ** 0", "moe"),
-    "windows not told": (f"{CONFIG}.sliding_window", "views.window(", "0 * views.window(", "windows"),
+    "windows not told": (f"{CONFIG}.sliding_window", "design_parts.first_window(", "0 * design_parts.first_window(", "windows"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", [*BUGS, *SERVED_BUGS])
 def test_a_planted_bug_is_caught(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    place, old, new, name = (BUGS | SERVED_BUGS)[bug]
+    function, old, new, name = (BUGS | SERVED_BUGS)[bug]
     decoder(name), [alone(name, row) for row in prompts(LENGTHS)]
     with monkeypatch.context() as patch:
-        plant(patch, place, old, new)
+        plant(patch, function, old, new)
         with pytest.raises((AssertionError, KeyError, RuntimeError, ConfigError)):
             check_logits(name) if bug in BUGS else check_served(name, tmp_path)
 
 
 def test_the_folder_says_nothing_of_others(tmp_path: Path) -> None:
     """What config.json holds does not depend on who computes attention."""
-    export(heddle.build(load_config(OTHERS["dual"])), tmp_path / "one")
+    export(heddle.build(load_config(SUPPORTED["dual"])), tmp_path / "one")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "one", attn_implementation="recorder")
     assert model.config.layer_types == ["full_attention"] * 2
     model.save_pretrained(tmp_path / "two")

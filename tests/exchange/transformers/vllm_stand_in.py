@@ -37,10 +37,10 @@ class Registry:
 class Replicated(nn.Module):
     """In the place of a Linear: it has no `in_features`, and takes no functions of heddle."""
 
-    def __init__(self, given: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(given.weight.shape, dtype=given.weight.dtype))
-        self.bias = None if given.bias is None else nn.Parameter(torch.empty_like(self.weight[:, 0]))
+        self.weight = nn.Parameter(torch.empty(linear.weight.shape, dtype=linear.weight.dtype))
+        self.bias = None if linear.bias is None else nn.Parameter(torch.empty_like(self.weight[:, 0]))
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)
@@ -66,7 +66,7 @@ class Paged:
         self.heads, self.groups, self.dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         sliding = config.layer_types[index] == "sliding_attention"
         self.window = config.sliding_window if sliding else None
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.cached: dict[int, tuple[Tensor, Tensor]] = {}
         self.calls: list[tuple[int, int]] = []  # request, new tokens
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -75,9 +75,9 @@ class Paged:
         for request, length in self.calls:
             new = [x[start : start + length].view(length, -1, self.dim).transpose(0, 1) for x in (q, k, v)]
             start += length
-            held = self.kept.get(request, (new[1][:, :0], new[2][:, :0]))
-            keys, values = (torch.cat(pair, dim=1) for pair in zip(held, new[1:], strict=True))
-            self.kept[request] = keys, values
+            cached = self.cached.get(request, (new[1][:, :0], new[2][:, :0]))
+            keys, values = (torch.cat(pair, dim=1) for pair in zip(cached, new[1:], strict=True))
+            self.cached[request] = keys, values
             keys, values = (x.repeat_interleave(self.heads // self.groups, dim=0) for x in (keys, values))
             here = torch.arange(keys.shape[1])
             distance = here[-length:, None] - here
@@ -87,11 +87,11 @@ class Paged:
         return torch.cat(out)
 
 
-def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **told: Any) -> tuple[Tensor, None]:
+def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """The function that "vllm" names."""
     assert mask is None
-    paged = told["attention_instances"][module.layer_idx]
-    paged.impl.scale = float(told["scaling"])
+    paged = kwargs["attention_instances"][module.layer_idx]
+    paged.impl.scale = float(kwargs["scaling"])
     assert q.shape[0] == 1
     return paged.forward(*(x.transpose(1, 2).reshape(q.shape[-2], -1) for x in (q, k, v))), None
 
@@ -144,18 +144,18 @@ class TransformersForCausalLM(nn.Module):
 
     def forward(self, tokens: list[tuple[int, list[int]]]) -> dict[int, Tensor]:
         """New tokens of requests -> logits [new, vocab] of each."""
-        places: list[int] = []
+        positions: list[int] = []
         for request, new in tokens:
-            kept = self.paged[0].kept.get(request)
-            start = 0 if kept is None else kept[0].shape[1]
-            places += range(start, start + len(new))
+            cached = self.paged[0].cached.get(request)
+            start = 0 if cached is None else cached[0].shape[1]
+            positions += range(start, start + len(new))
         for paged in self.paged.values():
             paged.calls = [(request, len(new)) for request, new in tokens]
         hidden = self.model(
-            input_ids=torch.tensor([[one for _, new in tokens for one in new]]),
+            input_ids=torch.tensor([[token for _, new in tokens for token in new]]),
             inputs_embeds=None,
             use_cache=False,
-            position_ids=torch.tensor([places]),
+            position_ids=torch.tensor([positions]),
             attention_instances=self.paged,
             return_dict=False,
         )[0][0]

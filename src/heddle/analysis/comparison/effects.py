@@ -1,10 +1,11 @@
-"""What each varied field does to bits per byte: means over all else, paired differences, and what two do together.
+"""Effects of varied fields on bits per byte: means over the other fields, paired differences, and interactions.
 
-A value's difference is its designs' minus those with the baseline's value, each beside the one that is equal in every
-other field and on the same seed; per seed it is averaged over these pairs, so the interval is of the luck of training
-and of the text, for just these other fields. Of two fields, what both together do beyond each alone is
+The effect of a value is the difference between its designs and those with the baseline's value. Each design is paired
+with the one that is equal in every other field, on the same seed. For each seed the pairs are averaged, so the interval
+covers the luck of training and the choice of text, but no other choice of the other fields. The interaction of two
+fields is what both changes together do beyond the sum of each alone:
 
-    (y[a, b] − y[a₀, b]) − (y[a, b₀] − y[a₀, b₀])       with a₀, b₀ the baseline's values
+    (y[a, b] − y[a₀, b]) − (y[a, b₀] − y[a₀, b₀])       where a₀, b₀ are the baseline's values
 """
 
 import math
@@ -14,41 +15,42 @@ from typing import Any
 
 import numpy as np
 
-from heddle.analysis.comparison import wording
-from heddle.analysis.comparison.statistics import Run, finished, paired_difference
-from heddle.analysis.comparison.variation import titles
+from heddle.analysis.comparison.lookup import Design, mean_loss
+from heddle.analysis.comparison.statistics import Run, finished_runs, paired_difference
+from heddle.analysis.comparison.variation import short_titles
 
-Choice = dict[str, str]  # the value of each varied field
+FieldLabels = dict[str, str]  # the value of each varied field, as its label
 
 
-def effects(designs: Sequence[wording.Design], baseline: str) -> dict[str, Any]:
-    """{"fields", "interactions"} of the designs' `varied` and `runs`, plain data; both empty where nothing varied.
+def field_effects(designs: Sequence[Design], baseline: str) -> dict[str, Any]:
+    """{"fields": [...], "interactions": [...]} from the designs' `varied_fields` and `runs`, as plain data.
 
-    A field: path, title, the baseline's value, and of each value its label, the number it is or None, its designs,
-    their mean bits per byte, and the paired difference (None for the baseline's). An interaction: two fields and a
-    cell for every pair of values, with the mean and, away from the baseline's values, the difference `beyond`.
+    A field has its path, title, the baseline's value and its values. A value has its label, its number (or None), the
+    names of its designs, their mean bits per byte, and the paired difference to the baseline's value (None for that
+    one). An interaction has two fields and a cell for each pair of values, with its mean and the interaction (None
+    where one of the values is the baseline's). Both lists are empty where nothing was varied.
     """
-    paths = list(dict.fromkeys(path for design in designs for path in design["varied"]))
-    named = titles(paths)
-    base = next(design["varied"] for design in designs if design["name"] == baseline)
-    values = {path: list(dict.fromkeys(design["varied"][path] for design in designs)) for path in paths}
+    paths = list(dict.fromkeys(path for design in designs for path in design["varied_fields"]))
+    title_of = short_titles(paths)
+    base = next(design["varied_fields"] for design in designs if design["name"] == baseline)
+    labels_of = {path: list(dict.fromkeys(design["varied_fields"][path] for design in designs)) for path in paths}
     fields = [
         {
             "path": path,
-            "title": named[path],
+            "title": title_of[path],
             "baseline": base[path],
-            "values": [_value(designs, path, label, base[path]) for label in values[path]],
+            "values": [_value_effect(designs, path, label, base[path]) for label in labels_of[path]],
         }
         for path in paths
-        if len(values[path]) > 1
+        if len(labels_of[path]) > 1
     ]
     interactions = [
         {
             "paths": list(pair),
-            "titles": [named[path] for path in pair],
+            "titles": [title_of[path] for path in pair],
             "cells": [
-                _cell(designs, dict(zip(pair, labels, strict=True)), base)
-                for labels in product(*(values[path] for path in pair))
+                _interaction_cell(designs, dict(zip(pair, labels, strict=True)), base)
+                for labels in product(*(labels_of[path] for path in pair))
             ],
         }
         for pair in combinations([field["path"] for field in fields], 2)
@@ -56,8 +58,8 @@ def effects(designs: Sequence[wording.Design], baseline: str) -> dict[str, Any]:
     return {"fields": fields, "interactions": interactions}
 
 
-def number(label: str) -> float | None:
-    """The finite number that a label is, or None."""
+def parse_number(label: str) -> float | None:
+    """The finite number that a label spells, or None."""
     try:
         value = float(label)
     except ValueError:
@@ -65,54 +67,67 @@ def number(label: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _value(designs: Sequence[wording.Design], path: str, label: str, base: str) -> dict[str, Any]:
-    mine = _those(designs, {path: label})
-    told = {"label": label, "number": number(label), "designs": [design["name"] for design in mine]}
-    return told | {"mean": _mean(mine), "difference": _contrast([mine], [_those(designs, {path: base})], label == base)}
+def _value_effect(designs: Sequence[Design], path: str, label: str, baseline_label: str) -> dict[str, Any]:
+    with_value = _with_labels(designs, {path: label})
+    reference = _with_labels(designs, {path: baseline_label})
+    return {
+        "label": label,
+        "number": parse_number(label),
+        "designs": [design["name"] for design in with_value],
+        "mean": _mean(with_value),
+        "difference": None if label == baseline_label else _contrast([with_value], [reference]),
+    }
 
 
-def _cell(designs: Sequence[wording.Design], chosen: Choice, base: Choice) -> dict[str, Any]:
-    (first, mine), (second, other) = chosen.items()
-    both, neither = _those(designs, chosen), _those(designs, {first: base[first], second: base[second]})
-    alone = [_those(designs, {first: mine, second: base[second]}), _those(designs, {first: base[first], second: other})]
-    trivial = mine == base[first] or other == base[second]
-    return {"values": [mine, other], "mean": _mean(both), "beyond": _contrast([both, neither], alone, trivial)}
+def _interaction_cell(designs: Sequence[Design], labels: FieldLabels, base: FieldLabels) -> dict[str, Any]:
+    (first, first_label), (second, second_label) = labels.items()
+    both = _with_labels(designs, labels)
+    interaction = None
+    if first_label != base[first] and second_label != base[second]:
+        neither = _with_labels(designs, {first: base[first], second: base[second]})
+        first_alone = _with_labels(designs, {first: first_label, second: base[second]})
+        second_alone = _with_labels(designs, {first: base[first], second: second_label})
+        interaction = _contrast([both, neither], [first_alone, second_alone])
+    return {"values": [first_label, second_label], "mean": _mean(both), "interaction": interaction}
 
 
-def _those(designs: Sequence[wording.Design], chosen: Choice) -> list[wording.Design]:
-    """The designs with these values, always in the same order of the other fields."""
-    return [design for design in designs if chosen.items() <= design["varied"].items()]
+def _with_labels(designs: Sequence[Design], labels: FieldLabels) -> list[Design]:
+    """The designs with these values; the other fields come in the same order for every choice of values."""
+    return [design for design in designs if labels.items() <= design["varied_fields"].items()]
 
 
-def _mean(designs: Sequence[wording.Design]) -> float | None:
-    means = [mean for mean in map(wording.mean_of, designs) if mean is not None]
+def _mean(designs: Sequence[Design]) -> float | None:
+    means = [mean for mean in map(mean_loss, designs) if mean is not None]
     return float(np.mean(means)) if means else None
 
 
-def _contrast(
-    plus: Sequence[Sequence[wording.Design]], minus: Sequence[Sequence[wording.Design]], trivial: bool
-) -> dict[str, Any] | None:
-    """The paired difference of two sums of groups, averaged over the other fields; None where it is 0 by definition."""
-    if trivial:
-        return None
-    groups = [[{run["seed"]: run for run in finished(one["runs"])} for one in group] for group in (*plus, *minus)]
-    seeds = sorted({run["seed"] for group in (*plus, *minus) for one in group for run in one["runs"]})
-    sides: tuple[list[Run], list[Run]] = ([], [])
-    lost = 0
+def _contrast(plus: Sequence[Sequence[Design]], minus: Sequence[Sequence[Design]]) -> dict[str, Any]:
+    """The paired difference between two sums of groups of designs, averaged over the other fields.
+
+    The designs at one index of all groups are equal in the other fields; without one of their runs the seed is left
+    out for that index.
+    """
+    groups = [
+        [{run["seed"]: run for run in finished_runs(design["runs"])} for design in group] for group in (*plus, *minus)
+    ]
+    seeds = sorted({run["seed"] for group in (*plus, *minus) for design in group for run in design["runs"]})
+    plus_runs: list[Run] = []
+    minus_runs: list[Run] = []
+    count, missing = len(groups[0]), 0
     for seed in seeds:
-        known = [place for place, row in enumerate(zip(*groups, strict=True)) if all(seed in runs for runs in row)]
-        lost += len(groups[0]) - len(known)
-        if known:
-            averages = [_average([group[place][seed] for place in known]) for group in groups]
-            sides[0].append(_sum(seed, averages[: len(plus)]))
-            sides[1].append(_sum(seed, averages[len(plus) :]))
-    made = paired_difference(*sides)
-    count = len(groups[0])
-    over = f" Averaged over {count} choices of the other fields." if count > 1 else ""
-    left = (
-        f" Left out, because a design of theirs did not finish: {lost} of {count * len(seeds)} pairs." if lost else ""
-    )
-    return made | {"method": made["method"] + over + left}
+        complete = [index for index, runs in enumerate(zip(*groups, strict=True)) if all(seed in run for run in runs)]
+        missing += count - len(complete)
+        if complete:
+            averages = [_average([group[index][seed] for index in complete]) for group in groups]
+            plus_runs.append(_sum_as_run(seed, averages[: len(plus)]))
+            minus_runs.append(_sum_as_run(seed, averages[len(plus) :]))
+    difference = paired_difference(plus_runs, minus_runs)
+    method = difference["method"]
+    if count > 1:
+        method += f" Averaged over {count} choices of the other fields."
+    if missing:
+        method += f" Left out, because a design did not finish: {missing} of {count * len(seeds)} pairs."
+    return difference | {"method": method}
 
 
 def _average(runs: Sequence[Run]) -> tuple[float, Any]:
@@ -122,10 +137,10 @@ def _average(runs: Sequence[Run]) -> tuple[float, Any]:
     return float(np.mean([run["bits_per_byte"] for run in runs])), table
 
 
-def _sum(seed: int, parts: Sequence[tuple[float, Any]]) -> Run:
-    """Averages added up as if they were one run; the bytes of the windows are those of each."""
-    tables = [table for _, table in parts]
+def _sum_as_run(seed: int, averages: Sequence[tuple[float, Any]]) -> Run:
+    """The sum of averages in the form of a run; each window keeps its bytes."""
+    tables = [table for _, table in averages]
     windows: list[Any] = []
     if all(table is not None for table in tables):
         windows = np.stack([sum(table[:, 0] for table in tables), tables[0][:, 1]], axis=1).tolist()
-    return {"seed": seed, "status": "done", "bits_per_byte": sum(bits for bits, _ in parts), "windows": windows}
+    return {"seed": seed, "status": "done", "bits_per_byte": sum(bits for bits, _ in averages), "windows": windows}

@@ -1,68 +1,72 @@
-"""What longer texts do to a design: for each multiple of the trained context its mean and its change, paired."""
+"""Length extrapolation of a design: mean loss at each multiple of the trained length, and its paired change."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from heddle.analysis.comparison.statistics import STRETCHES, Run, finished, paired_difference
+from heddle.analysis.comparison.statistics import TEXT_SPANS, Run, finished_runs, paired_difference
 from heddle.data.corpus import Corpus
-from heddle.training.evaluation.bits_per_byte import bits_per_byte
-from heddle.training.evaluation.length_extrapolation import Reading, Stretches
+from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan, ExtrapolationResult
+from heddle.training.evaluation.scores import ratio_of_sums
 
 
-def told(reading: Reading) -> dict[str, Any]:
-    """A reading as a run's result keeps it."""
-    status = "done" if reading.refusal is None else "refused"
+def result_summary(result: ExtrapolationResult) -> dict[str, Any]:
+    """The result at one multiple as plain data, which becomes part of a run."""
     return {
-        "multiple": reading.multiple,
-        "status": status,
-        "message": reading.refusal,
-        "bits_per_byte": bits_per_byte(reading.windows) if reading.windows else None,
-        "windows": reading.windows,
+        "multiple": result.multiple,
+        "status": "done" if result.refusal is None else "refused",
+        "message": result.refusal,
+        "bits_per_byte": ratio_of_sums(result.scores) if result.scores else None,
+        "windows": result.scores,
     }
 
 
-def describe(stretches: Stretches, corpus: Corpus) -> dict[str, Any]:
-    """Plain data for the report; no multiples where nothing was read, and in `note` why, if it was asked for."""
-    sizes = corpus.tokenizer.byte_lengths
-    targets = [corpus.validation.read(start + 1, start + stretches.length + 1) for start in stretches.starts]
-    return {
-        "context": stretches.context,
-        "multiples": list(stretches.multiples),
-        "stretches": len(stretches.starts),
-        "documents": stretches.documents,
-        "tokens": len(stretches.starts) * stretches.length,
-        "bytes": int(sum(sizes[one].sum() for one in targets)),
-        "note": stretches.note,
-    }
+def plan_summary(plan: ExtrapolationPlan, corpus: Corpus) -> dict[str, Any]:
+    """What was read, as plain data for the report.
 
-
-def changes(runs: Sequence[Run], multiples: Sequence[int]) -> list[dict[str, Any]]:
-    """A design at each multiple: mean bits per byte of its finite seeds, and the change from 1 × seed by seed.
-
-    not_finite counts the seeds without a finite number; refusal is why a length has none at all.
+    `multiples` is empty where nothing was read; `note` says why less was read than was asked for.
     """
-    done = finished(runs)
-    first = _side(done, 1)
-    made = []
+    byte_lengths = corpus.tokenizer.byte_lengths
+    targets = [corpus.validation.read(start + 1, start + plan.span_length + 1) for start in plan.starts]
+    return {
+        "sequence_length": plan.sequence_length,
+        "multiples": list(plan.multiples),
+        "spans": len(plan.starts),
+        "documents": plan.document_count,
+        "tokens": len(plan.starts) * plan.span_length,
+        "bytes": int(sum(byte_lengths[tokens].sum() for tokens in targets)),
+        "note": plan.note,
+    }
+
+
+def length_changes(runs: Sequence[Run], multiples: Sequence[int]) -> list[dict[str, Any]]:
+    """A design at each multiple: mean bits per byte of its finite seeds, and the change from 1 ×, paired by seed.
+
+    not_finite: seeds without a finite number. refusal: why the design has no number at this multiple.
+    """
+    finished = finished_runs(runs)
+    trained_length = _runs_at(finished, 1)
+    rows = []
     for multiple in multiples:
-        side = _side(done, multiple)
-        good = [float(one["bits_per_byte"]) for one in finished(side)]
-        refused = [one["message"] for one in side if one["status"] == "refused"]
-        made.append(
+        at_multiple = _runs_at(finished, multiple)
+        values = [float(run["bits_per_byte"]) for run in finished_runs(at_multiple)]
+        refusals = [run["message"] for run in at_multiple if run["status"] == "refused"]
+        rows.append(
             {
                 "multiple": multiple,
-                "bits_per_byte": sum(good) / len(good) if good else None,
-                "change": paired_difference(side, first, STRETCHES) if multiple > 1 else None,
-                "not_finite": len(side) - len(good) - len(refused),
-                "refusal": refused[0] if refused else None,
+                "bits_per_byte": sum(values) / len(values) if values else None,
+                "change": paired_difference(at_multiple, trained_length, TEXT_SPANS) if multiple > 1 else None,
+                "not_finite": len(at_multiple) - len(values) - len(refusals),
+                "refusal": refusals[0] if refusals else None,
             }
         )
-    return made
+    return rows
 
 
-def _side(runs: Sequence[Run], multiple: int) -> list[dict[str, Any]]:
-    """The readings of one multiple, as if each were a run."""
-    found = []
-    for run in runs:
-        found += [{**one, "seed": run["seed"]} for one in run["extrapolation"] if one["multiple"] == multiple]
-    return found
+def _runs_at(runs: Sequence[Run], multiple: int) -> list[dict[str, Any]]:
+    """The results at one multiple in the form of runs."""
+    return [
+        {**result, "seed": run["seed"]}
+        for run in runs
+        for result in run["extrapolation"]
+        if result["multiple"] == multiple
+    ]

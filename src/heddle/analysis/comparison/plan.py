@@ -1,53 +1,56 @@
-"""What a comparison is asked to do, checked before anything runs."""
+"""The plan of a comparison: which designs are trained, on what, for how long; checked before anything runs."""
 
 import itertools
 import shlex
 from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from heddle.analysis.comparison.variation import Axis, Variant, variants
+from heddle.analysis.comparison.variation import Variant, VariedField, enumerate_variants
 from heddle.config import DesignError
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, choices_hint
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
-from heddle.training.optimizer import Scales, factors
+from heddle.training.optimizer import LearningRateScales, learning_rate_factors
 
-BUDGETS = ("tokens", "seconds", "flops")
+BUDGET_KINDS = ("tokens", "seconds", "flops")
 
 
 @dataclass(frozen=True)
-class Entry:
+class DesignEntry:
     """One design of a comparison: a short unique name, where it came from, and its config.
 
-    varied: (field, value) of each varied field, the design it is a variant of among them where there are several.
-    as_given: whether it is that design itself. width: its own, where an equal size asked for another.
+    varied_fields: (path, label) of each varied field; where several designs are varied, ("design", name) comes first.
+    is_unmodified: whether the variant equals the design as it was given.
+    original_width: the width in the design's config, where `config` was resized to an equal size.
     """
 
     name: str
     source: str
     config: ModelConfig
-    varied: tuple[tuple[str, str], ...] = ()
-    as_given: bool = True
-    width: int | None = None
+    varied_fields: tuple[tuple[str, str], ...] = ()
+    is_unmodified: bool = True
+    original_width: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """budget: how much each run may use, `value` tokens, seconds or training FLOPs. seeds pair the designs."""
+class ComparisonPlan:
+    """Everything that defines a comparison.
 
-    entries: tuple[Entry, ...]
-    baseline: str | None = None  # a name; None: the first
-    equal: str | None = None  # what all designs have as much of as the baseline
+    Each run may use `budget_value` tokens, seconds or training FLOPs. Runs with the same seed form a pair.
+    """
+
+    entries: tuple[DesignEntry, ...]
+    baseline: str | None = None  # an entry's name; None: the first entry
+    equal_size: str | None = None  # one of SIZE_KINDS: the size in which all designs equal the baseline
     data: tuple[str, ...]
-    budget: str
-    value: float
+    budget_kind: str  # one of BUDGET_KINDS
+    budget_value: float
     seeds: tuple[int, ...]
     batch_size: int
-    context: int
+    sequence_length: int
     learning_rate: float
     optimizer: str
     schedule: str
@@ -58,74 +61,80 @@ class Plan:
     tokenizer: str | None
     device: str
     threads: int | None
-    parts: tuple[str, ...]
-    contexts: tuple[int, ...]
-    recall: tuple[str, ...]  # probes, by name
-    extrapolate: int  # the longest text, in trained contexts; 1: none is read
+    part_files: tuple[str, ...]
+    speed_contexts: tuple[int, ...]  # context lengths at which speed is measured
+    recall_probes: tuple[str, ...]  # names of RECALL_PROBES
+    max_length_multiple: int  # longest text read after training, in sequence lengths; 1: none is read
 
     def identity(self) -> dict[str, Any]:
-        """What a continued comparison must share with the one that began: not the baseline, which no run knows."""
-        shared = asdict(self) | {"entries": {entry.name: entry.config.dump() for entry in self.entries}}
-        return {name: value for name, value in shared.items() if name != "baseline"}
+        """What must be equal for a comparison to be continued. The baseline is left out: it affects no run."""
+        identity = asdict(self) | {"entries": {entry.name: entry.config.dump() for entry in self.entries}}
+        return {name: value for name, value in identity.items() if name != "baseline"}
 
 
-def read_entries(
-    designs: Sequence[str], overrides: Sequence[str], *, axes: Sequence[Axis] = (), scales: Scales = ()
-) -> tuple[Entry, ...]:
-    """Load designs, or the variants of each, under unique names: a preset's or a file's own, or what was varied.
+def load_entries(
+    sources: Sequence[str],
+    overrides: Sequence[str],
+    *,
+    varied_fields: Sequence[VariedField] = (),
+    scales: LearningRateScales = (),
+) -> tuple[DesignEntry, ...]:
+    """Load designs, or all variants of each, under unique names.
 
-    Raises ConfigError naming a design that cannot be trained, or in which a path of `scales` leads nowhere.
+    A design is named after its preset, file or folder, a variant after its field values.
+    Raises ConfigError naming a design that cannot be trained on text, or that a path of `scales` does not match.
     """
-    if not designs:
+    if not sources:
         raise ConfigError("compare: names no design; give at least one file, preset:NAME or folder")
-    choices = variants(axes, len(designs))
-    entries: list[Entry] = []
-    bases: list[str] = []
-    for source in designs:
-        bases.append(_unique(_name(source), bases))
-        plain = _plain_design(source, overrides) if axes else None
-        own: list[Entry] = []
-        for variant in choices:
-            config = _load(source, overrides, variant, scales)
-            for other in own:
-                if other.config == config:
-                    raise ConfigError(f"--vary: {other.name} and {variant.name} are one design; leave one of them out")
-            several = bool(axes) and len(designs) > 1
-            name = f"{bases[-1]} {variant.name}" if several else variant.name or bases[-1]
-            own.append(
-                Entry(
-                    name=_unique(name, [entry.name for entry in (*entries, *own)]),
+    variants = enumerate_variants(varied_fields, len(sources))
+    several_designs = bool(varied_fields) and len(sources) > 1
+    entries: list[DesignEntry] = []
+    design_names: list[str] = []
+    for source in sources:
+        design_name = _unique(_source_name(source), design_names)
+        design_names.append(design_name)
+        unmodified = _load_unmodified(source, overrides) if varied_fields else None
+        variant_entries: list[DesignEntry] = []
+        for variant in variants:
+            config = _load_variant(source, overrides, variant, scales)
+            for entry in variant_entries:
+                if entry.config == config:
+                    raise ConfigError(f"vary: {entry.name} and {variant.name} are one design; leave one of them out")
+            name = f"{design_name} {variant.name}" if several_designs else variant.name or design_name
+            variant_entries.append(
+                DesignEntry(
+                    name=_unique(name, [entry.name for entry in (*entries, *variant_entries)]),
                     source=" ".join([source, *map(shlex.quote, variant.overrides)]),
                     config=config,
-                    varied=((("design", bases[-1]),) if several else ()) + variant.values,
-                    as_given=not axes or config == plain,
+                    varied_fields=((("design", design_name),) if several_designs else ()) + variant.field_labels,
+                    is_unmodified=not varied_fields or config == unmodified,
                 )
             )
-        entries += own
+        entries += variant_entries
     return tuple(entries)
 
 
-def _load(source: str, overrides: Sequence[str], variant: Variant, scales: Scales) -> ModelConfig:
-    """A variant of a design that can be trained on text."""
-    named = f"{source} ({variant.name})" if variant.name else source
+def _load_variant(source: str, overrides: Sequence[str], variant: Variant, scales: LearningRateScales) -> ModelConfig:
+    """The config of a variant. Raises ConfigError where it cannot be trained on text."""
+    label = f"{source} ({variant.name})" if variant.name else source
     try:
         config = load_config(source, [*overrides, *variant.overrides])
     except DesignError as error:
-        raise error.under(named) from None
+        raise error.under(label) from None
     model = build(config if config.vocab_size else config.replace(vocab_size=1), device="meta")
     if not model.causal:
-        raise ConfigError(f"{named}: a mixer sees later tokens, so the design cannot learn to predict them")
-    if model.memory_width is not None:
-        raise ConfigError(f"{named}: reads a memory, and texts come without one; take cross_attention out of it")
+        raise ConfigError(f"{label}: a mixer sees later tokens, so the design cannot learn to predict them")
+    if model.encoder_width is not None:
+        raise ConfigError(f"{label}: reads an encoder's output, which texts do not have; remove its cross_attention")
     try:
-        factors(model, scales)
+        learning_rate_factors(model, scales)
     except ConfigError as error:
-        raise ConfigError(f"{named}: {error}") from None
+        raise ConfigError(f"{label}: {error}") from None
     return config
 
 
-def _plain_design(source: str, overrides: Sequence[str]) -> ModelConfig | None:
-    """The design itself; None where it cannot be built, as one that leaves out what is varied."""
+def _load_unmodified(source: str, overrides: Sequence[str]) -> ModelConfig | None:
+    """The design without variation; None where it cannot be built, because it leaves the varied field open, say."""
     try:
         return load_config(source, overrides)
     except ConfigError:
@@ -133,69 +142,74 @@ def _plain_design(source: str, overrides: Sequence[str]) -> ModelConfig | None:
 
 
 def _unique(name: str, taken: Container[str]) -> str:
-    """The name, numbered where it is taken."""
-    numbered = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
-    return next(one for one in numbered if one not in taken)
+    """The name, with a number added where it is taken."""
+    candidates = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
+    return next(candidate for candidate in candidates if candidate not in taken)
 
 
-def choose_baseline(entries: Sequence[Entry], wanted: str | None) -> str:
-    """The name asked for, else the first design as it was given, else the first variant."""
-    names = [entry.name for entry in entries]
-    if wanted is None:
-        return next((entry.name for entry in entries if entry.as_given), names[0])
-    if wanted not in names:
-        near = get_close_matches(wanted, names, n=1)
-        hint = f"did you mean '{near[0]}'? " if near else ""
-        raise ConfigError(f"--baseline {wanted}: names no design; {hint}choices: {', '.join(names)}")
-    return wanted
-
-
-def _name(source: str) -> str:
-    """A preset's name, a file's without its suffix, or a folder's."""
+def _source_name(source: str) -> str:
+    """The name of a preset, of a file without its suffix, or of a folder."""
     if source.startswith("preset:"):
         return source.removeprefix("preset:")
     path = Path(source)
     return path.resolve().name if path.is_dir() else path.stem
 
 
-def shared_vocabulary(entries: Sequence[Entry], wanted: int | None, default: int) -> int:
-    """The largest tokenizer that every design can take."""
-    named = [entry.config.vocab_size for entry in entries if entry.config.vocab_size is not None]
-    if wanted is not None:
-        for entry in entries:
-            if entry.config.vocab_size is not None and entry.config.vocab_size < wanted:
-                raise ConfigError(
-                    f"--vocab-size {wanted}: is above vocab_size = {entry.config.vocab_size} of {entry.name}; "
-                    "all designs share one tokenizer, so lower it"
-                )
-        return wanted
-    return min(named) if named else default
+def choose_baseline(entries: Sequence[DesignEntry], requested: str | None) -> str:
+    """The requested name; by default the first unmodified design, or else the first variant."""
+    names = [entry.name for entry in entries]
+    if requested is None:
+        return next((entry.name for entry in entries if entry.is_unmodified), names[0])
+    if requested not in names:
+        raise ConfigError(f"baseline {requested}: names no design; {choices_hint(requested, names)}")
+    return requested
 
 
-def warnings(plan: Plan, parameters: dict[str, int], trained: dict[str, int], available: int) -> list[str]:
-    """Why the comparison may not be able to tell designs apart, in plain sentences."""
-    found = []
-    for entry in plan.entries:
-        windows = {layer.mixer.dump().get("window") for _, layer in entry.config.expand() if layer.mixer is not None}
-        for window in sorted(value for value in windows if value is not None and value >= plan.context):
-            found.append(
-                f"{entry.name}: its window of {window} covers the whole training context of {plan.context} tokens, "
-                "so it was trained as full attention; a longer --context would tell."
+def shared_vocab_size(entries: Sequence[DesignEntry], requested: int | None, default: int) -> int:
+    """The size of the tokenizer that all designs share: the requested one, or the largest that every design allows."""
+    limits = {entry.name: entry.config.vocab_size for entry in entries if entry.config.vocab_size is not None}
+    if requested is None:
+        return min(limits.values()) if limits else default
+    for name, limit in limits.items():
+        if limit < requested:
+            raise ConfigError(
+                f"vocab_size {requested}: is above vocab_size = {limit} of {name}; "
+                "all designs share one tokenizer, so lower it"
             )
-    trained = {name: tokens for name, tokens in trained.items() if tokens}  # of a failed run nothing is known
-    ratios = {name: trained[name] / parameters[name] for name in trained}
-    if ratios and min(ratios.values()) < 1:
-        lowest = min(ratios.values())
-        found.append(
-            f"A short race: {lowest:.2g} training tokens for each parameter, where about 20 are usual; "
-            "the order of the designs may change with more training."
+    return requested
+
+
+def plan_warnings(
+    plan: ComparisonPlan, parameters: dict[str, int], trained_tokens: dict[str, int], available_tokens: int
+) -> list[str]:
+    """Reasons why the comparison may not distinguish the designs, as sentences.
+
+    parameters, trained_tokens: by design; 0 trained tokens where every run failed. available_tokens: of the text.
+    """
+    sentences = []
+    length = plan.sequence_length
+    for entry in plan.entries:
+        mixers = [layer.mixer for _, layer in entry.config.expand() if layer.mixer is not None]
+        windows = {window for mixer in mixers if (window := mixer.dump().get("window")) is not None}
+        sentences += [
+            f"{entry.name}: its window of {window} covers the whole training sequence of {length} tokens, "
+            "so it was trained as full attention. Longer sequences would show the effect of the window."
+            for window in sorted(windows)
+            if window >= length
+        ]
+    trained = {name: tokens for name, tokens in trained_tokens.items() if tokens}
+    lowest = min((tokens / parameters[name] for name, tokens in trained.items()), default=1.0)
+    if lowest < 1:
+        sentences.append(
+            f"A short training: {lowest:.2g} training tokens for each parameter, where about 20 are usual. "
+            "The order of the designs may change with more training."
         )
     if parameters and max(parameters.values()) > 1.05 * min(parameters.values()):
         small, large = min(parameters, key=parameters.__getitem__), max(parameters, key=parameters.__getitem__)
-        share = parameters[large] / parameters[small] - 1
-        found.append(f"The designs differ in size: {large} has {share:.0%} more parameters than {small}.")
-    if trained and max(trained.values()) > available:
-        found.append(f"The text was read more than once: it holds {available:,} training tokens.")
+        excess = parameters[large] / parameters[small] - 1
+        sentences.append(f"The designs differ in size: {large} has {excess:.0%} more parameters than {small}.")
+    if trained and max(trained.values()) > available_tokens:
+        sentences.append(f"The text was read more than once: it has {available_tokens:,} training tokens.")
     if len(set(trained.values())) > 1:
-        found.append("The designs saw different amounts of text: each had the same time or operations to spend.")
-    return found
+        sentences.append("The designs saw different amounts of text: each had the same budget of time or operations.")
+    return sentences

@@ -1,99 +1,115 @@
-"""Recall probes: a small copy of a design learns a task within a fixed budget; the share of its right answers.
+"""Recall probes: a small copy of a design learns a task within a fixed budget; its share of right answers is measured.
 
-The copy has the design's width, wiring and mixers, and a vocabulary of the task's own. A run of equal layers is cut to
-two, and a pattern of layers that repeats stands once. Where recall is asked, feed-forwards are left out, as Arora et
-al. (2023) do: they look at no other token. All copies start from weights of variance 1 / width and train alike.
+The copy has the design's width, residual wiring and mixers, and the task's vocabulary. A run of equal layers is cut to
+two, and a repeating pattern of layers is kept once. For recall tasks the feed-forwards are left out, as Arora et al.
+(2023) do, because they look at no other token. All copies start from weights of variance 1 / width and are trained
+alike.
 """
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
-from heddle.data.recall import Practice, open_recall
-from heddle.errors import ConfigError
+from heddle.data.recall import TaskStream, parse_recall
+from heddle.errors import ConfigError, choices_hint
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.training.settings import Settings
 
-LONGEST_RUN = 2
+MAX_REPEAT = 2
 
 
 @dataclass(frozen=True)
-class Probe:
-    """A task and its budget. mixing: whether the copy keeps its mixers alone."""
+class RecallProbe:
+    """A task and its training budget. mixers_only: whether the copy leaves out the feed-forwards."""
 
     title: str
     source: str
-    asks: str
+    question: str
     steps: int
-    rows: int = 32
+    batch_size: int = 32
     learning_rate: float = 2e-3
-    mixing: bool = True
+    mixers_only: bool = True
 
     @property
-    def practice(self) -> Practice:
-        """The task."""
-        return open_recall(self.source)
+    def task_stream(self) -> TaskStream:
+        """The task that `source` names."""
+        return parse_recall(self.source)
 
     def settings(self) -> Settings:
-        """How every copy is trained."""
+        """The training settings of every copy."""
         return Settings(
             steps=self.steps,
-            batch_size=self.rows,
-            context=self.practice.task.length,
+            batch_size=self.batch_size,
+            sequence_length=self.task_stream.task.length,
             learning_rate=self.learning_rate,
             evaluate_every=max(1, self.steps // 10),
         )
 
-    def copy(self, config: ModelConfig) -> ModelConfig:
+    def small_copy(self, config: ModelConfig) -> ModelConfig:
         """The small copy of a design. Raises DesignError where it cannot be built."""
         layers = [layer for _, layer in config.expand()]
-        if self.mixing and any(layer.mixer is not None for layer in layers):
+        if self.mixers_only and any(layer.mixer is not None for layer in layers):
             layers = [layer.replace(feedforward=None) for layer in layers if layer.mixer is not None]
-        start = config.initialisation.replace(std=config.width**-0.5)
-        return config.replace(layers=shortened(layers), vocab_size=self.practice.vocab_size, initialisation=start)
+        return config.replace(
+            layers=shorten_layers(layers),
+            vocab_size=self.task_stream.vocab_size,
+            initialization=config.initialization.replace(std=config.width**-0.5),
+        )
 
-    def describe(self) -> dict[str, Any]:
-        """Plain data for the report."""
-        practice = self.practice
-        tokens = self.steps * self.rows * practice.task.length
-        told = {"title": self.title, "source": practice.spelling, "asks": self.asks, "chance": practice.task.chance}
-        return told | {"length": practice.task.length, "steps": self.steps, "rows": self.rows, "train_tokens": tokens}
+    def summary(self) -> dict[str, Any]:
+        """The probe as plain data for the report."""
+        stream = self.task_stream
+        return {
+            "title": self.title,
+            "source": stream.argument,
+            "question": self.question,
+            "chance": stream.task.chance_accuracy,
+            "sequence_length": stream.task.length,
+            "steps": self.steps,
+            "batch_size": self.batch_size,
+            "train_tokens": self.steps * self.batch_size * stream.task.length,
+        }
 
 
-PROBES = {
-    "mqar": Probe("MQAR", "recall:mqar", "12 keys are told with their values; which value belongs to each?", 450),
-    "induction": Probe("Induction", "recall:induction", "A block of tokens comes again; which is next?", 450),
-    "copying": Probe("Copying", "recall:copying", "8 letters stand among blanks; which were they, in order?", 450),
-    "needle": Probe("Needle", "recall:needle", "4 marked words hide in 124 others; which word had which mark?", 450),
-    "parity": Probe("Parity", "recall:parity", "Were the ones so far odd in number?", 450, mixing=False),
-    "s5": Probe("S5", "recall:s5", "Which order have 5 things after each reordering?", 450, mixing=False),
+RECALL_PROBES = {
+    "mqar": RecallProbe(
+        "MQAR", "recall:mqar", "12 keys are shown with their values. Which value belongs to each key?", 450
+    ),
+    "induction": RecallProbe(
+        "Induction", "recall:induction", "A block of tokens is repeated. Which token is next?", 450
+    ),
+    "copying": RecallProbe(
+        "Copying", "recall:copying", "8 letters stand among blanks. Which letters were they, in order?", 450
+    ),
+    "needle": RecallProbe(
+        "Needle", "recall:needle", "4 marked words are hidden among 124 others. Which word had which mark?", 450
+    ),
+    "parity": RecallProbe("Parity", "recall:parity", "Is the number of ones so far odd?", 450, mixers_only=False),
+    "s5": RecallProbe("S5", "recall:s5", "In which order are 5 items after each permutation?", 450, mixers_only=False),
 }
-FIRST = "mqar"
-CHOICES = {FIRST: (FIRST,), "all": tuple(PROBES), "none": ()}
+DEFAULT_PROBE = "mqar"
+PROBE_SETS = {DEFAULT_PROBE: (DEFAULT_PROBE,), "all": tuple(RECALL_PROBES), "none": ()}
 
 
-def chosen(word: str) -> tuple[str, ...]:
-    """The probes that --recall asks for. Raises ConfigError for another word."""
-    if word not in CHOICES:
-        near = get_close_matches(word, CHOICES, n=1)
-        hint = f"did you mean '{near[0]}'? " if near else ""
-        raise ConfigError(f"--recall {word}: unknown choice; {hint}choices: {', '.join(CHOICES)}")
-    return CHOICES[word]
+def select_probes(name: str) -> tuple[str, ...]:
+    """The names of a set of probes: mqar, all or none. Raises ConfigError for another name."""
+    if name not in PROBE_SETS:
+        raise ConfigError(f"recall {name}: unknown choice; {choices_hint(name, PROBE_SETS)}")
+    return PROBE_SETS[name]
 
 
-def shortened(layers: list[LayerConfig]) -> tuple[LayerConfig, ...]:
-    """Equal layers cut to two; of unlike ones each run to one, and of a pattern that fills the rest, once."""
+def shorten_layers(layers: list[LayerConfig]) -> tuple[LayerConfig, ...]:
+    """Shorten a stack: two layers where all are equal, else one of each run, and a repeating pattern once."""
     runs: list[LayerConfig] = []
     for layer in layers:
-        alone = layer.replace(repeat=1)
-        if runs and runs[-1].replace(repeat=1) == alone:
-            runs[-1] = alone.replace(repeat=min(LONGEST_RUN, runs[-1].repeat + 1))
+        single = layer.replace(repeat=1)
+        if runs and runs[-1].replace(repeat=1) == single:
+            runs[-1] = single.replace(repeat=min(MAX_REPEAT, runs[-1].repeat + 1))
         else:
-            runs.append(alone)
+            runs.append(single)
     if len(runs) == 1:
         return tuple(runs)
-    single = [run.replace(repeat=1) for run in runs]
+    kinds = [run.replace(repeat=1) for run in runs]
     for period in range(1, len(runs)):
-        if all(run == runs[place % period] for place, run in enumerate(runs)):
-            return tuple(single[:period])
-    return tuple(single)
+        if all(run == runs[index % period] for index, run in enumerate(runs)):
+            return tuple(kinds[:period])
+    return tuple(kinds)

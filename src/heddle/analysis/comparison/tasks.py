@@ -1,4 +1,4 @@
-"""The work of a comparison, piece by piece: each in a process of its own, its result kept in a file."""
+"""The tasks of a comparison: each runs in a worker process, and its result is saved in a file."""
 
 import json
 import os
@@ -11,47 +11,52 @@ from pathlib import Path
 from typing import Any
 
 from heddle import progress
-from heddle.analysis.comparison.plan import Entry, Plan
+from heddle.analysis.comparison.plan import ComparisonPlan, DesignEntry
 from heddle.data.corpus import Corpus
 from heddle.errors import ConfigError, HeddleError, MachineError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import flops_per_token
 from heddle.runtime import Runtime
-from heddle.storage.run_log import read_whole, write_whole
-from heddle.training.evaluation.length_extrapolation import Stretches
+from heddle.storage.atomic import write_file
+from heddle.storage.run_log import read_json_file
+from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan
 from heddle.training.settings import Settings
-from heddle.training.signals import Interrupted, listening
+from heddle.training.signals import Interrupted, catch_stop_signals
 
 CURVE_POINTS = 10
-SAVES = 4
-NOTHING = Stretches(context=1)
-WORDS = {"calibrate": "timing a step", "measure": "measuring reading and writing", "recall": "recall"}
+CHECKPOINTS_PER_RUN = 4
+NO_EXTRAPOLATION = ExtrapolationPlan(sequence_length=1)
+TASK_DESCRIPTIONS = {"calibrate": "timing a step", "speed": "measuring prefill and decode", "recall": "recall"}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A plan under way: the text, the designs with their vocabularies, where and on what it runs."""
+    """A running comparison: the plan, its text, its folder, the machine, and the command for the report.
 
-    plan: Plan
+    extrapolation: the validation text that each trained model reads at several lengths.
+    """
+
+    plan: ComparisonPlan
     corpus: Corpus
     out: Path
     runtime: Runtime
     command: str
-    stretches: Stretches = NOTHING  # of held-out text that each trained model reads in pieces of many lengths
+    extrapolation: ExtrapolationPlan = NO_EXTRAPOLATION
 
-    def config(self, entry: Entry) -> ModelConfig:
+    def config(self, entry: DesignEntry) -> ModelConfig:
         """The design with the shared vocabulary."""
-        known = entry.config.vocab_size is not None
-        return entry.config if known else entry.config.replace(vocab_size=self.corpus.tokenizer.vocab_size)
+        if entry.config.vocab_size is not None:
+            return entry.config
+        return entry.config.replace(vocab_size=self.corpus.tokenizer.vocab_size)
 
     def settings(self, seed: int, steps: int) -> Settings:
-        """How one run is trained."""
+        """The training settings of one run."""
         plan = self.plan
         return Settings(
             steps=steps,
             batch_size=plan.batch_size,
-            context=plan.context,
+            sequence_length=plan.sequence_length,
             learning_rate=plan.learning_rate,
             seed=seed,
             optimizer=plan.optimizer,
@@ -59,155 +64,164 @@ class Comparison:
             warmup=plan.warmup,
             lr_scale=plan.lr_scale,
             precision=plan.precision,
-            save_every=max(1, steps // SAVES),
+            save_every=max(1, steps // CHECKPOINTS_PER_RUN),
             evaluate_every=max(1, steps // CURVE_POINTS),
         )
 
 
-def steps_of(comparison: Comparison, entry: Entry) -> int:
-    """Optimizer steps that a design's budget buys. Raises ConfigError where it buys none."""
+def training_steps(comparison: Comparison, entry: DesignEntry) -> int:
+    """Optimizer steps that the budget allows a design. Raises ConfigError where it allows none."""
     plan = comparison.plan
-    per_step = plan.batch_size * plan.context
-    if plan.budget == "tokens":
-        steps = int(plan.value) // per_step
-    elif plan.budget == "flops":
+    tokens_per_step = plan.batch_size * plan.sequence_length
+    if plan.budget_kind == "tokens":
+        steps = int(plan.budget_value) // tokens_per_step
+    elif plan.budget_kind == "flops":
         model = build(comparison.config(entry), device="meta")
-        steps = int(plan.value / (3 * flops_per_token(model, plan.context) * per_step))
+        # a backward pass costs twice a forward pass
+        steps = int(plan.budget_value / (3 * flops_per_token(model, plan.sequence_length) * tokens_per_step))
     else:
-        timed = do(comparison, entry, "calibrate", 0, 1)
-        if timed["status"] != "done":
-            raise MachineError(f"{timed['message']}; a budget in --tokens needs no timing")
-        steps = int(plan.value / timed["seconds_per_step"])
+        calibration = run_task(comparison, entry, "calibrate", 0, 1)
+        if calibration["status"] != "done":
+            raise MachineError(f"{calibration['message']}; a budget in tokens needs no timing")
+        steps = int(plan.budget_value / calibration["seconds_per_step"])
     if steps < 1:
         raise ConfigError(
-            f"--{plan.budget} {plan.value:g}: buys no step of {per_step} tokens for {entry.name}; give more"
+            f"{plan.budget_kind} {plan.budget_value:g}: is less than one step of {tokens_per_step} tokens for "
+            f"{entry.name}; give more"
         )
     return steps
 
 
-def train(comparison: Comparison, entry: Entry, seed: int, steps: int) -> dict[str, Any]:
-    """One run of the report; what diverged or failed has nulls in place of numbers."""
-    result = do(comparison, entry, "train", seed, steps)
+def train_design(comparison: Comparison, entry: DesignEntry, seed: int, steps: int) -> dict[str, Any]:
+    """One training run for the report; one that diverged or failed has None for its numbers."""
+    result = run_task(comparison, entry, "train", seed, steps)
     if result["status"] == "done":
         return result
-    progress.say(f"warning: {result['message']}")
-    unknown = ("bits_per_byte", "train_tokens", "seconds", "train_tokens_per_second", "peak_memory_bytes")
-    told = {"seed": seed, "status": result["status"], "message": result["message"]}
-    nothing = {"curve": [], "windows": [], "extrapolation": [], "sample": ""}
-    return told | dict.fromkeys((*unknown, "skipped_steps", "experts")) | nothing
+    progress.print_status(f"warning: {result['message']}")
+    measurements = ("bits_per_byte", "train_tokens", "seconds", "train_tokens_per_second", "peak_memory_bytes")
+    return {
+        "seed": seed,
+        "status": result["status"],
+        "message": result["message"],
+        **dict.fromkeys((*measurements, "skipped_steps", "experts")),
+        "curve": [],
+        "windows": [],
+        "extrapolation": [],
+        "sample": "",
+    }
 
 
-def measure(comparison: Comparison, entry: Entry) -> dict[str, Any]:
-    """How fast a design reads and writes; nothing where that failed."""
-    result = do(comparison, entry, "measure", 0, 1)
+def measure_speed(comparison: Comparison, entry: DesignEntry) -> dict[str, Any]:
+    """The prefill and decode speeds of a design; empty lists where measuring failed."""
+    result = run_task(comparison, entry, "speed", 0, 1)
     if result["status"] == "done":
         return result
-    progress.say(f"warning: {result['message']}")
+    progress.print_status(f"warning: {result['message']}")
     return {"prefill": [], "decode": []}
 
 
-def recall(comparison: Comparison, entry: Entry) -> dict[str, Any]:
-    """What came of each probe that the plan names: its result, or why there is none."""
+def measure_recall(comparison: Comparison, entry: DesignEntry) -> dict[str, Any]:
+    """The result of each probe of the plan, by its name; one that failed has None for its numbers, and a message."""
     results = {}
-    for probe in comparison.plan.recall:
+    for probe in comparison.plan.recall_probes:
         try:
-            result = do(comparison, entry, f"recall-{probe}", 0, 1)
+            result = run_task(comparison, entry, f"recall-{probe}", 0, 1)
         except MachineError:
             raise
-        except HeddleError as error:  # of this probe alone: the design learns no rows of its length, say
+        except HeddleError as error:  # only this probe is impossible: its rows are too long for the design, say
             result = {"status": "failed", "message": str(error)}
         if result["status"] != "done":
-            progress.say(f"warning: {result['message']}")
+            progress.print_status(f"warning: {result['message']}")
             result = dict.fromkeys(("accuracy", "scored", "seconds")) | {"curve": []} | result
         results[probe] = result
     return results
 
 
-def do(comparison: Comparison, entry: Entry, task: str, seed: int, steps: int) -> dict[str, Any]:
-    """The result of a worker, from the folder if it is there already; `task` is of the worker, or recall-PROBE.
+def run_task(comparison: Comparison, entry: DesignEntry, task: str, seed: int, steps: int) -> dict[str, Any]:
+    """The result of a task, from its file if it was done before, else from a worker.
 
-    Its status is done, diverged, or failed, which is not kept, so that it is tried again. Raises HeddleError
-    for what would stop the other workers too, and Interrupted after a worker has saved.
+    task: "train", "calibrate", "speed" or "recall-PROBE". The result's status is done, diverged or failed; a failed one
+    is not saved, so that it is tried again. Raises HeddleError for what would stop the other workers too, and
+    Interrupted after a signal, once the worker has saved.
     """
     runs = comparison.out / "runs"
     stem = f"{entry.name}-seed{seed}" if task == "train" else f"{entry.name}-{task}"
-    target, request = runs / f"{stem}.json", runs / f".{stem}.task.json"
-    if target.is_file():
-        found: dict[str, Any] = read_whole(target)
-        return found
+    result_file, request_file = runs / f"{stem}.json", runs / f".{stem}.task.json"
+    if result_file.is_file():
+        result: dict[str, Any] = read_json_file(result_file)
+        return result
     kind, _, probe = task.partition("-")
-    what = f"{entry.name}, seed {seed}" if kind == "train" else entry.name
-    words = f"{WORDS[kind]} {probe}".rstrip() if kind in WORDS else ""
-    if kind == "recall":
-        what = f"{entry.name}, {words}"  # its progress bar says so
-    elif words:
-        progress.say(f"{what}: {words}")
+    description = f"{TASK_DESCRIPTIONS[kind]} {probe}".rstrip() if kind in TASK_DESCRIPTIONS else f"seed {seed}"
+    label = f"{entry.name}, {description}"
+    if kind in ("calibrate", "speed"):  # the others have a progress bar
+        progress.print_status(f"{entry.name}: {description}")
     runs.mkdir(parents=True, exist_ok=True)
-    content = _request(comparison, entry, asdict(comparison.settings(seed, steps)))
-    content |= {"task": kind, "probe": probe, "name": what, "out": str(runs / stem)}
-    write_whole(request, json.dumps(content))
+    request = _request(comparison, entry, asdict(comparison.settings(seed, steps)))
+    request |= {"task": kind, "probe": probe, "label": label, "out": str(runs / stem)}
+    write_file(request_file, json.dumps(request))
     try:
-        return _finish(_spawn(request, target), target, what if kind in ("train", "recall") else f"{what}, {words}")
+        return _read_result(_spawn(request_file, result_file), result_file, label)
     finally:
-        request.unlink(missing_ok=True)
+        request_file.unlink(missing_ok=True)
 
 
-def _request(comparison: Comparison, entry: Entry, settings: dict[str, Any]) -> dict[str, Any]:
+def _request(comparison: Comparison, entry: DesignEntry, settings: dict[str, Any]) -> dict[str, Any]:
     plan = comparison.plan
     return {
-        "parent": os.getpid(),
+        "parent_pid": os.getpid(),
         "design": comparison.config(entry).dump(),
         "data": plan.data,
         "tokenizer": plan.tokenizer,
         "vocab_size": plan.vocab_size,
-        "corpus_tokens": int(plan.value) if plan.budget == "tokens" else None,
+        "max_train_tokens": int(plan.budget_value) if plan.budget_kind == "tokens" else None,
         "settings": settings,
         "device": plan.device,
         "threads": plan.threads,
-        "parts": plan.parts,
-        "contexts": plan.contexts,
-        "stretches": asdict(comparison.stretches),
+        "part_files": plan.part_files,
+        "speed_contexts": plan.speed_contexts,
+        "extrapolation": asdict(comparison.extrapolation),
         "command": comparison.command,
         "quiet": progress.is_quiet(),
     }
 
 
-def _finish(code: int, target: Path, what: str) -> dict[str, Any]:
-    if not target.is_file():
-        number = -code if code < 0 else code - 128
-        if number > 0:
-            memory = ", perhaps for want of memory" if number == signal.SIGKILL else ""
-            cause = f"was ended by {signal.Signals(number).name}{memory}"
+def _read_result(exit_code: int, result_file: Path, label: str) -> dict[str, Any]:
+    """The result that a worker wrote, or a failed one where it wrote none."""
+    if not result_file.is_file():
+        signal_number = -exit_code if exit_code < 0 else exit_code - 128
+        if signal_number > 0:
+            guess = ", perhaps because memory ran out" if signal_number == signal.SIGKILL else ""
+            cause = f"was ended by {signal.Signals(signal_number).name}{guess}"
         else:
-            cause = f"ended with code {code}"
-        return {"status": "failed", "message": f"{what}: {cause}"}
-    result: dict[str, Any] = read_whole(target)
+            cause = f"ended with code {exit_code}"
+        return {"status": "failed", "message": f"{label}: {cause}"}
+    result: dict[str, Any] = read_json_file(result_file)
     if result["status"] == "done":
         return result
-    result["message"] = f"{what}: {result['message']}"
+    result["message"] = f"{label}: {result['message']}"
     if result["status"] == "failed":
-        target.unlink()
+        result_file.unlink()
         if result["stops_all"]:
-            raise MachineError(result["message"]) if code == 1 else HeddleError(result["message"])
+            raise MachineError(result["message"]) if exit_code == 1 else HeddleError(result["message"])
     return result
 
 
-def _spawn(request: Path, target: Path) -> int:
-    """Run a worker; a signal to this process is handed on once, so that the worker saves. Returns its exit code."""
-    command = [sys.executable, "-m", "heddle.analysis.comparison.worker", str(request), str(target)]
-    with listening() as wish:
+def _spawn(request_file: Path, result_file: Path) -> int:
+    """Run a worker and return its exit code; the first signal is forwarded to it, so that it saves."""
+    command = [sys.executable, "-m", "heddle.analysis.comparison.worker", str(request_file), str(result_file)]
+    with catch_stop_signals() as stop_request:
         process = subprocess.Popen(command, start_new_session=True)
         try:
-            told = False
+            forwarded = False
             while process.poll() is None:
                 time.sleep(0.05)
-                if wish.number is not None and not told:
-                    process.send_signal(wish.number)
-                    told = True
+                if stop_request.signal_number is not None and not forwarded:
+                    process.send_signal(stop_request.signal_number)
+                    forwarded = True
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        if wish.number is not None:
-            raise Interrupted(wish.number)
+        if stop_request.signal_number is not None:
+            raise Interrupted(stop_request.signal_number)
         return process.returncode

@@ -1,6 +1,7 @@
-"""One run of a comparison in a process of its own: `python -m heddle.analysis.comparison.worker TASK.json RESULT.json`.
+"""Worker process of a comparison: `python -m heddle.analysis.comparison.worker TASK.json RESULT.json`.
 
-TASK.json says what to do ("train", "calibrate", "measure" or "recall"); RESULT.json receives what came out, or why not.
+TASK.json describes one task ("train", "calibrate", "speed" or "recall"). RESULT.json receives its result, or the reason
+why there is none.
 """
 
 import ctypes
@@ -13,32 +14,41 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from heddle import progress
 from heddle.errors import HeddleError, is_out_of_memory
 
+if TYPE_CHECKING:
+    from heddle.data.corpus import Corpus
+    from heddle.runtime import Runtime
+    from heddle.training.loop import TrainingJob
+
 CALIBRATION_STEPS = 8
+WARMUP_STEPS = 2  # of these, not timed
 
 
 def main() -> None:
-    """Run the task of this process; ends with 130 or 143 after a signal, without a result."""
+    """Run the task of this process. After a signal exit with 130 or 143, without a result."""
     task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    _die_with_parent(task["parent"])
-    from heddle.storage.run_log import write_whole
+    _exit_with_parent(task["parent_pid"])
+    from heddle.storage.atomic import write_file
     from heddle.training.signals import Interrupted
 
     try:
         with progress.quiet() if task["quiet"] else nullcontext():
-            result, code = perform(task)
+            result, exit_code = perform_task(task)
     except Interrupted as interrupted:
         sys.exit(interrupted.exit_code)
-    write_whole(Path(sys.argv[2]), json.dumps(result))
-    sys.exit(code)
+    write_file(Path(sys.argv[2]), json.dumps(result))
+    sys.exit(exit_code)
 
 
-def perform(task: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """What came of a task, with the exit code: done, diverged, or failed, and whether others would fail too."""
+def perform_task(task: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The result of a task and the exit code. Its status is done, diverged or failed.
+
+    A failed result says in `stops_all` whether other tasks would fail for the same reason.
+    """
     from heddle.training.loop import Diverged
 
     try:
@@ -53,153 +63,168 @@ def perform(task: dict[str, Any]) -> tuple[dict[str, Any], int]:
         return {"status": "failed", "message": "out of memory", "stops_all": False}, 1
 
 
-def _die_with_parent(parent: int) -> None:
-    """A comparison that is killed must not leave a trainer behind (Linux knows how; elsewhere the lock protects)."""
+def _exit_with_parent(parent_pid: int) -> None:
+    """Make this process end with its parent (on Linux; elsewhere the run folder's lock prevents two trainers)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before the system could be asked
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if os.getppid() != parent_pid:  # the parent ended before the call
             sys.exit(128 + signal.SIGTERM)
 
 
-def _job(task: dict[str, Any]) -> Any:
+def _set_up(task: dict[str, Any]) -> "Runtime":
+    """Load the user's parts and configure torch."""
     from heddle.config import load_part
-    from heddle.data.corpus import prepare
-    from heddle.model.load_config import load_config
-    from heddle.runtime import prepare as set_up
+    from heddle.runtime import set_up_runtime
+
+    for file in task["part_files"]:
+        load_part(Path(file))
+    return set_up_runtime(task["device"], task["threads"])
+
+
+def _environment(task: dict[str, Any], runtime: "Runtime") -> dict[str, Any]:
     from heddle.runtime import versions
-    from heddle.training.loop import Job
+
+    return {"command": task["command"], "versions": versions(), "runtime": runtime.describe()}
+
+
+def _text_job(task: dict[str, Any]) -> tuple["TrainingJob", "Corpus"]:
+    """The training job of a design on the comparison's text."""
+    from heddle.data.corpus import prepare_corpus
+    from heddle.model.load_config import load_config
+    from heddle.training.loop import TrainingJob
     from heddle.training.settings import Settings
 
-    for file in task["parts"]:
-        load_part(Path(file))
-    runtime = set_up(task["device"], task["threads"])
-    tokenizer = None if task["tokenizer"] is None else Path(task["tokenizer"])
+    runtime = _set_up(task)
     with progress.quiet():
-        corpus = prepare(task["data"], vocab_size=task["vocab_size"], budget=task["corpus_tokens"], tokenizer=tokenizer)
-    return Job(
+        corpus = prepare_corpus(
+            task["data"],
+            vocab_size=task["vocab_size"],
+            max_train_tokens=task["max_train_tokens"],
+            tokenizer=None if task["tokenizer"] is None else Path(task["tokenizer"]),
+        )
+    job = TrainingJob(
         config=load_config(task["design"]),
-        corpus=corpus,
+        source=corpus,
         settings=Settings(**task["settings"]),
         out=Path(task["out"]),
         device=runtime.device,
-        name=task["name"],
-        circumstances={"command": task["command"], "versions": versions(), "runtime": runtime.describe()},
+        label=task["label"],
+        environment=_environment(task, runtime),
     )
+    return job, corpus
 
 
 def _train(task: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from heddle.analysis.comparison.extrapolation import told
-    from heddle.generation.sample import sample
+    from heddle.analysis.comparison.extrapolation import result_summary
+    from heddle.generation.generate import sample_text
     from heddle.storage.run_log import read_log
-    from heddle.training.evaluation.length_extrapolation import Stretches, extrapolation
+    from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan, evaluate_extrapolation
     from heddle.training.loop import train
-    from heddle.training.router_metrics import recent
+    from heddle.training.router_metrics import recent_router_summary
 
-    job = _job(task)
-    outcome = train(job)
+    job, corpus = _text_job(task)
+    settings = job.settings
+    trained = train(job)
     log = read_log(job.out)
     seconds = [line["seconds"] for line in log]
     curve = [(line["tokens"], line["validation_bits_per_byte"]) for line in log if "validation_bits_per_byte" in line]
-    peak = torch.cuda.max_memory_allocated() if job.device == "cuda" else _peak_memory()
-    trained = outcome.progress.step * job.settings.tokens_per_step
-    corpus, stretches = job.corpus, Stretches(**task["stretches"])
-    readings = extrapolation(outcome.model, corpus.validation, stretches, corpus.tokenizer.byte_lengths, job.autocast)
+    peak_memory = torch.cuda.max_memory_allocated() if job.device == "cuda" else _peak_memory()
+    plan = ExtrapolationPlan(**task["extrapolation"])
+    extrapolation = evaluate_extrapolation(
+        trained.model, corpus.validation, plan, corpus.tokenizer.byte_lengths, job.autocast
+    )
     return {
-        "seed": job.settings.seed,
+        "seed": settings.seed,
         "status": "done",
-        "bits_per_byte": outcome.bits_per_byte,
-        "train_tokens": trained,
+        "bits_per_byte": trained.bits_per_byte,
+        "train_tokens": trained.progress.step * settings.tokens_per_step,
         "seconds": sum(seconds),
-        "train_tokens_per_second": job.settings.tokens_per_step / statistics.median(seconds),
-        "peak_memory_bytes": peak,
-        "skipped_steps": outcome.progress.skipped,
-        "experts": recent(log),
+        "train_tokens_per_second": settings.tokens_per_step / statistics.median(seconds),
+        "peak_memory_bytes": peak_memory,
+        "skipped_steps": trained.progress.skipped_steps,
+        "experts": recent_router_summary(log),
         "curve": curve,
-        "windows": outcome.windows,
-        "extrapolation": [told(reading) for reading in readings],
-        "sample": sample(outcome.model, job.corpus.tokenizer, job.settings.context),
+        "windows": trained.scores,
+        "extrapolation": [result_summary(result) for result in extrapolation],
+        "sample": sample_text(trained.model, corpus.tokenizer, settings.sequence_length),
     }
 
 
 def _peak_memory() -> int:
-    """Bytes this process held at most; Linux counts in KiB, macOS in bytes."""
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return held if sys.platform == "darwin" else held * 1024
+    """The most bytes that this process has used; Linux reports KiB, macOS bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _calibrate(task: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of one training step, the median of a few on a model that is thrown away."""
-    from heddle.data.samples import Samples
+    """Seconds of one training step: the median of a few steps on a model that is thrown away."""
+    from heddle.data.samples import CorpusLoader
     from heddle.model.decoder import build
-    from heddle.training.optimizer import make_optimizer
-    from heddle.training.step import apply, gradients
+    from heddle.training.optimizer import build_optimizer
+    from heddle.training.step import accumulate_gradients, apply_gradients
 
-    job = _job(task)
-    settings, corpus = job.settings, job.corpus
-    samples = Samples(corpus.train, corpus.weights, settings.context, settings.batch_size, 0, corpus.tokenizer.end)
+    job, corpus = _text_job(task)
+    settings = job.settings
+    loader = CorpusLoader(
+        corpus.train, corpus.weights, settings.sequence_length, settings.batch_size, 0, corpus.tokenizer.eod_id
+    )
     model = build(job.config, device=job.device).train()
-    optimizer = make_optimizer(model, settings.weight_decay, settings.optimizer, settings.lr_scale)
+    optimizer = build_optimizer(model, settings.weight_decay, settings.optimizer, settings.lr_scale)
     times = []
     for step in range(CALIBRATION_STEPS):
-        began = time.perf_counter()
-        found = gradients(model, samples.batch(step), (0, step), settings.accumulate, job.autocast)
-        apply(model, optimizer, found, 1e-4, settings.clip)
-        times.append(time.perf_counter() - began)
-    return {"status": "done", "seconds_per_step": statistics.median(times[2:])}
+        start = time.perf_counter()
+        result = accumulate_gradients(
+            model, loader.batch(step), (0, step), settings.gradient_accumulation_steps, job.autocast
+        )
+        apply_gradients(model, optimizer, result, 1e-4, settings.max_gradient_norm)
+        times.append(time.perf_counter() - start)
+    return {"status": "done", "seconds_per_step": statistics.median(times[WARMUP_STEPS:])}
 
 
 def _recall(task: dict[str, Any]) -> dict[str, Any]:
-    """A small copy of the design learns a probe's task, as any run is trained: it saves, and goes on."""
-    from heddle.analysis.comparison.probes import PROBES
-    from heddle.config import load_part
+    """Train a small copy of the design on a probe's task; like any run it saves, and continues after an interrupt."""
+    from heddle.analysis.comparison.probes import RECALL_PROBES
     from heddle.model.load_config import load_config
-    from heddle.runtime import prepare as set_up
-    from heddle.runtime import versions
     from heddle.storage.run_log import read_log
-    from heddle.training.loop import Job, train
+    from heddle.training.loop import TrainingJob, train
 
-    for file in task["parts"]:
-        load_part(Path(file))
-    runtime, probe = set_up(task["device"], task["threads"]), PROBES[task["probe"]]
-    job = Job(
-        config=probe.copy(load_config(task["design"])),
-        corpus=probe.practice,
+    runtime, probe = _set_up(task), RECALL_PROBES[task["probe"]]
+    job = TrainingJob(
+        config=probe.small_copy(load_config(task["design"])),
+        source=probe.task_stream,
         settings=probe.settings(),
         out=Path(task["out"]),
         device=runtime.device,
-        name=task["name"],
-        circumstances={"command": task["command"], "versions": versions(), "runtime": runtime.describe()},
+        label=task["label"],
+        environment=_environment(task, runtime),
     )
-    outcome = train(job)
+    trained = train(job)
     log = read_log(job.out)
     return {
         "status": "done",
-        "accuracy": outcome.accuracy,
-        "scored": sum(scored for _, scored in outcome.windows),
+        "accuracy": trained.task_accuracy,
+        "scored": sum(scored for _, scored in trained.scores),
         "seconds": sum(line["seconds"] for line in log),
         "curve": [(line["tokens"], line["validation_accuracy"]) for line in log if "validation_accuracy" in line],
     }
 
 
-def _measure(task: dict[str, Any]) -> dict[str, Any]:
+def _speed(task: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from heddle.analysis.comparison.measure import speeds
-    from heddle.config import load_part
+    from heddle.analysis.comparison.speed import measure_speeds
     from heddle.model.load_config import load_config
-    from heddle.runtime import prepare as set_up
 
-    for file in task["parts"]:
-        load_part(Path(file))
-    runtime = set_up(task["device"], task["threads"])
+    runtime = _set_up(task)
     dtype = torch.float32 if task["settings"]["precision"] == "fp32" else torch.bfloat16
-    measured = speeds(load_config(task["design"]), task["contexts"], runtime.device, dtype)
-    return {"status": "done", **measured}
+    speeds = measure_speeds(load_config(task["design"]), task["speed_contexts"], runtime.device, dtype)
+    return {"status": "done", **speeds}
 
 
-TASKS = {"train": _train, "calibrate": _calibrate, "measure": _measure, "recall": _recall}
+TASKS = {"train": _train, "calibrate": _calibrate, "speed": _speed, "recall": _recall}
 
 if __name__ == "__main__":
     main()

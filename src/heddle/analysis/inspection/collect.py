@@ -1,4 +1,4 @@
-"""The weights of every head on one text, rounded to a byte each, and what can be said of them in a number."""
+"""Collect what every attention head reads on one text: its weights, quantized to a byte each, and their averages."""
 
 from dataclasses import dataclass
 
@@ -6,123 +6,140 @@ import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError
-from heddle.model.attention_maps import watch
+from heddle.model.attention_maps import forward_with_weights
 from heddle.model.decoder import Decoder, build
 from heddle.model.size import describe
 from heddle.numerics.attention.observer import Observation
 from heddle.parts.mixers import Mixer
 
-LENGTH = 512  # tokens that a map can still show
-CELLS = 2**25  # weights of all heads: 32 MB before they are packed
-LONG = 8192  # the context at which states are told, beside that of the text
+MAX_TOKENS = 512  # that a map can still show
+MAX_WEIGHTS = 2**25  # of all heads: 32 MB before compression
+LONG_CONTEXT = 8192  # state sizes are given at this context too
 
 
 @dataclass(frozen=True)
-class Maps:
-    """The heads of one layer: bytes of shape [H, T, S], 255 · sqrt(weight) rounded; what heads do on average.
+class LayerWeights:
+    """The attention weights of one layer and their averages.
 
-    distance: how many tokens back (or away) the weight stands; itself, first: the share of it on the token itself, and
-    on the first one; sink: the share that goes to no token. All but the first token's queries count.
+    weight_codes: bytes of shape [heads, queries, keys]; a weight w is stored as round(255 · √w).
+    The averages are over all heads and all queries but the first, which can see nothing but itself.
+    mean_distance: in tokens, weighted. self_share, first_token_share, sink_share: the weight on the token itself, on
+    the first token and on no token. mean_distance and self_share are None where keys are not the text's tokens.
     """
 
     heads: int
     groups: int
     keys: int
-    codes: bytes
-    distance: float | None
-    itself: float | None
-    first: float
-    sink: float
+    weight_codes: bytes
+    mean_distance: float | None
+    self_share: float | None
+    first_token_share: float
+    sink_share: float
 
 
 @dataclass(frozen=True)
-class View:
-    """One layer; `state` are its bytes at the text's length and at LONG, None for a bidirectional design."""
+class LayerInspection:
+    """One layer.
+
+    mixer: its config, in words. visible_range: which tokens it sees, in words. latent: what its heads share, in words,
+    or "". state_bytes: at the text's length and at LONG_CONTEXT; None for a bidirectional design. weights: None where
+    the mixer computes none.
+    """
 
     mixer: str
-    sees: str
+    visible_range: str
     latent: str
-    reach: int | None
+    window: int | None
     causal: bool
-    state: tuple[int, int] | None
-    maps: Maps | None
+    state_bytes: tuple[int, int] | None
+    weights: LayerWeights | None
 
 
-def collect(model: Decoder, tokens: list[int]) -> list[View]:
-    """Each layer's view of a row of tokens. Raises ConfigError where there are too many for a page."""
+def inspect_layers(model: Decoder, tokens: list[int]) -> list[LayerInspection]:
+    """Run the model on one row of tokens and collect every layer.
+
+    Raises ConfigError where the design has no attention weights, or the tokens are too many for a page.
+    """
     device = model.embed.weight.device
     text = torch.tensor([tokens], device=device)
-    _check(model, text)
-    maps: dict[int, Maps] = {}
+    _check_size(model, text)
+    weights: dict[int, LayerWeights] = {}
 
-    def take(index: int, observation: Observation) -> None:
-        maps[index] = reduce(observation)
+    def collect(layer: int, observation: Observation) -> None:
+        weights[layer] = summarize_weights(observation)
 
-    watch(model, text, None, take)
-    states = _states(model, len(tokens))
+    forward_with_weights(model, text, None, collect)
+    states = _state_bytes(model, len(tokens))
+    layers = enumerate(zip(model.config.expand(), model.mixers(), strict=True))
     return [
-        _view(config.mixer.dump() if config.mixer is not None else {}, mixer, states[index], maps.get(index))
-        for index, ((_, config), mixer) in enumerate(zip(model.config.expand(), model.mixers(), strict=True))
+        _inspect_layer(
+            config.mixer.dump() if config.mixer is not None else {}, mixer, states[index], weights.get(index)
+        )
+        for index, ((_, config), mixer) in layers
     ]
 
 
-def _check(model: Decoder, text: Tensor) -> None:
-    """One token tells how many heads there are."""
+def _check_size(model: Decoder, text: Tensor) -> None:
+    """Raise ConfigError unless a page can hold the weights; one token is enough to count the heads."""
     heads = 0
 
-    def take(index: int, observation: Observation) -> None:
+    def count(layer: int, observation: Observation) -> None:
         nonlocal heads
         heads += observation.weights.shape[1]
 
-    watch(model, text[:, :1], None, take)
+    forward_with_weights(model, text[:, :1], None, count)
     if not heads:
         raise ConfigError("inspect: no mixer of this design has attention weights; nothing can be drawn")
-    most = min(LENGTH, int((CELLS / heads) ** 0.5))
-    if text.shape[1] > most:
+    limit = min(MAX_TOKENS, int((MAX_WEIGHTS / heads) ** 0.5))
+    if text.shape[1] > limit:
         raise ConfigError(
-            f"--text: has {text.shape[1]} tokens with the start token; a page of {heads} heads holds at most {most}; "
+            f"text: has {text.shape[1]} tokens with the start token; a page of {heads} heads holds at most {limit}; "
             "give a shorter text"
         )
 
 
-def reduce(observation: Observation) -> Maps:
-    """The weights of the first row of a batch as a map. They are at least 0, so a byte of the root serves all sizes."""
+def summarize_weights(observation: Observation) -> LayerWeights:
+    """The weights of the first row of a batch."""
     weights = observation.weights[0].double().cpu()
     heads, queries, keys = weights.shape
     codes = (weights.sqrt() * 255).round().to(torch.uint8)
-    later = weights[:, 1:] if queries > 1 else weights
-    total = float(later.sum().clamp(min=1e-12))
-    square = queries == keys
-    away = (torch.arange(queries)[:, None] - torch.arange(keys)).abs().double()
-    away = away[1:] if queries > 1 else away
-    return Maps(
+    averaged = weights[:, 1:] if queries > 1 else weights
+    total = float(averaged.sum().clamp(min=1e-12))
+    keys_are_tokens = queries == keys
+    distance = (torch.arange(queries)[:, None] - torch.arange(keys)).abs().double()
+    distance = distance[1:] if queries > 1 else distance
+    return LayerWeights(
         heads=heads,
         groups=observation.groups,
         keys=keys,
-        codes=codes.numpy().tobytes(),
-        distance=float((later * away).sum()) / total if square else None,
-        itself=float(later[away.expand_as(later) == 0].sum()) / total if square else None,
-        first=float(later[:, :, 0].sum()) / total,
-        sink=max(0.0, 1.0 - total / (heads * later.shape[1])),
+        weight_codes=codes.numpy().tobytes(),
+        mean_distance=float((averaged * distance).sum()) / total if keys_are_tokens else None,
+        self_share=float(averaged[distance.expand_as(averaged) == 0].sum()) / total if keys_are_tokens else None,
+        first_token_share=float(averaged[:, :, 0].sum()) / total,
+        sink_share=max(0.0, 1.0 - total / (heads * averaged.shape[1])),
     )
 
 
-def _states(model: Decoder, length: int) -> list[tuple[int, int] | None]:
-    """Bytes of each layer's state, read off the model built without memory."""
+def _state_bytes(model: Decoder, length: int) -> list[tuple[int, int] | None]:
+    """Bytes of each layer's state at two contexts, from a copy of the model on the meta device."""
     if not model.causal:
         return [None] * len(model.layers)
-    twin = build(model.config, dtype=model.embed.weight.dtype, device="meta")
-    sizes = [twin.init_state(1, capacity).layer_bytes for capacity in (length, LONG)]
+    meta_model = build(model.config, dtype=model.embed.weight.dtype, device="meta")
+    sizes = [meta_model.init_state(1, context).layer_bytes for context in (length, LONG_CONTEXT)]
     return list(zip(*sizes, strict=True))
 
 
-def _view(data: dict[str, object], mixer: Mixer | None, state: tuple[int, int] | None, maps: Maps | None) -> View:
+def _inspect_layer(
+    config: dict[str, object], mixer: Mixer | None, state_bytes: tuple[int, int] | None, weights: LayerWeights | None
+) -> LayerInspection:
     if mixer is None:
-        return View("none", "nothing", "", None, True, None, None)
-    if mixer.reach is not None:
-        sees = f"{mixer.reach} tokens, itself included" if mixer.causal else f"{mixer.reach} tokens to each side"
+        return LayerInspection("none", "nothing", "", None, True, None, None)
+    if mixer.window is not None:
+        visible_range = (
+            f"{mixer.window} tokens, itself included" if mixer.causal else f"{mixer.window} tokens to each side"
+        )
     else:
-        sees = "every earlier token" if mixer.causal else "every token"
-    rank = data.get("kv_rank")
+        visible_range = "every earlier token" if mixer.causal else "every token"
+    rank = config.get("kv_rank")
     latent = "" if rank is None else f"one latent of {rank} for all heads"
-    return View(describe(data), sees, latent, mixer.reach, mixer.causal, state, maps)
+    return LayerInspection(describe(config), visible_range, latent, mixer.window, mixer.causal, state_bytes, weights)

@@ -1,1 +1,1 @@
-"""One file a family: `FAMILY`, of two pure functions between configs and rules between tensors."""
+"""One file per family: `FAMILY`, with functions between the two configs and a map of the weights."""

@@ -1,86 +1,86 @@
-"""What GPT-2 and GPT-J share: older names of the fields, and blocks of two projections with biases."""
+"""What GPT-2 and GPT-J share: older field names, and feed-forwards of two projections with biases."""
 
 from typing import Any
 
-from heddle.exchange import views
-from heddle.exchange.families import _blocks
-from heddle.exchange.fields import Fields
-from heddle.exchange.rules import Form, Rules
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common
+from heddle.exchange.weight_map import TensorTransform, WeightMap
 from heddle.model.config import ModelConfig
 
-MASKS = ("*.attn.bias", "*.attn.masked_bias")  # tensors that older files keep
-# Of heads that a language model does not have, of the length (again), and of how the model was once run.
-NOT_COMPUTED = (
+MASK_BUFFERS = ("*.attn.bias", "*.attn.masked_bias")  # buffers that older files hold
+# Fields that do not change the logits: of classification heads, the length a second time, and runtime options.
+UNUSED_FIELDS = (
     "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     "n_ctx", "gradient_checkpointing", "output_past",
 )  # fmt: skip
 
 
-def read_attention(fields: Fields, dropout: float) -> dict[str, Any]:
-    """The fields of an attention, without what is added to them; dropout is the family's default."""
-    heads = fields.count("n_head", "num_attention_heads")
-    return {"kind": "attention", "heads": heads, "dropout": fields.take("attn_pdrop", dropout)}
+def read_attention(config: ConfigReader, dropout: float) -> dict[str, Any]:
+    """The fields of attention that both families have; `dropout` is the family's default."""
+    heads = config.require_count("n_head", "num_attention_heads")
+    return {"kind": "attention", "heads": heads, "dropout": config.get("attn_pdrop", dropout)}
 
 
-def read_mlp(fields: Fields) -> dict[str, Any]:
-    """The feed-forward, four times as wide as the model unless told."""
-    width = fields.count("n_embd", "hidden_size")
+def read_mlp(config: ConfigReader) -> dict[str, Any]:
+    """The feed-forward; by default it is four times as wide as the model."""
+    width = config.require_count("n_embd", "hidden_size")
     return {
         "kind": "mlp",
-        "hidden": fields.take("n_inner", 4 * width),
-        "activation": _blocks.read_activation(fields, "activation_function", "gelu_new"),
+        "hidden": config.get("n_inner", 4 * width),
+        "activation": _common.read_activation(config, "activation_function", "gelu_new"),
         "bias": True,
     }
 
 
-def read_depth(fields: Fields) -> int:
-    """How many layers."""
-    return fields.count("n_layer", "num_hidden_layers")
+def read_depth(config: ConfigReader) -> int:
+    """The number of layers."""
+    return config.require_count("n_layer", "num_hidden_layers")
 
 
-def frame(fields: Fields, layers: list[dict[str, Any]], dropout: float, **more: Any) -> dict[str, Any]:
-    """A design of these layers; dropout is the family's default, `residual` and `embedding` are completed."""
-    for name in NOT_COMPUTED:
-        fields.find(name)
-    norm = {"kind": "layer", "eps": fields.take("layer_norm_epsilon", 1e-5)}
-    more["residual"] = more["residual"] | {"dropout": fields.take("resid_pdrop", dropout)}
-    more["embedding"] = more.get("embedding", {}) | {"dropout": fields.take("embd_pdrop", dropout)}
-    return _blocks.frame(fields, norm, layers, **more)
+def design_fields(config: ConfigReader, layers: list[dict[str, Any]], dropout: float, **extra: Any) -> dict[str, Any]:
+    """A design with these layers. `dropout` is the family's default; it is added to `residual` and `embedding`."""
+    for name in UNUSED_FIELDS:
+        config.optional(name)
+    norm = {"kind": "layer", "eps": config.get("layer_norm_epsilon", 1e-5)}
+    extra["residual"] = extra["residual"] | {"dropout": config.get("resid_pdrop", dropout)}
+    extra["embedding"] = extra.get("embedding", {}) | {"dropout": config.get("embd_pdrop", dropout)}
+    return _common.design_fields(config, norm, layers, **extra)
 
 
-def write(design: ModelConfig) -> dict[str, Any]:
-    """The fields that both have."""
-    mixer, feedforward = views.attention(design), views.mlp(design)
+def write_common(design: ModelConfig) -> dict[str, Any]:
+    """The fields of both families."""
+    mixer, feedforward = design_parts.first_attention(design), design_parts.first_mlp(design)
     return {
         "vocab_size": design.vocab_size,
         "n_embd": design.width,
         "n_layer": design.depth,
         "n_head": mixer.heads,
         "n_inner": None if feedforward.hidden == 4 * design.width else feedforward.hidden,
-        "n_positions": _blocks.LONGEST,
-        "activation_function": activation(feedforward.activation),
-        "layer_norm_epsilon": views.eps(design),
+        "n_positions": _common.DEFAULT_MAX_POSITIONS,
+        "activation_function": hf_activation(feedforward.activation),
+        "layer_norm_epsilon": design_parts.norm_eps(design),
         "attn_pdrop": mixer.dropout,
         "embd_pdrop": design.embedding.dropout,
         "resid_pdrop": design.residual.dropout,
         "tie_word_embeddings": design.head.tied,
-        "initializer_range": design.initialisation.std,
+        "initializer_range": design.initialization.std,
     }
 
 
-def activation(ours: str) -> str:
-    """Their name of an activation: as these families have always written tanh's approximation of GELU."""
-    return "gelu_new" if ours == "gelu_tanh" else views.ACTIVATIONS[ours]
+def hf_activation(name: str) -> str:
+    """The Hugging Face name of an activation. These families write the tanh approximation of GELU as `gelu_new`."""
+    return "gelu_new" if name == "gelu_tanh" else design_parts.HF_ACTIVATIONS[name]
 
 
-def ends(to: Rules) -> None:
+def map_embedding_and_head(weights: WeightMap) -> None:
     """Embedding, final norm and head."""
-    to.module("transformer.wte", "embed")
-    to.module("transformer.ln_f", "close.norm")
-    to.module("lm_head", "head")
+    weights.add_module("transformer.wte", "embed")
+    weights.add_module("transformer.ln_f", "final_norm.norm")
+    weights.add_module("lm_head", "head")
 
 
-def mlp(to: Rules, up: str, down: str, ours: str, form: Form) -> None:
+def map_mlp(weights: WeightMap, up: str, down: str, heddle: str, transform: TensorTransform) -> None:
     """The two projections of a feed-forward."""
-    to.module(up, f"{ours}.up", form=form)
-    to.module(down, f"{ours}.down", form=form)
+    weights.add_module(up, f"{heddle}.up", transform=transform)
+    weights.add_module(down, f"{heddle}.down", transform=transform)

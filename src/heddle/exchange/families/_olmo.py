@@ -1,53 +1,53 @@
-"""What OLMo 2 and 3 share: norms of what branches give and of whole projections of q and k, cast at their end."""
+"""What OLMo 2 and 3 share: norms after each branch and over whole q and k projections, cast back after the weight."""
 
 from typing import Any
 
-from heddle.exchange import views
-from heddle.exchange.families import _blocks, _local
-from heddle.exchange.fields import Fields
-from heddle.exchange.rules import Rules
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common, _layer_types
+from heddle.exchange.weight_map import WeightMap
 from heddle.model.config import ModelConfig
 
-CAST = {"cast": "after"}  # heads are turned in float32 whatever the model's dtype
+ROPE_CAST = {"cast": "after"}  # heads are rotated in float32, whatever the model's dtype
 
 
-def read_mixer(fields: Fields) -> dict[str, Any]:
+def read_mixer(config: ConfigReader) -> dict[str, Any]:
     """The fields of attention that all layers share."""
     return {
         "kind": "attention",
-        **_blocks.read_heads(fields, fields.need("hidden_size", int)),
+        **_common.read_heads(config, config.require("hidden_size", int)),
         "qk_norm": "projection",
-        "bias": fields.take("attention_bias", False),
-        "dropout": fields.take("attention_dropout", 0.0),
+        "bias": config.get("attention_bias", False),
+        "dropout": config.get("attention_dropout", 0.0),
     }
 
 
-def read(fields: Fields, mixers: list[dict[str, Any]]) -> dict[str, Any]:
-    """A design of one layer for each mixer."""
-    feedforward = _blocks.read_gated(fields)
+def read_design(config: ConfigReader, mixers: list[dict[str, Any]]) -> dict[str, Any]:
+    """A design with one layer for each mixer."""
+    feedforward = _common.read_gated(config)
     layers = [{"mixer": mixer, "feedforward": feedforward} for mixer in mixers]
-    norm = {"kind": "rms", "eps": fields.take("rms_norm_eps", 1e-5), "cast": "after"}
-    return _blocks.frame(fields, norm, _local.stack(layers), residual={"kind": "reordered"})
+    norm = {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5), "cast": "after"}
+    return _common.design_fields(config, norm, _layer_types.merge_repeats(layers), residual={"kind": "reordered"})
 
 
-def write(design: ModelConfig) -> dict[str, Any]:
-    """As read, but for the rotation of OLMo 3."""
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields of both versions; OLMo 3 replaces those of RoPE."""
     return (
-        _blocks.write_frame(design)
-        | _blocks.write_attention(design)
-        | _blocks.write_gated(design)
+        _common.write_common(design)
+        | _common.write_attention(design)
+        | _common.write_gated(design)
         | {
-            "attention_bias": views.attention(design).bias is True,
-            "rms_norm_eps": views.eps(design),
+            "attention_bias": design_parts.first_attention(design).bias is True,
+            "rms_norm_eps": design_parts.norm_eps(design),
         }
     )
 
 
-def rules(design: ModelConfig, to: Rules) -> None:
-    """Llama's names, with a norm after each branch and none before."""
-    _blocks.rules(design, to, _norms)
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """Llama's tensor names, with a norm after each branch and none before."""
+    _common.map_weights(design, weights, _map_norms)
 
 
-def _norms(to: Rules, theirs: str, ours: str) -> None:
-    to.module(f"{theirs}.post_attention_layernorm", f"{ours}.residual.norms.mixer")
-    to.module(f"{theirs}.post_feedforward_layernorm", f"{ours}.residual.norms.feedforward")
+def _map_norms(weights: WeightMap, hf: str, heddle: str) -> None:
+    weights.add_module(f"{hf}.post_attention_layernorm", f"{heddle}.residual.norms.mixer")
+    weights.add_module(f"{hf}.post_feedforward_layernorm", f"{heddle}.residual.norms.feedforward")

@@ -2,62 +2,62 @@
 
 from typing import Any
 
-from heddle.exchange import views
-from heddle.exchange.families import _blocks
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common
 from heddle.exchange.family import Family
-from heddle.exchange.fields import Fields
 from heddle.exchange.rope import read_rope
-from heddle.exchange.rules import Rules
+from heddle.exchange.weight_map import WeightMap
 from heddle.model.config import ModelConfig
 
 
-def read(fields: Fields) -> dict[str, Any]:
-    """Every layer alike; norms of queries and keys have weights for each head (Command R+)."""
-    heads = _blocks.read_heads(fields, fields.need("hidden_size", int))
-    fields.take("pretraining_tp", 1)  # how its products were once cut; the sums are the same
-    position = read_rope(fields, heads["head_dim"], 500000.0)
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """All layers are the same; norms of queries and keys have weights of their own for each head (Command R+)."""
+    heads = _common.read_heads(config, config.require("hidden_size", int))
+    config.get("pretraining_tp", 1)  # tensor parallelism of the pretraining; the sums are the same
+    position = read_rope(config, heads["head_dim"], 500000.0)
     mixer = {
         "kind": "attention",
         **heads,
-        "bias": fields.take("attention_bias", False),
-        "qk_norm": "per_head" if fields.take("use_qk_norm", False) else None,
-        "dropout": fields.take("attention_dropout", 0.0),
+        "bias": config.get("attention_bias", False),
+        "qk_norm": "per_head" if config.get("use_qk_norm", False) else None,
+        "dropout": config.get("attention_dropout", 0.0),
         "position": position | {"layout": "interleaved"},
     }
-    feedforward = _blocks.read_gated(fields)
-    return _blocks.frame(
-        fields,
-        {"kind": "layer", "eps": fields.take("layer_norm_eps", 1e-5), "bias": False},
-        [{"repeat": fields.need("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}],
+    feedforward = _common.read_gated(config)
+    return _common.design_fields(
+        config,
+        {"kind": "layer", "eps": config.get("layer_norm_eps", 1e-5), "bias": False},
+        [{"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}],
         residual={"kind": "parallel", "norms": 1},
-        head={"tied": fields.take("tie_word_embeddings", True), "scale": fields.take("logit_scale", 0.0625)},
+        head={"tied": config.get("tie_word_embeddings", True), "scale": config.get("logit_scale", 0.0625)},
     )
 
 
-def write(design: ModelConfig) -> dict[str, Any]:
-    """As read."""
-    mixer = views.attention(design)
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads."""
+    mixer = design_parts.first_attention(design)
     return (
-        _blocks.write_frame(design)
-        | _blocks.write_attention(design)
-        | _blocks.write_gated(design)
+        _common.write_common(design)
+        | _common.write_attention(design)
+        | _common.write_gated(design)
         | {
             "attention_bias": mixer.bias is True,
             "use_qk_norm": mixer.qk_norm is not None,
-            "layer_norm_eps": views.eps(design),
+            "layer_norm_eps": design_parts.norm_eps(design),
             "logit_scale": design.head.scale,
         }
     )
 
 
-def rules(design: ModelConfig, to: Rules) -> None:
-    """Llama's names, and one norm a layer."""
-    _blocks.ends(design, to)
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """Llama's tensor names, with one norm per layer."""
+    _common.map_embedding_and_head(design, weights)
     for index in range(design.depth):
-        theirs, ours = f"model.layers.{index}", f"layers.{index}"
-        to.module(f"{theirs}.input_layernorm", f"{ours}.residual.norms.shared")
-        _blocks.attention(to, theirs, ours)
-        _blocks.gated(to, f"{theirs}.mlp", f"{ours}.feedforward")
+        hf, heddle = f"model.layers.{index}", f"layers.{index}"
+        weights.add_module(f"{hf}.input_layernorm", f"{heddle}.residual.norms.shared")
+        _common.map_attention(weights, hf, heddle)
+        _common.map_gated(weights, f"{hf}.mlp", f"{heddle}.feedforward")
 
 
-FAMILY = Family("cohere", "CohereForCausalLM", read, write, rules)
+FAMILY = Family("cohere", "CohereForCausalLM", read_config, write_config, map_weights)

@@ -1,38 +1,38 @@
-"""DeepSeek-V2 (DeepSeek-AI 2024): latent attention, and experts of a softmax, chosen freely or in the best groups."""
+"""DeepSeek-V2 (DeepSeek-AI 2024): latent attention, experts by softmax scores, top k of all or of the best groups."""
 
 from typing import Any
 
-from heddle.exchange import views
-from heddle.exchange.families import _blocks, _deepseek
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common, _deepseek
 from heddle.exchange.family import Family
-from heddle.exchange.fields import Fields
 from heddle.model.config import ModelConfig
 
 
-def read(fields: Fields) -> dict[str, Any]:
-    """`norm_topk_prob` is read by nobody in transformers: gates are never divided by their sum."""
-    fields.take("norm_topk_prob", False)
-    fields.expect("scoring_func", "softmax", default="softmax")
-    method = fields.expect("topk_method", "greedy", "group_limited_greedy", default="greedy")
-    groups = {"groups": fields.find("n_group"), "top_groups": fields.find("topk_group")}
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """transformers ignores `norm_topk_prob`: gates are never divided by their sum."""
+    config.get("norm_topk_prob", False)
+    config.expect("scoring_func", "softmax", default="softmax")
+    method = config.expect("topk_method", "greedy", "group_limited_greedy", default="greedy")
+    groups = {"groups": config.optional("n_group"), "top_groups": config.optional("topk_group")}
     routing = {"routing": "softmax_topk"} if method == "greedy" else {"routing": "softmax_group_max", **groups}
-    mixer = _deepseek.read_attention(fields, "interleaved")
-    layers = _deepseek.read_layers(fields, mixer, routing | {"renormalise": False}, fields.take("mlp_bias", False))
-    return _blocks.frame(fields, {"kind": "rms", "eps": fields.take("rms_norm_eps", 1e-6)}, layers)
+    mixer = _deepseek.read_attention(config, "interleaved")
+    layers = _deepseek.read_layers(config, mixer, routing | {"renormalize": False}, config.get("mlp_bias", False))
+    return _common.design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}, layers)
 
 
-def write(design: ModelConfig) -> dict[str, Any]:
-    """As read."""
-    moe, dense = views.moe(design), views.gated(design)
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads."""
+    moe, dense = design_parts.first_moe(design), design_parts.first_gated(design)
     grouped = moe.routing == "softmax_group_max"
-    return _deepseek.write(design) | {
+    return _deepseek.write_common(design) | {
         "scoring_func": "softmax",
         "topk_method": "group_limited_greedy" if grouped else "greedy",
         "n_group": moe.groups if grouped else None,
         "topk_group": moe.top_groups if grouped else None,
         "norm_topk_prob": False,
-        "mlp_bias": moe.bias == "shared" if any(views.sparse(design)) else dense.bias,
+        "mlp_bias": moe.bias == "shared" if any(design_parts.has_experts(design)) else dense.bias,
     }
 
 
-FAMILY = Family("deepseek_v2", "DeepseekV2ForCausalLM", read, write, _deepseek.rules)
+FAMILY = Family("deepseek_v2", "DeepseekV2ForCausalLM", read_config, write_config, _deepseek.map_weights)

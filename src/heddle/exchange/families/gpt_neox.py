@@ -1,64 +1,69 @@
 """GPT-NeoX and Pythia (Black et al. 2022): a norm for each of two parallel branches, partial RoPE, biases everywhere.
 
-`use_parallel_residual: false` is pre-norm. Queries, keys and values are one matrix, head by head.
+`use_parallel_residual: false` is pre-norm. Queries, keys and values are one matrix, interleaved by head.
 """
 
 from typing import Any
 
-from heddle.exchange import views
-from heddle.exchange.families import _blocks
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common
 from heddle.exchange.family import Family
-from heddle.exchange.fields import Fields
 from heddle.exchange.rope import read_rope, write_rope
-from heddle.exchange.rules import Rules, in_groups
+from heddle.exchange.weight_map import WeightMap, interleaved_by_group
 from heddle.model.config import ModelConfig
 from heddle.parts.residuals.parallel import ParallelConfig
 
-PART = 0.25  # of a head's dims that are turned, where nothing is told
+DEFAULT_ROTARY_FACTOR = 0.25  # if the config has none
 
 
-def read(fields: Fields) -> dict[str, Any]:
-    """Every layer alike; one rate of dropout for the embedding and what branches add."""
-    heads, width = fields.count("num_attention_heads"), fields.count("hidden_size")
-    fields.find("is_decoder")  # causal in either case
-    fields.find("classifier_dropout")
-    base = _one(fields, 10000.0, "rotary_emb_base", "rope_theta")
-    part = _one(fields, PART, "rotary_pct", "partial_rotary_factor")
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """All layers are the same; one dropout rate for the embedding and the branches."""
+    heads, width = config.require_count("num_attention_heads"), config.require_count("hidden_size")
+    config.optional("is_decoder")  # causal in either case
+    config.optional("classifier_dropout")
+    base = _read_alias(config, 10000.0, "rotary_emb_base", "rope_theta")
+    part = _read_alias(config, DEFAULT_ROTARY_FACTOR, "rotary_pct", "partial_rotary_factor")
     mixer = {
         "kind": "attention",
         "heads": heads,
-        "bias": fields.take("attention_bias", True),
-        "dropout": fields.take("attention_dropout", 0.0),
-        "position": read_rope(fields, width // heads, base, part),
+        "bias": config.get("attention_bias", True),
+        "dropout": config.get("attention_dropout", 0.0),
+        "position": read_rope(config, width // heads, base, part),
     }
     feedforward = {
         "kind": "mlp",
-        "hidden": fields.need("intermediate_size", int),
-        "activation": _blocks.read_activation(fields, default="gelu"),
+        "hidden": config.require("intermediate_size", int),
+        "activation": _common.read_activation(config, default="gelu"),
         "bias": True,
     }
-    layer = {"repeat": fields.need("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}
-    norm = {"kind": "layer", "eps": fields.take("layer_norm_eps", 1e-5)}
-    dropout = {"dropout": fields.take("hidden_dropout", 0.0)}
-    parallel = fields.take("use_parallel_residual", True)
-    wiring: dict[str, Any] = {"kind": "parallel", "norms": 2} if parallel else {"kind": "pre_norm"}
-    return _blocks.frame(fields, norm, [layer], embedding=dropout, residual=wiring | dropout)
+    layer = {"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}
+    norm = {"kind": "layer", "eps": config.get("layer_norm_eps", 1e-5)}
+    dropout = {"dropout": config.get("hidden_dropout", 0.0)}
+    parallel = config.get("use_parallel_residual", True)
+    residual: dict[str, Any] = {"kind": "parallel", "norms": 2} if parallel else {"kind": "pre_norm"}
+    return _common.design_fields(config, norm, [layer], embedding=dropout, residual=residual | dropout)
 
 
-def _one(fields: Fields, default: float, old: str, new: str) -> float:
-    """A field by its older name, by which alone it is read. Raises ConfigError where the newer one says otherwise."""
-    told = fields.take(old, default)
-    if fields.take(new, told) != told:
-        raise fields.wrong(new, f"but '{old}' is {told}; make them equal")
-    return told
+def _read_alias(config: ConfigReader, default: float, old: str, new: str) -> float:
+    """A field by its older name, the only one that transformers reads. Raises ConfigError if the newer name differs."""
+    value = config.get(old, default)
+    if config.get(new, value) != value:
+        raise config.invalid(new, f"but '{old}' is {value}; make them equal")
+    return value
 
 
-def write(design: ModelConfig) -> dict[str, Any]:
-    """As read, the rotation by its older names too."""
-    mixer, feedforward = views.attention(design), views.mlp(design)
-    rope = write_rope(views.rope(mixer), mixer.head_dim or design.width, _blocks.LONGEST, PART)
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads, those of RoPE under their older names too."""
+    mixer, feedforward = design_parts.first_attention(design), design_parts.first_mlp(design)
+    rope = write_rope(
+        design_parts.rope_of(mixer),
+        mixer.head_dim or design.width,
+        _common.DEFAULT_MAX_POSITIONS,
+        DEFAULT_ROTARY_FACTOR,
+    )
     return (
-        _blocks.write_frame(design)
+        _common.write_common(design)
         | rope
         | {
             "rotary_emb_base": rope["rope_theta"],
@@ -68,34 +73,36 @@ def write(design: ModelConfig) -> dict[str, Any]:
             "attention_dropout": mixer.dropout,
             "hidden_dropout": design.residual.dropout,
             "intermediate_size": feedforward.hidden,
-            "hidden_act": views.ACTIVATIONS[feedforward.activation],
-            "layer_norm_eps": views.eps(design),
+            "hidden_act": design_parts.HF_ACTIVATIONS[feedforward.activation],
+            "layer_norm_eps": design_parts.norm_eps(design),
             "use_parallel_residual": isinstance(design.residual, ParallelConfig),
         }
     )
 
 
-def rules(design: ModelConfig, to: Rules) -> None:
-    """The names of either wiring's norms; what a design does not have is left out."""
-    to.module("gpt_neox.embed_in", "embed")
-    to.module("gpt_neox.final_layer_norm", "close.norm")
-    to.module("embed_out", "head")
-    heads = in_groups(views.attention(design).heads)
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """The tensor names for parallel and for pre-norm residuals."""
+    weights.add_module("gpt_neox.embed_in", "embed")
+    weights.add_module("gpt_neox.final_layer_norm", "final_norm.norm")
+    weights.add_module("embed_out", "head")
+    heads = interleaved_by_group(design_parts.first_attention(design).heads)
     for index in range(design.depth):
-        theirs, ours = f"gpt_neox.layers.{index}", f"layers.{index}"
-        to.module(f"{theirs}.input_layernorm", f"{ours}.residual.norms.mixer")
-        to.module(f"{theirs}.post_attention_layernorm", f"{ours}.residual.norms.feedforward")
-        to.module(f"{theirs}.attention.query_key_value", *(f"{ours}.mixer.{role}" for role in "qkv"), form=heads)
-        to.module(f"{theirs}.attention.dense", f"{ours}.mixer.out")
-        to.module(f"{theirs}.mlp.dense_h_to_4h", f"{ours}.feedforward.up")
-        to.module(f"{theirs}.mlp.dense_4h_to_h", f"{ours}.feedforward.down")
+        hf, heddle = f"gpt_neox.layers.{index}", f"layers.{index}"
+        weights.add_module(f"{hf}.input_layernorm", f"{heddle}.residual.norms.mixer")
+        weights.add_module(f"{hf}.post_attention_layernorm", f"{heddle}.residual.norms.feedforward")
+        weights.add_module(
+            f"{hf}.attention.query_key_value", *(f"{heddle}.mixer.{role}" for role in "qkv"), transform=heads
+        )
+        weights.add_module(f"{hf}.attention.dense", f"{heddle}.mixer.out")
+        weights.add_module(f"{hf}.mlp.dense_h_to_4h", f"{heddle}.feedforward.up")
+        weights.add_module(f"{hf}.mlp.dense_4h_to_h", f"{heddle}.feedforward.down")
 
 
 FAMILY = Family(
     "gpt_neox",
     "GPTNeoXForCausalLM",
-    read,
-    write,
-    rules,
-    left_out=("*.attention.bias", "*.attention.masked_bias"),  # masks that older files keep
+    read_config,
+    write_config,
+    map_weights,
+    ignored_tensors=("*.attention.bias", "*.attention.masked_bias"),  # buffers that older files hold
 )

@@ -2,58 +2,65 @@
 
 from typing import Any
 
-from heddle.exchange import views
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _gpt
 from heddle.exchange.family import Family
-from heddle.exchange.fields import Fields
-from heddle.exchange.rules import BLOCKS, Rules
+from heddle.exchange.weight_map import CONCATENATED, WeightMap
 from heddle.model.config import ModelConfig
 
-BASE = 10000.0  # of the rotation; no field tells it
+THETA = 10000.0  # a constant in transformers, not a field
 
 
-def read(fields: Fields) -> dict[str, Any]:
-    """Every layer alike."""
-    fields.expect("rotary", True, default=True)
-    fields.expect("scale_attn_weights", True, default=True)
-    mixer = _gpt.read_attention(fields, 0.0)
-    mixer["position"] = {"kind": "rope", "base": BASE, "layout": "interleaved", "dim": _turned(fields, mixer["heads"])}
-    layer = {"repeat": _gpt.read_depth(fields), "mixer": mixer, "feedforward": _gpt.read_mlp(fields)}
-    head = {"tied": fields.take("tie_word_embeddings", False), "bias": True}
-    return _gpt.frame(fields, [layer], 0.0, residual={"kind": "parallel", "norms": 1}, head=head)
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """All layers are the same."""
+    config.expect("rotary", True, default=True)
+    config.expect("scale_attn_weights", True, default=True)
+    mixer = _gpt.read_attention(config, 0.0)
+    mixer["position"] = {
+        "kind": "rope",
+        "base": THETA,
+        "layout": "interleaved",
+        "rotary_dim": _read_rotary_dim(config, mixer["heads"]),
+    }
+    layer = {"repeat": _gpt.read_depth(config), "mixer": mixer, "feedforward": _gpt.read_mlp(config)}
+    head = {"tied": config.get("tie_word_embeddings", False), "bias": True}
+    return _gpt.design_fields(config, [layer], 0.0, residual={"kind": "parallel", "norms": 1}, head=head)
 
 
-def _turned(fields: Fields, heads: int) -> int:
-    """The dims of a head that are turned. Null means as many as the model's width, which fits a single head only."""
-    if "rotary_dim" in fields.data and fields.find("rotary_dim") is None:
+def _read_rotary_dim(config: ConfigReader, heads: int) -> int:
+    """The number of rotated dims of a head. Null means the model's width, which is possible with a single head only."""
+    if "rotary_dim" in config.data and config.optional("rotary_dim") is None:
         if heads > 1:
-            raise fields.wrong("rotary_dim", "turns as many dims as all heads have together; give those of one head")
-        return fields.count("n_embd", "hidden_size")
-    return fields.take("rotary_dim", 64)
+            raise config.invalid(
+                "rotary_dim", "rotates as many dims as all heads have together; give those of one head"
+            )
+        return config.require_count("n_embd", "hidden_size")
+    return config.get("rotary_dim", 64)
 
 
-def write(design: ModelConfig) -> dict[str, Any]:
-    """As read."""
-    mixer = views.attention(design)
-    return _gpt.write(design) | {"rotary_dim": views.rope(mixer).dim or mixer.head_dim}
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads."""
+    mixer = design_parts.first_attention(design)
+    return _gpt.write_common(design) | {"rotary_dim": design_parts.rope_of(mixer).rotary_dim or mixer.head_dim}
 
 
-def rules(design: ModelConfig, to: Rules) -> None:
-    """Matrices as ours."""
-    _gpt.ends(to)
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """The tensor names; each is one parameter."""
+    _gpt.map_embedding_and_head(weights)
     for index in range(design.depth):
-        theirs, ours = f"transformer.h.{index}", f"layers.{index}"
-        to.module(f"{theirs}.ln_1", f"{ours}.residual.norms.shared")
+        hf, heddle = f"transformer.h.{index}", f"layers.{index}"
+        weights.add_module(f"{hf}.ln_1", f"{heddle}.residual.norms.shared")
         for name in ("q", "k", "v", "out"):
-            to.module(f"{theirs}.attn.{name}_proj", f"{ours}.mixer.{name}")
-        _gpt.mlp(to, f"{theirs}.mlp.fc_in", f"{theirs}.mlp.fc_out", f"{ours}.feedforward", BLOCKS)
+            weights.add_module(f"{hf}.attn.{name}_proj", f"{heddle}.mixer.{name}")
+        _gpt.map_mlp(weights, f"{hf}.mlp.fc_in", f"{hf}.mlp.fc_out", f"{heddle}.feedforward", CONCATENATED)
 
 
 FAMILY = Family(
     "gptj",
     "GPTJForCausalLM",
-    read,
-    write,
-    rules,
-    left_out=_gpt.MASKS,
+    read_config,
+    write_config,
+    map_weights,
+    ignored_tensors=_gpt.MASK_BUFFERS,
 )

@@ -2,43 +2,43 @@
 
 from typing import Any
 
-from heddle.exchange import views
-from heddle.exchange.families import _blocks
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common
 from heddle.exchange.family import Family
-from heddle.exchange.fields import Fields
 from heddle.exchange.rope import read_rope
 from heddle.model.config import ModelConfig
 
 
-def read(fields: Fields) -> dict[str, Any]:
-    """Every layer alike."""
-    _blocks.check_width(fields)
-    heads = _blocks.read_heads(fields, fields.need("hidden_size", int))
-    fields.take("pretraining_tp", 1)  # how its products were once cut; the sums are the same
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """All layers are the same."""
+    _common.check_width(config)
+    heads = _common.read_heads(config, config.require("hidden_size", int))
+    config.get("pretraining_tp", 1)  # tensor parallelism of the pretraining; the sums are the same
     mixer = {
         "kind": "attention",
         **heads,
-        "bias": fields.take("attention_bias", False),
-        "dropout": fields.take("attention_dropout", 0.0),
-        "position": read_rope(fields, heads["head_dim"]),
+        "bias": config.get("attention_bias", False),
+        "dropout": config.get("attention_dropout", 0.0),
+        "position": read_rope(config, heads["head_dim"]),
     }
-    feedforward = _blocks.read_gated(fields, bias=fields.take("mlp_bias", False))
-    layer = {"repeat": fields.need("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}
-    return _blocks.frame(fields, {"kind": "rms", "eps": fields.take("rms_norm_eps", 1e-6)}, [layer])
+    feedforward = _common.read_gated(config, bias=config.get("mlp_bias", False))
+    layer = {"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}
+    return _common.design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}, [layer])
 
 
-def write(design: ModelConfig) -> dict[str, Any]:
-    """As read."""
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads."""
     return (
-        _blocks.write_frame(design)
-        | _blocks.write_attention(design)
-        | _blocks.write_gated(design)
+        _common.write_common(design)
+        | _common.write_attention(design)
+        | _common.write_gated(design)
         | {
-            "attention_bias": views.attention(design).bias is True,
-            "mlp_bias": views.gated(design).bias,
-            "rms_norm_eps": views.eps(design),
+            "attention_bias": design_parts.first_attention(design).bias is True,
+            "mlp_bias": design_parts.first_gated(design).bias,
+            "rms_norm_eps": design_parts.norm_eps(design),
         }
     )
 
 
-FAMILY = Family("llama", "LlamaForCausalLM", read, write, _blocks.rules, preferred=0)
+FAMILY = Family("llama", "LlamaForCausalLM", read_config, write_config, _common.map_weights, priority=0)

@@ -1,18 +1,18 @@
-"""OLMo 2 (Team OLMo 2025): norms after the branches and of whole projections of q and k, every layer alike."""
+"""OLMo 2 (Team OLMo 2025): norms after each branch and over whole q and k projections; all layers are the same."""
 
 from typing import Any
 
-from heddle.exchange.families import _local, _olmo
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _layer_types, _olmo
 from heddle.exchange.family import Family
-from heddle.exchange.fields import Fields
 from heddle.exchange.rope import read_rope
 
 
-def read(fields: Fields) -> dict[str, Any]:
-    """No windows."""
-    mixer = _olmo.read_mixer(fields)
-    mixer["position"] = read_rope(fields, mixer["head_dim"]) | _olmo.CAST
-    return _olmo.read(fields, [mixer] * _local.depth(fields))
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """All layers are the same, without a window."""
+    mixer = _olmo.read_mixer(config)
+    mixer["position"] = read_rope(config, mixer["head_dim"]) | _olmo.ROPE_CAST
+    return _olmo.read_design(config, [mixer] * _layer_types.read_depth(config))
 
 
-FAMILY = Family("olmo2", "Olmo2ForCausalLM", read, _olmo.write, _olmo.rules, preferred=6)
+FAMILY = Family("olmo2", "Olmo2ForCausalLM", read_config, _olmo.write_config, _olmo.map_weights, priority=6)

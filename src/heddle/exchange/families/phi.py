@@ -2,79 +2,79 @@
 
 from typing import Any
 
-from heddle.exchange import views
-from heddle.exchange.families import _blocks, _gpt
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common, _gpt
 from heddle.exchange.family import Family
-from heddle.exchange.fields import Fields
 from heddle.exchange.rope import read_rope
-from heddle.exchange.rules import Rules
+from heddle.exchange.weight_map import WeightMap
 from heddle.model.config import ModelConfig
 
-PART = 0.5  # of a head's dims that are turned, where nothing is told
+DEFAULT_ROTARY_FACTOR = 0.5  # if the config has none
 
 
-def read(fields: Fields) -> dict[str, Any]:
-    """Every layer alike."""
-    width = fields.need("hidden_size", int)
-    heads = _blocks.read_heads(fields, width)
-    normed = fields.take("qk_layernorm", False)
-    if normed and heads["head_dim"] != width // heads["heads"]:
-        raise fields.wrong("head_dim", f"with 'qk_layernorm' it can be {width // heads['heads']} only")
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """All layers are the same."""
+    width = config.require("hidden_size", int)
+    heads = _common.read_heads(config, width)
+    has_qk_norm = config.get("qk_layernorm", False)
+    if has_qk_norm and heads["head_dim"] != width // heads["heads"]:
+        raise config.invalid("head_dim", f"with 'qk_layernorm' it can be {width // heads['heads']} only")
     mixer = {
         "kind": "attention",
         **heads,
         "bias": True,
-        "qk_norm": "head" if normed else None,
-        "dropout": fields.take("attention_dropout", 0.0),
-        "position": read_rope(fields, heads["head_dim"], part=PART),
+        "qk_norm": "head" if has_qk_norm else None,
+        "dropout": config.get("attention_dropout", 0.0),
+        "position": read_rope(config, heads["head_dim"], partial_rotary_factor=DEFAULT_ROTARY_FACTOR),
     }
     feedforward = {
         "kind": "mlp",
-        "hidden": fields.need("intermediate_size", int),
-        "activation": _blocks.read_activation(fields, default="gelu_new"),
+        "hidden": config.require("intermediate_size", int),
+        "activation": _common.read_activation(config, default="gelu_new"),
         "bias": True,
     }
-    return _blocks.frame(
-        fields,
-        {"kind": "layer", "eps": fields.take("layer_norm_eps", 1e-5)},
-        [{"repeat": fields.need("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}],
-        embedding={"dropout": fields.take("embd_pdrop", 0.0)},
-        residual={"kind": "parallel", "norms": 1, "dropout": fields.take("resid_pdrop", 0.0)},
-        head={"tied": fields.take("tie_word_embeddings", False), "bias": True},
+    return _common.design_fields(
+        config,
+        {"kind": "layer", "eps": config.get("layer_norm_eps", 1e-5)},
+        [{"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}],
+        embedding={"dropout": config.get("embd_pdrop", 0.0)},
+        residual={"kind": "parallel", "norms": 1, "dropout": config.get("resid_pdrop", 0.0)},
+        head={"tied": config.get("tie_word_embeddings", False), "bias": True},
     )
 
 
-def write(design: ModelConfig) -> dict[str, Any]:
-    """As read; norms of queries and keys leave no choice of head_dim."""
-    mixer, feedforward = views.attention(design), views.mlp(design)
-    fields = _blocks.write_frame(design) | _blocks.write_attention(design, part=PART)
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads. With norms of q and k, transformers requires head_dim = width / heads."""
+    mixer, feedforward = design_parts.first_attention(design), design_parts.first_mlp(design)
+    config = _common.write_common(design) | _common.write_attention(design, partial_rotary_factor=DEFAULT_ROTARY_FACTOR)
     if mixer.qk_norm is not None and mixer.head_dim != design.width // mixer.heads:
-        del fields["head_dim"]
-    return fields | {
+        del config["head_dim"]
+    return config | {
         "qk_layernorm": mixer.qk_norm is not None,
         "embd_pdrop": design.embedding.dropout,
         "resid_pdrop": design.residual.dropout,
         "intermediate_size": feedforward.hidden,
-        "hidden_act": _gpt.activation(feedforward.activation),
-        "layer_norm_eps": views.eps(design),
+        "hidden_act": _gpt.hf_activation(feedforward.activation),
+        "layer_norm_eps": design_parts.norm_eps(design),
     }
 
 
-def rules(design: ModelConfig, to: Rules) -> None:
-    """Llama's names of q, k and v, and names of its own."""
-    to.module("model.embed_tokens", "embed")
-    to.module("model.final_layernorm", "close.norm")
-    to.module("lm_head", "head")
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """Llama's names of q, k and v, and Phi's own names."""
+    weights.add_module("model.embed_tokens", "embed")
+    weights.add_module("model.final_layernorm", "final_norm.norm")
+    weights.add_module("lm_head", "head")
     for index in range(design.depth):
-        theirs, ours = f"model.layers.{index}", f"layers.{index}"
-        to.module(f"{theirs}.input_layernorm", f"{ours}.residual.norms.shared")
+        hf, heddle = f"model.layers.{index}", f"layers.{index}"
+        weights.add_module(f"{hf}.input_layernorm", f"{heddle}.residual.norms.shared")
         for role in ("q", "k", "v"):
-            to.module(f"{theirs}.self_attn.{role}_proj", f"{ours}.mixer.{role}")
-        to.module(f"{theirs}.self_attn.dense", f"{ours}.mixer.out")
+            weights.add_module(f"{hf}.self_attn.{role}_proj", f"{heddle}.mixer.{role}")
+        weights.add_module(f"{hf}.self_attn.dense", f"{heddle}.mixer.out")
         for role in ("q", "k"):
-            to.module(f"{theirs}.self_attn.{role}_layernorm", f"{ours}.mixer.{role}_norm")
-        to.module(f"{theirs}.mlp.fc1", f"{ours}.feedforward.up")
-        to.module(f"{theirs}.mlp.fc2", f"{ours}.feedforward.down")
+            weights.add_module(f"{hf}.self_attn.{role}_layernorm", f"{heddle}.mixer.{role}_norm")
+        weights.add_module(f"{hf}.mlp.fc1", f"{heddle}.feedforward.up")
+        weights.add_module(f"{hf}.mlp.fc2", f"{heddle}.feedforward.down")
 
 
-FAMILY = Family("phi", "PhiForCausalLM", read, write, rules)
+FAMILY = Family("phi", "PhiForCausalLM", read_config, write_config, map_weights)

@@ -2,71 +2,76 @@
 
 from typing import Any
 
-from heddle.exchange import views
-from heddle.exchange.families import _blocks
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common
 from heddle.exchange.family import Family
-from heddle.exchange.fields import Fields
 from heddle.exchange.rope import read_rope
-from heddle.exchange.rules import Rules
+from heddle.exchange.weight_map import WeightMap
 from heddle.model.config import ModelConfig
 from heddle.parts.scalings.longrope import LongropeConfig
 
-ORIGINAL = 4096  # the original length where none is told
+DEFAULT_ORIGINAL_LENGTH = 4096  # if the config has no original_max_position_embeddings
 
 
-def read(fields: Fields) -> dict[str, Any]:
-    """Every layer alike, all with a window or none."""
-    heads = _blocks.read_heads(fields, fields.need("hidden_size", int))
-    fields.expect("attention_bias", False, default=False)
-    position = read_rope(fields, heads["head_dim"], part=1.0, original=ORIGINAL)
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """All layers are the same, with or without a window."""
+    heads = _common.read_heads(config, config.require("hidden_size", int))
+    config.expect("attention_bias", False, default=False)
+    position = read_rope(config, heads["head_dim"], partial_rotary_factor=1.0, original_length=DEFAULT_ORIGINAL_LENGTH)
     if position.get("scaling", {}).get("kind", "longrope") != "longrope":
-        raise fields.wrong("rope_parameters", "a Phi-3 model has rope_type default or longrope only")
+        raise config.invalid("rope_parameters", "a Phi-3 model has rope_type default or longrope only")
     mixer = {
         "kind": "attention",
         **heads,
-        "window": fields.find("sliding_window"),
-        "dropout": fields.take("attention_dropout", 0.0),
+        "window": config.optional("sliding_window"),
+        "dropout": config.get("attention_dropout", 0.0),
         "position": position,
     }
-    feedforward = _blocks.read_gated(fields)
-    return _blocks.frame(
-        fields,
-        {"kind": "rms", "eps": fields.take("rms_norm_eps", 1e-5)},
-        [{"repeat": fields.need("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}],
-        embedding={"dropout": fields.take("embd_pdrop", 0.0)},
-        residual={"kind": "pre_norm", "dropout": fields.take("resid_pdrop", 0.0)},
+    feedforward = _common.read_gated(config)
+    return _common.design_fields(
+        config,
+        {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5)},
+        [{"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}],
+        embedding={"dropout": config.get("embd_pdrop", 0.0)},
+        residual={"kind": "pre_norm", "dropout": config.get("resid_pdrop", 0.0)},
     )
 
 
-def write(design: ModelConfig) -> dict[str, Any]:
-    """As read; the length is the factor times the original one, which older readers divide."""
-    mixer = views.attention(design)
-    rope = views.rope(mixer)
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads.
+
+    max_position_embeddings is factor · original length, because older readers compute the factor from the two.
+    """
+    mixer = design_parts.first_attention(design)
+    rope = design_parts.rope_of(mixer)
     scaling = rope.scaling if isinstance(rope.scaling, LongropeConfig) else None
-    fields = _blocks.write_frame(design) | _blocks.write_attention(design, rope.replace(scaling=scaling), part=1.0)
+    config = _common.write_common(design) | _common.write_attention(
+        design, rope.replace(scaling=scaling), partial_rotary_factor=1.0
+    )
     if scaling is not None:
         if mixer.head_dim != design.width // mixer.heads:
-            del fields["head_dim"]  # their check of the factors does not look at it
-        fields["max_position_embeddings"] = round(scaling.original_length * (scaling.factor or 1.0))
-    return fields | {
-        "sliding_window": views.window(design),
+            del config["head_dim"]  # the check of the factors in transformers ignores it
+        config["max_position_embeddings"] = round(scaling.original_length * (scaling.factor or 1.0))
+    return config | {
+        "sliding_window": design_parts.first_window(design),
         "embd_pdrop": design.embedding.dropout,
         "resid_pdrop": design.residual.dropout,
-        **_blocks.write_gated(design),
-        "rms_norm_eps": views.eps(design),
+        **_common.write_gated(design),
+        "rms_norm_eps": design_parts.norm_eps(design),
     }
 
 
-def rules(design: ModelConfig, to: Rules) -> None:
-    """Llama's names, with q, k and v one matrix, and gate and up another."""
-    _blocks.ends(design, to)
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """Llama's tensor names, with q, k and v in one matrix, and gate and up in another."""
+    _common.map_embedding_and_head(design, weights)
     for index in range(design.depth):
-        theirs, ours = f"model.layers.{index}", f"layers.{index}"
-        to.module(f"{theirs}.self_attn.qkv_proj", *(f"{ours}.mixer.{role}" for role in "qkv"))
-        to.module(f"{theirs}.self_attn.o_proj", f"{ours}.mixer.out")
-        to.module(f"{theirs}.mlp.gate_up_proj", f"{ours}.feedforward.gate", f"{ours}.feedforward.up")
-        to.module(f"{theirs}.mlp.down_proj", f"{ours}.feedforward.down")
-        _blocks.pre_norms(to, theirs, ours)
+        hf, heddle = f"model.layers.{index}", f"layers.{index}"
+        weights.add_module(f"{hf}.self_attn.qkv_proj", *(f"{heddle}.mixer.{role}" for role in "qkv"))
+        weights.add_module(f"{hf}.self_attn.o_proj", f"{heddle}.mixer.out")
+        weights.add_module(f"{hf}.mlp.gate_up_proj", f"{heddle}.feedforward.gate", f"{heddle}.feedforward.up")
+        weights.add_module(f"{hf}.mlp.down_proj", f"{heddle}.feedforward.down")
+        _common.map_pre_norms(weights, hf, heddle)
 
 
-FAMILY = Family("phi3", "Phi3ForCausalLM", read, write, rules)
+FAMILY = Family("phi3", "Phi3ForCausalLM", read_config, write_config, map_weights)

@@ -1,58 +1,60 @@
-"""Qwen3-MoE (Qwen 2025): Qwen3's attention, with a norm of each head's q and k; layers of experts among dense ones."""
+"""Qwen3-MoE (Qwen 2025): Qwen3's attention, with a norm of each head's q and k; MoE layers and dense layers."""
 
 from typing import Any
 
-from heddle.exchange import views
-from heddle.exchange.families import _blocks, _experts, _local
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common, _layer_types, _moe
 from heddle.exchange.family import Family
-from heddle.exchange.fields import Fields
 from heddle.exchange.rope import read_rope
-from heddle.exchange.rules import Rules
+from heddle.exchange.weight_map import WeightMap
 from heddle.model.config import ModelConfig
 
 
-def read(fields: Fields) -> dict[str, Any]:
-    """One attention for all layers; `max_window_layers` is read by nobody."""
-    heads = _experts.read_heads(fields)
-    fields.find("max_window_layers")
-    window = fields.given("sliding_window", 4096)
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """One attention for all layers; transformers ignores `max_window_layers`."""
+    heads = _moe.read_heads(config)
+    config.optional("max_window_layers")
+    window = config.get_nullable("sliding_window", 4096)
     mixer = {
         "kind": "attention",
         **heads,
         "qk_norm": "head",
-        "bias": fields.take("attention_bias", False),
-        "window": window if fields.take("use_sliding_window", False) else None,
-        "dropout": fields.take("attention_dropout", 0.0),
-        "position": read_rope(fields, heads["head_dim"]),
+        "bias": config.get("attention_bias", False),
+        "window": window if config.get("use_sliding_window", False) else None,
+        "dropout": config.get("attention_dropout", 0.0),
+        "position": read_rope(config, heads["head_dim"]),
     }
-    layers = [{"mixer": mixer, "feedforward": one} for one in _experts.read_forwards(fields, {}, False)]
-    return _blocks.frame(fields, {"kind": "rms", "eps": fields.take("rms_norm_eps", 1e-6)}, _local.stack(layers))
+    layers = [{"mixer": mixer, "feedforward": feedforward} for feedforward in _moe.read_feedforwards(config, {}, False)]
+    return _common.design_fields(
+        config, {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}, _layer_types.merge_repeats(layers)
+    )
 
 
-def write(design: ModelConfig) -> dict[str, Any]:
-    """As read."""
-    mixer = views.attention(design)
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads."""
+    mixer = design_parts.first_attention(design)
     return (
-        _blocks.write_frame(design)
-        | _blocks.write_attention(design)
-        | _experts.write_forwards(design)
+        _common.write_common(design)
+        | _common.write_attention(design)
+        | _moe.write_feedforwards(design)
         | {
             "attention_bias": mixer.bias is True,
             "use_sliding_window": mixer.window is not None,
             "sliding_window": mixer.window,
-            "rms_norm_eps": views.eps(design),
+            "rms_norm_eps": design_parts.norm_eps(design),
         }
     )
 
 
-def rules(design: ModelConfig, to: Rules) -> None:
-    """Qwen3's names, and each expert's."""
-    _blocks.ends(design, to)
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """Qwen3's tensor names, and those of each expert."""
+    _common.map_embedding_and_head(design, weights)
     for index in range(design.depth):
-        theirs, ours = f"model.layers.{index}", f"layers.{index}"
-        _blocks.attention(to, theirs, ours)
-        _experts.mlp(to, f"{theirs}.mlp", f"{ours}.feedforward", "shared_expert")
-        _blocks.pre_norms(to, theirs, ours)
+        hf, heddle = f"model.layers.{index}", f"layers.{index}"
+        _common.map_attention(weights, hf, heddle)
+        _moe.map_feedforward(weights, f"{hf}.mlp", f"{heddle}.feedforward", "shared_expert")
+        _common.map_pre_norms(weights, hf, heddle)
 
 
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", read, write, rules)
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", read_config, write_config, map_weights)

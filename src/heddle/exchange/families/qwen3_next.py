@@ -1,128 +1,131 @@
-"""Qwen3-Next (Qwen 2025): gated delta rules, softmax attention with a gate in every fourth layer, experts in all.
+"""Qwen3-Next (Qwen 2025): gated delta rule, gated softmax attention in every fourth layer, experts in every layer.
 
-Norms are `1 + γ`, but for that of the delta rule's heads. What predicts further tokens (`mtp.`) is left out.
+Norms multiply by `1 + γ`, except for the delta rule's head norm. Multi-token prediction layers (`mtp.`) are ignored.
 """
 
 from typing import Any
 
-from heddle.exchange import views
-from heddle.exchange.families import _blocks, _experts, _local
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common, _layer_types, _moe
 from heddle.exchange.family import Family
-from heddle.exchange.fields import Fields
 from heddle.exchange.rope import read_rope
-from heddle.exchange.rules import CHANNELS, Rules, in_groups
+from heddle.exchange.weight_map import DEPTHWISE_CONV, WeightMap, interleaved_by_group
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 
 LINEAR, FULL = "linear_attention", "full_attention"
-PART = 0.25  # of the dims of a head turn, where nothing says how many
+DEFAULT_ROTARY_FACTOR = 0.25  # if the config has none
 
 
-def read(fields: Fields) -> dict[str, Any]:
-    """Two mixers, by the type of each layer."""
-    eps = fields.take("rms_norm_eps", 1e-6)
-    fields.expect("use_sliding_window", False, default=False)
-    mixers = {FULL: _read_attention(fields), LINEAR: _read_delta(fields, eps)}
-    shared = fields.need("shared_expert_intermediate_size", int)
-    more = {"shared": 1, "shared_hidden": shared, "shared_gate": True}
-    forwards = _experts.read_forwards(fields, more, True)
-    types = _read_types(fields, len(forwards))
-    layers = [{"mixer": mixers[kind], "feedforward": one} for kind, one in zip(types, forwards, strict=True)]
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """Two kinds of mixers; `layer_types` says which each layer has."""
+    eps = config.get("rms_norm_eps", 1e-6)
+    config.expect("use_sliding_window", False, default=False)
+    mixers = {FULL: _read_attention(config), LINEAR: _read_delta(config, eps)}
+    shared = config.require("shared_expert_intermediate_size", int)
+    shared_expert = {"shared": 1, "shared_hidden": shared, "shared_gate": True}
+    feedforwards = _moe.read_feedforwards(config, shared_expert, True)
+    types = _read_types(config, len(feedforwards))
+    layers = [
+        {"mixer": mixers[kind], "feedforward": feedforward}
+        for kind, feedforward in zip(types, feedforwards, strict=True)
+    ]
     norm = {"kind": "rms", "eps": eps, "offset": 1.0, "cast": "after"}
-    return _blocks.frame(fields, norm, _local.stack(layers))
+    return _common.design_fields(config, norm, _layer_types.merge_repeats(layers))
 
 
-def _read_types(fields: Fields, depth: int) -> list[str]:
-    types = fields.take("layer_types", _usual(fields.take("full_attention_interval", 4), depth))
+def _read_types(config: ConfigReader, depth: int) -> list[str]:
+    types = config.get("layer_types", _default_types(config.get("full_attention_interval", 4), depth))
     if len(types) != depth or set(types) - {LINEAR, FULL}:
-        raise fields.wrong("layer_types", f"should say {LINEAR} or {FULL} of each of {depth} layers")
+        raise config.invalid("layer_types", f"should say {LINEAR} or {FULL} of each of {depth} layers")
     return types
 
 
-def _usual(interval: int, depth: int) -> list[str]:
+def _default_types(interval: int, depth: int) -> list[str]:
     return [LINEAR if (index + 1) % max(interval, 1) else FULL for index in range(depth)]
 
 
-def _read_attention(fields: Fields) -> dict[str, Any]:
-    fields.need("head_dim", int)
-    heads = _experts.read_heads(fields)
+def _read_attention(config: ConfigReader) -> dict[str, Any]:
+    config.require("head_dim", int)
+    heads = _moe.read_heads(config)
     return {
         "kind": "attention",
         **heads,
         "qk_norm": "head",
         "gate": "channel",
-        "bias": fields.take("attention_bias", False),
-        "dropout": fields.take("attention_dropout", 0.0),
-        "position": read_rope(fields, heads["head_dim"], part=PART),
+        "bias": config.get("attention_bias", False),
+        "dropout": config.get("attention_dropout", 0.0),
+        "position": read_rope(config, heads["head_dim"], partial_rotary_factor=DEFAULT_ROTARY_FACTOR),
     }
 
 
-def _read_delta(fields: Fields, eps: float) -> dict[str, Any]:
-    fields.expect("hidden_act", "silu", default="silu")  # also after the convolution
+def _read_delta(config: ConfigReader, eps: float) -> dict[str, Any]:
+    config.expect("hidden_act", "silu", default="silu")  # the delta rule's convolution uses it too
     return {
         "kind": "gated_delta",
-        "heads": fields.need("linear_num_value_heads", int),
-        "key_heads": fields.need("linear_num_key_heads", int),
-        "head_dim": fields.need("linear_key_head_dim", int),
-        "value_dim": fields.need("linear_value_head_dim", int),
-        "convolution": fields.need("linear_conv_kernel_dim", int),
+        "heads": config.require("linear_num_value_heads", int),
+        "key_heads": config.require("linear_num_key_heads", int),
+        "head_dim": config.require("linear_key_head_dim", int),
+        "value_dim": config.require("linear_value_head_dim", int),
+        "conv_kernel": config.require("linear_conv_kernel_dim", int),
         "norm": {"kind": "rms", "eps": eps},
     }
 
 
-def write(design: ModelConfig) -> dict[str, Any]:
-    """As read."""
-    delta, moe = views.delta(design), views.moe(design)
-    types = [LINEAR if isinstance(one.mixer, GatedDeltaConfig) else FULL for one in views.layers(design)]
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads."""
+    delta, moe = design_parts.first_gated_delta(design), design_parts.first_moe(design)
+    types = [LINEAR if isinstance(layer.mixer, GatedDeltaConfig) else FULL for layer in design_parts.layers(design)]
     interval = types.index(FULL) + 1 if FULL in types else design.depth + 1
     return (
-        _blocks.write_frame(design)
-        | {"partial_rotary_factor": 1.0}  # where nothing is said, theirs is 0.25
-        | _blocks.write_attention(design, part=PART)
-        | _experts.write_forwards(design)
+        _common.write_common(design)
+        | {"partial_rotary_factor": 1.0}  # written even if 1.0, because the default is 0.25
+        | _common.write_attention(design, partial_rotary_factor=DEFAULT_ROTARY_FACTOR)
+        | _moe.write_feedforwards(design)
         | {
-            "attention_bias": views.attention(design).bias is True,
+            "attention_bias": design_parts.first_attention(design).bias is True,
             "use_sliding_window": False,
             "layer_types": types,
-            "full_attention_interval": interval if types == _usual(interval, design.depth) else None,
+            "full_attention_interval": interval if types == _default_types(interval, design.depth) else None,
             "linear_num_value_heads": delta.heads,
             "linear_num_key_heads": delta.key_heads,
             "linear_key_head_dim": delta.head_dim,
             "linear_value_head_dim": delta.value_dim,
-            "linear_conv_kernel_dim": delta.convolution,
+            "linear_conv_kernel_dim": delta.conv_kernel,
             "shared_expert_intermediate_size": moe.shared_hidden or moe.hidden,
-            "rms_norm_eps": views.eps(design),
+            "rms_norm_eps": design_parts.norm_eps(design),
             "hidden_act": "silu",
         }
     )
 
 
-def rules(design: ModelConfig, to: Rules) -> None:
-    """Projections that read the same are one tensor, head by head of the queries or the keys."""
-    _blocks.ends(design, to)
-    for index, layer in enumerate(views.layers(design)):
-        theirs, ours = f"model.layers.{index}", f"layers.{index}"
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """Projections with the same input are one tensor, interleaved by query head or key head."""
+    _common.map_embedding_and_head(design, weights)
+    for index, layer in enumerate(design_parts.layers(design)):
+        hf, heddle = f"model.layers.{index}", f"layers.{index}"
         if isinstance(layer.mixer, GatedDeltaConfig):
-            _delta(to, f"{theirs}.linear_attn", f"{ours}.mixer", layer.mixer.key_heads or layer.mixer.heads)
+            _map_delta(weights, f"{hf}.linear_attn", f"{heddle}.mixer", layer.mixer.key_heads or layer.mixer.heads)
         elif isinstance(layer.mixer, AttentionConfig):
-            _blocks.attention(to, theirs, ours)
-            both = (f"{ours}.mixer.q", f"{ours}.mixer.gate")
-            to.module(f"{theirs}.self_attn.q_proj", *both, form=in_groups(layer.mixer.heads))
-        _experts.mlp(to, f"{theirs}.mlp", f"{ours}.feedforward", "shared_expert")
-        to.module(f"{theirs}.mlp.shared_expert_gate", f"{ours}.feedforward.shared_gate")
-        _blocks.pre_norms(to, theirs, ours)
+            _common.map_attention(weights, hf, heddle)
+            both = (f"{heddle}.mixer.q", f"{heddle}.mixer.gate")
+            weights.add_module(f"{hf}.self_attn.q_proj", *both, transform=interleaved_by_group(layer.mixer.heads))
+        _moe.map_feedforward(weights, f"{hf}.mlp", f"{heddle}.feedforward", "shared_expert")
+        weights.add_module(f"{hf}.mlp.shared_expert_gate", f"{heddle}.feedforward.shared_gate")
+        _common.map_pre_norms(weights, hf, heddle)
 
 
-def _delta(to: Rules, theirs: str, ours: str, groups: int) -> None:
-    fused = [f"{ours}.{name}" for name in ("q", "k", "v", "gate")]
-    to.module(f"{theirs}.in_proj_qkvz", *fused, form=in_groups(groups))
-    to.module(f"{theirs}.in_proj_ba", f"{ours}.beta", f"{ours}.a", form=in_groups(groups))
-    to.module(f"{theirs}.conv1d", f"{ours}.convolution", form=CHANNELS)
-    to.tensor(f"{theirs}.A_log", f"{ours}.decay.rate")
-    to.tensor(f"{theirs}.dt_bias", f"{ours}.decay.bias")
-    to.module(f"{theirs}.norm", f"{ours}.norm")
-    to.module(f"{theirs}.out_proj", f"{ours}.out")
+def _map_delta(weights: WeightMap, hf: str, heddle: str, groups: int) -> None:
+    fused = [f"{heddle}.{name}" for name in ("q", "k", "v", "gate")]
+    weights.add_module(f"{hf}.in_proj_qkvz", *fused, transform=interleaved_by_group(groups))
+    weights.add_module(f"{hf}.in_proj_ba", f"{heddle}.beta", f"{heddle}.a", transform=interleaved_by_group(groups))
+    weights.add_module(f"{hf}.conv1d", f"{heddle}.convolution", transform=DEPTHWISE_CONV)
+    weights.add_tensor(f"{hf}.A_log", f"{heddle}.decay.rate")
+    weights.add_tensor(f"{hf}.dt_bias", f"{heddle}.decay.bias")
+    weights.add_module(f"{hf}.norm", f"{heddle}.norm")
+    weights.add_module(f"{hf}.out_proj", f"{heddle}.out")
 
 
-FAMILY = Family("qwen3_next", "Qwen3NextForCausalLM", read, write, rules, left_out=("mtp.",))
+FAMILY = Family("qwen3_next", "Qwen3NextForCausalLM", read_config, write_config, map_weights, ignored_tensors=("mtp.",))

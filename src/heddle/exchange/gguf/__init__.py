@@ -1,4 +1,4 @@
-"""GGUF, the single file that llama.cpp and what is built on it run: a design, its tokenizer and its weights."""
+"""Write GGUF, the single-file format of llama.cpp and programs built on it: config, tokenizer and weights."""
 
 from heddle.exchange.gguf.export import export_gguf
 

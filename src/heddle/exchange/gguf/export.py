@@ -1,6 +1,6 @@
-"""A model -> one GGUF file, whole or not at all; what llama.cpp cannot run is refused by name.
+"""Write a model as one GGUF file, completely or not at all. A design that llama.cpp cannot run is refused.
 
-Numbers are moved, and rounded only where another type is asked for (Gemma's norms have 1 added to their weights).
+Weights keep their values, except for rounding to the dtype asked for, and Gemma's norms, to which 1 is added.
 """
 
 import errno
@@ -11,64 +11,66 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from heddle.errors import CheckpointError, ConfigError
-from heddle.exchange.export import Tensors
-from heddle.exchange.fit import Fit
-from heddle.exchange.gguf.architectures import Architecture, rotations, runs_as
-from heddle.exchange.gguf.tensors import Piece, pieces
-from heddle.exchange.gguf.vocabulary import vocabulary
-from heddle.exchange.imported import Imported
+from heddle.exchange.export import HFTensors
+from heddle.exchange.family_match import FamilyMatch
+from heddle.exchange.gguf.architectures import Architecture, match_architecture, ropes_of
+from heddle.exchange.gguf.gguf_tensors import GGUFTensor, gguf_tensors
+from heddle.exchange.gguf.tokenizer import tokenizer_keys
+from heddle.exchange.imported_model import ImportedModel
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.parts.scalings.linear import LinearConfig
 from heddle.parts.scalings.llama3 import Llama3Config
 from heddle.parts.scalings.yarn import YarnConfig
-from heddle.progress import bar
-from heddle.storage import atomic as disk
+from heddle.progress import progress_bar
+from heddle.storage import atomic, file_io
 from heddle.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 MAGIC = b"GGUF"
-FACTORS = "rope_freqs.weight"
-# Type of the weights -> its number in a tensor's entry, and in `general.file_type`.
-TYPES = {torch.float32: (0, 0), torch.float16: (1, 1), torch.bfloat16: (30, 32)}
+ROPE_FACTORS = "rope_freqs.weight"
+# dtype -> its number in a tensor's entry, and its number in `general.file_type`.
+GGML_TYPES = {torch.float32: (0, 0), torch.float16: (1, 1), torch.bfloat16: (30, 32)}
 
 
 def export_gguf(
     model: Decoder,
     file: str | Path,
     tokenizer: Tokenizer | None = None,
-    source: Imported | None = None,
+    imported: ImportedModel | None = None,
     dtype: torch.dtype | None = None,
-) -> tuple[Fit, str]:
-    """Write `file`; returns the family that the design fits, and llama.cpp's name of the graph that runs it.
+) -> tuple[FamilyMatch, str]:
+    """Write `file`. Returns the family that the design matches, and the name of llama.cpp's graph for it.
 
-    source: what an import brought along. dtype: float32, float16 or bfloat16, of matrices; None is the model's own.
-    Raises ConfigError for a design, type or missing package, DataError for a tokenizer that llama.cpp does not know,
-    CheckpointError where `file` is something else than a GGUF, MachineError where it cannot be written.
+    imported: what an import preserved. dtype: of matrices, float32, float16 or bfloat16; None is the model's own.
+    Raises ConfigError for an unsupported design or dtype or a missing package, DataError for a tokenizer that llama.cpp
+    does not know, CheckpointError if `file` exists and is not a GGUF, MachineError if it cannot be written.
     """
     file = Path(file)
-    kind = _dtype(model, dtype)
-    found, graph = runs_as(model.config)
+    dtype = _matrix_dtype(model, dtype)
+    match, graph = match_architecture(model.config)
     _check_package()
-    tensors = Tensors(found.family, model)
-    told = _keys(found.config, model, graph, {} if source is None else source.carried)
-    told |= {"general.name": file.stem, "general.file_type": TYPES[kind][1]}
-    words = {"model": "none"} if tokenizer is None else vocabulary(tokenizer, model.config.vocab_size or 0)
-    told |= {f"tokenizer.ggml.{name}": value for name, value in words.items()}
-    extra = _factors(model)
-    _write(file, graph.name, told, list(pieces(tensors, found.config, graph, kind)), tensors, extra)
-    return found, graph.name
+    tensors = HFTensors(match.family, model)
+    keys = _model_keys(match.config, model, graph, {} if imported is None else imported.preserved_config)
+    keys |= {"general.name": file.stem, "general.file_type": GGML_TYPES[dtype][1]}
+    tokenizer_fields = (
+        {"model": "none"} if tokenizer is None else tokenizer_keys(tokenizer, model.config.vocab_size or 0)
+    )
+    keys |= {f"tokenizer.ggml.{name}": value for name, value in tokenizer_fields.items()}
+    gguf_plan = list(gguf_tensors(tensors, match.config, graph, dtype))
+    _write(file, graph.name, keys, gguf_plan, tensors, _rope_factors(model))
+    return match, graph.name
 
 
-def _dtype(model: Decoder, wanted: torch.dtype | None) -> torch.dtype:
-    own = next(model.parameters()).dtype
-    kind = wanted or (torch.float32 if own == torch.float64 else own)
-    if kind not in TYPES:
-        names = ", ".join(str(one).removeprefix("torch.") for one in TYPES)
-        raise ConfigError(f"dtype {kind}: a GGUF of heddle holds {names}; give one of these")
-    return kind
+def _matrix_dtype(model: Decoder, dtype: torch.dtype | None) -> torch.dtype:
+    model_dtype = next(model.parameters()).dtype
+    dtype = dtype or (torch.float32 if model_dtype == torch.float64 else model_dtype)
+    if dtype not in GGML_TYPES:
+        names = ", ".join(str(supported).removeprefix("torch.") for supported in GGML_TYPES)
+        raise ConfigError(f"dtype {dtype}: a GGUF of heddle holds {names}; give one of these")
+    return dtype
 
 
 def _check_package() -> None:
@@ -80,135 +82,138 @@ def _check_package() -> None:
         ) from None
 
 
-def _keys(config: dict[str, Any], model: Decoder, graph: Architecture, carried: dict[str, Any]) -> dict[str, Any]:
-    """What a GGUF tells of a model, but for its tokenizer."""
-    dim = config["head_dim"]
-    told = {
-        "context_length": carried.get("max_position_embeddings") or config["max_position_embeddings"],
+def _model_keys(
+    config: dict[str, Any], model: Decoder, graph: Architecture, preserved: dict[str, Any]
+) -> dict[str, Any]:
+    """The GGUF keys of a model, without those of its tokenizer."""
+    head_dim = config["head_dim"]
+    keys = {
+        "context_length": preserved.get("max_position_embeddings") or config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
         "block_count": config["num_hidden_layers"],
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": dim,
-        "attention.value_length": dim,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         "vocab_size": config["vocab_size"],
-        **_rotation(model.config, dim),
-        **graph.keys(config),
+        **_rope_keys(model.config, head_dim),
+        **graph.extra_keys(config),
     }
-    return {"general.type": "model"} | {f"{graph.name}.{name}": value for name, value in told.items()}
+    return {"general.type": "model"} | {f"{graph.name}.{name}": value for name, value in keys.items()}
 
 
-def _rotation(design: ModelConfig, dim: int) -> dict[str, Any]:
-    rope, local = rotations(design)
-    told: dict[str, Any] = {"rope.dimension_count": dim, "rope.freq_base": float(rope.base)}
-    if local is not None:
-        told["rope.freq_base_swa"] = float(local.base)
+def _rope_keys(design: ModelConfig, head_dim: int) -> dict[str, Any]:
+    rope, sliding = ropes_of(design)
+    keys: dict[str, Any] = {"rope.dimension_count": head_dim, "rope.freq_base": float(rope.base)}
+    if sliding is not None:
+        keys["rope.freq_base_swa"] = float(sliding.base)
     if isinstance(rope.scaling, LinearConfig):
-        told |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope.scaling.factor)}
+        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope.scaling.factor)}
     if isinstance(rope.scaling, YarnConfig):
-        told |= {
+        keys |= {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": float(rope.scaling.factor),
             "rope.scaling.original_context_length": rope.scaling.original_length,
         }
-    return told
+    return keys
 
 
-def _factors(model: Decoder) -> dict[str, torch.Tensor]:
-    """Llama 3's scaling: how many times slower each pair turns."""
-    rope, _ = rotations(model.config)
+def _rope_factors(model: Decoder) -> dict[str, torch.Tensor]:
+    """Llama 3's RoPE scaling as a tensor: unscaled / scaled frequency of each pair of dims."""
+    rope, _ = ropes_of(model.config)
     if not isinstance(rope.scaling, Llama3Config):
         return {}
-    dim = rope.dim or 0
-    before, after = (one.build(dim).turns(1).thetas for one in (rope.replace(scaling=None), rope))
-    return {FACTORS: torch.tensor([fast / slow for fast, slow in zip(before, after, strict=True)])}
+    dim = rope.rotary_dim or 0
+    unscaled_inv_freq, scaled_inv_freq = (
+        config.build(dim).scaled_frequencies(1).inv_freq for config in (rope.replace(scaling=None), rope)
+    )
+    return {
+        ROPE_FACTORS: torch.tensor(
+            [unscaled / scaled for unscaled, scaled in zip(unscaled_inv_freq, scaled_inv_freq, strict=True)]
+        )
+    }
 
 
 def _write(
     file: Path,
-    graph: str,
-    told: dict[str, Any],
-    plan: list[Piece],
-    tensors: Tensors,
-    extra: dict[str, torch.Tensor],
+    graph_name: str,
+    keys: dict[str, Any],
+    gguf_plan: list[GGUFTensor],
+    tensors: HFTensors,
+    extra_tensors: dict[str, torch.Tensor],
 ) -> None:
-    """Into a folder beside the file's place, and from there by one rename."""
-    _check_place(file)
+    """Write the file completely or not at all."""
+    _check_target(file)
     from gguf import GGUFWriter
 
-    try:
-        disk.make_folder(file.parent)
-        disk.sweep(file.parent, file.name)
-        staged = disk.leftover_name(file, "tmp")
-        writer = GGUFWriter(staged / file.name, graph)
+    with atomic.replace_file(file) as temporary:
+        writer = GGUFWriter(temporary, graph_name)
         try:
-            disk.system.mkdir(staged)
-            _fill(writer, told, plan, tensors, extra)
-            writer.close()
-            _sync(staged / file.name)
-            disk.system.rename(staged / file.name, file)
-            disk.sync_folder(file.parent)
+            _write_contents(writer, keys, gguf_plan, tensors, extra_tensors)
+        except OSError as error:
+            if error.errno is None:  # numpy reports a short write without a number
+                raise OSError(errno.ENOSPC, str(error)) from error
+            raise
         finally:
             writer.close()
-            disk.remove_folder(staged)
-    except OSError as error:
-        full = OSError(errno.ENOSPC, str(error))  # numpy tells a short write, and no number
-        raise disk.unwritable(file, error if error.errno else full) from error
 
 
-def _check_place(file: Path) -> None:
+def _check_target(file: Path) -> None:
     if file.suffix != ".gguf":
         raise CheckpointError(f"{file}: should be the name of a file that ends in .gguf")
     if file.is_dir():
         raise CheckpointError(f"{file}: is a folder; name a file")
     if file.exists():
-        with disk.opened(file) as (descriptor, size):
+        with file_io.open_regular_file(file) as (descriptor, size):
             start = bytearray(min(size, len(MAGIC)))
-            disk.read_exactly(descriptor, memoryview(start), file)
+            file_io.read_exactly(descriptor, memoryview(start), file)
         if start != MAGIC:
             raise CheckpointError(f"{file}: is no GGUF and is left as it is; choose another name")
 
 
-def _fill(
+def _write_contents(
     writer: "GGUFWriter",
-    told: dict[str, Any],
-    plan: list[Piece],
-    tensors: Tensors,
-    extra: dict[str, torch.Tensor],
+    keys: dict[str, Any],
+    gguf_plan: list[GGUFTensor],
+    tensors: HFTensors,
+    extra_tensors: dict[str, torch.Tensor],
 ) -> None:
     from gguf import GGMLQuantizationType
 
-    for key, value in told.items():
-        _add(writer, key, value)
-    for name, tensor in extra.items():
+    for key, value in keys.items():
+        _add_key(writer, key, value)
+    for name, tensor in extra_tensors.items():
         array = tensor.numpy()
         writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes)
-    for piece in plan:
-        size = math.prod(piece.shape) * piece.dtype.itemsize
-        raw = GGMLQuantizationType(TYPES[piece.dtype][0])
-        writer.add_tensor_info(piece.name, piece.shape, _bits(piece.dtype), size, raw)
+    for spec in gguf_plan:
+        size = math.prod(spec.shape) * spec.dtype.itemsize
+        ggml_type = GGMLQuantizationType(GGML_TYPES[spec.dtype][0])
+        writer.add_tensor_info(spec.name, spec.shape, _numpy_dtype(spec.dtype), size, ggml_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for tensor in extra.values():
+    for tensor in extra_tensors.values():
         writer.write_tensor_data(tensor.numpy())
-    with bar("writing", sum(math.prod(one.shape) * one.dtype.itemsize for one in plan), "bytes") as shown:
-        for piece in plan:
-            made = piece.make(tensors)
-            assert made.shape == piece.shape, f"{piece.name}: {made.shape} is not {piece.shape}"
-            writer.write_tensor_data(made.view(torch.int16).numpy() if made.itemsize == 2 else made.numpy())
-            shown.advance(made.numel() * made.itemsize)
+    with progress_bar(
+        "writing", sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in gguf_plan), "bytes"
+    ) as progress:
+        for spec in gguf_plan:
+            tensor_data = spec.build(tensors)
+            assert tensor_data.shape == spec.shape, f"{spec.name}: {tensor_data.shape} is not {spec.shape}"
+            bits = tensor_data.view(torch.int16) if tensor_data.itemsize == 2 else tensor_data  # numpy has no bfloat16
+            writer.write_tensor_data(bits.numpy())
+            progress.advance(bits.numel() * bits.itemsize)
 
 
-def _bits(dtype: torch.dtype) -> Any:
+def _numpy_dtype(dtype: torch.dtype) -> Any:
     import numpy as np
 
     return np.dtype(np.float32 if dtype.itemsize == 4 else np.int16)
 
 
-def _add(writer: "GGUFWriter", key: str, value: Any) -> None:
+def _add_key(writer: "GGUFWriter", key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -219,11 +224,3 @@ def _add(writer: "GGUFWriter", key: str, value: Any) -> None:
         writer.add_string(key, value)
     else:
         writer.add_array(key, value)
-
-
-def _sync(path: Path) -> None:
-    descriptor = disk.system.open(path, disk.READ)
-    try:
-        disk.system.fsync(descriptor)
-    finally:
-        disk.system.close(descriptor)

@@ -1,4 +1,4 @@
-"""heddle in transformers: importing this package registers its classes, so that the Auto classes read its folders."""
+"""heddle's models for transformers. Importing this package registers them, so that the Auto classes load them."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from heddle.exchange import export as _export
 from heddle.exchange import load as _load
-from heddle.exchange.fit import Fit
+from heddle.exchange.family_match import FamilyMatch
 from heddle.exchange.transformers.cache import HeddleCache
 from heddle.exchange.transformers.config import HeddleConfig
 from heddle.exchange.transformers.modeling import HeddleForCausalLM, HeddleModel
@@ -19,17 +19,17 @@ __all__ = ["HeddleCache", "HeddleConfig", "HeddleForCausalLM", "HeddleModel", "e
 AutoConfig.register(HeddleConfig.model_type, HeddleConfig)
 AutoModel.register(HeddleConfig, HeddleModel)
 AutoModelForCausalLM.register(HeddleConfig, HeddleForCausalLM)
-# Servers look the class of a folder up by its name.
+# `transformers serve` looks up the class of a folder by its name in the module transformers.
 for _class in (HeddleConfig, HeddleModel, HeddleForCausalLM):
     setattr(transformers, _class.__name__, _class)
 
 
 def load(folder: str | Path) -> tuple[Decoder, Tokenizer | None]:
-    """A folder of any family that heddle reads -> the model and its tokenizer. Raises as `heddle.exchange.load`."""
-    found = _load.load(folder)
-    return found.model, found.tokenizer
+    """Load model and tokenizer from a folder of any family that heddle reads. Raises as `heddle.exchange.load`."""
+    imported = _load.load(folder)
+    return imported.model, imported.tokenizer
 
 
-def export(model: Decoder | HeddleForCausalLM, folder: str | Path, tokenizer: Tokenizer | None = None) -> Fit:
-    """Write a folder that transformers reads, as a known family where one fits, and say which."""
-    return _export.export(model if isinstance(model, Decoder) else model.of_heddle, folder, tokenizer)
+def export(model: Decoder | HeddleForCausalLM, folder: str | Path, tokenizer: Tokenizer | None = None) -> FamilyMatch:
+    """Write a folder that transformers reads, as a known family if one matches. Returns the family."""
+    return _export.export(model if isinstance(model, Decoder) else model.heddle_decoder, folder, tokenizer)

@@ -1,7 +1,8 @@
-"""The cache of transformers: one layer of ours, which holds the state of the whole model.
+"""A cache for transformers with a single layer, which holds the state of the whole heddle model.
 
-Where transformers takes tokens back (assisted decoding), a state is rewound; one that cannot be is forked before, and
-reads again what stays.
+Assisted decoding removes rejected tokens from the cache with `crop`. The state is rolled back if it can be. If not, a
+fork of the state was made before those tokens were read; the model continues from the fork and reads the accepted
+tokens again.
 """
 
 from collections.abc import Callable
@@ -13,37 +14,39 @@ from transformers import Cache, DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 
 from heddle.errors import ConfigError
-from heddle.exchange.transformers.masks import Columns
+from heddle.exchange.transformers.masks import CachedTokens
 from heddle.model.decoder import Decoder
 from heddle.model.state import State
 from heddle.parts.context.layout import Layout
 
-REWIND = 64  # tokens that rings keep besides, where tokens may be taken back; with more at once the state is forked
+# Tokens that ring buffers keep beyond their window when tokens may be removed. For more at once, the state is forked.
+ROLLBACK_SLACK = 64
 
 
-class Call(NamedTuple):
-    """What one call read: tokens [B, T] or embeddings [B, T, width], and where they stand."""
+class ModelInputs(NamedTuple):
+    """The inputs of one call: tokens [B, T] or embeddings [B, T, width], and their layout."""
 
     tokens: Tensor
     layout: Layout | None
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Call":
-        """The same with each tensor changed."""
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "ModelInputs":
+        """Apply a function to every tensor."""
         if self.layout is None:
-            return Call(change(self.tokens), None)
-        documents = None if self.layout.documents is None else change(self.layout.documents)
-        changed = Layout(change(self.layout.positions), documents, has_padding=self.layout.has_padding)
-        return Call(change(self.tokens), changed)
+            return ModelInputs(function(self.tokens), None)
+        segment_ids = None if self.layout.segment_ids is None else function(self.layout.segment_ids)
+        layout = Layout(function(self.layout.positions), segment_ids, has_padding=self.layout.has_padding)
+        return ModelInputs(function(self.tokens), layout)
 
-    def first(self, columns: int) -> "Call":
-        """The first columns."""
-        return self.map(lambda x: x[:, :columns])
+    def first_tokens(self, length: int) -> "ModelInputs":
+        """The first `length` tokens of each row."""
+        return self.map_tensors(lambda x: x[:, :length])
 
 
-class HeddleLayer(CacheLayerMixin):
-    """A state, and how many columns (tokens and padding) it has read; `max_cache_len` is never exceeded.
+class HeddleCacheLayer(CacheLayerMixin):
+    """The state of a model that has read `seq_length` columns (tokens and padding), at most `max_cache_len`.
 
-    What a fork shall read again is `unread` until the next call, and counts as read.
+    is_token: bool [B, seq_length], False at padding; None if there is no padding. pending: inputs that count as read,
+    but that the state will read again at the next call, because `crop` went back to a fork.
     """
 
     is_croppable = True
@@ -51,160 +54,163 @@ class HeddleLayer(CacheLayerMixin):
 
     def __init__(self, max_cache_len: int | None = None) -> None:
         super().__init__()
-        self.capacity = max_cache_len
+        self.max_cache_len = max_cache_len
         self.record_past = False
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
         self.state: State | None = None
-        self.columns = 0
-        self.real: Tensor | None = None
-        self.unread: list[Call] = []
+        self.seq_length = 0
+        self.is_token: Tensor | None = None
+        self.pending: list[ModelInputs] = []
         self._commit()
 
     def _commit(self) -> None:
-        """Nothing before this moment will be taken back."""
-        self.mark: State | None = None
-        self.calls: list[Call] = []  # since the mark
-        self.since = 0  # columns since the last commit
+        """Forget the fork: `crop` will not remove what was read so far."""
+        self.fork: State | None = None
+        self.inputs_since_fork: list[ModelInputs] = []
+        self.length_since_commit = 0
 
-    def past(self, decoder: Decoder) -> Columns:
-        """What was read, after reading what is unread."""
-        unread, self.unread = self.unread, []
-        real, self.columns = self.real, self.columns - _columns(unread)
-        self.real = None if real is None else real[:, : self.columns]
-        for call in unread:
-            end = self.columns + call.tokens.shape[1]
-            self.read(decoder, call, None if real is None else real[:, self.columns : end])
-        return Columns(self.columns, self.real, None if self.state is None else self.state.table)
+    def read_pending(self, decoder: Decoder) -> CachedTokens:
+        """Read the pending inputs, then return what the cache holds."""
+        pending, self.pending = self.pending, []
+        is_token, self.seq_length = self.is_token, self.seq_length - _total_length(pending)
+        self.is_token = None if is_token is None else is_token[:, : self.seq_length]
+        for inputs in pending:
+            end = self.seq_length + inputs.tokens.shape[1]
+            self.run_decoder(decoder, inputs, None if is_token is None else is_token[:, self.seq_length : end])
+        return CachedTokens(self.seq_length, self.is_token, None if self.state is None else self.state.table)
 
-    def read(self, decoder: Decoder, call: Call, real: Tensor | None) -> Tensor:
-        """Read a call's columns; returns hidden states. real: bool [B, T], which are no padding (None: all)."""
-        batch, length = call.tokens.shape[:2]
+    def run_decoder(self, decoder: Decoder, inputs: ModelInputs, is_token: Tensor | None) -> Tensor:
+        """Run the model on the inputs of a call. is_token: bool [B, T], False at padding (None: no padding)."""
+        batch, length = inputs.tokens.shape[:2]
         if self.state is None:
-            self.state = self._start(decoder, batch)
+            self.state = self._init_state(decoder, batch)
         if self.record_past:
-            if self.mark is None and not self.state.keeps(self.since + length):
-                self.mark = self.state.fork()
-            if self.mark is not None:
-                self.calls.append(call)
-            self.since += length
-        hidden, self.state = decoder(call.tokens, call.layout, self.state)
-        if real is not None or self.real is not None:
-            before = _ones(batch, self.columns, call.tokens) if self.real is None else self.real
-            after = _ones(batch, length, call.tokens) if real is None else real
-            self.real = torch.cat((before, after), dim=1)
-        self.columns += length
+            if self.fork is None and not self.state.can_always_roll_back(self.length_since_commit + length):
+                self.fork = self.state.fork()
+            if self.fork is not None:
+                self.inputs_since_fork.append(inputs)
+            self.length_since_commit += length
+        hidden, self.state = decoder(inputs.tokens, inputs.layout, self.state)
+        if is_token is not None or self.is_token is not None:
+            cached_is_token = _ones(batch, self.seq_length, inputs.tokens) if self.is_token is None else self.is_token
+            new_is_token = _ones(batch, length, inputs.tokens) if is_token is None else is_token
+            self.is_token = torch.cat((cached_is_token, new_is_token), dim=1)
+        self.seq_length += length
         return hidden
 
-    def _start(self, decoder: Decoder, batch: int) -> State:
-        """An empty state; where tokens may be taken back, with slack for rings."""
-        slack = REWIND if self.record_past and decoder.init_state(batch, self.capacity or 1).can_roll_back(1) else 0
-        return decoder.init_state(batch, self.capacity, rewind=slack)
+    def _init_state(self, decoder: Decoder, batch: int) -> State:
+        """An empty state. If tokens may be removed, its ring buffers have slack for a rollback."""
+        can_roll_back = self.record_past and decoder.init_state(batch, self.max_cache_len or 1).can_roll_back(1)
+        return decoder.init_state(batch, self.max_cache_len, rollback=ROLLBACK_SLACK if can_roll_back else 0)
 
-    def crop(self, columns: int) -> None:
-        """Take back −columns, or all beyond the first `columns` where it is positive.
+    def crop(self, max_length: int) -> None:
+        """Remove all columns beyond `max_length`; if it is not positive, remove the last −max_length columns.
 
-        Raises ConfigError where they were read too long ago for a state that cannot go back.
+        Raises ConfigError if the state cannot go back so far.
         """
-        gone = -columns if columns <= 0 else max(0, self.columns - columns)
-        if gone > self.columns:
-            raise ConfigError(f"crop: cannot take back {gone} columns of a cache of {self.columns}")
-        kept = self.columns - gone
-        held = _columns(self.unread)
-        self.unread = _first(self.unread, max(0, held - gone))
-        if gone > held and self.state is not None:
-            self._go_back(gone - held)
-        self.columns = kept
-        self.real = None if self.real is None else self.real[:, :kept]
+        removed = -max_length if max_length <= 0 else max(0, self.seq_length - max_length)
+        if removed > self.seq_length:
+            raise ConfigError(f"crop: cannot remove {removed} columns from a cache of {self.seq_length}")
+        remaining = self.seq_length - removed
+        pending_length = _total_length(self.pending)
+        self.pending = _truncate(self.pending, max(0, pending_length - removed))
+        if removed > pending_length and self.state is not None:
+            self._roll_back(removed - pending_length)
+        self.seq_length = remaining
+        self.is_token = None if self.is_token is None else self.is_token[:, :remaining]
         self._commit()
 
-    def _go_back(self, gone: int) -> None:
-        """Take back columns that the state has read."""
+    def _roll_back(self, length: int) -> None:
+        """Remove the last `length` columns that the state has read."""
         assert self.state is not None
-        counts: Any = gone if self.real is None else self.real[:, -gone:].sum(1)
-        if self.mark is None or self.state.can_roll_back(gone):
-            self.state = self.state.rewind(counts)
+        token_counts: Any = length if self.is_token is None else self.is_token[:, -length:].sum(1)
+        if self.fork is None or self.state.can_roll_back(length):
+            self.state = self.state.rollback(token_counts)
             return
-        read = _columns(self.calls)
-        if gone > read:
-            raise ConfigError(f"crop: the state can take back the last {read} columns, not {gone}; fork it before")
-        self.state, self.unread = self.mark, _first(self.calls, read - gone)
+        length_since_fork = _total_length(self.inputs_since_fork)
+        if length > length_since_fork:
+            raise ConfigError(f"crop: the state can go back {length_since_fork} columns, not {length}; fork it before")
+        self.state, self.pending = self.fork, _truncate(self.inputs_since_fork, length_since_fork - length)
 
-    def select(self, rows: Tensor) -> None:
-        """Hold these rows, in this order."""
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these rows, in this order; rows may repeat."""
         if self.state is None:
             return
-        rows = rows.to(self.state.table.counts.device)
+        rows = rows.to(self.state.table.token_counts.device)
         if torch.equal(rows, torch.arange(self.state.table.batch, device=rows.device)):
             return
         self.state = self.state.select(rows)
-        self.mark = None if self.mark is None else self.mark.select(rows)
-        self.calls = [call.map(lambda x: x[rows]) for call in self.calls]
-        self.unread = [call.map(lambda x: x[rows]) for call in self.unread]
-        self.real = None if self.real is None else self.real[rows]
+        self.fork = None if self.fork is None else self.fork.select(rows)
+        self.inputs_since_fork = [inputs.map_tensors(lambda x: x[rows]) for inputs in self.inputs_since_fork]
+        self.pending = [inputs.map_tensors(lambda x: x[rows]) for inputs in self.pending]
+        self.is_token = None if self.is_token is None else self.is_token[rows]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search's choice of rows."""
-        self.select(beam_idx)
+        """Select the rows of the surviving beams."""
+        self.select_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row so often."""
-        self.select(torch.arange(max(0, self.batch_size)).repeat_interleave(repeats))
+        """Repeat each row."""
+        self.select_rows(torch.arange(max(0, self.batch_size)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Some rows, by number or by a bool for each."""
-        self.select(torch.arange(max(0, self.batch_size), device=indices.device)[indices])
+        """Select rows by index or by a bool for each."""
+        self.select_rows(torch.arange(max(0, self.batch_size), device=indices.device)[indices])
 
     def activate_past_recording(self) -> None:
-        """From now on the columns read since the last `crop` can be taken back."""
+        """Make it possible to remove the columns read since the last `crop`."""
         self.record_past = True
 
     @property
     def batch_size(self) -> int:
-        """Rows; −1 before the first call."""
+        """The number of rows; −1 before the first call."""
         return -1 if self.state is None else self.state.table.batch
 
     def get_seq_length(self) -> int:
-        """Columns."""
-        return self.columns
+        """The number of columns that were read."""
+        return self.seq_length
 
     def get_max_length(self) -> int:
-        """Columns that it may hold; −1 for any number."""
-        return -1 if self.capacity is None else self.capacity
+        """The maximum number of columns; −1 if it is not limited."""
+        return -1 if self.max_cache_len is None else self.max_cache_len
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns of a mask, and where they begin."""
-        return self.columns + query_length, 0
+        """The number of columns of a mask for the next call, and the first column."""
+        return self.seq_length + query_length, 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Refused as `update`."""
+        """Refused, as `update` is."""
         self.update(key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Refused: the parts of heddle keep their states themselves."""
+        """Refused: heddle's mixers update their states themselves."""
         raise ConfigError("cache: is of heddle and takes no keys and values; use it with a Heddle model")
 
 
 class HeddleCache(Cache):
-    """The cache that a model of heddle makes; with `max_cache_len` it holds as many columns and no more."""
+    """The cache of a heddle model. max_cache_len: the maximum number of columns; None is unlimited."""
 
     def __init__(self, max_cache_len: int | None = None) -> None:
-        super().__init__(layers=[HeddleLayer(max_cache_len)])
+        super().__init__(layers=[HeddleCacheLayer(max_cache_len)])
 
 
-def layer_of(cache: Any) -> HeddleLayer:
-    """Our layer in a cache, put into an empty dynamic or static one of transformers. Raises ConfigError for others."""
+def heddle_layer_of(cache: Any) -> HeddleCacheLayer:
+    """The heddle layer of a cache; an empty dynamic or static cache of transformers gets one.
+
+    Raises ConfigError for any other cache.
+    """
     if isinstance(cache, DynamicCache | StaticCache) and not cache.offloading and not isinstance(cache, QuantizedCache):
-        ours = len(cache.layers) == 1 and isinstance(cache.layers[0], HeddleLayer)
-        if not ours and not any(layer.is_initialized for layer in cache.layers):
+        is_heddle = len(cache.layers) == 1 and isinstance(cache.layers[0], HeddleCacheLayer)
+        if not is_heddle and not any(layer.is_initialized for layer in cache.layers):
             length = cache.get_max_length() if isinstance(cache, StaticCache) else None
-            cache.layers[:] = [HeddleLayer(length)]
+            cache.layers[:] = [HeddleCacheLayer(length)]
     layer = cache.layers[0] if isinstance(cache, Cache) and cache.layers else None
-    if not isinstance(layer, HeddleLayer):
+    if not isinstance(layer, HeddleCacheLayer):
         kind = type(cache).__name__
-        raise ConfigError(f"past_key_values: is a {kind}, offloaded, quantised or of another model; use HeddleCache()")
+        raise ConfigError(f"past_key_values: is a {kind}, offloaded, quantized or of another model; use HeddleCache()")
     return layer
 
 
@@ -212,15 +218,15 @@ def _ones(batch: int, length: int, like: Tensor) -> Tensor:
     return torch.ones(batch, length, dtype=torch.bool, device=like.device)
 
 
-def _columns(calls: list[Call]) -> int:
-    return sum(call.tokens.shape[1] for call in calls)
+def _total_length(all_inputs: list[ModelInputs]) -> int:
+    return sum(inputs.tokens.shape[1] for inputs in all_inputs)
 
 
-def _first(calls: list[Call], columns: int) -> list[Call]:
-    """The calls that read the first columns."""
-    found = []
-    for call in calls:
-        if columns > 0:
-            found.append(call.first(columns) if call.tokens.shape[1] > columns else call)
-        columns -= call.tokens.shape[1]
-    return found
+def _truncate(all_inputs: list[ModelInputs], length: int) -> list[ModelInputs]:
+    """The inputs of the first `length` columns."""
+    result = []
+    for inputs in all_inputs:
+        if length > 0:
+            result.append(inputs.first_tokens(length) if inputs.tokens.shape[1] > length else inputs)
+        length -= inputs.tokens.shape[1]
+    return result

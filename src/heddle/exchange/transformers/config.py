@@ -1,13 +1,13 @@
-"""HeddleConfig: a design in the config.json of transformers."""
+"""HeddleConfig: a heddle design as a config of transformers."""
 
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from heddle.errors import ConfigError
-from heddle.exchange import views
-from heddle.exchange.families.heddle import FAMILY, TOLD
-from heddle.exchange.transformers.elsewhere import elsewhere
+from heddle.exchange import design_parts
+from heddle.exchange.families.heddle import FAMILY, SIZE_FIELDS
+from heddle.exchange.transformers.external_attention import uses_external_attention
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
 
@@ -15,8 +15,8 @@ from heddle.model.load_config import load_config
 class HeddleConfig(PreTrainedConfig):
     """`design` is a design as plain data, or what `heddle.load_config` reads: a file, "preset:gqa-small", a folder.
 
-    The sizes beside it tell other programs; they follow from the design, and one that says otherwise is refused.
-    A design that leaves its vocabulary open takes `vocab_size`. Raises ConfigError as `heddle.load_config`.
+    The sizes are for other programs. They follow from the design; one that disagrees with it is refused. If the design
+    has no vocab_size, it gets this one. Raises ConfigError as `heddle.load_config`.
     """
 
     model_type = FAMILY.model_type
@@ -36,53 +36,53 @@ class HeddleConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Read the design; transformers also makes configs without one, to compare with."""
+        """Read the design. transformers also creates configs without one, to compare with."""
         if self.design is not None:
-            found = load_config(self.design)
-            if found.vocab_size is None:
-                found = found.replace(vocab_size=self.vocab_size)
-            told = FAMILY.write(found.resolved())
-            for name in TOLD:
-                given = getattr(self, name)
-                if given is not None and given != told[name]:
-                    raise ConfigError(f"{name}: is {given}, but the design says {told[name]}; change the design")
-            self.take(found)
+            design = load_config(self.design)
+            if design.vocab_size is None:
+                design = design.replace(vocab_size=self.vocab_size)
+            sizes = FAMILY.write_config(design.resolved())
+            for name in SIZE_FIELDS:
+                size = getattr(self, name)
+                if size is not None and size != sizes[name]:
+                    raise ConfigError(f"{name}: is {size}, but the design says {sizes[name]}; change the design")
+            self.set_design(design)
         super().__post_init__(**kwargs)
 
-    def take(self, design: ModelConfig) -> None:
-        """Say this design from now on."""
-        told = FAMILY.write(design.resolved())
+    def set_design(self, design: ModelConfig) -> None:
+        """Replace the design and the sizes that follow from it."""
+        sizes = FAMILY.write_config(design.resolved())
         self.design = design.dump()
-        for name in TOLD:
-            setattr(self, name, told[name])
+        for name in SIZE_FIELDS:
+            setattr(self, name, sizes[name])
 
     @property
     def layer_types(self) -> list[str]:
-        """Which layers have a window, for those who compute attention themselves; otherwise there is no such field."""
-        return views.layer_types(self._told("layer_types"))
+        """The type of each layer's attention. This and the next fields exist only with external attention."""
+        return design_parts.layer_types(self._design_for_external_attention("layer_types"))
 
     @property
     def sliding_window(self) -> int | None:
-        """The window, likewise."""
-        return views.window(self._told("sliding_window"))
+        """The size of the attention window, or None."""
+        return design_parts.first_window(self._design_for_external_attention("sliding_window"))
 
     @property
     def logit_scale(self) -> float:
-        """What logits are multiplied by, likewise."""
-        return self._told("logit_scale").head.scale
+        """The factor of the logits."""
+        return self._design_for_external_attention("logit_scale").head.scale
 
     @property
     def final_logit_softcapping(self) -> float | None:
-        """What bounds them, likewise."""
-        return self._told("final_logit_softcapping").head.softcap
+        """The soft cap of the logits, or None."""
+        return self._design_for_external_attention("final_logit_softcapping").head.softcap
 
-    def _told(self, name: str) -> ModelConfig:
-        if not elsewhere(self):
+    def _design_for_external_attention(self, name: str) -> ModelConfig:
+        if not uses_external_attention(self):
             raise AttributeError(name)
-        return self.read().resolved()
+        return self.load_design().resolved()
 
-    def read(self) -> ModelConfig:
-        """The design. Raises ConfigError where none was given."""
+    def load_design(self) -> ModelConfig:
+        """The design. Raises ConfigError if there is none."""
         if self.design is None:
             raise ConfigError('design: is missing; give HeddleConfig(design="preset:gqa-small"), or a table')
         return load_config(self.design)

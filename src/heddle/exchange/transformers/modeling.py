@@ -1,6 +1,7 @@
-"""HeddleModel and HeddleForCausalLM: a decoder of heddle behind the classes of transformers."""
+"""HeddleModel and HeddleForCausalLM: a heddle decoder with the interface of a transformers model."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -10,23 +11,34 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from heddle.errors import ConfigError
-from heddle.exchange.transformers.cache import Call, HeddleCache, HeddleLayer, layer_of
+from heddle.exchange.transformers.cache import HeddleCache, HeddleCacheLayer, ModelInputs, heddle_layer_of
 from heddle.exchange.transformers.config import HeddleConfig
-from heddle.exchange.transformers.elsewhere import TOLD, Told, attach, elsewhere
-from heddle.exchange.transformers.masks import Columns, Reading, read
-from heddle.exchange.transformers.outputs import OF_GENERATION, OF_LOSS, check, penalty, seeing
-from heddle.exchange.transformers.starting import start
-from heddle.exchange.transformers.vocabulary import resize
+from heddle.exchange.transformers.external_attention import (
+    AttentionModule,
+    ExternalAttention,
+    attention_modules,
+    uses_external_attention,
+)
+from heddle.exchange.transformers.init_missing import init_missing_weights
+from heddle.exchange.transformers.masks import CachedTokens, LayoutAndMask, layout_from_inputs
+from heddle.exchange.transformers.outputs import (
+    GENERATION_KWARGS,
+    LOSS_KWARGS,
+    check_kwargs,
+    record_outputs,
+    scaled_aux_loss,
+)
+from heddle.exchange.transformers.resize_embeddings import resize_embeddings
 from heddle.model.decoder import Decoder
 from heddle.model.embedding import Embedding
-from heddle.numerics.linear import packing
+from heddle.numerics.linear import packed_weights
 from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward
-from heddle.parts.modules.router_statistics import Ledger, ledger
+from heddle.parts.modules.router_statistics import RouterRecorder, record_router_statistics
 
 
 class HeddlePreTrainedModel(PreTrainedModel):
-    """What both classes share. Weights that are not loaded start as those of `heddle.build`, with torch's seed."""
+    """What both classes share. Weights that are not loaded are initialized as by `heddle.build`, with torch's seed."""
 
     config_class = HeddleConfig
     base_model_prefix = "model"
@@ -34,71 +46,73 @@ class HeddlePreTrainedModel(PreTrainedModel):
     _supports_attention_backend = _supports_sdpa = True
     _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers reads a list
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["balance"]  # noqa: RUF012 - what chooses experts moves by steps that bf16 would lose
+    _keep_in_fp32_modules_strict = ["expert_bias"]  # noqa: RUF012 - bf16 would lose its small updates
 
     @property
-    def of_heddle(self) -> Decoder:
-        """The decoder itself."""
+    def heddle_decoder(self) -> Decoder:
+        """The heddle decoder of this model."""
         decoder: Decoder = self.base_model.decoder
         return decoder
 
     def initialize_weights(self) -> None:
-        """Fill what was not loaded; transformers calls this when a model was built or loaded, then goes by modules."""
-        if not getattr(self.of_heddle, "_is_hf_initialized", False):
-            start(self.of_heddle)
+        """Initialize the weights that were not loaded. transformers calls this after building or loading a model."""
+        if not getattr(self.heddle_decoder, "_is_hf_initialized", False):
+            init_missing_weights(self.heddle_decoder)
         super().initialize_weights()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: a module's start depends on its name, which it does not know."""
+        """Do nothing: initial weights depend on a module's name, which is unknown here (see `initialize_weights`)."""
 
     def get_input_embeddings(self) -> nn.Module:
-        """Tokens -> rows [B, T, width], which `inputs_embeds` takes; scale and positions come after."""
-        embed = self.of_heddle.embed
-        return embed if embed.rows is None else embed.rows
+        """Tokens -> rows [B, T, width], before scaling and position embeddings; as `inputs_embeds` expects them."""
+        embed = self.heddle_decoder.embed
+        return embed if embed.lookup_module is None else embed.lookup_module
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the module, or what looks rows up within it; scale and positions come after."""
+        """Replace the embedding (an `Embedding`), or only the module that looks up its rows (any other module)."""
         if isinstance(value, Embedding):
-            self.of_heddle.embed = value
+            self.heddle_decoder.embed = value
         else:
-            self.of_heddle.embed.lookup(value)
+            self.heddle_decoder.embed.set_lookup(value)
 
     def get_decoder(self) -> nn.Module:
-        """HeddleModel, which takes what transformers' models do; `of_heddle` is what it holds."""
+        """The HeddleModel. The decoder of heddle inside it is `heddle_decoder`."""
         model: nn.Module = self.base_model
         return model
 
     def get_output_embeddings(self) -> nn.Module:
         """The head."""
-        return self.of_heddle.head
+        return self.heddle_decoder.head
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
-        """Another size of vocabulary. New rows are the mean of the old ones, or drawn as a fresh model's."""
-        size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
-        size = size if pad_to_multiple_of is None else -(-size // pad_to_multiple_of) * pad_to_multiple_of
-        resize(self.of_heddle, size, mean_resizing)
-        self.config.take(self.of_heddle.config)
-        return self.of_heddle.embed
+        """Change the vocabulary size. New rows are the mean of the old ones, or initialized as in a new model."""
+        vocab_size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            vocab_size = -(-vocab_size // pad_to_multiple_of) * pad_to_multiple_of
+        resize_embeddings(self.heddle_decoder, vocab_size, mean_resizing)
+        self.config.set_design(self.heddle_decoder.config)
+        return self.heddle_decoder.embed
 
 
 class HeddleModel(HeddlePreTrainedModel):
-    """Tokens -> hidden states, by `decoder`. Raises ConfigError for a design that reads a memory besides."""
+    """Tokens -> hidden states. Raises ConfigError for a design with cross-attention, which is not supported."""
 
     _tied_weights_keys = {"decoder.head.weight": "decoder.embed.weight"}  # noqa: RUF012
 
     def __init__(self, config: HeddleConfig) -> None:
         super().__init__(config)
-        self.decoder = Decoder(config.read())
-        if self.decoder.memory_width is not None:
-            raise ConfigError("design: reads a memory beside the text (cross_attention), which these classes have not")
-        attach(self.decoder, self.config)
+        self.decoder = Decoder(config.load_design())
+        if self.decoder.encoder_width is not None:
+            raise ConfigError("design: reads an encoder output (cross_attention), which these classes do not have")
+        self._attention_modules: dict[nn.Module, AttentionModule] = {}
+        self._external_attention_modules()
         self.post_init()
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Whether layers run again in the backward pass instead of keeping what they computed."""
+        """Whether the backward pass recomputes each layer instead of storing its activations."""
         return self.decoder.checkpointing
 
     @gradient_checkpointing.setter
@@ -114,78 +128,87 @@ class HeddleModel(HeddlePreTrainedModel):
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        **more: Any,
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """input_ids int64 [B, T], or inputs_embeds [B, T, width], to hidden states [B, T, width].
 
         attention_mask, 2-D [B, columns] (1: a token, 0: padding, anywhere) or 4-D, and position_ids become a layout;
-        see `masks`. Without gradients a cache is made where none is given, unless use_cache is False. More keywords:
-        output_hidden_states, output_attentions, return_dict. Raises ConfigError for others, and for what no layout is.
+        see `masks`. Without gradients a cache is created if none is passed, unless use_cache is False. Further
+        arguments: output_hidden_states, output_attentions, return_dict. Raises ConfigError for unknown arguments, and
+        for masks and positions that no layout can express.
         """
-        hidden_wanted, weights_wanted = (
-            bool(getattr(self.config, name) if (value := more.pop(name, None)) is None else value)
+        return_states, return_weights = (
+            bool(getattr(self.config, name) if (value := kwargs.pop(name, None)) is None else value)
             for name in ("output_hidden_states", "output_attentions")
         )
-        if not (others := attach(self.decoder, self.config)):
-            check(more)
+        modules = self._external_attention_modules()
+        if modules is None:
+            check_kwargs(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ConfigError("input_ids: give them or inputs_embeds, one of the two")
         tokens = inputs_embeds if input_ids is None else input_ids
         assert tokens is not None
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and not self.decoder.causal:
             raise ConfigError("attention_mask: is 4-D, but the design sees later tokens; give one of [batch, length]")
-        cache, layer = self._cache(past_key_values, use_cache)
-        past = Columns() if layer is None else layer.past(self.decoder)
-        if others and attention_mask is None and position_ids is not None:  # no value is read
-            found = Reading(Layout(position_ids.expand(tokens.shape[:2]), has_padding=False), None)
+        cache, cache_layer = self._cache(past_key_values, use_cache)
+        cached = CachedTokens() if cache_layer is None else cache_layer.read_pending(self.decoder)
+        if modules is not None and attention_mask is None and position_ids is not None:  # reads no value: vLLM's calls
+            inputs = LayoutAndMask(Layout(position_ids.expand(tokens.shape[:2]), has_padding=False), None)
         else:
-            found = read(tokens, attention_mask, position_ids, past)
-        if weights_wanted and past.size and (past.real is not None or found.real is not None):
+            inputs = layout_from_inputs(tokens, attention_mask, position_ids, cached)
+        if return_weights and cached.length and (cached.is_token is not None or inputs.is_token is not None):
             raise ConfigError("output_attentions: beside a cache with padding, columns are not kept; use no cache")
-        with seeing(self.decoder, hidden_wanted, weights_wanted) as seen:
-            if layer is None:
-                layout = found.layout or Layout.causal(tokens.shape[0], tokens.shape[1], device=tokens.device)
-                if others:
-                    layout.memo[TOLD] = Told(attention_mask, position_ids, more)
+        with record_outputs(self.decoder, return_states, return_weights) as recorded:
+            if cache_layer is None:
+                layout = inputs.layout or Layout.causal(tokens.shape[0], tokens.shape[1], device=tokens.device)
+                if modules is not None:
+                    backend = ExternalAttention(modules, attention_mask, position_ids, kwargs)
+                    layout = replace(layout, attention_backend=backend)
                 hidden, _ = self.decoder(tokens, layout)
             else:
-                hidden = layer.read(self.decoder, Call(tokens, found.layout), found.real)
+                hidden = cache_layer.run_decoder(self.decoder, ModelInputs(tokens, inputs.layout), inputs.is_token)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             past_key_values=cache,
-            hidden_states=seen.hidden_states(hidden),
-            attentions=seen.attentions(),
+            hidden_states=recorded.hidden_states(hidden),
+            attentions=recorded.attentions(),
         )
 
-    def _cache(self, given: Any, wanted: bool | None) -> tuple[Any, HeddleLayer | None]:
-        """The cache of a call and our layer in it."""
-        if elsewhere(self.config) and (given is not None or wanted):
+    def _external_attention_modules(self) -> dict[nn.Module, AttentionModule] | None:
+        """The modules for external attention functions, or None if heddle computes attention itself."""
+        if not uses_external_attention(self.config):
+            return None
+        if list(self._attention_modules) != self.decoder.mixers():  # not made yet, or the decoder was replaced
+            self._attention_modules = attention_modules(self.decoder, self.config)
+        return self._attention_modules
+
+    def _cache(self, past_key_values: Any, use_cache: bool | None) -> tuple[Any, HeddleCacheLayer | None]:
+        """The cache of a call, created if needed, and heddle's layer in it. (None, None) if it uses none."""
+        is_external = uses_external_attention(self.config)
+        if is_external and (past_key_values is not None or use_cache):
             raise ConfigError("use_cache: attention that others compute has no cache of heddle; set it to False")
-        if given is None:
-            usual = (
-                not elsewhere(self.config)
-                and self.config.use_cache
-                and self.decoder.causal
-                and not torch.is_grad_enabled()
-            )
-            if not (usual if wanted is None else wanted):
+        if past_key_values is None:
+            if use_cache is None:
+                is_inference = self.decoder.causal and not torch.is_grad_enabled()
+                use_cache = not is_external and self.config.use_cache and is_inference
+            if not use_cache:
                 return None, None
-            given = HeddleCache()
-        return given, layer_of(given)
+            past_key_values = HeddleCache()
+        return past_key_values, heddle_layer_of(past_key_values)
 
 
 class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
-    """Tokens -> logits of the next ones, and their loss; `generate` as of every model of transformers."""
+    """Tokens -> logits of the next tokens, and the loss. `generate` works as for every model of transformers."""
 
     def __init__(self, config: HeddleConfig) -> None:
         super().__init__(config)
         self.model = HeddleModel(config)
-        self.loads: dict[Feedforward, Tensor] = {}  # what training gave each expert since `balance_experts`
+        self.expert_counts: dict[Feedforward, Tensor] = {}  # tokens per expert since `balance_experts`
         self.post_init()
 
     @classmethod
-    def of(cls, decoder: Decoder) -> Self:
-        """The same decoder behind this class: its weights are shared, not copied."""
+    def from_decoder(cls, decoder: Decoder) -> Self:
+        """Wrap a decoder. Its weights are shared, not copied."""
         with torch.device("meta"):
             model = cls(HeddleConfig(design=decoder.config.dump()))
         model.model.decoder = decoder
@@ -203,35 +226,37 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **more: Any,
+        **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """As HeddleModel, and logits [B, kept, vocab] of the last `logits_to_keep` tokens (0: all), or of those named.
+        """As HeddleModel, and logits [B, N, vocab] of the last `logits_to_keep` tokens (0: all) or of those indices.
 
-        labels int64 [B, T]: tokens that are scored, −100 elsewhere; each is compared with what is said of it one
-        before. loss: their mean, or their sum / num_items_in_batch; in training with what balances experts.
+        labels int64 [B, T], −100 where a token is not scored; the logits at t are scored against the label at t + 1.
+        loss: the mean over scored tokens, or their sum / num_items_in_batch. In training it includes the auxiliary
+        loss that balances experts.
         """
-        of_loss = {name: more.pop(name) for name in OF_LOSS & more.keys()}
-        scored = labels is not None or of_loss.get("shift_labels") is not None
-        with ledger() if self.training else nullcontext(Ledger()) as kept:
+        loss_kwargs = {name: kwargs.pop(name) for name in LOSS_KWARGS & kwargs.keys()}
+        has_labels = labels is not None or loss_kwargs.get("shift_labels") is not None
+        with record_router_statistics() if self.training else nullcontext(RouterRecorder()) as recorder:
             outputs = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 inputs_embeds=inputs_embeds,
-                use_cache=False if scored and use_cache is None else use_cache,
-                **more,
+                use_cache=False if has_labels and use_cache is None else use_cache,
+                **kwargs,
             )
         hidden = outputs.last_hidden_state
-        chosen = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.of_heddle.head(hidden[:, chosen])
+        indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.heddle_decoder.head(hidden[:, indices])
         loss = None
-        if scored:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **of_loss)
-            loss = loss + penalty(kept.entries, labels, of_loss)
+        if has_labels:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_kwargs)
+            loss = loss + scaled_aux_loss(recorder.entries, labels, loss_kwargs)
         if self.training:
-            for entry in kept.entries:
-                self.loads[entry.mixture] = self.loads.get(entry.mixture, 0) + entry.loads.detach()
+            for entry in recorder.entries:
+                counts = self.expert_counts.get(entry.mixture, 0) + entry.expert_counts.detach()
+                self.expert_counts[entry.mixture] = counts
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -241,16 +266,16 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         )
 
     def balance_experts(self) -> None:
-        """Tell mixtures of experts that balance themselves their loads, once after each step that was taken."""
-        for mixture, loads in self.loads.items():
+        """Update the expert biases of designs with `bias_update`. Call it once after each optimizer step."""
+        for mixture, counts in self.expert_counts.items():
             if any(parameter.requires_grad for parameter in mixture.parameters()):
-                mixture.balance(loads)
-        self.loads.clear()
+                mixture.update_expert_bias(counts)
+        self.expert_counts.clear()
 
-    def generate(self, *given: Any, **more: Any) -> Any:
-        """As every model of transformers; weights are packed once for the whole text."""
-        with packing():
-            return super().generate(*given, **more)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As for every model of transformers. Weights are packed once for the whole call."""
+        with packed_weights():
+            return super().generate(*args, **kwargs)
 
     def prepare_inputs_for_generation(
         self,
@@ -262,11 +287,11 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The inputs of the next call: what was just written is never padding, so its mask need not be read."""
-        for name in OF_GENERATION & kwargs.keys():
+        """The inputs of the next call. Generated tokens are not padding, so after the first call there is no mask."""
+        for name in GENERATION_KWARGS & kwargs.keys():
             del kwargs[name]
-        goes_on = past_key_values is not None and past_key_values.get_seq_length() > 0
-        if goes_on and next_sequence_length is not None and not is_first_iteration:
+        has_past = past_key_values is not None and past_key_values.get_seq_length() > 0
+        if has_past and next_sequence_length is not None and not is_first_iteration:
             attention_mask = None
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(
             input_ids,
@@ -280,17 +305,21 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         return inputs
 
     def _prepare_position_ids_for_generation(self, *_: Any) -> None:
-        """None: the layout of the mask, or the cache, says where tokens stand."""
+        """Return None: positions follow from the mask or the cache."""
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *more: Any) -> None:
-        """Ours. A static one holds the longest text; so does that of a design which turns by the length of the text."""
-        given, kind = model_kwargs.get("past_key_values"), generation_config.cache_implementation
-        if given is not None or generation_config.use_cache is False:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, *more)
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
+        """Create heddle's cache.
+
+        It has a maximum length if it is static, or if the design's RoPE depends on the length of the text.
+        """
+        kind = generation_config.cache_implementation
+        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
             return
         if kind not in (None, "dynamic", "static"):
             raise ConfigError(f"cache_implementation: is {kind!r}; the states of heddle are 'dynamic' or 'static'")
-        cache = HeddleCache(more[-1] if kind == "static" or self.of_heddle.by_length else None)
+        needs_length = kind == "static" or self.heddle_decoder.length_dependent
+        cache = HeddleCache(args[-1] if needs_length else None)
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache

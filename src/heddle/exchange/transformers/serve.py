@@ -1,16 +1,18 @@
-"""`transformers serve` with heddle's classes known to it: `python -m heddle.exchange.transformers.serve FOLDER --port 8000`.
+"""Run `transformers serve` with heddle's classes registered.
 
-transformers looks for no plug-ins; running this module imports its package, which registers the classes.
+    python -m heddle.exchange.transformers.serve FOLDER --port 8000
+
+transformers has no plug-ins. Running this module imports its package, which registers the classes.
 """
 
 import sys
 
 
-def main(words: list[str]) -> None:
-    """Serve as `transformers serve` with these words after it; needs `pip install 'heddle-lm[serve]'`."""
+def main(arguments: list[str]) -> None:
+    """Run `transformers serve` with these arguments. Needs `pip install 'heddle-lm[serve]'`."""
     from transformers.cli.transformers import app
 
-    app(["serve", *words], prog_name="transformers")
+    app(["serve", *arguments], prog_name="transformers")
 
 
 if __name__ == "__main__":

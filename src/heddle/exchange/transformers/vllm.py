@@ -1,18 +1,18 @@
-"""The plug-in of vLLM: its entry point `vllm.general_plugins` calls `register` in each of vLLM's processes.
+"""The plugin for vLLM, whose entry point `vllm.general_plugins` calls `register` in each of vLLM's processes.
 
-vLLM's backend for models of transformers then runs HeddleForCausalLM, for designs of softmax attention alone:
-`elsewhere.obstacles` tells why another cannot. Its caches, batches and attention are vLLM's; all else is heddle's.
+vLLM's backend for transformers models then runs HeddleForCausalLM: vLLM provides cache, batching and attention, heddle
+everything else. It can run designs of softmax attention only; `external_attention.unsupported_reasons` says why not.
 """
 
 from heddle.exchange.transformers.modeling import HeddleForCausalLM
 
-SERVED = "heddle.exchange.transformers.vllm_model:ServedHeddle"
+MODEL_CLASS = "heddle.exchange.transformers.vllm_model:VLLMHeddleForCausalLM"
 
 
 def register() -> None:
-    """Tell vLLM which class serves our architecture; again does nothing. Importing this registers with transformers."""
+    """Register HeddleForCausalLM with vLLM; a second call does nothing."""
     from vllm import ModelRegistry
 
     name = HeddleForCausalLM.__name__
     if name not in ModelRegistry.get_supported_archs():
-        ModelRegistry.register_model(name, SERVED)
+        ModelRegistry.register_model(name, MODEL_CLASS)

@@ -1,1 +1,1 @@
-"""Softmax attention: the reference, its fast forms, and what they share."""
+"""Softmax attention: the reference and its fast kernels, masks, score modifiers and observers."""

@@ -1,4 +1,4 @@
-"""Looking at attention weights while the fast forms run: nothing is computed for them unless someone looks."""
+"""Passes attention weights to an observer. They are computed only if an observer is set; the fast kernels still run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,53 +11,53 @@ from torch.compiler import is_compiling
 
 
 class Observation(NamedTuple):
-    """The weights of one call, [B, H, T, S] in at least float32; `groups` heads of keys and values were read."""
+    """Attention weights of one call, [B, H, T, S] in at least float32. `groups` is the number of key/value heads."""
 
     weights: Tensor
     groups: int
 
 
-Take = Callable[[Observation], None]
+ObserverCallback = Callable[[Observation], None]
 
-_observer: ContextVar[Take | None] = ContextVar("observer", default=None)
+_observer: ContextVar[ObserverCallback | None] = ContextVar("observer", default=None)
 _implied: ContextVar[bool] = ContextVar("implied", default=False)
 
 
-def observe(make: Callable[[], Observation]) -> None:
-    """Give the weights of a call to who looks; `make` is called for nobody else."""
-    take = None if is_compiling() else _observer.get()
-    if take is not None:
-        take(make())
+def notify_observer(compute: Callable[[], Observation]) -> None:
+    """Pass the weights of a call to the observer. `compute` is called only if there is an observer."""
+    callback = None if is_compiling() else _observer.get()
+    if callback is not None:
+        callback(compute())
 
 
-def imply(answer: Callable[[Tensor], Tensor], v: Tensor, padding: Tensor | None) -> None:
-    """Give the weights that an answer without a softmax implies, to who looks and asked for such.
+def notify_implied_weights(attend: Callable[[Tensor], Tensor], v: Tensor, padding: Tensor | None) -> None:
+    """Pass the implied weights of a mixer without a softmax to the observer, if it asked for implied weights.
 
-    answer: linear in the values, [B, H, S, d] -> [B, H, T, d], so what it makes of one-hot values are its weights of
-    the values v [B, H, S, d_v]. padding: bool [B, T], whose rows become zero.
+    attend: maps values [B, H, S, d] to outputs [B, H, T, d] and is linear in them, so its outputs for one-hot values
+    are its weights of the values v [B, H, S, d_v]. padding: bool [B, T], True where the weights are set to zero.
     """
     if is_compiling() or not _implied.get():
         return
 
-    def make() -> Observation:
+    def compute() -> Observation:
         one_hot = torch.eye(v.shape[2], dtype=v.dtype, device=v.device).expand(*v.shape[:3], -1)
-        weights = answer(one_hot)
+        weights = attend(one_hot)
         return Observation(
             weights if padding is None else weights.masked_fill(padding[:, None, :, None], 0.0), v.shape[1]
         )
 
-    observe(make)
+    notify_observer(compute)
 
 
 @contextmanager
-def observing(take: Take, implied: bool = False) -> Iterator[None]:
-    """Within the block, `take` receives the weights of every call that has some; results do not change.
+def observing_attention(callback: ObserverCallback, implied: bool = False) -> Iterator[None]:
+    """Within the block, call `callback` with the weights of every attention call. Results do not change.
 
-    implied: also of those that have none, but imply some.
+    implied: also pass the implied weights of mixers that are linear in the values, such as linear attention.
     """
-    token, other = _observer.set(take), _implied.set(implied)
+    callback_token, implied_token = _observer.set(callback), _implied.set(implied)
     try:
         yield
     finally:
-        _observer.reset(token)
-        _implied.reset(other)
+        _observer.reset(callback_token)
+        _implied.reset(implied_token)

@@ -1,49 +1,49 @@
-"""What makes attention's weights beside queries and keys: a cap on the scores, a bias of distance, a sink.
+"""Modifiers of attention scores: softcap (Gemma 2), ALiBi slopes (Press et al. 2021), attention sink (gpt-oss).
 
-    score = cap · tanh(q k · scale / cap) − slope_h · |i − j|,   weights = softmax([scores ; sink_h]) without its last
+    score = cap · tanh(q k · scale / cap) − slope_h · |i − j|,   weights = softmax([scores ; sink_h])[:-1]
 
-(Gemma 2; ALiBi, Press et al. 2021; gpt-oss). Whatever is made here is at least float32.
+Everything here is computed in at least float32.
 """
 
 from typing import NamedTuple
 
 from torch import Tensor
 
-from heddle.numerics.attention.visibility import Visibility
+from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.norms import at_least_float32
 
 
-class Extras(NamedTuple):
-    """`softcap` bounds the scores; `sink` [H] is a logit a head without a value; `slopes` [H] count distance off."""
+class ScoreModifiers(NamedTuple):
+    """`softcap` bounds the scores. `sink` [H] is one logit per head without a value. `slopes` [H] are for ALiBi."""
 
     softcap: float | None = None
     sink: Tensor | None = None
     slopes: Tensor | None = None
 
-    def columns(self, q: Tensor, gap: Tensor | None = None) -> "Columns":
-        """The same for each query of q [B, H, T, d]; `gap` as in `Columns`."""
+    def per_query(self, q: Tensor, distance: Tensor | None = None) -> "PerQueryModifiers":
+        """The same modifiers, expanded to every query of q [B, H, T, d]. `distance` as in `PerQueryModifiers`."""
         sink, slope = (
             None if x is None else at_least_float32(x)[:, None, None].expand(*q.shape[:3], 1)
             for x in (self.sink, self.slopes)
         )
-        return Columns(self.softcap, sink, slope, gap)
+        return PerQueryModifiers(self.softcap, sink, slope, distance)
 
-    def bias(self, seen: Visibility) -> Tensor | None:
-        """−slope · |i − j|, [B, H, T, S], or [1, H, T, S] where all rows stand alike."""
+    def bias(self, mask: AttentionMask) -> Tensor | None:
+        """−slope · |i − j|, [B, H, T, S], or [1, H, T, S] if all rows are known to be equal."""
         if self.slopes is None:
             return None
         slopes = at_least_float32(self.slopes)
-        return slopes[:, None, None] * -seen.distance().to(slopes.dtype)[:, None]
+        return slopes[:, None, None] * -mask.distance().to(slopes.dtype)[:, None]
 
 
-class Columns(NamedTuple):
-    """Extras query by query: `sink` and `slope` are [B, H, T, 1], `gap` [T, S] tells how far each key is."""
+class PerQueryModifiers(NamedTuple):
+    """Modifiers of each query: `sink` and `slope` are [B, H, T, 1], `distance` [T, S] is |i − j|."""
 
-    cap: float | None = None
+    softcap: float | None = None
     sink: Tensor | None = None
     slope: Tensor | None = None
-    gap: Tensor | None = None
+    distance: Tensor | None = None
 
 
-PLAIN = Extras()
-NONE = Columns()
+NO_MODIFIERS = ScoreModifiers()
+NO_QUERY_MODIFIERS = PerQueryModifiers()

@@ -1,7 +1,8 @@
-"""Attention within a window, in time and memory linear in the length: blocks of queries against a band of keys.
+"""Sliding-window attention in blocks: time and memory are linear in the length.
 
-Queries and keys stand at consecutive positions, the queries last. Interior blocks go through one call, in which
-every block has the same mask; the few queries near an edge go through another, over the keys near that edge.
+Queries and keys have consecutive positions, and the queries are the last of them. A block of queries attends to the
+band of keys in its window. All interior blocks have the same mask and run as one call. The few queries near either end
+run as a separate call over the keys near that end.
 """
 
 from collections.abc import Callable
@@ -10,139 +11,134 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heddle.numerics.attention.score_modifiers import Columns, Extras
-from heddle.numerics.attention.sdpa import fused
-from heddle.numerics.attention.tiled import masked
-from heddle.numerics.dispatch.operation import device_of
+from heddle.numerics.attention.score_modifiers import PerQueryModifiers, ScoreModifiers
+from heddle.numerics.attention.sdpa import sdpa
+from heddle.numerics.attention.tiled import masked_attention
+from heddle.numerics.dispatch.operation import device_type
 
-Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor], Tensor]
+# (q, k, v, scale, offsets) -> output, where offsets are the int i − j, [queries, keys].
+BlockAttention = Callable[[Tensor, Tensor, Tensor, float, Tensor], Tensor]
 
 
 class Band(NamedTuple):
-    """The window: causal `0 ≤ i − j < window`, bidirectional `|i − j| ≤ window`."""
+    """The keys j that query i sees: causal `0 ≤ i − j < window`, bidirectional `|i − j| ≤ window`."""
 
     window: int
     causal: bool
 
     @property
-    def before(self) -> int:
-        """How far back a query sees."""
+    def keys_before(self) -> int:
+        """Number of keys before itself that a query sees."""
         return self.window - 1 if self.causal else self.window
 
     @property
-    def after(self) -> int:
-        """How far ahead a query sees."""
+    def keys_after(self) -> int:
+        """Number of keys after itself that a query sees."""
         return 0 if self.causal else self.window
 
-    def mask(self, gap: Tensor) -> Tensor:
-        """What is seen, bool [queries, keys], of how far back each key is from each query."""
-        return (gap <= self.before) & (gap >= -self.after)
+    def mask(self, offsets: Tensor) -> Tensor:
+        """The mask, bool [queries, keys], from the offsets i − j, int [queries, keys]."""
+        return (offsets <= self.keys_before) & (offsets >= -self.keys_after)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, extras: Extras) -> Tensor:
-    """Attention within a band; arguments and result as in `blocks`."""
-    wide = q.dtype in (torch.float32, torch.float64) or (torch.is_grad_enabled() and q.requires_grad)
-    if all(extra is None for extra in extras) and not (wide and device_of(q) == "cpu"):
-        return blocks(q, k, v, band, scale, lambda q, k, v, scale, gap: fused(q, k, v, scale, band.mask(gap)))
-    _, sink, slope, _ = extras.columns(q)
+def sliding_window_attention(
+    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, modifiers: ScoreModifiers
+) -> Tensor:
+    """Attend within a band. Arguments and result as in `blockwise_attention`."""
+    # Plain batched products, which are for the CPU, serve float32, float64 and training.
+    use_masked = q.dtype in (torch.float32, torch.float64) or (torch.is_grad_enabled() and q.requires_grad)
+    if all(modifier is None for modifier in modifiers) and not (use_masked and device_type(q) == "cpu"):
+        return blockwise_attention(
+            q, k, v, band, scale, lambda q, k, v, scale, offsets: sdpa(q, k, v, scale, band.mask(offsets))
+        )
+    _, sink, slope, _ = modifiers.per_query(q)
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, scale: float, gap: Tensor) -> Tensor:
-        d = k.shape[-1]
-        columns = Columns(extras.softcap, None if sink is None else q[..., d : d + 1])
+    def masked_block(q: Tensor, k: Tensor, v: Tensor, scale: float, offsets: Tensor) -> Tensor:
+        d_k = k.shape[-1]
+        block_modifiers = PerQueryModifiers(modifiers.softcap, None if sink is None else q[..., d_k : d_k + 1])
         if slope is not None:
-            columns = columns._replace(slope=q[..., -1:], gap=gap.abs())
-        return masked(q[..., :d], k, v, scale, band.mask(gap), columns)
+            block_modifiers = block_modifiers._replace(slope=q[..., -1:], distance=offsets.abs())
+        return masked_attention(q[..., :d_k], k, v, scale, band.mask(offsets), block_modifiers)
 
-    # Sinks and slopes ride along as the last places of each query, so that they are cut into blocks with it.
-    riding = [x for x in (sink, slope) if x is not None]
-    return blocks(torch.cat((q, *riding), dim=-1) if riding else q, k, v, band, scale, kernel).to(q.dtype)
+    # Sinks and slopes are appended to the queries as extra dimensions, so that they are split into blocks with them.
+    appended = [x for x in (sink, slope) if x is not None]
+    extended_q = torch.cat((q, *appended), dim=-1) if appended else q
+    return blockwise_attention(extended_q, k, v, band, scale, masked_block).to(q.dtype)
 
 
 def block_size(window: int) -> int:
-    """Queries to a block: half a window wastes least arithmetic, bounded so that blocks are neither tiny nor large."""
+    """Queries per block: half a window, which wastes the least arithmetic, but at least 16 and at most 128."""
     return max(16, min(128, window // 2))
 
 
-def blocks(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, kernel: Kernel) -> Tensor:
+def blockwise_attention(
+    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, attend_block: BlockAttention
+) -> Tensor:
     """q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v], S ≥ T -> [B, H, T, d_v].
 
-    `kernel(q, k, v, scale, gap)` attends with grouped heads and the mask of gap, the int i − j [queries, keys].
+    `attend_block(q, k, v, scale, offsets)` attends with grouped heads. offsets are the int i − j, [queries, keys].
     """
-    behind = k.shape[2] - q.shape[2]
-    if behind > band.before:  # keys that no query can see
-        k, v = k[:, :, behind - band.before :], v[:, :, behind - band.before :]
-        behind = band.before
+    past_keys = k.shape[2] - q.shape[2]
+    if past_keys > band.keys_before:  # keys that no query can see
+        k, v = k[:, :, past_keys - band.keys_before :], v[:, :, past_keys - band.keys_before :]
+        past_keys = band.keys_before
     queries, keys = q.shape[2], k.shape[2]
     size = block_size(band.window)
-    left = -(-band.before // size)  # whole blocks that reach as far back as the window
-    right = -(-band.after // size)
-    head = min(queries, max(0, left * size - behind))  # queries whose band would start before key 0
-    count = (keys - behind - head - right * size) // size
-    if count < 1:
-        return _edge(q, k, v, (behind, 0), scale, kernel)
-    middle = head + count * size
-    out = (
-        []
-        if head == 0
-        else [
-            _edge(
-                q[:, :, :head],
-                k[:, :, : behind + head + band.after],
-                v[:, :, : behind + head + band.after],
-                (behind, 0),
-                scale,
-                kernel,
-            )
-        ]
-    )
-    first = behind + head - left * size
-    spans = [slice(first + i * size, first + (i + count) * size) for i in range(left + right + 1)]
-    out.append(
-        _interior(
-            q[:, :, head:middle],
-            [k[:, :, s] for s in spans],
-            [v[:, :, s] for s in spans],
-            band,
-            scale,
-            kernel,
-        )
-    )
-    if middle < queries:
-        start = max(0, behind + middle - band.before)
+    blocks_before = -(-band.keys_before // size)  # blocks that cover the window before a query
+    blocks_after = -(-band.keys_after // size)
+    # Queries whose band would start before key 0.
+    edge_queries = min(queries, max(0, blocks_before * size - past_keys))
+    interior_blocks = (keys - past_keys - edge_queries - blocks_after * size) // size
+    if interior_blocks < 1:
+        return _edge(q, k, v, (past_keys, 0), scale, attend_block)
+    interior_end = edge_queries + interior_blocks * size
+    out = []
+    if edge_queries:
+        visible = slice(past_keys + edge_queries + band.keys_after)
         out.append(
-            _edge(
-                q[:, :, middle:],
-                k[:, :, start:],
-                v[:, :, start:],
-                (behind + middle, start),
-                scale,
-                kernel,
-            )
+            _edge(q[:, :, :edge_queries], k[:, :, visible], v[:, :, visible], (past_keys, 0), scale, attend_block)
+        )
+    first_key = past_keys + edge_queries - blocks_before * size
+    spans = [
+        slice(first_key + i * size, first_key + (i + interior_blocks) * size)
+        for i in range(blocks_before + blocks_after + 1)
+    ]
+    key_blocks, value_blocks = [k[:, :, span] for span in spans], [v[:, :, span] for span in spans]
+    out.append(_interior(q[:, :, edge_queries:interior_end], key_blocks, value_blocks, band, scale, attend_block))
+    if interior_end < queries:
+        start = max(0, past_keys + interior_end - band.keys_before)
+        first_positions = (past_keys + interior_end, start)
+        out.append(
+            _edge(q[:, :, interior_end:], k[:, :, start:], v[:, :, start:], first_positions, scale, attend_block)
         )
     return torch.cat(out, dim=2)
 
 
-def _edge(q: Tensor, k: Tensor, v: Tensor, start: tuple[int, int], scale: float, kernel: Kernel) -> Tensor:
-    """Some queries against some keys; `start` are the positions of the first of each."""
-    i = torch.arange(start[0], start[0] + q.shape[2], device=q.device)
-    j = torch.arange(start[1], start[1] + k.shape[2], device=q.device)
-    return kernel(q, k, v, scale, i[:, None] - j)
+def _edge(
+    q: Tensor, k: Tensor, v: Tensor, first_positions: tuple[int, int], scale: float, attend_block: BlockAttention
+) -> Tensor:
+    """Attend from a range of queries to a range of keys. `first_positions`: position of the first query, first key."""
+    q_positions = torch.arange(first_positions[0], first_positions[0] + q.shape[2], device=q.device)
+    k_positions = torch.arange(first_positions[1], first_positions[1] + k.shape[2], device=q.device)
+    return attend_block(q, k, v, scale, q_positions[:, None] - k_positions)
 
 
-def _interior(q: Tensor, k: list[Tensor], v: list[Tensor], band: Band, scale: float, kernel: Kernel) -> Tensor:
-    """Blocks whose whole band exists: k[i] and v[i] are the queries' blocks shifted by i blocks."""
+def _interior(
+    q: Tensor, k: list[Tensor], v: list[Tensor], band: Band, scale: float, attend_block: BlockAttention
+) -> Tensor:
+    """Attend in the blocks whose whole band of keys exists. k[i] and v[i] are the key blocks, shifted by i blocks."""
     size = block_size(band.window)
     groups, repeats = k[0].shape[1], q.shape[1] // k[0].shape[1]
-    count = q.shape[2] // size
-    left = -(-band.before // size)
-    # [B, G·count, repeats·size, d]: a block is a head of its own, the heads of a group are its queries.
-    folded = q.unflatten(1, (groups, repeats)).unflatten(3, (count, size)).transpose(2, 3)
+    num_blocks = q.shape[2] // size
+    blocks_before = -(-band.keys_before // size)
+    # [B, G·num_blocks, repeats·size, d]: each block becomes a head, and the heads of a group become its queries.
+    folded = q.unflatten(1, (groups, repeats)).unflatten(3, (num_blocks, size)).transpose(2, 3)
     folded = folded.flatten(1, 2).flatten(2, 3)
-    wide_k = torch.cat([x.unflatten(2, (count, size)) for x in k], dim=3).flatten(1, 2)
-    wide_v = torch.cat([x.unflatten(2, (count, size)) for x in v], dim=3).flatten(1, 2)
-    i = torch.arange(left * size, (left + 1) * size, device=q.device)
-    j = torch.arange(wide_k.shape[2], device=q.device)
-    gap = (i[:, None] - j).repeat(repeats, 1)
-    y = kernel(folded, wide_k, wide_v, scale, gap)
-    y = y.unflatten(1, (groups, count)).unflatten(3, (repeats, size)).transpose(2, 3)
+    wide_k = torch.cat([x.unflatten(2, (num_blocks, size)) for x in k], dim=3).flatten(1, 2)
+    wide_v = torch.cat([x.unflatten(2, (num_blocks, size)) for x in v], dim=3).flatten(1, 2)
+    q_positions = torch.arange(blocks_before * size, (blocks_before + 1) * size, device=q.device)
+    k_positions = torch.arange(wide_k.shape[2], device=q.device)
+    offsets = (q_positions[:, None] - k_positions).repeat(repeats, 1)
+    y = attend_block(folded, wide_k, wide_v, scale, offsets)
+    y = y.unflatten(1, (groups, num_blocks)).unflatten(3, (repeats, size)).transpose(2, 3)
     return y.flatten(1, 2).flatten(2, 3)

@@ -1,1 +1,1 @@
-"""How an operation chooses its form, and how its FLOPs are counted."""
+"""Selects the kernel of an operation and counts its FLOPs."""

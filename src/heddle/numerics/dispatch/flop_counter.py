@@ -1,4 +1,4 @@
-"""Counting the floating-point operations of matrix products as they are called, on any device (meta too)."""
+"""Counts the floating-point operations of matrix products as they run, on any device including meta."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,22 +6,22 @@ from contextvars import ContextVar
 
 from torch.compiler import is_compiling
 
-_tally: ContextVar[list[int] | None] = ContextVar("tally", default=None)
+_total: ContextVar[list[int] | None] = ContextVar("total", default=None)
 
 
-def count(flops: int) -> None:
-    """Add the operations of one call (a multiply-add is two) to the tally in force, if any."""
-    tally = None if is_compiling() else _tally.get()
-    if tally is not None:
-        tally[0] += flops
+def add_flops(flops: int) -> None:
+    """Add the FLOPs of one call (a multiply-add is two) to the enclosing `count_flops`, if there is one."""
+    total = None if is_compiling() else _total.get()
+    if total is not None:
+        total[0] += flops
 
 
 @contextmanager
-def counting() -> Iterator[list[int]]:
-    """Within the block, `tally[0]` holds the operations of every matrix product called so far."""
-    tally = [0]
-    token = _tally.set(tally)
+def count_flops() -> Iterator[list[int]]:
+    """Yield a list whose only element is the number of FLOPs counted in the block so far."""
+    total = [0]
+    token = _total.set(total)
     try:
-        yield tally
+        yield total
     finally:
-        _tally.reset(token)
+        _total.reset(token)

@@ -1,97 +1,96 @@
-"""Which form of an operation runs: the first that has no reason against it, or the one that was named."""
+"""An operation has several kernels. The first one that supports a call runs, unless the user forces another."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, choices_hint
 
 Facts = TypeVar("Facts")
 
 _forced: ContextVar[Mapping[str, str] | None] = ContextVar("forced", default=None)
-_witness: ContextVar[list["Choice"] | None] = ContextVar("witness", default=None)
-_device: ContextVar[str | None] = ContextVar("device", default=None)
+_recorded: ContextVar[list["KernelChoice"] | None] = ContextVar("recorded", default=None)
+_assumed_device: ContextVar[str | None] = ContextVar("assumed_device", default=None)
 
 
-def device_of(tensor: Tensor) -> str:
-    """The type of a tensor's device, or the one in whose name a meta tensor stands."""
-    return (None if is_compiling() else _device.get()) or tensor.device.type
+def device_type(tensor: Tensor) -> str:
+    """The tensor's device type, such as "cpu". Within `record_choices`, the device that meta tensors stand for."""
+    return (None if is_compiling() else _assumed_device.get()) or tensor.device.type
 
 
 @dataclass(frozen=True)
-class Form(Generic[Facts]):
-    """One way to compute an operation. `refuse(facts)` says why it cannot serve, or None."""
+class Kernel(Generic[Facts]):
+    """One way to compute an operation. `unsupported(facts)` returns why it cannot run, or None if it can."""
 
     name: str
     run: Callable[..., Any]
-    refuse: Callable[[Facts], str | None]
+    unsupported: Callable[[Facts], str | None]
 
 
-class Choice(NamedTuple):
-    """What was chosen for one call, and the reasons against the forms before it."""
+class KernelChoice(NamedTuple):
+    """The kernel chosen for one call, and the kernels rejected before it as (name, reason)."""
 
     operation: str
-    form: str
-    against: tuple[tuple[str, str], ...]
+    kernel: str
+    rejected: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Operation(Generic[Facts]):
-    """An operation and its forms, best first; the last, the reference, serves always."""
+    """An operation and its kernels, best first. The last one, the reference, supports every call."""
 
     name: str
-    forms: tuple[Form[Facts], ...]
+    kernels: tuple[Kernel[Facts], ...]
 
-    def choose(self, facts: Facts) -> Form[Facts]:
-        """Pick by facts alone (shapes, dtypes, layout): no value is ever read from a device.
+    def choose(self, facts: Facts) -> Kernel[Facts]:
+        """Choose a kernel by facts alone (shapes, dtypes, layout). No tensor value is read from a device.
 
-        Raises ConfigError if a form was forced that cannot serve, with that form's reason.
+        Raises ConfigError, with the reason, if the forced kernel does not support the call.
         """
-        if is_compiling():  # what is traced cannot see what is in force around a call
-            return self.first(facts)
+        if is_compiling():  # a traced graph cannot read the context variables set around a call
+            return self.first_supported(facts)
         forced = (_forced.get() or {}).get(self.name)
-        against: list[tuple[str, str]] = []
-        for form in self.forms:
-            if forced is not None and form.name != forced:
+        rejected: list[tuple[str, str]] = []
+        for kernel in self.kernels:
+            if forced is not None and kernel.name != forced:
                 continue
-            reason = form.refuse(facts)
+            reason = kernel.unsupported(facts)
             if reason is None:
-                witness = _witness.get()
-                if witness is not None:
-                    witness.append(Choice(self.name, form.name, tuple(against)))
-                return form
+                recorded = _recorded.get()
+                if recorded is not None:
+                    recorded.append(KernelChoice(self.name, kernel.name, tuple(rejected)))
+                return kernel
             if forced is not None:
                 raise ConfigError(f"kernel {self.name}={forced}: cannot serve here, because {reason}")
-            against.append((form.name, reason))
-        raise AssertionError(f"no form of {self.name} serves {facts}")
+            rejected.append((kernel.name, reason))
+        raise AssertionError(f"no kernel of {self.name} supports {facts}")
 
-    def takes(self, name: str, facts: Facts) -> bool:
-        """Whether a call with these facts may run, and would not be kept from, the form of this name."""
+    def can_use(self, name: str, facts: Facts) -> bool:
+        """Whether the kernel of this name supports the facts and no other kernel is forced."""
         forced = None if is_compiling() else (_forced.get() or {}).get(self.name)
-        (form,) = (form for form in self.forms if form.name == name)
-        return forced in (None, name) and form.refuse(facts) is None
+        (kernel,) = (kernel for kernel in self.kernels if kernel.name == name)
+        return forced in (None, name) and kernel.unsupported(facts) is None
 
-    def first(self, facts: Facts) -> Form[Facts]:
-        """The first form without a reason against it, whatever was named: for the pieces of another form."""
-        return next(form for form in self.forms if form.refuse(facts) is None)
+    def first_supported(self, facts: Facts) -> Kernel[Facts]:
+        """The first kernel that supports the facts, ignoring `force_kernels`. Kernels use it for their inner calls."""
+        return next(kernel for kernel in self.kernels if kernel.unsupported(facts) is None)
 
 
 @contextmanager
-def forcing(choices: Mapping[str, str], operations: Mapping[str, Operation[Any]]) -> Iterator[None]:
-    """Within the block, the named operations use the named forms."""
-    for name, form in choices.items():
+def force_kernels(kernel_names: Mapping[str, str], operations: Mapping[str, Operation[Any]]) -> Iterator[None]:
+    """Within the block, use the given kernel for each named operation."""
+    for name, kernel_name in kernel_names.items():
         if name not in operations:
-            raise ConfigError(_unknown("kernel", name, sorted(operations)))
-        forms = [candidate.name for candidate in operations[name].forms]
-        if form not in forms:
-            raise ConfigError(_unknown(f"kernel {name}", form, forms))
-    token = _forced.set({**(_forced.get() or {}), **choices})
+            raise ConfigError(f"kernel: unknown operation '{name}'; {choices_hint(name, sorted(operations))}")
+        available = [kernel.name for kernel in operations[name].kernels]
+        if kernel_name not in available:
+            raise ConfigError(f"kernel {name}: unknown kernel '{kernel_name}'; {choices_hint(kernel_name, available)}")
+    token = _forced.set({**(_forced.get() or {}), **kernel_names})
     try:
         yield
     finally:
@@ -99,18 +98,12 @@ def forcing(choices: Mapping[str, str], operations: Mapping[str, Operation[Any]]
 
 
 @contextmanager
-def witnessing(device: str) -> Iterator[list[Choice]]:
-    """Collect every choice made within the block, by meta tensors that stand for tensors on `device`."""
-    seen: list[Choice] = []
-    token, place = _witness.set(seen), _device.set(device)
+def record_choices(device: str) -> Iterator[list[KernelChoice]]:
+    """Yield a list that collects every kernel choice in the block. Meta tensors stand for tensors on `device`."""
+    choices: list[KernelChoice] = []
+    token, device_token = _recorded.set(choices), _assumed_device.set(device)
     try:
-        yield seen
+        yield choices
     finally:
-        _witness.reset(token)
-        _device.reset(place)
-
-
-def _unknown(what: str, value: str, choices: list[str]) -> str:
-    near = get_close_matches(value, choices, n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else ";"
-    return f"{what}: unknown form '{value}'{hint} choices: {', '.join(choices)}"
+        _recorded.reset(token)
+        _assumed_device.reset(device_token)

@@ -1,1 +1,1 @@
-"""Mixtures of experts: routing, and the forms that compute the chosen experts."""
+"""Mixture of experts: routing, and the kernels that compute the selected experts."""

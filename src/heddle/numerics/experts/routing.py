@@ -1,13 +1,13 @@
-"""Routing (Shazeer et al. 2017; Fedus et al. 2021; DeepSeek-V2 and V3): which experts a token meets, and its gates.
+"""Routing (Shazeer et al. 2017; Fedus et al. 2021; DeepSeek-V2 and V3): the experts of each token, and their gates.
 
-With the router's numbers l, and the scores s = softmax(l), sigmoid(l) or l itself, a token takes the k experts with
-the largest s + b, where b, the balancing bias, only selects. Equal ones go to the lowest index, on every device:
-`torch.topk` promises no order, `torch.argmax` does. With groups, the best groups come first, and only their experts
-are left. The gates are those scores as they are, or divided by their sum:
+Let l be the router's logits and s the scores: softmax(l), sigmoid(l) or l itself. A token selects the k experts with
+the largest s + b. The balancing bias b is used for selection only. Of equal scores the lowest index wins, on every
+device: `torch.topk` guarantees no order, `torch.argmax` does. With groups, the best groups are selected first, and then
+experts of these groups. The gates are the scores s of the selected experts, or renormalized to sum to 1, computed as
 
-    softmax of the experts taken, l_i − log Σ_taken exp(l_j)          (softmax; the sigmoid with log sigmoid(l) for l)
+    softmax over the selected experts, l_i − log Σ_selected exp(l_j)      (for the sigmoid, with log sigmoid(l) for l)
 
-which is never a quotient of zeros. Everything is computed in at least float32.
+which never divides zero by zero. Everything is computed in at least float32.
 """
 
 from typing import Literal, NamedTuple
@@ -16,97 +16,101 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.numerics.dispatch.flop_counter import count
+from heddle.numerics.dispatch.flop_counter import add_flops
 from heddle.numerics.norms import at_least_float32, without_autocast
 
 Routing = Literal["softmax_topk", "topk_softmax", "sigmoid", "softmax_group_max"]
 
 
-class Rule(NamedTuple):
-    """How experts are chosen. groups: equal neighbours, of which the best `top_groups` are kept; 1: no groups.
+class RoutingConfig(NamedTuple):
+    """How experts are selected. groups: number of equal groups of adjacent experts; the best `top_groups` are used.
 
-    A group is as good as its two best experts together with `sigmoid` (DeepSeek-V3), else as its best (DeepSeek-V2).
+    A group's score is the sum of its two best experts with `sigmoid` (DeepSeek-V3), else its best one (DeepSeek-V2).
     """
 
     routing: Routing
     top_k: int
-    renormalise: bool = True
+    renormalize: bool = True
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
 
 
 class Route(NamedTuple):
-    """choices int64 [..., k], best first; their gates [..., k] and every expert's probability [..., experts].
+    """expert_indices int64 [..., k], best first, their gates [..., k], and all experts' probabilities [..., experts].
 
-    Probabilities sum to 1: those of the softmax, or the sigmoid's scores divided by their sum. They balance the load.
+    Probabilities sum to 1: the softmax, or the sigmoid scores divided by their sum. Load-balancing losses use them.
     """
 
-    choices: Tensor
+    expert_indices: Tensor
     gates: Tensor
     probabilities: Tensor
 
 
-def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., width], weight [experts, width], bias [experts] -> [..., experts], in at least float32.
 
-    Also under autocast: rounded numbers are equal where the exact ones differ, and others would be chosen.
+    Autocast is disabled: rounded logits could be equal where exact ones differ, and select other experts.
     """
-    count(2 * x.numel() * weight.shape[0])
+    add_flops(2 * x.numel() * weight.shape[0])
     with without_autocast(x):
         wide = None if bias is None else at_least_float32(bias)
         return functional.linear(at_least_float32(x), at_least_float32(weight), wide)
 
 
-def route(numbers: Tensor, balance: Tensor | None, rule: Rule) -> Route:
-    """numbers [..., experts] of the router, balance [experts] added where experts are chosen -> the route.
+def route(logits: Tensor, balancing_bias: Tensor | None, config: RoutingConfig) -> Route:
+    """logits [..., experts], balancing_bias [experts] (added for selection only) -> the route.
 
-    Choices carry no gradient; gates and probabilities do.
+    Gates and probabilities are differentiable, expert indices are not.
     """
-    with without_autocast(numbers):
-        logs = functional.logsigmoid(numbers) if rule.routing == "sigmoid" else numbers
-        probabilities = logs.softmax(-1)
-        scores = {"sigmoid": numbers.sigmoid, "topk_softmax": lambda: numbers}.get(
-            rule.routing, lambda: probabilities
-        )()
+    with without_autocast(logits):
+        log_scores = functional.logsigmoid(logits) if config.routing == "sigmoid" else logits
+        probabilities = log_scores.softmax(-1)
+        score_functions = {"sigmoid": logits.sigmoid, "topk_softmax": lambda: logits}
+        scores = score_functions.get(config.routing, lambda: probabilities)()
         with torch.no_grad():
-            chosen = choose(scores if balance is None else scores + balance.to(scores.dtype), rule)
-        if rule.renormalise or rule.routing == "topk_softmax":
-            gates = logs.gather(-1, chosen).softmax(-1)
+            biased = scores if balancing_bias is None else scores + balancing_bias.to(scores.dtype)
+            expert_indices = select_experts(biased, config)
+        if config.renormalize or config.routing == "topk_softmax":
+            gates = log_scores.gather(-1, expert_indices).softmax(-1)
         else:
-            gates = scores.gather(-1, chosen)
-        return Route(chosen, gates if rule.scale == 1.0 else gates * rule.scale, probabilities)
+            gates = scores.gather(-1, expert_indices)
+        return Route(expert_indices, gates if config.scale == 1.0 else gates * config.scale, probabilities)
 
 
-def choose(scores: Tensor, rule: Rule) -> Tensor:
-    """scores [..., experts] -> the experts taken, int64 [..., k], best first."""
-    if rule.groups > 1:
-        inside = scores.unflatten(-1, (rule.groups, -1))
-        best = inside.sort(-1, descending=True).values[..., : 2 if rule.routing == "sigmoid" else 1].sum(-1)
-        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, highest(best, rule.top_groups), True)
-        scores = inside.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
-    return highest(scores, rule.top_k)
+def select_experts(scores: Tensor, config: RoutingConfig) -> Tensor:
+    """scores [..., experts] -> the selected experts, int64 [..., k], best first."""
+    if config.groups > 1:
+        grouped = scores.unflatten(-1, (config.groups, -1))
+        group_scores = grouped.sort(-1, descending=True).values[..., : 2 if config.routing == "sigmoid" else 1].sum(-1)
+        best_groups = stable_topk(group_scores, config.top_groups)
+        selected_groups = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, best_groups, True)
+        scores = grouped.masked_fill(~selected_groups[..., None], float("-inf")).flatten(-2)
+    return stable_topk(scores, config.top_k)
 
 
-def highest(scores: Tensor, number: int) -> Tensor:
-    """The places of the `number` highest of scores [..., n], int64 [..., number]; of equal ones the first."""
-    left, found = scores, list[Tensor]()
-    for turn in range(number):
-        if turn:
-            left = left.scatter(-1, found[-1], float("-inf"))
-        found.append(left.argmax(-1, keepdim=True))
-    return torch.cat(found, dim=-1)
+def stable_topk(scores: Tensor, k: int) -> Tensor:
+    """Indices of the k highest of scores [..., n], int64 [..., k], highest first; equal scores in order of index."""
+    remaining, indices = scores, list[Tensor]()
+    for step in range(k):
+        if step:
+            remaining = remaining.scatter(-1, indices[-1], float("-inf"))
+        indices.append(remaining.argmax(-1, keepdim=True))
+    return torch.cat(indices, dim=-1)
 
 
-def within_capacity(choices: Tensor, real: Tensor | None, experts: int, factor: float) -> Tensor:
-    """choices int64 [B, T, k], real bool [B, T] -> bool [B, T, k]: which an expert still has room for.
+def within_capacity(
+    expert_indices: Tensor, is_token: Tensor | None, num_experts: int, capacity_factor: float
+) -> Tensor:
+    """expert_indices int64 [B, T, k], is_token bool [B, T] -> bool [B, T, k]: True where the expert has capacity left.
 
-    In each row an expert has room for ⌈factor · k · real tokens / experts⌉; earlier tokens come first.
+    In each row the capacity of an expert is ⌈capacity_factor · k · tokens / num_experts⌉. Earlier tokens come first.
     """
-    batch, length, top_k = choices.shape
-    met = torch.zeros(batch, length, experts, dtype=torch.int64, device=choices.device).scatter_(-1, choices, 1)
-    tokens = torch.full((batch,), length, device=choices.device)
-    if real is not None:
-        met, tokens = met * real[..., None], real.sum(1)
-    room = (tokens.double() * (factor * top_k / experts)).ceil()
-    return met.cumsum(1).gather(-1, choices) <= room[:, None, None]
+    batch, length, top_k = expert_indices.shape
+    assigned = torch.zeros(batch, length, num_experts, dtype=torch.int64, device=expert_indices.device)
+    assigned.scatter_(-1, expert_indices, 1)
+    tokens = torch.full((batch,), length, device=expert_indices.device)
+    if is_token is not None:
+        assigned, tokens = assigned * is_token[..., None], is_token.sum(1)
+    capacity = (tokens.double() * (capacity_factor * top_k / num_experts)).ceil()
+    return assigned.cumsum(1).gather(-1, expert_indices) <= capacity[:, None, None]

@@ -1,10 +1,10 @@
-"""Experts on a CPU: rows of choices sorted by expert, one product an expert and projection.
+"""Experts on a CPU: assignments are sorted by expert, and each expert and projection is one product.
 
-With h = f(up x), y = down h and the gate g of a row, and s what flows back into the token's answer, a row has
+For one row, let h = f(up x), y = down h, g its gate and s the gradient of the token's output. Its gradients are
 
-    to g: s · y = (downᵀ s) · h,   to h: g downᵀ s,   to down: s (g h)ᵀ
+    dg = s · y = (downᵀ s) · h,   dh = g downᵀ s,   d down = s (g h)ᵀ
 
-so that y is not kept, and gates multiply hidden rows instead of rows of the stream.
+so y need not be saved, and gates multiply the hidden rows instead of the output rows.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from torch.nn import functional
 
 from heddle.errors import ConfigError
 from heddle.numerics.activations import Activation
-from heddle.numerics.linear import Map
+from heddle.numerics.linear import LinearMap
 from heddle.numerics.norms import without_autocast
 
-ALIKE = 16  # rows: oneDNN prepares half a millisecond for each number of rows that it has not met
+ROW_MULTIPLE = 16  # rows per expert are padded to it: oneDNN spends half a millisecond on each new number of rows
 
 
-class Weights(NamedTuple):
-    """up and gate [E, hidden, width], down [E, width, hidden], their biases [E, ...]; no gate: a plain MLP."""
+class ExpertWeights(NamedTuple):
+    """up and gate [E, hidden, width], down [E, width, hidden], and their biases [E, ...]. A plain MLP has no gate."""
 
     up: Tensor
     down: Tensor
@@ -33,88 +33,92 @@ class Weights(NamedTuple):
     gate_bias: Tensor | None = None
 
     @property
-    def into(self) -> list[Map]:
-        """The maps of x: up, and gate if there is one."""
-        gated: list[Map] = [] if self.gate is None else [(self.gate, self.gate_bias)]
+    def input_maps(self) -> list[LinearMap]:
+        """The linear maps of the input: up, and gate if there is one."""
+        gated: list[LinearMap] = [] if self.gate is None else [(self.gate, self.gate_bias)]
         return [(self.up, self.up_bias), *gated]
 
     @property
-    def out_of(self) -> list[Map]:
-        """The map of what is hidden."""
+    def output_maps(self) -> list[LinearMap]:
+        """The linear map to the output: down."""
         return [(self.down, self.down_bias)]
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Weights":
-        """Each of them changed."""
-        others = (None if weight is None else change(weight) for weight in self[2:])
-        return Weights(change(self.up), change(self.down), *others)
+    def map(self, change: Callable[[Tensor], Tensor]) -> "ExpertWeights":
+        """Apply a function to each weight and bias."""
+        optional_weights = (None if weight is None else change(weight) for weight in self[2:])
+        return ExpertWeights(change(self.up), change(self.down), *optional_weights)
 
-    def of(self, expert: int) -> "Weights":
-        """Those of one expert, without their first dimension."""
-        return self.each(lambda weight: weight[expert])
+    def of_expert(self, expert: int) -> "ExpertWeights":
+        """The weights of one expert, without the first dimension."""
+        return self.map(lambda weight: weight[expert])
 
 
-class Choices(NamedTuple):
-    """experts int64 [N, k], −1 where dropped; their gates [N, k]; keep [N, k, hidden], by which hidden is multiplied.
+class ExpertAssignment(NamedTuple):
+    """Which experts compute each token. An assignment is one of the N·k pairs of a token and an expert.
 
-    No expert stands twice in a row. all_kept: that none is dropped, known without looking.
+    expert_indices: int64 [N, k], −1 where dropped; the experts of a token are distinct. gates: [N, k].
+    dropout_mask: [N, k, hidden], multiplied with the hidden activations. none_dropped: True if no index is −1.
     """
 
-    experts: Tensor
+    expert_indices: Tensor
     gates: Tensor
-    keep: Tensor | None = None
-    all_kept: bool = False
+    dropout_mask: Tensor | None = None
+    none_dropped: bool = False
 
 
-class _Rows(NamedTuple):
-    """M rows, sorted by expert, each expert's as many as a multiple of `ALIKE`.
+class _SortedRows(NamedTuple):
+    """M rows sorted by expert. The rows of each expert are padded to a multiple of `ROW_MULTIPLE`.
 
-    choice int64 [M], among the N·k, any where a row is unused; place int64 [N, k]: the row of each choice, M where it
-    is dropped; pieces: (expert, its rows, those of them that are unused), of the experts that have any.
+    assignment: int64 [M], which of the N·k assignments a row computes; arbitrary for padding rows.
+    row_of_assignment: int64 [N, k], the row of each assignment; M if it is dropped.
+    expert_rows: (expert, its rows, its padding rows), for the experts that have any.
     """
 
-    choice: Tensor
-    place: Tensor
-    pieces: list[tuple[int, slice, slice]]
+    assignment: Tensor
+    row_of_assignment: Tensor
+    expert_rows: list[tuple[int, slice, slice]]
 
 
-def _sort(experts: Tensor, number: int) -> _Rows:
+def _sort_by_expert(experts: Tensor, num_experts: int) -> _SortedRows:
+    """Sort the assignments of experts int64 [N, k], −1 where dropped."""
     flat = experts.reshape(-1)
-    named = torch.where(flat < 0, number, flat)
-    order = named.argsort(stable=True)
-    sizes = torch.bincount(named, minlength=number + 1).tolist()[:number]
-    most = -(-len(flat) // ALIKE) * ALIKE + number * ALIKE if len(flat) else 0  # whatever the sizes are
-    pieces, moved, start, taken = [], [], 0, 0
+    sort_keys = torch.where(flat < 0, num_experts, flat)
+    order = sort_keys.argsort(stable=True)
+    sizes = torch.bincount(sort_keys, minlength=num_experts + 1).tolist()[:num_experts]
+    # The number of rows depends on the number of assignments only, so that buffers have the same size in every call.
+    max_rows = -(-len(flat) // ROW_MULTIPLE) * ROW_MULTIPLE + num_experts * ROW_MULTIPLE if len(flat) else 0
+    expert_rows, row_offsets, start, assigned = [], [], 0, 0
     for expert, size in enumerate(sizes):
-        moved.append(start - taken)
-        stop = start + -(-size // ALIKE) * ALIKE
+        row_offsets.append(start - assigned)
+        stop = start + -(-size // ROW_MULTIPLE) * ROW_MULTIPLE
         if size:
-            pieces.append((expert, slice(start, stop), slice(start + size, stop)))
-        start, taken = stop, taken + size
-    order = order[:taken]
-    row = torch.arange(taken) + torch.repeat_interleave(torch.tensor(moved), torch.tensor(sizes))
-    place, choice = flat.new_full(flat.shape, most), flat.new_zeros(most)
-    place[order], choice[row] = row, order
-    return _Rows(choice, place.view(experts.shape), pieces)
+            expert_rows.append((expert, slice(start, stop), slice(start + size, stop)))
+        start, assigned = stop, assigned + size
+    order = order[:assigned]
+    row = torch.arange(assigned) + torch.repeat_interleave(torch.tensor(row_offsets), torch.tensor(sizes))
+    row_of_assignment, assignment = flat.new_full(flat.shape, max_rows), flat.new_zeros(max_rows)
+    row_of_assignment[order], assignment[row] = row, order
+    return _SortedRows(assignment, row_of_assignment.view(experts.shape), expert_rows)
 
 
-def _spread(x: Tensor, choice: Tensor, top_k: int, pieces: list[tuple[int, slice, slice]]) -> Tensor:
-    """Tokens x [N, width] to the rows of their choices [M, width], zero where an expert's row is unused."""
-    made = x.index_select(0, choice // top_k)
-    for _, _, unused in pieces:
-        made[unused] = 0.0
-    return made
+def _gather_rows(x: Tensor, assignment: Tensor, top_k: int, expert_rows: list[tuple[int, slice, slice]]) -> Tensor:
+    """Copy tokens x [N, width] to the rows of their assignments [M, width]. Padding rows are zero."""
+    rows = x.index_select(0, assignment // top_k)
+    for _, _, padding in expert_rows:
+        rows[padding] = 0.0
+    return rows
 
 
-def _summed(y: Tensor, place: Tensor, gates: Tensor | None = None) -> Tensor:
-    """Rows y [M + 1, width], the last of them zero, gathered to tokens [N, width]."""
-    return functional.embedding_bag(place, y, mode="sum", per_sample_weights=gates)
+def _sum_to_tokens(y: Tensor, row_of_assignment: Tensor, gates: Tensor | None = None) -> Tensor:
+    """Sum rows y [M + 1, width], weighted by gates if given, to tokens [N, width]. The last row of y is zero."""
+    return functional.embedding_bag(row_of_assignment, y, mode="sum", per_sample_weights=gates)
 
 
-def _open(rows: int, like: Tensor, width: int) -> Tensor:
-    """[rows + 1, width] to be written; only the last row is set, to zero."""
-    made = like.new_empty(rows + 1, width)
-    made[rows] = 0.0
-    return made
+def _empty_rows(rows: int, like: Tensor, width: int) -> Tensor:
+    """An uninitialized buffer [rows + 1, width] whose last row is zero."""
+    out = like.new_empty(rows + 1, width)
+    out[rows] = 0.0
+    return out
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -124,86 +128,107 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
         torch.addmm(bias, x, weight.mT, out=out)
 
 
-def hidden_of(up: Tensor, gate: Tensor | None, keep: Tensor | None, activation: Activation) -> Tensor:
+def hidden_activation(up: Tensor, gate: Tensor | None, dropout_mask: Tensor | None, activation: Activation) -> Tensor:
+    """The activation of up and gate [..., hidden], with dropout if there is a mask."""
     hidden = activation(up, gate)
-    return hidden if keep is None else hidden * keep
+    return hidden if dropout_mask is None else hidden * dropout_mask
 
 
-class Sorted(torch.autograd.Function):
-    """Products expert by expert, everything else on all rows at once: few calls, and buffers that are always as large.
+class SortedExperts(torch.autograd.Function):
+    """One product per expert and projection; everything else runs on all rows at once, in buffers of constant size.
 
-    Buffers as large as an expert's rows of this call would be of another size in every call: memory would fragment.
+    Buffers sized by an expert's rows would have a different size in every call and fragment memory. Each expert's
+    gradient is written directly into the gradient of the stacked weight.
     """
 
     @staticmethod
-    def forward(ctx: Any, activation: Activation, x: Tensor, choices: Choices, gates: Tensor, *given: Any) -> Tensor:
-        weights = Weights(*given)
-        rows = _sort(choices.experts, weights.up.shape[0])
-        number = len(rows.choice)
-        read = _spread(x, rows.choice, choices.experts.shape[1], rows.pieces)
-        up = x.new_empty(number, weights.up.shape[1])
+    def forward(
+        ctx: Any, activation: Activation, x: Tensor, assignment: ExpertAssignment, gates: Tensor, *weight_tensors: Any
+    ) -> Tensor:
+        weights = ExpertWeights(*weight_tensors)
+        rows = _sort_by_expert(assignment.expert_indices, weights.up.shape[0])
+        num_rows = len(rows.assignment)
+        inputs = _gather_rows(x, rows.assignment, assignment.expert_indices.shape[1], rows.expert_rows)
+        up = x.new_empty(num_rows, weights.up.shape[1])
         gate = None if weights.gate is None else torch.empty_like(up)
-        for expert, piece, _ in rows.pieces:
-            own = weights.of(expert)
-            _linear(read[piece], own.up, own.up_bias, up[piece])
+        for expert, expert_slice, _ in rows.expert_rows:
+            expert_weights = weights.of_expert(expert)
+            _linear(inputs[expert_slice], expert_weights.up, expert_weights.up_bias, up[expert_slice])
             if gate is not None:
-                assert own.gate is not None
-                _linear(read[piece], own.gate, own.gate_bias, gate[piece])
-        keep = None if choices.keep is None else choices.keep.flatten(0, 1).index_select(0, rows.choice)
-        hidden, y = hidden_of(up, gate, keep, activation), _open(number, x, x.shape[1])
-        for expert, piece, _ in rows.pieces:
-            own = weights.of(expert)
-            _linear(hidden[piece], own.down, own.down_bias, y[piece])
-        ctx.activation, ctx.pieces = activation, rows.pieces
-        ctx.save_for_backward(read, gates, up, gate, keep, rows.choice, rows.place, *given)
-        return _summed(y, rows.place, gates.to(x.dtype))
+                assert expert_weights.gate is not None
+                _linear(inputs[expert_slice], expert_weights.gate, expert_weights.gate_bias, gate[expert_slice])
+        dropout_mask = assignment.dropout_mask
+        if dropout_mask is not None:
+            dropout_mask = dropout_mask.flatten(0, 1).index_select(0, rows.assignment)
+        hidden, y = hidden_activation(up, gate, dropout_mask, activation), _empty_rows(num_rows, x, x.shape[1])
+        for expert, expert_slice, _ in rows.expert_rows:
+            expert_weights = weights.of_expert(expert)
+            _linear(hidden[expert_slice], expert_weights.down, expert_weights.down_bias, y[expert_slice])
+        ctx.activation, ctx.expert_rows = activation, rows.expert_rows
+        ctx.save_for_backward(
+            inputs, gates, up, gate, dropout_mask, rows.assignment, rows.row_of_assignment, *weight_tensors
+        )
+        return _sum_to_tokens(y, rows.row_of_assignment, gates.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise ConfigError('experts: this form has no second gradient; ask for kernels(experts="reference")')
-        with without_autocast(slope):
-            return _backward(ctx, slope)
+            raise ConfigError('experts: this kernel has no second gradient; use kernels(experts="reference")')
+        with without_autocast(grad_output):
+            return _backward(ctx, grad_output)
 
 
-def _backward(ctx: Any, slope: Tensor) -> tuple[Any, ...]:
-    read, gates, up, gate, keep, choice, place, *given = ctx.saved_tensors
-    weights, wanted = Weights(*given), ctx.needs_input_grad[4:]
-    shares = gates.flatten().index_select(0, choice)[:, None].to(read.dtype)
-    back, pulled = _spread(slope, choice, place.shape[1], ctx.pieces), torch.empty_like(up)
-    for expert, piece, _ in ctx.pieces:
-        torch.mm(back[piece], weights.down[expert], out=pulled[piece])
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+    """The gradients of the inputs of `SortedExperts.apply`."""
+    inputs, gates, up, gate, dropout_mask, assignment, row_of_assignment, *weight_tensors = ctx.saved_tensors
+    weights, needs_grad = ExpertWeights(*weight_tensors), ctx.needs_input_grad[4:]
+    row_gates = gates.flatten().index_select(0, assignment)[:, None].to(inputs.dtype)
+    grad_rows = _gather_rows(grad_output, assignment, row_of_assignment.shape[1], ctx.expert_rows)
+    grad_hidden = torch.empty_like(up)
+    for expert, expert_slice, _ in ctx.expert_rows:
+        torch.mm(grad_rows[expert_slice], weights.down[expert], out=grad_hidden[expert_slice])
     with torch.enable_grad():
-        inner = [whole.detach().requires_grad_() for whole in (up, gate) if whole is not None]
-        hidden = hidden_of(inner[0], inner[1] if gate is not None else None, keep, ctx.activation)
-    to_gates = _open(len(choice), gates, 1)
-    to_gates[:-1] = (pulled * hidden.detach()).sum(1, keepdim=True)
-    felt = back  # by the bias of down
+        activation_inputs = [tensor.detach().requires_grad_() for tensor in (up, gate) if tensor is not None]
+        up_input, gate_input = activation_inputs[0], activation_inputs[1] if gate is not None else None
+        hidden = hidden_activation(up_input, gate_input, dropout_mask, ctx.activation)
+    grad_gates = _empty_rows(len(assignment), gates, 1)
+    grad_gates[:-1] = (grad_hidden * hidden.detach()).sum(1, keepdim=True)
+    grad_down_bias_rows = grad_rows
     if weights.down_bias is not None:
-        felt = back * shares
-        for expert, piece, _ in ctx.pieces:
-            to_gates[piece] += (back[piece] @ weights.down_bias[expert])[:, None]
-    slopes = torch.autograd.grad(hidden, inner, pulled.mul_(shares))
-    hidden = hidden.detach().mul_(shares)
-    idle = sorted(set(range(len(weights.up))) - {expert for expert, _, _ in ctx.pieces})
-    to = _Slopes(*(_unset(w, idle) if asked else None for w, asked in zip(given, wanted, strict=True)))
-    to_rows = _open(len(choice), read, read.shape[1])
-    for expert, piece, _ in ctx.pieces:
-        own = weights.of(expert)
-        into = _Slopes(*(None if w is None else w[expert] for w in to))
-        _write(back[piece], hidden[piece], into.down, None)
-        if into.down_bias is not None:
-            torch.sum(felt[piece], 0, out=into.down_bias)
-        _write(slopes[0][piece], read[piece], into.up, into.up_bias)
-        torch.mm(slopes[0][piece], own.up, out=to_rows[piece])
-        if own.gate is not None:
-            _write(slopes[1][piece], read[piece], into.gate, into.gate_bias)
-            to_rows[piece].addmm_(slopes[1][piece], own.gate)
-    return None, _summed(to_rows, place), None, to_gates[:, 0][place], *to
+        grad_down_bias_rows = grad_rows * row_gates
+        for expert, expert_slice, _ in ctx.expert_rows:
+            grad_gates[expert_slice] += (grad_rows[expert_slice] @ weights.down_bias[expert])[:, None]
+    activation_grads = torch.autograd.grad(hidden, activation_inputs, grad_hidden.mul_(row_gates))
+    hidden = hidden.detach().mul_(row_gates)
+    unused_experts = sorted(set(range(len(weights.up))) - {expert for expert, _, _ in ctx.expert_rows})
+    pairs = zip(weight_tensors, needs_grad, strict=True)
+    gradients = _ExpertGradients(
+        *(_empty_gradient(tensor, unused_experts) if needed else None for tensor, needed in pairs)
+    )
+    grad_inputs = _empty_rows(len(assignment), inputs, inputs.shape[1])
+    for expert, expert_slice, _ in ctx.expert_rows:
+        expert_weights = weights.of_expert(expert)
+        expert_gradients = _ExpertGradients(*(None if tensor is None else tensor[expert] for tensor in gradients))
+        _write_gradient(grad_rows[expert_slice], hidden[expert_slice], expert_gradients.down, None)
+        if expert_gradients.down_bias is not None:
+            torch.sum(grad_down_bias_rows[expert_slice], 0, out=expert_gradients.down_bias)
+        _write_gradient(
+            activation_grads[0][expert_slice], inputs[expert_slice], expert_gradients.up, expert_gradients.up_bias
+        )
+        torch.mm(activation_grads[0][expert_slice], expert_weights.up, out=grad_inputs[expert_slice])
+        if expert_weights.gate is not None:
+            _write_gradient(
+                activation_grads[1][expert_slice],
+                inputs[expert_slice],
+                expert_gradients.gate,
+                expert_gradients.gate_bias,
+            )
+            grad_inputs[expert_slice].addmm_(activation_grads[1][expert_slice], expert_weights.gate)
+    return None, _sum_to_tokens(grad_inputs, row_of_assignment), None, grad_gates[:, 0][row_of_assignment], *gradients
 
 
-class _Slopes(NamedTuple):
-    """Gradients of `Weights`, or one expert's; None: not wanted, or no such weight."""
+class _ExpertGradients(NamedTuple):
+    """Gradients of `ExpertWeights`, or of one expert. None: no gradient is required, or there is no such weight."""
 
     up: Tensor | None
     down: Tensor | None
@@ -213,17 +238,17 @@ class _Slopes(NamedTuple):
     gate_bias: Tensor | None
 
 
-def _unset(weight: Tensor, idle: list[int]) -> Tensor:
-    """A gradient to be written, zero for experts without rows."""
-    made = torch.empty_like(weight)
-    for expert in idle:
-        made[expert].zero_()
-    return made
+def _empty_gradient(weight: Tensor, unused_experts: list[int]) -> Tensor:
+    """An uninitialized gradient, set to zero for experts without rows."""
+    gradient = torch.empty_like(weight)
+    for expert in unused_experts:
+        gradient[expert].zero_()
+    return gradient
 
 
-def _write(slopes: Tensor, inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    """The gradient of a projection, into that of its expert."""
+def _write_gradient(grad_rows: Tensor, inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Write the gradients of one expert's projection into `weight` and `bias`."""
     if weight is not None:
-        torch.mm(slopes.mT, inputs, out=weight)
+        torch.mm(grad_rows.mT, inputs, out=weight)
     if bias is not None:
-        torch.sum(slopes, 0, out=bias)
+        torch.sum(grad_rows, 0, out=bias)

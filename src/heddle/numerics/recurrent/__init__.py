@@ -1,1 +1,1 @@
-"""Sums and states over earlier tokens: linear attention, retention, the gated delta rule."""
+"""Recurrent sequence operations: linear attention, retention, the gated delta rule, causal convolution."""

@@ -1,7 +1,7 @@
-"""Causal depthwise convolution along a text: `y_t = Σ_s w_s ⊙ x_{t−s}` over the last `kernel` tokens of t's document.
+"""Causal depthwise convolution: `y_t = Σ_s w_s ⊙ x_{t−s}` over the last `kernel_size` tokens of t's document.
 
-Padding is no token, and before the first token of a document stand zeros. What later tokens may need of a text is its
-tail, the inputs of its last kernel − 1 tokens, oldest first.
+Padding is skipped, and inputs before the first token of a document are zeros. The convolution state, which later tokens
+need, is the inputs of the last kernel_size − 1 tokens, oldest first.
 """
 
 from collections.abc import Sequence
@@ -10,174 +10,181 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heddle.numerics.dispatch.flop_counter import count
-from heddle.numerics.dispatch.operation import Form, Operation
+from heddle.numerics.dispatch.flop_counter import add_flops
+from heddle.numerics.dispatch.operation import Kernel, Operation
 from heddle.numerics.norms import without_autocast
 
 
 class Taps(NamedTuple):
-    """Where each token's inputs stand, when not simply before it.
+    """The inputs of each token, for calls with padding or several documents.
 
-    slots: int64 [B, T + 1, kernel], indices into [tail ; x], oldest first, −1 for a zero; the last token is the one
-    that is next to come. starts: int64 [2, N], row and place of every token before which fewer than kernel − 1 of its
-    document stand in this call, if that is known and there is no padding.
+    input_indices: int64 [B, T + 1, kernel_size], indices into [conv_state ; x], oldest first, −1 for a zero. The last
+    entry is for the token that follows the call.
+    near_starts: int64 [2, N], row and position of every token that has fewer than kernel_size − 1 earlier tokens of its
+    document in this call. None if that is unknown or there is padding.
     """
 
-    slots: Tensor
-    starts: Tensor | None = None
+    input_indices: Tensor
+    near_starts: Tensor | None = None
 
 
-class Facts(NamedTuple):
-    """What decides the form: tokens, whether gradients are wanted, whether taps are given, and their starts."""
+class ConvolutionFacts(NamedTuple):
+    """What decides the kernel: tokens, and whether there are gradients, taps and the tokens near document starts."""
 
-    length: int
+    tokens: int
     gradients: bool
     taps: bool
-    starts: bool
+    near_starts: bool
 
 
-def flops(tokens: int, channels: int, kernel: int) -> int:
-    """Operations of one call: a multiply and an add for each tap."""
-    return 2 * tokens * channels * kernel
+def convolution_flops(tokens: int, channels: int, kernel_size: int) -> int:
+    """FLOPs of one call: a multiply and an add per tap."""
+    return 2 * tokens * channels * kernel_size
 
 
-def find_taps(real: Tensor, segments: Tensor, kernel: int) -> Tensor:
-    """The slots of `Taps` from real bool [B, T] and segments [B, T], in which 0 goes on with the tail's document."""
-    (batch, length), behind, device = real.shape, kernel - 1, real.device
-    now = segments[:, -1:] if length else segments.new_zeros(batch, 1)  # the next token goes on where the call ends
-    segments, real = torch.cat((segments, now), dim=1), torch.cat((real, real.new_ones(batch, 1)), dim=1)
-    number = behind + real.cumsum(1) - 1  # of each real token, counted from the oldest of the tail
-    slots = torch.arange(behind + length + 1, device=device).repeat(batch, 1)
-    by_number = torch.cat((slots, slots[:, :1]), dim=1)  # padding is written to one place more than there are numbers
-    by_number.scatter_(1, torch.where(real, number, behind + length + 1), slots[:, behind:])
-    wanted = (number[..., None] - torch.arange(behind, -1, -1, device=device)).clamp(min=0).flatten(1)
-    index = by_number.gather(1, wanted)
-    document = torch.cat((segments.new_zeros(batch, behind), segments), dim=1)
-    same = document.gather(1, index).view(batch, -1, kernel) == segments[..., None]
-    return torch.where(same & real[..., None], index.view(batch, -1, kernel), -1)
+def find_input_indices(is_token: Tensor, call_segment_ids: Tensor, kernel_size: int) -> Tensor:
+    """The `input_indices` of `Taps`. is_token: bool [B, T]. call_segment_ids: [B, T]; 0 is the state's document."""
+    (batch, length), state_tokens, device = is_token.shape, kernel_size - 1, is_token.device
+    # One more token is appended: the one after the call, in the last token's document.
+    next_segment_ids = call_segment_ids[:, -1:] if length else call_segment_ids.new_zeros(batch, 1)
+    call_segment_ids = torch.cat((call_segment_ids, next_segment_ids), dim=1)
+    is_token = torch.cat((is_token, is_token.new_ones(batch, 1)), dim=1)
+    token_number = state_tokens + is_token.cumsum(1) - 1  # counted from the oldest token of the state, no padding
+    positions = torch.arange(state_tokens + length + 1, device=device).repeat(batch, 1)
+    position_of_number = torch.cat((positions, positions[:, :1]), dim=1)  # the extra last column is for padding
+    number_or_last = torch.where(is_token, token_number, state_tokens + length + 1)
+    position_of_number.scatter_(1, number_or_last, positions[:, state_tokens:])
+    offsets = torch.arange(state_tokens, -1, -1, device=device)
+    input_numbers = (token_number[..., None] - offsets).clamp(min=0).flatten(1)
+    index = position_of_number.gather(1, input_numbers)
+    segment_ids = torch.cat((call_segment_ids.new_zeros(batch, state_tokens), call_segment_ids), dim=1)
+    same_document = segment_ids.gather(1, index).view(batch, -1, kernel_size) == call_segment_ids[..., None]
+    return torch.where(same_document & is_token[..., None], index.view(batch, -1, kernel_size), -1)
 
 
-def find_starts(pieces: Sequence[Sequence[int]], kernel: int, device: torch.device) -> Tensor:
-    """The starts of `Taps` for rows of documents of these lengths."""
-    found = []
-    for row, lengths in enumerate(pieces):
-        first = 0
-        for size in lengths:
-            found += [(row, first + place) for place in range(min(size, kernel - 1))]
-            first += size
-    return torch.tensor(found, dtype=torch.int64, device="cpu").view(-1, 2).t().to(device)
+def find_tokens_near_starts(doc_lengths: Sequence[Sequence[int]], kernel_size: int, device: torch.device) -> Tensor:
+    """The `near_starts` of `Taps`, from the document lengths of each row."""
+    indices = []
+    for row, row_lengths in enumerate(doc_lengths):
+        doc_start = 0
+        for doc_length in row_lengths:
+            indices += [(row, doc_start + position) for position in range(min(doc_length, kernel_size - 1))]
+            doc_start += doc_length
+    return torch.tensor(indices, dtype=torch.int64, device="cpu").view(-1, 2).t().to(device)
 
 
-def reference(x: Tensor, weight: Tensor, tail: Tensor | None, taps: Taps | None) -> Tensor:
-    """x [B, T, C], weight [C, kernel] (the last for the token itself), tail [B, kernel − 1, C] -> [B, T, C]."""
+def reference(x: Tensor, weight: Tensor, conv_state: Tensor | None, taps: Taps | None) -> Tensor:
+    """Gather the inputs of every token, then multiply by the weight. Shapes as in `causal_conv1d`."""
     if taps is None:
-        everywhere = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        taps = Taps(find_taps(everywhere, torch.zeros_like(everywhere, dtype=torch.int64), weight.shape[1]))
+        all_tokens = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        taps = Taps(find_input_indices(all_tokens, torch.zeros_like(all_tokens, dtype=torch.int64), weight.shape[1]))
     rows = torch.arange(x.shape[0], device=x.device)[:, None]
-    return _gathered(_inputs(x, weight, tail), weight, rows, taps.slots[:, :-1])
+    return _convolve_gathered(_with_conv_state(x, weight, conv_state), weight, rows, taps.input_indices[:, :-1])
 
 
-def _inputs(x: Tensor, weight: Tensor, tail: Tensor | None) -> Tensor:
-    """[tail ; x], a tail of zeros where there is none."""
-    tail = x.new_zeros(x.shape[0], weight.shape[1] - 1, x.shape[2]) if tail is None else tail
-    return torch.cat((tail, x), dim=1)
+def _with_conv_state(x: Tensor, weight: Tensor, conv_state: Tensor | None) -> Tensor:
+    """[conv_state ; x], with a state of zeros if there is none."""
+    conv_state = x.new_zeros(x.shape[0], weight.shape[1] - 1, x.shape[2]) if conv_state is None else conv_state
+    return torch.cat((conv_state, x), dim=1)
 
 
-def _gathered(inputs: Tensor, weight: Tensor, rows: Tensor, index: Tensor) -> Tensor:
-    """inputs [B, S, C], index [..., kernel] into its rows [...] -> [..., C]."""
-    found = inputs[rows[..., None], index.clamp(min=0)].masked_fill((index < 0)[..., None], 0.0)
-    return torch.einsum("...kc,ck->...c", found, weight)
+def _convolve_gathered(inputs: Tensor, weight: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+    """inputs [B, S, C], rows [...] and index [..., kernel_size] into them -> [..., C]."""
+    gathered = inputs[rows[..., None], index.clamp(min=0)].masked_fill((index < 0)[..., None], 0.0)
+    return torch.einsum("...kc,ck->...c", gathered, weight)
 
 
-def _step(x: Tensor, weight: Tensor, tail: Tensor | None, taps: Taps | None) -> Tensor:
-    """One token that goes on."""
-    return (_inputs(x, weight, tail) * weight.t()).sum(1, keepdim=True)
+def _step(x: Tensor, weight: Tensor, conv_state: Tensor | None, taps: Taps | None) -> Tensor:
+    """One token that continues the state's document."""
+    return (_with_conv_state(x, weight, conv_state) * weight.t()).sum(1, keepdim=True)
 
 
-def _shifted(x: Tensor, weight: Tensor, tail: Tensor | None, taps: Taps | None) -> Tensor:
-    """One document, no padding: a token's inputs stand before it."""
-    y: Tensor = _Shifted.apply(x if tail is None else torch.cat((tail, x), dim=1), weight)
+def _shifted(x: Tensor, weight: Tensor, conv_state: Tensor | None, taps: Taps | None) -> Tensor:
+    """One document per row, without padding: the inputs of a token are directly before it."""
+    y: Tensor = _ShiftedSum.apply(x if conv_state is None else torch.cat((conv_state, x), dim=1), weight)
     return y[:, y.shape[1] - x.shape[1] :]
 
 
-def _mended(x: Tensor, weight: Tensor, tail: Tensor | None, taps: Taps | None) -> Tensor:
-    """As if each row were one document; then the few tokens near the start of one are made anew."""
+def _patched(x: Tensor, weight: Tensor, conv_state: Tensor | None, taps: Taps | None) -> Tensor:
+    """Compute each row as one document, then recompute the few tokens near the start of a document."""
     assert taps is not None
-    assert taps.starts is not None
-    rows, places = taps.starts
-    anew = _gathered(_inputs(x, weight, tail), weight, rows, taps.slots[rows, places])
-    return _shifted(x, weight, tail, None).index_put((rows, places), anew)
+    assert taps.near_starts is not None
+    rows, positions = taps.near_starts
+    inputs = _with_conv_state(x, weight, conv_state)
+    corrected = _convolve_gathered(inputs, weight, rows, taps.input_indices[rows, positions])
+    return _shifted(x, weight, conv_state, None).index_put((rows, positions), corrected)
 
 
-class _Shifted(torch.autograd.Function):
-    """The sum over shifted copies; torch's grouped convolution and its gradient take four times as long on a CPU."""
+class _ShiftedSum(torch.autograd.Function):
+    """A weighted sum of shifted copies: four times as fast as torch's grouped convolution and its gradient on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        taps = weight.t().flip(0).contiguous()
-        y = x * taps[0]
-        for back in range(1, min(len(taps), x.shape[1])):
-            y[:, back:].addcmul_(x[:, :-back], taps[back])
+        tap_weights = weight.t().flip(0).contiguous()
+        y = x * tap_weights[0]
+        for shift in range(1, min(len(tap_weights), x.shape[1])):
+            y[:, shift:].addcmul_(x[:, :-shift], tap_weights[shift])
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         (gradient,), (x, weight) = gradients, ctx.saved_tensors
-        taps = weight.t().flip(0).contiguous()
-        to_x, to_taps = gradient * taps[0], torch.zeros_like(taps)
-        to_taps[0] = (gradient * x).sum((0, 1))
-        for back in range(1, min(len(taps), x.shape[1])):
-            to_x[:, :-back].addcmul_(gradient[:, back:], taps[back])
-            to_taps[back] = (gradient[:, back:] * x[:, :-back]).sum((0, 1))
-        return to_x, to_taps.flip(0).t()
+        tap_weights = weight.t().flip(0).contiguous()
+        grad_x, grad_taps = gradient * tap_weights[0], torch.zeros_like(tap_weights)
+        grad_taps[0] = (gradient * x).sum((0, 1))
+        for shift in range(1, min(len(tap_weights), x.shape[1])):
+            grad_x[:, :-shift].addcmul_(gradient[:, shift:], tap_weights[shift])
+            grad_taps[shift] = (gradient[:, shift:] * x[:, :-shift]).sum((0, 1))
+        return grad_x, grad_taps.flip(0).t()
 
 
-def _no_step(facts: Facts) -> str | None:
-    if facts.length != 1:
-        return f"it takes one token, here are {facts.length}"
-    return "gradients are wanted" if facts.gradients else _no_shifted(facts)
+def _step_unsupported(facts: ConvolutionFacts) -> str | None:
+    if facts.tokens != 1:
+        return f"it takes one token, here are {facts.tokens}"
+    return "gradients are wanted" if facts.gradients else _shifted_unsupported(facts)
 
 
-def _no_shifted(facts: Facts) -> str | None:
-    return "documents begin or padding stands between the tokens" if facts.taps else None
+def _shifted_unsupported(facts: ConvolutionFacts) -> str | None:
+    return "there are several documents or padding" if facts.taps else None
 
 
-def _no_mended(facts: Facts) -> str | None:
-    return None if facts.starts else "it is not known where documents begin, or there is padding"
+def _patched_unsupported(facts: ConvolutionFacts) -> str | None:
+    return None if facts.near_starts else "document lengths are unknown, or there is padding"
 
 
 CONVOLUTION = Operation(
     "convolution",
     (
-        Form("step", _step, _no_step),
-        Form("shifted", _shifted, _no_shifted),
-        Form("mended", _mended, _no_mended),
-        Form("reference", reference, lambda facts: None),
+        Kernel("step", _step, _step_unsupported),
+        Kernel("shifted", _shifted, _shifted_unsupported),
+        Kernel("patched", _patched, _patched_unsupported),
+        Kernel("reference", reference, lambda facts: None),
     ),
 )
 
 
-def convolution(x: Tensor, weight: Tensor, tail: Tensor | None, taps: Taps | None) -> Tensor:
-    """x [B, T, C], weight [C, kernel] (the last for the token itself), tail [B, kernel − 1, C] or None -> [B, T, C].
+def causal_conv1d(x: Tensor, weight: Tensor, conv_state: Tensor | None, taps: Taps | None) -> Tensor:
+    """x [B, T, C], weight [C, kernel_size], conv_state [B, kernel_size − 1, C] or None (zeros) -> [B, T, C].
 
-    Padding, where `taps` tell of it, yields zeros.
+    The last column of the weight is for the token itself. `taps` are required for padding or several documents. Padding
+    yields zeros.
     """
-    count(flops(x.shape[0] * x.shape[1], *weight.shape))
+    add_flops(convolution_flops(x.shape[0] * x.shape[1], *weight.shape))
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    facts = Facts(x.shape[1], gradients, taps is not None, taps is not None and taps.starts is not None)
-    form = CONVOLUTION.choose(facts)
+    facts = ConvolutionFacts(x.shape[1], gradients, taps is not None, taps is not None and taps.near_starts is not None)
+    kernel = CONVOLUTION.choose(facts)
     with without_autocast(x):
-        y: Tensor = form.run(x, weight, tail, taps)
+        y: Tensor = kernel.run(x, weight, conv_state, taps)
     return y
 
 
-def next_tail(x: Tensor, tail: Tensor, taps: Taps | None) -> Tensor:
-    """The tail [B, kernel − 1, C] after a call's inputs x [B, T, C]; zeros where the last document is younger."""
-    behind = tail.shape[1]
-    if taps is None:  # no view of x, which a state would keep alive
-        recent = torch.cat((tail, x[:, max(0, x.shape[1] - behind) :]), dim=1)
-        return recent[:, recent.shape[1] - behind :]
-    slots, inputs = taps.slots[:, -1, :behind], torch.cat((tail, x), dim=1)
-    kept = inputs.gather(1, slots.clamp(min=0)[..., None].expand(-1, -1, x.shape[2]))
-    return kept.masked_fill((slots < 0)[..., None], 0.0)
+def next_conv_state(x: Tensor, conv_state: Tensor, taps: Taps | None) -> Tensor:
+    """The state [B, kernel_size − 1, C] after a call with inputs x [B, T, C]: zero before the last document's start."""
+    state_tokens = conv_state.shape[1]
+    if taps is None:  # the result is a copy: a view would keep x in memory
+        recent = torch.cat((conv_state, x[:, max(0, x.shape[1] - state_tokens) :]), dim=1)
+        return recent[:, recent.shape[1] - state_tokens :]
+    indices, inputs = taps.input_indices[:, -1, :state_tokens], torch.cat((conv_state, x), dim=1)
+    recent_inputs = inputs.gather(1, indices.clamp(min=0)[..., None].expand(-1, -1, x.shape[2]))
+    return recent_inputs.masked_fill((indices < 0)[..., None], 0.0)

@@ -1,10 +1,11 @@
-"""Attention with two softmaxes (Shen et al. 2018, "Efficient Attention"): linear in both lengths.
+"""Attention with two softmaxes ("Efficient Attention", Shen et al. 2018): linear in the number of queries and of keys.
 
     y_t = softmax_d(q_t) · Σ_s softmax_s(k_s) v_sᵀ
 
-q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v]; query head h reads group h // (H/G). Keys are
-normalised over the sequence, each of their dims by itself, so it is for texts that are seen whole. `mask` is bool
-[B, S], True where a key counts, or None for all; without any key the answer is zero. At least float32 within.
+q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v]. Query head h reads group h // (H/G). The softmax
+of the keys runs over the sequence, for each dimension separately, so all keys must be known: it is not causal.
+`key_mask` is bool [B, S], True at visible keys, or None if all are. A row without visible keys yields zeros. Everything
+is computed in at least float32.
 """
 
 from typing import NamedTuple
@@ -12,82 +13,82 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heddle.numerics.dispatch.flop_counter import count
-from heddle.numerics.dispatch.operation import Form, Operation
+from heddle.numerics.dispatch.flop_counter import add_flops
+from heddle.numerics.dispatch.operation import Kernel, Operation
 from heddle.numerics.norms import at_least_float32
 
 
 class DoubleSoftmaxFacts(NamedTuple):
-    """Sizes; no form refuses by them yet."""
+    """Sizes of a call. Both kernels support every call."""
 
     queries: int
     keys: int
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """By the weights of every pair, [B, H, T, S]: softmax_d(Q) softmax_s(K)ᵀ, then times V."""
-    k, v = _normalised(k, v, mask)
-    weights = torch.einsum("bgrtd,bgsd->bgrts", _grouped(q, k.shape[1]), k)
+def reference(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Quadratic: the weights of every pair [B, H, T, S], softmax_d(Q) softmax_s(K)ᵀ, times V."""
+    k, v = _normalize_keys(k, v, key_mask)
+    weights = torch.einsum("bgrtd,bgsd->bgrts", _grouped_queries(q, k.shape[1]), k)
     return torch.einsum("bgrts,bgse->bgrte", weights, v).flatten(1, 2).to(q.dtype)
 
 
-def flops(rows: int, queries: int, keys: int, widths: int) -> int:
-    """Operations for `queries` (of all heads) and `keys` (of all groups) of each row; `widths` is d_k · d_v."""
+def double_softmax_flops(rows: int, queries: int, keys: int, widths: int) -> int:
+    """FLOPs of `queries` (of all heads) and `keys` (of all groups) per row. `widths` is d_k · d_v."""
     return 2 * rows * (queries + keys) * widths
 
 
-def summarise(k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Σ_s softmax_s(k_s) v_sᵀ, [B, G, d_k, d_v] in at least float32: all that queries need of keys and values."""
-    count(flops(k.shape[0], 0, k.shape[1] * k.shape[2], k.shape[3] * v.shape[3]))
-    return _summary(k, v, mask)
+def summarize_keys_values(k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Σ_s softmax_s(k_s) v_sᵀ, [B, G, d_k, d_v] in at least float32. Queries need nothing else of keys and values."""
+    add_flops(double_softmax_flops(k.shape[0], 0, k.shape[1] * k.shape[2], k.shape[3] * v.shape[3]))
+    return _summary(k, v, key_mask)
 
 
-def read(q: Tensor, summary: Tensor) -> Tensor:
-    """softmax_d(Q) times a summary: q [B, H, T, d_k], summary [B, G, d_k, d_v] -> [B, H, T, d_v] in q's dtype."""
-    count(flops(q.shape[0], q.shape[1] * q.shape[2], 0, q.shape[3] * summary.shape[3]))
-    return _answer(q, summary)
+def read_summary(q: Tensor, summary: Tensor) -> Tensor:
+    """softmax_d(Q) times the summary: q [B, H, T, d_k], summary [B, G, d_k, d_v] -> [B, H, T, d_v] in q's dtype."""
+    add_flops(double_softmax_flops(q.shape[0], q.shape[1] * q.shape[2], 0, q.shape[3] * summary.shape[3]))
+    return _read(q, summary)
 
 
-def _summary(k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    k, v = _normalised(k, v, mask)
+def _summary(k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    k, v = _normalize_keys(k, v, key_mask)
     return torch.einsum("bgsd,bgse->bgde", k, v)
 
 
-def _answer(q: Tensor, summary: Tensor) -> Tensor:
-    return torch.einsum("bgrtd,bgde->bgrte", _grouped(q, summary.shape[1]), summary).flatten(1, 2).to(q.dtype)
+def _read(q: Tensor, summary: Tensor) -> Tensor:
+    return torch.einsum("bgrtd,bgde->bgrte", _grouped_queries(q, summary.shape[1]), summary).flatten(1, 2).to(q.dtype)
 
 
-def _linear(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    return _answer(q, _summary(k, v, mask))
+def _linear(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    return _read(q, _summary(k, v, key_mask))
 
 
-def _grouped(q: Tensor, groups: int) -> Tensor:
-    """softmax over each query's dims, [B, G, H/G, T, d_k]."""
+def _grouped_queries(q: Tensor, groups: int) -> Tensor:
+    """Softmax over the dimensions of each query, [B, G, H/G, T, d_k]."""
     return at_least_float32(q).softmax(-1).unflatten(1, (groups, -1))
 
 
-def _normalised(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Each dim of the keys softmaxed over the sequence; keys and values that do not count are zero."""
+def _normalize_keys(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax of each key dimension over the sequence. Keys and values that are not visible become zero."""
     k, v = at_least_float32(k), at_least_float32(v)
-    if mask is None:
+    if key_mask is None:
         return k.softmax(2), v
-    hidden = ~mask[:, None, :, None]
-    # A row without keys would be softmax of nothing: its keys count as equal, and then become zero.
-    empty = ~mask.any(1)[:, None, None, None]
+    hidden = ~key_mask[:, None, :, None]
+    # The softmax of a row without visible keys would be NaN: its keys are set equal first, and to zero afterwards.
+    empty = ~key_mask.any(1)[:, None, None, None]
     k = k.masked_fill(hidden, float("-inf")).masked_fill(empty, 0.0).softmax(2)
     return k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
 
 
 DOUBLE_SOFTMAX: Operation[DoubleSoftmaxFacts] = Operation(
     "double_softmax",
-    (Form("linear", _linear, lambda facts: None), Form("reference", reference, lambda facts: None)),
+    (Kernel("linear", _linear, lambda facts: None), Kernel("reference", reference, lambda facts: None)),
 )
 
 
-def double_softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v], mask bool [B, S] or None -> [B, H, T, d_v]."""
+def double_softmax(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    """q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v], key_mask bool [B, S] or None -> [B, H, T, d_v]."""
     queries, keys = q.shape[1] * q.shape[2], k.shape[1] * k.shape[2]
-    count(flops(q.shape[0], queries, keys, q.shape[3] * v.shape[3]))
-    form = DOUBLE_SOFTMAX.choose(DoubleSoftmaxFacts(q.shape[2], k.shape[2]))
-    y: Tensor = form.run(q, k, v, mask)
+    add_flops(double_softmax_flops(q.shape[0], queries, keys, q.shape[3] * v.shape[3]))
+    kernel = DOUBLE_SOFTMAX.choose(DoubleSoftmaxFacts(q.shape[2], k.shape[2]))
+    y: Tensor = kernel.run(q, k, v, key_mask)
     return y

@@ -1,1 +1,1 @@
-"""What every part shares in a call: layout, position table, states, KV cache."""
+"""What all parts share: the context they are built in, the layout of a call, the position table, states, KV cache."""

@@ -1,52 +1,74 @@
-"""What a mixer remembers between calls: a frozen dataclass of tensors, batch first, that can be copied row by row."""
+"""What a mixer carries from call to call: a frozen dataclass of tensors, batch first, that can be copied row by row."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch import Tensor
+
+from heddle.parts.context.encoder_output import EncoderOutput
 
 if TYPE_CHECKING:
     from heddle.parts.context.position_table import PositionTable
 
 
+@dataclass(frozen=True, eq=False)
+class StateSpec:
+    """What a mixer needs to know to make an empty state.
+
+    batch: rows. cache_length: the most tokens a row may get (None: the state grows). encoder_output: what
+    cross-attention reads. rollback: how many tokens can be taken back at a time; a ring buffer has as many slots more.
+    """
+
+    batch: int
+    cache_length: int | None
+    dtype: torch.dtype
+    device: torch.device | str
+    encoder_output: EncoderOutput | None = None
+    rollback: int = 0
+
+
 class MixerState:
-    """Base of the dataclasses; a field is a tensor [B, ...], another such state, None, or plain data."""
+    """Base class of the dataclasses. A field is a tensor [B, ...], another `MixerState`, None, or plain data."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state, batch first, by the name of its field."""
-        found: dict[str, Tensor] = {}
+        """Every tensor of the state, batch first, by field name; nested names are joined with a dot."""
+        tensors: dict[str, Tensor] = {}
         for name, value in self._fields().items():
             if isinstance(value, Tensor):
-                found[name] = value
+                tensors[name] = value
             elif isinstance(value, MixerState):
-                found |= {f"{name}.{inner}": tensor for inner, tensor in value.tensors().items()}
-        return found
+                tensors |= {f"{name}.{inner}": tensor for inner, tensor in value.tensors().items()}
+        return tensors
 
-    def parts(self) -> "Iterator[MixerState]":
-        """The state itself and every state within it."""
+    def nested_states(self) -> "Iterator[MixerState]":
+        """This state and every state nested in it."""
         yield self
         for value in self._fields().values():
             if isinstance(value, MixerState):
-                yield from value.parts()
+                yield from value.nested_states()
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> Self:
-        """The same state with each named tensor changed."""
-        made: dict[str, Any] = {}
+        """A copy in which `change(name, tensor)` replaces each tensor."""
+        changed: dict[str, Any] = {}
         for name, value in self._fields().items():
             if isinstance(value, Tensor):
-                made[name] = change(name, value)
+                changed[name] = change(name, value)
             elif isinstance(value, MixerState):
-                made[name] = value.map(lambda inner, tensor, name=name: change(f"{name}.{inner}", tensor))  # type: ignore[misc]
-        return replace(self, **made)  # type: ignore[type-var]
+                changed[name] = value.map(lambda inner, tensor, name=name: change(f"{name}.{inner}", tensor))  # type: ignore[misc]
+        return replace(self, **changed)  # type: ignore[type-var]
 
-    def goes_back(self, tokens: int, table: "PositionTable") -> bool:
-        """Whether the last `tokens` of each row can be taken back; a recurrence has forgotten what was before."""
+    def can_roll_back(self, tokens: int, table: "PositionTable") -> bool:
+        """Whether the last `tokens` of each row can be removed. A recurrent state cannot: it keeps no earlier state."""
         return tokens == 0
 
-    def rewound(self, table: "PositionTable", gone: Callable[[int], Tensor]) -> Self:
-        """The state without the tokens taken back; `gone(slots)` is bool [B, slots], slot = arrival mod slots."""
-        return self  # of a state that does not depend on the tokens
+    def rolled_back(self, table: "PositionTable", freed: Callable[[int], Tensor]) -> Self:
+        """The state without the removed tokens.
+
+        freed(slots) is bool [B, slots], True at the slots of removed tokens in a buffer of that size.
+        """
+        return self  # right for a state that does not depend on the tokens
 
     def _fields(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a mixer with causal sums remembers, and where its tokens stand: one matrix a head, however long the text."""
+"""The state of linear attention and retention: one matrix for each head, whatever the length of the text."""
 
 from dataclasses import dataclass
 
@@ -6,31 +6,31 @@ import torch
 from torch import Tensor
 
 from heddle.numerics.norms import at_least_float32
-from heddle.numerics.recurrent.chunked_sums import Places
+from heddle.numerics.recurrent.chunked_sums import CallLayout
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import MixerState
 
 
 @dataclass(frozen=True, eq=False)
-class Sums(MixerState):
-    """sums [B, H, d_k, d_v], in at least float32."""
+class RecurrentState(MixerState):
+    """kv_sums [B, H, d_k, d_v]: the (decayed) sums of the outer products k vᵀ, in at least float32."""
 
-    sums: Tensor
+    kv_sums: Tensor
 
     @staticmethod
-    def empty(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str) -> "Sums":
-        """No token seen yet; shape is (batch, heads, key width, value width)."""
-        return Sums(at_least_float32(torch.zeros(shape, dtype=dtype, device=device)))
+    def empty(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str) -> "RecurrentState":
+        """The state before the first token; shape is (batch, heads, key width, value width)."""
+        return RecurrentState(at_least_float32(torch.zeros(shape, dtype=dtype, device=device)))
 
 
-def places(layout: Layout) -> Places:
-    """Real tokens so far and documents, made once for all layers."""
+def call_layout(layout: Layout) -> CallLayout:
+    """The layout as the recurrent operations read it, computed once for all layers."""
 
-    def make() -> Places:
-        arrived = None if layout.padding is None else (~layout.padding).cumsum(1)
-        return Places(arrived, layout.segments)
+    def make() -> CallLayout:
+        cumulative_tokens = None if layout.padding is None else (~layout.padding).cumsum(1)
+        return CallLayout(cumulative_tokens, layout.call_segment_ids)
 
-    return layout.once("places", make)
+    return layout.cached("call layout", make)
 
 
 def without_padding(x: Tensor, layout: Layout) -> Tensor:

@@ -1,4 +1,4 @@
-"""The slot of feed-forwards: x [B, T, width] -> the same shape, each token by itself."""
+"""The slot of feed-forwards: x [B, T, width] -> the same shape, each token for itself."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -10,11 +10,12 @@ from torch.nn import functional
 
 from heddle.config import Part, refuse
 from heddle.numerics import activations
+from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu"]
 GatedActivation = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu", "swiglu_clamped"]
-LIMIT, ALPHA = 7.0, 1.702  # of gpt-oss
+DEFAULT_LIMIT, DEFAULT_ALPHA = 7.0, 1.702  # as in gpt-oss
 
 
 class FeedforwardConfig(Part, ABC):
@@ -22,47 +23,47 @@ class FeedforwardConfig(Part, ABC):
 
     slot: ClassVar[str] = "feedforwards"
 
-    def resolved(self) -> Self:
-        """The same feed-forward with every default that depends on other fields written out."""
+    def resolved(self, context: BuildContext) -> Self:
+        """The same config with every default written out that depends on the context or on other fields."""
         return self
 
     @abstractmethod
-    def build(self, width: int) -> "Feedforward":
-        """Make the module for a stream of `width` dims."""
+    def build(self, context: BuildContext) -> "Feedforward":
+        """Build the module. Raises DesignError if the config does not fit the context."""
 
 
-class Mixture(NamedTuple):
-    """What a mixture of experts is made of.
+class ExpertInfo(NamedTuple):
+    """The experts of a mixture of experts.
 
-    router: the module that gives each token a number for each expert, [..., experts]; a parameter of it has an entry
-    of its first dimension an expert. weights: the experts' parameters, the same, those of the last projection last.
-    groups: equal neighbours among the experts that are chosen together. capacity: in training, an expert takes no more
-    than this times its even share of a row's choices; None: all of them.
+    router: the module that computes the logits [..., experts]. weights: the parameters of the experts, output
+    projection last. The first dimension of these, and of every router parameter, is the expert.
+    groups: number of equal groups of adjacent experts that are selected together. capacity_factor: in training, an
+    expert takes at most this times its even share of a row's choices; None: no limit.
     """
 
     router: nn.Module
     weights: tuple[nn.Parameter, ...]
-    experts: int
+    num_experts: int
     top_k: int
     groups: int = 1
-    capacity: float | None = None
+    capacity_factor: float | None = None
 
 
 class Feedforward(nn.Module, ABC):
-    """Maps each token by itself; the layout tells padding apart for those that count tokens."""
+    """Maps each token for itself. The layout tells which tokens are padding."""
 
     @property
-    def mixture(self) -> Mixture | None:
-        """Its experts, of which each token meets some; None: every token meets all there is."""
+    def expert_info(self) -> ExpertInfo | None:
+        """The experts, if each token uses only some of the parameters; else None."""
         return None
 
     @property
-    def idle_parameters(self) -> int:
-        """How many of its parameters a token does not meet: those of experts that are not chosen for it."""
+    def inactive_parameters(self) -> int:
+        """Number of parameters that a token does not use: those of the experts that are not chosen for it."""
         return 0
 
-    def balance(self, loads: Tensor) -> None:
-        """Take the loads [experts] of a whole optimizer step that was taken, to choose more evenly in the next one."""
+    def update_expert_bias(self, expert_counts: Tensor) -> None:
+        """Adapt the bias of the expert selection to the expert_counts [experts] of a whole optimizer step."""
         return
 
     @abstractmethod
@@ -71,12 +72,12 @@ class Feedforward(nn.Module, ABC):
 
 
 def activation(name: GatedActivation, limit: float | None = None, alpha: float | None = None) -> activations.Activation:
-    """The function of a name: `gelu` is exact, `gelu_tanh` its approximation, `relu2` the square of ReLU.
+    """The activation of this name: `gelu` is exact, `gelu_tanh` its tanh approximation, `relu2` the square of ReLU.
 
-    `swiglu_clamped` bounds what it reads by `limit`, and the sigmoid of its gate is `alpha` times as steep.
+    `swiglu_clamped` clamps its inputs by `limit`, and multiplies the argument of its gate's sigmoid by `alpha`.
     """
     if name == "swiglu_clamped":
-        return activations.clamped(**clamps(name, limit, alpha))
+        return activations.clamped_swiglu(**clamp_settings(name, limit, alpha))
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "relu": functional.relu,
         "relu2": lambda x: functional.relu(x).square(),
@@ -87,11 +88,11 @@ def activation(name: GatedActivation, limit: float | None = None, alpha: float |
     return activations.glu(functions[name])
 
 
-def clamps(name: str | None, limit: float | None, alpha: float | None) -> dict[str, float]:
-    """limit and alpha of an activation, written out. Refuses them beside one that does not read them."""
+def clamp_settings(name: str | None, limit: float | None, alpha: float | None) -> dict[str, float]:
+    """limit and alpha of `swiglu_clamped` with their defaults. Refuses them for any other activation."""
     if name == "swiglu_clamped":
-        return {"limit": limit or LIMIT, "alpha": alpha or ALPHA}
+        return {"limit": limit or DEFAULT_LIMIT, "alpha": alpha or DEFAULT_ALPHA}
     for field, value in (("limit", limit), ("alpha", alpha)):
         if value is not None:
-            refuse(field, f"{value:g} is read by swiglu_clamped alone; choose that activation, or leave it out")
+            refuse(field, f"{value:g} is used by swiglu_clamped only; choose that activation, or leave it out")
     return {}

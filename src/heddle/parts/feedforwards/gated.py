@@ -8,35 +8,36 @@ from typing import Self
 from pydantic import model_validator
 from torch import Tensor
 
-from heddle.config import Count, Positive, Rate
+from heddle.config import PositiveFloat, PositiveInt, Probability
+from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
-from heddle.parts.feedforwards import Feedforward, FeedforwardConfig, GatedActivation, activation, clamps
+from heddle.parts.feedforwards import Feedforward, FeedforwardConfig, GatedActivation, activation, clamp_settings
 from heddle.parts.modules.dropout import Dropout
-from heddle.parts.modules.linear import Linear, together
+from heddle.parts.modules.linear import Linear, fused_projections
 
 
 class GatedConfig(FeedforwardConfig):
-    """Fields of `gated`; `limit` (7) and `alpha` (1.702) belong to `swiglu_clamped`."""
+    """Fields of `gated`. `limit` (default 7) and `alpha` (default 1.702) are for `swiglu_clamped` only."""
 
-    hidden: Count
+    hidden: PositiveInt
     activation: GatedActivation = "silu"
-    limit: Positive | None = None
-    alpha: Positive | None = None
+    limit: PositiveFloat | None = None
+    alpha: PositiveFloat | None = None
     bias: bool = False
-    dropout: Rate = 0.0
+    dropout: Probability = 0.0
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        clamps(self.activation, self.limit, self.alpha)
+        clamp_settings(self.activation, self.limit, self.alpha)
         return self
 
-    def resolved(self) -> Self:
-        """Limit and alpha written out."""
-        return self.replace(**clamps(self.activation, self.limit, self.alpha))
+    def resolved(self, context: BuildContext) -> Self:
+        """limit and alpha written out."""
+        return self.replace(**clamp_settings(self.activation, self.limit, self.alpha))
 
-    def build(self, width: int) -> "Gated":
-        """Make the module."""
-        return Gated(self, width)
+    def build(self, context: BuildContext) -> "Gated":
+        """Build the module."""
+        return Gated(self, context.width)
 
 
 class Gated(Feedforward):
@@ -46,11 +47,11 @@ class Gated(Feedforward):
         super().__init__()
         self.gate = Linear(width, config.hidden, config.bias)
         self.up = Linear(width, config.hidden, config.bias)
-        self.down = Linear(config.hidden, width, config.bias, last=True)
+        self.down = Linear(config.hidden, width, config.bias, output_projection=True)
         self.activation = activation(config.activation, config.limit, config.alpha)
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """x [B, T, width] -> the same shape."""
-        gate, up = together(x, self.gate, self.up)
+        gate, up = fused_projections(x, self.gate, self.up)
         return self.down(self.dropout(self.activation(up, gate)))

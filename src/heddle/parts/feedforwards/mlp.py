@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from heddle.config import Count, Rate
+from heddle.config import PositiveInt, Probability
+from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Activation, Feedforward, FeedforwardConfig, activation
 from heddle.parts.modules.dropout import Dropout
@@ -12,14 +13,14 @@ from heddle.parts.modules.linear import Linear
 class MLPConfig(FeedforwardConfig):
     """Fields of `mlp`."""
 
-    hidden: Count
+    hidden: PositiveInt
     activation: Activation = "gelu"
     bias: bool = False
-    dropout: Rate = 0.0
+    dropout: Probability = 0.0
 
-    def build(self, width: int) -> "MLP":
-        """Make the module."""
-        return MLP(self, width)
+    def build(self, context: BuildContext) -> "MLP":
+        """Build the module."""
+        return MLP(self, context.width)
 
 
 class MLP(Feedforward):
@@ -28,7 +29,7 @@ class MLP(Feedforward):
     def __init__(self, config: MLPConfig, width: int) -> None:
         super().__init__()
         self.up = Linear(width, config.hidden, config.bias)
-        self.down = Linear(config.hidden, width, config.bias, last=True)
+        self.down = Linear(config.hidden, width, config.bias, output_projection=True)
         self.activation = activation(config.activation)
         self.dropout = Dropout(config.dropout)
 

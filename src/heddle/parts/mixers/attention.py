@@ -2,10 +2,11 @@
 
     softmax(Q Kᵀ / sqrt(d_k) + mask) V,   query head h reads key and value head h // (heads / kv_heads)
 
-kv_heads = heads is MHA, kv_heads = 1 is MQA. Keys and values are projected, stored and cached kv_heads wide.
-`window` w sees w keys, itself included (causal), or w to each side (bidirectional): the state is a ring of w.
-`sink` adds a learned logit a head to the softmax's denominator (gpt-oss, 2025), `softcap` bounds the scores by
-`cap · tanh(score / cap)` (Gemma 2, 2024), `gate` multiplies what is read by sigmoid(W_g x) (Qiu et al. 2025).
+kv_heads = heads is MHA, kv_heads = 1 is MQA. Keys and values have kv_heads heads, also in the cache.
+With `window` w a query sees w keys, itself included (causal), or w to each side (bidirectional); the state is then a
+ring buffer of w tokens. `sink` adds one learned logit per head to the softmax denominator (gpt-oss, 2025). `softcap`
+bounds scores by `cap · tanh(score / cap)` (Gemma 2, 2024). `gate` multiplies the attention output by sigmoid(W_g x)
+(Qiu et al. 2025).
 """
 
 from typing import Literal, Self
@@ -14,37 +15,39 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from heddle.config import Count, Positive, Rate, build_under, refuse
-from heddle.numerics.attention.score_modifiers import Extras
+from heddle.config import PositiveFloat, PositiveInt, Probability, Width, build_under, refuse
+from heddle.numerics.attention.score_modifiers import ScoreModifiers
 from heddle.numerics.attention.softmax import attention
-from heddle.parts.context.kv_cache import Cache
-from heddle.parts.context.layout import Layout, Memory
-from heddle.parts.mixers import Mixer, MixerConfig, Place, narrow, widen
+from heddle.parts.context.build import BuildContext
+from heddle.parts.context.kv_cache import KVCache
+from heddle.parts.context.layout import Layout
+from heddle.parts.context.mixer_state import StateSpec
+from heddle.parts.mixers import Mixer, MixerConfig, merge_heads, split_heads
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import eager
-from heddle.parts.modules.linear import Leaf, Linear, fill_normal, together
-from heddle.parts.positions import Bias, BiasConfig, InnerConfig, Rotation, RotationConfig
+from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
+from heddle.parts.positions import MixerPositionConfig, Rotation, RotationConfig, ScoreBias, ScoreBiasConfig
 
 
 class AttentionConfig(MixerConfig):
-    """Fields of `attention`; absent means off or the usual default."""
+    """Fields of `attention`. None or false: off, or the default named in the comment."""
 
-    heads: Count
-    kv_heads: Count | None = None  # default: heads
-    head_dim: Count | None = None  # default: width / heads
-    value_dim: Count | None = None  # default: head_dim
-    window: Count | None = None
+    heads: Width
+    kv_heads: Width | None = None  # default: heads
+    head_dim: Width | None = None  # default: width / heads
+    value_dim: Width | None = None  # default: head_dim
+    window: PositiveInt | None = None
     causal: bool = True
-    # The norm of q and k before the rotation: one weight for all heads (Qwen3), one a head (Cohere),
-    # or one over the whole projection (OLMo-2).
+    # The norm of q and k before the rotary embedding: one weight shared by all heads (Qwen3), one weight per head
+    # (Cohere), or one norm over the whole projection (OLMo-2).
     qk_norm: Literal["head", "per_head", "projection"] | None = None
     bias: bool | Literal["qkv"] = False  # true: q, k, v and out; qkv: those three (Qwen2)
-    sink: bool = False  # a learned logit a head, without a value
-    gate: Literal["head", "channel"] | None = None  # one gate a head, or one a head and channel (Qwen3-Next)
-    softcap: Positive | None = None
-    scale: Positive | None = None  # default: 1 / sqrt(head_dim)
-    dropout: Rate = 0.0  # of the attention weights
-    position: InnerConfig | None = None  # a rotation of q and k, or a bias of the scores
+    sink: bool = False  # one learned logit per head, without a value
+    gate: Literal["head", "channel"] | None = None  # one gate per head, or one per channel of each head (Qwen3-Next)
+    softcap: PositiveFloat | None = None
+    scale: PositiveFloat | None = None  # default: 1 / sqrt(head_dim)
+    dropout: Probability = 0.0  # of the attention weights
+    position: MixerPositionConfig | None = None  # a rotation of q and k, or a score bias
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -52,9 +55,9 @@ class AttentionConfig(MixerConfig):
             refuse("kv_heads", f"{self.kv_heads} does not divide heads = {self.heads}; choose a divisor of it")
         return self
 
-    def resolved(self, place: Place) -> Self:
-        """Heads, widths, scale and turned dims written out."""
-        dim = place.head_dim(self.heads, self.head_dim)
+    def resolved(self, context: BuildContext) -> Self:
+        """Heads, widths, scale and rotary dims written out."""
+        dim = context.head_dim(self.heads, self.head_dim)
         position = self.position.resolved(dim) if isinstance(self.position, RotationConfig) else self.position
         return self.replace(
             kv_heads=self.kv_heads or self.heads,
@@ -64,96 +67,89 @@ class AttentionConfig(MixerConfig):
             position=position,
         )
 
-    def build(self, place: Place) -> "Attention":
-        """Make the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
-        return Attention(self, place)
+    def build(self, context: BuildContext) -> "Attention":
+        """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
+        return Attention(self, context)
 
 
-class Attention(Leaf, Mixer):
-    """The module; its state is a `Cache`: kv_heads · (d_k + d_v) elements a token, or a ring of `window` tokens."""
+class Attention(SelfInitialized, Mixer):
+    """The module. Its state is a `KVCache` of kv_heads · (d_k + d_v) elements per token, or of `window` tokens."""
 
-    def __init__(self, config: AttentionConfig, place: Place) -> None:
+    def __init__(self, config: AttentionConfig, context: BuildContext) -> None:
         super().__init__()
         self.heads = config.heads
         self.kv_heads = config.kv_heads or config.heads
-        self.head_dim = place.head_dim(config.heads, config.head_dim)
+        self.head_dim = context.head_dim(config.heads, config.head_dim)
         self.value_dim = config.value_dim or self.head_dim
         self.scale = config.scale or self.head_dim**-0.5
-        self.reach, self.causal = config.window, config.causal
-        into = bool(config.bias)
-        self.q = Linear(place.width, self.heads * self.head_dim, bias=into)
-        self.k = Linear(place.width, self.kv_heads * self.head_dim, bias=into)
-        self.v = Linear(place.width, self.kv_heads * self.value_dim, bias=into)
-        self.out = Linear(self.heads * self.value_dim, place.width, bias=config.bias is True, last=True)
-        gates = {"head": self.heads, "channel": self.heads * self.value_dim}
-        self.gate = None if config.gate is None else Linear(place.width, gates[config.gate], bias=into)
+        self.window, self.causal = config.window, config.causal
+        qkv_bias = bool(config.bias)
+        self.q = Linear(context.width, self.heads * self.head_dim, bias=qkv_bias)
+        self.k = Linear(context.width, self.kv_heads * self.head_dim, bias=qkv_bias)
+        self.v = Linear(context.width, self.kv_heads * self.value_dim, bias=qkv_bias)
+        self.out = Linear(self.heads * self.value_dim, context.width, bias=config.bias is True, output_projection=True)
+        gate_widths = {"head": self.heads, "channel": self.heads * self.value_dim}
+        self.gate = None if config.gate is None else Linear(context.width, gate_widths[config.gate], bias=qkv_bias)
         self.sink = nn.Parameter(torch.empty(self.heads)) if config.sink else None
         self.softcap = config.softcap
         self.qk_norm = config.qk_norm
-        self.q_norm = self._norm(place, self.heads)
-        self.k_norm = self._norm(place, self.kv_heads)
+        self.q_norm = self._qk_norm(context, self.heads)
+        self.k_norm = self._qk_norm(context, self.kv_heads)
         self.position: Rotation | None = None
-        self.distance: Bias | None = None
+        self.score_bias: ScoreBias | None = None
         if isinstance(config.position, RotationConfig):
             self.position = build_under("position", config.position.build, self.head_dim)
-        elif isinstance(config.position, BiasConfig):
-            self.distance = build_under("position", config.position.build, self.heads)
+        elif isinstance(config.position, ScoreBiasConfig):
+            self.score_bias = build_under("position", config.position.build, self.heads)
         self.dropout = Dropout(config.dropout)
 
-    def initialise(self, std: float, generator: torch.Generator) -> None:
-        """Normal sinks; the projections fill themselves."""
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
+        """Normal sinks. The projections initialize themselves."""
         if self.sink is not None:
             fill_normal(self.sink, std, generator)
 
-    def _norm(self, place: Place, heads: int) -> nn.Module | None:
+    def _qk_norm(self, context: BuildContext, heads: int) -> nn.Module | None:
         if self.qk_norm is None:
             return None
         if self.qk_norm == "projection":
-            return place.norm.build(heads * self.head_dim)
-        return place.norm.build(self.head_dim, heads if self.qk_norm == "per_head" else None)
+            return context.norm.build(heads * self.head_dim)
+        return context.norm.build(self.head_dim, heads if self.qk_norm == "per_head" else None)
 
-    def init_state(
-        self,
-        batch: int,
-        capacity: int | None,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        memory: Memory | None = None,
-        rewind: int = 0,
-    ) -> Cache:
-        """Keys and values, every token or a ring of `window` and `rewind` more."""
-        shape = (batch, self.kv_heads, self.head_dim, self.value_dim)
-        kept = None if self.reach is None else self.reach + rewind
-        return Cache.empty(shape, kept, capacity, dtype=dtype, device=device)
+    def init_state(self, spec: StateSpec) -> KVCache:
+        """An empty cache for every token, or a ring buffer of `window` tokens and `rollback` more."""
+        shape = (spec.batch, self.kv_heads, self.head_dim, self.value_dim)
+        max_cached = None if self.window is None else self.window + spec.rollback
+        return KVCache.empty(shape, max_cached, spec)
 
-    def forward(self, x: Tensor, layout: Layout, state: Cache | None = None) -> tuple[Tensor, Cache | None]:
+    def forward(self, x: Tensor, layout: Layout, state: KVCache | None = None) -> tuple[Tensor, KVCache | None]:
         """x [B, T, width] -> ([B, T, width], new state)."""
-        q, k, v = together(x, self.q, self.k, self.v)
+        q, k, v = fused_projections(x, self.q, self.k, self.v)
         q = self._heads(q, self.q_norm, self.heads, layout)
         k = self._heads(k, self.k_norm, self.kv_heads, layout)
-        v = widen(v, self.kv_heads)
+        v = split_heads(v, self.kv_heads)
         y, state = self._attend(q, k, v, layout, state)
-        y = narrow(y)
+        y = merge_heads(y)
         if self.gate is not None:
             gates = self.gate(x).sigmoid().unflatten(-1, (self.heads, -1))
             y = (y.unflatten(-1, (self.heads, -1)) * gates).flatten(-2)
         return self.out(y), state
 
-    @eager  # layouts differ from call to call; what is compiled is around this
+    @eager  # layouts differ from call to call, so this stays out of compiled regions
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: Cache | None
-    ) -> tuple[Tensor, Cache | None]:
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: KVCache | None
+    ) -> tuple[Tensor, KVCache | None]:
         if state is None:
-            seen = layout.seen(self.reach, self.causal)
+            mask = layout.attention_mask(self.window, self.causal)
         else:
-            k, v, seen, state = state.extend(k, v, layout, self.reach)
-        weigh = self.dropout if self.dropout.active else None
-        slopes = None if self.distance is None else self.distance(layout, q.dtype)
-        return attention(q, k, v, seen, self.scale, weigh, Extras(self.softcap, self.sink, slopes)), state
+            k, v, mask, state = state.extend(k, v, layout, self.window)
+        dropout = self.dropout if self.dropout.active else None
+        slopes = None if self.score_bias is None else self.score_bias(layout, q.dtype)
+        modifiers = ScoreModifiers(self.softcap, self.sink, slopes)
+        attend = attention if layout.attention_backend is None else layout.attention_backend(self)
+        return attend(q, k, v, mask, self.scale, dropout, modifiers), state
 
     def _heads(self, x: Tensor, norm: nn.Module | None, heads: int, layout: Layout) -> Tensor:
-        """Projection [B, T, heads · d] -> normed, rotated heads [B, heads, T, d]."""
+        """Projection [B, T, heads · d] -> normalized and rotated heads [B, heads, T, d]."""
         if norm is not None and self.qk_norm == "projection":
             x = norm(x)
         x = x.unflatten(-1, (heads, self.head_dim))

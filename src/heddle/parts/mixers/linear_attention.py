@@ -3,9 +3,9 @@
     kernel           S_t = S_{t−1} + ψ(k_t) v_tᵀ,  z_t = z_{t−1} + ψ(k_t),   y_t = φ(q_t)ᵀ S_t / φ(q_t)ᵀ z_t
     double_softmax   softmax_d(Q) (softmax_n(K)ᵀ V),   n over the tokens, d over a head's channels
 
-φ and ψ are elu + 1, relu, or learned (Hedgehog, Zhang et al. 2024): [softmax(W x) ; softmax(−W x)], a W a head. Where
-the denominator is zero the answer is zero. A rotation turns φ(q) and ψ(k) in the numerator only (RoFormer, eq. 19).
-With `causal: false`, S and z are the sums of the whole document.
+φ and ψ are elu + 1, relu, or learned (Hedgehog, Zhang et al. 2024): [softmax(W x) ; softmax(−W x)] with one W per head.
+Where the denominator is zero, y is zero. A rotary embedding rotates φ(q) and ψ(k) in the numerator only (RoFormer,
+eq. 19). With `causal: false`, S and z are sums over the whole document.
 """
 
 from collections.abc import Callable
@@ -15,158 +15,168 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from heddle.config import Count, build_under, refuse
-from heddle.numerics.attention.observer import imply
+from heddle.config import Width, build_under, refuse
+from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.recurrent.causal_sums import causal_means, causal_sums
-from heddle.numerics.recurrent.chunked_sums import inverse
-from heddle.numerics.recurrent.linear_attention import document_sums, elu, learned, relu, softmax_over_tokens
-from heddle.parts.context.layout import Layout, Memory
-from heddle.parts.context.recurrent_state import Sums, places, without_padding
-from heddle.parts.mixers import Mixer, MixerConfig, Place, narrow, widen
+from heddle.numerics.recurrent.chunked_sums import safe_reciprocal
+from heddle.numerics.recurrent.linear_attention import (
+    document_sums,
+    elu_features,
+    hedgehog_features,
+    relu_features,
+    softmax_over_tokens,
+)
+from heddle.parts.context.build import BuildContext
+from heddle.parts.context.layout import Layout
+from heddle.parts.context.mixer_state import StateSpec
+from heddle.parts.context.recurrent_state import RecurrentState, call_layout, without_padding
+from heddle.parts.mixers import Mixer, MixerConfig, merge_heads, split_heads
 from heddle.parts.modules.eager import eager
-from heddle.parts.modules.linear import Leaf, Linear, fill_normal, together
+from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.positions import RotationConfig
 
-Map = Literal["elu", "relu", "learned"]
+FeatureMapName = Literal["elu", "relu", "learned"]
 
-PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"elu": elu, "relu": relu}
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"elu": elu_features, "relu": relu_features}
 
 
 class LinearAttentionConfig(MixerConfig):
-    """Fields of `linear_attention`; feature maps and a rotation belong to normalisation kernel."""
+    """Fields of `linear_attention`. Feature maps and a rotation are only for `normalization: kernel`."""
 
-    heads: Count
-    head_dim: Count | None = None  # default: width / heads
-    value_dim: Count | None = None  # default: head_dim
-    feature_map: Map | None = None  # φ, of queries; default: elu
-    key_feature_map: Map | None = None  # ψ, of keys; default: feature_map
-    normalisation: Literal["kernel", "double_softmax"] = "kernel"
+    heads: Width
+    head_dim: Width | None = None  # default: width / heads
+    value_dim: Width | None = None  # default: head_dim
+    feature_map: FeatureMapName | None = None  # φ, of queries; default: elu
+    key_feature_map: FeatureMapName | None = None  # ψ, of keys; default: feature_map
+    normalization: Literal["kernel", "double_softmax"] = "kernel"
     causal: bool = True
     position: RotationConfig | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.normalisation == "double_softmax":
+        if self.normalization == "double_softmax":
             if self.causal:
-                refuse("causal", "the softmax over tokens of double_softmax sees later ones; set it to false")
+                refuse("causal", "the softmax over tokens of double_softmax sees later tokens; set it to false")
             for name in ("feature_map", "key_feature_map", "position"):
                 if getattr(self, name) is not None:
-                    refuse(name, "belongs to normalisation kernel; leave it out with double_softmax")
-        if (self.maps[0] == "learned") != (self.maps[1] == "learned"):
-            refuse("key_feature_map", f"{self.maps[1]} and {self.maps[0]} differ in width; learned needs learned")
+                    refuse(name, "is only for normalization: kernel; leave it out with double_softmax")
+        if (self.feature_maps[0] == "learned") != (self.feature_maps[1] == "learned"):
+            refuse(
+                "key_feature_map",
+                f"{self.feature_maps[1]} and {self.feature_maps[0]} differ in width; learned needs learned",
+            )
         return self
 
     @property
-    def maps(self) -> tuple[str, str]:
-        """φ and ψ."""
+    def feature_maps(self) -> tuple[str, str]:
+        """The names of φ and ψ."""
         return self.feature_map or "elu", self.key_feature_map or self.feature_map or "elu"
 
-    def resolved(self, place: Place) -> Self:
-        """Widths and turned dims written out."""
-        dim = place.head_dim(self.heads, self.head_dim)
-        turned = 2 * dim if self.maps[0] == "learned" else dim
-        position = None if self.position is None else self.position.resolved(turned)
+    def resolved(self, context: BuildContext) -> Self:
+        """Widths and rotary dims written out."""
+        dim = context.head_dim(self.heads, self.head_dim)
+        feature_dim = 2 * dim if self.feature_maps[0] == "learned" else dim
+        position = None if self.position is None else self.position.resolved(feature_dim)
         return self.replace(head_dim=dim, value_dim=self.value_dim or dim, position=position)
 
-    def build(self, place: Place) -> "LinearAttention":
-        """Make the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
-        return LinearAttention(self, place)
+    def build(self, context: BuildContext) -> "LinearAttention":
+        """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
+        return LinearAttention(self, context)
 
 
-class FeatureMap(Leaf):
-    """The learned map, a matrix a head, which starts near the identity."""
+class FeatureMap(SelfInitialized):
+    """The learned feature map: one matrix per head, initialized near the identity."""
 
-    maps = ("weight",)
+    matrix_parameters = ("weight",)
 
     def __init__(self, heads: int, dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(heads, dim, dim))
 
-    def initialise(self, std: float, generator: torch.Generator) -> None:
-        """Identity, and normal numbers."""
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
+        """The identity plus normal noise."""
         fill_normal(self.weight, std, generator, torch.eye(self.weight.shape[1], device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, H, T, dim] -> [B, H, T, 2 dim]."""
-        return learned(x, self.weight)
+        return hedgehog_features(x, self.weight)
 
 
 class LinearAttention(Mixer):
-    """The module; its state is a `Sums` [B, H, d_φ, d_v + 1]: S, and z as the last column."""
+    """The module. Its state is a `RecurrentState` [B, H, d_φ, d_v + 1]: S, with z as the last column."""
 
-    def __init__(self, config: LinearAttentionConfig, place: Place) -> None:
+    def __init__(self, config: LinearAttentionConfig, context: BuildContext) -> None:
         super().__init__()
         self.heads = config.heads
-        self.head_dim = place.head_dim(config.heads, config.head_dim)
+        self.head_dim = context.head_dim(config.heads, config.head_dim)
         self.value_dim = config.value_dim or self.head_dim
-        self.reach, self.causal = None, config.causal
-        self.kernel = config.normalisation == "kernel"
-        self.q = Linear(place.width, self.heads * self.head_dim)
-        self.k = Linear(place.width, self.heads * self.head_dim)
-        self.v = Linear(place.width, self.heads * self.value_dim)
-        self.out = Linear(self.heads * self.value_dim, place.width, last=True)
-        self.q_map, self.k_map = (PLAIN.get(name) or FeatureMap(self.heads, self.head_dim) for name in config.maps)
-        self.features = self.head_dim * (2 if config.maps[0] == "learned" else 1)
+        self.window, self.causal = None, config.causal
+        self.uses_kernel = config.normalization == "kernel"
+        self.q = Linear(context.width, self.heads * self.head_dim)
+        self.k = Linear(context.width, self.heads * self.head_dim)
+        self.v = Linear(context.width, self.heads * self.value_dim)
+        self.out = Linear(self.heads * self.value_dim, context.width, output_projection=True)
+        self.q_map, self.k_map = (
+            FEATURE_MAPS.get(name) or FeatureMap(self.heads, self.head_dim) for name in config.feature_maps
+        )
+        self.feature_dim = self.head_dim * (2 if config.feature_maps[0] == "learned" else 1)
         position = config.position
-        self.position = None if position is None else build_under("position", position.build, self.features)
+        self.position = None if position is None else build_under("position", position.build, self.feature_dim)
 
     @property
-    def looks_back(self) -> int:
-        """No earlier position is asked for: the sums are all there is."""
+    def lookback(self) -> int:
+        """0: the sums replace all earlier tokens."""
         return 0
 
-    def init_state(
-        self,
-        batch: int,
-        capacity: int | None,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        memory: Memory | None = None,
-        rewind: int = 0,
-    ) -> Sums:
-        """Nothing seen yet; the size does not depend on the capacity."""
-        return Sums.empty((batch, self.heads, self.features, self.value_dim + 1), dtype, device)
+    def init_state(self, spec: StateSpec) -> RecurrentState:
+        """Zeros; the size does not depend on the cache length."""
+        return RecurrentState.empty(
+            (spec.batch, self.heads, self.feature_dim, self.value_dim + 1), spec.dtype, spec.device
+        )
 
-    def forward(self, x: Tensor, layout: Layout, state: Sums | None = None) -> tuple[Tensor, Sums | None]:
+    def forward(
+        self, x: Tensor, layout: Layout, state: RecurrentState | None = None
+    ) -> tuple[Tensor, RecurrentState | None]:
         """x [B, T, width] -> ([B, T, width], new state)."""
-        q, k, v = (widen(one, self.heads) for one in together(x, self.q, self.k, self.v))
-        if self.kernel:
-            y, state = self._attend(self.q_map(q), self.k_map(k), v, layout, state)
+        q, k, v = (split_heads(y, self.heads) for y in fused_projections(x, self.q, self.k, self.v))
+        if self.uses_kernel:
+            y, state = self._kernel_attention(self.q_map(q), self.k_map(k), v, layout, state)
         else:
             y = self._double_softmax(q, k, v, layout)
-        return self.out(narrow(y).to(x.dtype)), state
+        return self.out(merge_heads(y).to(x.dtype)), state
 
-    @eager  # layouts differ from call to call; what is compiled is around this
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: Sums | None
-    ) -> tuple[Tensor, Sums | None]:
+    @eager  # layouts differ from call to call, so this stays out of compiled regions
+    def _kernel_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: RecurrentState | None
+    ) -> tuple[Tensor, RecurrentState | None]:
         """φ(q), ψ(k) [B, H, T, d_φ], v [B, H, T, d_v] -> [B, H, T, d_v] and the new state."""
         k = without_padding(k, layout)
-        imply(lambda one_hot: self._sums(q, k, one_hot, layout, None)[0], v, layout.padding)
+        notify_implied_weights(lambda one_hot: self._sums(q, k, one_hot, layout, None)[0], v, layout.padding)
         return self._sums(q, k, v, layout, state)
 
-    def _sums(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: Sums | None) -> tuple[Tensor, Sums | None]:
-        held = None if state is None else state.sums
+    def _sums(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: RecurrentState | None
+    ) -> tuple[Tensor, RecurrentState | None]:
+        sums = None if state is None else state.kv_sums
         if self.causal and self.position is None:
-            y, held = causal_means(q, k, v, places(layout), held)
-            return y, None if held is None else Sums(held)
+            y, sums = causal_means(q, k, v, call_layout(layout), sums)
+            return y, None if sums is None else RecurrentState(sums)
         ones = torch.ones_like(v[..., :1])
-        turned_q, turned_k = (x if self.position is None else self.position(x, layout) for x in (q, k))
+        rotated_q, rotated_k = (x if self.position is None else self.position(x, layout) for x in (q, k))
         if not self.causal:
-            above = document_sums(turned_q, turned_k, v, layout.segments)
-            return above * inverse(document_sums(q, k, ones, layout.segments)), None
-        parts = (None, None) if held is None else (held[..., :-1], held[..., -1:])
-        above, for_above = causal_sums(turned_q, turned_k, v, None, places(layout), parts[0])
-        below, for_below = causal_sums(q, k, ones, None, places(layout), parts[1])
-        y = above * inverse(below)
-        if for_above is None or for_below is None:
+            numerator = document_sums(rotated_q, rotated_k, v, layout.call_segment_ids)
+            return numerator * safe_reciprocal(document_sums(q, k, ones, layout.call_segment_ids)), None
+        parts = (None, None) if sums is None else (sums[..., :-1], sums[..., -1:])
+        numerator, numerator_state = causal_sums(rotated_q, rotated_k, v, None, call_layout(layout), parts[0])
+        denominator, denominator_state = causal_sums(q, k, ones, None, call_layout(layout), parts[1])
+        y = numerator * safe_reciprocal(denominator)
+        if numerator_state is None or denominator_state is None:
             return y, None
-        return y, Sums(torch.cat((for_above, for_below), dim=-1))
+        return y, RecurrentState(torch.cat((numerator_state, denominator_state), dim=-1))
 
     @eager
     def _double_softmax(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        q, k = at_least_float32(q).softmax(-1), softmax_over_tokens(k, layout.padding, layout.segments)
-        imply(lambda one_hot: document_sums(q, k, one_hot, layout.segments), v, layout.padding)
-        return document_sums(q, k, v, layout.segments)
+        q, k = at_least_float32(q).softmax(-1), softmax_over_tokens(k, layout.padding, layout.call_segment_ids)
+        notify_implied_weights(lambda one_hot: document_sums(q, k, one_hot, layout.call_segment_ids), v, layout.padding)
+        return document_sums(q, k, v, layout.call_segment_ids)

@@ -1,42 +1,42 @@
 """Two mixers side by side in one layer: `y = first(x) + second(x)`, as in hybrid-head models (Hymba, Dong et al. 2024).
 
-A plain sum: any factor or gate a channel could be moved into the projections `out`, and a second mixer whose `out` is
-zero leaves the first exactly as it was, so that a trained model can be given one.
+The sum has no weights: a factor or a gate per channel could be folded into the projections `out`. A second mixer whose
+`out` is zero leaves the first exactly as it was, so a second mixer can be added to a trained model.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from heddle.config import DesignError, build_under
-from heddle.parts.context.layout import Layout, Memory
-from heddle.parts.context.mixer_state import MixerState
+from heddle.parts.context.build import BuildContext
+from heddle.parts.context.layout import Layout
+from heddle.parts.context.mixer_state import MixerState, StateSpec
 from heddle.parts.context.position_table import PositionTable
-from heddle.parts.mixers import Mixer, MixerConfig, Place
+from heddle.parts.mixers import Mixer, MixerConfig
 
 
 class PairConfig(MixerConfig):
-    """Any two mixers, a pair among them: both causal, or both bidirectional."""
+    """Any two mixers, also a nested pair. Both must be causal, or both bidirectional."""
 
     first: MixerConfig
     second: MixerConfig
 
-    def resolved(self, place: Place) -> Self:
-        """Both written out."""
-        return self.replace(first=self.first.resolved(place), second=self.second.resolved(place))
+    def resolved(self, context: BuildContext) -> Self:
+        """The defaults of both written out."""
+        return self.replace(first=self.first.resolved(context), second=self.second.resolved(context))
 
-    def build(self, place: Place) -> "Pair":
-        """Make the module. Raises DesignError where one refuses the place, or they do not fit each other."""
-        first = build_under("first", self.first.build, place)
-        second = build_under("second", self.second.build, place)
+    def build(self, context: BuildContext) -> "Pair":
+        """Build the module. Raises DesignError if a mixer does not fit the context or the other mixer."""
+        first = build_under("first", self.first.build, context)
+        second = build_under("second", self.second.build, context)
         if first.causal != second.causal:
-            raise DesignError("second", "one mixer of a pair hides later tokens, the other does not; make both alike")
-        if None not in (first.memory_width, second.memory_width) and first.memory_width != second.memory_width:
-            widths = f"{second.memory_width} wide, first one {first.memory_width} wide"
-            raise DesignError("second", f"reads a memory {widths}; give both the same memory_width")
+            raise DesignError("second", "one mixer of a pair is causal, the other is not; make both alike")
+        if None not in (first.encoder_width, second.encoder_width) and first.encoder_width != second.encoder_width:
+            widths = f"{second.encoder_width} wide, the first mixer one {first.encoder_width} wide"
+            raise DesignError("second", f"reads an encoder output {widths}; give both the same encoder_width")
         return Pair(first, second)
 
 
@@ -47,45 +47,32 @@ class PairState(MixerState):
     first: MixerState
     second: MixerState
 
-    def goes_back(self, tokens: int, table: PositionTable) -> bool:
-        """Where both do."""
-        return self.first.goes_back(tokens, table) and self.second.goes_back(tokens, table)
+    def can_roll_back(self, tokens: int, table: PositionTable) -> bool:
+        """Whether both states can."""
+        return self.first.can_roll_back(tokens, table) and self.second.can_roll_back(tokens, table)
 
-    def rewound(self, table: PositionTable, gone: Callable[[int], Tensor]) -> "PairState":
-        """Both without the tokens taken back."""
-        return replace(self, first=self.first.rewound(table, gone), second=self.second.rewound(table, gone))
+    def rolled_back(self, table: PositionTable, freed: Callable[[int], Tensor]) -> "PairState":
+        """Both states without the removed tokens."""
+        return replace(self, first=self.first.rolled_back(table, freed), second=self.second.rolled_back(table, freed))
 
 
 class Pair(Mixer):
-    """The module; it reaches as far as the mixer that reaches farther."""
+    """The module. Its window is the larger of the two."""
 
     def __init__(self, first: Mixer, second: Mixer) -> None:
         super().__init__()
         self.first, self.second = first, second
-        self.reach, self.causal = _farther(first.reach, second.reach), first.causal
-        self.memory_width = first.memory_width or second.memory_width
+        self.window, self.causal = _larger(first.window, second.window), first.causal
+        self.encoder_width = first.encoder_width or second.encoder_width
 
     @property
-    def looks_back(self) -> int | None:
-        """As many positions as the one that needs more."""
-        return _farther(self.first.looks_back, self.second.looks_back)
+    def lookback(self) -> int | None:
+        """The larger lookback of the two."""
+        return _larger(self.first.lookback, self.second.lookback)
 
-    def init_state(
-        self,
-        batch: int,
-        capacity: int | None,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        memory: Memory | None = None,
-        rewind: int = 0,
-    ) -> PairState:
-        """An empty state of each."""
-        first, second = (
-            mixer.init_state(batch, capacity, dtype=dtype, device=device, memory=memory, rewind=rewind)
-            for mixer in (self.first, self.second)
-        )
-        return PairState(first, second)
+    def init_state(self, spec: StateSpec) -> PairState:
+        """An empty state for each mixer."""
+        return PairState(self.first.init_state(spec), self.second.init_state(spec))
 
     def forward(self, x: Tensor, layout: Layout, state: PairState | None = None) -> tuple[Tensor, PairState | None]:
         """x [B, T, width] -> ([B, T, width], new state)."""
@@ -94,5 +81,6 @@ class Pair(Mixer):
         return y + z, None if state is None else PairState(first, second)
 
 
-def _farther(one: int | None, other: int | None) -> int | None:
-    return None if one is None or other is None else max(one, other)
+def _larger(a: int | None, b: int | None) -> int | None:
+    """The larger of two windows or lookbacks; None is unlimited."""
+    return None if a is None or b is None else max(a, b)

@@ -1,9 +1,9 @@
-"""Retention (Sun et al. 2023): sums that decay, a rate a head, in place of a softmax.
+"""Retention (Sun et al. 2023): sums with exponential decay, one rate per head, instead of a softmax.
 
     S_t = γ_h S_{t−1} + k_t v_tᵀ,   y_t = norm_h(q_tᵀ S_t),   output W_out (y ⊙ act(W_g x))
 
-γ_h = 1 − 2^(−5−h) for head h = 0, 1, … unless given or learned; other slopes make it lightning attention (Qin et al.
-2024). A rotation turns q and k. The norm is the model's, over each head, with weights a head.
+γ_h = 1 − 2^(−5−h) for head h = 0, 1, … unless given or learned; with other rates it is lightning attention (Qin et al.
+2024). A rotary embedding may rotate q and k. The norm is the model's default, over each head, with weights per head.
 """
 
 import math
@@ -15,15 +15,17 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heddle.config import Count, build_under, refuse
-from heddle.numerics.attention.observer import imply
+from heddle.config import Width, build_under, refuse
+from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.recurrent.causal_sums import causal_sums
-from heddle.parts.context.layout import Layout, Memory
-from heddle.parts.context.recurrent_state import Sums, places, without_padding
-from heddle.parts.mixers import Mixer, MixerConfig, Place, widen
+from heddle.parts.context.build import BuildContext
+from heddle.parts.context.layout import Layout
+from heddle.parts.context.mixer_state import StateSpec
+from heddle.parts.context.recurrent_state import RecurrentState, call_layout, without_padding
+from heddle.parts.mixers import Mixer, MixerConfig, split_heads
 from heddle.parts.modules.eager import eager
-from heddle.parts.modules.linear import Leaf, Linear, fill_normal, together
+from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.positions import RotationConfig
 
 Factor = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -32,11 +34,11 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "sigmoi
 
 
 class RetentionConfig(MixerConfig):
-    """Fields of `retention`."""
+    """Fields of `retention`. None: off, or the default named in the comment."""
 
-    heads: Count
-    head_dim: Count | None = None  # default: width / heads
-    value_dim: Count | None = None  # default: head_dim
+    heads: Width
+    head_dim: Width | None = None  # default: width / heads
+    value_dim: Width | None = None  # default: head_dim
     decay: tuple[Factor, ...] | Literal["learned"] | None = None  # γ of each head; default: 1 − 2^(−5−h)
     gate: Literal["silu", "sigmoid"] | None = None  # of the output (Sun et al.: silu)
     position: RotationConfig | None = None
@@ -44,29 +46,29 @@ class RetentionConfig(MixerConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if isinstance(self.decay, tuple) and len(self.decay) != self.heads:
-            refuse("decay", f"{len(self.decay)} factors for heads = {self.heads}; give one a head")
+            refuse("decay", f"{len(self.decay)} factors for heads = {self.heads}; give one per head")
         return self
 
-    def resolved(self, place: Place) -> Self:
-        """Widths and turned dims written out."""
-        dim = place.head_dim(self.heads, self.head_dim)
+    def resolved(self, context: BuildContext) -> Self:
+        """Widths and rotary dims written out."""
+        dim = context.head_dim(self.heads, self.head_dim)
         position = None if self.position is None else self.position.resolved(dim)
         return self.replace(head_dim=dim, value_dim=self.value_dim or dim, position=position)
 
-    def build(self, place: Place) -> "Retention":
-        """Make the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
-        return Retention(self, place)
+    def build(self, context: BuildContext) -> "Retention":
+        """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
+        return Retention(self, context)
 
 
-class Decay(Leaf):
-    """Learned γ of each head: the sigmoid of its weight, which starts near retention's own factors."""
+class Decay(SelfInitialized):
+    """A learned γ per head: the sigmoid of its weight, initialized near the fixed factors."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(heads))
 
-    def initialise(self, std: float, generator: torch.Generator) -> None:
-        """Normal numbers around log(γ / (1 − γ)) of `1 − 2^(−5−h)`."""
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
+        """Normal around log(γ / (1 − γ)), with γ = 1 − 2^(−5−h)."""
         heads = torch.arange(self.weight.shape[0], dtype=torch.float32, device="cpu")
         fill_normal(self.weight, std, generator, torch.expm1((5 + heads) * math.log(2)).log())
 
@@ -76,51 +78,47 @@ class Decay(Leaf):
 
 
 class Retention(Mixer):
-    """The module; its state is a `Sums` [B, H, d_k, d_v]. Fixed factors are no tensor, so no dtype rounds them."""
+    """The module. Its state is a `RecurrentState` [B, H, d_k, d_v].
 
-    def __init__(self, config: RetentionConfig, place: Place) -> None:
+    Fixed decay factors are floats, not a tensor, so that no change of dtype rounds them.
+    """
+
+    def __init__(self, config: RetentionConfig, context: BuildContext) -> None:
         super().__init__()
         self.heads = config.heads
-        self.head_dim = place.head_dim(config.heads, config.head_dim)
+        self.head_dim = context.head_dim(config.heads, config.head_dim)
         self.value_dim = config.value_dim or self.head_dim
-        self.reach, self.causal = None, True
-        self.q = Linear(place.width, self.heads * self.head_dim)
-        self.k = Linear(place.width, self.heads * self.head_dim)
-        self.v = Linear(place.width, self.heads * self.value_dim)
-        self.out = Linear(self.heads * self.value_dim, place.width, last=True)
-        self.norm = place.norm.build(self.value_dim, self.heads)
+        self.window, self.causal = None, True
+        self.q = Linear(context.width, self.heads * self.head_dim)
+        self.k = Linear(context.width, self.heads * self.head_dim)
+        self.v = Linear(context.width, self.heads * self.value_dim)
+        self.out = Linear(self.heads * self.value_dim, context.width, output_projection=True)
+        self.norm = context.norm.build(self.value_dim, self.heads)
         self.activation = None if config.gate is None else GATES[config.gate]
-        self.gate = None if config.gate is None else Linear(place.width, self.heads * self.value_dim)
+        self.gate = None if config.gate is None else Linear(context.width, self.heads * self.value_dim)
         self.decay = Decay(self.heads) if config.decay == "learned" else None
-        given = config.decay if isinstance(config.decay, tuple) else None
-        own = tuple(math.log1p(-(2.0 ** (-5 - head))) for head in range(self.heads))
-        self.log_decays = own if given is None else tuple(math.log(factor) for factor in given)
+        factors = config.decay if isinstance(config.decay, tuple) else None
+        default = tuple(math.log1p(-(2.0 ** (-5 - head))) for head in range(self.heads))
+        self.log_decays = default if factors is None else tuple(math.log(factor) for factor in factors)
         position = config.position
         self.position = None if position is None else build_under("position", position.build, self.head_dim)
         if self.position is not None:
-            self.position.exact = True
+            self.position.float64_angles = True
 
     @property
-    def looks_back(self) -> int:
-        """No earlier position is asked for: the sums are all there is."""
+    def lookback(self) -> int:
+        """0: the sums replace all earlier tokens."""
         return 0
 
-    def init_state(
-        self,
-        batch: int,
-        capacity: int | None,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        memory: Memory | None = None,
-        rewind: int = 0,
-    ) -> Sums:
-        """Nothing seen yet; the size does not depend on the capacity."""
-        return Sums.empty((batch, self.heads, self.head_dim, self.value_dim), dtype, device)
+    def init_state(self, spec: StateSpec) -> RecurrentState:
+        """Zeros; the size does not depend on the cache length."""
+        return RecurrentState.empty((spec.batch, self.heads, self.head_dim, self.value_dim), spec.dtype, spec.device)
 
-    def forward(self, x: Tensor, layout: Layout, state: Sums | None = None) -> tuple[Tensor, Sums | None]:
+    def forward(
+        self, x: Tensor, layout: Layout, state: RecurrentState | None = None
+    ) -> tuple[Tensor, RecurrentState | None]:
         """x [B, T, width] -> ([B, T, width], new state)."""
-        q, k, v = (widen(one, self.heads) for one in together(x, self.q, self.k, self.v))
+        q, k, v = (split_heads(y, self.heads) for y in fused_projections(x, self.q, self.k, self.v))
         if self.position is not None:
             q, k = self.position(q, layout), self.position(k, layout)
         y, state = self._retain(q, k, v, layout, state)
@@ -129,20 +127,22 @@ class Retention(Mixer):
             y = y * self.activation(self.gate(x))
         return self.out(y), state
 
-    @eager  # layouts differ from call to call; what is compiled is around this
+    @eager  # layouts differ from call to call, so this stays out of compiled regions
     def _retain(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: Sums | None
-    ) -> tuple[Tensor, Sums | None]:
-        held = None if state is None else state.sums
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: RecurrentState | None
+    ) -> tuple[Tensor, RecurrentState | None]:
+        sums = None if state is None else state.kv_sums
         k, log_decay = without_padding(k, layout), self._log_decay(q, layout)
-        imply(lambda one_hot: causal_sums(q, k, one_hot, log_decay, places(layout), None)[0], v, layout.padding)
-        y, held = causal_sums(q, k, v, log_decay, places(layout), held)
-        return y, None if held is None else Sums(held)
+        notify_implied_weights(
+            lambda one_hot: causal_sums(q, k, one_hot, log_decay, call_layout(layout), None)[0], v, layout.padding
+        )
+        y, sums = causal_sums(q, k, v, log_decay, call_layout(layout), sums)
+        return y, None if sums is None else RecurrentState(sums)
 
     def _log_decay(self, q: Tensor, layout: Layout) -> Tensor:
-        """log γ [H]; fixed ones are made a tensor once for all layers that share them."""
+        """log γ [H]. The tensor of fixed factors is built once for all layers that share them."""
         if self.decay is not None:
             return self.decay()
         like = at_least_float32(q[:0])
         make = lambda: torch.tensor(self.log_decays, dtype=like.dtype, device=like.device)  # noqa: E731
-        return layout.once(("log decay", self.log_decays, like.dtype), make)
+        return layout.cached(("log decay", self.log_decays, like.dtype), make)

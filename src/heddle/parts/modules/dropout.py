@@ -1,6 +1,6 @@
 """Dropout (Srivastava et al. 2014) and stochastic depth (Huang et al. 2016), off in eval, keyed by sample.
 
-Masks are a function of (seed, step, sample, site): any split of a batch and any recomputation draws the same.
+Masks are a function of (seed, step, sample, site), so they are the same for any split of a batch and any recomputation.
 """
 
 from torch import Tensor, nn
@@ -10,15 +10,16 @@ from heddle.parts.modules.eager import eager
 
 
 class Dropout(nn.Module):
-    """Zero each element with probability `rate` in training and divide the others by 1 − rate.
+    """In training, zero each element with probability `rate` and divide the others by 1 − rate.
 
-    `whole` drops a sample's whole tensor at once (stochastic depth). The model gives every instance its `site`.
+    per_sample: drop the whole tensor of a sample at once (stochastic depth). site: a number that the model sets,
+    different for each instance.
     """
 
-    def __init__(self, rate: float, whole: bool = False) -> None:
+    def __init__(self, rate: float, per_sample: bool = False) -> None:
         super().__init__()
         self.rate = rate
-        self.whole = whole
+        self.per_sample = per_sample
         self.site = 0
 
     @property
@@ -34,22 +35,22 @@ class Dropout(nn.Module):
 
     @eager
     def _dropped(self, x: Tensor) -> Tensor:
-        shape = (x.shape[0], *(1 for _ in x.shape[1:])) if self.whole else tuple(x.shape)
+        shape = (x.shape[0], *(1 for _ in x.shape[1:])) if self.per_sample else tuple(x.shape)
         keep = uniform(shape, self.site, x.device) >= self.rate
         return x * keep.to(x.dtype) / (1.0 - self.rate)
 
     def extra_repr(self) -> str:
         """The rate."""
-        return f"{self.rate}{', whole' if self.whole else ''}"
+        return f"{self.rate}{', per_sample' if self.per_sample else ''}"
 
 
-class Drop(nn.Module):
-    """What training drops of one branch: some elements of what it adds, then, by sample, all of it."""
+class BranchDropout(nn.Module):
+    """Dropout of a branch's output: first of single elements, then of the whole output of a sample."""
 
     def __init__(self, dropout: float, drop_path: float) -> None:
         super().__init__()
         self.elements = Dropout(dropout)
-        self.path = Dropout(drop_path, whole=True)
+        self.path = Dropout(drop_path, per_sample=True)
 
     def forward(self, y: Tensor) -> Tensor:
         """y [B, ...] -> the same shape."""

@@ -1,6 +1,7 @@
-"""A mark for methods that `torch.compile` must leave alone: what depends on the layout differs from call to call.
+"""A decorator for methods that `torch.compile` must not trace, because they depend on the layout of the call.
 
-The compiler is told when a model is compiled, and not before: `torch.compiler.disable` imports the whole compiler.
+The decorator only collects the methods. `torch.compiler.disable` is applied when a model is compiled, since it imports
+the whole compiler.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,12 +15,12 @@ _marked: set[Any] = set()
 
 
 def eager(method: F) -> F:
-    """Keep a method of a module out of what is compiled: it runs between two compiled pieces."""
+    """Keep a method of a module out of compiled regions: it runs eagerly between two of them."""
     _marked.add(method)
     return method
 
 
 def eager_methods(module: nn.Module) -> Iterator[str]:
-    """The names of a module's methods that carry the mark."""
+    """The names of a module's methods that have the decorator."""
     for cls in type(module).__mro__:
         yield from (name for name, value in vars(cls).items() if callable(value) and value in _marked)

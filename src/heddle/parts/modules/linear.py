@@ -1,4 +1,4 @@
-"""Modules that own parameters: each says how its own are initialised. `Linear` is the projection of every part."""
+"""Modules that initialize their own parameters. `Linear` is the projection that all parts use."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,42 +10,44 @@ from torch import Tensor, nn
 from heddle.numerics.linear import linear, linears
 
 
-class Leaf(nn.Module, ABC):
-    """A module with parameters of its own. `branch_scale`, told by the model, shrinks the start of last projections.
+class SelfInitialized(nn.Module, ABC):
+    """A module that owns parameters and initializes them.
 
-    maps: the names of those that are matrices [outputs, inputs] acting on vectors, or stacks of them, as Muon asks.
+    matrix_parameters: names of the parameters that are matrices [outputs, inputs] acting on vectors, or stacks of such
+    matrices. Muon trains these. branch_scale: factor for the initial standard deviation of output projections, set by
+    the model.
     """
 
-    maps: ClassVar[tuple[str, ...]] = ()
+    matrix_parameters: ClassVar[tuple[str, ...]] = ()
     branch_scale = 1.0
 
     @abstractmethod
-    def initialise(self, std: float, generator: torch.Generator) -> None:
-        """Fill every own parameter; `generator` is of the CPU, so values do not depend on the device."""
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
+        """Fill every parameter of this module. `generator` is on the CPU, so values do not depend on the device."""
 
 
 def fill_normal(parameter: Tensor, std: float, generator: torch.Generator, mean: Tensor | float = 0.0) -> None:
-    """Normal numbers around `mean`, drawn in float32 on the CPU, whatever the parameter's dtype and device."""
+    """Fill with normal numbers around `mean`, drawn in float32 on the CPU for any dtype and device of the parameter."""
     with torch.no_grad():
-        numbers = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-        parameter.copy_(numbers.normal_(0.0, std, generator=generator).add_(mean))
+        values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+        parameter.copy_(values.normal_(0.0, std, generator=generator).add_(mean))
 
 
-class Linear(Leaf, nn.Linear):
-    """`y = x Wᵀ + b` with W [outputs, inputs]: to others a Linear of torch, which adapters and quantisers look for."""
+class Linear(SelfInitialized, nn.Linear):
+    """`y = x Wᵀ + b` with W [outputs, inputs]. A subclass of `nn.Linear`, so adapter and quantization tools find it."""
 
-    maps = ("weight",)
+    matrix_parameters = ("weight",)
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = False, last: bool = False) -> None:
+    def __init__(self, inputs: int, outputs: int, bias: bool = False, output_projection: bool = False) -> None:
         nn.Linear.__init__(self, inputs, outputs, bias)
-        self.last = last  # the last projection of a branch: its start is scaled with depth
+        self.output_projection = output_projection  # the last of a branch: its initial weights shrink with depth
 
     def reset_parameters(self) -> None:
-        """Nothing, where torch would draw numbers: the model says how each parameter starts."""
+        """Do nothing: `init_weights` fills the parameters, not torch's constructor."""
 
-    def initialise(self, std: float, generator: torch.Generator) -> None:
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
         """Normal weights, zero bias."""
-        fill_normal(self.weight, std * (self.branch_scale if self.last else 1.0), generator)
+        fill_normal(self.weight, std * (self.branch_scale if self.output_projection else 1.0), generator)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -54,20 +56,20 @@ class Linear(Leaf, nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
-def matrix(projection: nn.Module) -> Tensor:
-    """The matrix [outputs, inputs] of a `Linear` without a bias, or of the wrapper around one."""
+def weight_matrix(projection: nn.Module) -> Tensor:
+    """The matrix [outputs, inputs] of a `Linear` without bias, or of a wrapper around one, such as a LoRA adapter."""
     if type(projection) is Linear:
         return projection.weight
     inner = next((module for module in projection.modules() if isinstance(module, Linear)), None)
-    if inner is None:  # a module in the place of one, which says what its matrix is
+    if inner is None:  # a replacement of `Linear` that has a `weight` of its own
         return cast(Tensor, projection.weight)
-    made: Tensor = projection(torch.eye(inner.in_features, dtype=inner.weight.dtype, device=inner.weight.device))
-    return made.mT
+    transposed: Tensor = projection(torch.eye(inner.in_features, dtype=inner.weight.dtype, device=inner.weight.device))
+    return transposed.mT
 
 
-def together(x: Tensor, *projections: nn.Module) -> Sequence[Tensor]:
-    """Several projections of one x [..., inputs], [..., outputs] each; in decoding one product of them all."""
-    plain = [one for one in projections if type(one) is Linear]  # others, a `Linear` wrapped, say, are called
-    if len(plain) < len(projections):
-        return [one(x) for one in projections]
-    return linears(x, [(one.weight, one.bias) for one in plain])
+def fused_projections(x: Tensor, *projections: nn.Module) -> Sequence[Tensor]:
+    """Several projections of the same x [..., inputs] -> [..., outputs] each. Decoding fuses them into one product."""
+    plain = [projection for projection in projections if type(projection) is Linear]
+    if len(plain) < len(projections):  # a wrapped or replaced `Linear` must be called itself
+        return [projection(x) for projection in projections]
+    return linears(x, [(projection.weight, projection.bias) for projection in plain])

@@ -1,7 +1,7 @@
-"""What mixtures of experts tell of a call, to who keeps a ledger of it: losses that training adds, loads to balance by.
+"""Statistics that mixtures of experts record for training: the auxiliary losses and how often each expert was chosen.
 
-A ledger takes entries while its block lasts and none afterwards, so that layers which run once more in the backward
-pass (recomputed activations) are counted once; what they compute for the ledger is the same both times.
+A recorder takes entries only inside its `with` block. Layers that run again in the backward pass (activation
+checkpointing) run after the block and are not counted twice; both runs compute the same tensors.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,50 +16,50 @@ from torch.compiler import is_compiling
 from heddle.parts.feedforwards import Feedforward
 
 
-class Entry(NamedTuple):
-    """One call of one mixture of experts; padding is in none of the numbers.
+class RouterStatistics(NamedTuple):
+    """Statistics of one call of one mixture of experts, without padding.
 
-    penalty: the losses that balance it, summed over tokens and differentiable; None without any.
-    loads: int64 [experts], how often each expert was chosen. dropped: int64 [], those choices beyond a capacity.
-    entropy: float64 [], of the routers' probabilities in nats, summed over tokens. tokens: how many, int64 [].
+    aux_loss: the weighted balance loss and z-loss, summed over tokens, differentiable; None if both are off.
+    expert_counts: int64 [experts], how often each expert was chosen. dropped: int64 [], choices beyond the capacity of
+    their expert. entropy: float64 [], of the router probabilities in nats, summed over tokens. tokens: int64 [].
     """
 
     mixture: Feedforward
-    penalty: Tensor | None
-    loads: Tensor
+    aux_loss: Tensor | None
+    expert_counts: Tensor
     dropped: Tensor
     entropy: Tensor
     tokens: Tensor
 
 
 @dataclass
-class Ledger:
-    """The entries of one or several calls, in order."""
+class RouterRecorder:
+    """The entries of one or several calls, in order. A closed recorder takes no more entries."""
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[RouterStatistics] = field(default_factory=list)
     closed: bool = False
 
 
-_ledger: ContextVar[Ledger | None] = ContextVar("ledger", default=None)
+_recorder: ContextVar[RouterRecorder | None] = ContextVar("recorder", default=None)
 
 
 @contextmanager
-def ledger() -> Iterator[Ledger]:
-    """Within the block, mixtures of experts enter what their calls did; results do not change."""
-    kept = Ledger()
-    token = _ledger.set(kept)
+def record_router_statistics() -> Iterator[RouterRecorder]:
+    """Record the statistics of every mixture of experts that is called within the block. Results do not change."""
+    recorder = RouterRecorder()
+    token = _recorder.set(recorder)
     try:
-        yield kept
+        yield recorder
     finally:
-        kept.closed = True
-        _ledger.reset(token)
+        recorder.closed = True
+        _recorder.reset(token)
 
 
-def enter(make: Callable[[], Entry]) -> None:
-    """Enter a call into the ledger in force, open or closed; nothing is computed where there is none."""
-    kept = None if is_compiling() else _ledger.get()
-    if kept is None:
+def record(make: Callable[[], RouterStatistics]) -> None:
+    """Add `make()` to the current recorder. Without a recorder nothing is computed."""
+    recorder = None if is_compiling() else _recorder.get()
+    if recorder is None:
         return
-    entry = make()  # also for a closed ledger: a layer that runs again must save as many tensors as before
-    if not kept.closed:
-        kept.entries.append(entry)
+    entry = make()  # also if closed: a layer that is run again for its gradient must save as many tensors as before
+    if not recorder.closed:
+        recorder.entries.append(entry)

@@ -1,10 +1,10 @@
-"""The slot of norms: x [..., width] -> the same shape, normalised over the last dimension."""
+"""The slot of norms: x [..., width] -> the same shape, normalized over the last dimension."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from heddle.config import Part
-from heddle.parts.modules.linear import Leaf
+from heddle.parts.modules.linear import SelfInitialized
 
 
 class NormConfig(Part, ABC):
@@ -13,8 +13,8 @@ class NormConfig(Part, ABC):
     slot: ClassVar[str] = "norms"
 
     @abstractmethod
-    def build(self, width: int, heads: int | None = None) -> Leaf:
-        """A norm over the last `width` dims; with `heads`, x is [..., heads, width] and each head has weights."""
+    def build(self, width: int, heads: int | None = None) -> SelfInitialized:
+        """Build a norm over the last `width` elements. With `heads`, x is [..., heads, width] with weights per head."""
 
 
 def weight_shape(width: int, heads: int | None) -> tuple[int, ...]:

@@ -3,24 +3,24 @@
 import torch
 from torch import Tensor, nn
 
-from heddle.config import Positive
+from heddle.config import PositiveFloat
 from heddle.numerics.norms import layer_norm
-from heddle.parts.modules.linear import Leaf
+from heddle.parts.modules.linear import SelfInitialized
 from heddle.parts.norms import NormConfig, weight_shape
 
 
 class LayerNormConfig(NormConfig):
     """`bias` is β."""
 
-    eps: Positive = 1e-5
+    eps: PositiveFloat = 1e-5
     bias: bool = True
 
     def build(self, width: int, heads: int | None = None) -> "LayerNorm":
-        """A norm over `width` dims."""
+        """Build a norm over the last `width` elements."""
         return LayerNorm(self, width, heads)
 
 
-class LayerNorm(Leaf):
+class LayerNorm(SelfInitialized):
     """The module."""
 
     def __init__(self, config: LayerNormConfig, width: int, heads: int | None) -> None:
@@ -29,8 +29,8 @@ class LayerNorm(Leaf):
         self.weight = nn.Parameter(torch.empty(weight_shape(width, heads)))
         self.bias = nn.Parameter(torch.empty(weight_shape(width, heads))) if config.bias else None
 
-    def initialise(self, std: float, generator: torch.Generator) -> None:
-        """Gain one, bias zero."""
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
+        """Gain 1, bias 0."""
         nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)

@@ -5,34 +5,37 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from heddle.config import Finite, Positive
+from heddle.config import FiniteFloat, PositiveFloat
 from heddle.numerics.norms import rms_norm
-from heddle.parts.modules.linear import Leaf
+from heddle.parts.modules.linear import SelfInitialized
 from heddle.parts.norms import NormConfig, weight_shape
 
 
 class RMSConfig(NormConfig):
-    """`offset` 1 is Gemma's and Qwen3-Next's `1 + γ`; `cast` returns to x's dtype before γ (Llama) or after."""
+    """`offset: 1` gives the `1 + γ` of Gemma and Qwen3-Next.
 
-    eps: Positive = 1e-5
-    offset: Finite = 0.0
+    `cast`: whether the result returns to x's dtype before the product with γ (Llama) or after it.
+    """
+
+    eps: PositiveFloat = 1e-5
+    offset: FiniteFloat = 0.0
     cast: Literal["before", "after"] = "before"
 
     def build(self, width: int, heads: int | None = None) -> "RMSNorm":
-        """A norm over `width` dims."""
+        """Build a norm over the last `width` elements."""
         return RMSNorm(self, width, heads)
 
 
-class RMSNorm(Leaf):
-    """The module; its weight starts at 1 − offset, so the gain starts at 1."""
+class RMSNorm(SelfInitialized):
+    """The module. Its weight is initialized to 1 − offset, so that the gain is 1."""
 
     def __init__(self, config: RMSConfig, width: int, heads: int | None) -> None:
         super().__init__()
         self.eps, self.offset, self.cast = config.eps, config.offset, config.cast
         self.weight = nn.Parameter(torch.empty(weight_shape(width, heads)))
 
-    def initialise(self, std: float, generator: torch.Generator) -> None:
-        """Gain one."""
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
+        """Gain 1."""
         nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The slot of positions: rotations of heads and biases of scores inside a mixer, and tables added at the embedding."""
+"""The slot of positions: rotations and score biases inside a mixer, and vectors added to the embedding."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar, Self
@@ -16,36 +16,37 @@ class PositionConfig(Part, ABC):
     slot: ClassVar[str] = "positions"
 
 
-class InnerConfig(PositionConfig, ABC):
-    """A scheme inside a mixer, for one that takes rotations and biases; scores know differences of positions only."""
+class MixerPositionConfig(PositionConfig, ABC):
+    """A scheme inside a mixer: a rotation or a score bias. Scores depend on differences of positions only."""
 
 
-class RotationConfig(InnerConfig, ABC):
-    """A scheme that turns queries and keys; scores then depend on differences of positions only."""
+class RotationConfig(MixerPositionConfig, ABC):
+    """A scheme that rotates queries and keys."""
 
     def resolved(self, head_dim: int) -> Self:
-        """The same scheme with the number of dims that it turns written out."""
+        """The same config with the number of rotary dims written out."""
         return self
 
     @abstractmethod
     def build(self, head_dim: int) -> "Rotation":
-        """Make the module for heads of `head_dim` dims. Raises DesignError if they do not fit."""
+        """Build the module for heads of `head_dim` dims. Raises DesignError if they do not fit."""
 
 
 class Rotation(nn.Module, ABC):
-    """Turns heads by their positions.
+    """Rotates the heads of queries and keys by the positions of their tokens.
 
-    amplitude: by which it multiplies the turned dims, beside turning them. score: by which a mixer that gives it
-    some dims of each head only multiplies its scores (YaRN; see `heddle.parts.scalings`).
-    by_length: whether its angles depend on how long the text will be, which a state must then declare.
-    exact: whether angles are computed in float64 whatever the dtype of x, for a mixer without a softmax, in which
-    their rounding far from position 0 is not damped. axes: 1 where it turns by positions, 2 by places (x, y).
+    attention_factor: multiplies the rotated dims. score_scale: a mixer that rotates only some dims of each head
+    multiplies its scores by it (YaRN; see `heddle.parts.scalings`).
+    length_dependent: whether the angles depend on the final length of the text. A state then needs a cache length.
+    float64_angles: whether angles are computed in float64 for any dtype of x. Mixers without a softmax set it, because
+    no softmax damps the rounding of angles far from position 0.
+    axes: 1 for rotation by position, 2 for rotation by coordinates (x, y).
     """
 
-    amplitude: float = 1.0
-    score: float = 1.0
-    by_length: bool = False
-    exact: bool = False
+    attention_factor: float = 1.0
+    score_scale: float = 1.0
+    length_dependent: bool = False
+    float64_angles: bool = False
     axes: int = 1
 
     @abstractmethod
@@ -53,42 +54,42 @@ class Rotation(nn.Module, ABC):
         """x [B, H, T, head_dim] -> the same shape."""
 
     def table_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-        """In which the table for heads of `dtype` is asked for, before it is cast; MPS has no float64."""
-        return torch.float64 if self.exact and device.type != "mps" else dtype
+        """The dtype in which angles are computed for heads of `dtype`. MPS has no float64."""
+        return torch.float64 if self.float64_angles and device.type != "mps" else dtype
 
 
-class BiasConfig(InnerConfig, ABC):
-    """A scheme that takes something off each score for the distance between query and key."""
+class ScoreBiasConfig(MixerPositionConfig, ABC):
+    """A scheme that subtracts from each score a term that grows with the distance of query and key."""
 
     @abstractmethod
-    def build(self, heads: int) -> "Bias":
-        """Make the module for so many query heads."""
+    def build(self, heads: int) -> "ScoreBias":
+        """Build the module for this number of query heads."""
 
 
-class Bias(nn.Module):
-    """Slopes: what a head's scores lose with each step of distance. It holds no tensor that a dtype could round."""
+class ScoreBias(nn.Module):
+    """One slope per head: how much a score loses per step of distance. Slopes are floats, so no dtype rounds them."""
 
     def __init__(self, slopes: tuple[float, ...]) -> None:
         super().__init__()
         self.slopes = slopes
 
     def forward(self, layout: Layout, dtype: torch.dtype) -> Tensor:
-        """The slopes [heads], in at least float32, made once a call."""
+        """The slopes [heads], in at least float32, as a tensor built once per call."""
         wide = torch.promote_types(dtype, torch.float32)
         make = lambda: torch.tensor(self.slopes, dtype=wide, device=layout.positions.device)  # noqa: E731
-        return layout.once(("slopes", self.slopes, wide), make)
+        return layout.cached(("slopes", self.slopes, wide), make)
 
 
-class AdditiveConfig(PositionConfig, ABC):
-    """A scheme that adds a vector of the stream's width at the embedding; it knows absolute positions."""
+class AdditivePositionConfig(PositionConfig, ABC):
+    """A scheme that adds a vector for the absolute position to the embedding."""
 
     @abstractmethod
-    def build(self, width: int) -> "Additive":
-        """Make the module for a stream of `width` dims."""
+    def build(self, width: int) -> "AdditivePosition":
+        """Build the module for embeddings of `width` dims."""
 
 
-class Additive(nn.Module, ABC):
-    """Adds the vector of each token's position."""
+class AdditivePosition(nn.Module, ABC):
+    """Adds the vector of each token's position to x."""
 
     @abstractmethod
     def forward(self, x: Tensor, layout: Layout) -> Tensor:

@@ -1,14 +1,14 @@
-"""ALiBi (Press et al. 2021): a score loses `slope_h · (i − j)`, the farther the key the more; no dim is turned.
+"""ALiBi (Press et al. 2021): `slope_h · (i − j)` is subtracted from the score of query i and key j.
 
-Slopes are `2^(−8h/heads)` for query heads h = 1 … heads, and fixed. A bidirectional mixer counts `|i − j|`.
+Slopes are fixed to `2^(−8h/heads)` for query heads h = 1 … heads. A bidirectional mixer uses the distance `|i − j|`.
 """
 
-from heddle.parts.positions import Bias, BiasConfig
+from heddle.parts.positions import ScoreBias, ScoreBiasConfig
 
 
-class AlibiConfig(BiasConfig):
+class AlibiConfig(ScoreBiasConfig):
     """No fields."""
 
-    def build(self, heads: int) -> "Bias":
-        """Make the module."""
-        return Bias(tuple(2.0 ** (-8.0 * head / heads) for head in range(1, heads + 1)))
+    def build(self, heads: int) -> "ScoreBias":
+        """Build the module."""
+        return ScoreBias(tuple(2.0 ** (-8.0 * head / heads) for head in range(1, heads + 1)))

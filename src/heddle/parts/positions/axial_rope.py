@@ -1,9 +1,10 @@
-"""RoPE in the plane (RoPE-Axial of Heo et al. 2024): half of a head's dims turn by x, the other half by y.
+"""RoPE in the plane (RoPE-Axial of Heo et al. 2024): half of the rotary dims are rotated by x, the other half by y.
 
-    pair i of the first half turns by  x · base^(-2i/(dim/2)),   pair i of the second by  y · base^(-2i/(dim/2))
+    angle of pair i: x · base^(-2i/(rotary_dim/2)) in the first half, y · base^(-2i/(rotary_dim/2)) in the second half
 
-Scores know differences in x and in y only. Places come with the layout (`layout.with_places(places)`); without them a
-token stands at (position, position), so that a text is turned as by RoPE with half as many frequencies.
+Scores depend on differences in x and in y only. Coordinates come with the layout
+(`layout.with_coordinates(coordinates)`). Without them a token is at (position, position), and a text is rotated as by
+RoPE with half as many frequencies.
 """
 
 import math
@@ -12,34 +13,34 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from heddle.config import Count, DesignError, Finite, Positive
+from heddle.config import DesignError, FiniteFloat, PositiveFloat, Width
 from heddle.errors import ConfigError
-from heddle.numerics.rotary import frequencies, rotate, table
+from heddle.numerics.rotary import apply_rotary, inverse_frequencies, rotary_table
 from heddle.parts.context.layout import Layout
 from heddle.parts.modules.eager import eager
 from heddle.parts.positions import Rotation, RotationConfig
 
 
 class AxialRopeConfig(RotationConfig):
-    """Fields of `axial_rope`; `frequencies`, one a pair of an axis, replace those of `base`."""
+    """Fields of `axial_rope`. `inv_freq`, one per pair of an axis, replaces the inverse frequencies of `base`."""
 
-    base: Positive = 10000.0
+    base: PositiveFloat = 10000.0
     layout: Literal["half", "interleaved"] = "half"  # of the pairs within the dims of one axis
-    dim: Count | None = None  # dims that are turned, both axes together; default: the head's width
-    frequencies: tuple[Finite, ...] | None = None
+    rotary_dim: Width | None = None  # of both axes together; default: head_dim
+    inv_freq: tuple[FiniteFloat, ...] | None = None
 
     def resolved(self, head_dim: int) -> Self:
-        """The dims that are turned written out."""
-        return self.replace(dim=self.dim or head_dim)
+        """The number of rotary dims written out."""
+        return self.replace(rotary_dim=self.rotary_dim or head_dim)
 
     def build(self, head_dim: int) -> "AxialRope":
-        """Make the module. Raises DesignError for a `dim` that does not fit, or a wrong number of frequencies."""
-        dim = self.dim or head_dim
+        """Build the module. Raises DesignError for a wrong `rotary_dim` or number of frequencies."""
+        dim = self.rotary_dim or head_dim
         if dim % 4 or dim > head_dim:
-            reason = f"{dim} cannot be turned in pairs along two axes within heads of {head_dim}"
-            raise DesignError("dim", f"{reason}; give a multiple of 4 that fits")
-        if self.frequencies is not None and len(self.frequencies) != dim // 4:
-            raise DesignError("frequencies", f"{len(self.frequencies)} given; dim = {dim} needs {dim // 4}")
+            reason = f"{dim} dims of {head_dim} cannot be rotated in pairs along two axes"
+            raise DesignError("rotary_dim", f"{reason}; give a multiple of 4 that fits")
+        if self.inv_freq is not None and len(self.inv_freq) != dim // 4:
+            raise DesignError("inv_freq", f"{len(self.inv_freq)} given; rotary_dim = {dim} needs {dim // 4}")
         return AxialRope(self, dim)
 
 
@@ -50,53 +51,57 @@ class AxialRope(Rotation):
 
     def __init__(self, config: AxialRopeConfig, dim: int) -> None:
         super().__init__()
-        self.layout, self.dim = config.layout, dim
-        self.thetas = tuple(config.frequencies or frequencies(dim // 2, config.base))
+        self.layout, self.rotary_dim = config.layout, dim
+        self.inv_freq = tuple(config.inv_freq or inverse_frequencies(dim // 2, config.base))
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        """x [B, H, T, head_dim] -> the same shape; the table is made once for all layers."""
+        """x [B, H, T, head_dim] -> the same shape; the table of angles is built once for all layers."""
         cosine, sine = self._table(layout, x.dtype)
-        halves = x[..., : self.dim].unflatten(-1, (2, -1))
-        turned = rotate(halves, cosine, sine, self.layout).flatten(-2)
-        return turned if self.dim == x.shape[-1] else torch.cat((turned, x[..., self.dim :]), dim=-1)
+        halves = x[..., : self.rotary_dim].unflatten(-1, (2, -1))
+        rotated = apply_rotary(halves, cosine, sine, self.layout).flatten(-2)
+        return rotated if self.rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., self.rotary_dim :]), dim=-1)
 
     @eager
     def _table(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        known = ("axial_rope", self.thetas, dtype, self.exact)
-        return layout.once(known, lambda: self._make(layout.coordinates, dtype))
+        key = ("axial_rope", self.inv_freq, dtype, self.float64_angles)
+        return layout.cached(key, lambda: self._make_table(layout.axial_positions, dtype))
 
-    def _make(self, coordinates: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        cosine, sine = table(coordinates, list(self.thetas), self.table_dtype(dtype, coordinates.device))
+    def _make_table(self, coordinates: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cosine, sine = rotary_table(coordinates, list(self.inv_freq), self.table_dtype(dtype, coordinates.device))
         return cosine.to(dtype), sine.to(dtype)
 
 
-def locate(rotation: AxialRope, before: Tensor, after: Tensor) -> Tensor:
-    """Read places off what a rotation did: heads [B, H, T, head_dim] before and after it -> x and y [B, T, 2].
+def recover_coordinates(rotation: AxialRope, before: Tensor, after: Tensor) -> Tensor:
+    """Recover coordinates from rotated heads: heads [B, H, T, head_dim] before and after -> x and y [B, T, 2].
 
-    Each pair tells its angle, hence a coordinate up to a multiple of 2π/θ. The slowest pair tells it coarsely within
-    its period; each faster one, unwrapped by what is known already, tells it more finely. So places are found within
-    ± π/θ of the slowest pair, and those beyond are found one or more of its periods off. No pair may be zero in all
-    heads before. Raises ConfigError for shapes that do not fit, or where no pair turns.
+    The angle of each pair determines the coordinate up to a multiple of 2π/θ, with θ the pair's inverse frequency. The
+    slowest pair gives a coarse estimate; each faster pair, unwrapped by the estimate so far, refines it. Coordinates
+    within ± π/θ of the slowest pair are recovered; larger ones are off by whole periods of that pair. No pair may be
+    zero in all heads of `before`. Raises ConfigError for shapes that do not fit, or if all frequencies are 0.
     """
-    if before.shape != after.shape or before.dim() != 4 or before.shape[-1] < rotation.dim:
+    if before.shape != after.shape or before.dim() != 4 or before.shape[-1] < rotation.rotary_dim:
         shapes = f"{list(before.shape)} and {list(after.shape)}"
-        raise ConfigError(f"locate: heads have shapes {shapes}; expected equal ones [batch, heads, length, head_dim]")
-    slow_first = sorted((abs(theta), i) for i, theta in enumerate(rotation.thetas) if theta)
+        raise ConfigError(
+            f"recover_coordinates: heads have shapes {shapes}; expected the same [batch, heads, length, head_dim]"
+        )
+    slow_first = sorted((abs(theta), i) for i, theta in enumerate(rotation.inv_freq) if theta)
     if not slow_first:
-        raise ConfigError("locate: every frequency is 0, so places leave no trace; give frequencies that turn")
+        raise ConfigError(
+            "recover_coordinates: every frequency is 0, so heads do not depend on coordinates; give other inv_freq"
+        )
     start, end = (_pairs(x, rotation) for x in (before, after))  # complex [B, H, T, 2, pairs]
-    angles = (end * start.conj()).sum(1).angle()  # heads are turned alike: together they tell one angle
-    found = torch.zeros_like(angles[..., 0])
+    angles = (end * start.conj()).sum(1).angle()  # all heads are rotated by the same angle
+    estimate = torch.zeros_like(angles[..., 0])
     for _, i in slow_first:
-        theta = rotation.thetas[i]
-        turns = ((found * theta - angles[..., i]) / (2 * math.pi)).round()
-        found = (angles[..., i] + 2 * math.pi * turns) / theta
-    return found
+        theta = rotation.inv_freq[i]
+        turns = ((estimate * theta - angles[..., i]) / (2 * math.pi)).round()
+        estimate = (angles[..., i] + 2 * math.pi * turns) / theta
+    return estimate
 
 
 def _pairs(x: Tensor, rotation: AxialRope) -> Tensor:
-    """Heads [B, H, T, head_dim] -> their turned pairs as complex numbers [B, H, T, 2, pairs]."""
-    halves = x[..., : rotation.dim].unflatten(-1, (2, -1))
+    """Heads [B, H, T, head_dim] -> the rotary pairs as complex numbers [B, H, T, 2, pairs]."""
+    halves = x[..., : rotation.rotary_dim].unflatten(-1, (2, -1))
     if rotation.layout == "half":
         first, second = halves.chunk(2, dim=-1)
     else:

@@ -1,34 +1,34 @@
-"""Learned absolute positions (GPT-2), added at the embedding: a table with a row for each position."""
+"""Learned absolute positions (GPT-2), added to the embedding: a table with one row per position."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heddle.config import Count
+from heddle.config import PositiveInt
 from heddle.errors import ConfigError
 from heddle.parts.context.layout import Layout
-from heddle.parts.modules.linear import Leaf, fill_normal
-from heddle.parts.positions import Additive, AdditiveConfig
+from heddle.parts.modules.linear import SelfInitialized, fill_normal
+from heddle.parts.positions import AdditivePosition, AdditivePositionConfig
 
 
-class LearnedConfig(AdditiveConfig):
-    """`length` is the number of positions; later ones are refused."""
+class LearnedConfig(AdditivePositionConfig):
+    """`length` is the number of positions; a later position raises ConfigError."""
 
-    length: Count
+    length: PositiveInt
 
     def build(self, width: int) -> "Learned":
-        """Make the module."""
+        """Build the module."""
         return Learned(self.length, width)
 
 
-class Learned(Leaf, Additive):
+class Learned(SelfInitialized, AdditivePosition):
     """The module."""
 
     def __init__(self, length: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(length, width))
 
-    def initialise(self, std: float, generator: torch.Generator) -> None:
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
         """Normal rows."""
         fill_normal(self.weight, std, generator)
 
@@ -37,13 +37,13 @@ class Learned(Leaf, Additive):
         length = self.weight.shape[0]
         if layout.start is not None:
             newest = layout.start + layout.length - 1
-        elif layout.pieces is not None:
-            newest = max(piece for row in layout.pieces for piece in row) - 1
-        else:  # only such layouts hide their largest position in a tensor
+        elif layout.doc_lengths is not None:
+            newest = max(length for row in layout.doc_lengths for length in row) - 1
+        else:  # the largest position is known only on the device
             newest = int(layout.positions.max()) if layout.positions.numel() else -1
         if newest >= length:
             raise ConfigError(
-                f"embedding.position: position {newest} is beyond the {length} learned ones; "
+                f"embedding.position: position {newest} is beyond the {length} learned positions; "
                 "shorten the text or train with a larger length"
             )
         return x + functional.embedding(layout.positions.clamp(min=0), self.weight)

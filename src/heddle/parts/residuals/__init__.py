@@ -1,75 +1,68 @@
-"""The slot of residual wirings: one choice for the model, one block a layer; each file is the figure of its paper."""
+"""The slot of residual connections: one choice for the model, one block per layer. Each file draws its figure."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from heddle.config import Part, Rate
-from heddle.parts.modules.dropout import Drop
+from heddle.config import Part, Probability
+from heddle.parts.context.build import ResidualContext
+from heddle.parts.modules.dropout import BranchDropout
 from heddle.parts.norms import NormConfig
 
-Stream = Any  # what runs from layer to layer: a tensor [B, T, width], or several
-Branches = Mapping[str, Callable[[Tensor], Tensor]]  # "mixer" and "feedforward", in this order; either may miss
-
-
-class Wiring(NamedTuple):
-    """What the model tells a block when it is built: names of its branches, width, norm, and its two rates."""
-
-    branches: tuple[str, ...]
-    width: int
-    norm: NormConfig
-    drop_rate: float = 0.0
-    dropout: float = 0.0
-
-    def norms(self) -> nn.ModuleDict:
-        """A norm of its own for each branch."""
-        return nn.ModuleDict({name: self.norm.build(self.width) for name in self.branches})
+Stream = Any  # what passes from layer to layer: a tensor [B, T, width], or several
+Branches = Mapping[str, Callable[[Tensor], Tensor]]  # "mixer" and "feedforward" in this order, or one of them
 
 
 class ResidualConfig(Part, ABC):
-    """Config of a wiring. `drop_path` is the last layer's rate of stochastic depth; it grows linearly with depth.
+    """Config of a residual block.
 
-    `dropout` drops elements of what a branch adds, in every layer alike (Vaswani et al. 2017, §5.4).
+    drop_path: stochastic depth rate of the last layer; it grows linearly from 0 in the first layer. dropout: rate at
+    which elements of a branch's output are dropped, the same in every layer (Vaswani et al. 2017, §5.4).
     """
 
     slot: ClassVar[str] = "residuals"
 
-    drop_path: Rate = 0.0
-    dropout: Rate = 0.0
+    drop_path: Probability = 0.0
+    dropout: Probability = 0.0
 
-    def open(self, x: Tensor) -> Stream:
-        """The stream that enters the first layer, from the embedding."""
+    def expand(self, x: Tensor) -> Stream:
+        """The stream that enters the first layer, made from the embedding x [B, T, width]."""
         return x
 
     @abstractmethod
-    def build(self, wiring: Wiring) -> "Residual":
-        """One layer's block."""
+    def build(self, context: ResidualContext) -> "Residual":
+        """Build the block of one layer."""
 
     @abstractmethod
-    def build_close(self, width: int, norm: NormConfig) -> nn.Module:
-        """The module that makes hidden states [B, T, width] of the last layer's stream."""
+    def build_final_norm(self, width: int, norm: NormConfig) -> nn.Module:
+        """Build the module that maps the last layer's stream to hidden states [B, T, width]."""
 
 
 class Residual(nn.Module, ABC):
-    """Wires the branches of one layer into the stream; what a branch adds goes through `drops[name]` just before."""
+    """Adds the branches of one layer to the stream; each branch output passes through `drops[name]` first."""
 
-    def __init__(self, wiring: Wiring) -> None:
+    def __init__(self, context: ResidualContext) -> None:
         super().__init__()
-        self.drops = nn.ModuleDict({name: Drop(wiring.dropout, wiring.drop_rate) for name in wiring.branches})
+        self.drops = nn.ModuleDict(
+            {name: BranchDropout(context.dropout, context.drop_rate) for name in context.branches}
+        )
 
     @abstractmethod
     def forward(self, stream: Stream, branches: Branches) -> Stream:
-        """One layer."""
+        """The stream after the layer."""
 
-    def at_rest(self, stream: Stream) -> Stream:
-        """The stream after a layer whose branches add nothing, nor did any before: as it was, unless it is normed."""
+    def identity_output(self, stream: Stream) -> Stream:
+        """The stream after this layer if no branch, here or in earlier layers, adds anything.
+
+        It is unchanged, unless the block normalizes the stream itself.
+        """
         return stream
 
 
-class Close(nn.Module):
-    """The end of a stream that is one tensor: the final norm."""
+class FinalNorm(nn.Module):
+    """The final norm of a stream that is one tensor."""
 
     def __init__(self, width: int, norm: NormConfig) -> None:
         super().__init__()

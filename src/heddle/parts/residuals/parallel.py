@@ -5,35 +5,39 @@ x ──┬── N ──┬── mixer ───────┐
     └───────────────────────(+)── …  ── N ──
 """
 
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
 from torch import Tensor, nn
 
+from heddle.parts.context.build import ResidualContext
 from heddle.parts.norms import NormConfig
-from heddle.parts.residuals import Branches, Close, Residual, ResidualConfig, Wiring
+from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
 
 
 class ParallelConfig(ResidualConfig):
-    """`norms` 1 is shared by the branches, 2 gives each its own."""
+    """`norms`: 1 is one norm shared by the branches, 2 is one norm for each."""
 
     norms: Annotated[int, Field(ge=1, le=2)] = 1
 
-    def build(self, wiring: Wiring) -> "Parallel":
-        """One layer's block."""
-        return Parallel(self, wiring)
+    def build(self, context: ResidualContext) -> "Parallel":
+        """Build the block of one layer."""
+        return Parallel(self, context)
 
-    def build_close(self, width: int, norm: NormConfig) -> nn.Module:
-        """The final norm."""
-        return Close(width, norm)
+    def build_final_norm(self, width: int, norm: NormConfig) -> nn.Module:
+        """Build the final norm."""
+        return FinalNorm(width, norm)
 
 
 class Parallel(Residual):
     """The block."""
 
-    def __init__(self, config: ParallelConfig, wiring: Wiring) -> None:
-        super().__init__(wiring)
-        self.norms = wiring.norms() if config.norms == 2 else wiring._replace(branches=("shared",)).norms()
+    def __init__(self, config: ParallelConfig, context: ResidualContext) -> None:
+        super().__init__(context)
+        self.norms = (
+            context.build_norms() if config.norms == 2 else replace(context, branches=("shared",)).build_norms()
+        )
         self.shared = config.norms == 1
 
     def forward(self, stream: Tensor, branches: Branches) -> Tensor:

@@ -1,4 +1,4 @@
-"""Post-norm (Vaswani et al. 2017), the wiring of the first Transformer and BERT: `N(x + f(x))`, no norm at the end.
+"""Post-norm (Vaswani et al. 2017), as in the first Transformer and BERT: `N(x + f(x))`, no norm at the end.
 
 x ──┬── mixer ──(+)── N ──┬── feedforward ──(+)── N ── …
     └────────────┘        └──────────────────┘
@@ -6,28 +6,29 @@ x ──┬── mixer ──(+)── N ──┬── feedforward ──(+)�
 
 from torch import Tensor, nn
 
+from heddle.parts.context.build import ResidualContext
 from heddle.parts.norms import NormConfig
-from heddle.parts.residuals import Branches, Residual, ResidualConfig, Wiring
+from heddle.parts.residuals import Branches, Residual, ResidualConfig
 
 
 class PostNormConfig(ResidualConfig):
     """No fields of its own."""
 
-    def build(self, wiring: Wiring) -> "PostNorm":
-        """One layer's block."""
-        return PostNorm(wiring)
+    def build(self, context: ResidualContext) -> "PostNorm":
+        """Build the block of one layer."""
+        return PostNorm(context)
 
-    def build_close(self, width: int, norm: NormConfig) -> nn.Module:
-        """Nothing: the last layer ended in a norm."""
+    def build_final_norm(self, width: int, norm: NormConfig) -> nn.Module:
+        """An identity: the last layer ends in a norm already."""
         return nn.Identity()
 
 
 class PostNorm(Residual):
-    """The block: one norm a branch, of the sum."""
+    """The block: one norm per branch, applied to the sum."""
 
-    def __init__(self, wiring: Wiring) -> None:
-        super().__init__(wiring)
-        self.norms = wiring.norms()
+    def __init__(self, context: ResidualContext) -> None:
+        super().__init__(context)
+        self.norms = context.build_norms()
 
     def forward(self, stream: Tensor, branches: Branches) -> Tensor:
         """stream [B, T, width] -> the same shape."""
@@ -35,8 +36,8 @@ class PostNorm(Residual):
             stream = self.norms[name](stream + self.drops[name](branch(stream)))
         return stream
 
-    def at_rest(self, stream: Tensor) -> Tensor:
-        """Normed once a branch."""
+    def identity_output(self, stream: Tensor) -> Tensor:
+        """The stream, normalized once per branch."""
         for norm in self.norms.values():
             stream = norm(stream)
         return stream

@@ -1,4 +1,4 @@
-"""Pre-norm (Xiong et al. 2020), the wiring of GPT-2 and Llama: `x + f(N(x))`, and a norm at the end.
+"""Pre-norm (Xiong et al. 2020), as in GPT-2 and Llama: `x + f(N(x))`, and a norm at the end.
 
 x ──┬── N ── mixer ──(+)──┬── N ── feedforward ──(+)── …  ── N ──
     └─────────────────┘   └───────────────────────┘
@@ -6,28 +6,29 @@ x ──┬── N ── mixer ──(+)──┬── N ── feedforward �
 
 from torch import Tensor, nn
 
+from heddle.parts.context.build import ResidualContext
 from heddle.parts.norms import NormConfig
-from heddle.parts.residuals import Branches, Close, Residual, ResidualConfig, Wiring
+from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
 
 
 class PreNormConfig(ResidualConfig):
     """No fields of its own."""
 
-    def build(self, wiring: Wiring) -> "PreNorm":
-        """One layer's block."""
-        return PreNorm(wiring)
+    def build(self, context: ResidualContext) -> "PreNorm":
+        """Build the block of one layer."""
+        return PreNorm(context)
 
-    def build_close(self, width: int, norm: NormConfig) -> nn.Module:
-        """The final norm."""
-        return Close(width, norm)
+    def build_final_norm(self, width: int, norm: NormConfig) -> nn.Module:
+        """Build the final norm."""
+        return FinalNorm(width, norm)
 
 
 class PreNorm(Residual):
-    """The block: one norm a branch."""
+    """The block: one norm per branch."""
 
-    def __init__(self, wiring: Wiring) -> None:
-        super().__init__(wiring)
-        self.norms = wiring.norms()
+    def __init__(self, context: ResidualContext) -> None:
+        super().__init__(context)
+        self.norms = context.build_norms()
 
     def forward(self, stream: Tensor, branches: Branches) -> Tensor:
         """stream [B, T, width] -> the same shape."""

@@ -6,28 +6,29 @@ x ──┬── mixer ── N ──(+)──┬── feedforward ── N �
 
 from torch import Tensor, nn
 
+from heddle.parts.context.build import ResidualContext
 from heddle.parts.norms import NormConfig
-from heddle.parts.residuals import Branches, Close, Residual, ResidualConfig, Wiring
+from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
 
 
 class ReorderedConfig(ResidualConfig):
     """No fields of its own."""
 
-    def build(self, wiring: Wiring) -> "Reordered":
-        """One layer's block."""
-        return Reordered(wiring)
+    def build(self, context: ResidualContext) -> "Reordered":
+        """Build the block of one layer."""
+        return Reordered(context)
 
-    def build_close(self, width: int, norm: NormConfig) -> nn.Module:
-        """The final norm."""
-        return Close(width, norm)
+    def build_final_norm(self, width: int, norm: NormConfig) -> nn.Module:
+        """Build the final norm."""
+        return FinalNorm(width, norm)
 
 
 class Reordered(Residual):
-    """The block: one norm a branch, of what it gives. Dropping comes after it: the norm would undo 1/(1 − rate)."""
+    """The block: one norm per branch, applied to its output. Dropout is last: a norm would undo 1/(1 − rate)."""
 
-    def __init__(self, wiring: Wiring) -> None:
-        super().__init__(wiring)
-        self.norms = wiring.norms()
+    def __init__(self, context: ResidualContext) -> None:
+        super().__init__(context)
+        self.norms = context.build_norms()
 
     def forward(self, stream: Tensor, branches: Branches) -> Tensor:
         """stream [B, T, width] -> the same shape."""

@@ -1,6 +1,6 @@
-"""ResiDual (Xie et al. 2023): a post-norm stream x that the layers read, and a dual one d that only adds up.
+"""ResiDual (Xie et al. 2023): a post-norm stream x that the branches read, and a dual stream d that only accumulates.
 
-x₀ = d₀ = embedding;   x ← N(x + f(x)),   d ← d + f(x)   a branch;   hidden = x + N(d), with no norm after it.
+x₀ = d₀ = embedding;   for each branch x ← N(x + f(x)), d ← d + f(x);   hidden = x + N(d), with no norm after it.
 
 x ──┬──────────┬── mixer ─┬─(+)── N ──┬────────────────┬── feedforward ─┬─(+)── N ── …  ────────(+)──
     │          └──────────│──┘        │                └────────────────│──┘                     │
@@ -9,32 +9,33 @@ x ──┬──────────┬── mixer ─┬─(+)── N �
 
 from torch import Tensor, nn
 
+from heddle.parts.context.build import ResidualContext
 from heddle.parts.norms import NormConfig
-from heddle.parts.residuals import Branches, Residual, ResidualConfig, Wiring
+from heddle.parts.residuals import Branches, Residual, ResidualConfig
 
 
 class ResidualDualConfig(ResidualConfig):
-    """No fields of its own. What is dropped of a branch is dropped in both streams."""
+    """No fields of its own. Elements dropped from a branch output are dropped in both streams."""
 
-    def open(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def expand(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Both streams start as the embedding."""
         return x, x
 
-    def build(self, wiring: Wiring) -> "ResidualDual":
-        """One layer's block."""
-        return ResidualDual(wiring)
+    def build(self, context: ResidualContext) -> "ResidualDual":
+        """Build the block of one layer."""
+        return ResidualDual(context)
 
-    def build_close(self, width: int, norm: NormConfig) -> nn.Module:
-        """The sum of both streams, the dual one normed."""
-        return DualClose(width, norm)
+    def build_final_norm(self, width: int, norm: NormConfig) -> nn.Module:
+        """Build the module that adds the normalized dual stream to x."""
+        return DualFinalNorm(width, norm)
 
 
 class ResidualDual(Residual):
-    """The block: one norm a branch, of the first stream."""
+    """The block: one norm per branch, for the stream x."""
 
-    def __init__(self, wiring: Wiring) -> None:
-        super().__init__(wiring)
-        self.norms = wiring.norms()
+    def __init__(self, context: ResidualContext) -> None:
+        super().__init__(context)
+        self.norms = context.build_norms()
 
     def forward(self, stream: tuple[Tensor, Tensor], branches: Branches) -> tuple[Tensor, Tensor]:
         """Two tensors [B, T, width] -> two of the same shape."""
@@ -44,16 +45,16 @@ class ResidualDual(Residual):
             x, dual = self.norms[name](x + y), dual + y
         return x, dual
 
-    def at_rest(self, stream: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The first stream is normed once a branch."""
+    def identity_output(self, stream: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """x is normalized once per branch; d is unchanged."""
         x, dual = stream
         for norm in self.norms.values():
             x = norm(x)
         return x, dual
 
 
-class DualClose(nn.Module):
-    """The end of both streams: x + N(d)."""
+class DualFinalNorm(nn.Module):
+    """x + N(d)."""
 
     def __init__(self, width: int, norm: NormConfig) -> None:
         super().__init__()

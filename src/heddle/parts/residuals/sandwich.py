@@ -6,28 +6,29 @@ x ──┬── N ── mixer ── N ──(+)──┬── N ── feed
 
 from torch import Tensor, nn
 
+from heddle.parts.context.build import ResidualContext
 from heddle.parts.norms import NormConfig
-from heddle.parts.residuals import Branches, Close, Residual, ResidualConfig, Wiring
+from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
 
 
 class SandwichConfig(ResidualConfig):
     """No fields of its own."""
 
-    def build(self, wiring: Wiring) -> "Sandwich":
-        """One layer's block."""
-        return Sandwich(wiring)
+    def build(self, context: ResidualContext) -> "Sandwich":
+        """Build the block of one layer."""
+        return Sandwich(context)
 
-    def build_close(self, width: int, norm: NormConfig) -> nn.Module:
-        """The final norm."""
-        return Close(width, norm)
+    def build_final_norm(self, width: int, norm: NormConfig) -> nn.Module:
+        """Build the final norm."""
+        return FinalNorm(width, norm)
 
 
 class Sandwich(Residual):
-    """The block: a norm before each branch and one `after` it. Dropping comes last: a norm would undo 1/(1 − rate)."""
+    """The block: a norm before each branch and one `after` it. Dropout is last: a norm would undo 1/(1 − rate)."""
 
-    def __init__(self, wiring: Wiring) -> None:
-        super().__init__(wiring)
-        self.norms, self.after = wiring.norms(), wiring.norms()
+    def __init__(self, context: ResidualContext) -> None:
+        super().__init__(context)
+        self.norms, self.after = context.build_norms(), context.build_norms()
 
     def forward(self, stream: Tensor, branches: Branches) -> Tensor:
         """stream [B, T, width] -> the same shape."""

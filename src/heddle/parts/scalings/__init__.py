@@ -1,4 +1,4 @@
-"""The slot of scalings: how a rotation trained on short texts is stretched to turn longer ones."""
+"""The slot of scalings: how a rotary embedding trained on short texts is changed to serve longer ones."""
 
 from abc import ABC, abstractmethod
 from typing import Annotated, ClassVar, NamedTuple
@@ -8,19 +8,21 @@ from pydantic import Field
 
 from heddle.config import Part
 
-Longer = Annotated[float, Field(ge=1.0, allow_inf_nan=False)]  # how many times longer texts may be
+LongContextFactor = Annotated[
+    float, Field(ge=1.0, allow_inf_nan=False)
+]  # how many times longer than in training texts may be
 
 
-class Stretched(NamedTuple):
-    """What a scaling makes of a rotation.
+class ScaledFrequencies(NamedTuple):
+    """The inverse frequencies and factors of a rotary embedding.
 
-    thetas: the angle that each pair turns a position. amplitude: multiplies the cosines and sines, so that scores
-    between turned dims grow by its square. score: multiplies every score of a mixer that turns some dims only.
+    inv_freq: the angle per position of each pair. attention_factor: multiplies cosines and sines, so scores between
+    rotated dims grow by its square. score_scale: multiplies all scores of a mixer that rotates only some dims.
     """
 
-    thetas: tuple[float, ...]
-    amplitude: float = 1.0
-    score: float = 1.0
+    inv_freq: tuple[float, ...]
+    attention_factor: float = 1.0
+    score_scale: float = 1.0
 
 
 class ScalingConfig(Part, ABC):
@@ -29,15 +31,15 @@ class ScalingConfig(Part, ABC):
     slot: ClassVar[str] = "scalings"
 
     @property
-    def by_length(self) -> bool:
-        """Whether the angles depend on how long the text will be; then a state must declare its capacity."""
+    def length_dependent(self) -> bool:
+        """Whether the angles depend on the final length of the text. A state then needs a cache length."""
         return False
 
     @abstractmethod
-    def stretch(self, dim: int, base: float, length: int, dtype: torch.dtype) -> Stretched:
-        """Stretch the frequencies `base^(-2i/dim)` of dim / 2 pairs, `base` above 1, for texts of `length` tokens.
+    def scale_frequencies(self, dim: int, base: float, length: int, dtype: torch.dtype) -> ScaledFrequencies:
+        """Scale the inverse frequencies `base^(-2i/dim)` of dim / 2 pairs for texts of `length` tokens (base > 1).
 
-        dtype: float64, or float32, in which transformers computes them: then with its operations in its order.
-        Only a scaling that is `by_length` looks at `length`, and for its angles alone: amplitude and score are the
-        same for every length. Raises DesignError where it does not fit the pairs.
+        dtype: float64, or float32 to compute exactly what transformers computes, with its operations in its order.
+        Only a `length_dependent` scaling reads `length`, and only for the angles: attention_factor and score_scale are
+        the same for every length. Raises DesignError if the scaling does not fit the pairs.
         """

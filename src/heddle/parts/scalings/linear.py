@@ -1,19 +1,19 @@
-"""Position interpolation (Chen et al. 2023): every pair turns `factor` times slower, θ'_i = θ_i / factor.
+"""Position interpolation (Chen et al. 2023): every pair rotates `factor` times slower, θ'_i = θ_i / factor.
 
 Positions of a text `factor` times longer then fall between those that the frequencies were trained for.
 """
 
 import torch
 
-from heddle.numerics.rotary import periods
-from heddle.parts.scalings import Longer, ScalingConfig, Stretched
+from heddle.numerics.rotary import pos_freqs
+from heddle.parts.scalings import LongContextFactor, ScaledFrequencies, ScalingConfig
 
 
 class LinearConfig(ScalingConfig):
     """Fields of `linear`."""
 
-    factor: Longer  # how many times slower pairs turn
+    factor: LongContextFactor  # how many times slower pairs rotate
 
-    def stretch(self, dim: int, base: float, length: int, dtype: torch.dtype) -> Stretched:
+    def scale_frequencies(self, dim: int, base: float, length: int, dtype: torch.dtype) -> ScaledFrequencies:
         """Every frequency divided by the factor."""
-        return Stretched(tuple((1.0 / periods(dim, base, dtype) / self.factor).tolist()))
+        return ScaledFrequencies(tuple((1.0 / pos_freqs(dim, base, dtype) / self.factor).tolist()))

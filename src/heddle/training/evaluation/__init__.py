@@ -1,1 +1,1 @@
-"""Measuring a model on text, in bits per byte: comparable across tokenizers."""
+"""Evaluate a model: bits per byte of text (comparable across tokenizers), task accuracy, length extrapolation."""

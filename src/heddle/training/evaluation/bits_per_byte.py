@@ -1,4 +1,4 @@
-"""Bits per byte: `Σ loss / ln 2 / Σ bytes` over the tokens of a text; end tokens count neither bits nor bytes."""
+"""Bits per byte: `Σ loss / ln 2 / Σ bytes` over the tokens of a text. End tokens add neither bits nor bytes."""
 
 import math
 from collections.abc import Iterable
@@ -8,54 +8,54 @@ import numpy as np
 import torch
 
 from heddle.model.decoder import Decoder
-from heddle.numerics.cross_entropy import losses
+from heddle.numerics.cross_entropy import token_losses
 from heddle.parts.context.layout import Layout
+from heddle.training.evaluation.scores import Scores
 
 
-class Windows(Protocol):
-    """Rows of a text: tokens int64 [B, T + 1], the lengths of the documents in each row's T inputs, targets or −1."""
+class EvaluationBatch(Protocol):
+    """Rows of a text.
+
+    tokens: int64 [B, T + 1]. doc_lengths: of the documents in each row's T inputs. targets: int64 [B, T], −1 where
+    nothing is scored.
+    """
 
     @property
     def tokens(self) -> np.ndarray: ...
 
     @property
-    def lengths(self) -> tuple[tuple[int, ...], ...]: ...
+    def doc_lengths(self) -> tuple[tuple[int, ...], ...]: ...
 
     @property
     def targets(self) -> np.ndarray: ...
 
 
-def window_bits(
-    model: Decoder, windows: Iterable[Windows], byte_lengths: np.ndarray, autocast: torch.dtype | None = None
-) -> list[tuple[float, int]]:
-    """Total bits and bytes of each window, the model in eval mode and its mode restored afterwards.
+def bits_and_bytes(
+    model: Decoder, batches: Iterable[EvaluationBatch], byte_lengths: np.ndarray, autocast: torch.dtype | None = None
+) -> Scores:
+    """Return (bits, bytes) of each row. Runs in eval mode and restores the model's mode.
 
-    byte_lengths: int [vocab], bytes each token stands for; the end token's are counted, but not its bits.
+    byte_lengths: int [vocab], the bytes of each token. Tokens of 0 or −1 bytes (end tokens) add no bits.
     """
     device = model.embed.weight.device
-    sizes = torch.from_numpy(np.asarray(byte_lengths, dtype=np.int64)).to(device)
+    token_bytes = torch.from_numpy(np.asarray(byte_lengths, dtype=np.int64)).to(device)
     was_training = model.training
     model.eval()
-    result: list[tuple[float, int]] = []
+    scores: Scores = []
     try:
-        for window in windows:
-            tokens = torch.tensor(window.tokens, device=device)  # a copy: windows may be read-only
-            targets = torch.tensor(window.targets, device=device)
-            layout = Layout.packed(window.lengths, targets.shape[1], device)
+        for batch in batches:
+            tokens = torch.tensor(batch.tokens, device=device)  # a copy, since the array may be read-only
+            targets = torch.tensor(batch.targets, device=device)
+            layout = Layout.packed(batch.doc_lengths, targets.shape[1], device)
             with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
                 hidden, _ = model(tokens[:, :-1], layout)
                 scored = targets >= 0
                 nats = torch.zeros(targets.shape, dtype=torch.float64, device=device)
-                nats[scored] = losses(hidden[scored], model.head.end, targets[scored]).double()
-            weight = sizes[targets.clamp(min=0)] * scored
-            bits = (nats * (weight > 0)).sum(1) / math.log(2)
-            result += [(float(b), int(n)) for b, n in zip(bits, weight.sum(1), strict=True)]
+                nats[scored] = token_losses(hidden[scored], model.head.output_head, targets[scored]).double()
+            scored_bytes = token_bytes[targets.clamp(min=0)] * scored
+            bits = (nats * (scored_bytes > 0)).sum(1) / math.log(2)
+            sums = zip(bits, scored_bytes.sum(1), strict=True)
+            scores += [(float(row_bits), int(row_bytes)) for row_bits, row_bytes in sums]
     finally:
         model.train(was_training)
-    return result
-
-
-def bits_per_byte(windows: list[tuple[float, int]]) -> float:
-    """The ratio of totals; nan where there are no bytes."""
-    bits, size = sum(b for b, _ in windows), sum(n for _, n in windows)
-    return bits / size if size else math.nan
+    return scores

@@ -1,8 +1,8 @@
-"""Bits per byte of the same text read in pieces of 1, 2, 4 … times a context, which tells how a model extrapolates.
+"""Length extrapolation: bits per byte of the same text at 1, 2, 4 … times the training sequence length.
 
-As Press et al. (2021) measure it, in pieces that do not overlap. A stretch is `context · multiples[-1]` tokens to
-predict, all within one document. For each multiple it is cut into equal pieces, each read from position 0 and an empty
-state, and the bits of all tokens of all pieces are summed: between multiples only the context of a token differs.
+Measured as in Press et al. (2021), with rows that do not overlap. A span is `sequence_length · multiples[-1]` tokens to
+predict, all within one document. For each multiple the span is cut into equal rows. Each row starts at position 0 with
+an empty state, and the bits of all tokens of all rows are summed: between multiples only a token's context differs.
 """
 
 from collections.abc import Iterator
@@ -14,16 +14,17 @@ import torch
 
 from heddle.errors import ConfigError, is_out_of_memory
 from heddle.model.decoder import Decoder
-from heddle.training.evaluation.bits_per_byte import window_bits
+from heddle.training.evaluation.bits_per_byte import bits_and_bytes
+from heddle.training.evaluation.scores import Scores
 
-# All multiples together read at most this share of the tokens that a run trains on. To read a token costs about half
-# of what it costs to train on it, so this is about 8 % of a run's time.
-SHARE = 1 / 6
-FEWEST, MOST = 2, 16  # stretches
+# All multiples together read at most this fraction of the tokens that a run trains on. Reading a token costs about half
+# as much as training on it, so this is about 8 % of a run's time.
+MAX_TOKEN_SHARE = 1 / 6
+MIN_SPANS, MAX_SPANS = 2, 16
 
 
-class Text(Protocol):
-    """Tokens of documents one after another, and where each document begins."""
+class TokenizedText(Protocol):
+    """The tokens of documents one after another, and the offset where each document begins."""
 
     @property
     def offsets(self) -> np.ndarray: ...
@@ -34,101 +35,113 @@ class Text(Protocol):
 
 
 @dataclass(frozen=True)
-class Stretches:
-    """What is read: `starts` are places in the text. No multiples: nothing is; `note` says what was not possible."""
+class ExtrapolationPlan:
+    """Which spans of a text are evaluated, at which multiples of the sequence length.
 
-    context: int
+    starts: token offsets in the text. document_count: how many documents the spans come from. note: what was not
+    possible, or None. Without multiples nothing is evaluated.
+    """
+
+    sequence_length: int
     multiples: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
-    documents: int = 0  # of how many documents the stretches are
+    document_count: int = 0
     note: str | None = None
 
     @property
-    def length(self) -> int:
-        """Tokens of a stretch."""
-        return self.context * max(self.multiples, default=0)
+    def span_length(self) -> int:
+        """Return the tokens per span."""
+        return self.sequence_length * max(self.multiples, default=0)
 
 
-class Reading(NamedTuple):
-    """Bits and bytes of each stretch in pieces of `multiple` contexts; none where `refusal` says why."""
+class ExtrapolationResult(NamedTuple):
+    """(bits, bytes) of each span in rows of `multiple` sequence lengths; none if `refusal` says why not."""
 
     multiple: int
-    windows: list[tuple[float, int]]
+    scores: Scores
     refusal: str | None
 
 
-class Pieces(NamedTuple):
-    """Rows to evaluate: tokens int64 [B, T + 1] and for each row the length of its one document, T."""
+class SpanRows(NamedTuple):
+    """The rows of a span: tokens int64 [B, T + 1], and for each row the length of its one document, T."""
 
     tokens: np.ndarray
-    lengths: tuple[tuple[int, ...], ...]
+    doc_lengths: tuple[tuple[int, ...], ...]
 
     @property
     def targets(self) -> np.ndarray:
-        """What follows each input."""
+        """Return the token after each input."""
         return self.tokens[:, 1:]
 
 
-def choose(text: Text, context: int, largest: int, trained: int) -> Stretches:
-    """The stretches for multiples 1, 2, 4 … `largest`, or as far as the text's longest document goes.
+def plan_extrapolation(
+    text: TokenizedText, sequence_length: int, max_multiple: int, train_tokens: int
+) -> ExtrapolationPlan:
+    """Choose spans for the multiples 1, 2, 4 … `max_multiple`, or as many as the longest document allows.
 
-    One of each of the longest documents, and further rounds where these are few; a document's own lie evenly in it.
-    trained: tokens of a run, which bounds how many there are. The same text and numbers give the same stretches.
+    Takes one span from each of the longest documents, then a second one, and so on; the spans of a document are spread
+    evenly over it. train_tokens: of the run; it limits the number of spans. Equal arguments give equal plans.
     """
-    if largest < 2:
-        return Stretches(context)
+    if max_multiple < 2:
+        return ExtrapolationPlan(sequence_length)
     offsets = np.asarray(text.offsets, dtype=np.int64)
-    sizes = np.diff(np.append(offsets, len(text)))
-    longest = int(sizes.max(initial=0))
-    multiples = [2**power for power in range(largest.bit_length()) if 2**power * context < longest]
+    doc_lengths = np.diff(np.append(offsets, len(text)))
+    longest = int(doc_lengths.max(initial=0))
+    multiples = [2**power for power in range(max_multiple.bit_length()) if 2**power * sequence_length < longest]
     limit = f"the longest held-out document has {longest} tokens"
     if len(multiples) < 2:
-        return Stretches(context, note=f"{limit}, less than two contexts of {context} and one more")
-    note = None if multiples[-1] == largest else f"{limit}, so {multiples[-1]} times the context is the largest"
-    length = multiples[-1] * context
-    wanted = min(MOST, max(FEWEST, int(SHARE * trained) // (length * len(multiples))))
-    room = (sizes - 1) // length  # a document's first token is predicted by nothing
-    taken = np.zeros_like(room)
-    order = np.argsort(-sizes, kind="stable")
-    while taken.sum() < min(wanted, room.sum()):
-        open_ones = order[taken[order] < room[order]]
-        taken[open_ones[: wanted - taken.sum()]] += 1
+        too_short = f"{limit}, less than two contexts of {sequence_length} and one more"
+        return ExtrapolationPlan(sequence_length, note=too_short)
+    note = None if multiples[-1] == max_multiple else f"{limit}, so {multiples[-1]} times the context is the largest"
+    span_length = multiples[-1] * sequence_length
+    affordable = int(MAX_TOKEN_SHARE * train_tokens) // (span_length * len(multiples))
+    target_count = min(MAX_SPANS, max(MIN_SPANS, affordable))
+    spans_that_fit = (doc_lengths - 1) // span_length  # a document's first token is not predicted
+    span_counts = np.zeros_like(spans_that_fit)
+    order = np.argsort(-doc_lengths, kind="stable")
+    while span_counts.sum() < min(target_count, spans_that_fit.sum()):
+        with_space = order[span_counts[order] < spans_that_fit[order]]
+        span_counts[with_space[: target_count - span_counts.sum()]] += 1
     starts = []
-    for document in np.flatnonzero(taken):
-        slots = (2 * np.arange(taken[document]) + 1) * room[document] // (2 * taken[document])
-        starts += (offsets[document] + slots * length).tolist()
-    return Stretches(context, tuple(multiples), tuple(starts), int((taken > 0).sum()), note)
+    for document in np.flatnonzero(span_counts):
+        slots = (2 * np.arange(span_counts[document]) + 1) * spans_that_fit[document] // (2 * span_counts[document])
+        starts += (offsets[document] + slots * span_length).tolist()
+    return ExtrapolationPlan(sequence_length, tuple(multiples), tuple(starts), int((span_counts > 0).sum()), note)
 
 
-def pieces(text: Text, stretches: Stretches, multiple: int) -> Iterator[Pieces]:
-    """A batch a stretch: its pieces of `multiple` contexts, whose targets are the stretch's tokens, each once."""
-    length = multiple * stretches.context
-    for start in stretches.starts:
-        tokens = text.read(start, start + stretches.length + 1)
+def span_batches(text: TokenizedText, plan: ExtrapolationPlan, multiple: int) -> Iterator[SpanRows]:
+    """Yield one batch per span, in rows of `multiple` sequence lengths. Each token of the span is a target once."""
+    length = multiple * plan.sequence_length
+    for start in plan.starts:
+        tokens = text.read(start, start + plan.span_length + 1)
         rows = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
-        yield Pieces(rows, ((length,),) * len(rows))
+        yield SpanRows(rows, ((length,),) * len(rows))
 
 
-def extrapolation(
-    model: Decoder, text: Text, stretches: Stretches, byte_lengths: np.ndarray, autocast: torch.dtype | None = None
-) -> list[Reading]:
-    """What each multiple gives; a length that the model refuses (learned positions end, say) tells its reason.
+def evaluate_extrapolation(
+    model: Decoder,
+    text: TokenizedText,
+    plan: ExtrapolationPlan,
+    byte_lengths: np.ndarray,
+    autocast: torch.dtype | None = None,
+) -> list[ExtrapolationResult]:
+    """Evaluate every multiple of a plan. If the model refuses a length (its learned positions end), `refusal` says so.
 
-    byte_lengths: int [vocab], bytes each token stands for.
+    byte_lengths: int [vocab], the bytes of each token.
     """
-    found = []
-    for multiple in stretches.multiples:
-        windows: list[tuple[float, int]] = []
+    results = []
+    for multiple in plan.multiples:
+        scores: Scores = []
         refusal = None
         try:
-            for batch in pieces(text, stretches, multiple):
-                rows = window_bits(model, [batch], byte_lengths, autocast)
-                windows.append((sum(bits for bits, _ in rows), sum(size for _, size in rows)))
+            for batch in span_batches(text, plan, multiple):
+                rows = bits_and_bytes(model, [batch], byte_lengths, autocast)
+                scores.append((sum(bits for bits, _ in rows), sum(size for _, size in rows)))
         except ConfigError as error:
-            windows, refusal = [], str(error)
+            scores, refusal = [], str(error)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            windows, refusal = [], "out of memory"
-        found.append(Reading(multiple, windows, refusal))
-    return found
+            scores, refusal = [], "out of memory"
+        results.append(ExtrapolationResult(multiple, scores, refusal))
+    return results

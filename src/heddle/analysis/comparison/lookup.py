@@ -1,0 +1,67 @@
+"""Read values out of a comparison's report: means, differences, recall, and series over the context length."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+PREFERRED_CONTEXT = 8192
+Report = Mapping[str, Any]
+Design = Mapping[str, Any]
+
+
+def value_at(series: Iterable[Iterable[Any]] | None, context: float | None) -> float | None:
+    """The value of a series of [context, value] pairs at one context, or None."""
+    return next((value for point, value in series or () if point == context), None)
+
+
+def shared_context(designs: Iterable[Design], key: str) -> int | None:
+    """A context at which all designs with the series `key` were measured: 8192, or else the largest, or None."""
+    series_of_designs = [design[key] for design in designs if design[key]]
+    measured = [{context for context, value in series if value is not None} for series in series_of_designs]
+    common = set.intersection(*measured) if measured else set()
+    return PREFERRED_CONTEXT if PREFERRED_CONTEXT in common else max(common, default=None)
+
+
+def mean_loss(design: Design) -> float | None:
+    """The design's mean bits per byte, or None where no run finished."""
+    interval = design.get("bits_per_byte")
+    return None if interval is None else interval["mean"]
+
+
+def ranked_designs(report: Report) -> list[Design]:
+    """The designs, lowest bits per byte first, those without a finished run last."""
+
+    def key(design: Design) -> float:
+        mean = mean_loss(design)
+        return math.inf if mean is None else mean
+
+    return sorted(report["designs"], key=key)
+
+
+def baseline_design(report: Report) -> Design:
+    """The design that the others are compared with."""
+    design: Design = next(design for design in report["designs"] if design["name"] == report["baseline"])
+    return design
+
+
+def difference_to_baseline(report: Report, name: str) -> Mapping[str, Any] | None:
+    """The paired difference of a design to the baseline; None for the baseline itself."""
+    return next((row for row in report["differences"] if row["design"] == name), None)
+
+
+def recall_accuracy(design: Design, probe: str) -> float | None:
+    """The share of right answers of a recall probe, or None where it was not measured."""
+    result = design["recall"].get(probe)
+    return None if result is None else result["accuracy"]
+
+
+def first_probe(report: Report) -> tuple[str, Mapping[str, Any]] | None:
+    """(name, description) of the first recall probe, which stands for all in summaries; None where there is none."""
+    return next(iter(report["recall"].items()), None)
+
+
+def missing_reason(row: Mapping[str, Any]) -> str:
+    """Why a design has no number at a multiple of the trained length: "refused", "not finite" or "not measured"."""
+    if row["refusal"] is not None:
+        return "refused"
+    return "not finite" if row["not_finite"] else "not measured"

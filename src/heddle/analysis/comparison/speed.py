@@ -1,0 +1,88 @@
+"""Speed of a design with fresh weights: tokens per second of prefill and decode at several context lengths."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from heddle.errors import ConfigError
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder, build
+from heddle.model.state import State
+from heddle.numerics.linear import packed_weights
+
+DECODED_TOKENS = 32
+MAX_PREFILLS = 3
+REPEAT_LIMIT_SECONDS = 2.0  # once its prefills took this long together, a context is not prefilled again
+
+
+def measure_speeds(
+    config: ModelConfig, contexts: Sequence[int], device: str, dtype: torch.dtype
+) -> dict[str, list[tuple[int, float]]]:
+    """{"prefill": [(context, tokens per second)], "decode": ...} without contexts that the design cannot process."""
+    model = build(config, dtype=dtype, device=device).eval()
+    speeds: dict[str, list[tuple[int, float]]] = {"prefill": [], "decode": []}
+    with torch.no_grad(), packed_weights():
+        _prefill(model, min(64, *contexts))  # warm up
+        for context in contexts:
+            try:
+                state, prefill_seconds = _timed_prefill(model, context)
+                token_seconds = _timed_decode(model, state)
+            except ConfigError:  # the context is longer than the learned positions
+                break
+            speeds["prefill"].append((context, context / prefill_seconds))
+            speeds["decode"].append((context, 1 / token_seconds))
+    return speeds
+
+
+def _prefill(model: Decoder, context: int) -> State:
+    device = model.embed.weight.device
+    vocab_size = model.embed.weight.shape[0]
+    tokens = (torch.arange(context, device=device) % vocab_size)[None]
+    hidden, state = model(tokens, None, model.init_state(1, context + DECODED_TOKENS + 1))
+    model.head(hidden[:, -1])
+    assert state is not None
+    return state
+
+
+def _timed_prefill(model: Decoder, context: int) -> tuple[State, float]:
+    """The state after a prefill, and the median seconds of a few of them."""
+    times: list[float] = []
+    while True:
+        seconds, state = time_call(lambda: _prefill(model, context), model)
+        times.append(seconds)
+        if len(times) == MAX_PREFILLS or sum(times) > REPEAT_LIMIT_SECONDS:
+            return state, statistics.median(times)
+
+
+def _timed_decode(model: Decoder, state: State) -> float:
+    """Median seconds to decode one token after the state's context."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.embed.weight.device)
+    times = []
+    for _ in range(DECODED_TOKENS):
+
+        def step(previous: State = state) -> State:
+            hidden, following = model(token, None, previous)
+            model.head(hidden[:, -1]).argmax(-1)
+            assert following is not None
+            return following
+
+        seconds, state = time_call(step, model)
+        times.append(seconds)
+    return statistics.median(times)
+
+
+def time_call(call: Callable[[], State], model: Decoder) -> tuple[float, State]:
+    """(seconds, result) of a call; the device's queue is empty before and after."""
+    synchronize(model)
+    start = time.perf_counter()
+    result = call()
+    synchronize(model)
+    return time.perf_counter() - start, result
+
+
+def synchronize(model: Decoder) -> None:
+    """Wait for the accelerator, if there is one."""
+    if model.embed.weight.device.type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,92 @@
+"""Rows and columns that the terminal and the report's page share: costs, effects of varied fields, equal sizes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from heddle.analysis.comparison.formatting import (
+    Formatter,
+    format_bits,
+    format_bytes,
+    format_context,
+    format_difference,
+    format_number,
+    format_rate,
+    judgment,
+)
+from heddle.analysis.comparison.lookup import Report, baseline_design, shared_context, value_at
+
+# of each kind of size: its key in a design's report, and its name in a sentence
+SIZE_WORDS = {
+    "parameters": ("parameters", "parameters"),
+    "active-parameters": ("active_parameters", "active parameters per token"),
+    "flops": ("flops_per_token", "forward FLOPs per token"),
+}
+
+
+@dataclass(frozen=True)
+class CostColumn:
+    """A cost of all designs. context: where it was measured; values: by the design's name."""
+
+    name: str
+    context: int | None
+    format: Formatter
+    less_is_better: bool
+    values: Mapping[str, float | None]
+
+    @property
+    def title(self) -> str:
+        """ "State at 8k"."""
+        return self.name if self.context is None else f"{self.name} at {format_context(self.context)}"
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table of formatted numbers; the first column names the row."""
+
+    header: list[str]
+    rows: list[list[str]]
+    label: str = ""
+
+
+def cost_columns(report: Report) -> list[CostColumn]:
+    """What the designs cost: training speed, peak memory, state, decoding speed."""
+    designs = report["designs"]
+    training_speed = {design["name"]: design["train_tokens_per_second"] for design in designs}
+    peak_memory = {design["name"]: design["peak_memory_bytes"] for design in designs}
+    state_context, decode_context = shared_context(designs, "state_bytes"), shared_context(designs, "decode")
+    states = {design["name"]: value_at(design["state_bytes"], state_context) for design in designs}
+    decode_speed = {design["name"]: value_at(design["decode"], decode_context) for design in designs}
+    return [
+        CostColumn("Training", None, format_rate, False, training_speed),
+        CostColumn("Peak memory", None, format_bytes, True, peak_memory),
+        CostColumn("State", state_context, format_bytes, True, states),
+        CostColumn("Decode", decode_context, format_rate, False, decode_speed),
+    ]
+
+
+def effect_table(field: Mapping[str, Any]) -> TextTable:
+    """A row for each value of a varied field: its mean, its difference to the baseline's value, and the judgment."""
+    rows = []
+    for value in field["values"]:
+        difference = ["", "baseline"]
+        if value["difference"]:
+            difference = [format_difference(value["difference"]), judgment(value["difference"])]
+        rows.append([value["label"], format_bits(value["mean"]), *difference])
+    header = [field["title"], "bits per byte", f"difference to {field['baseline']}", ""]
+    return TextTable(header, rows, f"Bits per byte by {field['title']}")
+
+
+def equal_size_table(report: Report) -> TextTable:
+    """A row for each design: its width (before and after resizing), its size, and its deviation from the baseline's."""
+    key, words = SIZE_WORDS[report["equal_size"]]
+    baseline = baseline_design(report)
+    rows = []
+    for design in report["designs"]:
+        original, trained = design["width"]["original"], design["width"]["trained"]
+        width = str(trained) if original == trained else f"{original} → {trained}"
+        deviation = f"{design[key] / baseline[key] - 1:+.1%}".replace("-", "−")
+        rows.append(
+            [design["name"], width, format_number(design[key]), "baseline" if design is baseline else deviation]
+        )
+    return TextTable(["design", "width", words, "deviation"], rows, "Widths of equal size")

@@ -1,0 +1,208 @@
+"""Sentences that follow from a report's numbers: the verdict, and what each design gains and costs."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from heddle.analysis.comparison.formatting import (
+    format_bits,
+    format_bytes,
+    format_context,
+    format_difference,
+    format_percent,
+    format_share,
+    format_signed,
+    join_names,
+    judgment,
+)
+from heddle.analysis.comparison.lookup import (
+    Design,
+    Report,
+    baseline_design,
+    difference_to_baseline,
+    first_probe,
+    mean_loss,
+    missing_reason,
+    ranked_designs,
+    recall_accuracy,
+    shared_context,
+    value_at,
+)
+from heddle.analysis.comparison.statistics import finished_runs, paired_difference
+
+SOLVED_SHARE = 0.9  # of the way from chance to a perfect score: from there on a task counts as learned
+
+
+def verdict_sentences(report: Report) -> list[str]:
+    """A few sentences to read first: loss and its certainty, state, recall, longer texts, failures.
+
+    "Lowest" is said of the measured means, "resolved" only where the paired interval excludes 0.
+    """
+    ranking = [design for design in ranked_designs(report) if mean_loss(design) is not None]
+    if not ranking:
+        return ["No design finished a run, so nothing can be compared."]
+    sentences = [_lowest_loss(ranking), *_single_seed_warning(ranking), *_state_costs(report, ranking)]
+    return [*sentences, *recall_verdict(report), *length_verdict(report), *_failures(report)]
+
+
+def _lowest_loss(ranking: list[Design]) -> str:
+    best, *others = ranking
+    loss = format_bits(mean_loss(best))
+    if not others:
+        return f"{best['name']} reaches {loss} bits per byte; there is no second design to compare it with."
+    differences = {design["name"]: paired_difference(best["runs"], design["runs"]) for design in others}
+    resolved = [name for name, row in differences.items() if row["resolved"] and row["mean"] < 0]
+    unresolved = [name for name in differences if name not in resolved]
+    start, word = f"{best['name']} has the lowest bits per byte, {loss}", "resolved"
+    if max(row["pairs"] for row in differences.values()) == 1:
+        # one seed says nothing about the luck of training, so the first sentence may not either
+        start, word = f"{start}, on one seed", "resolved for the choice of text only"
+    if len(others) == 1 and differences[others[0]["name"]]["mean"] is not None:
+        [(name, row)] = differences.items()
+        certainty = word if resolved else "not resolved"
+        return f"{start}; its difference to {name}, {format_difference(row)}, is {certainty}."
+    if not unresolved:
+        return f"{start}, and the difference to each of the other {len(others)} is {word}."
+    if not resolved:
+        return f"{start}, but its lead is not resolved against {join_names(unresolved)}."
+    return f"{start}; its lead is {word} against {join_names(resolved)}, not against {join_names(unresolved)}."
+
+
+def _single_seed_warning(ranking: list[Design]) -> list[str]:
+    if len(ranking) < 2 or max(len(finished_runs(design["runs"])) for design in ranking) > 1:
+        return []
+    return ["With one seed no interval covers the luck of training: another seed may change the order."]
+
+
+def _state_costs(report: Report, ranking: list[Design]) -> list[str]:
+    """The loss that the smallest state costs, and the smallest state whose cost is not resolved."""
+    context = shared_context(ranking, "state_bytes")
+    states = {design["name"]: value_at(design["state_bytes"], context) for design in ranking}
+    sizes = {name: size for name, size in states.items() if size is not None}
+    baseline = report["baseline"]
+    if context is None or len(sizes) < 2 or not sizes.get(baseline):
+        return []
+    position, baseline_size = format_context(context), sizes[baseline]
+    smallest = min(sizes.values())
+    if smallest == max(sizes.values()):
+        return [f"All keep the same state: {format_bytes(baseline_size)} at {position}."]
+    if smallest == baseline_size:
+        return [f"No state is smaller than that of {baseline}: {format_bytes(baseline_size)} at {position}."]
+
+    def sentence(name: str) -> str:
+        difference = difference_to_baseline(report, name)
+        cost = f"{format_difference(difference)} bits per byte ({judgment(difference)})"
+        amounts = f"{format_bytes(sizes[name])} against {format_bytes(baseline_size)} at {position}"
+        share = format_share(sizes[name], baseline_size)
+        return f"{name} needs {share} of the state of {baseline} ({amounts}), for {cost}."
+
+    cheapest = min(sizes, key=lambda name: sizes[name])
+    not_worse = [
+        name
+        for name, size in sizes.items()
+        if size < baseline_size and not judgment(difference_to_baseline(report, name)).startswith("worse")
+    ]
+    cheapest_not_worse = min(not_worse, key=lambda name: sizes[name], default=cheapest)
+    return [sentence(name) for name in dict.fromkeys([cheapest, cheapest_not_worse])]
+
+
+def recall_verdict(report: Report) -> list[str]:
+    """Which designs learned the first probe and which did not; empty where it was not measured."""
+    probe = first_probe(report)
+    if probe is None:
+        return []
+    probe_name, description = probe
+    accuracies = {design["name"]: recall_accuracy(design, probe_name) for design in report["designs"]}
+    measured = {name: accuracy for name, accuracy in accuracies.items() if accuracy is not None}
+    if not measured:
+        return []
+    threshold = description["chance"] + SOLVED_SHARE * (1 - description["chance"])
+    solved = [name for name, accuracy in measured.items() if accuracy >= threshold]
+    unsolved = sorted((name for name in measured if name not in solved), key=lambda name: -measured[name])
+    chance = f"guessing gives {format_percent(description['chance'])}"
+    if not unsolved:
+        lowest = format_percent(min(measured.values()))
+        at_least = "" if lowest == format_percent(1.0) else "at least "
+        everyone = f"each design answers {at_least}{lowest}" if len(measured) > 1 else f"{solved[0]} answers {lowest}"
+        return [f"Recall ({description['title']}): {everyone} correctly; {chance}."]
+    rest = join_names([f"{name} {format_percent(measured[name])}" for name in unsolved], 6)
+    start = f"{join_names(solved, 6)} learned it" if solved else "no design learned it"
+    return [f"Recall ({description['title']}): {start} within the budget; {rest} ({chance})."]
+
+
+def length_verdict(report: Report) -> list[str]:
+    """How bits per byte change at the longest length read; empty where no longer text was read."""
+    largest = max(report["extrapolation"]["multiples"], default=1)
+    if largest == 1:
+        return []
+    rows = {design["name"]: design["extrapolation"][-1] for design in report["designs"]}
+    changes = sorted(
+        (row["change"]["mean"], name, row["change"]) for name, row in rows.items() if row["change"]["mean"] is not None
+    )
+    parts = [f"{name} {format_signed(mean)} ({judgment(change).partition(',')[0]})" for mean, name, change in changes]
+    parts += [f"{name} {missing_reason(row)}" for name, row in rows.items() if row["change"]["mean"] is None]
+    one_seed = ", on one seed" if max((change["pairs"] for _, _, change in changes), default=0) == 1 else ""
+    start = f"At {largest} × the trained length bits per byte change, on the same text"
+    return [f"{start}{one_seed}: {join_names(parts, 8)}."]
+
+
+def _failures(report: Report) -> list[str]:
+    counts = {design["name"]: (len(finished_runs(design["runs"])), len(design["runs"])) for design in report["designs"]}
+    none = [name for name, (finished, _) in counts.items() if not finished]
+    some = [f"{name} on {finished} of {total}" for name, (finished, total) in counts.items() if 0 < finished < total]
+    sentences = []
+    if some:
+        sentences.append(f"Only some seeds finished: {join_names(some)}. A mean without the others looks too good.")
+    return sentences + ([f"No run finished: {join_names(none)}."] if none else [])
+
+
+def describe_state_growth(design: Design) -> str:
+    """How the state grows with the context: with each token, up to a window, or not at all."""
+    points = [(context, size) for context, size in design["state_bytes"] or () if size is not None]
+    if len(points) < 3:
+        return "Its state was not measured."
+    slopes = [(b - a) / (y - x) for (x, a), (y, b) in pairwise(points)]
+    fixed_bytes, last_slope = points[0][1] - slopes[0] * points[0][0], slopes[-1]
+    final_size = format_bytes(points[-1][1])
+    if max(slopes) == 0:
+        return f"It keeps {final_size} at every context length."
+    if last_slope == 0:
+        return f"Its state grows up to {final_size} and is constant from there."
+    fixed = f"{format_bytes(fixed_bytes)} and " if fixed_bytes > 0.02 * points[0][1] else ""
+    growth = f"keeps {fixed}{format_bytes(last_slope)} for each token."
+    return f"It {growth}" if slopes[0] == last_slope else f"Once its windows are full, it {growth}"
+
+
+def compare_with_baseline(report: Report, design: Design) -> list[str]:
+    """The design relative to the baseline: state, decoding, training, loss and recall. Empty for the baseline."""
+    baseline = baseline_design(report)
+    if design is baseline:
+        return []
+    phrases = []
+    for key, title in (("state_bytes", "state"), ("decode", "decoding speed")):
+        context = shared_context(report["designs"], key)
+        value, reference = value_at(design[key], context), value_at(baseline[key], context)
+        if context is not None and value is not None and reference:
+            phrases.append(f"{_share_of(value, reference)} its {title} at {format_context(context)}")
+    value, reference = design["train_tokens_per_second"], baseline["train_tokens_per_second"]
+    if value and reference:
+        phrases.append(f"{_share_of(value, reference)} its training speed")
+    phrases += _loss_difference(difference_to_baseline(report, design["name"]))
+    probe = first_probe(report)
+    if probe is not None:
+        value, reference = recall_accuracy(design, probe[0]), recall_accuracy(baseline, probe[0])
+        if value is not None and reference is not None:
+            title = probe[1]["title"]
+            phrases.append(f"{format_percent(value)} right answers on {title}, against {format_percent(reference)}")
+    return phrases
+
+
+def _loss_difference(difference: Mapping[str, Any] | None) -> list[str]:
+    if difference is None or difference["mean"] is None:
+        return []
+    return [f"{format_difference(difference)} bits per byte: {judgment(difference)}"]
+
+
+def _share_of(part: float, whole: float) -> str:
+    share = format_share(part, whole)
+    return share if share.endswith("times") else f"{share} of"

@@ -1,0 +1,118 @@
+"""Read the fields of a config.json once each. A field that nobody read is refused by name, never ignored."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from heddle.errors import ConfigError
+from heddle.model.config import MAX_LAYERS
+
+T = TypeVar("T")
+
+# Fields that do not change what the model computes: who wrote the file, for which library, and display names.
+METADATA_FIELDS = frozenset(
+    """
+    architectures model_type transformers_version torch_dtype dtype _name_or_path _attn_implementation
+    return_dict output_hidden_states output_attentions chunk_size_feed_forward id2label label2id problem_type
+    task_specific_params tokenizer_class prefix finetuning_task pruned_heads _commit_hash heddle
+    """.split()  # noqa: SIM905
+)
+# Fields that are accepted only when they are off.
+MUST_BE_OFF = (
+    "is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "cross_attention_hidden_size",
+)  # fmt: skip
+# Fields about tokens and training lengths. They do not change the model; an export writes them again.
+PRESERVED_FIELDS = (
+    "max_position_embeddings", "n_positions", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
+    "sep_token_id", "decoder_start_token_id", "model_max_length", "use_cache",
+)  # fmt: skip
+# Names of fields that count layers or experts. A huge wrong value must be refused before memory is allocated for it.
+LAYER_OR_EXPERT_COUNT = re.compile(r".*(layers?|experts)(_per_tok(en)?)?")
+
+
+def short_repr(value: Any) -> str:
+    """`repr` of a value on one line, cut to fit an error message."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
+
+
+class ConfigReader:
+    """Typed access to a config's fields that remembers which were read.
+
+    source: name of the file in error messages. unread: fields that no one has read yet. last_read: the field that was
+    read last, as a hint for errors.
+    """
+
+    def __init__(self, data: Mapping[str, Any], source: str = "config.json") -> None:
+        self.data, self.source, self.last_read = data, source, ""
+        off = {name for name in MUST_BE_OFF if not data.get(name)}
+        self.unread = set(data) - METADATA_FIELDS - set(PRESERVED_FIELDS) - off
+
+    def optional(self, name: str, *aliases: str) -> Any:
+        """The value of a field, or of the first alias (an older name) that is set. None if absent or null."""
+        self.last_read = name
+        for key in (name, *aliases):
+            self.unread.discard(key)
+            value = self.data.get(key)
+            if type(value) is int and value > MAX_LAYERS and LAYER_OR_EXPERT_COUNT.fullmatch(key):
+                raise self.invalid(key, f"heddle builds at most {MAX_LAYERS}")
+        return next((self.data[key] for key in (name, *aliases) if self.data.get(key) is not None), None)
+
+    def get(self, name: str, default: T, *aliases: str) -> T:
+        """The value of a field, or `default` if it is absent or null. Its type must be that of the default."""
+        value = self.optional(name, *aliases)
+        if isinstance(default, float) and type(value) is int:
+            value = float(value)
+        if value is not None and type(value) is not type(default):
+            raise self.invalid(name, f"should be of kind {type(default).__name__}")
+        return default if value is None else value
+
+    def get_nullable(self, name: str, default: Any) -> Any:
+        """The value of a field where null means off. `default` is used only if the field is absent."""
+        self.unread.discard(name)
+        return self.data.get(name, default)
+
+    def require(self, name: str, kind: type[T], *aliases: str) -> T:
+        """The value of a field that must be present and of type `kind`. Raises ConfigError naming it."""
+        value: Any = self.optional(name, *aliases)
+        if value is None:
+            raise ConfigError(f"{self.source}: field '{name}' is missing; without it the model cannot be built")
+        if kind is float and type(value) is int:
+            value = float(value)
+        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+            raise self.invalid(name, f"should be of kind {kind.__name__}")
+        return value
+
+    def require_count(self, name: str, *aliases: str, maximum: int = 2**31) -> int:
+        """As `require`, for an int from 1 to `maximum`."""
+        value = self.require(name, int, *aliases)
+        if not 1 <= value <= maximum:
+            raise self.invalid(name, f"should be from 1 to {maximum}")
+        return value
+
+    def expect(self, name: str, *allowed: Any, default: Any = None) -> Any:
+        """The value of a field (`default` if absent), which must be one of `allowed`. Raises ConfigError naming it."""
+        self.last_read = name
+        self.unread.discard(name)
+        value = self.data.get(name, default)
+        if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed):
+            choices = ", ".join(repr(choice) for choice in allowed)
+            raise self.invalid(name, f"heddle builds {choices} only")
+        return value
+
+    def preserved(self) -> dict[str, Any]:
+        """The fields that an export writes again."""
+        return {name: self.data[name] for name in PRESERVED_FIELDS if name in self.data}
+
+    def invalid(self, name: str, remedy: str) -> ConfigError:
+        """The error for a field with a wrong value."""
+        return ConfigError(f"{self.source}: field '{name}' is {short_repr(self.data.get(name))}; {remedy}")
+
+    def check_all_read(self) -> None:
+        """Raises ConfigError naming the fields that were not read."""
+        if self.unread:
+            names = ", ".join(map(short_repr, sorted(self.unread)[:9])) + (" and more" if len(self.unread) > 9 else "")
+            model = short_repr(self.data.get("model_type", "this kind of model")).strip("'")
+            raise ConfigError(
+                f"{self.source}: {names}: heddle does not know what this asks of {model}; it was not read"
+            )

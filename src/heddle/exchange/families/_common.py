@@ -1,0 +1,140 @@
+"""What most families share: the config fields and tensor names of Llama's decoder.
+
+In functions that map weights, `hf` and `heddle` are name prefixes of the same module, such as `model.layers.0` and
+`layers.0`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.rope import write_rope
+from heddle.exchange.weight_map import WeightMap
+from heddle.model.config import ModelConfig
+from heddle.parts.positions.rope import RopeConfig
+
+DEFAULT_MAX_POSITIONS = 2048  # max_position_embeddings of a design that has no length
+
+
+def read_activation(config: ConfigReader, name: str = "hidden_act", default: str = "silu") -> str:
+    """Heddle's name of an activation. Raises ConfigError for one that heddle does not have."""
+    hf_name = config.get(name, default)
+    if hf_name not in design_parts.HEDDLE_ACTIVATIONS:
+        raise config.invalid(name, f"heddle has {', '.join(design_parts.HEDDLE_ACTIVATIONS)}")
+    return design_parts.HEDDLE_ACTIVATIONS[hf_name]
+
+
+def read_heads(config: ConfigReader, width: int, head_dim: int | None = None) -> dict[str, Any]:
+    """heads, kv_heads and head_dim from Llama's fields; `head_dim` is the family's default."""
+    heads = config.require_count("num_attention_heads")
+    dim = config.get("head_dim", head_dim or width // heads)
+    return {"heads": heads, "kv_heads": config.get("num_key_value_heads", heads), "head_dim": dim}
+
+
+def check_width(config: ConfigReader) -> None:
+    """Raises ConfigError if the heads do not divide the width, as the family's own class does."""
+    width, heads = config.require("hidden_size", int), config.require_count("num_attention_heads")
+    if width % heads:
+        raise config.invalid("hidden_size", f"{config.data.get('model_type')} asks a multiple of its {heads} heads")
+
+
+def read_gated(config: ConfigReader, name: str = "hidden_act", default: str = "silu", **extra: Any) -> dict[str, Any]:
+    """A gated feed-forward; `name` is the field of its activation, `default` the family's default for it."""
+    hidden = config.require("intermediate_size", int)
+    return {"kind": "gated", "hidden": hidden, "activation": read_activation(config, name, default), **extra}
+
+
+def write_gated(design: ModelConfig, name: str = "hidden_act") -> dict[str, Any]:
+    """The fields of the first gated feed-forward."""
+    feedforward = design_parts.first_gated(design)
+    return {"intermediate_size": feedforward.hidden, name: design_parts.HF_ACTIVATIONS[feedforward.activation]}
+
+
+def design_fields(
+    config: ConfigReader, norm: dict[str, Any], layers: list[dict[str, Any]], **extra: Any
+) -> dict[str, Any]:
+    """The plain data of a design with these layers; the fields that every family has are read here."""
+    std = config.get("initializer_range", 0.02)
+    return {
+        "vocab_size": config.require("vocab_size", int),
+        "width": config.require("hidden_size", int, "n_embd"),
+        "norm": norm,
+        "layers": layers,
+        "head": {"tied": config.get("tie_word_embeddings", False)},
+        "initialization": {"std": std} if std else {},
+    } | extra
+
+
+def write_common(design: ModelConfig) -> dict[str, Any]:
+    """The fields that every family has."""
+    return {
+        "vocab_size": design.vocab_size,
+        "hidden_size": design.width,
+        "num_hidden_layers": design.depth,
+        "max_position_embeddings": DEFAULT_MAX_POSITIONS,
+        "tie_word_embeddings": design.head.tied,
+        "initializer_range": design.initialization.std,
+    }
+
+
+def write_attention(
+    design: ModelConfig, rope: RopeConfig | None = None, partial_rotary_factor: float | None = None
+) -> dict[str, Any]:
+    """Llama's fields of the first attention and its RoPE.
+
+    rope: the RoPE to write, if the family cannot express all of it. partial_rotary_factor as in `write_rope`.
+    """
+    mixer = design_parts.first_attention(design)
+    heads = {
+        "num_attention_heads": mixer.heads,
+        "num_key_value_heads": mixer.kv_heads,
+        "head_dim": mixer.head_dim,
+        "attention_dropout": mixer.dropout,
+    }
+    return heads | write_rope(
+        rope or design_parts.rope_of(mixer),
+        mixer.head_dim or design.width,
+        DEFAULT_MAX_POSITIONS,
+        partial_rotary_factor,
+    )
+
+
+def map_embedding_and_head(design: ModelConfig, weights: WeightMap) -> None:
+    """Embedding, final norm and head."""
+    weights.add_module("model.embed_tokens", "embed")
+    weights.add_module("model.norm", "final_norm.norm")
+    if not design.head.tied:
+        weights.add_module("lm_head", "head")
+
+
+def map_attention(weights: WeightMap, hf: str, heddle: str) -> None:
+    """The four projections of a layer, and its norms of queries and keys."""
+    for name, role in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"), ("o_proj", "out")):
+        weights.add_module(f"{hf}.self_attn.{name}", f"{heddle}.mixer.{role}")
+    for name in ("q_norm", "k_norm"):
+        weights.add_module(f"{hf}.self_attn.{name}", f"{heddle}.mixer.{name}")
+
+
+def map_gated(weights: WeightMap, hf: str, heddle: str) -> None:
+    """The three projections of a gated feed-forward."""
+    for name in ("gate", "up", "down"):
+        weights.add_module(f"{hf}.{name}_proj", f"{heddle}.{name}")
+
+
+def map_pre_norms(weights: WeightMap, hf: str, heddle: str) -> None:
+    """The norms before attention and feed-forward."""
+    weights.add_module(f"{hf}.input_layernorm", f"{heddle}.residual.norms.mixer")
+    weights.add_module(f"{hf}.post_attention_layernorm", f"{heddle}.residual.norms.feedforward")
+
+
+def map_weights(
+    design: ModelConfig, weights: WeightMap, map_norms: Callable[[WeightMap, str, str], None] = map_pre_norms
+) -> None:
+    """All of Llama's tensor names; those that the design lacks are skipped. `map_norms` maps the norms of a layer."""
+    map_embedding_and_head(design, weights)
+    for index in range(design.depth):
+        hf, heddle = f"model.layers.{index}", f"layers.{index}"
+        map_attention(weights, hf, heddle)
+        map_gated(weights, f"{hf}.mlp", f"{heddle}.feedforward")
+        map_norms(weights, hf, heddle)

@@ -1,0 +1,59 @@
+"""Layers with and without a sliding window, as the fields `layer_types` and `sliding_window` describe them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.rope import FULL, SLIDING
+from heddle.model.config import MAX_LAYERS, ModelConfig
+from heddle.parts.positions.rope import RopeConfig
+
+LayerTypes = list[str]
+
+
+def read_depth(config: ConfigReader) -> int:
+    """The number of layers."""
+    return config.require_count("num_hidden_layers", maximum=MAX_LAYERS)
+
+
+def full_every(period: int, config: ConfigReader) -> LayerTypes:
+    """Full attention in every `period`-th layer, a sliding window in all others."""
+    return [SLIDING if (index + 1) % period else FULL for index in range(read_depth(config))]
+
+
+def read_types(config: ConfigReader, default: LayerTypes) -> LayerTypes:
+    """The type of each layer, `default` if the field is absent. Raises ConfigError for a wrong one."""
+    types = config.get("layer_types", default)
+    if len(types) != len(default):
+        raise config.invalid("layer_types", f"num_hidden_layers asks {len(default)} entries")
+    if any(kind not in (FULL, SLIDING) for kind in types):
+        raise config.invalid("layer_types", f"this family has {FULL} and {SLIDING}")
+    return types
+
+
+def layer_windows(config: ConfigReader, types: LayerTypes, window: int | None) -> list[int | None]:
+    """The window of each layer. Raises ConfigError if there are sliding layers but no window."""
+    if window is None and SLIDING in types:
+        raise config.invalid("sliding_window", f"layers of type {SLIDING} need a window")
+    return [window if kind == SLIDING else None for kind in types]
+
+
+def merge_repeats(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The layers in order, with equal neighbors merged into one entry with `repeat`."""
+    entries: list[dict[str, Any]] = []
+    for layer in layers:
+        if entries and entries[-1] == layer | {"repeat": entries[-1]["repeat"]}:
+            entries[-1]["repeat"] += 1
+        else:
+            entries.append({"repeat": 1, **layer})
+    return entries
+
+
+def ropes_by_layer_type(design: ModelConfig) -> tuple[RopeConfig, RopeConfig]:
+    """The RoPE of the first full and of the first sliding layer. If there are none of a type, that of the other."""
+    ropes: dict[str, RopeConfig] = {}
+    for layer, kind in zip(design_parts.layers(design), design_parts.layer_types(design), strict=True):
+        ropes.setdefault(kind, design_parts.rope_of(layer.mixer))
+    full, sliding = ropes.get(FULL), ropes.get(SLIDING)
+    return full or sliding or RopeConfig(), sliding or full or RopeConfig()

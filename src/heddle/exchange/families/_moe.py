@@ -1,0 +1,119 @@
+"""What families with experts share: tensor names, which layers are dense, and the balancing loss.
+
+The loss of Mixtral and Qwen in transformers is `coef · E · Σ_i c_i P_i`, where c_i is the mean number of times that a
+token chose expert i (so c sums to top_k) and P_i its mean probability, both over all layers and rows. Heddle's loss is
+a sum over layers, computed by sequence, and its c sums to 1. With L layers of experts and balanced routing the loss is
+`coef · k` in transformers and `aux_loss · L` in heddle, hence
+
+    aux_loss = coef · k / L
+
+if it is on (`output_router_logits`). Only training uses it. The two are equal only for one layer and one row.
+An export writes the coefficient but leaves `output_router_logits` off, because `generate` of transformers fails with
+it; set it for training.
+"""
+
+from typing import Any
+
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common
+from heddle.exchange.weight_map import WeightMap
+from heddle.model.config import ModelConfig
+from heddle.parts.feedforwards.moe import MoEConfig
+
+LLAMA_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def read_heads(config: ConfigReader) -> dict[str, Any]:
+    """As Llama's, but num_key_value_heads must be given, because its default differs between these families."""
+    config.require("num_key_value_heads", int)
+    return _common.read_heads(config, config.require("hidden_size", int))
+
+
+def read_expert_count(config: ConfigReader) -> int:
+    """The number of experts; if both names are given, they must agree."""
+    number = config.require("num_experts", int, "num_local_experts")
+    config.expect("num_local_experts", number, default=number)
+    return number
+
+
+def read_moe_layers(config: ConfigReader, depth: int) -> list[bool]:
+    """Whether each of Qwen's layers has experts: every `decoder_sparse_step`th one, except `mlp_only_layers`."""
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", list[int]())
+    return [(index + 1) % max(step, 1) == 0 and index not in dense for index in range(depth)]
+
+
+def write_moe_layers(design: ModelConfig) -> dict[str, Any]:
+    """The fields for which layers have experts; a step alone if that is enough."""
+    sparse = design_parts.has_experts(design)
+    for step in range(1, len(sparse) + 1):
+        if sparse == [(index + 1) % step == 0 for index in range(len(sparse))]:
+            return {"decoder_sparse_step": step, "mlp_only_layers": []}
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [index for index, is_moe in enumerate(sparse) if not is_moe]}
+
+
+def read_aux_loss(config: ConfigReader, top_k: int, sparse: int) -> dict[str, Any]:
+    """`aux_loss` for a model with `sparse` layers of experts, if the loss is on."""
+    coefficient, on = config.get("router_aux_loss_coef", 0.001), config.get("output_router_logits", False)
+    return {"aux_loss": coefficient * top_k / sparse} if on and sparse else {}
+
+
+def write_aux_loss(design: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    """The fields of the loss; rounded to twelve digits, the coefficient is exactly the one that was read."""
+    if moe.aux_loss is None:
+        return {"output_router_logits": False}  # the coefficient is then the default of transformers, 0.001
+    coefficient = moe.aux_loss * sum(design_parts.has_experts(design)) / moe.top_k
+    return {"output_router_logits": False, "router_aux_loss_coef": float(f"{coefficient:.12g}")}
+
+
+def read_feedforwards(config: ConfigReader, extra: dict[str, Any], renormalize: bool) -> list[dict[str, Any]]:
+    """The feed-forward of each layer of Qwen's models. `extra` fields are added to those with experts."""
+    is_moe_layer = read_moe_layers(config, config.require("num_hidden_layers", int))
+    expert_count, top_k = read_expert_count(config), config.require("num_experts_per_tok", int)
+    activation = _common.read_activation(config)
+    dense = {"kind": "gated", "hidden": config.require("intermediate_size", int), "activation": activation}
+    moe = {
+        "kind": "moe",
+        "experts": expert_count,
+        "top_k": top_k,
+        "hidden": config.require("moe_intermediate_size", int),
+        "activation": activation,
+        "renormalize": config.get("norm_topk_prob", renormalize),
+        **read_aux_loss(config, top_k, sum(is_moe_layer)),
+        **extra,
+    }
+    return [moe if is_moe and expert_count else dense for is_moe in is_moe_layer]
+
+
+def write_feedforwards(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_feedforwards` reads."""
+    moe, dense = design_parts.first_moe(design), design_parts.first_gated(design)
+    activation = moe.activation if any(design_parts.has_experts(design)) else dense.activation
+    return {
+        "num_experts": moe.experts,
+        "num_local_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.hidden,
+        "intermediate_size": dense.hidden,
+        "hidden_act": design_parts.HF_ACTIVATIONS[activation or "silu"],
+        "norm_topk_prob": moe.renormalize,
+        **write_moe_layers(design),
+        **write_aux_loss(design, moe),
+    }
+
+
+def map_experts(weights: WeightMap, hf: str, heddle: str, names: dict[str, str] = LLAMA_NAMES) -> None:
+    """Every expert's projections, `{hf}.experts.0.gate_proj` and so on, and the router, `{hf}.gate`."""
+    for role, name in names.items():
+        for index in range(weights.shapes[f"{heddle}.{role}.weight"][0]):
+            weights.add_tensor(f"{hf}.experts.{index}.{name}.weight", (f"{heddle}.{role}.weight", index))
+    weights.add_tensor(f"{hf}.gate.weight", f"{heddle}.router.weight")
+
+
+def map_feedforward(weights: WeightMap, hf: str, heddle: str, shared_expert: str) -> None:
+    """A layer's feed-forward, dense or with experts; `shared_expert` is the Hugging Face name of the shared expert."""
+    if f"{heddle}.router.weight" not in weights.shapes:
+        _common.map_gated(weights, hf, heddle)
+        return
+    map_experts(weights, hf, heddle)
+    _common.map_gated(weights, f"{hf}.{shared_expert}", f"{heddle}.shared")

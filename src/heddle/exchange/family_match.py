@@ -1,0 +1,211 @@
+"""Find the family that matches a design exactly, or else the smallest change that would make one match.
+
+A family's `write_config` makes the config nearest to a design; `read_config` turns it back into the design that the
+family would compute. If the two designs agree, the family matches. If not, their differences are the mismatches.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from heddle.config import DesignError, decode
+from heddle.errors import ConfigError, HeddleError
+from heddle.exchange.config_reader import ConfigReader, short_repr
+from heddle.exchange.family import Family, families
+from heddle.model.config import ModelConfig
+from heddle.model.load_config import DEFAULTS
+
+HEDDLE = "heddle"
+# Fields that only change how a model is trained, not what a trained model computes.
+TRAINING_FIELDS = frozenset(
+    {"initialization", "dropout", "drop_path", "capacity_factor", "aux_loss", "z_loss", "bias_update"}
+)
+MISSING = "absent"
+MAX_LISTED = 6  # mismatches that a report lists
+KIND_WEIGHT = 8  # a different kind of part counts as much as so many different fields
+
+
+class Mismatch(NamedTuple):
+    """A field of a design that a family cannot express: its path, its value, and the value that the family requires."""
+
+    path: str
+    actual: Any
+    required: Any
+
+    @property
+    def weight(self) -> int:
+        """How much it counts when families are ranked: a different kind of part counts more than a different value."""
+        return KIND_WEIGHT if self.path.endswith("kind") else 1
+
+    def __str__(self) -> str:
+        """The override that removes it, such as `residual.kind=pre_norm`."""
+        return f"{self.path}={'null' if self.required == MISSING else _display(self.required)}"
+
+
+@dataclass(frozen=True)
+class FamilyMatch:
+    """A family, the config of a design in it, and the mismatches (none: the family matches exactly)."""
+
+    family: Family
+    config: dict[str, Any]
+    mismatches: tuple[Mismatch, ...]
+
+
+@dataclass(frozen=True)
+class MatchReport:
+    """The class that a design exports as. If it is heddle's own: the reasons, the nearest class, and the overrides."""
+
+    architecture: str
+    reasons: tuple[str, ...] = ()
+    nearest: str | None = None
+    changes: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """The report as lines of text."""
+        lines = [f"exports as: {self.architecture}"]
+        if self.nearest is not None:
+            lines += [f"no native family: {', '.join(self.reasons[:MAX_LISTED])}{_and_more(self.reasons)}"]
+            lines += [f"nearest: {self.nearest}, with {' '.join(self.changes[:MAX_LISTED])}{_and_more(self.changes)}"]
+        return lines
+
+
+def match_family(design: ModelConfig, family: Family) -> FamilyMatch:
+    """Compare a design with what a family can express."""
+    config = family.write_config(design.resolved())
+    try:
+        return FamilyMatch(family, config, tuple(differences(design, design_from_config(config, family))))
+    except HeddleError as error:
+        path = error.path if isinstance(error, DesignError) else "design"
+        return FamilyMatch(family, config, (Mismatch(path, MISSING, MISSING),) * 1000)  # ranked last
+
+
+def design_from_config(config: dict[str, Any], family: Family, source: str = "config.json") -> ModelConfig:
+    """The design of a config. Raises ConfigError naming the field that is unknown, unsupported or wrong."""
+    reader = ConfigReader(config, source)
+    try:
+        data = family.read_config(reader)
+    except HeddleError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # A value that no check foresaw, such as a table in place of a number. The field read last is the best hint.
+        hint = f"{short_repr(str(error))}, after '{reader.last_read}' was read"
+        raise ConfigError(
+            f"{source}: its fields do not make a {family.architecture} ({hint}); restore the file"
+        ) from error
+    reader.check_all_read()
+    try:
+        return decode(ModelConfig, DEFAULTS | data)
+    except DesignError as error:
+        raise DesignError(error.path, f"{error.reason} (as {source} makes it)") from error
+
+
+def rank_families(design: ModelConfig) -> list[FamilyMatch]:
+    """Every family but heddle's own, the nearest first."""
+    matches = [match_family(design, family) for name, family in families().items() if name != HEDDLE]
+    return sorted(matches, key=lambda match: sum(mismatch.weight for mismatch in match.mismatches))
+
+
+def best_match(design: ModelConfig, preferred: str | None = None) -> FamilyMatch:
+    """The family that an export takes: `preferred` if it matches exactly, else another that does, else heddle's own."""
+    exact = [match for match in rank_families(design) if not match.mismatches]
+    exact.sort(key=lambda match: match.family.model_type != preferred)
+    return exact[0] if exact else match_family(design, families()[HEDDLE])
+
+
+def match_report(design: ModelConfig) -> MatchReport:
+    """Which class a design exports as, and if it is heddle's own, why no other family matches."""
+    nearest = rank_families(design)[0]
+    if not nearest.mismatches:
+        return MatchReport(nearest.family.architecture)
+    reasons = tuple(f"{mismatch.path} is {_display(mismatch.actual)}" for mismatch in nearest.mismatches)
+    changes = tuple(str(mismatch) for mismatch in nearest.mismatches)
+    return MatchReport(families()[HEDDLE].architecture, reasons, nearest.family.architecture, changes)
+
+
+def differences(design: ModelConfig, other: ModelConfig) -> list[Mismatch]:
+    """Where two designs compute differently, by path of the field in `design` as the user wrote it.
+
+    Layers that one entry repeats have the path of the entry. A difference in every entry is listed once, as `layers.*`.
+    """
+    entries = [path.replace("[", ".").replace("]", "") for path, _ in design.expand()]
+    by_entry: dict[str, dict[Mismatch, None]] = {}
+    for path, actual, required in _compare(inference_fields(design), inference_fields(other), ""):
+        entry, field = path, ""
+        if path.startswith("layers."):
+            _, index, field = path.split(".", 2)
+            entry = entries[int(index)]
+        mismatch = Mismatch(
+            field,
+            actual if _is_scalar(actual) else repr(actual),
+            required if _is_scalar(required) else repr(required),
+        )
+        by_entry.setdefault(entry, {})[mismatch] = None
+    has_flat_entries = all(entry.count(".") == 1 for entry in entries)
+    shared = _shared_by_all([by_entry.get(entry, {}) for entry in entries]) if has_flat_entries else []
+    result = [mismatch._replace(path=f"layers.*.{mismatch.path}") for mismatch in shared]
+    for entry, mismatches in by_entry.items():
+        result += [
+            mismatch._replace(path=f"{entry}.{mismatch.path}" if mismatch.path else entry)
+            for mismatch in mismatches
+            if mismatch not in shared
+        ]
+    return result
+
+
+def _shared_by_all(layers: list[dict[Mismatch, None]]) -> list[Mismatch]:
+    """The mismatches that each of two or more layers has."""
+    if len(layers) < 2:
+        return []
+    return [mismatch for mismatch in layers[0] if all(mismatch in layer for layer in layers)]
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def inference_fields(design: ModelConfig) -> dict[str, Any]:
+    """The fields that decide what a trained model computes, as plain data with every default filled in."""
+    data: dict[str, Any] = _without_training_fields(design.resolved().dump())
+    return data
+
+
+def _without_training_fields(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_training_fields(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    fields = {name: _without_training_fields(item) for name, item in value.items() if name not in TRAINING_FIELDS}
+    return fields | ({"bias_update": 0.0} if "bias_update" in value else {})
+
+
+def _compare(actual: Any, required: Any, path: str) -> Iterator[Mismatch]:
+    if isinstance(actual, dict) and isinstance(required, dict) and actual.get("kind") == required.get("kind"):
+        for name in actual | required:
+            field = f"{path}.{name}" if path else name
+            yield from _compare(actual.get(name, MISSING), required.get(name, MISSING), field)
+    elif isinstance(actual, dict) and isinstance(required, dict):
+        yield Mismatch(f"{path}.kind", actual.get("kind"), required.get("kind"))
+    elif isinstance(actual, list) and isinstance(required, list) and len(actual) == len(required):
+        for index, (item, required_item) in enumerate(zip(actual, required, strict=True)):
+            yield from _compare(item, required_item, f"{path}.{index}")
+    elif not _equal(actual, required):
+        yield Mismatch(path, actual, required)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (a, b))
+    return math.isclose(a, b, rel_tol=1e-12) if are_numbers else type(a) is type(b) and a == b
+
+
+def _and_more(items: tuple[str, ...]) -> str:
+    """How many items a list of MAX_LISTED leaves out, in parentheses."""
+    return f" (and {len(items) - MAX_LISTED} more)" if len(items) > MAX_LISTED else ""
+
+
+def _display(value: Any) -> str:
+    if isinstance(value, dict):
+        return str(value.get("kind", "a table"))
+    if isinstance(value, list):
+        return f"[{len(value)} entries]"
+    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else f"{value}"

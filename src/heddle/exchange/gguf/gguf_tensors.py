@@ -1,0 +1,93 @@
+"""The tensors of a GGUF, made of a family's tensors: renamed, experts stacked, rows ordered for llama.cpp's RoPE."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heddle.exchange.export import HFTensors
+from heddle.exchange.gguf.architectures import Architecture
+
+EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<index>\d+)\.(?P<after>.*)")
+SUFFIXES = (".weight", ".bias")
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """A tensor of a GGUF. It is made of the Hugging Face tensors `hf_names` (stacked if several) by `transform`."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    hf_names: tuple[str, ...]
+    transform: Callable[[Tensor], Tensor]
+
+    def build(self, tensors: HFTensors) -> Tensor:
+        """Make the tensor, in memory of its own."""
+        parts = [tensors[name] for name in self.hf_names]
+        tensor = parts[0] if len(parts) == 1 else torch.stack(parts)
+        return self.transform(tensor.to(torch.float32)).to(self.dtype).contiguous()
+
+
+def gguf_tensors(
+    tensors: HFTensors, config: dict[str, Any], graph: Architecture, dtype: torch.dtype
+) -> Iterator[GGUFTensor]:
+    """All tensors of a GGUF, in the order of the family's tensors.
+
+    dtype: of matrices. Vectors and routers are always float32, as llama.cpp requires.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    names = get_tensor_name_map({name: arch for arch, name in MODEL_ARCH_NAMES.items()}[graph.name], _depth(config))
+    for hf_names in _group_experts(list(tensors)):
+        stacked_name = EXPERT.sub(r"\g<before>.\g<after>", hf_names[0])
+        name = names.get_name(stacked_name, SUFFIXES)
+        assert name is not None, f"{stacked_name}: {graph.name} has no name for it"
+        hf_shape = tensors.weight_map.hf_shape(tensors.weight_map.rules[hf_names[0]])
+        is_expert = stacked_name != hf_names[0]
+        shape = torch.Size((len(hf_names), *hf_shape)) if is_expert else hf_shape
+        is_float32 = len(shape) < 2 or "ffn_gate_inp" in name
+        transform = _transform_of(name, config, graph)
+        if is_expert and len(hf_names) == 1:
+            transform = partial(torch.unsqueeze, dim=0)
+        yield GGUFTensor(name, shape, torch.float32 if is_float32 else dtype, hf_names, transform)
+
+
+def _depth(config: dict[str, Any]) -> int:
+    depth: int = config["num_hidden_layers"]
+    return depth
+
+
+def _group_experts(names: list[str]) -> list[tuple[str, ...]]:
+    """Tensor names; those that differ only in the number of the expert are in one group."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(EXPERT.sub(r"\g<before>.*.\g<after>", name), []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+def _transform_of(name: str, config: dict[str, Any], graph: Architecture) -> Callable[[Tensor], Tensor]:
+    if graph.interleaved_rope and ".attn_q." in name:
+        return partial(interleave_rope_rows, heads=config["num_attention_heads"])
+    if graph.interleaved_rope and ".attn_k." in name:
+        return partial(interleave_rope_rows, heads=config["num_key_value_heads"])
+    if graph.norm_plus_one and name.endswith("norm.weight"):
+        return _add_one
+    return _identity
+
+
+def interleave_rope_rows(x: Tensor, heads: int) -> Tensor:
+    """Reorder the rows of each head from RoPE pairs (i, i + d/2) to pairs (2i, 2i + 1)."""
+    return x.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def _add_one(x: Tensor) -> Tensor:
+    return x + 1.0
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,165 @@
+"""A Hugging Face folder with safetensors: its config, and its tensors one at a time from one file or from shards."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from heddle.errors import CheckpointError, ConfigError
+from heddle.progress import progress_bar
+from heddle.storage.file_io import READ_FLAGS_FOLLOWING_LINKS, open_regular_file, read_error, read_exactly
+from heddle.storage.folder import MAX_DOCUMENT_BYTES, read_folder
+from heddle.storage.manifest import MANIFEST_FILE, FileRecord, is_file_name, parse_json_object
+from heddle.storage.tensor_file import read_tensor_file
+
+CONFIG_FILE = "config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_JSON_LENGTH = 64 * 2**20  # characters
+MAX_JSON_DEPTH = 64  # levels of nested objects and arrays
+UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
+
+
+class SafetensorsFolder:
+    """A folder in the layout of transformers. Configs that ask for foreign code or quantization are refused.
+
+    If the folder has a manifest (exports by heddle have one), every byte is checked against it. Raises CheckpointError,
+    naming file and remedy, for a folder that is not a model, and ConfigError naming a field that is refused.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self._open(folder)
+        except OSError as error:
+            raise read_error(folder, error) from error
+
+    def _open(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: there is no such folder; name one that holds a {CONFIG_FILE}")
+        if not (folder / CONFIG_FILE).is_file():
+            raise CheckpointError(
+                f"{folder}: holds no {CONFIG_FILE}, so it is no model of transformers; name its folder"
+            )
+        self.records: Mapping[str, FileRecord] = {}
+        self.verified_texts: Mapping[str, str] = {}
+        if os.path.lexists(folder / MANIFEST_FILE):
+            contents = read_folder(folder, flags=READ_FLAGS_FOLLOWING_LINKS)
+            self.records, self.verified_texts = contents.records, contents.documents
+        self.config = self.read_json(CONFIG_FILE)
+        self._refuse_fields()
+        self.tensor_files = self._find_tensor_files()
+
+    def read_text(self, name: str) -> str:
+        """One of its text files. Raises CheckpointError for one that is too large or not UTF-8."""
+        return self.verified_texts[name] if name in self.verified_texts else read_text_file(self.folder / name)
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """The object in one of its JSON files. Raises CheckpointError naming the file."""
+        return parse_json(self.read_text(name), self.folder / name)
+
+    def _refuse_fields(self) -> None:
+        path = self.folder / CONFIG_FILE
+        if "auto_map" in self.config:
+            raise ConfigError(
+                f"{path}: field 'auto_map' asks to run code of the folder, which is never done;"
+                " without the field heddle reads the model itself, if it knows its model_type"
+            )
+        quantization = self.config.get("quantization_config")
+        if quantization is not None:
+            name = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            raise ConfigError(
+                f"{path}: field 'quantization_config' says the weights are quantized ({name});"
+                " import the unquantized model, or save it dequantized with transformers"
+            )
+
+    def _find_tensor_files(self) -> list[str]:
+        """The names of the tensor files, sorted."""
+        if (self.folder / SINGLE_FILE).is_file():
+            return [SINGLE_FILE]
+        if (self.folder / INDEX_FILE).is_file():
+            shards = self.read_json(INDEX_FILE).get("weight_map")
+            if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+                raise CheckpointError(f"{self.folder / INDEX_FILE}: has no table 'weight_map' of files; restore it")
+            for tensor, name in shards.items():
+                if not is_file_name(name):
+                    raise CheckpointError(f"{self.folder / INDEX_FILE}: tensor '{tensor}' is said to be in {name!r}")
+                if not (self.folder / name).is_file():
+                    raise CheckpointError(f"{self.folder / name}: shard is missing; download it again")
+            self._index = shards
+            return sorted(set(shards.values()))
+        self._refuse_unsafe_formats()
+        raise CheckpointError(f"{self.folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; download the weights")
+
+    def _refuse_unsafe_formats(self) -> None:
+        for name in sorted(os.listdir(self.folder)):
+            if name.endswith(UNSAFE_SUFFIXES):
+                raise CheckpointError(
+                    f"{self.folder / name}: is a pickle or another format that can run code, and is never read; "
+                    "convert it to safetensors, with transformers: from_pretrained(...).save_pretrained(...)"
+                )
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of all tensor files."""
+        return sum((self.folder / name).stat().st_size for name in self.tensor_files)
+
+    def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (file, tensor name, tensor in memory of its own) for every tensor, with a progress bar."""
+        index: dict[str, str] = getattr(self, "_index", {})
+        missing = dict(index)
+        with progress_bar("reading", self.total_bytes, "bytes") as progress:
+            for file in self.tensor_files:
+                path, record = self.folder / file, self.records.get(file)
+                if self.records and record is None:
+                    raise CheckpointError(f"{path}: is not in the {MANIFEST_FILE} beside it; remove one of the two")
+                for name, tensor in read_tensor_file(path, record, READ_FLAGS_FOLLOWING_LINKS):
+                    if index and missing.pop(name, None) != file:
+                        raise CheckpointError(f"{path}: holds '{name}', which {INDEX_FILE} does not say")
+                    yield file, name, tensor
+                    progress.advance(tensor.numel() * tensor.element_size())
+        for name, file in missing.items():
+            raise CheckpointError(f"{self.folder / file}: lacks tensor '{name}', which {INDEX_FILE} says it holds")
+
+
+def read_text_file(path: Path) -> str:
+    """A UTF-8 text file, links followed. Raises CheckpointError for one that is too large or not UTF-8."""
+    with open_regular_file(path, READ_FLAGS_FOLLOWING_LINKS) as (descriptor, size):
+        if size > MAX_DOCUMENT_BYTES:
+            raise CheckpointError(f"{path}: has {size} bytes, over {MAX_DOCUMENT_BYTES}; it should be a text")
+        raw = bytearray(size)
+        read_exactly(descriptor, memoryview(raw), path)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{path}: is not text in UTF-8; restore the file") from None
+
+
+def parse_json(text: str, path: Path) -> dict[str, Any]:
+    """The object in the text of a JSON file. Raises CheckpointError naming the file."""
+    if len(text) > MAX_JSON_LENGTH:
+        raise CheckpointError(f"{path}: has more than {MAX_JSON_LENGTH} characters; it should be a small text")
+    try:
+        data = parse_json_object(text.encode("utf-8"))
+        if _depth(data) > MAX_JSON_DEPTH:
+            raise ValueError("it is nested too deeply")
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is no table in JSON ({error}); restore the file") from None
+    return data
+
+
+def _depth(data: Any) -> int:
+    """How deeply objects and arrays are nested, counted without recursion."""
+    level, depth = [data], 0
+    while level := [node for node in level if isinstance(node, dict | list)]:
+        depth += 1
+        level = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
+    return depth
+
+
+def to_json(data: Mapping[str, Any]) -> str:
+    """The text of a JSON file."""
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"

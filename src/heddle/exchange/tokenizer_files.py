@@ -1,0 +1,160 @@
+"""The tokenizer files of a Hugging Face folder: tokenizer, chat template and generation config, read and written."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
+
+from heddle.errors import ConfigError, DataError
+from heddle.exchange.imported_model import ImportedModel
+from heddle.exchange.safetensors_folder import CONFIG_FILE, SafetensorsFolder, parse_json, to_json
+from heddle.progress import print_status
+from heddle.tokenization.backend import read_backend
+from heddle.tokenization.tokenizer import COMPANION_FILES, TOKENIZER_FILE, BoundaryTokens, Tokenizer
+
+TOKENIZER_CONFIG_FILE, GENERATION_CONFIG_FILE = "tokenizer_config.json", "generation_config.json"
+UNLIMITED_LENGTH = int(1e30)  # model_max_length that transformers writes for a tokenizer without a maximum
+# The key of tokenizer_config.json under which an export stores the post-processor that it replaced.
+POST_PROCESSOR_KEY = "heddle"
+UNREADABLE_TOKENIZER_FILES = (
+    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json",
+)  # fmt: skip
+
+
+def read_tokenizer_files(checkpoint: SafetensorsFolder, vocab_limit: int) -> tuple[Tokenizer | None, dict[str, str]]:
+    """The tokenizer of a folder, or None, and the text of the files that belong to it.
+
+    vocab_limit: the number of rows of the model's embedding. Raises ConfigError for a tokenizer with more tokens than
+    that, DataError for a damaged tokenizer, CheckpointError for another damaged file.
+    """
+    folder = checkpoint.folder
+    text_files = {name: checkpoint.read_text(name) for name in COMPANION_FILES if (folder / name).is_file()}
+    json_files = {name: parse_json(text, folder / name) for name, text in text_files.items() if name.endswith(".json")}
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        unreadable = next((name for name in UNREADABLE_TOKENIZER_FILES if (folder / name).is_file()), None)
+        if unreadable is not None:
+            remedy = f"save the tokenizer as {TOKENIZER_FILE} with transformers"
+            print_status(f"warning: {folder / unreadable}: is not read; {remedy}")
+        return None, text_files
+    text = checkpoint.read_text(TOKENIZER_FILE)
+    tokenizer_config = json_files.get(TOKENIZER_CONFIG_FILE, {})
+    tokenizer = _restore_native(text, tokenizer_config, text_files)
+    if tokenizer is None:
+        backend = read_backend(text, str(path))
+        eos_ids = _eos_ids(json_files | {CONFIG_FILE: checkpoint.config}, backend, folder)
+        boundaries = BoundaryTokens(_bos_ids(backend, tokenizer_config), eos_ids, text_files)
+        tokenizer = Tokenizer(backend, str(path), text, boundaries)
+    if tokenizer.vocab_size > vocab_limit:
+        raise ConfigError(f"{path}: has {tokenizer.vocab_size} tokens, but the embedding only {vocab_limit} rows")
+    return tokenizer, text_files
+
+
+def _restore_native(text: str, tokenizer_config: Mapping[str, Any], text_files: Mapping[str, str]) -> Tokenizer | None:
+    """The heddle tokenizer that this file was exported from, if exporting it again gives the same file; else None."""
+    original = tokenizer_config.get(POST_PROCESSOR_KEY)
+    if not isinstance(original, dict) or set(original) != {"post_processor"}:
+        return None
+    try:
+        tokenizer = Tokenizer.from_json(json.dumps(json.loads(text) | original))
+    except (DataError, ValueError, TypeError):
+        return None
+    if _with_bos_post_processor(tokenizer)[0] != text:
+        return None
+    tokenizer.companion_files = text_files
+    return tokenizer
+
+
+def _with_bos_post_processor(tokenizer: Tokenizer) -> tuple[str, dict[str, Any]]:
+    """The file of a heddle tokenizer with a post-processor that begins each text with the end-of-document token.
+
+    Training does this in heddle's code, but transformers does it only if the file says so. Also returns the
+    post-processor that was replaced.
+    """
+    backend = Backend.from_str(tokenizer.to_json())
+    eod = backend.id_to_token(tokenizer.eod_id)
+    replaced = json.loads(backend.post_processor.__getstate__()) if backend.post_processor is not None else None
+    single, pair = f"{eod} $A", f"{eod} $A {eod} $B:1"
+    backend.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=[(eod, tokenizer.eod_id)])
+    return backend.to_str(pretty=True), {"post_processor": replaced}
+
+
+def _bos_ids(backend: Backend, tokenizer_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids that begin each text: those of the file's post-processor, which is all that transformers 5 looks at.
+
+    If it adds none, `add_bos_token` of tokenizer_config.json may ask for one, as in transformers 4.
+    """
+    backend.no_padding()
+    backend.no_truncation()
+    encoding = backend.encode("a")
+    count = next((i for i, special in enumerate(encoding.special_tokens_mask) if not special), 0)
+    bos_ids = encoding.ids[:count]
+    bos_token = (
+        _token_text(tokenizer_config.get("bos_token")) if tokenizer_config.get("add_bos_token") is True else None
+    )
+    bos_id = backend.token_to_id(bos_token) if bos_token is not None and not bos_ids else None
+    return tuple(bos_ids) if bos_id is None else (bos_id,)
+
+
+def _eos_ids(json_files: Mapping[str, Mapping[str, Any]], backend: Backend, folder: Path) -> tuple[int, ...]:
+    """The ids that end a text: those of generation_config.json, then config.json, then tokenizer_config.json."""
+    eos_ids: list[int] = []
+    for file in (GENERATION_CONFIG_FILE, CONFIG_FILE):
+        value = json_files.get(file, {}).get("eos_token_id")
+        for token in value if isinstance(value, list) else [value] * (value is not None):
+            if type(token) is not int or token < 0:
+                raise ConfigError(f"{folder / file}: field 'eos_token_id' is {value!r}; it should be ids of tokens")
+            if token < 2**32 and backend.id_to_token(token) is not None:
+                eos_ids.append(token)
+    eos_token = _token_text(json_files.get(TOKENIZER_CONFIG_FILE, {}).get("eos_token"))
+    eos_id = None if eos_token is None else backend.token_to_id(eos_token)
+    return tuple(dict.fromkeys([*eos_ids, *([] if eos_id is None else [eos_id])]))
+
+
+def _token_text(token: Any) -> str | None:
+    """The text of a special token, which is stored as a string or as an object with `content`."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def write_tokenizer_files(
+    tokenizer: Tokenizer | None, imported: ImportedModel | None
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """The tokenizer files of an export, and the token ids for its config.json. tokenizer None: that of `imported`.
+
+    The file of a heddle tokenizer is made to begin every text with the end-of-document token, as in training. An
+    imported tokenizer is written unchanged, with the files that came with it.
+    """
+    if tokenizer is None and imported is not None:
+        tokenizer = imported.tokenizer
+    if tokenizer is None:
+        return ({} if imported is None else dict(imported.text_files)), {}
+    eos_ids = [token for token in tokenizer.eos_ids if token not in tokenizer.bos_ids] or tokenizer.eos_ids
+    token_ids = {
+        "bos_token_id": tokenizer.bos_ids[0] if tokenizer.bos_ids else None,
+        "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids or None,
+    }
+    text, replaced = _with_bos_post_processor(tokenizer) if tokenizer.is_native else (tokenizer.to_json(), None)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokenizer.id_to_token(tokenizer.bos_ids[0]) if tokenizer.bos_ids else None,
+        "eos_token": tokenizer.id_to_token(eos_ids[0]) if eos_ids else None,
+        "model_max_length": UNLIMITED_LENGTH,
+        "clean_up_tokenization_spaces": False,
+    }
+    generation_config = token_ids | {"pad_token_id": eos_ids[0] if eos_ids else None}
+    tokenizer_config: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+    if replaced is not None:
+        tokenizer_config[POST_PROCESSOR_KEY] = replaced
+    files = {
+        TOKENIZER_FILE: text,
+        TOKENIZER_CONFIG_FILE: to_json(tokenizer_config),
+        GENERATION_CONFIG_FILE: to_json(
+            {name: value for name, value in generation_config.items() if value is not None}
+        ),
+    }
+    is_unchanged = imported is not None and tokenizer is imported.tokenizer
+    return files | dict(tokenizer.companion_files), ({} if is_unchanged else token_ids | {"pad_token_id": None})

@@ -1,0 +1,114 @@
+"""How the parameters of a heddle model correspond to the tensors of a Hugging Face checkpoint, in both directions.
+
+A rule says that one Hugging Face tensor is made of one or more heddle parameters: concatenated, transposed or
+interleaved. Rules only move numbers, so every tensor keeps its bits in both directions. A Hugging Face tensor is always
+made of whole parameters, or of whole slices along their first dimension (one expert of a stacked weight).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ParameterRef = str | tuple[str, int]  # a parameter's name, or (name, index) of a slice along its first dimension
+
+
+class TensorTransform(NamedTuple):
+    """join: heddle parameters -> Hugging Face tensor. split: the inverse, given the shapes of the parameters."""
+
+    join: Callable[[Sequence[Tensor]], Tensor]
+    split: Callable[[Tensor, Sequence[torch.Size]], Sequence[Tensor]]
+
+
+def _concatenate(parameters: Sequence[Tensor]) -> Tensor:
+    return parameters[0] if len(parameters) == 1 else torch.cat(list(parameters))
+
+
+def _split(tensor: Tensor, shapes: Sequence[torch.Size]) -> Sequence[Tensor]:
+    return [tensor] if len(shapes) == 1 else tensor.split([shape[0] for shape in shapes])
+
+
+def _transpose_matrix(x: Tensor) -> Tensor:
+    return x.T if x.dim() == 2 else x
+
+
+# Concatenated along the outputs; a single parameter is taken as it is.
+CONCATENATED = TensorTransform(_concatenate, _split)
+# The same, for a matrix stored as [inputs, outputs], as in GPT-2's Conv1D.
+TRANSPOSED = TensorTransform(
+    lambda parameters: _transpose_matrix(_concatenate(parameters)),
+    lambda tensor, shapes: _split(_transpose_matrix(tensor), shapes),
+)
+# The weight of a depthwise convolution, stored as [channels, 1, kernel].
+DEPTHWISE_CONV = TensorTransform(
+    lambda parameters: parameters[0].unsqueeze(1), lambda tensor, shapes: [tensor.squeeze(1)]
+)
+
+
+def interleaved_by_group(groups: int) -> TensorTransform:
+    """Concatenated group by group: the outputs of every parameter for group 0, then those for group 1, …"""
+
+    def join(parameters: Sequence[Tensor]) -> Tensor:
+        return torch.cat([parameter.unflatten(0, (groups, -1)) for parameter in parameters], dim=1).flatten(0, 1)
+
+    def split(tensor: Tensor, shapes: Sequence[torch.Size]) -> Sequence[Tensor]:
+        sizes = [shape[0] // groups for shape in shapes]
+        return [part.flatten(0, 1) for part in tensor.unflatten(0, (groups, -1)).split(sizes, dim=1)]
+
+    return TensorTransform(join, split)
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """The Hugging Face tensor `hf_name` is made of `parameters` by `transform`."""
+
+    hf_name: str
+    parameters: tuple[ParameterRef, ...]
+    transform: TensorTransform
+
+
+class WeightMap:
+    """The rules of one model, by Hugging Face name. A family's `map_weights` adds them.
+
+    shapes: the shape of every parameter of the heddle model.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self.shapes = shapes
+        self.rules: dict[str, TensorRule] = {}
+
+    def add_tensor(self, hf_name: str, *parameters: ParameterRef, transform: TensorTransform = CONCATENATED) -> None:
+        """Add the rule for one tensor. Does nothing if the model has no such parameter."""
+        if parameter_name(parameters[0]) in self.shapes:
+            self.rules[hf_name] = TensorRule(hf_name, parameters, transform)
+
+    def add_module(self, hf_module: str, *modules: ParameterRef, transform: TensorTransform = CONCATENATED) -> None:
+        """Add the rules for the weight and, if the model has one, the bias of a module."""
+        for suffix in (".weight", ".bias"):
+            names = [
+                module + suffix if isinstance(module, str) else (module[0] + suffix, module[1]) for module in modules
+            ]
+            self.add_tensor(hf_module + suffix, *names, transform=transform)
+
+    def parameter_shapes(self, rule: TensorRule) -> list[torch.Size]:
+        """The shapes of the parameters, or slices of parameters, of a rule."""
+        return [self.shapes[ref] if isinstance(ref, str) else self.shapes[ref[0]][1:] for ref in rule.parameters]
+
+    def hf_shape(self, rule: TensorRule) -> torch.Size:
+        """The shape of a rule's Hugging Face tensor."""
+        return rule.transform.join([torch.empty(shape, device="meta") for shape in self.parameter_shapes(rule)]).shape
+
+    def unmapped_parameters(self) -> list[str]:
+        """The parameters that the rules do not cover, or of which they miss a slice."""
+        covered: dict[str, int] = dict.fromkeys(self.shapes, 0)
+        for rule in self.rules.values():
+            for ref, shape in zip(rule.parameters, self.parameter_shapes(rule), strict=True):
+                covered[parameter_name(ref)] += shape.numel()
+        return [name for name, shape in self.shapes.items() if covered[name] != shape.numel()]
+
+
+def parameter_name(ref: ParameterRef) -> str:
+    """The name of the parameter that a reference points to."""
+    return ref if isinstance(ref, str) else ref[0]

@@ -1,0 +1,80 @@
+"""Run a model for generation: forward passes without gradients, and logits over the tokens it may generate."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from heddle.generation.sampling import Sampler
+from heddle.model.decoder import Decoder
+from heddle.model.state import State
+from heddle.numerics.linear import PackedWeightCache, packed_weights
+from heddle.parts.context.encoder_output import EncoderOutput
+from heddle.parts.context.layout import Layout
+
+if TYPE_CHECKING:
+    from heddle.generation.prefill import Prefix
+
+NewTokens = Iterator[list[tuple[int, int]]]  # at each step the new tokens, as (row, token)
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A batch of prompts and how to continue them.
+
+    prompt_ids: the tokens of each prompt, the prefix included. max_new_tokens: the limit of each row.
+    vocab_limit: generate only tokens below it (None: all), since a vocabulary may be larger than its tokenizer's.
+    unused_token_ids: tokens below the limit that are never generated. eos_ids: any of these ends a row.
+    encoder_output: what cross-attention reads, one row per prompt.
+    """
+
+    prompt_ids: Sequence[Sequence[int]]
+    max_new_tokens: int
+    sampler: Sampler
+    vocab_limit: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    unused_token_ids: tuple[int, ...] = ()
+    prefix: "Prefix | None" = None
+    encoder_output: EncoderOutput | None = None
+
+
+class ModelRunner:
+    """A model without gradients, with packed weights that are reused from call to call."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        self.packed_weights: PackedWeightCache = {}
+
+    def forward(self, tokens: Tensor, layout: Layout | None, state: State) -> tuple[Tensor, State]:
+        """tokens int64 [B, T] -> hidden [B, T, width] and the new state."""
+        # Entered at each call: a generator that yields inside these blocks would leave them active in its caller.
+        with torch.no_grad(), packed_weights(self.packed_weights):
+            hidden, new_state = self.model(tokens, layout, state)
+        assert new_state is not None
+        return hidden, new_state
+
+    def logits(self, hidden: Tensor, request: GenerationRequest) -> Tensor:
+        """hidden [..., width] -> logits [..., vocab], cut to the request's vocab_limit; -inf for unused tokens."""
+        with torch.no_grad(), packed_weights(self.packed_weights):
+            logits: Tensor = self.model.head(hidden)
+        logits = logits[..., : request.vocab_limit]
+        if request.unused_token_ids:
+            unused = torch.tensor(request.unused_token_ids, device=logits.device)
+            logits = logits.index_fill(-1, unused, -torch.inf)
+        return logits
+
+
+@contextmanager
+def eval_mode(*models: Decoder) -> Iterator[None]:
+    """Put models in eval mode within the block, and restore their mode after it."""
+    training_flags = [model.training for model in models]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for model, training in zip(models, training_flags, strict=True):
+            model.train(training)

@@ -1,0 +1,50 @@
+"""Initialization: storage for the parameters of a model that was built on the meta device, and their first values."""
+
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from heddle.parts.modules.linear import SelfInitialized
+
+if TYPE_CHECKING:
+    from heddle.model.decoder import Decoder
+
+
+def initialize(model: "Decoder", seed: int, include: Callable[[SelfInitialized], bool] = lambda module: True) -> None:
+    """Initialize every parameter of the modules that `include` accepts.
+
+    The values depend on the seed and on the module's name alone, not on the other modules or the device.
+    """
+    for name, module in model.named_modules():
+        stack = model if model.encoder is None or not name.startswith("encoder.") else model.encoder
+        config = stack.config.initialization
+        if not isinstance(module, SelfInitialized):
+            if next(module.parameters(recurse=False), None) is not None:
+                raise TypeError(f"{name}: owns parameters but is no SelfInitialized, so nothing initializes them")
+            continue
+        module.branch_scale = (2 * stack.config.depth) ** -0.5 if config.depth_scaled else 1.0
+        if include(module):
+            module.init_weights(config.std, parameter_generator(seed, name))
+
+
+def parameter_generator(seed: int, name: str) -> torch.Generator:
+    """Return the CPU generator from which the module of this name draws its initial weights."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def storage_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that a model of `dtype` stores a parameter in: at least float32 if it has no gradient."""
+    return dtype if parameter.requires_grad else torch.promote_types(dtype, torch.float32)
+
+
+def materialize(model: "Decoder", dtype: torch.dtype, device: torch.device | str) -> None:
+    """Allocate every parameter of a meta model, without setting its values. A tied head stays tied."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            values = torch.empty(parameter.shape, dtype=storage_dtype(parameter, dtype), device=device)
+            setattr(module, name, nn.Parameter(values, parameter.requires_grad))
+    model.tie()

@@ -1,0 +1,245 @@
+"""Run a model on the meta device without torch's meta kernels that are written in Python.
+
+The first call of such a kernel imports torch's compiler and sympy: a second of CPU time and 100 MiB. `ShapesOnly` answers
+the common ones itself, by shape and dtype alone, and leaves all others to torch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isfinite", "isinf", "logical_not", "logical_and"}
+INTEGER_RESULTS = {
+    "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "clamp", "masked_fill", "maximum", "minimum",
+    "mul", "neg", "remainder", "rsub", "sub", "where", "__rshift__",
+}  # fmt: skip
+POINTWISE_OPTIONS = {"alpha", "approximate", "value"}  # they change values, not shapes
+IN_PLACE = {"addcmul_", "baddbmm_", "masked_fill_", "scatter_", "tril_", "triu_"}  # besides the pointwise ones
+
+
+class ShapesOnly(TorchDispatchMode):
+    """Within `with ShapesOnly():` operations on meta tensors return meta tensors of the right shape and dtype."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: else torch wraps `__torch_dispatch__` in a function of its compiler, which it then imports."""
+        return False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer one operation, or let torch answer it."""
+        kwargs = kwargs or {}
+        name = function._schema.name.removeprefix("aten::")
+        is_pointwise = torch.Tag.pointwise in function.tags and kwargs.keys() <= POINTWISE_OPTIONS
+        result = None
+        if function._schema.is_mutable:
+            if (name in IN_PLACE or (is_pointwise and name.endswith("_"))) and args[0].is_meta:
+                result = args[0]
+        elif name in _SHAPES:
+            result = _SHAPES[name](*args, **kwargs)
+        elif is_pointwise:
+            result = _pointwise(name, args)
+        return function(*args, **kwargs) if result is None else result
+
+
+def _pointwise(name: str, args: tuple[Any, ...]) -> Tensor | None:
+    tensors = [value for value in args if isinstance(value, Tensor)]
+    if not tensors or not all(tensor.is_meta or tensor.dim() == 0 for tensor in tensors):
+        return None
+    values = tensors[1:] if name == "where" else tensors[:1] if name == "masked_fill" else tensors
+    if name in COMPARISONS:
+        dtype = torch.bool
+    elif not all(tensor.is_floating_point() for tensor in values) and name not in INTEGER_RESULTS:
+        return None
+    elif name == "where" and len(values) < 2:
+        return None
+    else:
+        numbers = [value for value in args if isinstance(value, int | float) and not isinstance(value, bool)]
+        dtype = _result_dtype(values, numbers)
+    return _like(tensors, _broadcast(tensors), dtype)
+
+
+def _broadcast(tensors: list[Tensor]) -> tuple[int, ...]:
+    """As torch.broadcast_shapes, which imports sympy."""
+    shape = [1] * max(tensor.dim() for tensor in tensors)
+    for tensor in tensors:
+        for index, length in enumerate(reversed(tensor.shape), start=1):
+            if length != 1:
+                shape[-index] = length
+    return tuple(shape)
+
+
+def _result_dtype(tensors: list[Tensor], numbers: list[int | float]) -> torch.dtype:
+    """torch's type promotion, one operand after the other."""
+    with_dimensions = [tensor for tensor in tensors if tensor.dim()]
+    dtype = (with_dimensions or tensors)[0].dtype
+    for tensor in with_dimensions or tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    if not dtype.is_floating_point and (
+        any(isinstance(number, float) for number in numbers) or any(tensor.is_floating_point() for tensor in tensors)
+    ):
+        return torch.get_default_dtype()
+    if dtype == torch.bool and numbers:
+        return torch.int64
+    return dtype
+
+
+def _like(tensors: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An empty result whose dimensions are in memory in the order of those of the first operand of its shape."""
+    result = torch.empty(shape, dtype=dtype, device="meta")
+    operand = next((tensor for tensor in tensors if tensor.shape == shape), None)
+    if operand is None or operand.is_contiguous() or 0 in operand.stride():
+        return result
+    order = sorted(range(len(shape)), key=lambda dim: operand.stride(dim), reverse=True)
+    inverse = sorted(range(len(shape)), key=lambda dim: order[dim])
+    return result.new_empty([shape[dim] for dim in order]).permute(inverse)
+
+
+def _empty_like(x: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor | None:
+    return _like([x], tuple(x.shape), dtype or x.dtype) if x.is_meta else None
+
+
+def _repeat(x: Tensor, repeats: list[int]) -> Tensor | None:
+    if not x.is_meta:
+        return None
+    shape = [1] * (len(repeats) - x.dim()) + list(x.shape)
+    return x.new_empty([length * count for length, count in zip(shape, repeats, strict=True)])
+
+
+def _reduction(dtype: torch.dtype | None = None) -> Callable[..., Tensor | None]:
+    def reduced(x: Tensor, dims: Any = None, keepdim: bool = False, **options: Any) -> Tensor | None:
+        if not x.is_meta or dims is None or dims == [] or any(options.values()):
+            return None
+        if dtype is None and not x.is_floating_point():
+            return None
+        removed = {dim % x.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
+        lengths = [1 if dim in removed else length for dim, length in enumerate(x.shape)]
+        shape = [length for dim, length in enumerate(lengths) if keepdim or dim not in removed]
+        return x.new_empty(shape, dtype=dtype or x.dtype)
+
+    return reduced
+
+
+def _cat(tensors: list[Tensor], dim: int = 0) -> Tensor | None:
+    first = tensors[0]
+    if any(not tensor.is_meta or tensor.dtype != first.dtype or tensor.dim() != first.dim() for tensor in tensors):
+        return None
+    shape = list(first.shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    return first.new_empty(shape)
+
+
+def _arange(*bounds: int, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor | None:
+    if device is None or torch.device(device).type != "meta" or not all(isinstance(bound, int) for bound in bounds):
+        return None
+    return torch.empty(len(range(*bounds)), dtype=dtype or torch.int64, device="meta")
+
+
+def _same_shape(x: Tensor, *_: Any) -> Tensor | None:
+    return x.new_empty(x.shape) if x.is_meta else None
+
+
+def _same_layout(x: Tensor, *_: Any) -> Tensor | None:
+    return _like([x], tuple(x.shape), x.dtype) if x.is_meta else None
+
+
+def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    return (x.new_empty(x.shape), x.new_empty(0)) if x.is_meta else None
+
+
+def _eye(rows: int, columns: int | None = None, device: Any = None, **options: Any) -> Tensor | None:
+    if device is None or torch.device(device).type != "meta":
+        return None
+    return torch.empty(rows, rows if columns is None else columns, dtype=options.get("dtype"), device="meta")
+
+
+def _same(x: Tensor, *_: Any, **options: Any) -> Tensor | None:
+    return x.new_empty(x.shape) if x.is_meta and x.is_floating_point() and not any(options.values()) else None
+
+
+def _softmax(x: Tensor, _dim: int, half_to_float: bool) -> Tensor | None:
+    return x.new_empty(x.shape) if x.is_meta and not half_to_float else None
+
+
+def _stack(tensors: list[Tensor], dim: int = 0) -> Tensor | None:
+    first = tensors[0]
+    if any(not tensor.is_meta or tensor.dtype != first.dtype for tensor in tensors):
+        return None
+    shape = list(first.shape)
+    shape.insert(dim % (first.dim() + 1), len(tensors))
+    return first.new_empty(shape)
+
+
+def _embedding(weight: Tensor, indices: Tensor, *_: Any) -> Tensor | None:
+    return weight.new_empty([*indices.shape, weight.shape[1]]) if weight.is_meta else None
+
+
+def _pad(x: Tensor, padding: list[int], _value: float = 0.0) -> Tensor | None:
+    if not x.is_meta:
+        return None
+    shape = list(x.shape)
+    for index, (before, after) in enumerate(zip(padding[::2], padding[1::2], strict=True)):
+        shape[-1 - index] += before + after
+    order = sorted(range(x.dim()), key=lambda dim: x.stride(dim), reverse=True)
+    inverse = sorted(range(x.dim()), key=lambda dim: order[dim])
+    return x.new_empty([shape[dim] for dim in order]).permute(inverse)
+
+
+def _product(x: Tensor, left: Tensor, right: Tensor, **_: Any) -> Tensor | None:
+    return left.new_empty([*left.shape[:-1], right.shape[-1]]) if x.is_meta and left.is_meta else None
+
+
+def _matmul(left: Tensor, right: Tensor) -> Tensor | None:
+    return left.new_empty([*left.shape[:-1], right.shape[-1]]) if left.is_meta and right.is_meta else None
+
+
+def _layer_norm(x: Tensor, shape: list[int], *_: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    if not x.is_meta or x.dtype not in (torch.float32, torch.float64):
+        return None
+    statistics = [*x.shape[: x.dim() - len(shape)], *([1] * len(shape))]
+    return x.new_empty(x.shape), x.new_empty(statistics), x.new_empty(statistics)
+
+
+def _sort(x: Tensor, *_: Any) -> tuple[Tensor, Tensor] | None:
+    return (x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)) if x.is_meta else None
+
+
+def _cumulative(x: Tensor, _dim: int, dtype: torch.dtype | None = None) -> Tensor | None:
+    default = x.dtype if x.is_floating_point() else torch.int64
+    return x.new_empty(x.shape, dtype=dtype or default) if x.is_meta else None
+
+
+_SHAPES: dict[str, Callable[..., Any]] = {
+    "_safe_softmax": _same,
+    "_softmax": _softmax,
+    "addmm": _product,
+    "amax": _reduction(),
+    "any": _reduction(torch.bool),
+    "arange": _arange,
+    "argmax": _reduction(torch.int64),
+    "baddbmm": _product,
+    "bmm": _matmul,
+    "cat": _cat,
+    "constant_pad_nd": _pad,
+    "cumsum": _cumulative,
+    "embedding": _embedding,
+    "empty_like": _empty_like,
+    "eye": _eye,
+    "flip": _same_layout,
+    "log_sigmoid_forward": _log_sigmoid,
+    "logsumexp": _reduction(),
+    "mean": _reduction(),
+    "mm": _matmul,
+    "native_layer_norm": _layer_norm,
+    "ones_like": _empty_like,
+    "repeat": _repeat,
+    "scatter": _same_shape,
+    "sort": _sort,
+    "stack": _stack,
+    "sum": _reduction(),
+    "tril": _same_shape,
+    "triu": _same_shape,
+    "zeros_like": _empty_like,
+}

@@ -1,0 +1,85 @@
+"""The attention mask: which keys each query sees, from positions, segment ids and a window.
+
+A query at position i sees a key at position j if both are tokens (position ≥ 0), both have the same segment id, and
+the window allows it: causal `0 ≤ i − j < w` (w keys including itself), bidirectional `|i − j| ≤ w` (w on each side).
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Positions and segment ids of queries and keys, with static facts for choosing a kernel without reading values.
+
+    contiguous: in each row the keys have consecutive positions in one document, and the queries are the last T of them.
+    all_visible: every query sees every key.
+    doc_lengths: packed rows, T = S: the document lengths of each row. Each document is contiguous and sees only itself.
+    may_have_padding: some key slots may be padding or unused. Their contents must not reach any result.
+    """
+
+    q_positions: Tensor  # int [B, T], −1 is padding
+    k_positions: Tensor  # int [B, S], −1 is padding or unused
+    q_segment_ids: Tensor | None = None  # int [B, T]
+    k_segment_ids: Tensor | None = None  # int [B, S]
+    window: int | None = None
+    causal: bool = True
+    contiguous: bool = False
+    all_visible: bool = False
+    doc_lengths: tuple[tuple[int, ...], ...] | None = None
+    may_have_padding: bool = False
+
+    def for_queries(self, queries: slice) -> "AttentionMask":
+        """The mask of some of the queries, without the static facts."""
+        segment_ids = None if self.q_segment_ids is None else self.q_segment_ids[:, queries]
+        positions = self.q_positions[:, queries]
+        return AttentionMask(positions, self.k_positions, segment_ids, self.k_segment_ids, self.window, self.causal)
+
+    def collapse_equal_rows(self) -> "AttentionMask":
+        """The mask of the first row only, if all rows are known to be equal. Otherwise the mask itself."""
+        if not (self.contiguous or self.all_visible):
+            return self
+        return replace(self, q_positions=self.q_positions[:1], k_positions=self.k_positions[:1])
+
+    def distance(self) -> Tensor:
+        """|i − j| of every query and key, int [B, T, S], or [1, T, S] if all rows are known to be equal."""
+        mask = self.collapse_equal_rows()
+        return (mask.q_positions[:, :, None] - mask.k_positions[:, None, :]).abs()
+
+    def materialize(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+        """The mask of some queries and keys as a tensor: bool [B, queries, keys], True where the key is visible."""
+        i = self.q_positions[:, queries, None]
+        j = self.k_positions[:, None, keys]
+        visible = (j >= 0) & (i >= 0)
+        if self.causal:
+            visible = visible & (j <= i)
+            if self.window is not None:
+                visible = visible & (i - j < self.window)
+        elif self.window is not None:
+            visible = visible & ((i - j).abs() <= self.window)
+        if self.q_segment_ids is not None and self.k_segment_ids is not None:
+            visible = visible & (self.q_segment_ids[:, queries, None] == self.k_segment_ids[:, None, keys])
+        return visible
+
+
+def visible_pairs(queries: int, keys: int, window: int | None, causal: bool) -> int:
+    """Number of visible (query, key) pairs when the queries are the last of consecutive keys."""
+    if not causal:
+        if window is None:
+            return queries * keys
+        half_width = min(window, keys - 1)
+        if queries == keys:
+            return keys * (2 * half_width + 1) - half_width * (half_width + 1)
+        return queries * min(keys, 2 * half_width + 1)
+    max_keys = keys if window is None else min(window, keys)
+    first_visible = keys - queries + 1  # keys before and at the first query
+    partial_queries = max(0, min(queries, max_keys - first_visible))  # queries that see fewer than `max_keys` keys
+    return partial_queries * (2 * first_visible + partial_queries - 1) // 2 + (queries - partial_queries) * max_keys
+
+
+def contiguous_positions(batch: int, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Positions of queries [B, T] and keys [B, S] when the queries are the last of `keys` consecutive positions."""
+    k_positions = torch.arange(keys, device=device).expand(batch, keys)
+    return k_positions[:, keys - queries :], k_positions

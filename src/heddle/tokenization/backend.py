@@ -1,0 +1,48 @@
+"""The `tokenizers` library underneath: reading tokenizer.json, its end-of-document token, and its canonical JSON."""
+
+import json
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as BackendTokenizer
+
+from heddle.errors import DataError
+
+EOD_TOKEN = "<|end|>"
+_EOD_TOKEN_NAMES = (
+    EOD_TOKEN, "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>",
+    "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>",
+)  # fmt: skip
+
+
+def read_backend(json_text: str, name: str) -> BackendTokenizer:
+    """Read a tokenizer.json into a backend tokenizer. Raises DataError, naming the tokenizer, where it is malformed."""
+    try:
+        return BackendTokenizer.from_str(json_text)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # `tokenizers` raises bare Exception, and panics that are no Exception
+        raise DataError(f"tokenizer {name} is not a valid tokenizer.json: save it again with `tokenizers`.") from error
+
+
+def find_eod_id(backend: BackendTokenizer) -> int:
+    """The id of the end-of-document token: the first usual name among its special tokens, else a new special token."""
+    special_tokens = {token.content: i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    for name in _EOD_TOKEN_NAMES:
+        if name in special_tokens:
+            return special_tokens[name]
+    backend.add_special_tokens([AddedToken(EOD_TOKEN, special=True, normalized=False)])
+    eod_id = backend.token_to_id(EOD_TOKEN)
+    assert eod_id is not None
+    return eod_id
+
+
+def canonical_json(text: str) -> bytes:
+    """The JSON with sorted keys and without nulls: formatting and new optional fields do not change the hash."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(inner) for key, inner in value.items() if inner is not None}
+        return [clean(inner) for inner in value] if isinstance(value, list) else value
+
+    return json.dumps(clean(json.loads(text)), sort_keys=True).encode()

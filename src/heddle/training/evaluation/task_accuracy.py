@@ -1,0 +1,56 @@
+"""Task accuracy: the fraction of scored targets that are the model's most likely token of the whole vocabulary."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from heddle.model.decoder import Decoder
+from heddle.parts.context.layout import Layout
+from heddle.training.evaluation.scores import Scores
+
+
+class TaskBatch(Protocol):
+    """Rows with targets.
+
+    tokens: int64 [B, T + 1]. doc_lengths: of the documents in each row's T inputs. targets: int64 [B, T], −1 where
+    nothing is scored. coordinates: [B, T, 2], x and y of each input, or None.
+    """
+
+    @property
+    def tokens(self) -> np.ndarray: ...
+
+    @property
+    def doc_lengths(self) -> tuple[tuple[int, ...], ...]: ...
+
+    @property
+    def targets(self) -> np.ndarray: ...
+
+    @property
+    def coordinates(self) -> np.ndarray | None: ...
+
+
+def correct_predictions(model: Decoder, batches: Iterable[TaskBatch], autocast: torch.dtype | None = None) -> Scores:
+    """Return (right answers, scored targets) of each row. Runs in eval mode and restores the model's mode."""
+    device = model.embed.weight.device
+    was_training = model.training
+    model.eval()
+    scores: Scores = []
+    try:
+        for batch in batches:
+            tokens = torch.tensor(batch.tokens, device=device)
+            targets = torch.tensor(batch.targets, device=device)
+            layout = Layout.packed(batch.doc_lengths, device=device)
+            if batch.coordinates is not None:
+                layout = layout.with_coordinates(torch.tensor(batch.coordinates, device=device))
+            with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+                hidden, _ = model(tokens[:, :-1], layout)
+                correct = torch.zeros_like(targets, dtype=torch.bool)
+                scored = targets >= 0
+                correct[scored] = model.head(hidden[scored]).argmax(-1) == targets[scored]
+            sums = zip(correct.sum(1), scored.sum(1), strict=True)
+            scores += [(float(num_correct), int(num_scored)) for num_correct, num_scored in sums]
+    finally:
+        model.train(was_training)
+    return scores

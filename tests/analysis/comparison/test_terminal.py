@@ -1,0 +1,64 @@
+"""The terminal table: complete at 80 columns, plain off a terminal, and never reading names as markup."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from heddle.analysis.comparison.terminal import print_report
+from tests.analysis.comparison import reports
+
+
+def printed(report: dict[str, Any], width: int) -> str:
+    """What a file of that width would get."""
+    console = Console(file=io.StringIO(), width=width)
+    print_report(report, console)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_every_number_is_there(width: int) -> None:
+    made = reports.make_report()
+    text = printed(made, width)
+    for words in ("2.249", "+0.031 ± 0.006", "not resolved", "better", "worse", "baseline", "1.31 M", "parameters"):
+        assert words in text
+    for words in ("21.4 k", "910 MB", "25.2 MB", "125", "tok/s", "at 8k", "Caveats"):
+        assert words in text
+    for words in ("MQAR", "100 %", "90 %", "17 %"):
+        assert words in text
+    for words in (*made["verdict"], *made["warnings"]):
+        assert words in " ".join(text.split())
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("make", [reports.single, reports.crowd, reports.hollow])
+def test_unusual_reports_are_printed(make: Any) -> None:
+    made = make()
+    text = "".join(printed(made, 80).split())
+    for row in made["designs"]:
+        assert row["name"] in text or row["name"][:14] in text
+    assert "".join(made["verdict"][0].split()) in text
+
+
+def test_one_design_has_no_difference() -> None:
+    assert "difference" not in printed(reports.single(), 100)
+
+
+def test_names_are_not_markup() -> None:
+    made = reports.make_report({"[red]a[/red]": reports.TINY["mha-tiny"], "[/]": reports.TINY["gqa-tiny"]})
+    made["warnings"] = ["[bold]mind[/bold]"]
+    text = printed(made, 100)
+    for words in ("[red]a[/red]", "[/]", "[bold]mind[/bold]"):
+        assert words in text
+
+
+def test_off_a_terminal_the_table_is_plain(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(reports.make_report())
+    text = capsys.readouterr().out
+    assert "hybrid-delta-tiny" in text
+    assert "\x1b" not in text
+    assert max(len(line) for line in text.splitlines()) == 100

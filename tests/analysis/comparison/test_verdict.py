@@ -1,0 +1,129 @@
+"""Sentences about a comparison: they claim no more than the intervals, and say what a design gains and costs."""
+
+from typing import Any
+
+import pytest
+
+from heddle.analysis.comparison import verdict
+from heddle.analysis.comparison.verdict import verdict_sentences
+from tests.analysis.comparison import reports
+
+
+def shifted(offsets: dict[str, float], seeds: int = 3) -> dict[str, Any]:
+    """A report of designs whose bits per byte are certain and differ by the given offsets."""
+    report = reports.make_report(dict.fromkeys(offsets, reports.TINY["gqa-tiny"]), seeds=seeds)
+    for row, offset in zip(report["designs"], offsets.values(), strict=True):
+        source = report["designs"][0]["runs"]
+        row["runs"] = [
+            {
+                **run,
+                "bits_per_byte": 2.0 + offset,
+                "windows": [[(2.0 + offset) * size, size] for _, size in run["windows"]],
+            }
+            for run in source
+        ]
+    return reports.finish(report)
+
+
+def test_verdict_claims_a_lead_only_where_it_is_resolved() -> None:
+    assert shifted({"a": 0.0, "b": -0.1})["verdict"][0] == (
+        "b has the lowest bits per byte, 1.900; its difference to a, −0.100 ± 0.000, is resolved."
+    )
+    assert shifted({"a": 0.0, "b": 0.0})["verdict"][0].endswith("is not resolved.")
+    assert "each of the other 2 is resolved" in shifted({"a": 0.0, "b": -0.1, "c": 0.1})["verdict"][0]
+    assert "not resolved against b" in shifted({"a": 0.0, "b": 0.0, "c": 0.0})["verdict"][0]
+    assert "resolved against c, not against b" in shifted({"a": 0.0, "b": 0.0, "c": 0.1})["verdict"][0]
+
+
+def test_verdict_says_what_the_smallest_state_costs() -> None:
+    report = reports.make_report()
+    assert any(
+        sentence.startswith("window-tiny needs 6 % of the state of mha-tiny (1.57 MB against 25.2 MB at 8k), for +0.03")
+        and sentence.endswith("bits per byte (worse).")
+        for sentence in report["verdict"]
+    )
+    pair = reports.make_report({name: reports.TINY[name] for name in ("mha-tiny", "gqa-tiny")})
+    assert any("gqa-tiny needs a quarter of the state" in s and "(not resolved)" in s for s in pair["verdict"])
+    assert shifted({"a": 0.0, "b": 0.1})["verdict"][1] == "All keep the same state: 6.29 MB at 8k."
+
+
+def test_verdict_mentions_one_seed_and_failures() -> None:
+    first, second, *_ = reports.make_report(seeds=1)["verdict"]
+    assert "on one seed" in first
+    assert "resolved for the choice of text only" in first
+    assert "luck of training" in second
+    assert "luck of training" not in " ".join(reports.make_report(seeds=3)["verdict"])
+    text = " ".join(reports.crowd()["verdict"])
+    assert "Only some seeds finished" in text
+    assert "No run finished: experiments" in text
+
+
+def test_verdict_of_one_design_compares_nothing() -> None:
+    assert verdict_sentences(reports.single()) == [
+        "mha-tiny reaches 2.249 bits per byte; there is no second design to compare it with.",
+        "Recall (MQAR): mha-tiny answers 100 % correctly; guessing gives 8.3 %.",
+        "At 8 × the trained length bits per byte change, on the same text, on one seed: mha-tiny −0.091 (better).",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("per_token", "fixed", "sentence"),
+    [
+        (100, 0, "It keeps 100 B for each token."),
+        (0, 5000, "It keeps 5.00 kB at every context length."),
+        (100, 500_000, "It keeps 500 kB and 100 B for each token."),
+    ],
+)
+def test_state_growth_is_described(per_token: int, fixed: int, sentence: str) -> None:
+    states = [[context, float(per_token * context + fixed)] for context in reports.CONTEXTS]
+    assert verdict.describe_state_growth({"state_bytes": states}) == sentence
+
+
+def test_state_growth_of_windows_is_described() -> None:
+    ring = [[context, 8.0 * min(context, 4096)] for context in reports.CONTEXTS]
+    assert (
+        verdict.describe_state_growth({"state_bytes": ring})
+        == "Its state grows up to 32.8 kB and is constant from there."
+    )
+    mixed = [[context, 8.0 * min(context, 4096) + 2.0 * context] for context in reports.CONTEXTS]
+    assert (
+        verdict.describe_state_growth({"state_bytes": mixed})
+        == "Once its windows are full, it keeps 2 B for each token."
+    )
+    assert verdict.describe_state_growth({"state_bytes": []}) == "Its state was not measured."
+
+
+def test_designs_are_compared_with_the_baseline() -> None:
+    report = reports.make_report()
+    baseline, gqa, *_ = report["designs"]
+    assert verdict.compare_with_baseline(report, baseline) == []
+    assert verdict.compare_with_baseline(report, gqa) == [
+        "a quarter of its state at 8k", "2.0 times its decoding speed at 8k", "1.1 times its training speed",
+        "+0.009 ± 0.015 bits per byte: not resolved", "90 % right answers on MQAR, against 100 %",
+    ]  # fmt: skip
+    assert verdict.compare_with_baseline(reports.hollow(), reports.hollow()["designs"][1]) == []
+
+
+def recall_sentence(accuracies: list[float | None]) -> str:
+    report = reports.make_report()
+    for row, accuracy in zip(report["designs"], accuracies, strict=True):
+        row["recall"]["mqar"]["accuracy"] = accuracy
+    return next((sentence for sentence in verdict_sentences(report) if sentence.startswith("Recall")), "")
+
+
+def test_recall_in_the_verdict() -> None:
+    chance = "guessing gives 8.3 %"
+    assert (
+        recall_sentence([1.0, 0.99, 0.95, 0.96])
+        == f"Recall (MQAR): each design answers at least 95 % correctly; {chance}."
+    )
+    assert recall_sentence([1.0, 1.0, 0.9999, 1.0]) == f"Recall (MQAR): each design answers 100 % correctly; {chance}."
+    assert recall_sentence([0.1, 0.09, None, 0.5]) == (
+        "Recall (MQAR): no design learned it within the budget; "
+        f"hybrid-delta-tiny 50 %, mha-tiny 10 % and gqa-tiny 9.0 % ({chance})."
+    )
+    assert recall_sentence([1.0, 0.09, 1.0, 0.5]) == (
+        "Recall (MQAR): mha-tiny and window-tiny learned it within the budget; "
+        f"hybrid-delta-tiny 50 % and gqa-tiny 9.0 % ({chance})."
+    )
+    assert recall_sentence([None] * 4) == ""

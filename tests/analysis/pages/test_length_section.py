@@ -1,0 +1,140 @@
+"""The section on longer texts: its sentence, what the page says, and its figure."""
+
+import copy
+import json
+import math
+import re
+from typing import Any
+
+import plotly.graph_objects
+import pytest
+
+from heddle.analysis.comparison.extrapolation import result_summary
+from heddle.analysis.comparison.verdict import length_verdict
+from heddle.analysis.pages import report as report_module
+from heddle.analysis.pages.figures.lengths import length_figure
+from heddle.analysis.pages.render import render, static
+from heddle.analysis.pages.report import report_context, report_page, write_report
+from heddle.training.evaluation.length_extrapolation import ExtrapolationResult
+from tests.analysis.comparison import reports
+from tests.html_page import Page
+
+
+def with_lost_numbers(report: dict[str, Any]) -> dict[str, Any]:
+    """The first design gives no finite number at 8 ×."""
+    for run in report["designs"][0]["runs"]:
+        run["extrapolation"][-1] = result_summary(ExtrapolationResult(8, [(math.nan, 100)] * 6, None))
+    return reports.finish(report)
+
+
+def test_the_sentence_mentions_every_design() -> None:
+    assert length_verdict(with_lost_numbers(reports.make_report())) == [
+        "At 8 × the trained length bits per byte change, on the same text: gqa-tiny 0.000 (not resolved), "
+        "window-tiny +0.601 (worse), mha-tiny not finite and hybrid-delta-tiny refused."
+    ]
+    assert length_verdict(without_longer_texts(reports.make_report(), None)) == []
+
+
+def without_longer_texts(report: dict[str, Any], note: str | None) -> dict[str, Any]:
+    """A report in which no longer text was read."""
+    report["extrapolation"] = {**dict.fromkeys(report["extrapolation"], 0), "multiples": [], "note": note}
+    for row in report["designs"]:
+        for run in row["runs"]:
+            run["extrapolation"] = []
+    return reports.finish(report)
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves plotly's five megabytes out where a test is not about them."""
+    monkeypatch.setattr(report_module, "plotly_script", lambda: "/* plotly */")
+
+
+@pytest.mark.usefixtures("light")
+def test_the_page_says_what_was_read_and_measured() -> None:
+    parsed = Page(report_page(with_lost_numbers(reports.make_report())))
+    text = parsed.text()
+    assert "plot-lengths" in parsed.ids
+    for words in (
+        "same 6 spans of validation text, of 2048 tokens each (from 5 documents)",
+        "cut into pieces of 256 tokens as in training",
+        "A rising line The design fails at lengths that it was not trained on",
+        "+0.202 ± 0.009 worse",
+        "0.000 ± 0.005 not resolved",
+        "not finite",
+        "hybrid-delta-tiny refuses 4 ×: embedding.position: position 1023 is beyond the 512 learned ones.",
+        "is shown under “Longer texts than in training”",
+    ):
+        assert words in text
+    assert "The lengths are shorter than requested" not in text
+    shorter = reports.make_report()
+    shorter["extrapolation"]["note"] = "the longest held-out document has 3000 tokens"
+    assert (
+        "The lengths are shorter than requested: the longest held-out document has 3000 tokens."
+        in Page(report_page(shorter)).text()
+    )
+
+
+@pytest.mark.usefixtures("light")
+def test_what_was_not_read_has_no_section() -> None:
+    off, short = (
+        without_longer_texts(reports.make_report(), note)
+        for note in (None, "the longest held-out document has 9 tokens")
+    )
+    for report in (off, short):
+        assert render("report/lengths.html", **report_context(report)).strip() == ""
+        assert length_figure(report) is None
+        assert "<h2>Longer texts than" not in report_page(report)
+        assert "longer context is not measured here" in Page(report_page(report)).text()
+    assert "Not measured: the longest held-out document has 9 tokens." in Page(report_page(short)).text()
+    assert "Not measured" not in report_page(off)
+
+
+@pytest.mark.usefixtures("light")
+def test_a_refusal_stays_words() -> None:
+    attack = '<script>alert("1")</script>'
+    report = reports.make_report()
+    for run in report["designs"][3]["runs"]:
+        for row in run["extrapolation"][2:]:
+            row["message"] = attack
+    text = report_page(reports.finish(report))
+    assert attack not in text
+    assert attack in Page(text).text()
+
+
+@pytest.mark.parametrize("make", [reports.make_report, reports.single, reports.crowd])
+def test_the_figure_shows_the_changes(make: Any) -> None:
+    report = make()
+    figure = length_figure(report)
+    assert figure is not None
+    painted = copy.deepcopy(figure)
+    for trace in painted["data"]:
+        trace["line"]["color"] = trace["marker"]["color"] = "#123456"
+        trace.get("error_y", {})["color"] = "#123456"
+    plotly.graph_objects.Figure({"data": painted["data"]})
+    lines = {trace["meta"]: trace for trace in figure["data"] if trace["mode"] == "lines+markers"}
+    crosses = {trace["meta"]: trace for trace in figure["data"] if trace["mode"] == "markers"}
+    for index, design in enumerate(report["designs"]):
+        rows = [row for row in design["extrapolation"] if row["bits_per_byte"] is not None]
+        assert (index in lines) == bool(rows)
+        if rows:
+            assert lines[index]["x"] == [256 * row["multiple"] for row in rows]
+            assert lines[index]["y"] == pytest.approx([row["bits_per_byte"] for row in rows])
+            assert (index in crosses) == (len(rows) < 4)
+    for trace in crosses.values():
+        assert (trace["x"], trace["text"]) == ([512], ["at 4 × refused"])
+    assert figure["layout"]["shapes"][0]["x0"] == figure["layout"]["shapes"][0]["x1"] == 256
+
+
+def test_every_colour_is_one_of_the_page() -> None:
+    figure = json.dumps(length_figure(reports.crowd()))
+    names = set(re.findall(r'"\w*color": "([\w-]+)"', figure))
+    assert {"series-0", "series-6", "soft", "grid"} <= names
+    assert all(name == "clear" or f"--{name}: " in static("base.css") for name in names)
+
+
+def test_nothing_finished_draws_nothing(tmp_path: Any, light: None) -> None:
+    report = reports.hollow()
+    assert length_figure(report) is None
+    write_report(report, tmp_path)
+    assert "not measured" in (tmp_path / "report.html").read_text(encoding="utf-8")

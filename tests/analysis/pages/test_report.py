@@ -1,0 +1,221 @@
+"""The report on disk: one page that needs no network, readable without scripts, whole or not at all."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects
+import pytest
+from plotly.offline import get_plotlyjs
+
+from heddle.analysis.pages import render as render_module
+from heddle.analysis.pages import report as report_module
+from heddle.analysis.pages.design_styles import DASH_ARRAYS, MARKER_SHAPES, DesignStyle, design_styles
+from heddle.analysis.pages.figures.overview import mean_curve, overview_figures
+from heddle.analysis.pages.render import static
+from heddle.analysis.pages.report import name_parts, report_page, write_report
+from heddle.errors import MachineError
+from tests.analysis.comparison import reports
+from tests.html_page import Page
+
+MAKERS = [reports.make_report, reports.single, reports.crowd, reports.hollow]
+ATTACK = '<script>alert("1")</script>'
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves plotly's five megabytes out where a test is not about them."""
+    monkeypatch.setattr(report_module, "plotly_script", lambda: "/* plotly */")
+
+
+def test_the_page_holds_plotly_once_and_loads_nothing() -> None:
+    text = report_page(reports.make_report())
+    parsed = Page(text)
+    assert text.count(get_plotlyjs()) == 1
+    assert len(parsed.scripts) == 3
+    assert parsed.loads == []
+    own = text.replace(get_plotlyjs(), "")
+    assert not re.search(r"https?://|url\(|@import|<link|<iframe|<img", own)
+    assert "default-src 'none'" in own
+    assert Page('<a href="https://example.org">x</a>').loads == ["https://example.org"]
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("make", MAKERS)
+def test_pages_nest_and_name_every_place_once(make: Any) -> None:
+    parsed = Page(report_page(make()))
+    assert len(parsed.ids) == len(set(parsed.ids))
+    for tag in ("h1", "main", "header", "footer", "table", "th", "figure", "figcaption", "dl"):
+        assert tag in parsed.tags
+    with pytest.raises(AssertionError):
+        Page("<p><b>planted</p></b>")
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("make", MAKERS)
+def test_everything_is_readable_without_scripts(make: Any) -> None:
+    report = make()
+    text = Page(report_page(report)).text()
+    squeezed = text.replace(" ", "")
+    for sentence in (*report["verdict"], *report["warnings"], *(row["method"] for row in report["differences"])):
+        assert sentence.replace(" ", "") in squeezed
+    for row in report["designs"]:
+        for words in (row["name"], row["summary"]):
+            assert words in text
+        mean = row["bits_per_byte"]["mean"]
+        assert mean is None or f"{mean:.3f}" in text
+    for words in (report["data"]["hash"], report["command"], report["hardware"]["cpu"], "What one sequence keeps"):
+        assert words in text
+
+
+@pytest.mark.usefixtures("light")
+def test_the_table_says_numbers_and_judgements() -> None:
+    text = Page(report_page(reports.make_report())).text()
+    for words in ("−0.022 ± 0.008 better", "+0.031 ± 0.006 worse", "not resolved", "baseline", "24.1 k tok/s"):
+        assert words in text
+    for words in ("1.31 M parameters", "910 MB", "25.2 MB", "State at 8k", "Decode at 8k"):
+        assert words in text
+
+
+@pytest.mark.usefixtures("light")
+def test_one_seed_never_looks_sure() -> None:
+    several, single = report_page(reports.make_report()), report_page(reports.make_report(seeds=1))
+    assert 'class="judgment better"' in several
+    assert 'class="judgment worse"' in several
+    assert 'class="judgment better"' not in single
+    assert 'class="judgment worse"' not in single
+    assert "better, one seed" in single
+
+
+def attacked() -> dict[str, Any]:
+    """A report whose every word comes from someone who would like to run a script."""
+    name = f"{ATTACK}%{{x}}"
+    report = reports.make_report({"mha-tiny": reports.TINY["mha-tiny"], name: reports.TINY["gqa-tiny"]})
+    for row in report["designs"]:
+        row.update(summary=ATTACK, source=ATTACK)
+        for run in row["runs"]:
+            run.update(sample=ATTACK)
+    report.update(command=ATTACK, warnings=[ATTACK], heddle=ATTACK, created=ATTACK)
+    report["data"].update(name=ATTACK, hash=ATTACK)
+    report["hardware"].update(cpu=ATTACK)
+    return report
+
+
+@pytest.mark.usefixtures("light")
+def test_words_of_others_stay_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = report_page(attacked())
+    parsed = Page(text)
+    assert ATTACK not in text
+    assert len(parsed.scripts) == 3
+    assert parsed.text().count(ATTACK) >= 12
+    assert "<" not in parsed.scripts[0]
+    names = {trace["name"] for trace in json.loads(parsed.scripts[0])["state"]["data"]}
+    assert names == {"mha-tiny", "&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;% {x}"}
+    # planted bug: nothing is escaped
+    unescaped = render_module.environment().overlay(autoescape=False)
+    monkeypatch.setattr(render_module, "environment", lambda: unescaped)
+    assert len(Page(report_page(attacked())).scripts) > 3
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_figures_are_what_plotly_knows(make: Any) -> None:
+    painted = re.sub(r'("\w*color":\s*)"[\w-]+"', r'\1"#123456"', json.dumps(overview_figures(make()), allow_nan=False))
+    for figure in json.loads(painted).values():
+        if figure is not None:
+            plotly.graph_objects.Figure(figure)
+    with pytest.raises(ValueError, match="linewidth"):
+        plotly.graph_objects.Figure({"data": [{"type": "scatter", "linewidth": 2}]})
+
+
+def test_figures_show_what_was_measured() -> None:
+    report = reports.make_report()
+    drawn = overview_figures(report)
+    assert all(drawn.values())
+    loss, state, speed, trade = (drawn[name] or {} for name in ("loss", "state", "speed", "tradeoff"))
+    assert [len(figure["data"]) for figure in (loss, state, speed, trade)] == [4 * 4, 4, 8, 4]
+    assert state["data"][0]["y"] == [value for _, value in report["designs"][0]["state_bytes"]]
+    base = report["designs"][0]["bits_per_byte"]["mean"]
+    for trace, row in zip(trade["data"][1:], report["differences"], strict=True):
+        reach = trace["error_y"]["array"][0]
+        assert (abs(trace["y"][0] - base) > reach) == row["resolved"]
+    assert list(overview_figures(reports.hollow()).values()) == [None] * 4
+
+
+def test_a_diverged_run_ends_with_a_cross_and_stays_out_of_the_mean() -> None:
+    report = reports.make_report()
+    whole = mean_curve(report["designs"][1])
+    run = report["designs"][1]["runs"][0]
+    reports.diverge(run)
+    loss = overview_figures(reports.finish(report))["loss"] or {}
+    crosses = [trace for trace in loss["data"] if trace["marker"]["symbol"] == "x"]
+    assert [trace["text"] for trace in crosses] == [["seed 0 diverged here"]]
+    assert crosses[0]["x"] == [run["curve"][19][0]]
+    assert len(mean_curve(report["designs"][1])) == len(whole)
+
+
+def test_designs_can_be_distinguished_without_color() -> None:
+    report = {"designs": [{"name": str(number)} for number in range(24)], "baseline": "3"}
+    styles = design_styles(report)
+    assert styles["3"] == DesignStyle("series-0", "solid", "circle")
+    assert len({(style.dash, style.marker) for style in styles.values()}) == 24
+    assert len({(style.color, style.dash) for style in styles.values()}) == 24
+    for style in styles.values():
+        assert style.dash in DASH_ARRAYS
+        assert style.marker == "circle" or style.marker in MARKER_SHAPES
+
+
+def test_every_color_of_a_figure_is_one_of_the_page() -> None:
+    names = set(re.findall(r'"\w*color": "([\w-]+)"', json.dumps(overview_figures(reports.crowd()))))
+    assert {"series-0", "series-6", "ink", "soft", "grid"} <= names
+    light, dark = static("base.css").split("prefers-color-scheme: dark")
+    for name in names:
+        assert f"--{name}: " in light
+        assert name == "clear" or f"--{name}: " in dark
+
+
+def test_names_in_a_sentence_are_marked_whole() -> None:
+    report = {"designs": [{"name": "mha"}, {"name": "mha-tiny"}], "baseline": "mha"}
+    parts = name_parts(report, "mha-tiny beats mha, not mha-tiny-2")
+    assert [text for text, is_name in parts if is_name] == ["mha-tiny", "mha"]
+    assert "".join(text for text, _ in parts) == "mha-tiny beats mha, not mha-tiny-2"
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("make", MAKERS)
+def test_written_files_are_strict_and_the_same_every_time(make: Any, tmp_path: Path) -> None:
+    report = make()
+    path = write_report(report, tmp_path / "deep" / "first")
+    assert path == tmp_path / "deep" / "first" / "report.html"
+    write_report(make(), tmp_path / "second")
+    for name in ("report.html", "report.json"):
+        assert (path.parent / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    read = json.loads((path.parent / "report.json").read_text(encoding="utf-8"), parse_constant=refuse)
+    assert read["differences"] == report["differences"]
+    assert read["verdict"] == report["verdict"]
+    assert sorted(file.name for file in path.parent.iterdir()) == ["report.html", "report.json"]
+
+
+@pytest.mark.usefixtures("light")
+def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_report(reports.single(), tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(MachineError, match=r"No space left on device.; free some space or choose another folder"):
+        write_report(reports.make_report(), tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("x")
+    with pytest.raises(MachineError, match="cannot be written"):
+        write_report(reports.single(), tmp_path / "taken")

@@ -1,0 +1,163 @@
+"""A file that is replaced: old or new is read, whole, wherever the process dies, fails or loses what was not synced."""
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from heddle.errors import CheckpointError, MachineError
+from heddle.storage import atomic, file_io
+from heddle.storage.atomic import replace_file, write_file
+from tests.storage.shared import Died, System, standing_in
+
+OLD, NEW = b"old" * 100, b"new content" * 100
+NO_PROCESS = 4194305  # above the largest process id of Linux
+
+
+def save(path: Path) -> None:
+    write_file(path, NEW)
+
+
+def reset(path: Path) -> None:
+    """Put the old file there, alone in its folder."""
+    path.parent.mkdir(exist_ok=True)
+    for other in path.parent.iterdir():
+        other.unlink()
+    path.write_bytes(OLD)
+
+
+def calls(path: Path, save: Callable[[Path], None]) -> list[str]:
+    reset(path)
+    with standing_in(System()) as system:
+        save(path)
+    return system.trace
+
+
+def die(path: Path, save: Callable[[Path], None], at: int, how: str) -> System:
+    with standing_in(System(at, how)) as system:
+        try:
+            save(path)
+        except Died:
+            return system
+    raise AssertionError(f"the save did not reach call {at}")
+
+
+def crash_faults(path: Path, save: Callable[[Path], None]) -> Iterator[str]:
+    """Every crash point after which the file is neither old nor new."""
+    for at, name in enumerate(calls(path, save), start=1):
+        for how in ("before", "half", "after") if name == "write" else ("before", "after"):
+            reset(path)
+            pending = len(die(path, save, at, how).unsynced_names)
+            for names in range(pending + 1):
+                for files in (False, True):
+                    reset(path)
+                    die(path, save, at, how).lose(path.parent.parent, names, files)
+                    # An undone rename gives the old file back; the stand-in only takes the new one away.
+                    content = path.read_bytes() if path.exists() else OLD
+                    if content not in (OLD, NEW):
+                        yield f"{how} call {at} ({name}), {names} names and {files} data lost"
+
+
+def test_dying_at_any_call_leaves_old_or_new(tmp_path: Path) -> None:
+    assert {"write", "fsync", "rename"} <= set(calls(tmp_path / "run" / "file", save))
+    assert list(crash_faults(tmp_path / "run" / "file", save)) == []
+
+
+def in_place(path: Path) -> None:
+    """Planted: the file is written under its own name at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(atomic, "leftover_path", lambda path, role: path)
+        patch.setattr(file_io, "CREATE_FLAGS", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        save(path)
+
+
+def unsynced(path: Path) -> None:
+    """Planted: the bytes are not synced before the rename."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file_io.NewFile, "__exit__", lambda self, *error: os.close(self.descriptor))
+        patch.setattr(atomic, "_sync_file", lambda path: None)
+        save(path)
+
+
+@pytest.mark.parametrize("planted", [in_place, unsynced])
+def test_careless_writers_are_caught(planted: Callable[[Path], None], tmp_path: Path) -> None:
+    assert next(crash_faults(tmp_path / "run" / "file", planted), None) is not None
+
+
+def test_a_writer_that_does_not_sync_is_synced(tmp_path: Path) -> None:
+    def save_without_sync(path: Path) -> None:
+        with replace_file(path) as temporary:
+            descriptor = file_io.system.open(temporary, file_io.CREATE_FLAGS, 0o666)
+            try:
+                file_io.system.write(descriptor, NEW)
+            finally:
+                os.close(descriptor)
+
+    assert list(crash_faults(tmp_path / "run" / "file", save_without_sync)) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_a_failing_call_is_one_sentence_and_leaves_the_old_file(code: int, tmp_path: Path) -> None:
+    path = tmp_path / "run" / "file"
+    messages = []
+    for at in range(1, len(calls(path, save)) + 1):
+        reset(path)
+        with standing_in(System(at, OSError(code, os.strerror(code)))):
+            try:
+                save(path)
+            except MachineError as error:
+                messages.append(str(error))
+                assert path.read_bytes() in (OLD, NEW), at
+            else:
+                assert path.read_bytes() == NEW, at
+        assert os.listdir(path.parent) == ["file"]
+    assert len(messages) > 4
+    assert all(os.strerror(code) in message and "\n" not in message for message in messages)
+
+
+def test_an_error_in_the_block_leaves_the_old_file_and_is_raised(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "file"
+    reset(path)
+
+    def fail(path: Path) -> None:
+        with replace_file(path) as temporary:
+            temporary.write_bytes(b"half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail(path)
+    assert path.read_bytes() == OLD
+    assert os.listdir(path.parent) == ["file"]
+
+
+def test_the_remedy_ends_the_message(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(MachineError, match=r"^.*/folder: cannot be written \(Is a directory\); choose another name$"):
+        write_file(tmp_path / "folder", "text", "choose another name")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file: cannot be made a folder"):
+        write_file(tmp_path / "file" / "below", "text")
+
+
+def test_missing_folders_are_made_and_text_is_utf8(tmp_path: Path) -> None:
+    write_file(tmp_path / "a" / "b" / "file", "βῆτα\r\n")
+    assert (tmp_path / "a" / "b" / "file").read_bytes() == "βῆτα\r\n".encode()
+
+
+def test_old_leftovers_of_dead_processes_alone_are_removed(tmp_path: Path) -> None:
+    leftovers = {
+        "dead and old": (f".file.tmp-{NO_PROCESS}-00000000", 2 * 3600),
+        "dead and recent": (f".file.tmp-{NO_PROCESS}-00000001", 60),  # of a process on another machine, perhaps
+        "alive": (f".file.tmp-{os.getppid()}-00000002", 2 * 3600),
+        "of this process": (f".file.tmp-{os.getpid()}-00000003", 2 * 3600),
+        "of another file": (f".other.tmp-{NO_PROCESS}-00000004", 2 * 3600),
+    }
+    for name, age in leftovers.values():
+        (tmp_path / name).write_text("half")
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    write_file(tmp_path / "file", "whole")
+    left = {name for name, _ in leftovers.values()} - {leftovers["dead and old"][0]}
+    assert set(os.listdir(tmp_path)) == left | {"file"}
