@@ -227,7 +227,7 @@ def test_planted_imports_are_caught(name: str, text: str) -> None:
         ("heddle.storage.save", "import torch.distributed.checkpoint"),
         ("heddle.cli.train", "import os\n\nos.environ.get('NO_COLOR')\nfrom heddle.laws import mixers"),
         ("heddle.data.cache", "import os\n\nos.environ.get('XDG_CACHE_HOME')"),
-        ("heddle.analysis.comparison.report", "from heddle.data import corpus"),
+        ("heddle.analysis.comparison.run", "from heddle.data import corpus"),
         ("heddle.storage.save", "from heddle import __version__"),
     ],
 )
@@ -257,7 +257,7 @@ def loaded_by(code: str) -> set[str]:
 def test_nothing_heavy_is_loaded_before_it_is_needed(code: str) -> None:
     loaded = loaded_by(code)
     assert "heddle" in loaded
-    assert not loaded & {"torch", "transformers", "numpy", "plotly"}
+    assert not loaded & {"torch", "transformers", "numpy", "plotly", "scipy", "jinja2"}
 
 
 def test_the_probe_sees_a_heavy_import() -> None:

@@ -1,4 +1,4 @@
-"""The sentences with which a form of an operation refuses a call, read from the source of its refusing function."""
+"""The reasons for which a kernel rejects a call, read from the source of its `unsupported` function."""
 
 import ast
 import inspect
@@ -9,37 +9,37 @@ from typing import Any
 
 
 def reasons(function: Any) -> list[str]:
-    """Every sentence a refusing function can return, numbers it knows filled in, numbers of the call as `n`."""
+    """Every reason that an `unsupported` function can return. Numbers of the call are written as `n`."""
     if function.__name__ == "<lambda>":
         return []
-    found = []
+    texts: list[str] = []
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
         if isinstance(node, ast.Return) and node.value is not None:
-            found += sentences(node.value, function)
+            texts += strings(node.value, function)
     for cell in function.__closure__ or ():
         if isinstance(cell.cell_contents, types.FunctionType):
-            found += reasons(cell.cell_contents)
+            texts += reasons(cell.cell_contents)
     for called in re.findall(r"return (_\w+)\(facts\)", inspect.getsource(function)):
-        found += reasons(function.__globals__[called])
-    return list(dict.fromkeys(found))
+        texts += reasons(function.__globals__[called])
+    return list(dict.fromkeys(texts))
 
 
-def sentences(node: ast.AST, function: Any) -> list[str]:
-    """The strings that an expression may give."""
+def strings(node: ast.AST, function: Any) -> list[str]:
+    """The strings that an expression may evaluate to."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return [node.value]
     if isinstance(node, ast.Name) and isinstance(function.__globals__.get(node.id), str):
         return [function.__globals__[node.id]]
     if isinstance(node, ast.IfExp):
-        return sentences(node.body, function) + sentences(node.orelse, function)
+        return strings(node.body, function) + strings(node.orelse, function)
     if not isinstance(node, ast.JoinedStr):
         return []
-    made = ""
+    text = ""
     for piece in node.values:
         if isinstance(piece, ast.Constant):
-            made += str(piece.value)
+            text += str(piece.value)
         elif isinstance(piece, ast.FormattedValue):
             source = ast.unparse(piece.value)
-            known = str(function.__globals__.get(source, "n"))
-            made += "this dtype" if "dtype" in source else known
-    return [made]
+            number = str(function.__globals__.get(source, "n"))
+            text += "this dtype" if "dtype" in source else number
+    return [text]

@@ -32,7 +32,7 @@ def strings(source: str) -> Iterator[str]:
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            yield "".join(part.value for part in node.values if isinstance(part, ast.Constant))
+            yield "".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             yield node.value
 

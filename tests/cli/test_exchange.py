@@ -9,9 +9,9 @@ import torch
 from heddle.cli.main import run
 from heddle.storage.folder import tensors_sha256
 from tests import small
-from tests.exchange.oracle import AutoModelForCausalLM, saved
-from tests.exchange.spellers import MEASURED
-from tests.exchange.test_texts import folder_of
+from tests.exchange.hf_models import AutoModelForCausalLM, saved
+from tests.exchange.test_tokenizer_files import folder_of
+from tests.exchange.tokenizer_cases import MEASURED
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ def test_inspect(workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     )
     assert (out, err) == (f"{page}\n", "")
     text = page.read_text(encoding="utf-8")
-    assert "heads of run look at" in text
+    assert "heads of run" in text
     assert "&lt;" in text
     assert "lifts>" not in text
     assert run(["inspect", f"{workspace}/run", "--text", "x", "--out", f"{workspace}/text", "--device", "cpu"]) == 1

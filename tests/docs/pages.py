@@ -1,4 +1,4 @@
-"""The pages of docs/ as what can be run: files to write, Python to execute, commands to give."""
+"""Parse the pages of docs/ into fenced blocks: files to save, Python code to run, and `heddle` commands."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ BLOCK = re.compile(r"^```(?P<language>\w+)(?: file=(?P<file>\S+))?\n(?P<text>.*?
 
 
 class Block(NamedTuple):
-    """A fenced block; `file` is the name it is to be saved under, `line` where it begins in its page."""
+    """A fenced block. file: the name to save it under, or None. line: where its text starts in the page."""
 
     language: str
     file: str | None
@@ -20,7 +20,7 @@ class Block(NamedTuple):
 
 
 def pages() -> list[str]:
-    """The pages of docs/ and its folders, as paths from there."""
+    """The paths of all pages, relative to docs/."""
     return sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
 
@@ -34,7 +34,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def save(block: Block, folder: Path) -> Path:
-    """Write a block that has a name."""
+    """Save a block under its file name."""
     assert block.file is not None
     path = folder / block.file
     path.write_text(block.text, encoding="utf-8")
@@ -42,7 +42,7 @@ def save(block: Block, folder: Path) -> Path:
 
 
 def commands(block: Block) -> list[str]:
-    """The `heddle` command lines of a block, without the word itself."""
+    """The `heddle` command lines of a block, without the word `heddle`."""
     lines = [line.removeprefix("$ ") for line in block.text.splitlines() if line.strip()]
     assert all(line.startswith("heddle ") for line in lines), f"line {block.line}: only heddle commands are checked"
     return [line.removeprefix("heddle ") for line in lines]

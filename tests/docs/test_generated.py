@@ -1,4 +1,4 @@
-"""What the documentation takes from the code is what the code says now, and every link and table is whole."""
+"""Generated pages match the code, every link has a target, and the rows of a table have equally many cells."""
 
 import re
 
@@ -14,21 +14,21 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 
 
 def test_the_pages_are_up_to_date() -> None:
-    made = make_docs.pages()
-    stale = [path.name for path, text in made.items() if path.read_text(encoding="utf-8") != text]
+    generated_pages = make_docs.pages()
+    stale = [path.name for path, text in generated_pages.items() if path.read_text(encoding="utf-8") != text]
     assert stale == [], "run: python tools/make_docs.py"
-    assert set((DOCS / "parts").iterdir()) - set(made) == set(), "pages of slots that are no more"
+    assert set((DOCS / "parts").iterdir()) - set(generated_pages) == set(), "pages of slots that do not exist"
 
 
-def test_another_statement_makes_the_page_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_statement_makes_the_page_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LAWS, "chunked_decoding", LAWS["chunked_decoding"]._replace(statement="Another."))
     page = (DOCS / "laws.md").read_text(encoding="utf-8")
-    fresh = make_docs.between(page, "laws", make_docs.laws_table())
-    assert "| `chunked_decoding` | Another. |" in fresh
-    assert fresh != page
+    updated = make_docs.between(page, "laws", make_docs.laws_table())
+    assert "| `chunked_decoding` | Another. |" in updated
+    assert updated != page
 
 
-def test_missing_marks_are_told() -> None:
+def test_missing_marks_are_an_error() -> None:
     with pytest.raises(ValueError, match="no marks for 'laws'"):
         make_docs.between("# Laws\n", "laws", "")
 
@@ -38,36 +38,36 @@ def test_every_law_is_explained() -> None:
     assert re.findall(r"^\*\*`(\w+)`\*\*", text, re.MULTILINE) == list(LAWS)
 
 
-def test_what_catches_a_mistake_exists() -> None:
+def test_laws_and_tests_that_catch_a_mistake_exist() -> None:
     sections = (DOCS / "commonly-wrong.md").read_text(encoding="utf-8").split("\n### ")[1:]
     for section in sections:
-        _, found, caught = section.partition("\nCaught by ")
-        assert found, section
-        names = re.findall(r"`(\S+)`", caught.partition("\n\n")[0])
+        _, separator, caught_by = section.partition("\nCaught by ")
+        assert separator, section
+        names = re.findall(r"`(\S+)`", caught_by.partition("\n\n")[0])
         assert [name for name in names if name not in LAWS and not (ROOT / name).is_file()] == []
 
 
-LIMIT = 64
+MAX_ROWS = 64
 
 
-def refuse_some(n: int) -> str | None:
-    if n > LIMIT:
-        return f"at most {LIMIT} rows, here are {n}"
+def unsupported(n: int) -> str | None:
+    if n > MAX_ROWS:
+        return f"at most {MAX_ROWS} rows, here are {n}"
     return "no rows" if n == 0 else None
 
 
 def test_reasons_are_read_from_the_source() -> None:
-    assert set(reasons(refuse_some)) == {"at most 64 rows, here are n", "no rows"}
+    assert set(reasons(unsupported)) == {"at most 64 rows, here are n", "no rows"}
 
 
 def headings(text: str) -> set[str]:
-    """The anchors that a page's headings make."""
+    """The anchors of a page's headings."""
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", pages())
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_have_targets(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     for file, anchor in LINK.findall(text):
         target = (DOCS / page).parent / file if file else DOCS / page
@@ -76,7 +76,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", pages())
-def test_tables_are_whole(page: str) -> None:
+def test_table_rows_have_equally_many_cells(page: str) -> None:
     width = 0
     for line in (DOCS / page).read_text(encoding="utf-8").splitlines():
         cells = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("| ") else 0

@@ -1,4 +1,4 @@
-"""docs/huggingface: what is given to a shell; Python and `heddle` commands run in test_snippets."""
+"""docs/huggingface: run its shell commands. Its Python code and `heddle` commands run in test_snippets."""
 
 import os
 import shlex
@@ -20,7 +20,7 @@ PAGE = "huggingface/serving.md"
 PORT = "8000"
 
 
-def shell(page: str) -> list[str]:
+def shell_lines(page: str) -> list[str]:
     """The lines of a page's unnamed `text` blocks."""
     return [
         line
@@ -30,36 +30,36 @@ def shell(page: str) -> list[str]:
     ]
 
 
-def until_first(page: str, heading: str) -> list[Block]:
+def blocks_before(page: str, heading: str) -> list[Block]:
     """The blocks before a heading."""
     lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
     return [block for block in blocks(page) if block.line <= lines.index(heading) + 1]
 
 
-def test_every_line_for_a_shell_is_given_by_a_test() -> None:
-    """vLLM's is not: no vLLM is here, and its plug-in has tests of its own."""
-    lines = [line for page in pages() if page.startswith("huggingface/") for line in shell(page)]
+def test_every_shell_line_is_known_to_a_test() -> None:
+    """vLLM is not installed here, so its line is not run. Its plugin has its own tests."""
+    lines = [line for page in pages() if page.startswith("huggingface/") for line in shell_lines(page)]
     server, client, vllm = lines
     assert (shlex.split(server)[1:3], client) == (["-m", "heddle.exchange.transformers.serve"], "python ask.py")
     assert vllm.startswith("vllm serve ")
 
 
-def test_the_server_answers_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_gives_the_client_the_text_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    space: dict[str, Any] = {"__name__": "page"}
-    for block in until_first(PAGE, "## A server"):
-        run_block(block, space)
-    (client,) = (block for block in blocks(PAGE) if block.file == "ask.py")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    Path("ask.py").write_text(client.text.replace(PORT, port), encoding="utf-8")
-    server, ask, _ = shell(PAGE)
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for block in blocks_before(PAGE, "## A server"):
+        run_block(block, namespace)
+    (client_block,) = (block for block in blocks(PAGE) if block.file == "ask.py")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    Path("ask.py").write_text(client_block.text.replace(PORT, port), encoding="utf-8")
+    server_line, client_line, _ = shell_lines(PAGE)
     paths = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "src")])
     environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    words = [sys.executable, *shlex.split(server.replace(PORT, port))[1:]]
+    command = [sys.executable, *shlex.split(server_line.replace(PORT, port))[1:]]
     with Path("log").open("w") as log:
-        process = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
         for _ in range(1200):
             assert process.poll() is None, Path("log").read_text()
@@ -68,8 +68,8 @@ def test_the_server_answers_the_client(tmp_path: Path, monkeypatch: pytest.Monke
                     break
             except OSError:
                 time.sleep(0.1)
-        done = subprocess.run([sys.executable, *shlex.split(ask)[1:]], capture_output=True, text=True, check=False)
+        client_process = subprocess.run([sys.executable, *shlex.split(client_line)[1:]], capture_output=True, text=True, check=False)
     finally:
         process.terminate()
         process.wait(30)
-    assert done.stdout.removesuffix("\n") == space["told"]["generated_text"], done.stderr
+    assert done.stdout.removesuffix("\n") == namespace["told"]["generated_text"], done.stderr

@@ -1,4 +1,4 @@
-"""Every snippet of the documentation runs: Python in one namespace a page, `console` commands, and `sh` ones parsed."""
+"""Run every snippet of the documentation: Python in one namespace per page, and `console` commands. Parse `sh` ones."""
 
 import re
 import shlex
@@ -13,50 +13,51 @@ from heddle.cli.main import app, run
 from tests.docs.pages import Block, blocks, commands, pages, save
 from tests.small import forget_parts
 
-OWN = ("deploy/",)  # pages with tests of their own
+PAGES_TESTED_ELSEWHERE = ("deploy/",)  # these have their own test files
 LANGUAGES = {"python", "console", "sh", "yaml", "text"}
-PRINTED = re.compile(r"  # (wrong \S+, right \S+)$", re.MULTILINE)  # a comment that says what its line prints
+PRINTED_RESULT = re.compile(r"  # (wrong \S+, right \S+)$", re.MULTILINE)  # a comment with what its line prints
 
 
 @pytest.fixture(autouse=True)
-def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     yield
     forget_parts()
 
 
-def run_block(block: Block, space: dict[str, Any]) -> None:
-    """Do what a block says; a bad one raises or fails."""
+def run_block(block: Block, namespace: dict[str, Any]) -> None:
+    """Save, run or parse a block. A wrong one raises."""
     if block.file is not None:
         save(block, Path())
     elif block.language == "python":
-        source = "\n" * (block.line - 1) + block.text  # a traceback tells the line of the page
-        exec(compile(source, "the page", "exec"), space)
+        source = "\n" * (block.line - 1) + block.text  # so that a traceback has the line number of the page
+        exec(compile(source, "the page", "exec"), namespace)
     elif block.language == "console":
         for command in commands(block):
             assert run(shlex.split(command)) == 0, command
             forget_parts()
     elif block.language == "sh":
         for command in commands(block):
-            parse(command)
+            parse_command(command)
 
 
-def parse(command: str) -> None:
-    """Raise where the command line has an unknown verb or option, or a value of the wrong type."""
-    verb, *arguments = shlex.split(command)
-    typer.main.get_command(app).commands[verb].make_context(verb, arguments)  # type: ignore[attr-defined]
+def parse_command(command: str) -> None:
+    """Raise if the command line has an unknown command or option, or a value of the wrong type."""
+    name, *arguments = shlex.split(command)
+    typer.main.get_command(app).commands[name].make_context(name, arguments)  # type: ignore[attr-defined]
 
 
-# PEFT reads a name that transformers is giving up.
+# PEFT reads an attribute that transformers has deprecated.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
-@pytest.mark.parametrize("page", [page for page in pages() if not page.startswith(OWN)])
+@pytest.mark.parametrize("page", [page for page in pages() if not page.startswith(PAGES_TESTED_ELSEWHERE)])
 def test_page(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    space: dict[str, Any] = {"__name__": "page"}
+    namespace: dict[str, Any] = {"__name__": "page"}
     for block in blocks(page):
         assert block.language in LANGUAGES, f"{page}, line {block.line}"
-        run_block(block, space)
-    told = capsys.readouterr().out
-    assert [said for block in blocks(page) for said in PRINTED.findall(block.text) if said not in told] == []
+        run_block(block, namespace)
+    output = capsys.readouterr().out
+    expected_results = [result for block in blocks(page) for result in PRINTED_RESULT.findall(block.text)]
+    assert [result for result in expected_results if result not in output] == []
 
 
 @pytest.mark.parametrize(

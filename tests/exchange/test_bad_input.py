@@ -23,8 +23,8 @@ from heddle.exchange.export import export
 from heddle.exchange.load import load
 from heddle.exchange.safetensors_folder import CONFIG_FILE, INDEX_FILE
 from tests.exchange.cases import CASES
-from tests.exchange.oracle import read_json, saved
-from tests.exchange.spellers import tokenizer_json
+from tests.exchange.hf_models import read_json, saved
+from tests.exchange.tokenizer_cases import tokenizer_json
 from tests.storage.shared import System, standing_in
 
 FUZZED = [family for family in ("llama", "gemma2", "gpt2", "phi3", "qwen3_moe", "deepseek_v3") if family in CASES]
@@ -165,7 +165,9 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "config is a list": (replaced(CONFIG_FILE, b"[1, 2]"), r"config\.json: is no table in JSON"),
     "config is not UTF-8": (replaced(CONFIG_FILE, b'{"a": "\xff"}'), r"config\.json: is not text in UTF-8"),
     "config is nothing": (replaced(CONFIG_FILE, b""), r"config\.json: is no table in JSON"),
-    "config is deep": (replaced(CONFIG_FILE, b'{"a":' * 5000 + b"1" + b"}" * 5000), r"config\.json: .*nested too deeply"),
+    "config is deep": (
+        replaced(CONFIG_FILE, b'{"a":' * 5000 + b"1" + b"}" * 5000), r"config\.json: .*nested too deeply",
+    ),
     "config is rather deep": (replaced(CONFIG_FILE, b'{"a":' * 200 + b"1" + b"}" * 200), r"config\.json: .*too deeply"),
     "config is huge": (lambda f: os.truncate(f / CONFIG_FILE, 2**33), r"config\.json: has \d+ bytes, over"),
     "config is large": (replaced(CONFIG_FILE, b'{"a": "' + b"x" * 2**26 + b'"}'), r"config\.json: has more than"),
@@ -182,7 +184,9 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a link to nowhere": (lambda f: gone(shard(f)).symlink_to("gone"), r"00001-of.*safetensors: shard is missing"),
     "a broken tokenizer": (replaced("tokenizer.json", b"{}"), r"tokenizer\.json is not a valid tokenizer\.json"),
     "a tokenizer of bytes": (replaced("tokenizer.json", b"\xff\xfe"), r"tokenizer\.json: is not text in UTF-8"),
-    "a large tokenizer": (replaced("tokenizer.json", tokenizer_json("gpt2").encode()), r"tokenizer\.json: has 352 tokens, but"),
+    "a large tokenizer": (
+        replaced("tokenizer.json", tokenizer_json("gpt2").encode()), r"tokenizer\.json: has 352 tokens, but",
+    ),
     "settings that are no table": (replaced("generation_config.json", b"[]"), r"generation_config\.json: is no table"),
     "a template of bytes": (replaced("chat_template.jinja", b"\xff"), r"chat_template\.jinja: is not text in UTF-8"),
 }  # fmt: skip

@@ -13,7 +13,7 @@ from heddle.exchange.export import export
 from heddle.exchange.load import load
 from heddle.model.config import ModelConfig
 from tests.covering import attempt, fits, sites
-from tests.exchange.oracle import AutoModelForCausalLM, our_logits, their_logits
+from tests.exchange.hf_models import AutoModelForCausalLM, our_logits, their_logits
 from tests.pairs import Draft, catalogue
 
 DESIGNS = 100

@@ -14,7 +14,7 @@ from heddle.exchange.family import families
 from heddle.exchange.family_match import best_match
 from heddle.exchange.load import load, original_design
 from tests.exchange.cases import CASES, INERT
-from tests.exchange.oracle import (
+from tests.exchange.hf_models import (
     AutoModelForCausalLM,
     batch,
     config_of,

@@ -25,7 +25,7 @@ from heddle.model.config import ModelConfig
 from heddle.tokenization.tokenizer import Tokenizer
 from tests.cases import CASES as DESIGNS
 from tests.exchange.cases import LLAMA3, Fields, scaled
-from tests.exchange.oracle import AutoConfig, AutoModelForCausalLM, drawn, our_logits, their_logits, write
+from tests.exchange.hf_models import AutoConfig, AutoModelForCausalLM, drawn, our_logits, their_logits, write
 from tests.source import ROOT
 from tools.llama_cpp.runner import run
 
@@ -281,9 +281,13 @@ INTERLEAVED = gguf_tensors.interleave_rope_rows
 PLANTED: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
     "rows as they are": ("llama", "plain", _graph("llama", interleaved_rope=False)),
     "rows of all heads as one": (
-        "llama", "plain", lambda patch: patch.setattr(gguf_tensors, "interleave_rope_rows", lambda x, heads: INTERLEAVED(x, 1)),
+        "llama",
+        "plain",
+        lambda patch: patch.setattr(gguf_tensors, "interleave_rope_rows", lambda x, heads: INTERLEAVED(x, 1)),
     ),
-    "no factors": ("llama", "llama3-tied-biases", lambda patch: patch.setattr(exporting, "_rope_factors", lambda model: {})),
+    "no factors": (
+        "llama", "llama3-tied-biases", lambda patch: patch.setattr(exporting, "_rope_factors", lambda model: {}),
+    ),
     "no base": ("llama", "plain", _drop("rope.freq_base")),
     "no factor": ("llama", "one-kv-head-linear", _drop("rope.scaling.factor")),
     "no original length": ("llama", "yarn", _drop("rope.scaling.original_context_length")),

@@ -51,7 +51,7 @@ def test_the_published_file() -> None:
     ("changes", "words"),
     [
         ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "turn all dims"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rotate all dims"),
         ({"sliding_window": None}, "'sliding_window' is None"),
         ({"layer_types": ["full_attention"]}, "'layer_types' is .* asks 4 entries"),
         ({"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, "'layer_types'"),

@@ -18,7 +18,7 @@ from heddle.exchange.family_match import best_match, design_from_config, match_f
 from heddle.exchange.load import load, original_design
 from heddle.model.config import ModelConfig
 from heddle.parts.modules.router_statistics import record_router_statistics
-from tests.exchange.oracle import batch, config_of, drawn, our_logits, read_json, saved, write
+from tests.exchange.hf_models import batch, config_of, drawn, our_logits, read_json, saved, write
 
 
 def copy(family: str, variant: str, folder: Path) -> Path:

@@ -15,7 +15,7 @@ from heddle.exchange.family import families
 from heddle.exchange.family_match import best_match, match_family
 from heddle.exchange.load import load
 from tests.exchange.cases import Fields
-from tests.exchange.oracle import AutoModelForCausalLM, batch, distance, imported, read_json, saved, their_logits
+from tests.exchange.hf_models import AutoModelForCausalLM, batch, distance, imported, read_json, saved, their_logits
 from tests.exchange.test_families import tensors_of
 
 Tensors = dict[str, torch.Tensor]

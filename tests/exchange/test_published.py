@@ -9,7 +9,7 @@ import torch
 import heddle
 from heddle.exchange.family import families
 from heddle.exchange.family_match import best_match, design_from_config, differences
-from tests.exchange.oracle import PLAIN, AutoConfig, AutoModelForCausalLM
+from tests.exchange.hf_models import PLAIN, AutoConfig, AutoModelForCausalLM
 
 Fields = dict[str, Any]
 

@@ -124,7 +124,7 @@ LINEAR = {
     "linear-attention-learned": ("linear_attention", "causal_means"),
     "linear-attention-double-softmax": ("linear_attention", "document_sums"),
     "retention-learned-decays": ("retention", "causal_sums"),
-    "delta-key-heads": ("gated_delta", "delta"),
+    "delta-key-heads": ("gated_delta", "gated_delta_rule"),
 }
 
 
@@ -141,7 +141,7 @@ def test_implied_weights_make_the_answer_of_the_values(name: str, layout: str, m
 
     def spy(*given: Any) -> Any:
         answer = run(*given)
-        values = given[0].v if operation == "delta" else given[2]
+        values = given[0].v if operation == "gated_delta_rule" else given[2]
         calls.append((values, answer[0] if isinstance(answer, tuple) else answer))
         return answer
 

@@ -194,7 +194,7 @@ def test_the_router_of_gpt_oss() -> None:
     x = torch.randn(50, WIDTH, dtype=torch.float64)
     with torch.no_grad():
         _, want, chosen = router(x)
-        routed = route(part.router(x), None, part.rule)
+        routed = route(part.router(x), None, part.routing_config)
     assert torch.equal(routed.expert_indices, chosen)
     torch.testing.assert_close(routed.gates, want, rtol=0, atol=1e-12)
 

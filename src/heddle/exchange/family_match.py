@@ -130,7 +130,7 @@ def differences(design: ModelConfig, other: ModelConfig) -> list[Mismatch]:
     """
     entries = [path.replace("[", ".").replace("]", "") for path, _ in design.expand()]
     by_entry: dict[str, dict[Mismatch, None]] = {}
-    for path, actual, required in _compare(inference_fields(design), inference_fields(other), ""):
+    for path, actual, required in _mismatches(design, other, entries):
         entry, field = path, ""
         if path.startswith("layers."):
             _, index, field = path.split(".", 2)
@@ -151,6 +151,27 @@ def differences(design: ModelConfig, other: ModelConfig) -> list[Mismatch]:
             if mismatch not in shared
         ]
     return result
+
+
+def _mismatches(design: ModelConfig, other: ModelConfig, entries: list[str]) -> Iterator[Mismatch]:
+    """The mismatches of two designs. Layers of one entry that differ in the same way are compared once."""
+    first, second = design.resolved(), other.resolved()
+    if first.depth != second.depth:
+        yield from _compare(inference_fields(first), inference_fields(second), "")
+        return
+    fields, other_fields = (
+        inference_fields(resolved.replace(layers=tuple(layer.config for layer in resolved.distinct_layers)))
+        for resolved in (first, second)
+    )
+    for name in fields | other_fields:
+        if name != "layers":
+            yield from _compare(fields.get(name, MISSING), other_fields.get(name, MISSING), name)
+            continue
+        compared = set()
+        for index, (entry, *pair) in enumerate(zip(entries, first.layer_order, second.layer_order, strict=True)):
+            if (entry, *pair) not in compared:
+                compared.add((entry, *pair))
+                yield from _compare(fields[name][pair[0]], other_fields[name][pair[1]], f"layers.{index}")
 
 
 def _shared_by_all(layers: list[dict[Mismatch, None]]) -> list[Mismatch]:

@@ -173,7 +173,7 @@ def router_statistics(config: ModelConfig) -> None:
         for name, (layout, documents) in parts.items():
             batch = _statistics(part, x, layout)
             alone = [_statistics(part, x[row : row + 1, start:stop]) for row, start, stop in documents]
-            for field in ("loads", "entropy", "tokens", "penalty"):
+            for field in ("expert_counts", "entropy", "tokens", "aux_loss"):
                 values = [getattr(entry, field) for entry in alone]
                 reported = getattr(batch, field)
                 if reported is None and all(value is None for value in values):

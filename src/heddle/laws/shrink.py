@@ -22,8 +22,8 @@ def shrink(config: ModelConfig) -> ModelConfig:
     least multiple of every layer's heads from 16 on; odd head widths stay odd. Heads keep their ratio to kv_heads if it
     is at most 3. Explicit head and value widths keep their order and parity. Upper limits: latents 10 wide, windows 7,
     hidden 20, encoder outputs 10 wide (or the encoder's width), 4 experts or 4 groups of 2, each 8 wide, with as large
-    a share routed to, 97 tokens, 128 learned positions. Unknown fields of a part are unchanged. If the small sizes do not fit
-    together, only layers, windows and vocabulary are reduced.
+    a share routed to, 97 tokens, 128 learned positions. Unknown fields of a part are unchanged. If the small sizes do
+    not fit together, only layers, windows and vocabulary are reduced.
     """
     for sizes in (True, False):
         try:

@@ -209,7 +209,7 @@ def rollback_errors(config: ModelConfig) -> None:
     twin.feed(random_tokens(config, 2, length), "rows")
     for wrong in (torch.tensor(length + 1), torch.tensor([0, length + 1]), torch.tensor(-1), torch.tensor([1, 1, 1])):
         take = lambda wrong=wrong: twin.state.rollback(wrong)  # noqa: E731
-        assert_refused(take, "rewind", f"{wrong.tolist()} of {length} tokens were rolled back")
+        assert_refused(take, "rollback", f"{wrong.tolist()} of {length} tokens were rolled back")
     if forgets or _ring_sizes(model):
         beyond = [slack + 1, 0]
         if twin.state.can_roll_back(slack + 1):

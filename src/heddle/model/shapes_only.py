@@ -1,7 +1,7 @@
 """Run a model on the meta device without torch's meta kernels that are written in Python.
 
-The first call of such a kernel imports torch's compiler and sympy: a second of CPU time and 100 MiB. `ShapesOnly` answers
-the common ones itself, by shape and dtype alone, and leaves all others to torch.
+The first call of such a kernel imports torch's compiler and sympy: a second of CPU time and 100 MiB. `ShapesOnly`
+answers the common ones itself, by shape and dtype alone, and leaves all others to torch.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isfinite", "isinf", "logical_not", "logical_and"}
 INTEGER_RESULTS = {
-    "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "clamp", "masked_fill", "maximum", "minimum",
-    "mul", "neg", "remainder", "rsub", "sub", "where", "__rshift__",
+    "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "clamp", "masked_fill", "maximum",
+    "minimum", "mul", "neg", "remainder", "rsub", "sub", "where", "__rshift__",
 }  # fmt: skip
 POINTWISE_OPTIONS = {"alpha", "approximate", "value"}  # they change values, not shapes
 IN_PLACE = {"addcmul_", "baddbmm_", "masked_fill_", "scatter_", "tril_", "triu_"}  # besides the pointwise ones
@@ -51,9 +51,9 @@ def _pointwise(name: str, args: tuple[Any, ...]) -> Tensor | None:
     values = tensors[1:] if name == "where" else tensors[:1] if name == "masked_fill" else tensors
     if name in COMPARISONS:
         dtype = torch.bool
-    elif not all(tensor.is_floating_point() for tensor in values) and name not in INTEGER_RESULTS:
-        return None
-    elif name == "where" and len(values) < 2:
+    elif (not all(tensor.is_floating_point() for tensor in values) and name not in INTEGER_RESULTS) or (
+        name == "where" and len(values) < 2
+    ):
         return None
     else:
         numbers = [value for value in args if isinstance(value, int | float) and not isinstance(value, bool)]
@@ -92,8 +92,8 @@ def _like(tensors: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> 
     operand = next((tensor for tensor in tensors if tensor.shape == shape), None)
     if operand is None or operand.is_contiguous() or 0 in operand.stride():
         return result
-    order = sorted(range(len(shape)), key=lambda dim: operand.stride(dim), reverse=True)
-    inverse = sorted(range(len(shape)), key=lambda dim: order[dim])
+    order = sorted(range(len(shape)), key=operand.stride, reverse=True)
+    inverse = sorted(range(len(shape)), key=order.__getitem__)
     return result.new_empty([shape[dim] for dim in order]).permute(inverse)
 
 
@@ -108,11 +108,11 @@ def _repeat(x: Tensor, repeats: list[int]) -> Tensor | None:
     return x.new_empty([length * count for length, count in zip(shape, repeats, strict=True)])
 
 
-def _reduction(dtype: torch.dtype | None = None) -> Callable[..., Tensor | None]:
+def _reduction(dtype: torch.dtype | None = None, integers: bool = False) -> Callable[..., Tensor | None]:
     def reduced(x: Tensor, dims: Any = None, keepdim: bool = False, **options: Any) -> Tensor | None:
         if not x.is_meta or dims is None or dims == [] or any(options.values()):
             return None
-        if dtype is None and not x.is_floating_point():
+        if dtype is None and not integers and not x.is_floating_point():
             return None
         removed = {dim % x.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
         lengths = [1 if dim in removed else length for dim, length in enumerate(x.shape)]
@@ -182,8 +182,8 @@ def _pad(x: Tensor, padding: list[int], _value: float = 0.0) -> Tensor | None:
     shape = list(x.shape)
     for index, (before, after) in enumerate(zip(padding[::2], padding[1::2], strict=True)):
         shape[-1 - index] += before + after
-    order = sorted(range(x.dim()), key=lambda dim: x.stride(dim), reverse=True)
-    inverse = sorted(range(x.dim()), key=lambda dim: order[dim])
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    inverse = sorted(range(x.dim()), key=order.__getitem__)
     return x.new_empty([shape[dim] for dim in order]).permute(inverse)
 
 
@@ -206,6 +206,10 @@ def _sort(x: Tensor, *_: Any) -> tuple[Tensor, Tensor] | None:
     return (x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)) if x.is_meta else None
 
 
+def _gather(x: Tensor, _dim: int, index: Tensor, **_: Any) -> Tensor | None:
+    return x.new_empty(index.shape) if x.is_meta else None
+
+
 def _cumulative(x: Tensor, _dim: int, dtype: torch.dtype | None = None) -> Tensor | None:
     default = x.dtype if x.is_floating_point() else torch.int64
     return x.new_empty(x.shape, dtype=dtype or default) if x.is_meta else None
@@ -215,7 +219,7 @@ _SHAPES: dict[str, Callable[..., Any]] = {
     "_safe_softmax": _same,
     "_softmax": _softmax,
     "addmm": _product,
-    "amax": _reduction(),
+    "amax": _reduction(integers=True),
     "any": _reduction(torch.bool),
     "arange": _arange,
     "argmax": _reduction(torch.int64),
@@ -229,6 +233,7 @@ _SHAPES: dict[str, Callable[..., Any]] = {
     "eye": _eye,
     "flip": _same_layout,
     "log_sigmoid_forward": _log_sigmoid,
+    "gather": _gather,
     "logsumexp": _reduction(),
     "mean": _reduction(),
     "mm": _matmul,

@@ -31,12 +31,12 @@ def varied() -> dict[str, Any]:
 
 def runs_of(report: dict[str, Any], heads: str, kind: str) -> list[dict[str, Any]]:
     runs: list[dict[str, Any]] = next(
-        one["runs"] for one in report["designs"] if one["name"] == f"kv_heads={heads} {kind}"
+        design["runs"] for design in report["designs"] if design["name"] == f"kv_heads={heads} {kind}"
     )
     return runs
 
 
-def test_a_row_a_value_with_the_difference_written_out() -> None:
+def test_each_value_has_a_row_with_its_difference() -> None:
     report = varied()
     heads, kind = report["effects"]["fields"]
     assert (heads["title"], heads["baseline"], kind["title"], kind["baseline"]) == (
@@ -45,26 +45,26 @@ def test_a_row_a_value_with_the_difference_written_out() -> None:
         "residual",
         "pre_norm",
     )
-    assert [(one["label"], one["number"]) for one in heads["values"]] == [("1", 1.0), ("2", 2.0), ("4", 4.0)]
-    assert [(one["label"], one["number"]) for one in kind["values"]] == [("pre_norm", None), ("parallel", None)]
+    assert [(value["label"], value["number"]) for value in heads["values"]] == [("1", 1.0), ("2", 2.0), ("4", 4.0)]
+    assert [(value["label"], value["number"]) for value in kind["values"]] == [("pre_norm", None), ("parallel", None)]
     assert heads["values"][1]["difference"] is None
-    one = heads["values"][0]
-    assert one["designs"] == ["kv_heads=1 pre_norm", "kv_heads=1 parallel"]
+    first = heads["values"][0]
+    assert first["designs"] == ["kv_heads=1 pre_norm", "kv_heads=1 parallel"]
     every = [run["bits_per_byte"] for name in FIELDS["residual.kind"] for run in runs_of(report, "1", name)]
-    assert one["mean"] == pytest.approx(np.mean(every))
+    assert first["mean"] == pytest.approx(np.mean(every))
     seeds = []
     table = np.zeros((128, 2))
     for seed in range(3):
         pairs = [
             (runs_of(report, "1", name)[seed], runs_of(report, "2", name)[seed]) for name in FIELDS["residual.kind"]
         ]
-        seeds.append(float(np.mean([mine["bits_per_byte"] - base["bits_per_byte"] for mine, base in pairs])))
-        for mine, base in pairs:
-            table[:, 0] += (np.array(mine["windows"]) - np.array(base["windows"]))[:, 0] / 6
-            table[:, 1] += np.array(mine["windows"])[:, 1] / 6
+        seeds.append(float(np.mean([run["bits_per_byte"] - reference["bits_per_byte"] for run, reference in pairs])))
+        for run, reference in pairs:
+            table[:, 0] += (np.array(run["windows"]) - np.array(reference["windows"]))[:, 0] / 6
+            table[:, 1] += np.array(run["windows"])[:, 1] / 6
     text = text_half_width(table[:, 0], table[:, 1])
     assert text is not None
-    difference = one["difference"]
+    difference = first["difference"]
     assert difference["mean"] == pytest.approx(np.mean(seeds))
     half = float(np.hypot(seed_half_width(seeds), text))
     assert difference["high"] - difference["low"] == pytest.approx(2 * half)
@@ -72,7 +72,7 @@ def test_a_row_a_value_with_the_difference_written_out() -> None:
     assert difference["method"].endswith("Averaged over 2 choices of the other fields.")
 
 
-def test_what_two_fields_do_together() -> None:
+def test_the_interaction_of_two_fields() -> None:
     report = varied()
     [table] = report["effects"]["interactions"]
     assert table["titles"] == ["kv_heads", "residual"]
@@ -85,10 +85,10 @@ def test_what_two_fields_do_together() -> None:
     for seed in range(3):
         y = {pair: runs_of(report, *pair)[seed]["bits_per_byte"] for pair in cells}
         beyond.append(y["1", "parallel"] - y["2", "parallel"] - (y["1", "pre_norm"] - y["2", "pre_norm"]))
-    found = cells["1", "parallel"]["interaction"]
-    assert found["mean"] == pytest.approx(np.mean(beyond))
-    assert 0.03 < found["mean"] < 0.07
-    assert found["resolved"]
+    interaction = cells["1", "parallel"]["interaction"]
+    assert interaction["mean"] == pytest.approx(np.mean(beyond))
+    assert 0.03 < interaction["mean"] < 0.07
+    assert interaction["resolved"]
     assert not cells["4", "parallel"]["interaction"]["resolved"]
 
 

@@ -32,21 +32,21 @@ def parameters(config: ModelConfig) -> float:
     return model_size(build(config, device="meta"), "parameters", 16)
 
 
-MOST = 96
+MAX_WIDTH = 96
 
 
 @cache
-def every_size(place: int) -> dict[int, float]:
-    """The size at every width up to `MOST` at which a small design with one of the mixers can be built."""
-    made = {}
-    for width in range(1, MOST + 1):
+def every_size(mixer_index: int) -> dict[int, float]:
+    """The size at every width up to `MAX_WIDTH` at which a small design with one of the mixers can be built."""
+    sizes = {}
+    for width in range(1, MAX_WIDTH + 1):
         with suppress(ConfigError):
-            made[width] = parameters(with_width(mixing(place), width))
-    return made
+            sizes[width] = parameters(with_width(design_with_mixer(mixer_index), width))
+    return sizes
 
 
-def mixing(place: int) -> ModelConfig:
-    layer = {"mixer": MIXERS[place], "feedforward": {"kind": "gated", "hidden": 20}}
+def design_with_mixer(mixer_index: int) -> ModelConfig:
+    layer = {"mixer": MIXERS[mixer_index], "feedforward": {"kind": "gated", "hidden": 20}}
     return small.config({"vocab_size": 50, "width": 24, "layers": [layer]})
 
 
@@ -60,26 +60,26 @@ MIXERS: tuple[dict[str, Any], ...] = (
 
 @given(st.integers(0, len(MIXERS) - 1), st.integers(1_000, 60_000))
 @settings(deadline=None, max_examples=25, derandomize=True)
-def test_the_search_finds_what_trying_every_width_finds(place: int, target: int) -> None:
-    sizes = every_size(place)
+def test_the_search_finds_what_trying_every_width_finds(mixer_index: int, target: int) -> None:
+    sizes = every_size(mixer_index)
     assert rounding_step(24) == 1
     assert list(sizes.values()) == sorted(sizes.values())
     target = min(target, int(sizes[max(sizes)]))
     best = min(sizes, key=lambda width: abs(sizes[width] - target))
-    assert nearest_width(mixing(place), parameters, target) == best
+    assert nearest_width(design_with_mixer(mixer_index), parameters, target) == best
 
 
-def test_the_search_looks_few_times() -> None:
-    looked: list[int] = []
+def test_the_search_measures_few_widths() -> None:
+    measured: list[int] = []
 
     def measure(config: ModelConfig) -> float:
-        looked.append(config.width)
+        measured.append(config.width)
         return parameters(config)
 
     config = small.config(small.design(width=64))
     target = parameters(with_width(config, 520))
     assert nearest_width(config, measure, target) == 520
-    assert len(looked) == len(set(looked)) <= 12
+    assert len(measured) == len(set(measured)) <= 12
 
 
 def test_sizes_out_of_reach_give_the_widest_and_the_narrowest() -> None:
@@ -122,14 +122,14 @@ def entries(*names: str) -> tuple[DesignEntry, ...]:
 def test_presets_come_within_a_hundredth(kind: str) -> None:
     others = ["mha", "gated_delta", "mla"] if kind == "parameters" else ["mha"]
     names = [f"{name}-tiny" for name in (*others, "mqa")]
-    made = equalize_sizes(entries(*names), "mqa-tiny", kind, 300, 32)
-    sizes = [size(entry.config.replace(vocab_size=300), 32) for entry in made]
+    resized = equalize_sizes(entries(*names), "mqa-tiny", kind, 300, 32)
+    sizes = [size(entry.config.replace(vocab_size=300), 32) for entry in resized]
     key = {"flops": "flops_per_token"}.get(kind, kind.replace("-", "_"))
     base = getattr(sizes[names.index("mqa-tiny")], key)
-    assert all(abs(getattr(one, key) / base - 1) < CLOSE_TOLERANCE for one in sizes)
-    assert {entry.original_width for entry in made} == {128}
-    assert next(entry.config for entry in made if entry.name == "mqa-tiny").width == 128
-    assert len({entry.config.width for entry in made}) > 1
+    assert all(abs(getattr(size_of_entry, key) / base - 1) < CLOSE_TOLERANCE for size_of_entry in sizes)
+    assert {entry.original_width for entry in resized} == {128}
+    assert next(entry.config for entry in resized if entry.name == "mqa-tiny").width == 128
+    assert len({entry.config.width for entry in resized}) > 1
 
 
 def test_hidden_makes_up_for_what_the_width_leaves() -> None:
@@ -138,10 +138,10 @@ def test_hidden_makes_up_for_what_the_width_leaves() -> None:
     target = parameters(mha)
     width = nearest_width(gqa, parameters, target)
     alone = with_width(gqa, width)
-    made = resize_to(gqa, parameters, target)
-    assert made.width == width
-    assert abs(parameters(alone) / target - 1) > CLOSE_TOLERANCE > abs(parameters(made) / target - 1)
-    hidden = [one.dump()["layers"][0]["feedforward"]["hidden"] for one in (made, alone)]
+    resized = resize_to(gqa, parameters, target)
+    assert resized.width == width
+    assert abs(parameters(alone) / target - 1) > CLOSE_TOLERANCE > abs(parameters(resized) / target - 1)
+    hidden = [config.dump()["layers"][0]["feedforward"]["hidden"] for config in (resized, alone)]
     assert hidden[0] / hidden[1] == pytest.approx(1.0, abs=0.13)
     # and where the width is near enough, proportions stay
     close = resize_to(gqa, parameters, parameters(with_width(gqa, 144)) * (1 + CLOSE_TOLERANCE / 2))
@@ -149,10 +149,10 @@ def test_hidden_makes_up_for_what_the_width_leaves() -> None:
 
 
 def test_what_cannot_be_made_equal_is_refused() -> None:
-    one, other = entries("gqa-tiny", "mha-tiny")
+    gqa, mha = entries("gqa-tiny", "mha-tiny")
     with pytest.raises(ConfigError, match="equal size: unknown size; choices: parameters, active-parameters, flops"):
-        equalize_sizes((one, other), "gqa-tiny", "size", 300, 32)
-    varied = DesignEntry("width=64", "x", one.config, varied_fields=(("width", "64"),))
+        equalize_sizes((gqa, mha), "gqa-tiny", "size", 300, 32)
+    varied = DesignEntry("width=64", "x", gqa.config, varied_fields=(("width", "64"),))
     with pytest.raises(ConfigError, match="equal: solves for the width, which vary sets"):
         equalize_sizes((varied,), "width=64", "parameters", 300, 32)
     heads = {"kind": "attention", "heads": 16, "position": {"kind": "rope"}}

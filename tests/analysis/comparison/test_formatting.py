@@ -46,15 +46,15 @@ def test_units() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("budget", "words"),
     [
         (("tokens", 500_000), "500 k tokens"),
         (("seconds", 90.0), "90 seconds"),
         (("flops", 1.2e15), "1.20 P FLOPs"),
     ],
 )
-def test_budgets(given: tuple[str, float], words: str) -> None:
-    assert formatting.format_budget({"kind": given[0], "value": given[1]}) == words
+def test_budgets(budget: tuple[str, float], words: str) -> None:
+    assert formatting.format_budget({"kind": budget[0], "value": budget[1]}) == words
 
 
 def difference(mean: float | None, half: float | None, pairs: int = 3) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def entries(*designs: tuple[str, dict[str, Any]]) -> tuple[DesignEntry, ...]:
 
 
 def plan(*designs: DesignEntry, **changes: Any) -> ComparisonPlan:
-    made = ComparisonPlan(
+    base = ComparisonPlan(
         entries=designs,
         data=("text",),
         budget_kind="tokens",
@@ -45,7 +45,7 @@ def plan(*designs: DesignEntry, **changes: Any) -> ComparisonPlan:
         recall_probes=("mqar",),
         max_length_multiple=8,
     )
-    return dataclasses.replace(made, **changes)
+    return dataclasses.replace(base, **changes)
 
 
 def test_names(tmp_path: Path) -> None:
@@ -114,19 +114,19 @@ def test_warnings() -> None:
     quiet = plan_warnings(plan(wide, narrow), {"wide": 10, "narrow": 10}, {"wide": 200, "narrow": 200}, 1000)
     assert len(quiet) == 1
     assert quiet[0].startswith("wide: its window of 16 covers the whole training sequence of 16 tokens")
-    one = plan(*entries(("a", small.design()), ("b", small.design())))
-    assert plan_warnings(one, {"a": 100, "b": 100}, {"a": 2000, "b": 2000}, 10**4) == []
-    few = plan_warnings(one, {"a": 100, "b": 100}, {"a": 50, "b": 50}, 10**4)
+    two_designs = plan(*entries(("a", small.design()), ("b", small.design())))
+    assert plan_warnings(two_designs, {"a": 100, "b": 100}, {"a": 2000, "b": 2000}, 10**4) == []
+    few = plan_warnings(two_designs, {"a": 100, "b": 100}, {"a": 50, "b": 50}, 10**4)
     assert few[0].startswith("A short training: 0.5 training tokens for each parameter")
-    sizes = plan_warnings(one, {"a": 100, "b": 120}, {"a": 2000, "b": 2000}, 10**4)
+    sizes = plan_warnings(two_designs, {"a": 100, "b": 120}, {"a": 2000, "b": 2000}, 10**4)
     assert sizes == ["The designs differ in size: b has 20% more parameters than a."]
-    again = plan_warnings(one, {"a": 100, "b": 100}, {"a": 2000, "b": 2000}, 1999)
+    again = plan_warnings(two_designs, {"a": 100, "b": 100}, {"a": 2000, "b": 2000}, 1999)
     assert again == ["The text was read more than once: it has 1,999 training tokens."]
-    uneven = plan_warnings(one, {"a": 100, "b": 100}, {"a": 2000, "b": 2500}, 10**4)
+    uneven = plan_warnings(two_designs, {"a": 100, "b": 100}, {"a": 2000, "b": 2500}, 10**4)
     assert uneven[0].startswith("The designs saw different amounts of text")
 
 
 def test_a_run_that_failed_raises_no_warning_of_its_own() -> None:
-    one = plan(*entries(("a", small.design()), ("b", small.design())))
-    assert plan_warnings(one, {"a": 100, "b": 100}, {"a": 2000, "b": 0}, 10**4) == []
-    assert plan_warnings(one, {"a": 100, "b": 100}, {"a": 0, "b": 0}, 10**4) == []
+    two_designs = plan(*entries(("a", small.design()), ("b", small.design())))
+    assert plan_warnings(two_designs, {"a": 100, "b": 100}, {"a": 2000, "b": 0}, 10**4) == []
+    assert plan_warnings(two_designs, {"a": 100, "b": 100}, {"a": 0, "b": 0}, 10**4) == []

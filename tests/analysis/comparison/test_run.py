@@ -393,7 +393,7 @@ def test_all_probes_and_none(folder: Path, tmp_path: Path, workers: Workers) -> 
     assert run(command(folder, tmp_path / "all", "--seeds", "1", "--recall", "all", designs=("full",))) == 0
     report = read_report(tmp_path / "all")
     assert list(report["recall"]) == list(report["designs"][0]["recall"]) == list(probes.RECALL_PROBES)
-    assert all(found["status"] == "done" for found in report["designs"][0]["recall"].values())
+    assert all(result["status"] == "done" for result in report["designs"][0]["recall"].values())
     assert run(command(folder, tmp_path / "none", "--seeds", "1", designs=("full",))) == 0
     report = read_report(tmp_path / "none")
     assert (report["recall"], report["designs"][0]["recall"]) == ({}, {})
@@ -421,7 +421,7 @@ def test_longer_texts_can_be_refused_shorter_or_off(
     assert run(command(folder, tmp_path / "a", "--seeds", "1", designs=("sixty-four",))) == 0
     [training_run] = read_report(tmp_path / "a")["designs"][0]["runs"]
     assert [result["status"] for result in training_run["extrapolation"]] == ["done", "done", "refused", "refused"]
-    assert "position 127 is beyond the 64 learned ones" in training_run["extrapolation"][2]["message"]
+    assert "position 127 is beyond the 64 learned positions" in training_run["extrapolation"][2]["message"]
     assert run(command(folder, tmp_path / "b", "--seeds", "1", "--extrapolate", "1024", designs=("full",))) == 0
     asked = read_report(tmp_path / "b")["extrapolation"]
     assert asked["multiples"][-1] < 1024

@@ -21,15 +21,15 @@ def printed(report: dict[str, Any], width: int) -> str:
 
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_every_number_is_there(width: int) -> None:
-    made = reports.make_report()
-    text = printed(made, width)
+    report = reports.make_report()
+    text = printed(report, width)
     for words in ("2.249", "+0.031 ± 0.006", "not resolved", "better", "worse", "baseline", "1.31 M", "parameters"):
         assert words in text
     for words in ("21.4 k", "910 MB", "25.2 MB", "125", "tok/s", "at 8k", "Caveats"):
         assert words in text
     for words in ("MQAR", "100 %", "90 %", "17 %"):
         assert words in text
-    for words in (*made["verdict"], *made["warnings"]):
+    for words in (*report["verdict"], *report["warnings"]):
         assert words in " ".join(text.split())
     assert max(len(line) for line in text.splitlines()) <= width
     assert "\x1b" not in text
@@ -37,11 +37,11 @@ def test_every_number_is_there(width: int) -> None:
 
 @pytest.mark.parametrize("make", [reports.single, reports.crowd, reports.hollow])
 def test_unusual_reports_are_printed(make: Any) -> None:
-    made = make()
-    text = "".join(printed(made, 80).split())
-    for row in made["designs"]:
+    report = make()
+    text = "".join(printed(report, 80).split())
+    for row in report["designs"]:
         assert row["name"] in text or row["name"][:14] in text
-    assert "".join(made["verdict"][0].split()) in text
+    assert "".join(report["verdict"][0].split()) in text
 
 
 def test_one_design_has_no_difference() -> None:
@@ -49,9 +49,9 @@ def test_one_design_has_no_difference() -> None:
 
 
 def test_names_are_not_markup() -> None:
-    made = reports.make_report({"[red]a[/red]": reports.TINY["mha-tiny"], "[/]": reports.TINY["gqa-tiny"]})
-    made["warnings"] = ["[bold]mind[/bold]"]
-    text = printed(made, 100)
+    report = reports.make_report({"[red]a[/red]": reports.TINY["mha-tiny"], "[/]": reports.TINY["gqa-tiny"]})
+    report["warnings"] = ["[bold]mind[/bold]"]
+    text = printed(report, 100)
     for words in ("[red]a[/red]", "[/]", "[bold]mind[/bold]"):
         assert words in text
 

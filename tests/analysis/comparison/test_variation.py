@@ -41,9 +41,9 @@ def test_values_are_split_as_a_yaml_list_is(values: list[Any]) -> None:
     texts = [written(value) for value in values]
     # what these texts mean to the reader of designs, whose numbers are those of YAML 1.2
     meant = [parse_yaml(text, "alone") for text in texts]
-    found = parse_values(",".join(texts), "together")
-    assert [value for _, value in found] == meant
-    assert [parse_yaml(piece, "again") for piece, _ in found] == meant
+    parsed = parse_values(",".join(texts), "together")
+    assert [value for _, value in parsed] == meant
+    assert [parse_yaml(piece, "again") for piece, _ in parsed] == meant
 
 
 @pytest.mark.parametrize("text", ["", "  ", ",", "a,", ",a", "a,,b", "a, ,b", "1],[2", "{a: 1", "'a", "a #b", "*a,b"])
@@ -118,34 +118,34 @@ def good(tmp_path: Path) -> str:
 
 def test_the_product_of_two_fields(good: str) -> None:
     axes = parse_varied_fields(["layers.*.mixer.kv_heads=1,2", "residual.kind=pre_norm,parallel"])
-    made = load_entries([good], ["width=32"], varied_fields=axes)
-    assert [entry.name for entry in made] == [
+    entries = load_entries([good], ["width=32"], varied_fields=axes)
+    assert [entry.name for entry in entries] == [
         "kv_heads=1 pre_norm", "kv_heads=1 parallel", "kv_heads=2 pre_norm", "kv_heads=2 parallel"
     ]  # fmt: skip
-    assert [entry.config.residual.kind for entry in made] == ["pre_norm", "parallel"] * 2
-    assert [entry.config.layers[0].dump()["mixer"]["kv_heads"] for entry in made] == [1, 1, 2, 2]
-    assert {entry.config.width for entry in made} == {32}
-    assert made[1].varied_fields == (("layers.*.mixer.kv_heads", "1"), ("residual.kind", "parallel"))
-    assert made[1].source == f"{good} 'layers.*.mixer.kv_heads=1' residual.kind=parallel"
-    assert [entry.is_unmodified for entry in made] == [True, False, False, False]
+    assert [entry.config.residual.kind for entry in entries] == ["pre_norm", "parallel"] * 2
+    assert [entry.config.layers[0].dump()["mixer"]["kv_heads"] for entry in entries] == [1, 1, 2, 2]
+    assert {entry.config.width for entry in entries} == {32}
+    assert entries[1].varied_fields == (("layers.*.mixer.kv_heads", "1"), ("residual.kind", "parallel"))
+    assert entries[1].source == f"{good} 'layers.*.mixer.kv_heads=1' residual.kind=parallel"
+    assert [entry.is_unmodified for entry in entries] == [True, False, False, False]
 
 
 def test_of_several_designs_the_design_is_a_field_too(good: str) -> None:
-    made = load_entries(
+    entries = load_entries(
         [good, "preset:gqa-tiny", good], [], varied_fields=parse_varied_fields(["residual.kind=parallel,pre_norm"])
     )
-    assert [entry.name for entry in made] == [
+    assert [entry.name for entry in entries] == [
         f"{name} {kind}" for name in ("good", "gqa-tiny", "good#2") for kind in ("parallel", "pre_norm")
     ]
-    assert made[4].varied_fields == (("design", "good#2"), ("residual.kind", "parallel"))
+    assert entries[4].varied_fields == (("design", "good#2"), ("residual.kind", "parallel"))
 
 
 def test_a_new_kind_leaves_behind_what_it_does_not_know(good: str) -> None:
-    made = load_entries(
+    entries = load_entries(
         [good], [], varied_fields=parse_varied_fields(["layers.*.mixer.kind=attention,retention,linear_attention"])
     )
-    assert [entry.name for entry in made] == ["attention", "retention", "linear_attention"]
-    assert [entry.config.layers[0].dump()["mixer"]["heads"] for entry in made] == [2, 2, 2]
+    assert [entry.name for entry in entries] == ["attention", "retention", "linear_attention"]
+    assert [entry.config.layers[0].dump()["mixer"]["heads"] for entry in entries] == [2, 2, 2]
 
 
 def test_the_baseline(good: str) -> None:
@@ -162,9 +162,9 @@ def test_the_baseline(good: str) -> None:
 def test_a_design_may_leave_out_what_is_varied(tmp_path: Path) -> None:
     data = {name: value for name, value in small.design().items() if name != "width"}
     file = str(small.design_file(tmp_path / "open.yaml", data))
-    made = load_entries([file], [], varied_fields=parse_varied_fields(["width=16,32"]))
-    assert [entry.config.width for entry in made] == [16, 32]
-    assert choose_baseline(made, None) == "width=16"
+    entries = load_entries([file], [], varied_fields=parse_varied_fields(["width=16,32"]))
+    assert [entry.config.width for entry in entries] == [16, 32]
+    assert choose_baseline(entries, None) == "width=16"
 
 
 @pytest.mark.parametrize(

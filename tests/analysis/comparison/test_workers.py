@@ -23,15 +23,15 @@ OPTIONS = ["--sequence-length", "32", "--batch-size", "8", "--device", "cpu", "-
 OPTIONS += ["--speed-context-length", "16", "--recall", "none"]
 
 
-def start(place: Path, out: Path, tokens: int) -> subprocess.Popen[str]:
-    asked = ["--data", f"{place}/text", "--out", str(out), "--seeds", "1", "--tokens", str(tokens), *OPTIONS]
-    command = [sys.executable, "-m", "heddle", "compare", f"{place}/one.yaml", *asked]
+def start(folder: Path, out: Path, tokens: int) -> subprocess.Popen[str]:
+    asked = ["--data", f"{folder}/text", "--out", str(out), "--seeds", "1", "--tokens", str(tokens), *OPTIONS]
+    command = [sys.executable, "-m", "heddle", "compare", f"{folder}/one.yaml", *asked]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("place")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("folder")
     small.folder(root / "text")
     small.design_file(root / "one.yaml")
     return root
@@ -51,9 +51,9 @@ def wait_for_step(run: Path, step: int) -> None:
         time.sleep(0.01)
 
 
-def test_signals_and_the_death_of_the_parent(place: Path, tmp_path: Path) -> None:
+def test_signals_and_the_death_of_the_parent(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one-seed0"
-    first = start(place, tmp_path, 30_000)
+    first = start(folder, tmp_path, 30_000)
     wait_for_step(run, 2)
     first.send_signal(signal.SIGTERM)
     out, err = first.communicate()
@@ -65,7 +65,7 @@ def test_signals_and_the_death_of_the_parent(place: Path, tmp_path: Path) -> Non
     saved = checkpoint_steps(run)[-1]
     assert saved >= 2
 
-    second = start(place, tmp_path, 30_000)
+    second = start(folder, tmp_path, 30_000)
     wait_for_step(run, saved + 2)
     worker = holder(run)
     assert worker not in (None, second.pid)
@@ -74,7 +74,7 @@ def test_signals_and_the_death_of_the_parent(place: Path, tmp_path: Path) -> Non
     assert holder(run) is None
     assert checkpoint_steps(run)[-1] > saved, err
 
-    third = start(place, tmp_path, 30_000)
+    third = start(folder, tmp_path, 30_000)
     out, err = third.communicate()
     assert third.returncode == 0, err
     assert f"continuing {run} from step" in err
@@ -124,8 +124,8 @@ def test_a_second_signal_kills_the_worker(tmp_path: Path, monkeypatch: pytest.Mo
     started: list[subprocess.Popen[bytes]] = []
     right = subprocess.Popen
 
-    def popen(*given: object, **named: object) -> subprocess.Popen[bytes]:
-        started.append(right(*given, **named))  # type: ignore[call-overload]
+    def popen(*arguments: object, **named: object) -> subprocess.Popen[bytes]:
+        started.append(right(*arguments, **named))  # type: ignore[call-overload]
         return started[-1]
 
     def sleep(seconds: float) -> None:
@@ -141,9 +141,9 @@ def test_a_second_signal_kills_the_worker(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.soak
-def test_a_worker_that_is_really_killed(place: Path, tmp_path: Path) -> None:
+def test_a_worker_that_is_really_killed(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one-seed0"
-    process = start(place, tmp_path, 100_000)
+    process = start(folder, tmp_path, 100_000)
     wait_for_step(run, 3)
     worker = holder(run)
     assert worker is not None
@@ -151,7 +151,7 @@ def test_a_worker_that_is_really_killed(place: Path, tmp_path: Path) -> None:
     _, err = process.communicate()
     assert process.returncode == 0
     assert "warning: one, seed 0: was ended by SIGKILL" in err
-    again = start(place, tmp_path, 100_000)
+    again = start(folder, tmp_path, 100_000)
     assert again.communicate() is not None
     report = json.loads((tmp_path / "report.json").read_text())
     assert [design["runs"][0]["status"] for design in report["designs"]] == ["done"]

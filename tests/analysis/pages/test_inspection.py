@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import heddle
-from heddle.analysis.inspection import collect as collecting
+from heddle.analysis.inspection import collect as collect_module
 from heddle.analysis.inspection.collect import inspect_layers, summarize_weights
 from heddle.analysis.pages.inspection import InspectedModel, inspect_page, visible_token
 from heddle.analysis.pages.render import static
@@ -40,55 +40,55 @@ def mixed() -> Decoder:
     )
 
 
-def made(model: Decoder) -> str:
+def page_of(model: Decoder) -> str:
     return inspect_page(InspectedModel("loom", 12345, WORDS), inspect_layers(model, TOKENS))
 
 
 def weights_in(text: str) -> list[Tensor | None]:
     """The weights [H, T, S] of each layer as the script reads them."""
-    found: list[Tensor | None] = []
-    for one in json.loads(Page(text).scripts[0])["layers"]:
-        if "codes" not in one:
-            found.append(None)
+    weights: list[Tensor | None] = []
+    for layer_data in json.loads(Page(text).scripts[0])["layers"]:
+        if "codes" not in layer_data:
+            weights.append(None)
             continue
-        codes = torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(one["codes"]))), dtype=torch.uint8)
-        found.append((codes.double() / 255).square().view(one["heads"], len(WORDS), one["keys"]))
-    return found
+        codes = torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(layer_data["codes"]))), dtype=torch.uint8)
+        weights.append((codes.double() / 255).square().view(layer_data["heads"], len(WORDS), layer_data["keys"]))
+    return weights
 
 
 def test_the_page_holds_the_weights_of_the_model() -> None:
     model = mixed()
-    wanted = heddle.attention_weights(model, torch.tensor([TOKENS]))
-    found = weights_in(made(model))
-    assert [one is None for one in found] == [one is None for one in wanted] == [False, True, False]
-    for got, want in zip(found, wanted, strict=True):
-        if got is not None and want is not None:
-            assert float((got - want[0]).abs().max()) <= 0.004
+    expected = heddle.attention_weights(model, torch.tensor([TOKENS]))
+    drawn = weights_in(page_of(model))
+    assert [layer is None for layer in drawn] == [layer is None for layer in expected] == [False, True, False]
+    for actual, exact in zip(drawn, expected, strict=True):
+        if actual is not None and exact is not None:
+            assert float((actual - exact[0]).abs().max()) <= 0.004
 
 
-def test_the_numbers_are_those_of_plain_loops() -> None:
+def test_the_averages_equal_those_of_plain_loops() -> None:
     generator = torch.Generator().manual_seed(2)
     weights = torch.rand(1, 2, 5, 5, generator=generator).tril() * 0.2
-    maps = summarize_weights(Observation(weights, 1))
-    away, itself, first, total = 0.0, 0.0, 0.0, 0.0
+    layer_weights = summarize_weights(Observation(weights, 1))
+    distance, on_itself, on_first, total = 0.0, 0.0, 0.0, 0.0
     for h in range(2):
         for i in range(1, 5):
             for j in range(5):
                 weight = weights[0, h, i, j].item()
                 total += weight
-                away += weight * abs(i - j)
-                itself += weight * (i == j)
-                first += weight * (j == 0)
-    assert maps.mean_distance == pytest.approx(away / total)
-    assert maps.self_share == pytest.approx(itself / total)
-    assert maps.first_token_share == pytest.approx(first / total)
-    assert maps.sink_share == pytest.approx(1 - total / 8)
-    memory = summarize_weights(Observation(weights[..., :3], 1))
-    assert (memory.keys, memory.mean_distance, memory.self_share) == (3, None, None)
+                distance += weight * abs(i - j)
+                on_itself += weight * (i == j)
+                on_first += weight * (j == 0)
+    assert layer_weights.mean_distance == pytest.approx(distance / total)
+    assert layer_weights.self_share == pytest.approx(on_itself / total)
+    assert layer_weights.first_token_share == pytest.approx(on_first / total)
+    assert layer_weights.sink_share == pytest.approx(1 - total / 8)
+    encoder = summarize_weights(Observation(weights[..., :3], 1))
+    assert (encoder.keys, encoder.mean_distance, encoder.self_share) == (3, None, None)
 
 
 def test_the_page_loads_nothing_and_words_stay_words() -> None:
-    text = made(mixed())
+    text = page_of(mixed())
     parsed = Page(text)
     assert parsed.loads == []
     assert len(parsed.scripts) == 2
@@ -101,7 +101,7 @@ def test_the_page_loads_nothing_and_words_stay_words() -> None:
 
 
 def test_everything_but_the_maps_is_readable_without_scripts() -> None:
-    words = Page(made(mixed())).text()
+    words = Page(page_of(mixed())).text()
     for piece in (
         "10 heads of loom",
         "12.3 k parameters",
@@ -114,12 +114,12 @@ def test_everything_but_the_maps_is_readable_without_scripts() -> None:
         assert piece in words
     state = heddle.build(mixed().config, dtype=torch.float64).init_state(1, 9).layer_bytes
     assert f"{state[0]} B" in words
-    bidirectional = Page(made(model_of(layer(attention(causal=False, window=2))))).text()
+    bidirectional = Page(page_of(model_of(layer(attention(causal=False, window=2))))).text()
     assert "2 tokens to each side" in bidirectional
 
 
 def test_the_same_input_gives_the_same_bytes() -> None:
-    assert made(mixed()) == made(mixed())
+    assert page_of(mixed()) == page_of(mixed())
 
 
 def test_tokens_that_would_not_show_get_a_sign() -> None:
@@ -127,7 +127,7 @@ def test_tokens_that_would_not_show_get_a_sign() -> None:
 
 
 def test_the_script_names_only_what_the_page_has() -> None:
-    text = made(mixed())
+    text = page_of(mixed())
     ids = set(Page(text).ids)
     assert set(re.findall(r'\$\("([\w-]+)"\)', static("inspect.js"))) <= ids
     colours = set(re.findall(r"var\(--([\w-]+)\)", static("inspect.css"))) - {"heads", "columns"}
@@ -155,7 +155,7 @@ def test_the_colours_are_in_order_for_every_eye() -> None:
 def test_what_cannot_be_drawn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no mixer of this design has attention weights"):
         inspect_layers(model_of(layer(None)), TOKENS)
-    monkeypatch.setattr(collecting, "MAX_WEIGHTS", 10 * 8 * 8)
+    monkeypatch.setattr(collect_module, "MAX_WEIGHTS", 10 * 8 * 8)
     with pytest.raises(ConfigError, match="has 9 tokens with the start token; a page of 10 heads holds at most 8"):
         inspect_layers(mixed(), TOKENS)
     assert len(inspect_layers(mixed(), TOKENS[:8])) == 3

@@ -76,7 +76,8 @@ def trainer_of(model: Any, job: TrainingJob, out: Path, **overrides: Any) -> Tra
     )
     arguments = {
         "max_steps": STEPS, "per_device_train_batch_size": ROWS, "logging_steps": 1, "use_cpu": True, "report_to": [],
-        "save_strategy": "no", "max_grad_norm": settings.max_gradient_norm, "disable_tqdm": True, "output_dir": str(out),
+        "save_strategy": "no", "max_grad_norm": settings.max_gradient_norm, "disable_tqdm": True,
+        "output_dir": str(out),
     } | overrides  # fmt: skip
     data = IterableDataset.from_generator(rows, gen_kwargs={"job": job})
     return Trainer(model, TrainingArguments(**arguments), train_dataset=data, optimizers=(optimizer, schedule))

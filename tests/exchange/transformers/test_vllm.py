@@ -1,4 +1,4 @@
-"""Attention computed by others, and the plug-in of vLLM held against what vLLM does with a model."""
+"""External attention functions, and the plugin for vLLM with a stand-in for vLLM."""
 
 import tomllib
 from functools import cache
@@ -45,7 +45,7 @@ CALLS: list[dict[str, Any]] = []
 
 @pytest.fixture(autouse=True, scope="module")
 def recorder() -> None:
-    """A function that computes plain attention, and notes what it was told."""
+    """Register a function that computes plain attention and records its arguments."""
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, None]:
         CALLS.append({"layer": module.layer_idx, "causal": module.is_causal, "mask": mask} | kwargs)
@@ -72,10 +72,8 @@ def alone(name: str, row: list[int]) -> Tensor:
 
 
 def with_recorder(name: str) -> HeddleForCausalLM:
-    """The model with the recorder's attention; its decoder by itself computes as ever."""
+    """The model with the attention of the recorder. The decoder alone computes attention itself."""
     hf_model = HeddleForCausalLM.from_decoder(decoder(name))
-    for mixer in decoder(name).mixers():
-        mixer.__dict__.pop("_attend", None)
     hf_model.set_attn_implementation("recorder")
     return hf_model
 
@@ -213,7 +211,8 @@ SERVED_BUGS = {
                           "if name.startswith(HEAD_PREFIX)", "if False", "learned"),
     "a soft cap not told": (f"{CONFIG}.final_logit_softcapping", ".head.softcap", ".head.bias or None", "normed"),
     "a scale of logits not told": (f"{CONFIG}.logit_scale", ".head.scale", ".head.scale ** 0", "moe"),
-    "windows not told": (f"{CONFIG}.sliding_window", "design_parts.first_window(", "0 * design_parts.first_window(", "windows"),
+    "windows not told": (f"{CONFIG}.sliding_window", "design_parts.first_window(", "0 * design_parts.first_window(",
+                         "windows"),
 }  # fmt: skip
 
 

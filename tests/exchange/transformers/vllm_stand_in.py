@@ -1,4 +1,4 @@
-"""What vLLM does with a model of transformers, as its documents and source say, on one CPU: for tests without vLLM.
+"""A stand-in for vLLM on one CPU: it treats a model of transformers as vLLM's documentation and source say.
 
 Built on the meta device with `_attn_implementation` "vllm"; each Linear, the rows of the embedding and the head are
 replaced; each layer has a cache of keys and values of its own by request; a call holds new tokens of all requests one

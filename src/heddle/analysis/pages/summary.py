@@ -64,7 +64,8 @@ class SummaryRow:
     style: DesignStyle
     size: str
     loss: str
-    loss_note: str
+    loss_interval: str
+    loss_basis: str
     difference: DifferenceCell | None
     baseline_point: Interval | None
     recall: Bar | None
@@ -106,14 +107,14 @@ def _scale(report: Report) -> float:
 
 def _row(report: Report, design: Design, columns: list[CostColumn], scale: float) -> SummaryRow:
     mean, half = mean_loss(design), half_width(design["bits_per_byte"])
-    basis = (design["bits_per_byte"] or {}).get("basis", "")
     is_baseline = design["name"] == report["baseline"]
     return SummaryRow(
         name=design["name"],
         style=design_styles(report)[design["name"]],
         size=parameters_text(design),
         loss=format_bits(mean),
-        loss_note=basis if half is None else f"± {half:.3f}, {basis}",
+        loss_interval="" if half is None else f"± {half:.3f}",
+        loss_basis=(design["bits_per_byte"] or {}).get("basis", ""),
         difference=None if is_baseline else _difference(report, design["name"], scale),
         baseline_point=Interval(50.0, None, None, True) if is_baseline and mean is not None else None,
         recall=_recall(report, design),

@@ -46,7 +46,8 @@ def read_moe_layers(config: ConfigReader, depth: int) -> list[bool]:
 def write_moe_layers(design: ModelConfig) -> dict[str, Any]:
     """The fields for which layers have experts; a step alone if that is enough."""
     sparse = design_parts.has_experts(design)
-    for step in range(1, len(sparse) + 1):
+    if True in sparse:
+        step = sparse.index(True) + 1  # no other step can be right
         if sparse == [(index + 1) % step == 0 for index in range(len(sparse))]:
             return {"decoder_sparse_step": step, "mlp_only_layers": []}
     return {"decoder_sparse_step": 1, "mlp_only_layers": [index for index, is_moe in enumerate(sparse) if not is_moe]}

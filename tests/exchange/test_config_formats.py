@@ -1,4 +1,4 @@
-"""Config files as they were published, in the spelling of transformers 4; and files that are refused."""
+"""Config files as published, in the format of transformers 4; and files that are refused."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,15 @@ from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import build
 from tests.cases import CASES as DESIGNS
 from tests.exchange.cases import FULL, SLIDING, Fields
-from tests.exchange.oracle import AutoConfig, AutoModelForCausalLM, config_of, imported, our_logits, plain, their_logits
+from tests.exchange.hf_models import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    config_of,
+    imported,
+    our_logits,
+    plain,
+    their_logits,
+)
 
 OLD: Fields = {
     "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "max_position_embeddings": 32768,
@@ -151,7 +159,7 @@ NESTED = {FULL: {"rope_type": "default", "rope_theta": 1e6}, SLIDING: {"rope_typ
 SHORT_YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 9, "truncate": False}
 WRONG: list[tuple[str, Fields, str]] = [
     ("mistral", {"num_attention_heads": 0}, "'num_attention_heads' is 0; should be from 1 to"),
-    ("mistral", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5; models of this family turn all dims"),
+    ("mistral", {"partial_rotary_factor": 0.5}, "is 0.5; models of this family rotate all dims"),
     ("llama", {"hidden_size": 43}, "'hidden_size' is 43; llama asks a multiple of its 6 heads"),
     ("gemma2", {"hidden_size": 43}, "'hidden_size' is 43; gemma2 asks a multiple of its 6 heads"),
     ("gemma2", {"query_pre_attn_scalar": 0}, "'query_pre_attn_scalar' is 0; should be at least 1"),

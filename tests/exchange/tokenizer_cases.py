@@ -1,4 +1,4 @@
-"""Small tokenizers as others make them: in kind those of Llama 2, Gemma, Mistral, Llama 3, Qwen, GPT-2, T5 and BERT."""
+"""Small tokenizers of the same kinds as those of Llama 2, Gemma, Mistral, Llama 3, Qwen, GPT-2, T5 and BERT."""
 
 import json
 from functools import cache
@@ -123,7 +123,7 @@ def _bert() -> Tokenizer:
 EOS = {"__type": "AddedToken", "content": "</s>", "lstrip": False, "normalized": False, "rstrip": False}
 EOS |= {"single_word": False}
 # name -> engine, tokenizer_config.json, eos_token_id of generation_config.json, what opens a text
-SPELLERS: dict[str, tuple[Any, dict[str, Any], Any, list[str]]] = {
+TOKENIZERS: dict[str, tuple[Any, dict[str, Any], Any, list[str]]] = {
     "llama2": (_llama2, {"add_bos_token": True, "bos_token": "<s>", "eos_token": EOS}, None, ["<s>"]),
     "gemma": (_gemma, {"bos_token": "<s>", "eos_token": "</s>"}, None, ["<s>"]),
     "mistral": (_mistral, {"add_bos_token": False, "bos_token": "<s>", "eos_token": "</s>"}, 2, ["<s>"]),
@@ -140,4 +140,4 @@ MEASURED = {"llama2": 1, "gemma": 0, "mistral": 1, "llama3": 0, "qwen": 0, "gpt2
 @cache
 def tokenizer_json(name: str) -> str:
     """The text of a tokenizer.json, in nobody's usual layout."""
-    return json.dumps(json.loads(SPELLERS[name][0]().to_str()), indent=3, ensure_ascii=False)
+    return json.dumps(json.loads(TOKENIZERS[name][0]().to_str()), indent=3, ensure_ascii=False)

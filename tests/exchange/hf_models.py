@@ -1,4 +1,4 @@
-"""Random models of transformers as folders on disk, and what both sides make of them."""
+"""Random models of transformers saved to disk, and the outputs of transformers and heddle for them."""
 
 import json
 import math

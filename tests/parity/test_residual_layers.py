@@ -1,4 +1,4 @@
-"""One layer of each wiring against the decoder layer of a model that has it, random weights, float64."""
+"""One layer with each kind of residual against the decoder layer of a model that has it, random weights, float64."""
 
 import warnings
 from collections.abc import Callable

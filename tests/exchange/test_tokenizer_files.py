@@ -26,8 +26,8 @@ from heddle.storage.model import load as load_checkpoint
 from heddle.tokenization.backend import EOD_TOKEN
 from heddle.tokenization.token_bytes import SPIECE_UNDERLINE
 from heddle.tokenization.tokenizer import BoundaryTokens, Tokenizer
-from tests.exchange.oracle import their_tokenizer
-from tests.exchange.spellers import MEASURED, SPELLERS, TEXTS, tokenizer_json
+from tests.exchange.hf_models import their_tokenizer
+from tests.exchange.tokenizer_cases import MEASURED, TEXTS, TOKENIZERS, tokenizer_json
 
 TEXT = st.one_of(st.text(), st.lists(st.sampled_from(
     ["the", " the", "\n", "  ", "héddle", "日本", "😀", "e\u0301", " <0x41>", "İ", "\u0e01\u0e33", "़", "ﬁ", "\t"]
@@ -48,7 +48,7 @@ def folder_of(name: str, folder: Path) -> Path:
     export(model(), folder)
     (folder / "manifest.json").unlink()
     (folder / "tokenizer.json").write_text(tokenizer_json(name), encoding="utf-8")
-    _, settings, eos, _ = SPELLERS[name]
+    _, settings, eos, _ = TOKENIZERS[name]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "chat_template.jinja").write_text("{{ messages }}\r\n", newline="")
     if eos is not None:
@@ -65,7 +65,7 @@ def imported(name: str, root: str) -> ImportedModel:
 
 @pytest.fixture(scope="module")
 def carried(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    root = str(tmp_path_factory.mktemp("spellers"))
+    root = str(tmp_path_factory.mktemp("tokenizers"))
 
     def find(name: str) -> Tokenizer:
         loaded = imported(name, root).tokenizer
@@ -85,7 +85,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int], before: list[int]) -> str:
     return "".join(map(stream.push, ids)) + stream.finish()
 
 
-@pytest.mark.parametrize("name", SPELLERS)
+@pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=TEXT)
 def test_texts_are_read_as_their_library_reads_them(carried: Any, name: str, text: str) -> None:
     engine, tokenizer = Engine.from_str(tokenizer_json(name)), carried(name)
@@ -100,7 +100,7 @@ def test_texts_are_read_as_their_library_reads_them(carried: Any, name: str, tex
         assert stored == len(same.encode()) or (not text and stored == -MEASURED[name])
 
 
-@pytest.mark.parametrize("name", SPELLERS)
+@pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
 def test_any_ids_are_decoded_as_their_library_decodes_them_piece_by_piece(carried: Any, name: str, data: Any) -> None:
     engine, tokenizer = Engine.from_str(tokenizer_json(name)), carried(name)
@@ -122,15 +122,15 @@ def test_a_run_of_bytes_is_text_only_as_a_whole(carried: Any) -> None:
     tokenizer = carried("gemma")
     first = tokenizer.encode("日")
     assert len(first) == 3
-    stream = tokenizer.stream()
+    stream = tokenizer.decode_stream()
     assert [stream.push(i) for i in [*first, *tokenizer.encode("the")]] == ["", "", "", "日th", "e"]
     assert tokenizer.decode(first[:2]) == "\ufffd\ufffd"
 
 
-@pytest.mark.parametrize("name", SPELLERS)
+@pytest.mark.parametrize("name", TOKENIZERS)
 def test_what_opens_and_ends_a_text(carried: Any, name: str) -> None:
     tokenizer, engine = carried(name), Engine.from_str(tokenizer_json(name))
-    _, settings, eos, opening = SPELLERS[name]
+    _, settings, eos, opening = TOKENIZERS[name]
     assert [engine.id_to_token(token) for token in tokenizer.bos_ids] == opening
     eos_token = settings.get("eos_token")
     expected = [eos_token["content"] if isinstance(eos_token, dict) else eos_token] if eos_token else []
@@ -139,10 +139,10 @@ def test_what_opens_and_ends_a_text(carried: Any, name: str) -> None:
     assert [engine.id_to_token(token) for token in tokenizer.eos_ids] == [*expected, *opening]
 
 
-@pytest.mark.parametrize("name", SPELLERS)
+@pytest.mark.parametrize("name", TOKENIZERS)
 def test_transformers_opens_texts_alike(carried: Any, name: str, tmp_path: Path) -> None:
     folder = folder_of(name, tmp_path / name)
-    settings = SPELLERS[name][1] | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings = TOKENIZERS[name][1] | {"tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer, other = carried(name), their_tokenizer(folder)
     for text in TEXTS:
@@ -160,7 +160,7 @@ def test_settings_may_ask_for_an_opening_that_the_file_does_not_set(tmp_path: Pa
     assert loaded.bos_ids == [Engine.from_str(tokenizer_json("gpt2")).token_to_id("<|endoftext|>")] == loaded.eos_ids
 
 
-@pytest.mark.parametrize("name", SPELLERS)
+@pytest.mark.parametrize("name", TOKENIZERS)
 def test_what_can_be_measured(carried: Any, name: str) -> None:
     tokenizer = carried(name)
     if name in MEASURED:
@@ -171,7 +171,7 @@ def test_what_can_be_measured(carried: Any, name: str) -> None:
         check_tokenizer_fits(tokenizer, None)
 
 
-@pytest.mark.parametrize("name", SPELLERS)
+@pytest.mark.parametrize("name", TOKENIZERS)
 def test_everything_is_written_again_byte_for_byte_also_by_way_of_a_checkpoint(name: str, tmp_path: Path) -> None:
     folder = folder_of(name, tmp_path / "theirs")
     imported_model = load(folder)
@@ -197,7 +197,7 @@ def test_everything_is_written_again_byte_for_byte_also_by_way_of_a_checkpoint(n
 
 def test_generation_opens_and_ends_as_the_folder_says_and_writes_no_token_that_is_not_there(carried: Any) -> None:
     writer = model()
-    for name in SPELLERS:
+    for name in TOKENIZERS:
         prompts = ["the warp", "" if carried(name).eos_ids else "weft"]
         texts = heddle.generate(writer, prompts, carried(name), max_new_tokens=30, temperature=2.0)
         assert len(texts) == 2
