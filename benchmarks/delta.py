@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.harness import THREADS, alternate, bounded, judged, show, write
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.load_config import DEFAULTS
@@ -87,7 +87,7 @@ def mixed(grouped: bool, length: int) -> Call:
 
 def steps(context: int, count: int = 16) -> Call:
     """`count` tokens, one at a time, after a text of `context`."""
-    model = build(decode(ModelConfig, DESIGN))
+    model = build(parse_config(ModelConfig, DESIGN))
     token = torch.zeros(1, 1, dtype=torch.int64)
     with torch.no_grad():
         _, state = model(torch.randint(512, (1, context)), None, model.init_state(1))
@@ -130,7 +130,7 @@ def run(length: int, short: int, long: int, rounds: int) -> list[dict[str, Any]]
     taken = alternate({"short": steps(short), "long": steps(long)}, rounds)
     growth = [b / a for a, b in zip(taken["short"], taken["long"], strict=True)]
     rows.append(bounded(f"a step after {long} over after {short}", statistics.median(growth), 1.1, "times"))
-    sizes = [state_bytes(decode(ModelConfig, DESIGN), context) for context in (short, long)]
+    sizes = [state_bytes(parse_config(ModelConfig, DESIGN), context) for context in (short, long)]
     rows.append(bounded(f"state of {long} tokens over {short}", sizes[1] / sizes[0], 1.0, "times"))
     return rows
 

@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any
 
-from heddle.config import Config, Part, decode
+from heddle.config import Config, Part, parse_config
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import DEFAULTS
 
@@ -341,7 +341,7 @@ CASES |= {
 @cache
 def case(name: str) -> ModelConfig:
     """The config of a case."""
-    return decode(ModelConfig, CASES[name])
+    return parse_config(ModelConfig, CASES[name])
 
 
 def parts_of(config: Config) -> set[tuple[str, str]]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
 
-from heddle.config import Config, Part, Probability, build_under, decode, kind_class
+from heddle.config import Config, Part, Probability, build_under, parse_config, kind_class
 from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import build
@@ -187,7 +187,7 @@ def catalogue() -> dict[str, dict[str, list[Any]]]:
 def refusal(mixer: Data | None) -> str:
     """Why a layer's mixer cannot be built; empty if it can."""
     try:
-        config = None if mixer is None else decode(LayerConfig, {MIXER: mixer}).mixer
+        config = None if mixer is None else parse_config(LayerConfig, {MIXER: mixer}).mixer
         with torch.device("meta"):
             _ = config is None or build_under(MIXER, config.build, BuildContext(WIDTH, case(next(iter(CASES))).norm))
     except ConfigError as error:
@@ -283,6 +283,6 @@ class Draft:
                     data[path] = data.get(path, {}) | {name: variant}
                 else:
                     data[name] = variant
-        config = with_rate(decode(ModelConfig, data), value[MODEL, RATES])
+        config = with_rate(parse_config(ModelConfig, data), value[MODEL, RATES])
         build(config, device="meta")
         return config

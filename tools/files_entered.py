@@ -27,7 +27,7 @@ import torch
 
 import heddle
 from heddle.cli import show
-from heddle.cli.main import run
+from heddle.cli.main import run_command
 from heddle.config import Config
 from heddle.data.samples import Batch
 from heddle.generation.decode import decode
@@ -105,7 +105,7 @@ def override_files(before: Callable[..., Any]) -> list[str]:
 
     command = ["show", "preset:gqa-tiny", f"layers.0.mixer.window={WINDOW}", "--device", "cpu"]
     with contextlib.redirect_stdout(io.StringIO()), FileTracer(holds_override, before) as tracer:
-        code = run(command)
+        code = run_command(command)
     assert code == 0
     return tracer.files
 

@@ -156,7 +156,7 @@ def load_part(file: Path) -> type[Part]:
     return part
 
 
-def decode(target: type[C], data: Any, path: str = "") -> C:
+def parse_config(target: type[C], data: Any, path: str = "") -> C:
     """Convert plain data to a config of class `target`. Raises DesignError with the path, the value and the remedy."""
     if not isinstance(data, dict):
         raise DesignError(path, f"expected a table of fields, got {_show(data)}")
@@ -245,10 +245,10 @@ def _decode_value(annotation: Any, value: Any, path: str) -> Any:
         if nested is None:
             return tuple(value)
         return tuple(
-            item if isinstance(item, Config) else decode(nested, item, f"{path}[{index}]")
+            item if isinstance(item, Config) else parse_config(nested, item, f"{path}[{index}]")
             for index, item in enumerate(value)
         )
-    return value if nested is None else decode(nested, value, path)
+    return value if nested is None else parse_config(nested, value, path)
 
 
 def _explain(cls: type[Config], fields: dict[str, Any], error: ValidationError) -> DesignError:

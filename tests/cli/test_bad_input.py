@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from heddle.cli.main import run
+from heddle.cli.main import run_command
 from heddle.model.decoder import build
 from heddle.storage.checkpoints import checkpoint_folder
 from heddle.storage.model import load, save
@@ -52,7 +52,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "nothing.py").write_text("value = 1")
     for name in ("run", "flipped", "cut"):
         text = ["--data", f"{root}/text", "--out", f"{root}/{name}", "--quiet"]
-        assert run(["train", f"{root}/good.yaml", *text, *SIZE, "--save-every", "1"]) == 0
+        assert run_command(["train", f"{root}/good.yaml", *text, *SIZE, "--save-every", "1"]) == 0
     own, tokenizer = load(root / "run")
     save(build(small.config(small.design(vocab_size=310))), root / "wider", tokenizer)
     save(own, root / "other", Tokenizer.train([small.text(9000)[::-1]], small.VOCABULARY))
@@ -270,7 +270,7 @@ def test_errors_are_one_sentence(
 ) -> None:
     before = contents(workspace)
     capsys.readouterr()
-    assert run(command_line(arguments, workspace)) == code
+    assert run_command(command_line(arguments, workspace)) == code
     out, err = capsys.readouterr()
     assert out == ""
     last = err.splitlines()[-1]
@@ -292,13 +292,13 @@ def test_generating_from_a_damaged_checkpoint_names_file_and_tensor(
 ) -> None:
     newest = checkpoint_folder(workspace / name, 2)
     capsys.readouterr()
-    assert run(["generate", str(newest), "--device", "cpu"]) == 2
+    assert run_command(["generate", str(newest), "--device", "cpu"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"heddle: {newest}/model.safetensors")
     assert err.count("\n") == 1
     assert name == "cut" or "layers.0" in err
-    assert run(["generate", str(workspace / name), "--device", "cpu"]) == 2
+    assert run_command(["generate", str(workspace / name), "--device", "cpu"]) == 2
     err = capsys.readouterr().err
     assert err.count("warning: ") == 1
     assert err.splitlines()[-1].startswith(f"heddle: {newest}/model.safetensors")
@@ -308,11 +308,11 @@ def test_resuming_from_an_earlier_checkpoint_prints_a_warning(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["train", f"{workspace}/good.yaml", "--data", f"{workspace}/text", "--out", str(tmp_path / "run"), *SIZE]
-    assert run([*command, "--save-every", "1"]) == 0
+    assert run_command([*command, "--save-every", "1"]) == 0
     newest = checkpoint_folder(tmp_path / "run", 2) / "training.safetensors"
     newest.write_bytes(newest.read_bytes()[:-7])
     first = capsys.readouterr().out
-    assert run([*command, "--save-every", "1"]) == 0
+    assert run_command([*command, "--save-every", "1"]) == 0
     out, err = capsys.readouterr()
     assert out == first
     assert f"warning: {newest}" in err
@@ -328,13 +328,13 @@ def test_a_prompt_that_is_not_text_is_refused(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin)))
     capsys.readouterr()
-    assert run(["generate", f"{workspace}/run", "--prompt", "-", "--device", "cpu"]) == 2
+    assert run_command(["generate", f"{workspace}/run", "--prompt", "-", "--device", "cpu"]) == 2
     assert capsys.readouterr().err.startswith(f"heddle: {says}")
 
 
 def test_half_a_surrogate_pair_on_the_command_line(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    assert run(["generate", f"{workspace}/run", "--prompt", "a\udcff", "--device", "cpu"]) == 2
+    assert run_command(["generate", f"{workspace}/run", "--prompt", "a\udcff", "--device", "cpu"]) == 2
     err = capsys.readouterr().err
     assert "half a surrogate pair" in err
     err.encode()
@@ -342,7 +342,7 @@ def test_half_a_surrogate_pair_on_the_command_line(workspace: Path, capsys: pyte
 
 def test_names_cannot_write_to_the_terminal(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    assert run(["show", f"{workspace}/\x1b[31m\nred\udc80.yaml"]) == 2
+    assert run_command(["show", f"{workspace}/\x1b[31m\nred\udc80.yaml"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "\x1b" not in err
@@ -352,7 +352,7 @@ def test_names_cannot_write_to_the_terminal(workspace: Path, capsys: pytest.Capt
 def test_one_long_line_is_text_like_any_other(workspace: Path, tmp_path: Path) -> None:
     (tmp_path / "line.txt").write_text(small.text(2_000_000).replace("\n", " "))
     assert (
-        run(["train", f"{workspace}/good.yaml", "--data", f"{tmp_path}/line.txt", "--out", f"{tmp_path}/run", *SIZE])
+        run_command(["train", f"{workspace}/good.yaml", "--data", f"{tmp_path}/line.txt", "--out", f"{tmp_path}/run", *SIZE])
         == 0
     )
 
@@ -364,7 +364,7 @@ def test_out_of_memory_is_one_sentence(
         raise MemoryError
 
     monkeypatch.setattr("heddle.model.load_config.load_config", refuse)
-    assert run(["show", "preset:gqa-tiny"]) == 1
+    assert run_command(["show", "preset:gqa-tiny"]) == 1
     assert capsys.readouterr().err == "heddle: out of memory; try a smaller batch size, sequence length or design\n"
 
 
@@ -374,4 +374,4 @@ def test_a_bug_is_not_reported_as_a_user_error(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("heddle.model.load_config.load_config", fail)
     with pytest.raises(ZeroDivisionError):
-        run(["show", "preset:gqa-tiny"])
+        run_command(["show", "preset:gqa-tiny"])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from heddle.cli.main import run
+from heddle.cli.main import run_command
 from heddle.storage.folder import tensors_sha256
 from tests import small
 from tests.exchange.hf_models import AutoModelForCausalLM, saved
@@ -33,26 +33,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "cpu",
         "-q",
     ]
-    assert run([*command, *sizes]) == 0
+    assert run_command([*command, *sizes]) == 0
     return root / "run"
 
 
 def test_export_and_import_round_trip(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["export", str(trained), f"{tmp_path}/hf", "-q"]) == 0
+    assert run_command(["export", str(trained), f"{tmp_path}/hf", "-q"]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/hf: exports as: LlamaForCausalLM\n"
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["max_position_embeddings"] == 32
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.num_hidden_layers == 2
-    assert run(["import", f"{tmp_path}/hf", f"{tmp_path}/back", "-q"]) == 0
+    assert run_command(["import", f"{tmp_path}/hf", f"{tmp_path}/back", "-q"]) == 0
     assert "llama of" in capsys.readouterr().out
-    assert run(["export", f"{tmp_path}/back", f"{tmp_path}/again", "-q"]) == 0
+    assert run_command(["export", f"{tmp_path}/back", f"{tmp_path}/again", "-q"]) == 0
     for name in ("config.json", "tokenizer.json", "generation_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes(), name
     assert tensors_sha256(tmp_path / "again") == tensors_sha256(tmp_path / "hf")
 
 
 def test_export_to_bfloat16(trained: Path, tmp_path: Path) -> None:
-    assert run(["export", str(trained), f"{tmp_path}/hf", "--dtype", "bf16", "-q"]) == 0
+    assert run_command(["export", str(trained), f"{tmp_path}/hf", "--dtype", "bf16", "-q"]) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
 
 
@@ -61,7 +61,7 @@ def test_a_design_without_a_family_reports_what_would_change_that(
 ) -> None:
     design = json.dumps({"width": 24, "vocab_size": 61, "layers": [{"mixer": {"kind": "retention", "heads": 2}}]})
     (tmp_path / "design.json").write_text(design)
-    assert run(["show", f"{tmp_path}/design.json", "--json"]) == 0
+    assert run_command(["show", f"{tmp_path}/design.json", "--json"]) == 0
     lines = json.loads(capsys.readouterr().out)["exports_as"]
     assert lines[0] == "exports as: HeddleForCausalLM"
     assert "layers.0.mixer.kind is retention" in lines[1]
@@ -82,7 +82,7 @@ def test_user_errors(
     command: list[str], words: str, trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [part.format(trained=trained, out=tmp_path / "out") for part in command]
-    assert run(arguments) == 2
+    assert run_command(arguments) == 2
     error = capfd.readouterr().err
     assert words in error
     assert error.count("\n") == 1
@@ -91,9 +91,9 @@ def test_user_errors(
 
 def test_a_foreign_model_keeps_its_family(tmp_path: Path) -> None:
     _, folder = saved("llama", "plain")
-    assert run(["import", str(folder), f"{tmp_path}/ours", "-q"]) == 0
-    assert run(["show", f"{tmp_path}/ours"]) == 0
-    assert run(["export", f"{tmp_path}/ours", f"{tmp_path}/theirs", "-q"]) == 0
+    assert run_command(["import", str(folder), f"{tmp_path}/ours", "-q"]) == 0
+    assert run_command(["show", f"{tmp_path}/ours"]) == 0
+    assert run_command(["export", f"{tmp_path}/ours", f"{tmp_path}/theirs", "-q"]) == 0
     exported, original = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "theirs", folder))
     for name in set(original) - {"transformers_version", "pretraining_tp"}:
         assert exported[name] == original[name], name
@@ -102,11 +102,11 @@ def test_a_foreign_model_keeps_its_family(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MEASURED)
 def test_an_imported_model_is_trained_on_with_its_own_tokenizer_and_leaves_with_it(name: str, tmp_path: Path) -> None:
     folder, text = folder_of(name, tmp_path / "theirs"), small.folder(tmp_path / "text")
-    assert run(["import", str(folder), f"{tmp_path}/ours", "-q"]) == 0
+    assert run_command(["import", str(folder), f"{tmp_path}/ours", "-q"]) == 0
     sizes = ["--sequence-length", "32", "--batch-size", "2", "--steps", "3", "--device", "cpu", "-q"]
     command = ["train", "--from", f"{tmp_path}/ours", "--data", str(text), "--lora", "2", "--out", f"{tmp_path}/run"]
-    assert run([*command, *sizes]) == 0
-    assert run(["export", f"{tmp_path}/run", f"{tmp_path}/out", "-q"]) == 0
+    assert run_command([*command, *sizes]) == 0
+    assert run_command(["export", f"{tmp_path}/run", f"{tmp_path}/out", "-q"]) == 0
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes(), file
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "llama"

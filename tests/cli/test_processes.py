@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from heddle.cli.main import main, run
+from heddle.cli.main import main, run_command
 from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps
 from heddle.storage.folder import tensors_sha256
 from tests import small
@@ -35,7 +35,7 @@ def train(workspace: Path, out: Path, *options: str) -> list[str]:
 
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_space(workspace: Path, tmp_path: Path) -> None:
     options = ("--steps", "4", "--save-every", "2", "--quiet")
-    assert run(train(workspace, tmp_path / "whole", *options)) == 0  # it also leaves the tokens in the cache
+    assert run_command(train(workspace, tmp_path / "whole", *options)) == 0  # it also leaves the tokens in the cache
 
     def little_space() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
@@ -47,7 +47,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_space(wor
     named = re.escape(str(checkpoint_folder(tmp_path / "run", 2)))
     assert re.fullmatch(rf"heddle: {named}\S*: cannot be written \(File too large\).*\n", failed.stderr)
     assert checkpoint_steps(tmp_path / "run") == []
-    assert run(train(workspace, tmp_path / "run", *options)) == 0
+    assert run_command(train(workspace, tmp_path / "run", *options)) == 0
     assert tensors_sha256(checkpoint_folder(tmp_path / "run", 4)) == tensors_sha256(
         checkpoint_folder(tmp_path / "whole", 4)
     )

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from heddle import __version__
-from heddle.cli.main import COMMANDS, run
+from heddle.cli.main import COMMANDS, run_command
 from heddle.generation.generate import generate
 from heddle.model.load_config import load_config
 from heddle.storage.checkpoints import checkpoint_steps
@@ -27,7 +27,7 @@ SIZE = ["--sequence-length", "16", "--batch-size", "4", "--device", "cpu"]
 def call(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[str, str]:
     """Standard output and error of a command that succeeds."""
     capsys.readouterr()
-    code = run([str(argument) for argument in arguments])
+    code = run_command([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
     assert code == 0, err
     return out, err
@@ -39,7 +39,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("workspace")
     small.folder(root / "text")
     small.design_file(root / "a design.yaml")
-    assert run(train(root, root / "run", "--steps", "5", "--quiet")) == 0
+    assert run_command(train(root, root / "run", "--steps", "5", "--quiet")) == 0
     return root
 
 
@@ -85,7 +85,7 @@ def test_inspect(workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "heads of run" in text
     assert "&lt;" in text
     assert "lifts>" not in text
-    assert run(["inspect", f"{workspace}/run", "--text", "x", "--out", f"{workspace}/text", "--device", "cpu"]) == 1
+    assert run_command(["inspect", f"{workspace}/run", "--text", "x", "--out", f"{workspace}/text", "--device", "cpu"]) == 1
     assert "cannot be written" in capsys.readouterr().err
 
 
@@ -193,7 +193,7 @@ def test_options_that_conflict_with_a_recall_task_are_refused(
     more: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["train", "preset:mha-tiny", "--data", "recall:mqar", "--device", "cpu", "--out", str(tmp_path / "run")]
-    assert run([*arguments, *more]) == 2
+    assert run_command([*arguments, *more]) == 2
     err = capsys.readouterr().err
     assert f"heddle: {says}" in err
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,6 @@
-"""docs/deploy followed as a reader would: every command and snippet in order, in one folder, with a small model.
+"""Follow docs/deploy like a reader: every command and snippet in order, in one folder, with a small model.
 
-What needs a program that cannot be here stands in `text` blocks, and is held against what that program asks for.
+Commands of programs that are not installed here are in `text` blocks. The tests check the files that they would read.
 """
 
 import io
@@ -21,13 +21,13 @@ from urllib.request import urlopen
 
 import pytest
 
-from heddle.cli.main import run
+from heddle.cli.main import run_command
 from tests.docs.pages import DOCS, Block, blocks, save
 from tests.source import ROOT
 
 PAGES = ["deploy/README.md", "deploy/transformers.md", "deploy/llama-cpp.md", "deploy/ollama.md", "deploy/vllm.md"]
-# What the pages train at their size, and what the tests train in its place.
-SMALLER = {
+# The command of the pages, and the smaller one that the tests run instead.
+SMALLER_COMMANDS = {
     "preset:gqa-tiny --data stdlib --steps 600": "preset:gqa-tiny width=48 layers.0.repeat=2 --data notes.txt"
     " --steps 12 --sequence-length 48 --batch-size 4 --vocab-size 300"
 }
@@ -35,52 +35,54 @@ PORT = "8000"
 
 
 class Reader:
-    """Somebody with a shell and a Python session in one folder."""
+    """A reader with a shell and a Python session in one folder. outputs: what each command printed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.space: dict[str, Any] = {"__name__": "page"}
+        self.namespace: dict[str, Any] = {"__name__": "page"}
         self.servers: list[subprocess.Popen[bytes]] = []
-        self.done: list[str] = []
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = str(free.getsockname()[1])
+        self.outputs: list[str] = []
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = str(probe.getsockname()[1])
         self.environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "HF_HUB_OFFLINE": "1"}
 
-    def follow(self, block: Block) -> None:
-        """Do what a block says."""
+    def run_block(self, block: Block) -> None:
+        """Save or run a block."""
         if block.file is not None:
             save(block, self.folder)
         elif block.language == "python":
             source = "\n" * (block.line - 1) + block.text.replace(PORT, self.port)
-            exec(compile(source, "the page", "exec"), self.space)
+            exec(compile(source, "the page", "exec"), self.namespace)
         elif block.language == "sh":
             for line in block.text.splitlines():
-                self.give(line)
+                self.run_command(line)
 
-    def give(self, line: str) -> None:
-        """Give one command."""
-        for full, small in SMALLER.items():
-            line = line.replace(full, small)
-        program, *words = shlex.split(line.removesuffix(" &").replace(PORT, self.port))
+    def run_command(self, line: str) -> None:
+        """Run one command line."""
+        for full_size, small in SMALLER_COMMANDS.items():
+            line = line.replace(full_size, small)
+        program, *arguments = shlex.split(line.removesuffix(" &").replace(PORT, self.port))
         if program == "heddle":
-            with redirect_stdout(io.StringIO()) as told:
-                assert run(words) == 0, line
-            self.done.append(told.getvalue())
+            with redirect_stdout(io.StringIO()) as output:
+                assert run_command(arguments) == 0, line
+            self.outputs.append(output.getvalue())
             return
         command = (
-            [sys.executable, *words] if program == "python" else [str(Path(sys.executable).with_name(program)), *words]
+            [sys.executable, *arguments]
+            if program == "python"
+            else [str(Path(sys.executable).with_name(program)), *arguments]
         )
         if line.endswith(" &"):
             self.servers.append(subprocess.Popen(command, env=self.environment, stderr=subprocess.DEVNULL))
-            self.wait()
+            self.wait_for_server()
             return
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{line}: {done.stderr}"
-        self.done.append(done.stdout)
+        completed = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
+        assert completed.returncode == 0, f"{line}: {completed.stderr}"
+        self.outputs.append(completed.stdout)
 
-    def wait(self) -> None:
-        """Until the server answers, or has ended."""
+    def wait_for_server(self) -> None:
+        """Wait until the server answers."""
         for _ in range(600):
             assert self.servers[-1].poll() is None, "the server ended"
             try:
@@ -88,19 +90,19 @@ class Reader:
                     return
             except (URLError, ConnectionError):
                 time.sleep(0.1)
-        raise AssertionError("no server answers")
+        raise AssertionError("the server does not answer")
 
 
 @contextmanager
-def reading(folder: Path) -> Iterator[Reader]:
-    """A reader in a folder; servers are ended."""
-    reader, before = Reader(folder), Path.cwd()
+def reader_in(folder: Path) -> Iterator[Reader]:
+    """A reader in a folder. At the end, the servers are stopped."""
+    reader, original_folder = Reader(folder), Path.cwd()
     os.chdir(folder)
     (folder / "notes.txt").write_text((DOCS / "tour.md").read_text(encoding="utf-8"), encoding="utf-8")
     try:
         yield reader
     finally:
-        os.chdir(before)
+        os.chdir(original_folder)
         for server in reader.servers:
             server.terminate()
             server.wait()
@@ -108,68 +110,69 @@ def reading(folder: Path) -> Iterator[Reader]:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """One who has followed every page."""
-    with reading(tmp_path_factory.mktemp("deploy")) as one:
+    """A reader who has followed every page."""
+    with reader_in(tmp_path_factory.mktemp("deploy")) as new_reader:
         for page in PAGES:
             for block in blocks(page):
-                one.follow(block)
-        yield one
+                new_reader.run_block(block)
+        yield new_reader
 
 
 def test_every_page_can_be_followed(reader: Reader) -> None:
-    told = "".join(reader.done)
-    assert "out/hf: exports as: LlamaForCausalLM" in told
-    assert "out/tiny.gguf: llama.cpp runs it as llama" in told
+    output = "".join(reader.outputs)
+    assert "out/hf: exports as: LlamaForCausalLM" in output
+    assert "out/tiny.gguf: llama.cpp runs it as llama" in output
     assert {f"deploy/{path.name}" for path in (DOCS / "deploy").glob("*.md")} - set(PAGES) == {"deploy/transcript.md"}
-    for full in SMALLER:
-        assert any(full in block.text for page in PAGES for block in blocks(page)), "the pages train something else"
+    block_texts = [block.text for page in PAGES for block in blocks(page)]
+    for full_size in SMALLER_COMMANDS:
+        assert any(full_size in text for text in block_texts), "the pages train something else"
 
 
-def test_llama_cpp_wrote_what_heddle_writes(reader: Reader) -> None:
-    assert reader.done[-1].removesuffix("\n") == reader.space["text"]
-    assert len(reader.space["text"]) > 4
+def test_llama_cpp_generates_the_text_of_heddle(reader: Reader) -> None:
+    assert reader.outputs[-1].removesuffix("\n") == reader.namespace["text"]
+    assert len(reader.namespace["text"]) > 4
 
 
 def test_a_wrong_command_fails(reader: Reader) -> None:
     for line in ("heddle export runs/deploy out/other.gguf --format gufg", "python -m tools.no_such_tool"):
         with pytest.raises(AssertionError):
-            reader.give(line)
+            reader.run_command(line)
 
 
-OLLAMA = {
+OLLAMA_PARAMETERS = {
     "num_ctx": int, "num_predict": int, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "seed": int,
     "repeat_penalty": float, "repeat_last_n": int, "stop": str,
 }  # fmt: skip
 INSTRUCTION = re.compile(r"(FROM|TEMPLATE|PARAMETER|SYSTEM|LICENSE|ADAPTER|MESSAGE) (.+)")
 
 
-def faults(modelfile: str, folder: Path) -> list[str]:
-    """What Ollama would refuse of a Modelfile, or take otherwise than it is meant."""
-    found, froms = [], []
+def modelfile_errors(modelfile: str, folder: Path) -> list[str]:
+    """The lines of a Modelfile that Ollama would reject or misunderstand, each with the reason."""
+    errors, from_paths = [], []
     for line in modelfile.splitlines():
         match = INSTRUCTION.fullmatch(line)
         if match is None:
-            found.append(f"no instruction: {line}")
+            errors.append(f"not an instruction: {line}")
             continue
         name, value = match.groups()
         if name == "FROM":
-            froms.append(value)
+            from_paths.append(value)
         if name == "PARAMETER":
-            key, _, given = value.partition(" ")
+            key, _, value_text = value.partition(" ")
             try:
-                OLLAMA[key](json.loads(given) if given.startswith('"') else given)
+                OLLAMA_PARAMETERS[key](json.loads(value_text) if value_text.startswith('"') else value_text)
             except (KeyError, ValueError):
-                found.append(f"no such parameter: {line}")
+                errors.append(f"no such parameter: {line}")
         if name == "TEMPLATE" and json.loads(value).count("{{ .Prompt }}") != 1:
-            found.append(f"the prompt stands nowhere: {line}")
-    if len(froms) != 1 or (folder / froms[0]).read_bytes()[:4] != b"GGUF":
-        found.append(f"FROM names no GGUF: {froms}")
-    return found
+            errors.append(f"the prompt is missing: {line}")
+    if len(from_paths) != 1 or (folder / from_paths[0]).read_bytes()[:4] != b"GGUF":
+        errors.append(f"FROM names no GGUF: {from_paths}")
+    return errors
 
 
-def test_the_modelfile_is_one(reader: Reader) -> None:
+def test_the_modelfile_is_valid(reader: Reader) -> None:
     text = (reader.folder / "Modelfile").read_text(encoding="utf-8")
-    assert faults(text, reader.folder) == []
+    assert modelfile_errors(text, reader.folder) == []
     assert 'stop "<|end|>"' in text
     for planted in (
         text.replace("temperature 0", "temperatur 0"),
@@ -178,11 +181,11 @@ def test_the_modelfile_is_one(reader: Reader) -> None:
         text.replace("./out/tiny.gguf", "./out/hf/config.json"),
         text + "RUN something\n",
     ):
-        assert len(faults(planted, reader.folder)) == 1, planted
+        assert len(modelfile_errors(planted, reader.folder)) == 1, planted
 
 
-def test_the_model_goes_by_the_prompt_alone(reader: Reader) -> None:
-    """The GGUF opens a text itself, so a template that did it again would be read twice."""
+def test_only_gguf_metadata_adds_the_start_token(reader: Reader) -> None:
+    """llama.cpp adds the start token by the GGUF's metadata; a template that adds it too would double it."""
     from gguf import GGUFReader
 
     fields = GGUFReader(reader.folder / "out/tiny.gguf").fields
@@ -190,16 +193,16 @@ def test_the_model_goes_by_the_prompt_alone(reader: Reader) -> None:
     assert "tokenizer.chat_template" not in fields
 
 
-def served(page: str, program: str) -> list[list[str]]:
-    """The words after a program's name in the `text` blocks of a page."""
+def shell_arguments(page: str, program: str) -> list[list[str]]:
+    """The arguments of a program on each line of a page's `text` blocks that starts with its name."""
     lines = [line for block in blocks(page) if block.language == "text" for line in block.text.splitlines()]
     return [shlex.split(line)[1:] for line in lines if line.startswith(f"{program} ")]
 
 
-def test_vllm_finds_a_class_that_it_knows(reader: Reader) -> None:
+def test_vllm_knows_the_exported_class(reader: Reader) -> None:
     import transformers
 
-    commands = served("deploy/vllm.md", "vllm")
+    commands = shell_arguments("deploy/vllm.md", "vllm")
     assert commands
     for verb, folder, *options in commands:
         assert verb == "serve"
@@ -211,34 +214,34 @@ def test_vllm_finds_a_class_that_it_knows(reader: Reader) -> None:
         for file in ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             assert (reader.folder / folder / file).is_file(), file
         assert set(options[::2]) <= {"--max-model-len", "--dtype", "--port"}
-    assert config["max_position_embeddings"] == 48, "the length of the texts in training is told"
+    assert config["max_position_embeddings"] == 48, "the sequence length of the training"
 
 
-def test_what_is_given_to_llama_cpp_and_ollama_exists(reader: Reader) -> None:
+def test_files_given_to_llama_cpp_and_ollama_exist(reader: Reader) -> None:
     for program in ("llama-completion", "llama-server", "llama-quantize"):
-        (words,) = served("deploy/llama-cpp.md", program)
-        assert any((reader.folder / word).is_file() for word in words if word.endswith(".gguf"))
-    (words,) = served("deploy/ollama.md", "ollama create heddle-tiny")
-    assert (reader.folder / words[-1]).is_file()
+        (arguments,) = shell_arguments("deploy/llama-cpp.md", program)
+        assert any((reader.folder / argument).is_file() for argument in arguments if argument.endswith(".gguf"))
+    (arguments,) = shell_arguments("deploy/ollama.md", "ollama create heddle-tiny")
+    assert (reader.folder / arguments[-1]).is_file()
 
 
 def test_the_transcript_has_three_equal_columns(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's own, and one made of the small run."""
+    """Both in the page and in a transcript of the small run."""
     from tools import transcript
 
     monkeypatch.setattr(transcript, "PROMPTS", ("The", "import", "| kind"))
-    found = transcript.transcript(reader.folder / "runs/deploy", reader.folder / "again")
-    assert found.texts["heddle"] == found.texts["transformers"] == found.texts["llama.cpp"]
-    assert all(len(text) > 8 for text in found.texts["heddle"])
-    assert max(found.differences.values()) < 1e-4
-    for text in (transcript.page(found), (DOCS / "deploy/transcript.md").read_text(encoding="utf-8")):
-        columns = [rows_of(text, start) for start in transcript.STARTS]
+    result = transcript.transcript(reader.folder / "runs/deploy", reader.folder / "again")
+    assert result.texts["heddle"] == result.texts["transformers"] == result.texts["llama.cpp"]
+    assert all(len(text) > 8 for text in result.texts["heddle"])
+    assert max(result.differences.values()) < 1e-4
+    for text in (transcript.page(result), (DOCS / "deploy/transcript.md").read_text(encoding="utf-8")):
+        columns = [transcript_column(text, start) for start in transcript.STARTS]
         assert columns[0] == columns[1] == columns[2]
         assert len(columns[0]) > 3
 
 
-def rows_of(page: str, start: int) -> list[str]:
-    """One column of the blocks of a transcript."""
+def transcript_column(page: str, start: int) -> list[str]:
+    """The cells of one column of a transcript, from all its blocks."""
     rows = [line for text in re.findall(r"^```text\n(.*?)^```$", page, re.M | re.S) for line in text.splitlines()[1:]]
     assert all(row[start] == "|" for row in rows)
     return [row[start : start + 36].rstrip() for row in rows]

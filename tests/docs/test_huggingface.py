@@ -68,8 +68,9 @@ def test_the_server_gives_the_client_the_text_of_the_page(tmp_path: Path, monkey
                     break
             except OSError:
                 time.sleep(0.1)
-        client_process = subprocess.run([sys.executable, *shlex.split(client_line)[1:]], capture_output=True, text=True, check=False)
+        client_command = [sys.executable, *shlex.split(client_line)[1:]]
+        client = subprocess.run(client_command, capture_output=True, text=True, check=False)
     finally:
         process.terminate()
         process.wait(30)
-    assert done.stdout.removesuffix("\n") == namespace["told"]["generated_text"], done.stderr
+    assert client.stdout.removesuffix("\n") == namespace["output"]["generated_text"], client.stderr

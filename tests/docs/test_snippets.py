@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer
 
-from heddle.cli.main import app, run
+from heddle.cli.main import app, run_command
 from tests.docs.pages import Block, blocks, commands, pages, save
 from tests.small import forget_parts
 
@@ -34,7 +34,7 @@ def run_block(block: Block, namespace: dict[str, Any]) -> None:
         exec(compile(source, "the page", "exec"), namespace)
     elif block.language == "console":
         for command in commands(block):
-            assert run(shlex.split(command)) == 0, command
+            assert run_command(shlex.split(command)) == 0, command
             forget_parts()
     elif block.language == "sh":
         for command in commands(block):
@@ -72,5 +72,5 @@ def test_page(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_planted_snippets_fail(language: str, text: str) -> None:
-    with pytest.raises(Exception):  # noqa: B017 - whatever the mistake raises
+    with pytest.raises(Exception):  # noqa: B017 - each mistake raises another type
         run_block(Block(language, None, text, 1), {})

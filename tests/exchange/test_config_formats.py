@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.exchange.export import export
 from heddle.exchange.family import families
@@ -192,7 +192,7 @@ def test_what_a_family_cannot_be_is_refused_by_field(family: str, fields: Fields
 def test_every_family_has_a_config_that_comes_nearest_to_any_design() -> None:
     """Whatever parts a design has, each family writes what it can and says what it cannot."""
     for name, data in DESIGNS.items():
-        design = decode(ModelConfig, data)
+        design = parse_config(ModelConfig, data)
         for match in rank_families(design):
             assert json.dumps(match.config), name
             assert all(str(mismatch) for mismatch in match.mismatches), name

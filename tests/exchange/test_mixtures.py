@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import heddle
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.export import export
 from heddle.exchange.family import families
@@ -116,7 +116,7 @@ def altered(family: str, variant: str, **feedforward: Any) -> ModelConfig:
     for layer in data["layers"]:
         if layer["feedforward"]["kind"] == "moe":
             layer["feedforward"] = {**layer["feedforward"], **feedforward}
-    return decode(ModelConfig, data)
+    return parse_config(ModelConfig, data)
 
 
 SAME = [

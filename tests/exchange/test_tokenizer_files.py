@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Engine
 
 import heddle
-from heddle.cli.main import run
+from heddle.cli.main import run_command
 from heddle.data.corpus import check_tokenizer_fits
 from heddle.errors import ConfigError, DataError
 from heddle.exchange.export import export
@@ -220,7 +220,7 @@ def test_the_command_line_writes_on_with_an_imported_tokenizer(
 ) -> None:
     for name in ("llama2", "qwen", "bert"):
         heddle.save(model(), tmp_path / name, carried(name))
-        assert run(["generate", str(tmp_path / name), "--prompt", "the warp", "--max-new-tokens", "9"]) == 0
+        assert run_command(["generate", str(tmp_path / name), "--prompt", "the warp", "--max-new-tokens", "9"]) == 0
         streamed_text = capsys.readouterr().out
         assert (
             streamed_text.removesuffix("\n")

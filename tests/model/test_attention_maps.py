@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import heddle
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.laws.harness import model_under_test, random_tokens
 from heddle.model.attention_maps import forward_with_weights
@@ -30,7 +30,7 @@ NAMES = [name for name in CASES if name.startswith("attention-")]
 
 
 def model_of(data: dict[str, Any]) -> Decoder:
-    return model_under_test(decode(ModelConfig, data))
+    return model_under_test(parse_config(ModelConfig, data))
 
 
 def by_loops(monkeypatch: pytest.MonkeyPatch, model: Decoder, tokens: Tensor, layout: Layout) -> list[Tensor]:

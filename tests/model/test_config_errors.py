@@ -114,5 +114,8 @@ def test_deep_nesting_and_sizes_beyond_any_machine() -> None:
     many = {"repeat": 2**31 - 1, "layers": [layer(None, repeat=2**31 - 1)]}
     with pytest.raises(ConfigError, match=r"^layers: stands for 4611686014132420609 layers"):
         load_config(design(many))
+    experts = {"kind": "moe", "experts": 2**20, "top_k": 1, "hidden": 2**31 - 1}
     with pytest.raises(ConfigError, match=r"^design: cannot be built .*; choose smaller sizes$"):
+        load_config(design(layer(None, experts), width=2**20, vocab_size=2**31 - 1))
+    with pytest.raises(ConfigError, match=r"^width: should be less than or equal to 1048576, got 2147483647"):
         load_config(design(layer(None), width=2**31 - 1, vocab_size=2**31 - 1))

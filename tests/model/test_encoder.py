@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import heddle
 from heddle.analysis.comparison.plan import load_entries
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.data.samples import Batch
 from heddle.errors import ConfigError
 from heddle.laws import run, shrink
@@ -309,15 +309,16 @@ def test_an_encoder_within_an_encoder_is_refused() -> None:
 
 
 def test_a_design_without_one_does_not_encode() -> None:
-    model = heddle.build(decode(ModelConfig, load_config(TRANSFORMER, ["encoder=null"]).dump()))
+    model = heddle.build(parse_config(ModelConfig, load_config(TRANSFORMER, ["encoder=null"]).dump()))
     assert model.encoder_width == WIDTH
     with pytest.raises(ConfigError, match=r"^encoder: this design has none; give vectors of your own"):
         model.encode(torch.zeros(1, 3, dtype=torch.int64))
 
 
 def test_training_and_comparing_on_plain_text_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^encoder_width: the design reads an encoder output, and this data has none"):
+    sentence = "^encoder_width: the design reads an encoder output, and this data has none"
+    with pytest.raises(ConfigError, match=sentence):
         train(small.job(small.corpus(tmp_path / "text"), tmp_path / "run", TRANSFORMER | {"vocab_size": 300}))
     design = small.design_file(tmp_path / "both.yaml", json.loads(json.dumps(TRANSFORMER)))
-    with pytest.raises(ConfigError, match="reads a memory, and texts come without one"):
+    with pytest.raises(ConfigError, match="reads an encoder's output, which texts do not have"):
         load_entries([str(design)], [])

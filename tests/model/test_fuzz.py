@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
-from heddle.config import Config, decode
+from heddle.config import Config, parse_config
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
@@ -66,10 +66,10 @@ FIELDS = [(cls, name) for cls in GOOD for name in cls.model_fields]
 @pytest.mark.parametrize(("cls", "name"), FIELDS, ids=[f"{cls.__name__}.{name}" for cls, name in FIELDS])
 def test_wrong_values_name_the_field(cls: type[Config], name: str) -> None:
     good = {key: value for key, value in GOOD[cls].items() if key != "kind"}
-    decode(cls, good)
+    parse_config(cls, good)
     for value in wrong_values(cls.model_fields[name]):
         with pytest.raises(ConfigError, match=f"^{name}"):
-            pytest.fail(f"{name} = {value!r} makes {decode(cls, good | {name: value})}")
+            pytest.fail(f"{name} = {value!r} makes {parse_config(cls, good | {name: value})}")
 
 
 VALUES = st.one_of(
@@ -109,7 +109,7 @@ def test_any_value_anywhere_builds_or_is_refused(name: str, data: st.DataObject)
     path = data.draw(st.sampled_from(sorted(paths(design), key=str)))
     wrong = altered(design, path, data.draw(VALUES))
     config = loaded(wrong)
-    assert config is None or decode(ModelConfig, config.dump()) == config
+    assert config is None or parse_config(ModelConfig, config.dump()) == config
 
 
 @given(st.text(max_size=30))

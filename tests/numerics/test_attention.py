@@ -12,7 +12,7 @@ from heddle.errors import ConfigError
 from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
 from heddle.numerics.attention.observer import Observation, notify_observer, observing_attention
 from heddle.numerics.attention.score_modifiers import ScoreModifiers
-from heddle.numerics.attention.softmax import ATTENTION, attention, attention_flops, attention_weights, reference
+from heddle.numerics.attention.softmax import ATTENTION, attention, attention_flops, softmax_weights, reference
 from heddle.numerics.kernels import kernels
 from heddle.parts.context.layout import Layout
 from tests.numerics.oracle import is_visible, loop_attention, loop_weights
@@ -111,7 +111,7 @@ def test_score_modifiers_equal_plain_loops(case: str, option: str) -> None:
     q, k, v = (x.detach() for x in draw(mask, Shape()))
     expected = loop_weights(q, k, mask, 0.9, modifiers)
     with torch.no_grad():
-        torch.testing.assert_close(attention_weights(q, k, mask, 0.9, modifiers), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(softmax_weights(q, k, mask, 0.9, modifiers), expected, rtol=0, atol=1e-12)
         actual = reference(q, k, v, mask, 0.9, None, modifiers)
     torch.testing.assert_close(actual, loop_attention(q, k, v, mask, 0.9, modifiers), rtol=0, atol=1e-12)
 
@@ -225,7 +225,7 @@ def test_large_scores_in_half_precision() -> None:
 def test_weights_sum_to_one_over_visible_keys() -> None:
     mask = padded(3)
     q, k, _ = draw(mask, Shape())
-    weights = attention_weights(q, k, mask, 0.3)
+    weights = softmax_weights(q, k, mask, 0.3)
     visible = torch.tensor([[[is_visible(mask, b, t, s) for s in range(9)] for t in range(9)] for b in range(2)])
     assert torch.equal(weights > 0, visible[:, None].expand_as(weights))
     torch.testing.assert_close(weights.sum(-1), visible.any(-1)[:, None].double().expand(2, 4, 9), rtol=0, atol=1e-12)

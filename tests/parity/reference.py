@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import heddle
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import DEFAULTS
@@ -65,7 +65,7 @@ def theirs(family: str, heads: int, kv_heads: int, **options: Any) -> Any:
 
 def ours(design: dict[str, Any], model: Any, split: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict) -> Decoder:
     """The design with their weights; `split` takes apart what they keep joined."""
-    config = decode(ModelConfig, DEFAULTS | {"vocab_size": VOCABULARY, "width": WIDTH} | design)
+    config = parse_config(ModelConfig, DEFAULTS | {"vocab_size": VOCABULARY, "width": WIDTH} | design)
     mine = heddle.build(config).eval()
     mine.load_state_dict(renamed(split(model.state_dict()), config.head.tied))
     return mine

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import heddle
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import DEFAULTS
@@ -61,7 +61,7 @@ def theirs(yarn: dict[str, Any], query_rank: int | None = 17, layout: str = "int
 
 
 def ours(data: Any, model: Any, strict: bool = True) -> Decoder:
-    config = decode(ModelConfig, DEFAULTS | {"vocab_size": reference.VOCABULARY, "width": reference.WIDTH} | data)
+    config = parse_config(ModelConfig, DEFAULTS | {"vocab_size": reference.VOCABULARY, "width": reference.WIDTH} | data)
     mine = heddle.build(config).eval()
     mine.load_state_dict(reference.renamed(split(model.state_dict()), tied=False), strict=strict)
     return mine

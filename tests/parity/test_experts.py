@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.numerics.experts.routing import route
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
@@ -113,7 +113,7 @@ def theirs(make: Callable[[], nn.Module]) -> Any:
 
 
 def ours(block: Any, fields: dict[str, Any]) -> Feedforward:
-    config = decode(FeedforwardConfig, {"kind": "moe", **SIZES, **fields})  # type: ignore[type-abstract]
+    config = parse_config(FeedforwardConfig, {"kind": "moe", **SIZES, **fields})  # type: ignore[type-abstract]
     part = config.build(BuildContext(WIDTH, RMSConfig())).double().eval()
     gate, up = block.experts.gate_up_proj.chunk(2, dim=1)
     weights = {
@@ -189,7 +189,7 @@ def test_the_router_of_gpt_oss() -> None:
     nn.init.normal_(router.weight)
     nn.init.normal_(router.bias)
     data = {"kind": "moe", **SIZES, "routing": "topk_softmax", "router_bias": True}
-    part: Any = decode(FeedforwardConfig, data).build(BuildContext(WIDTH, RMSConfig())).double()  # type: ignore[type-abstract]
+    part: Any = parse_config(FeedforwardConfig, data).build(BuildContext(WIDTH, RMSConfig())).double()  # type: ignore[type-abstract]
     part.router.load_state_dict(router.state_dict())
     x = torch.randn(50, WIDTH, dtype=torch.float64)
     with torch.no_grad():

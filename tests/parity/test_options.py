@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.mixers import MixerConfig
@@ -91,8 +91,8 @@ def ours(family: str, module: Any, window: int | None, **fields: Any) -> Any:
     kind: Any = MixerConfig
     slot: Any = NormConfig
     options = families()[family][3] | fields
-    norm = decode(slot, {"kind": "rms", "offset": 1.0, "cast": "after"})
-    mine = decode(kind, OURS | options | {"window": window}).build(BuildContext(WIDTH, norm)).double()
+    norm = parse_config(slot, {"kind": "rms", "offset": 1.0, "cast": "after"})
+    mine = parse_config(kind, OURS | options | {"window": window}).build(BuildContext(WIDTH, norm)).double()
     mine.load_state_dict(renamed(module.state_dict(), gated="gate" in options))
     return mine
 

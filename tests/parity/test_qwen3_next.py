@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
@@ -57,7 +57,7 @@ def ours(module: Any) -> Mixer:
         "conv_kernel": module.conv_kernel_size,
         "norm": {"kind": "rms", "eps": EPS},
     }
-    mine = decode(GatedDeltaConfig, fields).build(BuildContext(WIDTH, RMSConfig(offset=1.0)))
+    mine = parse_config(GatedDeltaConfig, fields).build(BuildContext(WIDTH, RMSConfig(offset=1.0)))
     keys, values = module.head_k_dim, repeats * module.head_v_dim
     q, k, v, gate = module.in_proj_qkvz.weight.view(groups, -1, WIDTH).split([keys, keys, values, values], dim=1)
     beta, a = module.in_proj_ba.weight.view(groups, -1, WIDTH).split(repeats, dim=1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import heddle
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Layer
 from heddle.model.load_config import DEFAULTS
@@ -198,7 +198,7 @@ LAYERS: dict[str, tuple[Callable[[], tuple[dict[str, Any], Weights, Call]], floa
 
 def ours(design: dict[str, Any], weights: Weights) -> Layer:
     layers = [entry | {"mixer": {"kind": "attention", "heads": HEADS, **entry["mixer"]}} for entry in design["layers"]]
-    config = decode(ModelConfig, DEFAULTS | {"vocab_size": 7, "width": WIDTH} | design | {"layers": layers})
+    config = parse_config(ModelConfig, DEFAULTS | {"vocab_size": 7, "width": WIDTH} | design | {"layers": layers})
     layer = heddle.build(config, dtype=torch.float64).eval().layers[0]
     assert isinstance(layer, Layer)
     layer.load_state_dict(weights)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.mixers import MixerConfig
@@ -27,8 +27,8 @@ def ours(layout: str, weights: dict[str, Tensor]) -> nn.Module:
     """Our attention of both ways, with weights by name."""
     data = {"kind": "attention", "heads": HEADS, "causal": False, "bias": True}
     position = {"kind": "axial_rope", "layout": layout, "base": BASE}
-    context = BuildContext(WIDTH, decode(NormConfig, {"kind": "layer"}))  # type: ignore[type-abstract]
-    mixer = decode(MixerConfig, data | {"position": position}).build(context)  # type: ignore[type-abstract]
+    context = BuildContext(WIDTH, parse_config(NormConfig, {"kind": "layer"}))  # type: ignore[type-abstract]
+    mixer = parse_config(MixerConfig, data | {"position": position}).build(context)  # type: ignore[type-abstract]
     mixer.load_state_dict(weights)
     return mixer.eval()
 

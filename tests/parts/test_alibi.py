@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import heddle
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.laws.harness import forward_no_grad, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
@@ -33,8 +33,8 @@ def part(heads: int, **fields: Any) -> Any:
     """An attention mixer in float64 with large random parameters."""
     kind: Any = MixerConfig
     slot: Any = NormConfig
-    context = BuildContext(WIDTH, decode(slot, {"kind": "rms"}))
-    mixer = decode(kind, {"kind": "attention", "heads": heads, "position": ALIBI, **fields}).build(context).double()
+    context = BuildContext(WIDTH, parse_config(slot, {"kind": "rms"}))
+    mixer = parse_config(kind, {"kind": "attention", "heads": heads, "position": ALIBI, **fields}).build(context).double()
     with torch.no_grad():
         for parameter in mixer.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.4)
@@ -138,7 +138,7 @@ def test_the_same_answer_as_transformers(family: str, heads: int) -> None:
 
 def test_attention_weights_include_the_bias() -> None:
     """With zero queries, the logarithm of each weight is the distance times the slope, up to a constant."""
-    model = model_under_test(decode(ModelConfig, alone(kv_heads=2, position=ALIBI)))
+    model = model_under_test(parse_config(ModelConfig, alone(kv_heads=2, position=ALIBI)))
     with torch.no_grad():
         for index in range(2):
             model.get_parameter(f"layers.{index}.mixer.q.weight").zero_()
@@ -170,7 +170,7 @@ def test_the_embedding_refuses_it() -> None:
 
 def test_a_long_text_in_float32_and_bfloat16_stays_near() -> None:
     """At position 3,000 the bias is as exact as at the start: it is made of distances, not of positions."""
-    config = decode(ModelConfig, alone(kv_heads=2, position=ALIBI))
+    config = parse_config(ModelConfig, alone(kv_heads=2, position=ALIBI))
     tokens = random_tokens(config, 1, 600)
     exact = model_under_test(config, torch.bfloat16).double()
     want = forward_no_grad(exact, tokens)

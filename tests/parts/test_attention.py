@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import heddle
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.laws.harness import forward_no_grad, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
@@ -14,7 +14,7 @@ from tests.cases import alone
 
 
 def model_of(**fields: Any) -> Decoder:
-    return model_under_test(decode(ModelConfig, alone(**fields)))
+    return model_under_test(parse_config(ModelConfig, alone(**fields)))
 
 
 def repeated(weights: dict[str, torch.Tensor], groups: int, times: int) -> dict[str, torch.Tensor]:
@@ -59,7 +59,7 @@ def test_the_scale_is_that_of_the_key_width_unless_set() -> None:
 @pytest.mark.parametrize("window", [None, 3, 7, 40])
 @pytest.mark.parametrize("groups", [1, 2, 6])
 def test_the_state_holds_the_groups_and_the_window_only(groups: int, window: int | None) -> None:
-    config = decode(ModelConfig, alone(heads=6, kv_heads=groups, head_dim=10, value_dim=7, window=window))
+    config = parse_config(ModelConfig, alone(heads=6, kv_heads=groups, head_dim=10, value_dim=7, window=window))
     state = heddle.build(config).init_state(2, 20)
     slots = 20 if window is None else min(window, 20)
     assert state.layer_bytes == [2 * groups * (10 + 7) * slots * 4] * 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.config import DesignError, decode
+from heddle.config import DesignError, parse_config
 from heddle.errors import ConfigError
 from heddle.laws.harness import (
     assert_close,
@@ -80,8 +80,8 @@ def test_scores_know_differences_in_both_axes_alone(layout: str) -> None:
 def test_a_text_is_turned_as_by_rope_with_half_the_frequencies_twice() -> None:
     tokens = random_tokens(case("axial-mha"), 2, 9)
     twice = {"kind": "rope", "layout": "interleaved", "inv_freq": [1.0, 10000**-0.5, 1.0, 10000**-0.5]}
-    flat = decode(ModelConfig, alone(head_dim=8, position={"kind": "axial_rope", "layout": "interleaved"}))
-    plain = model_under_test(decode(ModelConfig, alone(head_dim=8, position=twice)))
+    flat = parse_config(ModelConfig, alone(head_dim=8, position={"kind": "axial_rope", "layout": "interleaved"}))
+    plain = model_under_test(parse_config(ModelConfig, alone(head_dim=8, position=twice)))
     assert_close(forward_no_grad(model_under_test(flat), tokens), forward_no_grad(plain, tokens), "without coordinates")
 
 
@@ -137,7 +137,7 @@ def test_invalid_fields_raise(head_dim: int, fields: dict[str, Any], message: st
 
 
 def test_an_error_names_the_path() -> None:
-    config = decode(ModelConfig, design(layer(attention(3, head_dim=6, position={"kind": "axial_rope"}))))
+    config = parse_config(ModelConfig, design(layer(attention(3, head_dim=6, position={"kind": "axial_rope"}))))
     with pytest.raises(DesignError, match=r"^layers\[0\]\.mixer\.position\.rotary_dim: 6 dims of 6 cannot"):
         model_under_test(config)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import heddle
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.laws.harness import model_under_test, random_tokens
 from heddle.model.config import ModelConfig
@@ -31,7 +31,7 @@ IS_TOKEN = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 0, 1], [1, 0, 0, 0, 0]]) > 0
 
 def mixer_of(width: int = WIDTH, **fields: Any) -> Mixer:
     """A mixer with large random parameters, in float64."""
-    model = model_under_test(decode(ModelConfig, design(layer(cross(**fields)), width=width)))
+    model = model_under_test(parse_config(ModelConfig, design(layer(cross(**fields)), width=width)))
     mixer = model.mixers()[0]
     assert mixer is not None
     return mixer
@@ -143,7 +143,7 @@ STACK = design(
 @pytest.mark.parametrize("cache_length", [None, 9, 90])
 def test_the_state_is_the_projected_encoder_output(cache_length: int | None) -> None:
     _, keys, _ = random_inputs(WIDTH, ENCODER_WIDTH)
-    model = heddle.build(decode(ModelConfig, STACK), dtype=torch.float64)
+    model = heddle.build(parse_config(ModelConfig, STACK), dtype=torch.float64)
     encoder_output = EncoderOutput(keys.requires_grad_())
     state = model.init_state(3, cache_length, encoder_output)
     assert state.layer_bytes[1] == 3 * 2 * 5 * (5 + 7) * 8
@@ -161,7 +161,7 @@ def test_the_state_is_the_projected_encoder_output(cache_length: int | None) -> 
 )
 def test_rollback(design_: Data) -> None:
     """The projected encoder output stays. The position in the text is restored, although no earlier one is cached."""
-    model = model_under_test(decode(ModelConfig, design_))
+    model = model_under_test(parse_config(ModelConfig, design_))
     tokens, encoder_output = (
         random_tokens(model.config, 3, 9),
         EncoderOutput(random_inputs(WIDTH, ENCODER_WIDTH)[1], is_token=IS_TOKEN),
@@ -176,7 +176,7 @@ def test_rollback(design_: Data) -> None:
 
 
 def test_a_table_rolls_back_no_further_than_declared() -> None:
-    model = model_under_test(decode(ModelConfig, design(layer(cross(encoder_width=ENCODER_WIDTH)))))
+    model = model_under_test(parse_config(ModelConfig, design(layer(cross(encoder_width=ENCODER_WIDTH)))))
     encoder_output = EncoderOutput(random_inputs(WIDTH, ENCODER_WIDTH)[1])
     with torch.no_grad():
         _, state = model(random_tokens(model.config, 3, 9), None, model.init_state(3, None, encoder_output, rollback=2))
@@ -185,7 +185,7 @@ def test_a_table_rolls_back_no_further_than_declared() -> None:
 
 
 def test_an_encoder_output_of_another_dtype_is_cast() -> None:
-    model = heddle.build(decode(ModelConfig, STACK), dtype=torch.bfloat16)
+    model = heddle.build(parse_config(ModelConfig, STACK), dtype=torch.bfloat16)
     _, keys, _ = random_inputs(WIDTH, ENCODER_WIDTH)
     hidden, _ = model(random_tokens(model.config, 3, 4), Layout.causal(3, 4).with_encoder_output(EncoderOutput(keys)))
     assert hidden.dtype == torch.bfloat16
@@ -221,7 +221,7 @@ def test_refused_designs(overrides: list[str], message: str) -> None:
     ],
 )
 def test_refused_encoder_outputs(encoder_output: EncoderOutput | None, message: str) -> None:
-    model = heddle.build(decode(ModelConfig, STACK))
+    model = heddle.build(parse_config(ModelConfig, STACK))
     layout = Layout.causal(3, 4)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         model(

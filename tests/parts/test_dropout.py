@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.numerics.random import RandomKey, use_random_key
@@ -56,7 +56,7 @@ def test_each_step_draws_another_mask() -> None:
 
 def model_with(drop_path: float) -> Decoder:
     residual = {"kind": "pre_norm", "drop_path": drop_path}
-    return build(decode(ModelConfig, design(layer(attention(), repeat=5), residual=residual)))
+    return build(parse_config(ModelConfig, design(layer(attention(), repeat=5), residual=residual)))
 
 
 def test_every_dropout_has_its_own_site() -> None:

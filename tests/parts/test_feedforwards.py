@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from heddle.config import DesignError, decode
+from heddle.config import DesignError, parse_config
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import FeedforwardConfig
@@ -25,7 +25,7 @@ FORMULAS: dict[str, Callable[[float], float]] = {
 def test_clamped() -> None:
     """As in gpt-oss: gate and up are clamped above, up below too; 1 is added to up; the sigmoid is steeper."""
     data = {"kind": "gated", "hidden": 7, "activation": "swiglu_clamped", "limit": 0.5}
-    config = decode(FeedforwardConfig, data)  # type: ignore[type-abstract]
+    config = parse_config(FeedforwardConfig, data)  # type: ignore[type-abstract]
     context = BuildContext(5, RMSConfig())
     part = config.build(context).double()
     x = torch.randn(2, 3, 5, dtype=torch.float64)
@@ -53,7 +53,7 @@ def test_clamped() -> None:
 )
 def test_unused_limits_raise(data: dict[str, Any], message: str) -> None:
     with pytest.raises(DesignError, match=message):
-        decode(FeedforwardConfig, {"hidden": 4, **data})  # type: ignore[type-abstract]
+        parse_config(FeedforwardConfig, {"hidden": 4, **data})  # type: ignore[type-abstract]
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -61,7 +61,7 @@ def test_unused_limits_raise(data: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("name", FORMULAS)
 def test_formula(name: str, kind: str, bias: bool) -> None:
     data = {"kind": kind, "hidden": 7, "activation": name, "bias": bias}
-    config = decode(FeedforwardConfig, data)  # type: ignore[type-abstract]
+    config = parse_config(FeedforwardConfig, data)  # type: ignore[type-abstract]
     context = BuildContext(5, RMSConfig())
     part = config.build(context).double()
     x = torch.randn(2, 3, 5, dtype=torch.float64)

@@ -7,16 +7,16 @@ import torch
 from torch.nn import functional
 
 import heddle
-from heddle.config import DesignError, decode
+from heddle.config import DesignError, parse_config
 from heddle.laws.harness import forward_no_grad, forward_with_state, model_under_test, new_state, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.parts.context.layout import Layout
-from heddle.parts.mixers.gated_delta import Decay
+from heddle.parts.mixers.gated_delta import GatedDecay
 from tests.cases import case, delta, design
 
 
 def config_of(**fields: Any) -> ModelConfig:
-    return decode(ModelConfig, design(delta(**fields)))
+    return parse_config(ModelConfig, design(delta(**fields)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -50,7 +50,7 @@ def test_parameter_shapes() -> None:
 
 
 def test_decays_are_initialized_as_in_the_authors_code() -> None:
-    decay = Decay(2000)
+    decay = GatedDecay(2000)
     decay.init_weights(0.02, torch.Generator().manual_seed(0))
     rate, step = decay.rate.detach().exp(), functional.softplus(decay.bias.detach())
     assert 1.0 <= float(rate.min()) < 1.1 < 15.9 < float(rate.max()) <= 16.01

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import heddle
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.laws.harness import (
     forward_in_chunks,
@@ -140,5 +140,5 @@ def test_invalid_fields_are_named(name: str) -> None:
 
 def test_absent_fields_stay_absent() -> None:
     data = design(layer({"kind": "latent_attention", "heads": 2, "kv_rank": 8, "nope_dim": 6}))
-    mixer = decode(ModelConfig, data).dump()["layers"][0]["mixer"]
+    mixer = parse_config(ModelConfig, data).dump()["layers"][0]["mixer"]
     assert mixer == {"kind": "latent_attention", "heads": 2, "kv_rank": 8, "nope_dim": 6, "bias": False}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.config import DesignError, decode
+from heddle.config import DesignError, parse_config
 from heddle.errors import ConfigError
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
@@ -25,7 +25,7 @@ WIDTH = 10
 
 def build_moe(**fields: Any) -> MoE:
     data = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 6, **fields}
-    part = decode(FeedforwardConfig, data).build(BuildContext(WIDTH, RMSConfig())).double()  # type: ignore[type-abstract]
+    part = parse_config(FeedforwardConfig, data).build(BuildContext(WIDTH, RMSConfig())).double()  # type: ignore[type-abstract]
     assert isinstance(part, MoE)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():

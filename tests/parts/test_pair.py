@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.laws import run, shrink
 from heddle.laws.harness import (
@@ -31,7 +31,7 @@ WINDOWS = design(layer(pair(attention(3, window=2), attention(kv_heads=2, window
 
 
 def test_output_is_the_sum_of_both_mixers() -> None:
-    mixer = model_under_test(decode(ModelConfig, WINDOWS)).mixers()[0]
+    mixer = model_under_test(parse_config(ModelConfig, WINDOWS)).mixers()[0]
     assert mixer is not None
     x, layout = torch.randn(2, 9, 24, dtype=torch.float64), Layout.causal(2, 9)
     parts = [getattr(mixer, name)(x, layout)[0] for name in ("first", "second")]
@@ -40,8 +40,8 @@ def test_output_is_the_sum_of_both_mixers() -> None:
 
 def test_a_second_mixer_with_zero_output_changes_nothing() -> None:
     paired, single = (
-        model_under_test(decode(ModelConfig, WINDOWS)),
-        model_under_test(decode(ModelConfig, design(layer(attention(3, window=2))))),
+        model_under_test(parse_config(ModelConfig, WINDOWS)),
+        model_under_test(parse_config(ModelConfig, design(layer(attention(3, window=2))))),
     )
     weights = {name.replace("mixer.first.", "mixer."): value for name, value in paired.state_dict().items()}
     single.load_state_dict({name: weights[name] for name in single.state_dict()})
@@ -54,7 +54,7 @@ def test_a_second_mixer_with_zero_output_changes_nothing() -> None:
 
 
 def test_its_state_holds_both_states_and_rolls_back() -> None:
-    model = model_under_test(decode(ModelConfig, WINDOWS))
+    model = model_under_test(parse_config(ModelConfig, WINDOWS))
     tokens = random_tokens(model.config, 2, 12)
     whole = forward_no_grad(model, tokens)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_its_state_holds_both_states_and_rolls_back() -> None:
 
 
 def test_the_larger_window_counts() -> None:
-    model = model_under_test(decode(ModelConfig, WINDOWS))
+    model = model_under_test(parse_config(ModelConfig, WINDOWS))
     assert (model.lookback, [mixer.window for mixer in model.mixers() if mixer is not None]) == (5, [5])
     assert model_under_test(load_config(WINDOWS, ["layers.0.mixer.first.window=null"])).lookback is None
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.laws.harness import forward_no_grad, forward_with_state, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
@@ -11,7 +11,7 @@ from heddle.parts.context.layout import Layout
 from heddle.parts.positions import rope
 from tests.cases import CASES, alone, attention, design, layer
 
-LEARNED = decode(
+LEARNED = parse_config(
     ModelConfig, design(layer(attention(position=None)), embedding={"position": {"kind": "learned", "length": 8}})
 )
 BEYOND = (
@@ -57,10 +57,10 @@ def test_one_rotary_table_serves_queries_and_keys_of_all_layers(monkeypatch: pyt
         return make(positions, inv_freq, dtype, attention_factor)
 
     monkeypatch.setattr(rope, "rotary_table", counted)
-    config = decode(ModelConfig, alone(kv_heads=2))
+    config = parse_config(ModelConfig, alone(kv_heads=2))
     forward_no_grad(model_under_test(config), random_tokens(config, 2, 5))
     assert len(calls) == 1
-    mixed = decode(ModelConfig, CASES["rope-mixed"])
+    mixed = parse_config(ModelConfig, CASES["rope-mixed"])
     forward_no_grad(model_under_test(mixed), random_tokens(mixed, 2, 5))
     assert len(calls) == 3
 
@@ -88,7 +88,7 @@ def test_three_local_layers_to_a_global_one_each_with_its_own_base_are_plain_loo
     local = attention(position={"kind": "rope", "base": 100.0}, window=4, kv_heads=2)
     wide = attention(position={"kind": "rope", "base": 1000000.0}, kv_heads=2)
     entries = [layer(local, None, repeat=3), layer(wide, None), layer(local, None, repeat=3)]
-    model = model_under_test(decode(ModelConfig, design(*entries, layer(attention(position=None, kv_heads=2), None))))
+    model = model_under_test(parse_config(ModelConfig, design(*entries, layer(attention(position=None, kv_heads=2), None))))
     tokens = random_tokens(model.config, 1, 11)
     x = model.embed.weight[tokens[0]]
     with torch.no_grad():

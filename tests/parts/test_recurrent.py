@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import heddle
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.laws import LAWS
 from heddle.laws.harness import forward_in_chunks, forward_no_grad, model_under_test, new_state, random_tokens
@@ -21,7 +21,7 @@ from tests.cases import LINEAR, RETENTION, ROPE, case, design, layer
 
 
 def model_of(mixer: dict[str, Any], **fields: Any) -> Decoder:
-    return model_under_test(decode(ModelConfig, design(layer({**mixer, **fields}))))
+    return model_under_test(parse_config(ModelConfig, design(layer({**mixer, **fields}))))
 
 
 def mixer_of(model: Decoder) -> Mixer:
@@ -191,7 +191,7 @@ def test_long_texts_of_opposite_or_huge_tokens_stay_finite(mixer: dict[str, Any]
     ],
 )
 def test_a_state_has_one_size_in_at_least_float32(mixer: dict[str, Any], elements: int) -> None:
-    config = decode(ModelConfig, design(layer(mixer)))
+    config = parse_config(ModelConfig, design(layer(mixer)))
     for dtype in (torch.float32, torch.bfloat16):
         for context in (16, 100_000):
             sizes = heddle.size(config, context_length=context, batch=2, dtype=dtype)
@@ -255,7 +255,7 @@ def test_retention_refuses(decay: Any, message: str) -> None:
 
 
 def test_learned_decays_start_near_the_fixed_ones() -> None:
-    config = decode(ModelConfig, design(layer({**RETENTION, "decay": "learned"})))
+    config = parse_config(ModelConfig, design(layer({**RETENTION, "decay": "learned"})))
     weight = heddle.build(config).get_parameter("layers.0.mixer.decay.weight")
     want = torch.tensor([math.log(2.0 ** (5 + h) - 1) for h in range(3)])
     torch.testing.assert_close(weight.detach(), want, rtol=0, atol=0.1)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import heddle
-from heddle.config import decode, kinds
+from heddle.config import parse_config, kinds
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.parts.context.build import ResidualContext
@@ -25,7 +25,7 @@ Function = Callable[[Array], Array]
 
 WIDTH, DEPTH = 6, 3
 NAMES = ("mixer", "feedforward")
-NORM = decode(NormConfig, {"kind": "layer", "bias": False})  # type: ignore[type-abstract]
+NORM = parse_config(NormConfig, {"kind": "layer", "bias": False})  # type: ignore[type-abstract]
 KINDS: dict[str, dict[str, Any]] = {
     "pre_norm": {},
     "post_norm": {},
@@ -43,7 +43,7 @@ def test_every_kind_is_tested() -> None:
 
 
 def config(name: str, **fields: Any) -> ResidualConfig:
-    return decode(ResidualConfig, {"kind": name} | KINDS[name] | fields)  # type: ignore[type-abstract]
+    return parse_config(ResidualConfig, {"kind": name} | KINDS[name] | fields)  # type: ignore[type-abstract]
 
 
 class Stack(torch.nn.Module):
@@ -274,7 +274,7 @@ def test_hyper_connections_start_as_pre_norm() -> None:
     tokens = torch.arange(30).view(3, 10)
     hidden = []
     for residual in ({"kind": "pre_norm"}, {"kind": "hyper_connections", "streams": 5}):
-        model = heddle.build(decode(ModelConfig, data | {"residual": residual}), dtype=torch.float64, seed=2)
+        model = heddle.build(parse_config(ModelConfig, data | {"residual": residual}), dtype=torch.float64, seed=2)
         hidden.append(model(tokens)[0].detach())
     torch.testing.assert_close(hidden[1], hidden[0], rtol=0, atol=1e-12)
 
@@ -282,7 +282,7 @@ def test_hyper_connections_start_as_pre_norm() -> None:
 def sum_of_branches(kind: str, depth: int, scaled: bool) -> float:
     """The root mean square of what all layers of a new model add to the stream (for ResiDual, the dual stream)."""
     data = design(layer(attention(), repeat=depth), residual={"kind": kind})
-    model = heddle.build(decode(ModelConfig, data | {"initialization": {"std": 0.1, "depth_scaled": scaled}}))
+    model = heddle.build(parse_config(ModelConfig, data | {"initialization": {"std": 0.1, "depth_scaled": scaled}}))
     layout = heddle.Layout.causal(2, 30)
     initial = stream = model.config.residual.expand(model.embed(torch.arange(60).view(2, 30), layout))
     for block in model.layers:
@@ -301,7 +301,7 @@ def test_a_deep_stack_starts_as_a_shallow_one(kind: str) -> None:
 def test_a_training_step_makes_the_streams_differ() -> None:
     """The gradient of α is not zero at initialization, so that the streams do not stay equal."""
     residual = {"kind": "hyper_connections", "streams": 3}
-    model = heddle.build(decode(ModelConfig, design(layer(attention(), repeat=2), residual=residual)), seed=2)
+    model = heddle.build(parse_config(ModelConfig, design(layer(attention(), repeat=2), residual=residual)), seed=2)
     tokens = torch.arange(30).view(3, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for _ in range(2):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.parts.context.layout import Layout
 from heddle.parts.positions.rope import Rope, RopeConfig
@@ -36,7 +36,7 @@ YARNS: dict[str, tuple[int, float, dict[str, Any]]] = {
 
 
 def rope(dim: int, base: float, fields: dict[str, Any]) -> Rope:
-    return decode(RopeConfig, {"base": base, "scaling": {"kind": "yarn", **fields}}).build(dim)
+    return parse_config(RopeConfig, {"base": base, "scaling": {"kind": "yarn", **fields}}).build(dim)
 
 
 @pytest.mark.parametrize("name", YARNS)
@@ -99,7 +99,7 @@ GOOD = {"kind": "yarn", "factor": 4.0, "original_length": 64}
 )
 def test_contradicting_fields_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        decode(RopeConfig, {"scaling": GOOD | fields})
+        parse_config(RopeConfig, {"scaling": GOOD | fields})
     assert str(error.value).startswith(message)
 
 
@@ -115,7 +115,7 @@ def test_contradicting_fields_are_refused(fields: dict[str, Any], message: str) 
 )
 def test_a_rotation_that_cannot_be_scaled_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        decode(RopeConfig, {"scaling": GOOD, **fields})
+        parse_config(RopeConfig, {"scaling": GOOD, **fields})
     assert str(error.value).startswith(message)
 
 

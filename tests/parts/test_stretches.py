@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import heddle
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.laws.harness import assert_close, forward_no_grad, forward_with_state, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
@@ -22,7 +22,7 @@ def rope(kind: str, sizes: tuple[int, float], fields: dict[str, Any], dim: int |
     """A rotation of heads of (width, base)."""
     scaling = {"kind": kind, **fields}
     rotary_dim = {} if dim is None else {"rotary_dim": dim}
-    return decode(RopeConfig, {"base": sizes[1], "scaling": scaling, **rotary_dim}).build(sizes[0])
+    return parse_config(RopeConfig, {"base": sizes[1], "scaling": scaling, **rotary_dim}).build(sizes[0])
 
 
 SIZES = [(64, 10000.0), (128, 500000.0), (96, 1000000.0), (8, 100.0)]
@@ -99,7 +99,7 @@ LENGTHS = {"longrope": LONG, "dynamic ntk": DYNAMIC}
 
 
 def with_scaling(scaling: dict[str, Any], **fields: Any) -> ModelConfig:
-    return decode(ModelConfig, alone(kv_heads=2, position={"kind": "rope", "base": 30.0, "scaling": scaling}, **fields))
+    return parse_config(ModelConfig, alone(kv_heads=2, position={"kind": "rope", "base": 30.0, "scaling": scaling}, **fields))
 
 
 @pytest.mark.parametrize("length", [11, 12, 13, 40])
@@ -253,13 +253,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_invalid_fields_raise(name: str) -> None:
     scaling, message = REFUSED[name]
     with pytest.raises(ConfigError) as error:
-        decode(RopeConfig, {"scaling": scaling}).build(6)
+        parse_config(RopeConfig, {"scaling": scaling}).build(6)
     assert str(error.value) == message
 
 
 def test_ntk_refuses_a_single_pair() -> None:
     with pytest.raises(ConfigError, match=r"^scaling: ntk leaves a single pair unchanged; rotate more dims"):
-        decode(RopeConfig, {"scaling": {"kind": "ntk", "factor": 2.0}}).build(2)
+        parse_config(RopeConfig, {"scaling": {"kind": "ntk", "factor": 2.0}}).build(2)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e308])

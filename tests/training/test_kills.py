@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from heddle.cli.main import run
+from heddle.cli.main import run_command
 from heddle.storage.checkpoints import checkpoint_steps as steps_saved
 from tests import small
 from tools.kill_test import done, ending, finish, killed, moments, start, undisturbed
@@ -60,7 +60,7 @@ def test_signals_are_answered_with_a_save(
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         wait_for(tmp_path, at)
         os.kill(process.pid, signal.SIGSTOP)
-        assert run(command[3:]) == 2  # a second trainer
+        assert run_command(command[3:]) == 2  # a second trainer
         assert f"is in use by process {process.pid}; wait until it has ended" in capsys.readouterr().err
         os.kill(process.pid, number)
         os.kill(process.pid, signal.SIGCONT)

@@ -65,10 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character the terminal cannot show is no error
             stream.reconfigure(errors="backslashreplace")
-    sys.exit(run(sys.argv[1:] if arguments is None else list(arguments)))
+    sys.exit(run_command(sys.argv[1:] if arguments is None else list(arguments)))
 
 
-def run(arguments: list[str]) -> int:
+def run_command(arguments: list[str]) -> int:
     """Run a command line; returns its exit code."""
     try:
         result = app(arguments or ["--help"], prog_name="heddle", standalone_mode=False)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from heddle.config import DesignError, decode
+from heddle.config import DesignError, parse_config
 from heddle.errors import ConfigError, HeddleError
 from heddle.exchange.config_reader import ConfigReader, short_repr
 from heddle.exchange.family import Family, families
@@ -95,7 +95,7 @@ def design_from_config(config: dict[str, Any], family: Family, source: str = "co
         ) from error
     reader.check_all_read()
     try:
-        return decode(ModelConfig, DEFAULTS | data)
+        return parse_config(ModelConfig, DEFAULTS | data)
     except DesignError as error:
         raise DesignError(error.path, f"{error.reason} (as {source} makes it)") from error
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.family import Family, family_of
@@ -51,7 +51,7 @@ def original_design(config: Mapping[str, Any], family: Family, source: str) -> M
     design = design_from_config(dict(config), family, source)
     heddle_fields = config.get("heddle")
     if isinstance(heddle_fields, dict) and isinstance(heddle_fields.get("design"), dict):
-        stored = decode(ModelConfig, heddle_fields["design"])
+        stored = parse_config(ModelConfig, heddle_fields["design"])
         if not differences(stored, design):
             return stored
         print_status(f"warning: {source}: was changed after the export, so the design stored in it is not used")

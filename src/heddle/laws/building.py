@@ -6,7 +6,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.laws.harness import (
     ENCODER_LENGTH,
     LawViolation,
@@ -82,7 +82,7 @@ def config_round_trip(config: ModelConfig) -> None:
         ("JSON", json.loads(json.dumps(plain))),
         ("YAML", parse_yaml(yaml.safe_dump(plain), "the design")),
     ):
-        again = decode(ModelConfig, data)
+        again = parse_config(ModelConfig, data)
         if again != config:
             raise LawViolation(f"{name}: reads back as {again.dump()} instead of {plain}")
 

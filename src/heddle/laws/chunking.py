@@ -126,7 +126,9 @@ def state_errors(config: ModelConfig) -> None:
     tokens = random_tokens(config, 2, 6)
     _, state = forward_in_chunks(model, tokens, [6], cache_length=6)
     assert_refused(
-        lambda: forward_with_state(model, fork(state), tokens[:, :1]), "capacity 6", "a full state took another token"
+        lambda: forward_with_state(model, fork(state), tokens[:, :1]),
+        "cache_length 6",
+        "a full state took another token",
     )
     first = new_state(model, 2, 6)
     forward_with_state(model, first, tokens)
@@ -148,7 +150,7 @@ def state_errors(config: ModelConfig) -> None:
     if model.length_dependent:
         assert_refused(
             lambda: model.init_state(2, None, encoder_output_for(model, 2)),
-            "capacity",
+            "cache_length",
             "a state without a cache_length was made",
         )
     if state.bytes != new_state(model, 2, 6).bytes:

@@ -3,7 +3,7 @@
 from math import lcm
 from typing import Any
 
-from heddle.config import decode, kinds
+from heddle.config import kinds, parse_config
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
@@ -27,7 +27,7 @@ def shrink(config: ModelConfig) -> ModelConfig:
     """
     for sizes in (True, False):
         try:
-            small = decode(ModelConfig, _shrunk(config, sizes))
+            small = parse_config(ModelConfig, _shrunk(config, sizes))
             build(small, device="meta")
         except ConfigError:
             continue

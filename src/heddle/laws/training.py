@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.laws.harness import (
     Gradients,
     LawViolation,
@@ -31,7 +31,7 @@ DATA_DEPENDENT = {"capacity_factor"}  # whether it drops any token depends on th
 
 def dropout_off_in_eval(config: ModelConfig) -> None:
     """In eval mode nothing is dropped: the output has the bits of the design without dropout."""
-    plain = decode(ModelConfig, _without(config.dump(), DROPOUT_FIELDS | DATA_DEPENDENT))
+    plain = parse_config(ModelConfig, _without(config.dump(), DROPOUT_FIELDS | DATA_DEPENDENT))
     tokens = random_tokens(config, 2, 8)
     model, without = model_under_test(config), model_under_test(plain)
     assert_bitwise_equal(
@@ -40,7 +40,7 @@ def dropout_off_in_eval(config: ModelConfig) -> None:
     model.train()
     with use_random_key(RandomKey(1, 1, torch.arange(2))):
         changed = not torch.equal(forward_no_grad(model, tokens), forward_no_grad(without, tokens))
-    declared = decode(ModelConfig, _without(config.dump(), DROPOUT_FIELDS)) != config
+    declared = parse_config(ModelConfig, _without(config.dump(), DROPOUT_FIELDS)) != config
     if changed != declared and (declared or config == plain):
         raise LawViolation(f"in training, something was {'' if changed else 'not '}dropped, against the declared rates")
 

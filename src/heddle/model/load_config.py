@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from heddle.config import Config, DesignError, decode, field_class, fields_of
+from heddle.config import Config, DesignError, field_class, fields_of, parse_config
 from heddle.errors import ConfigError
 from heddle.model.config import MAX_LAYERS, ModelConfig
 from heddle.model.presets import preset
@@ -116,7 +116,7 @@ def load_config(source: str | Path | dict[str, Any], overrides: Sequence[str] = 
         for override in overrides:
             apply_override(data, override)
         _check_entries(data)
-        config = decode(ModelConfig, _with_defaults(data))
+        config = parse_config(ModelConfig, _with_defaults(data))
     except RecursionError:
         raise ConfigError("layers: nest too deeply to be read; write fewer levels, with repeat") from None
     _try_build(config)

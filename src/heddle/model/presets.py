@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from heddle.errors import ConfigError, choices_hint
 
 
-class Size(NamedTuple):
+class PresetSize(NamedTuple):
     """The sizes that all kinds of a preset share."""
 
     width: int
@@ -27,9 +27,9 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "tiny": Size(width=128, depth=6, heads=4, kv_heads=2, hidden=352, vocab_size=None, window=64, kv_rank=56),
-    "small": Size(width=384, depth=6, heads=6, kv_heads=2, hidden=1024, vocab_size=8192, window=128, kv_rank=176),
-    "medium": Size(width=768, depth=12, heads=12, kv_heads=4, hidden=2048, vocab_size=32000, window=256, kv_rank=368),
+    "tiny": PresetSize(width=128, depth=6, heads=4, kv_heads=2, hidden=352, vocab_size=None, window=64, kv_rank=56),
+    "small": PresetSize(width=384, depth=6, heads=6, kv_heads=2, hidden=1024, vocab_size=8192, window=128, kv_rank=176),
+    "medium": PresetSize(width=768, depth=12, heads=12, kv_heads=4, hidden=2048, vocab_size=32000, window=256, kv_rank=368),
 }
 
 KINDS = {
@@ -68,7 +68,7 @@ def preset(name: str) -> dict[str, Any]:
     }
 
 
-def _layers(kind: str, size: Size) -> list[dict[str, Any]]:
+def _layers(kind: str, size: PresetSize) -> list[dict[str, Any]]:
     full = _layer(kind if kind in ("mha", "mqa") else "gqa", size)
     if kind == "local_global":
         local = {**full, "mixer": {**full["mixer"], "window": size.window}}
@@ -82,7 +82,7 @@ def _layers(kind: str, size: Size) -> list[dict[str, Any]]:
     return [{"repeat": size.depth, **_layer(kind, size)}]
 
 
-def _layer(kind: str, size: Size) -> dict[str, Any]:
+def _layer(kind: str, size: PresetSize) -> dict[str, Any]:
     heads, head_dim, rope = size.heads, size.width // size.heads, {"kind": "rope"}
     groups = {"mha": heads, "gqa": size.kv_heads, "mqa": 1}
     mixers: dict[str, dict[str, Any]] = {
@@ -108,7 +108,7 @@ def _layer(kind: str, size: Size) -> dict[str, Any]:
     return {"mixer": {"heads": heads, **mixers[kind]}, "feedforward": {"kind": "gated", "hidden": size.hidden}}
 
 
-def _experts(size: Size) -> dict[str, Any]:
+def _experts(size: PresetSize) -> dict[str, Any]:
     """Each token uses three experts, each a third as wide as the dense feed-forward, in multiples of 8."""
     return {
         "kind": "moe",

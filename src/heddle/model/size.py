@@ -270,7 +270,7 @@ def _inactive_parameters(module: nn.Module) -> int:
 
 
 def describe(data: dict[str, object]) -> str:
-    """Return a part as a short phrase: `attention heads=4 kv_heads=2 position=rope`. Fields that are off are omitted."""
+    """Return a part as a short phrase: `attention heads=4 kv_heads=2 position=rope`. Omits fields that are off."""
     words = [str(data["kind"])]
     for name, value in data.items():
         if name == "kind" or value is False or value == 0.0:

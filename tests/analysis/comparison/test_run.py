@@ -12,7 +12,7 @@ import pytest
 
 from heddle.analysis.comparison import probes, tasks
 from heddle.analysis.comparison.worker import perform_task
-from heddle.cli.main import run
+from heddle.cli.main import run_command
 from heddle.storage.atomic import write_file
 from heddle.storage.run_log import read_log
 from heddle.training import loop
@@ -112,7 +112,7 @@ def without_timing(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_whole_comparison(folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(command(folder, tmp_path)) == 0
+    assert run_command(command(folder, tmp_path)) == 0
     out, err = capsys.readouterr()
     report = read_report(tmp_path)
     assert workers.ran == [
@@ -179,7 +179,7 @@ def test_experts_are_reported_and_settings_reach_every_run(folder: Path, tmp_pat
     sparse["layers"][0]["feedforward"] = small.MOE | {"experts": 2}
     small.design_file(folder / "sparse.yaml", sparse)
     how = ["--optimizer", "muon", "--schedule", "linear", "--warmup", "3", "--lr-scale", "layers.*.mixer=0.5"]
-    assert run(command(folder, tmp_path, *how, "--lr-scale", "embed=0", designs=("full", "sparse"))) == 0
+    assert run_command(command(folder, tmp_path, *how, "--lr-scale", "embed=0", designs=("full", "sparse"))) == 0
     full, mixed = read_report(tmp_path)["designs"]
     assert [training_run["experts"] for training_run in full["runs"]] == [None, None]
     for training_run in mixed["runs"]:
@@ -198,7 +198,7 @@ def test_experts_are_reported_and_settings_reach_every_run(folder: Path, tmp_pat
 
 
 def test_a_design_against_itself(folder: Path, tmp_path: Path, workers: Workers) -> None:
-    assert run(command(folder, tmp_path, designs=("full", "full"))) == 0
+    assert run_command(command(folder, tmp_path, designs=("full", "full"))) == 0
     report = read_report(tmp_path)
     assert [design["name"] for design in report["designs"]] == ["full", "full#2"]
     difference = report["differences"][0]
@@ -216,7 +216,7 @@ def test_a_design_against_itself(folder: Path, tmp_path: Path, workers: Workers)
 
 def test_designs_read_the_same_text_in_the_same_order(folder: Path, tmp_path: Path, workers: Workers) -> None:
     """Bytes read so far follow from loss and bits per byte: equal for every design at every step."""
-    assert run(command(folder, tmp_path)) == 0
+    assert run_command(command(folder, tmp_path)) == 0
     read = [
         [line["loss"] / line["bits_per_byte"] for line in read_log(tmp_path / "runs" / f"{name}-seed0")]
         for name in ("full", "my local")
@@ -228,20 +228,20 @@ def test_designs_read_the_same_text_in_the_same_order(folder: Path, tmp_path: Pa
 def test_an_interrupted_comparison_goes_on_and_repeats_nothing(
     folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(command(folder, tmp_path / "whole")) == 0
+    assert run_command(command(folder, tmp_path / "whole")) == 0
     everything = list(workers.ran)
     for number in (1, 4):
         out = tmp_path / str(number)
         workers.ran, workers.interrupts = [], {everything[number]}
-        assert run(command(folder, out)) == 143
+        assert run_command(command(folder, out)) == 143
         assert workers.ran == everything[:number]
         assert not (out / "report.json").exists()
         workers.ran, workers.interrupts = [], set()
-        assert run(command(folder, out)) == 0
+        assert run_command(command(folder, out)) == 0
         assert workers.ran == everything[number:]
         assert without_timing(read_report(out)) == without_timing(read_report(tmp_path / "whole"))
     workers.ran, workers.interrupts = [], set()
-    assert run(command(folder, tmp_path / "whole")) == 0
+    assert run_command(command(folder, tmp_path / "whole")) == 0
     assert workers.ran == []
 
 
@@ -250,7 +250,7 @@ def test_a_killed_worker_is_reported_and_tried_again(
 ) -> None:
     workers.kills = {"full-seed1", "my local-speed"}
     without_quiet = [word for word in command(folder, tmp_path) if word != "--quiet"]
-    assert run(without_quiet) == 0
+    assert run_command(without_quiet) == 0
     err = capsys.readouterr().err
     assert "warning: full, seed 1: was ended by SIGKILL, perhaps because memory ran out" in err
     assert "warning: my local, measuring prefill and decode: was ended by SIGKILL" in err
@@ -262,7 +262,7 @@ def test_a_killed_worker_is_reported_and_tried_again(
     assert report["differences"][0]["pairs"] == 1
     assert local["decode"] == []
     workers.kills, workers.ran = set(), []
-    assert run(command(folder, tmp_path)) == 0
+    assert run_command(command(folder, tmp_path)) == 0
     assert workers.ran == ["full-seed1", "my local-speed"]
     again = read_report(tmp_path)
     assert again["differences"][0]["pairs"] == 2
@@ -273,14 +273,14 @@ def test_a_diverged_run_is_reported_and_saved(
     folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workers.diverges = {"my local-seed0", "my local-seed1"}
-    assert run(command(folder, tmp_path)) == 0
+    assert run_command(command(folder, tmp_path)) == 0
     report = read_report(tmp_path)
     assert [training_run["status"] for training_run in report["designs"][1]["runs"]] == ["diverged", "diverged"]
     assert report["differences"][0]["mean"] is None
     assert report["designs"][1]["bits_per_byte"]["mean"] is None
     assert "my local" in capsys.readouterr().out
     workers.ran = []
-    assert run(command(folder, tmp_path)) == 0
+    assert run_command(command(folder, tmp_path)) == 0
     assert workers.ran == []
 
 
@@ -290,7 +290,7 @@ def test_what_would_stop_every_worker_stops_the_comparison(
     too_long = small.design(embedding={"position": {"kind": "learned", "length": 8}})
     too_long["layers"][0]["mixer"]["position"] = None
     small.design_file(folder / "short.yaml", too_long)
-    assert run(command(folder, tmp_path, designs=("full", "short"))) == 2
+    assert run_command(command(folder, tmp_path, designs=("full", "short"))) == 2
     err = capsys.readouterr().err
     assert err.startswith("heddle: short, seed 0: ")
     assert "8" in err
@@ -314,9 +314,9 @@ def test_a_changed_plan_is_refused_by_name(
     more: tuple[str, ...], says: str, folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workers.interrupts = {"full-seed0"}
-    assert run(command(folder, tmp_path)) == 143
+    assert run_command(command(folder, tmp_path)) == 143
     capsys.readouterr()
-    assert run(command(folder, tmp_path, *more)) == 2
+    assert run_command(command(folder, tmp_path, *more)) == 2
     assert f"holds another comparison: {says}; use the same, or another folder" in capsys.readouterr().err
 
 
@@ -326,17 +326,17 @@ def test_changed_text_is_refused(
     shutil.copytree(folder / "text", tmp_path / "text")
     asked = [word.replace(f"{folder}/text", f"{tmp_path}/text") for word in command(folder, tmp_path / "out")]
     workers.interrupts = {"my local-seed0"}
-    assert run(asked) == 143
+    assert run_command(asked) == 143
     (tmp_path / "text" / "more.txt").write_text("糸" * 3000)
     workers.interrupts = set()
     capsys.readouterr()
-    assert run(asked) == 2
+    assert run_command(asked) == 2
     assert "holds another comparison: data.hash was" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("budget", "value"), [("--flops", "4e8"), ("--seconds", "0.2")])
 def test_other_budgets(budget: str, value: str, folder: Path, tmp_path: Path, workers: Workers) -> None:
-    assert run(command(folder, tmp_path, budget, value, "--seeds", "1")) == 0
+    assert run_command(command(folder, tmp_path, budget, value, "--seeds", "1")) == 0
     report = read_report(tmp_path)
     assert report["budget"]["kind"] == budget.removeprefix("--")
     trained = [design["runs"][0]["train_tokens"] for design in report["designs"]]
@@ -353,7 +353,7 @@ def test_timing_that_fails_ends_the_comparison_with_a_sentence(
     folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workers.kills = {"full-calibrate"}
-    assert run(command(folder, tmp_path, "--seconds", "0.2")) == 1
+    assert run_command(command(folder, tmp_path, "--seconds", "0.2")) == 1
     assert "full, timing a step: was ended by SIGKILL" in capsys.readouterr().err
 
 
@@ -368,10 +368,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_recall_is_measured_for_every_design_and_saved(folder: Path, tmp_path: Path, workers: Workers) -> None:
     asked = command(folder, tmp_path, "--seeds", "1", "--recall", "mqar")
     workers.interrupts = {"my local-recall-mqar"}
-    assert run(asked) == 143
+    assert run_command(asked) == 143
     assert workers.ran[-1] == "full-recall-mqar"
     workers.ran, workers.interrupts, workers.kills = [], set(), {"my local-recall-mqar"}
-    assert run(asked) == 0
+    assert run_command(asked) == 0
     assert workers.ran == ["my local-recall-mqar"]
     report = read_report(tmp_path)
     assert list(report["recall"]) == ["mqar"]
@@ -381,7 +381,7 @@ def test_recall_is_measured_for_every_design_and_saved(folder: Path, tmp_path: P
     assert [tokens for tokens, _ in full["curve"]] == [72, 144]
     assert (local["status"], local["accuracy"]) == ("failed", None)
     workers.ran, workers.kills = [], set()
-    assert run(asked) == 0
+    assert run_command(asked) == 0
     assert workers.ran == ["my local-recall-mqar"]
     again = read_report(tmp_path)
     assert again["designs"][1]["recall"]["mqar"]["accuracy"] is not None
@@ -390,11 +390,11 @@ def test_recall_is_measured_for_every_design_and_saved(folder: Path, tmp_path: P
 
 @pytest.mark.usefixtures("quick")
 def test_all_probes_and_none(folder: Path, tmp_path: Path, workers: Workers) -> None:
-    assert run(command(folder, tmp_path / "all", "--seeds", "1", "--recall", "all", designs=("full",))) == 0
+    assert run_command(command(folder, tmp_path / "all", "--seeds", "1", "--recall", "all", designs=("full",))) == 0
     report = read_report(tmp_path / "all")
     assert list(report["recall"]) == list(report["designs"][0]["recall"]) == list(probes.RECALL_PROBES)
     assert all(result["status"] == "done" for result in report["designs"][0]["recall"].values())
-    assert run(command(folder, tmp_path / "none", "--seeds", "1", designs=("full",))) == 0
+    assert run_command(command(folder, tmp_path / "none", "--seeds", "1", designs=("full",))) == 0
     report = read_report(tmp_path / "none")
     assert (report["recall"], report["designs"][0]["recall"]) == ({}, {})
 
@@ -407,7 +407,7 @@ def test_a_design_too_short_for_a_probe_stops_nothing(
     short["layers"][0]["mixer"]["position"] = None
     small.design_file(folder / "thirty-two.yaml", short)
     asked = command(folder, tmp_path, "--seeds", "1", "--recall", "mqar", designs=("full", "thirty-two"))
-    assert run([word for word in asked if word != "--quiet"]) == 0
+    assert run_command([word for word in asked if word != "--quiet"]) == 0
     assert "warning: thirty-two, recall mqar: " in capsys.readouterr().err
     assert [design["recall"]["mqar"]["status"] for design in read_report(tmp_path)["designs"]] == ["done", "failed"]
 
@@ -418,33 +418,33 @@ def test_longer_texts_can_be_refused_shorter_or_off(
     table = small.design(embedding={"position": {"kind": "learned", "length": 64}})
     table["layers"][0]["mixer"]["position"] = None
     small.design_file(folder / "sixty-four.yaml", table)
-    assert run(command(folder, tmp_path / "a", "--seeds", "1", designs=("sixty-four",))) == 0
+    assert run_command(command(folder, tmp_path / "a", "--seeds", "1", designs=("sixty-four",))) == 0
     [training_run] = read_report(tmp_path / "a")["designs"][0]["runs"]
     assert [result["status"] for result in training_run["extrapolation"]] == ["done", "done", "refused", "refused"]
     assert "position 127 is beyond the 64 learned positions" in training_run["extrapolation"][2]["message"]
-    assert run(command(folder, tmp_path / "b", "--seeds", "1", "--extrapolate", "1024", designs=("full",))) == 0
+    assert run_command(command(folder, tmp_path / "b", "--seeds", "1", "--extrapolate", "1024", designs=("full",))) == 0
     asked = read_report(tmp_path / "b")["extrapolation"]
     assert asked["multiples"][-1] < 1024
     assert f"so {asked['multiples'][-1]} times the context is the largest" in asked["note"]
-    assert run(command(folder, tmp_path / "c", "--seeds", "1", "--extrapolate", "1", designs=("full",))) == 0
+    assert run_command(command(folder, tmp_path / "c", "--seeds", "1", "--extrapolate", "1", designs=("full",))) == 0
     off = read_report(tmp_path / "c")
     assert (off["extrapolation"]["multiples"], off["extrapolation"]["note"]) == ([], None)
     assert off["designs"][0]["extrapolation"] == off["designs"][0]["runs"][0]["extrapolation"] == []
-    assert run(command(folder, tmp_path / "c", "--seeds", "1", designs=("full",))) == 2
+    assert run_command(command(folder, tmp_path / "c", "--seeds", "1", designs=("full",))) == 2
     assert "max_length_multiple was 1, now it is 8" in capsys.readouterr().err
     for wrong in ("0", "6", "-2"):
-        assert run(command(folder, tmp_path / "d", "--extrapolate", wrong)) == 2
-        assert f"--extrapolate {wrong}: must be a power of two; 1 reads nothing longer" in capsys.readouterr().err
+        assert run_command(command(folder, tmp_path / "d", "--extrapolate", wrong)) == 2
+        assert f"--extrapolate {wrong}: must be a power of two; 1 tests no longer text" in capsys.readouterr().err
 
 
 def test_another_choice_of_probes_is_another_comparison(
     folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workers.interrupts = {"full-seed0"}
-    assert run(command(folder, tmp_path)) == 143
-    assert run(command(folder, tmp_path, "--recall", "mqar")) == 2
+    assert run_command(command(folder, tmp_path)) == 143
+    assert run_command(command(folder, tmp_path, "--recall", "mqar")) == 2
     assert "recall_probes was [], now it is" in capsys.readouterr().err
-    assert run(command(folder, tmp_path, "--recall", "mqra")) == 2
+    assert run_command(command(folder, tmp_path, "--recall", "mqra")) == 2
     message = "heddle: recall mqra: unknown choice; did you mean 'mqar'? choices: mqar, all, none\n"
     assert capsys.readouterr().err == message
 
@@ -457,9 +457,9 @@ def test_variants_of_one_design(
 ) -> None:
     asked = command(folder, tmp_path, *VARIED, designs=("full",))
     workers.interrupts = {"kv_heads=2 rms-seed0"}
-    assert run(asked) == 143
+    assert run_command(asked) == 143
     workers.ran, workers.interrupts = [], set()
-    assert run(asked) == 0
+    assert run_command(asked) == 0
     names = ["kv_heads=1 layer", "kv_heads=1 rms", "kv_heads=2 layer", "kv_heads=2 rms"]
     assert workers.ran[0] == "kv_heads=2 rms-seed0"
     report = read_report(tmp_path)
@@ -478,10 +478,10 @@ def test_variants_of_one_design(
     assert "Effects of the varied fields" in page
     # another baseline is another report of the same runs
     workers.ran = []
-    assert run([*asked, "--baseline", "kv_heads=2 layer"]) == 0
+    assert run_command([*asked, "--baseline", "kv_heads=2 layer"]) == 0
     assert workers.ran == []
     assert read_report(tmp_path)["baseline"] == "kv_heads=2 layer"
-    assert run([*asked, "--vary", "width=16,32"]) == 2
+    assert run_command([*asked, "--vary", "width=16,32"]) == 2
     assert "holds another comparison: entries.kv_heads=1 layer was" in capsys.readouterr().err
 
 
@@ -489,7 +489,7 @@ def test_designs_of_equal_size(
     folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = command(folder, tmp_path, "--vary", "layers.*.feedforward.hidden=24,96", "--seeds", "1", designs=("full",))
-    assert run([*asked, "--equal", "parameters"]) == 0
+    assert run_command([*asked, "--equal", "parameters"]) == 0
     report = read_report(tmp_path)
     narrow, wide = report["designs"]
     assert report["equal_size"] == "parameters"
@@ -497,11 +497,11 @@ def test_designs_of_equal_size(
     assert wide["width"]["trained"] < 16
     assert abs(wide["parameters"] / narrow["parameters"] - 1) < 0.1
     assert f"16 → {wide['width']['trained']}" in capsys.readouterr().out
-    assert run(asked) == 2
+    assert run_command(asked) == 2
     assert "holds another comparison: entries.hidden=96.width was" in capsys.readouterr().err
 
 
 def test_the_report_as_json(folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(command(folder, tmp_path, "--seeds", "1", "--json")) == 0
+    assert run_command(command(folder, tmp_path, "--seeds", "1", "--json")) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["designs"][0]["runs"] == read_report(tmp_path)["designs"][0]["runs"]

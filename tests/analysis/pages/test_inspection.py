@@ -16,7 +16,7 @@ from heddle.analysis.inspection import collect as collect_module
 from heddle.analysis.inspection.collect import inspect_layers, summarize_weights
 from heddle.analysis.pages.inspection import InspectedModel, inspect_page, visible_token
 from heddle.analysis.pages.render import static
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.laws.harness import model_under_test
 from heddle.model.config import ModelConfig
@@ -31,7 +31,7 @@ WORDS = ["start", " a", "\n", "  ", "<b>", "", "é", ATTACK, "\t"]
 
 
 def model_of(*layers: Any, **fields: Any) -> Decoder:
-    return model_under_test(decode(ModelConfig, design(*layers, **fields)))
+    return model_under_test(parse_config(ModelConfig, design(*layers, **fields)))
 
 
 def mixed() -> Decoder:

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from heddle.analysis.comparison.plan import DesignEntry
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
@@ -124,7 +124,7 @@ def with_width(config: ModelConfig, width: int, hidden_factor: float = 1.0) -> M
     factor = hidden_factor * width / config.width
     data = config.dump()
     data["layers"] = [_with_hidden_scaled(layer, factor) for layer in data["layers"]]
-    return decode(ModelConfig, data | {"width": width})
+    return parse_config(ModelConfig, data | {"width": width})
 
 
 def _with_hidden_scaled(layer: dict[str, Any], factor: float) -> dict[str, Any]:

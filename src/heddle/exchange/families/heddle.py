@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from heddle.config import decode
+from heddle.config import parse_config
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.family import Family
@@ -21,7 +21,7 @@ SIZE_FIELDS = (
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """The design as it was written. The sizes at the top level must agree with it."""
     design: dict[str, Any] = config.require("design", dict)
-    sizes = write_config(decode(ModelConfig, DEFAULTS | design).resolved())
+    sizes = write_config(parse_config(ModelConfig, DEFAULTS | design).resolved())
     for name in SIZE_FIELDS:
         config.expect(name, sizes[name], default=sizes[name])
     return design

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -19,7 +19,6 @@ from heddle.exchange.transformers.external_attention import (
     attention_modules,
     uses_external_attention,
 )
-from heddle.exchange.transformers.init_missing import init_missing_weights
 from heddle.exchange.transformers.masks import CachedTokens, LayoutAndMask, layout_from_inputs
 from heddle.exchange.transformers.outputs import (
     GENERATION_KWARGS,
@@ -28,72 +27,12 @@ from heddle.exchange.transformers.outputs import (
     record_outputs,
     scaled_aux_loss,
 )
-from heddle.exchange.transformers.resize_embeddings import resize_embeddings
+from heddle.exchange.transformers.pretrained import HeddlePreTrainedModel
 from heddle.model.decoder import Decoder
-from heddle.model.embedding import Embedding
 from heddle.numerics.linear import packed_weights
 from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.modules.router_statistics import RouterRecorder, record_router_statistics
-
-
-class HeddlePreTrainedModel(PreTrainedModel):
-    """What both classes share. Weights that are not loaded are initialized as by `heddle.build`, with torch's seed."""
-
-    config_class = HeddleConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _supports_attention_backend = _supports_sdpa = True
-    _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers reads a list
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["expert_bias"]  # noqa: RUF012 - bf16 would lose its small updates
-
-    @property
-    def heddle_decoder(self) -> Decoder:
-        """The heddle decoder of this model."""
-        decoder: Decoder = self.base_model.decoder
-        return decoder
-
-    def initialize_weights(self) -> None:
-        """Initialize the weights that were not loaded. transformers calls this after building or loading a model."""
-        if not getattr(self.heddle_decoder, "_is_hf_initialized", False):
-            init_missing_weights(self.heddle_decoder)
-        super().initialize_weights()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing: initial weights depend on a module's name, which is unknown here (see `initialize_weights`)."""
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Tokens -> rows [B, T, width], before scaling and position embeddings; as `inputs_embeds` expects them."""
-        embed = self.heddle_decoder.embed
-        return embed if embed.lookup_module is None else embed.lookup_module
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding (an `Embedding`), or only the module that looks up its rows (any other module)."""
-        if isinstance(value, Embedding):
-            self.heddle_decoder.embed = value
-        else:
-            self.heddle_decoder.embed.set_lookup(value)
-
-    def get_decoder(self) -> nn.Module:
-        """The HeddleModel. The decoder of heddle inside it is `heddle_decoder`."""
-        model: nn.Module = self.base_model
-        return model
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The head."""
-        return self.heddle_decoder.head
-
-    def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-    ) -> nn.Module:
-        """Change the vocabulary size. New rows are the mean of the old ones, or initialized as in a new model."""
-        vocab_size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
-        if pad_to_multiple_of is not None:
-            vocab_size = -(-vocab_size // pad_to_multiple_of) * pad_to_multiple_of
-        resize_embeddings(self.heddle_decoder, vocab_size, mean_resizing)
-        self.config.set_design(self.heddle_decoder.config)
-        return self.heddle_decoder.embed
 
 
 class HeddleModel(HeddlePreTrainedModel):

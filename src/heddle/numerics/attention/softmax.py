@@ -56,14 +56,14 @@ def reference(
 ) -> Tensor:
     """Attend by a grouped einsum. `dropout` is applied to the weights [B, H, T, S]."""
     k, v = _zero_unused_slots(k, v, mask)
-    weights = attention_weights(q, k, mask, scale, modifiers)
+    weights = softmax_weights(q, k, mask, scale, modifiers)
     if dropout is not None:
         weights = dropout(weights)
     grouped = weights.to(v.dtype).unflatten(1, (k.shape[1], -1))
     return torch.einsum("bgrts,bgsd->bgrtd", grouped, v).flatten(1, 2)
 
 
-def attention_weights(
+def softmax_weights(
     q: Tensor, k: Tensor, mask: AttentionMask, scale: float, modifiers: ScoreModifiers = NO_MODIFIERS
 ) -> Tensor:
     """The attention weights [B, H, T, S] in at least float32.
@@ -214,7 +214,7 @@ def attention(
     """
     pairs = visible_pairs(q.shape[2], k.shape[2], mask.window, mask.causal)
     add_flops(attention_flops(pairs, q.shape[0], q.shape[1], q.shape[3] + v.shape[3]))
-    notify_observer(lambda: Observation(attention_weights(q, k, mask, scale, modifiers), k.shape[1]))
+    notify_observer(lambda: Observation(softmax_weights(q, k, mask, scale, modifiers), k.shape[1]))
     kernel = ATTENTION.choose(attention_facts(q, k, mask, dropout is not None, modifiers))
     dropout_args = () if dropout is None else (dropout,)
     y: Tensor = kernel.run(q, k, v, mask, scale, *dropout_args, modifiers=modifiers)

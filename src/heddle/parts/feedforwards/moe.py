@@ -27,7 +27,7 @@ from heddle.parts.feedforwards import (
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
-from heddle.parts.modules.load_balancing import router_statistics
+from heddle.parts.modules.load_balancing import compute_router_statistics
 from heddle.parts.modules.router_statistics import record
 
 Coefficient = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
@@ -261,7 +261,7 @@ class MoE(Feedforward):
         is_token = None if layout.padding is None else ~layout.padding
         accepted = self._accepted(choice, is_token, layout)
         losses = (self.config.aux_loss or 0.0, self.config.z_loss or 0.0) if self.training else (0.0, 0.0)
-        record(lambda: router_statistics(self, logits, choice, accepted, layout, losses))
+        record(lambda: compute_router_statistics(self, logits, choice, accepted, layout, losses))
         indices = choice.expert_indices if accepted is None else choice.expert_indices.masked_fill(~accepted, -1)
         dropout_mask = None
         if self.dropout.active:

@@ -96,7 +96,7 @@ class ShortConvolution(SelfInitialized):
         return causal_conv1d(x, self.weight.to(x.dtype), None if conv_state is None else conv_state.to(x.dtype), taps)
 
 
-class Decay(SelfInitialized):
+class GatedDecay(SelfInitialized):
     """a [B, T, heads] -> log α = −exp(A) · softplus(a + b) [B, heads, T], in at least float32."""
 
     def __init__(self, heads: int) -> None:
@@ -138,7 +138,7 @@ class GatedDelta(Mixer):
         self.a = Linear(context.width, self.heads)
         self.beta = Linear(context.width, self.heads)
         self.convolution = ShortConvolution(sum(self.conv_widths), self.conv_kernel)
-        self.decay = Decay(self.heads)
+        self.decay = GatedDecay(self.heads)
         self.norm = build_under("norm", (config.norm or context.norm).build, self.value_dim)
         self.out = Linear(value_width, context.width, output_projection=True)
 

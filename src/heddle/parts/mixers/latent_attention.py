@@ -13,7 +13,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from heddle.config import DesignError, PositiveFloat, Width, build_under, decode, refuse
+from heddle.config import DesignError, PositiveFloat, Width, build_under, parse_config, refuse
 from heddle.numerics.attention.latent import latent_attention
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.kv_cache import KVCache
@@ -150,5 +150,5 @@ class LatentAttention(Mixer):
 def _latent_norm(rank: int, kind: LatentNorm | None) -> SelfInitialized | None:
     if kind == "none":
         return None
-    config: NormConfig = decode(NormConfig, LATENT_NORM)  # type: ignore[type-abstract]
+    config: NormConfig = parse_config(NormConfig, LATENT_NORM)  # type: ignore[type-abstract]
     return config.build(rank)

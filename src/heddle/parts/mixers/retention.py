@@ -60,7 +60,7 @@ class RetentionConfig(MixerConfig):
         return Retention(self, context)
 
 
-class Decay(SelfInitialized):
+class LearnedDecay(SelfInitialized):
     """A learned γ per head: the sigmoid of its weight, initialized near the fixed factors."""
 
     def __init__(self, heads: int) -> None:
@@ -96,7 +96,7 @@ class Retention(Mixer):
         self.norm = context.norm.build(self.value_dim, self.heads)
         self.activation = None if config.gate is None else GATES[config.gate]
         self.gate = None if config.gate is None else Linear(context.width, self.heads * self.value_dim)
-        self.decay = Decay(self.heads) if config.decay == "learned" else None
+        self.decay = LearnedDecay(self.heads) if config.decay == "learned" else None
         factors = config.decay if isinstance(config.decay, tuple) else None
         default = tuple(math.log1p(-(2.0 ** (-5 - head))) for head in range(self.heads))
         self.log_decays = default if factors is None else tuple(math.log(factor) for factor in factors)

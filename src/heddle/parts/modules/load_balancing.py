@@ -16,7 +16,7 @@ from heddle.parts.feedforwards import Feedforward
 from heddle.parts.modules.router_statistics import RouterStatistics
 
 
-def router_statistics(
+def compute_router_statistics(
     mixture: Feedforward,
     logits: Tensor,
     route: Route,
