@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.numerics.random import RandomKey, splitmix64, uniform, use_random_key
+from heddle.numerics import random as module
+from heddle.numerics.random import RandomKey, TensorSlice, uniform, uniform_double, use_random_key
 
 CPU = torch.device("cpu")
 
@@ -54,14 +55,34 @@ def test_without_a_key_the_global_generator_is_used() -> None:
     assert not torch.equal(first, second)
 
 
-def test_the_hash_is_splitmix64() -> None:
-    """The finalizer computed in Python's integers of any size."""
-    for value in (0, 1, -1, 2**63 - 1, -(2**63), 123456789):
-        x, mask = value % 2**64, 2**64 - 1
-        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
-        x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
-        x ^= x >> 31
-        assert int(splitmix64(torch.tensor(value))) % 2**64 == x
+@pytest.mark.parametrize(
+    ("shape", "start"),
+    [((5, 1000), (0, 0)), ((2, 7), (0, 0)), ((3, 400), (2, 600)), ((1, 1), (4, 999)), ((5, 3), (0, 1))],
+)
+def test_a_slice_of_a_sample_is_drawn_alone(shape: tuple[int, int], start: tuple[int, int]) -> None:
+    whole = draw()
+    with use_random_key(RandomKey(1, 2, torch.arange(4))):
+        part = uniform((4, *shape), 0, CPU, TensorSlice((5, 1000), start))
+    rows, columns = (slice(first, first + size) for first, size in zip(start, shape, strict=True))
+    assert torch.equal(part, whole[:, rows, columns])
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = draw()
+    monkeypatch.setattr(module, "CHUNK", 64)
+    assert torch.equal(draw(), whole)
+
+
+def test_numbers_for_sampling_have_53_bits() -> None:
+    """Tokens less likely than 6e-8, the finest step of 24 bits, can be drawn."""
+    numbers = uniform_double(3, 0, torch.arange(200_000))
+    assert 0.0 <= float(numbers.min()) < 1e-4
+    assert 1 - 1e-4 < float(numbers.max()) < 1.0
+    assert bool((numbers * 2.0**53 == (numbers * 2.0**53).floor()).all())
+    assert int(((numbers * 2.0**53).long() % 2**29 != 0).sum()) > 199_000
+    assert torch.equal(uniform_double(3, 0, torch.tensor([77, 5])), numbers[[77, 5]])
+    assert not torch.equal(uniform_double(4, 0, torch.arange(9)), numbers[:9])
+    assert not torch.equal(uniform_double(3, 1, torch.arange(9)), numbers[:9])
 
 
 def test_the_key_is_reset_after_its_block() -> None:

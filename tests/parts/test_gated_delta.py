@@ -10,6 +10,7 @@ import heddle
 from heddle.config import DesignError, parse_config
 from heddle.laws.harness import forward_no_grad, forward_with_state, model_under_test, new_state, random_tokens
 from heddle.model.config import ModelConfig
+from heddle.numerics.philox import ParameterDraws
 from heddle.parts.context.layout import Layout
 from heddle.parts.mixers.gated_delta import GatedDecay
 from tests.cases import case, delta, design
@@ -51,7 +52,7 @@ def test_parameter_shapes() -> None:
 
 def test_decays_are_initialized_as_in_the_authors_code() -> None:
     decay = GatedDecay(2000)
-    decay.init_weights(0.02, torch.Generator().manual_seed(0))
+    decay.init_weights(0.02, ParameterDraws(0, "decay"))
     rate, step = decay.rate.detach().exp(), functional.softplus(decay.bias.detach())
     assert 1.0 <= float(rate.min()) < 1.1 < 15.9 < float(rate.max()) <= 16.01
     assert 0.00099 < float(step.min()) < 0.00102 < 0.098 < float(step.max()) < 0.101

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from heddle.errors import ConfigError, MachineError
-from heddle.numerics.random import RandomKey, uniform, use_random_key
+from heddle.numerics.random import uniform_double
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Sampler:
         if self.temperature == 0.0:
             return _argmax(logits)
         probabilities, order = self._filtered_probabilities(logits)
-        with use_random_key(RandomKey(self.seed, step, torch.arange(logits.shape[0]))):
-            uniforms = uniform((logits.shape[0], 1), site=0, device=logits.device).double()
+        rows = torch.arange(logits.shape[0], device=logits.device)
+        uniforms = self.uniform(rows, torch.full_like(rows, step), site=0)[:, None]
         return order.gather(-1, _inverse_cdf(probabilities, uniforms)).squeeze(-1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -56,10 +56,8 @@ class Sampler:
         return torch.zeros_like(probabilities).scatter(-1, order, probabilities).view(logits.shape)
 
     def uniform(self, rows: Tensor, positions: Tensor, site: int) -> Tensor:
-        """float64 in [0, 1): a function of the seed, the row in the batch, the position in the new text, and `site`."""
-        samples = (rows * 2**32 + positions).flatten()
-        with use_random_key(RandomKey(self.seed, 0, samples)):
-            return uniform((len(samples), 1), site, rows.device).double().view(positions.shape)
+        """float64 in [0, 1) of 53 bits: a function of seed, row in the batch, position in the new text, and `site`."""
+        return uniform_double(self.seed, site, rows * 2**32 + positions)
 
     def draw(self, weights: Tensor, rows: Tensor, positions: Tensor, site: int) -> Tensor:
         """Draw tokens int64 [B] in proportion to weights float64 [B, vocab]; random numbers as in `uniform`."""

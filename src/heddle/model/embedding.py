@@ -10,6 +10,7 @@ from heddle.config import build_under
 from heddle.model.config import EmbeddingConfig, HeadConfig
 from heddle.numerics.cross_entropy import OutputHead, scale_and_cap
 from heddle.numerics.linear import linear
+from heddle.numerics.philox import ParameterDraws
 from heddle.parts.context.layout import Layout
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.linear import SelfInitialized, fill_normal
@@ -31,9 +32,9 @@ class Embedding(SelfInitialized):
         weight = lookup_module.get_parameter("weight")
         self.lookup_module, self.weight = lookup_module, weight
 
-    def init_weights(self, std: float, generator: torch.Generator) -> None:
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Draw the weight from normal(0, std)."""
-        fill_normal(self.weight, std, generator)
+        fill_normal(self.weight, std, draws("weight"))
 
     def forward(self, tokens: Tensor, layout: Layout | None = None) -> Tensor:
         """tokens int64 [B, T] -> [B, T, width]. Vectors [B, T, width] may replace tokens.
@@ -69,10 +70,10 @@ class Head(SelfInitialized):
         self.bias = nn.Parameter(torch.empty(weight.shape[0])) if config.bias else None
         self.tied, self.scale, self.softcap = config.tied, config.scale, config.softcap
 
-    def init_weights(self, std: float, generator: torch.Generator) -> None:
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Draw an untied weight from normal(0, std) and set the bias to zero."""
         if not self.tied:
-            fill_normal(self.weight, std, generator)
+            fill_normal(self.weight, std, draws("weight"))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

@@ -1,12 +1,12 @@
 """Initialization: storage for the parameters of a model that was built on the meta device, and their first values."""
 
-import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from heddle.numerics.philox import ParameterDraws
 from heddle.parts.modules.linear import SelfInitialized
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def initialize(model: "Decoder", seed: int, include: Callable[[SelfInitialized], bool] = lambda module: True) -> None:
     """Initialize every parameter of the modules that `include` accepts.
 
-    The values depend on the seed and on the module's name alone, not on the other modules or the device.
+    The values depend on the seed and on each parameter's name alone, not on other parameters or the device.
     """
     for name, module in model.named_modules():
         stack = model if model.encoder is None or not name.startswith("encoder.") else model.encoder
@@ -27,13 +27,7 @@ def initialize(model: "Decoder", seed: int, include: Callable[[SelfInitialized],
             continue
         module.branch_scale = (2 * stack.config.depth) ** -0.5 if config.depth_scaled else 1.0
         if include(module):
-            module.init_weights(config.std, parameter_generator(seed, name))
-
-
-def parameter_generator(seed: int, name: str) -> torch.Generator:
-    """Return the CPU generator from which the module of this name draws its initial weights."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            module.init_weights(config.std, ParameterDraws(seed, name))
 
 
 def storage_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> torch.dtype:

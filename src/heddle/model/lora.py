@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder, build
-from heddle.model.initialization import parameter_generator
 from heddle.numerics.linear import linear
+from heddle.numerics.philox import ParameterDraws
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal
 
 TARGETS = ("layers.*.mixer.q", "layers.*.mixer.v")  # the paper's choice
@@ -33,9 +33,9 @@ class LoraLinear(SelfInitialized):
         self.b = nn.Parameter(base.weight.new_empty(outputs, rank))
         self.rank, self.alpha = rank, alpha
 
-    def init_weights(self, std: float, generator: torch.Generator) -> None:
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Initialize the adapter alone. It adds zero."""
-        fill_normal(self.a, std, generator)
+        fill_normal(self.a, std, draws("a"))
         nn.init.zeros_(self.b)
 
     @property
@@ -88,8 +88,7 @@ def add_lora(
         assert isinstance(base, Linear)
         projection = LoraLinear(base, rank, alpha).train(base.training)
         if not base.weight.is_meta:
-            # The name differs from that of the weight: otherwise A would be the weight's first rows.
-            projection.init_weights(base.weight.shape[1] ** -0.5, parameter_generator(seed, f"{path}.a"))
+            projection.init_weights(base.weight.shape[1] ** -0.5, ParameterDraws(seed, path))
         setattr(adapted.get_submodule(parent), name, projection)
     return adapted
 

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
+from heddle.numerics.philox import RandomStream
 from heddle.parts.modules.linear import fill_normal
 
 
@@ -35,5 +36,5 @@ def _resized(old: Tensor, rows: int, mean_init: bool, std: float) -> nn.Paramete
     if mean_init:
         new[copied:] = old.double().mean(0).to(old.dtype)
     elif rows > copied:
-        fill_normal(new[copied:], std, torch.Generator().manual_seed(torch.initial_seed() >> 1))
+        fill_normal(new[copied:], std, RandomStream.of(torch.initial_seed(), "resized embeddings"))
     return nn.Parameter(new, old.requires_grad)

@@ -14,6 +14,7 @@ from heddle.config import PositiveFloat, PositiveInt, Probability, Width, refuse
 from heddle.errors import ConfigError
 from heddle.numerics.experts.mixture import ExpertAssignment, ExpertWeights, run_experts
 from heddle.numerics.experts.routing import Route, Routing, RoutingConfig, route, router_logits, within_capacity
+from heddle.numerics.philox import ParameterDraws
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import (
@@ -157,9 +158,9 @@ class Router(SelfInitialized):
         balanced = config.bias_update is not None
         self.expert_bias = nn.Parameter(torch.empty(config.experts), requires_grad=False) if balanced else None
 
-    def init_weights(self, std: float, generator: torch.Generator) -> None:
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Normal weights, zero biases."""
-        fill_normal(self.weight, std, generator)
+        fill_normal(self.weight, std, draws("weight"))
         for bias in (self.bias, self.expert_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -180,9 +181,9 @@ class ExpertLinear(SelfInitialized):
         self.bias = nn.Parameter(torch.empty(experts, outputs)) if bias else None
         self.output_projection = output_projection
 
-    def init_weights(self, std: float, generator: torch.Generator) -> None:
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Normal weights, zero biases."""
-        fill_normal(self.weight, std * (self.branch_scale if self.output_projection else 1.0), generator)
+        fill_normal(self.weight, std * (self.branch_scale if self.output_projection else 1.0), draws("weight"))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from heddle.config import PositiveFloat, PositiveInt, Probability, Width, build_under, refuse
 from heddle.numerics.attention.score_modifiers import ScoreModifiers
 from heddle.numerics.attention.softmax import attention
+from heddle.numerics.philox import ParameterDraws
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.kv_cache import KVCache
 from heddle.parts.context.layout import Layout
@@ -103,10 +104,10 @@ class Attention(SelfInitialized, Mixer):
             self.score_bias = build_under("position", config.position.build, self.heads)
         self.dropout = Dropout(config.dropout)
 
-    def init_weights(self, std: float, generator: torch.Generator) -> None:
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Normal sinks. The projections initialize themselves."""
         if self.sink is not None:
-            fill_normal(self.sink, std, generator)
+            fill_normal(self.sink, std, draws("sink"))
 
     def _qk_norm(self, context: BuildContext, heads: int) -> nn.Module | None:
         if self.qk_norm is None:

@@ -20,6 +20,7 @@ from torch.nn import functional
 from heddle.config import Width, build_under, refuse
 from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
+from heddle.numerics.philox import ParameterDraws
 from heddle.numerics.recurrent.convolution import (
     Taps,
     causal_conv1d,
@@ -86,9 +87,9 @@ class ShortConvolution(SelfInitialized):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, kernel))
 
-    def init_weights(self, std: float, generator: torch.Generator) -> None:
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Normal weights with standard deviation 1/sqrt(kernel), which keep the variance of the input."""
-        fill_normal(self.weight, self.weight.shape[1] ** -0.5, generator)
+        fill_normal(self.weight, self.weight.shape[1] ** -0.5, draws("weight"))
 
     def forward(self, x: Tensor, conv_state: Tensor | None, taps: Taps | None) -> Tensor:
         """x [B, T, channels] -> the same shape, in at least float32."""
@@ -104,12 +105,12 @@ class GatedDecay(SelfInitialized):
         self.rate = nn.Parameter(torch.empty(heads))  # A
         self.bias = nn.Parameter(torch.empty(heads))  # b
 
-    def init_weights(self, std: float, generator: torch.Generator) -> None:
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """exp(A) uniform in [1, 16], softplus(b) log-uniform in [0.001, 0.1], as the authors' code and Mamba-2 do."""
-        uniform = torch.rand(2, *self.rate.shape, generator=generator, device="cpu")
-        step = torch.exp(math.log(1e-3) + uniform[1] * math.log(100.0))
+        rate, bias = (draws(name).uniform(0, len(self.rate)) for name in ("rate", "bias"))
+        step = torch.exp(math.log(1e-3) + bias * math.log(100.0))
         with torch.no_grad():
-            self.rate.copy_(torch.log(1.0 + 15.0 * uniform[0]))
+            self.rate.copy_(torch.log(1.0 + 15.0 * rate))
             self.bias.copy_(step + torch.log(-torch.expm1(-step)))  # inverse of softplus
 
     def forward(self, a: Tensor) -> Tensor:

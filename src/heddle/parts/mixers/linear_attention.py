@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from heddle.config import Width, build_under, refuse
 from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
+from heddle.numerics.philox import ParameterDraws
 from heddle.numerics.recurrent.causal_sums import causal_means, causal_sums
 from heddle.numerics.recurrent.chunked_sums import safe_reciprocal
 from heddle.numerics.recurrent.linear_attention import (
@@ -94,9 +95,9 @@ class FeatureMap(SelfInitialized):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(heads, dim, dim))
 
-    def init_weights(self, std: float, generator: torch.Generator) -> None:
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """The identity plus normal noise."""
-        fill_normal(self.weight, std, generator, torch.eye(self.weight.shape[1], device="cpu"))
+        fill_normal(self.weight, std, draws("weight"), torch.eye(self.weight.shape[1], device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, H, T, dim] -> [B, H, T, 2 dim]."""

@@ -18,6 +18,7 @@ from torch.nn import functional
 from heddle.config import Width, build_under, refuse
 from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
+from heddle.numerics.philox import ParameterDraws
 from heddle.numerics.recurrent.causal_sums import causal_sums
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
@@ -67,10 +68,10 @@ class LearnedDecay(SelfInitialized):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(heads))
 
-    def init_weights(self, std: float, generator: torch.Generator) -> None:
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Normal around log(γ / (1 − γ)), with γ = 1 − 2^(−5−h)."""
         heads = torch.arange(self.weight.shape[0], dtype=torch.float32, device="cpu")
-        fill_normal(self.weight, std, generator, torch.expm1((5 + heads) * math.log(2)).log())
+        fill_normal(self.weight, std, draws("weight"), torch.expm1((5 + heads) * math.log(2)).log())
 
     def forward(self) -> Tensor:
         """log γ [H], in at least float32."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from heddle.numerics.linear import linear, linears
+from heddle.numerics.philox import ParameterDraws, RandomStream
 
 
 class SelfInitialized(nn.Module, ABC):
@@ -22,15 +23,22 @@ class SelfInitialized(nn.Module, ABC):
     branch_scale = 1.0
 
     @abstractmethod
-    def init_weights(self, std: float, generator: torch.Generator) -> None:
-        """Fill every parameter of this module. `generator` is on the CPU, so values do not depend on the device."""
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
+        """Fill every parameter of this module, each from its own random stream. Values do not depend on the device."""
 
 
-def fill_normal(parameter: Tensor, std: float, generator: torch.Generator, mean: Tensor | float = 0.0) -> None:
-    """Fill with normal numbers around `mean`, drawn in float32 on the CPU for any dtype and device of the parameter."""
+def fill_normal(
+    parameter: Tensor, std: float, stream: RandomStream, mean: Tensor | float = 0.0, start: int = 0
+) -> None:
+    """Fill with normal numbers around `mean`, each rounded to float32 for any dtype and device of the parameter.
+
+    Element i is the stream's element `start + i`, so a slice of a parameter's rows can be filled alone.
+    """
+    values = torch.empty(parameter.numel(), dtype=torch.float32, device="cpu")
+    for first, numbers in stream.normal_chunks(start, start + len(values)):
+        values[first - start : first - start + len(numbers)] = numbers.mul_(std)
     with torch.no_grad():
-        values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-        parameter.copy_(values.normal_(0.0, std, generator=generator).add_(mean))
+        parameter.copy_(values.view(parameter.shape).add_(mean))
 
 
 class Linear(SelfInitialized, nn.Linear):
@@ -45,9 +53,9 @@ class Linear(SelfInitialized, nn.Linear):
     def reset_parameters(self) -> None:
         """Do nothing: `init_weights` fills the parameters, not torch's constructor."""
 
-    def init_weights(self, std: float, generator: torch.Generator) -> None:
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Normal weights, zero bias."""
-        fill_normal(self.weight, std * (self.branch_scale if self.output_projection else 1.0), generator)
+        fill_normal(self.weight, std * (self.branch_scale if self.output_projection else 1.0), draws("weight"))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

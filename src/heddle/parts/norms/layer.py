@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from heddle.config import PositiveFloat
 from heddle.numerics.norms import layer_norm
+from heddle.numerics.philox import ParameterDraws
 from heddle.parts.modules.linear import SelfInitialized
 from heddle.parts.norms import NormConfig, weight_shape
 
@@ -29,7 +30,7 @@ class LayerNorm(SelfInitialized):
         self.weight = nn.Parameter(torch.empty(weight_shape(width, heads)))
         self.bias = nn.Parameter(torch.empty(weight_shape(width, heads))) if config.bias else None
 
-    def init_weights(self, std: float, generator: torch.Generator) -> None:
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Gain 1, bias 0."""
         nn.init.ones_(self.weight)
         if self.bias is not None:

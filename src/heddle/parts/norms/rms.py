@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from heddle.config import FiniteFloat, PositiveFloat
 from heddle.numerics.norms import rms_norm
+from heddle.numerics.philox import ParameterDraws
 from heddle.parts.modules.linear import SelfInitialized
 from heddle.parts.norms import NormConfig, weight_shape
 
@@ -34,7 +35,7 @@ class RMSNorm(SelfInitialized):
         self.eps, self.offset, self.cast = config.eps, config.offset, config.cast
         self.weight = nn.Parameter(torch.empty(weight_shape(width, heads)))
 
-    def init_weights(self, std: float, generator: torch.Generator) -> None:
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Gain 1."""
         nn.init.constant_(self.weight, 1.0 - self.offset)
 

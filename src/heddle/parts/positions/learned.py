@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from heddle.config import PositiveInt
 from heddle.errors import ConfigError
+from heddle.numerics.philox import ParameterDraws
 from heddle.parts.context.layout import Layout
 from heddle.parts.modules.linear import SelfInitialized, fill_normal
 from heddle.parts.positions import AdditivePosition, AdditivePositionConfig
@@ -28,9 +29,9 @@ class Learned(SelfInitialized, AdditivePosition):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(length, width))
 
-    def init_weights(self, std: float, generator: torch.Generator) -> None:
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Normal rows."""
-        fill_normal(self.weight, std, generator)
+        fill_normal(self.weight, std, draws("weight"))
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """x [B, T, width] -> x + weight[positions]. Raises ConfigError for a position beyond the table."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from heddle.numerics.dispatch.flop_counter import add_flops
 from heddle.numerics.norms import at_least_float32, without_autocast
+from heddle.numerics.philox import ParameterDraws
 from heddle.numerics.sinkhorn import sinkhorn
 from heddle.parts.context.build import ResidualContext
 from heddle.parts.modules.linear import Linear, SelfInitialized
@@ -72,7 +73,7 @@ class MixingMaps(SelfInitialized):
         self.gain = nn.Parameter(torch.empty(3))  # α
         self.bias = nn.Parameter(torch.empty(n * (n + 2)))
 
-    def init_weights(self, std: float, generator: torch.Generator) -> None:
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Zeros: no map depends on the token yet, and every stream is read with the same weight."""
         nn.init.zeros_(self.gain)
         nn.init.zeros_(self.bias)
