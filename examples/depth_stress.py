@@ -56,7 +56,7 @@ def residual_design(kind: str, layers: int) -> JsonObject:
 
 
 def standard_library(max_bytes: int = MAX_TEXT_BYTES) -> np.ndarray:
-    """Bytes of the standard library's modules, in the order of their names; uint8 [at most `most`]."""
+    """Bytes of the standard library's modules, in the order of their names; uint8 [at most max_bytes]."""
     modules, size = [], 0
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         modules.append(np.frombuffer(file.read_bytes(), dtype=np.uint8))

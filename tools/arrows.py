@@ -1,4 +1,4 @@
-"""Count the imports between the rooms of the package: `python tools/arrows.py` prints each arrow and how many imports it has."""
+"""Count the imports between the folders of the package: `python tools/arrows.py` prints each arrow and its count."""
 
 import ast
 import sys

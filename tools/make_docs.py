@@ -75,9 +75,9 @@ such parts.
 """
 PAIRS = """## Combinations that are refused
 
-All other combinations work: `tests/laws/test_pairs.py` builds a design for every two choices of different slots and runs
-every law on it. These combinations are refused with an error that says why. A design with a bidirectional mixer is
-built, and refuses to create a state."""
+All other combinations work: `tests/laws/test_pairs.py` builds a design for every two choices of different slots and
+runs every law on it. These combinations are refused with an error that says why. A design with a bidirectional mixer
+is built, and refuses to create a state."""
 
 
 def main() -> None:
@@ -271,8 +271,8 @@ def kernels_intro() -> str:
     """What the tables of kernels mean."""
     return (
         "An operation has kernels, best first. A call takes the first kernel that supports it; shapes, dtypes and the\n"
-        "layout alone decide. `heddle show` prints the chosen kernel, and why the others were rejected. To force one, use\n"
-        '`--kernel attention=reference`, or `with heddle.kernels(attention="reference"):`. The last kernel, the\n'
+        "layout alone decide. `heddle show` prints the chosen kernel, and why the others were rejected. To force one,\n"
+        'use `--kernel attention=reference`, or `with heddle.kernels(attention="reference"):`. The last kernel, the\n'
         "reference, supports every call. In the tables, n stands for a number of the call."
     )
 

@@ -23,9 +23,9 @@ from tools.markdown import table
 ELEMENT = 4  # bytes of a float32
 SHORT, LONG = 64, 1024  # sequence lengths that costs are measured at
 ENCODER_LENGTH = 64  # tokens of the encoder output that cross-attention reads
-COSTS = f"""Costs are measured on a case of `tests/cases.py` built on the meta device, for one layer and one row. FLOPs are
-those of matrix products; a multiply-add counts as two, and only causal pairs count. State elements take 4 bytes each in
-float32. A mixer's FLOPs per token are averages over a text of {SHORT} and of {LONG:,} tokens. An encoder output has
+COSTS = f"""Costs are measured on a case of `tests/cases.py` built on the meta device, for one layer and one row. FLOPs
+are those of matrix products; a multiply-add counts as two, and only causal pairs count. State elements take 4 bytes
+each in float32. A mixer's FLOPs per token are averages over a text of {SHORT} and of {LONG:,} tokens. An encoder output has
 {ENCODER_LENGTH} tokens."""
 UNRELATED = 99  # import distance to a module that is not imported at all
 
@@ -182,7 +182,7 @@ def bugs_of(slot: str, kind: str) -> list[Bug]:
     modules = import_depths(f"heddle.parts.{slot}.{kind}")
     bugs = []
     for bug in BUGS:
-        module = f"heddle.{bug.place.partition(':')[0]}"
+        module = f"heddle.{bug.target.partition(':')[0]}"
         if module in modules and slot in owners(module) and (slot, kind) in parts_of(case(bug.case)):
             bugs.append(bug)
     return bugs

@@ -9,29 +9,29 @@ from typing import Any
 import pytest
 
 
-def function_at(place: str) -> types.FunctionType:
+def function_at(target: str) -> types.FunctionType:
     """The function of `module:name`, `module:Class.name` or a property of that name."""
-    module_name, _, path = place.partition(":")
+    module_name, _, path = target.partition(":")
     owner: Any = importlib.import_module(f"heddle.{module_name}")
     *classes, name = path.split(".")
     for cls in classes:
         owner = getattr(owner, cls)
-    found = vars(owner)[name]
-    if isinstance(found, property):
-        found = found.fget
-    found = inspect.unwrap(getattr(found, "__func__", found))
-    assert isinstance(found, types.FunctionType), place
-    return found
+    attribute = vars(owner)[name]
+    if isinstance(attribute, property):
+        attribute = attribute.fget
+    attribute = inspect.unwrap(getattr(attribute, "__func__", attribute))
+    assert isinstance(attribute, types.FunctionType), target
+    return attribute
 
 
-def plant(patch: pytest.MonkeyPatch, place: str, old: str, new: str) -> None:
+def plant(patch: pytest.MonkeyPatch, target: str, old: str, new: str) -> None:
     """Replace `old`, which must stand exactly once in the source of the function at `place`.
 
     Only its code object is exchanged, so every module that imported the function runs the bug.
     """
-    function = function_at(place)
+    function = function_at(target)
     source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(old) == 1, f"{place} holds {source.count(old)} times: {old}"
+    assert source.count(old) == 1, f"{target} holds {source.count(old)} times: {old}"
     lines = source.replace(old, new).splitlines()
     while lines[0].startswith("@"):
         del lines[0]

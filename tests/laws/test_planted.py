@@ -15,7 +15,7 @@ class Bug(NamedTuple):
     what: str
     law: str
     case: str
-    place: str
+    target: str
     old: str
     new: str
 
@@ -326,23 +326,22 @@ BUGS = [
         "x.mT.expand(batch, x.shape[1], d_k, heads // x.shape[1]).permute(0, 3, 1, 2)"),
     Bug("a gradient of the solve that forgets the triangle", "finite_differences", "delta", f"{DELTA}:_TriangularSolve.backward",
         ".tril(-1)", ""),
-    Bug("decays that all start alike for every seed", "seeded_initialization", "delta", "parts.mixers.gated_delta:Decay.init_weights",
-        "torch.rand(2, *self.rate.shape, generator=generator", "torch.linspace(0.1, 0.9, 2 * len(self.rate)"
-        ").view(2, -1) + 0 * torch.rand(2, *self.rate.shape, generator=generator"),
+    Bug("decays that all start alike for every seed", "seeded_initialization", "delta", "parts.mixers.gated_delta:GatedDecay.init_weights",
+        "draws(name).uniform(0, len(self.rate))", "torch.linspace(0.1, 0.9, len(self.rate), dtype=torch.float64)"),
     # Building
     Bug("a parameter that nothing fills", "complete_initialization", "norm-layer", "parts.norms.layer:LayerNorm.init_weights",
         "nn.init.zeros_(self.bias)", "pass"),
     Bug("a tied head's bias left unset", "complete_initialization", "head-tied-bias", "model.embedding:Head.init_weights",
         "if self.bias is not None", "if self.bias is not None and not self.tied"),
-    Bug("numbers of the global generator", "seeded_initialization", "attention-mha", "parts.modules.linear:fill_normal", "generator=generator",
-        "generator=None"),
-    Bug("the same numbers for every projection", "seeded_initialization", "attention-mha", "model.initialization:parameter_generator",
-        'f"{seed}/{name}"', 'f"{seed}"'),
+    Bug("numbers of the global generator", "seeded_initialization", "attention-mha", "parts.modules.linear:fill_normal", "numbers.mul_(std)",
+        "torch.randn_like(numbers).mul_(std)"),
+    Bug("the same numbers for every projection", "seeded_initialization", "attention-mha", "numerics.philox:ParameterDraws.__call__",
+        'f"{self.module}.{parameter}" if self.module else parameter', "parameter"),
     Bug("a tied head given a weight of its own", "tied_head", "attention-mha", "model.decoder:Decoder.tie",
         "if self.config.head.tied:", "if False:"),
     Bug("a number kept outside the weights", "state_dict_completeness", "attention-mha", "model.decoder:Embedding.init_weights",
-        "fill_normal(self.weight, std, generator)", "fill_normal(self.weight, std, generator)\n"
-        "    self.scale = {torch.float64: 1.0 + float(torch.rand((), generator=generator))}"),
+        'fill_normal(self.weight, std, draws("weight"))', 'fill_normal(self.weight, std, draws("weight"))\n'
+        '    self.scale = {torch.float64: 1.0 + float(draws("scale").uniform(0, 1))}'),
     Bug("false written as if it were the default", "config_round_trip", "attention-bidirectional", "config:Config.dump",
         "if value is not None", "if value"),
     Bug("the state of a longer text told", "size_matches_model", "attention-mha", "model.size:size",
@@ -514,7 +513,7 @@ BUGS = [
 @pytest.mark.parametrize("bug", BUGS, ids=[f"{bug.law}: {bug.what}" for bug in BUGS])
 def test_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     LAWS[bug.law].check(case(bug.case))
-    plant(monkeypatch, bug.place, bug.old, bug.new)
+    plant(monkeypatch, bug.target, bug.old, bug.new)
     with pytest.raises(LawViolation):
         LAWS[bug.law].check(case(bug.case))
 

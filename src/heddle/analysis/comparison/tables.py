@@ -12,6 +12,7 @@ from heddle.analysis.comparison.formatting import (
     format_difference,
     format_number,
     format_rate,
+    format_signed,
     judgment,
 )
 from heddle.analysis.comparison.lookup import Report, baseline_design, shared_context, value_at
@@ -85,7 +86,7 @@ def equal_size_table(report: Report) -> TextTable:
     for design in report["designs"]:
         original, trained = design["width"]["original"], design["width"]["trained"]
         width = str(trained) if original == trained else f"{original} → {trained}"
-        deviation = f"{design[key] / baseline[key] - 1:+.1%}".replace("-", "−")
+        deviation = f"{format_signed(100 * (design[key] / baseline[key] - 1), 1)}%"
         rows.append(
             [design["name"], width, format_number(design[key]), "baseline" if design is baseline else deviation]
         )
