@@ -87,8 +87,8 @@ def corpus(path: Path) -> Corpus:
 
 def job(texts: Corpus, out: Path, data: dict[str, Any] | None = None, steps: int = 8, **settings: Any) -> TrainingJob:
     """A training of a few steps of 4 rows of 16 tokens."""
-    given = {"steps": steps, "batch_size": 4, "sequence_length": 16, "save_every": 3} | settings
-    return TrainingJob(config=config(data), source=texts, settings=Settings(**given), out=out)
+    values = {"steps": steps, "batch_size": 4, "sequence_length": 16, "save_every": 3} | settings
+    return TrainingJob(config=config(data), source=texts, settings=Settings(**values), out=out)
 
 
 def forget_parts() -> None:
@@ -101,10 +101,10 @@ def forget_parts() -> None:
 
 def same_after_a_signal(make: Callable[[str], TrainingJob], monkeypatch: pytest.MonkeyPatch) -> None:
     """A job asked to end after step 3, and run again, measures and holds the same bits as an undisturbed one."""
-    whole, right = train(make("whole")), loop._stop_if_diverged
+    undisturbed, stop_if_diverged = train(make("whole")), loop._stop_if_diverged
 
-    def watch(given: TrainingJob, run: Any) -> None:
-        right(given, run)
+    def watch(job: TrainingJob, run: Any) -> None:
+        stop_if_diverged(job, run)
         if run.progress.step == 3:
             run.stop_request.signal_number = 15
 
@@ -112,6 +112,6 @@ def same_after_a_signal(make: Callable[[str], TrainingJob], monkeypatch: pytest.
         patch.setattr(loop, "_stop_if_diverged", watch)
         with pytest.raises(Interrupted):
             train(make("cut"))
-    cut = train(make("cut"))
-    assert cut.scores == whole.scores
-    assert all(torch.equal(a, b) for a, b in zip(cut.model.parameters(), whole.model.parameters(), strict=True))
+    resumed = train(make("cut"))
+    assert resumed.scores == undisturbed.scores
+    assert all(torch.equal(a, b) for a, b in zip(resumed.model.parameters(), undisturbed.model.parameters(), strict=True))

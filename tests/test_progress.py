@@ -24,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     ticking = Clock()
-    monkeypatch.setattr(progress.time, "monotonic", ticking)
+    monkeypatch.setattr(time, "monotonic", ticking)
     return ticking
 
 

@@ -122,7 +122,7 @@ def laws_table() -> str:
 
 def bugs_table() -> str:
     """Every law and the planted bugs that break it."""
-    rows = [(f"`{name}`", "; ".join(bug.what for bug in BUGS if bug.law == name)) for name in LAWS]
+    rows = [(f"`{name}`", "; ".join(bug.description for bug in BUGS if bug.law == name)) for name in LAWS]
     return table(("law", "planted bugs that it catches"), rows)
 
 
@@ -193,7 +193,7 @@ def cases_line(kind: str, covering: list[str]) -> Iterator[str]:
 
 def bugs(slot: str, kind: str) -> str:
     """The bugs planted in a kind's code."""
-    rows = [(f"[`{bug.law}`](../laws.md)", bug.what, f"`{bug.case}`") for bug in bugs_of(slot, kind)]
+    rows = [(f"[`{bug.law}`](../laws.md)", bug.description, f"`{bug.case}`") for bug in bugs_of(slot, kind)]
     head = ("law that catches it", "bug planted in this code", "case")
     return table(head, rows) if rows else "No bug is planted in its code."
 

@@ -25,8 +25,8 @@ SHORT, LONG = 64, 1024  # sequence lengths that costs are measured at
 ENCODER_LENGTH = 64  # tokens of the encoder output that cross-attention reads
 COSTS = f"""Costs are measured on a case of `tests/cases.py` built on the meta device, for one layer and one row. FLOPs
 are those of matrix products; a multiply-add counts as two, and only causal pairs count. State elements take 4 bytes
-each in float32. A mixer's FLOPs per token are averages over a text of {SHORT} and of {LONG:,} tokens. An encoder output has
-{ENCODER_LENGTH} tokens."""
+each in float32. A mixer's FLOPs per token are averages over a text of {SHORT} and of {LONG:,} tokens. An encoder output
+has {ENCODER_LENGTH} tokens."""
 UNRELATED = 99  # import distance to a module that is not imported at all
 
 

@@ -74,7 +74,9 @@ def test_the_hash_changes_with_any_number() -> None:
         ([[1, 2]], [[1, 2]], [[[0, 0], [0, float("nan")]]], "coordinates must be finite numbers"),
     ],
 )
-def test_what_does_not_fit_is_refused(tokens: list, labels: list, coordinates: list | None, message: str) -> None:
+def test_what_does_not_fit_is_refused(
+    tokens: list[Any], labels: list[Any], coordinates: list[Any] | None, message: str
+) -> None:
     with pytest.raises(DataError, match=f"^labeled rows: {message}"):
         LabeledRows(np.array(tokens), np.array(labels), None if coordinates is None else np.array(coordinates))
 

@@ -1,4 +1,4 @@
-"""Planting a bug: one piece of a function's source is replaced by another while a test runs."""
+"""Planting a bug: replace a part of a function's source while a test runs."""
 
 import importlib
 import inspect
@@ -25,17 +25,17 @@ def function_at(target: str) -> types.FunctionType:
 
 
 def plant(patch: pytest.MonkeyPatch, target: str, old: str, new: str) -> None:
-    """Replace `old`, which must stand exactly once in the source of the function at `place`.
+    """Replace `old`, which must occur exactly once in the source of the function `target`.
 
-    Only its code object is exchanged, so every module that imported the function runs the bug.
+    Only the function's code object is replaced, so every module that imported the function runs the bug.
     """
     function = function_at(target)
     source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(old) == 1, f"{target} holds {source.count(old)} times: {old}"
+    assert source.count(old) == 1, f"{target} contains it {source.count(old)} times: {old}"
     lines = source.replace(old, new).splitlines()
     while lines[0].startswith("@"):
         del lines[0]
-    free = function.__code__.co_freevars  # `super()` closes over its class
+    free = function.__code__.co_freevars  # `super()` makes a method close over its class
     outer = [
         "def outer():",
         *(f"    {name} = None" for name in free),

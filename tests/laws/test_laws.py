@@ -15,12 +15,12 @@ def test_law(law: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["attention-gqa", "attention-window-mixed", "layers-nested"])
-def test_all_256_cuts_of_nine_tokens(name: str) -> None:
+def test_all_256_chunkings_of_nine_tokens(name: str) -> None:
     all_chunkings(case(name), length=9)
 
 
 def test_every_kind_has_a_case() -> None:
     slots = [folder.name for folder in PARTS.iterdir() if (folder / "__init__.py").is_file()]
-    everything = {(slot, kind) for slot in slots for kind in kinds(slot)}
+    all_parts = {(slot, kind) for slot in slots for kind in kinds(slot)}
     covered = {part for name in CASES for part in parts_of(case(name))}
-    assert everything == covered
+    assert all_parts == covered

@@ -1,4 +1,4 @@
-"""Every law on designs in which every two choices of different factors meet; what designs refuse to join is listed."""
+"""Every law on designs that combine every two choices of different factors. Pairs that are refused are listed."""
 
 import os
 import re
@@ -14,39 +14,39 @@ from tests.covering import GOLDEN, IN_LAYERS, all_pairs, covering, random_design
 from tests.laws.planting import plant
 from tests.pairs import MODEL, RATES, Draft, Pair, catalogue, layer_choices, model_choices, with_rate
 
-SHARES = 16  # the designs are known only once they are made, so tests take every 16th each
+SHARES = 16  # the designs are unknown at collection, so each test takes every 16th
 SAMPLE = int(os.environ.get("HEDDLE_SOAK_DESIGNS", "400"))  # about a quarter of an hour of one core
 SENTENCE = re.compile(r"[a-z][\w.\[\]]*: [^\n]{10,400}")
 
 
-def broken(config: ModelConfig) -> list[str]:
-    """The laws that a design does not keep, each with its sentence and the design."""
-    return [f"{one.name}: {one.message}\n  {config.dump()}" for one in run(config) if not one.passed]
+def violations_of(config: ModelConfig) -> list[str]:
+    """The laws that a design violates, each with its message and the design."""
+    return [f"{result.name}: {result.message}\n  {config.dump()}" for result in run(config) if not result.passed]
 
 
 @pytest.mark.parametrize("share", range(SHARES))
-def test_every_pair_keeps_the_laws(share: int) -> None:
+def test_every_pair_satisfies_the_laws(share: int) -> None:
     designs = covering().designs[share::SHARES]
-    assert "\n".join(chain.from_iterable(broken(config) for config, _ in designs)) == ""
+    assert "\n".join(chain.from_iterable(violations_of(config) for config, _ in designs)) == ""
 
 
 def pairs_of(config: ModelConfig) -> set[Pair]:
-    """The choices that meet in a design, read off its config."""
-    place, bare = BuildContext(config.width, config.norm), with_rate(config, 0.0)
+    """The pairs of choices in a design, read from its config."""
+    context, bare = BuildContext(config.width, config.norm), with_rate(config, 0.0)
     labels = {(MODEL, factor): label for factor, label, _ in model_choices(bare)}
     labels[MODEL, RATES] = "off" if bare == config else "on"
     for index, (_, layer) in enumerate(bare.expand()):
-        labels |= {(index, factor): label for factor, label, _ in layer_choices(layer, place)}
+        labels |= {(index, factor): label for factor, label, _ in layer_choices(layer, context)}
     return Draft({site: label for site, label in labels.items() if site[1] in catalogue()}).pairs()
 
 
-def test_every_pair_is_in_a_design_or_refused() -> None:
-    met = set(chain.from_iterable(pairs_of(config) for config, _ in covering().designs))
+def test_every_pair_is_covered_or_refused() -> None:
+    covered = set(chain.from_iterable(pairs_of(config) for config, _ in covering().designs))
     refused = covering().refused.keys()
-    assert [pair for pair in all_pairs() if (pair in met) == (pair in refused)] == []
+    assert [pair for pair in all_pairs() if (pair in covered) == (pair in refused)] == []
 
 
-def test_every_kind_is_a_choice() -> None:
+def test_every_kind_is_in_the_catalogue() -> None:
     words = {word for labels in catalogue().values() for label in labels for word in label.split()}
     slots = [folder.name for folder in PARTS.iterdir() if (folder / "__init__.py").is_file()]
     assert [kind for slot in slots for kind in kinds(slot) if kind not in words] == []
@@ -54,29 +54,29 @@ def test_every_kind_is_a_choice() -> None:
 
 
 def test_refusals_are_sentences() -> None:
-    assert [told for told in covering().refused.values() if not SENTENCE.fullmatch(told)] == []
+    assert [message for message in covering().refused.values() if not SENTENCE.fullmatch(message)] == []
 
 
-def test_refused_pairs_are_the_known_ones() -> None:
+def test_refused_pairs_equal_the_golden_file() -> None:
     assert GOLDEN.read_text(encoding="utf-8").splitlines() == refused_lines(), "run: python -m tests.covering"
 
 
-def test_a_bug_in_a_part_is_seen_in_a_design_that_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bug_is_caught_in_a_covering_design(monkeypatch: pytest.MonkeyPatch) -> None:
     config, _ = next(
         pair for pair in covering().designs if {"attention with a window", "parallel"} <= set(pair[1].labels.values())
     )
-    assert broken(config) == []
+    assert violations_of(config) == []
     plant(monkeypatch, "numerics.attention.sliding_window:Band.keys_after", "0 if self.causal", "1 if self.causal")
-    assert any(told.startswith("causality: ") for told in broken(config))
+    assert any(violation.startswith("causality: ") for violation in violations_of(config))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("share", range(SHARES))
-def test_random_designs_keep_the_laws(share: int) -> None:
-    told = []
-    for made in random_designs(SAMPLE // SHARES, seed=share):
-        if isinstance(made, str):
-            assert SENTENCE.fullmatch(made), made
+def test_random_designs_satisfy_the_laws(share: int) -> None:
+    violations = []
+    for config in random_designs(SAMPLE // SHARES, seed=share):
+        if isinstance(config, str):
+            assert SENTENCE.fullmatch(config), config
         else:
-            told += broken(made)
-    assert "\n".join(told) == ""
+            violations += violations_of(config)
+    assert "\n".join(violations) == ""

@@ -1,4 +1,4 @@
-"""Running laws: results in order, one sentence each, unknown names refused, failures of any sort told."""
+"""Running laws: the order of results, messages of violations and other errors, unknown names."""
 
 import re
 
@@ -16,7 +16,7 @@ def test_statements_are_one_sentence() -> None:
         assert re.fullmatch(r"[A-Z].{20,118}\.", law.statement), law.statement
 
 
-def test_results_come_in_the_order_asked_for() -> None:
+def test_results_come_in_the_requested_order() -> None:
     results = run(case("attention-gqa"), ["config_round_trip", "chunked_decoding"])
     assert [(result.name, result.passed, result.message) for result in results] == [
         ("config_round_trip", True, ""),
@@ -25,21 +25,21 @@ def test_results_come_in_the_order_asked_for() -> None:
     assert all(result.seconds > 0 for result in results)
 
 
-def test_unknown_laws_are_told_with_the_nearest() -> None:
+def test_the_error_of_an_unknown_law_suggests_the_nearest() -> None:
     sentence = r"law 'padding_invarance' is unknown; did you mean 'padding_invariance'\? choices: chunked_decoding, "
     with pytest.raises(ConfigError, match=f"^{sentence}"):
         run(case("attention-gqa"), ["padding_invarance"])
 
 
-def test_a_broken_law_says_what_differs_and_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_violation_says_what_differs_and_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "parts.context.position_table:PositionTable.next_layout", "start=self.max_tokens", "start=0")
     (result,) = run(case("attention-gqa"), ["chunked_decoding"])
     assert not result.passed
-    told = r"text of 11 in 11 chunks of 1, cache_length None: token \d+ of row [01] differs by \d\.\de.\d\d"
-    assert re.fullmatch(told, result.message)
+    message = r"text of 11 in 11 chunks of 1, cache_length None: token \d+ of row [01] differs by \d\.\de.\d\d"
+    assert re.fullmatch(message, result.message)
 
 
-def test_any_other_error_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_reported_as_violations(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "parts.mixers:merge_heads", "x.transpose(1, 2), 2", "x, 2")
     (result,) = run(case("attention-gqa"), ["causality"])
     assert not result.passed

@@ -1,4 +1,4 @@
-"""Shrinking keeps the structure of a design and makes it small enough for the laws."""
+"""`shrink` keeps the structure of a design and makes it small enough for the laws."""
 
 from typing import Any
 
@@ -11,13 +11,12 @@ from heddle.model.size import size
 from tests.cases import CASES, Data, attention, case, design, layer
 
 
-def mixer(data: Data, index: int = 0) -> Any:
-    found = shrink(load_config(data)).dump()["layers"][index]["mixer"]
-    return found
+def shrunk_mixer(data: Data, index: int = 0) -> Any:
+    return shrink(load_config(data)).dump()["layers"][index]["mixer"]
 
 
 @pytest.mark.parametrize("name", names())
-def test_presets_become_small_and_keep_the_laws(name: str) -> None:
+def test_shrunk_presets_are_small_and_satisfy_laws(name: str) -> None:
     small = shrink(load_config(f"preset:{name}"))
     assert size(small, context_length=16).parameters < 13_000
     assert [
@@ -33,20 +32,20 @@ def test_presets_become_small_and_keep_the_laws(name: str) -> None:
 def test_cases_keep_their_parts_and_options(name: str) -> None:
     config = case(name)
     small = shrink(config)
-    assert words(small.dump()) == words(config.dump())
+    assert fields_and_choices(small.dump()) == fields_and_choices(config.dump())
     assert shrink(small) == small
 
 
-def words(node: Any) -> set[Any]:
-    """Field names, and values that are no numbers, of every part."""
+def fields_and_choices(node: Any) -> set[Any]:
+    """The field names of every part, and the values that are not numbers."""
     if isinstance(node, dict):
-        kept = {key: value for key, value in node.items() if key != "repeat"}
-        own = {(key, value) if isinstance(value, str | bool) else key for key, value in kept.items()} - {"layers"}
-        return own.union(*(words(value) for value in kept.values()))
-    return set().union(*(words(item) for item in node)) if isinstance(node, list) else set()
+        fields = {key: value for key, value in node.items() if key != "repeat"}
+        own = {(key, value) if isinstance(value, str | bool) else key for key, value in fields.items()} - {"layers"}
+        return own.union(*(fields_and_choices(value) for value in fields.values()))
+    return set().union(*(fields_and_choices(item) for item in node)) if isinstance(node, list) else set()
 
 
-def test_distinct_layers_are_kept_and_repeats_cut() -> None:
+def test_distinct_layers_stay_and_repeats_are_reduced() -> None:
     local, full = layer(attention(window=100), repeat=5), layer(attention())
     layers = shrink(load_config(design({"repeat": 8, "layers": [local, full]}))).layers
     assert [entry.dump()["mixer"].get("window") for entry in layers] == [7, None]
@@ -58,28 +57,28 @@ def test_distinct_layers_are_kept_and_repeats_cut() -> None:
     ("heads", "kv_heads", "small"),
     [(32, 32, (2, 2)), (32, 8, (4, 2)), (71, 1, (3, 1)), (12, 4, (6, 2)), (9, 3, (9, 3)), (15, 5, (9, 3))],
 )
-def test_heads_keep_their_kind_of_sharing(heads: int, kv_heads: int, small: tuple[int, int]) -> None:
-    found = mixer(design(layer(attention(heads, kv_heads=kv_heads, head_dim=64)), width=512))
-    assert (found["heads"], found["kv_heads"]) == small
+def test_heads_keep_their_grouping(heads: int, kv_heads: int, small: tuple[int, int]) -> None:
+    attention_data = shrunk_mixer(design(layer(attention(heads, kv_heads=kv_heads, head_dim=64)), width=512))
+    assert (attention_data["heads"], attention_data["kv_heads"]) == small
 
 
 def test_widths_keep_their_order_and_parity() -> None:
-    found = mixer(design(layer(attention(8, head_dim=128, value_dim=64)), width=1024))
-    assert found["value_dim"] < found["head_dim"] == 8
-    found = mixer(design(layer(attention(8, head_dim=64, value_dim=128)), width=1024))
-    assert found["value_dim"] > found["head_dim"] == 8
-    found = mixer(design(layer(attention(3, None, head_dim=33)), width=99))
-    assert found["head_dim"] == 9
+    attention_data = shrunk_mixer(design(layer(attention(8, head_dim=128, value_dim=64)), width=1024))
+    assert attention_data["value_dim"] < attention_data["head_dim"] == 8
+    attention_data = shrunk_mixer(design(layer(attention(8, head_dim=64, value_dim=128)), width=1024))
+    assert attention_data["value_dim"] > attention_data["head_dim"] == 8
+    attention_data = shrunk_mixer(design(layer(attention(3, None, head_dim=33)), width=99))
+    assert attention_data["head_dim"] == 9
     assert shrink(load_config(design(layer(attention(3, None)), width=99))).width % 2 == 1
 
 
-def test_rotations_fit_the_smaller_heads() -> None:
+def test_rotary_options_fit_the_smaller_heads() -> None:
     rope = {"kind": "rope", "rotary_dim": 16}
-    found = mixer(design(layer(attention(8, rope, head_dim=64)), width=512))
-    assert found["position"]["rotary_dim"] == 2
+    attention_data = shrunk_mixer(design(layer(attention(8, rope, head_dim=64)), width=512))
+    assert attention_data["position"]["rotary_dim"] == 2
     rope = {"kind": "rope", "inv_freq": [1.0 / 2**i for i in range(32)]}
-    found = mixer(design(layer(attention(8, rope, head_dim=64)), width=512))
-    assert found["position"]["inv_freq"] == [1.0, 2.0**-8, 2.0**-16, 2.0**-24]
+    attention_data = shrunk_mixer(design(layer(attention(8, rope, head_dim=64)), width=512))
+    assert attention_data["position"]["inv_freq"] == [1.0, 2.0**-8, 2.0**-16, 2.0**-24]
 
 
 @pytest.mark.parametrize(
@@ -94,15 +93,15 @@ def test_rotations_fit_the_smaller_heads() -> None:
         ({"experts": 12, "top_k": 9, "routing": "sigmoid", "groups": 3, "top_groups": 3}, (6, 4, 3, 3)),
     ],
 )
-def test_experts_become_few_and_stay_in_groups(fields: Data, small: tuple[int | None, ...]) -> None:
+def test_experts_become_fewer_and_stay_in_groups(fields: Data, small: tuple[int | None, ...]) -> None:
     feedforward = {"kind": "moe", "hidden": 1408, "shared": 4, "shared_hidden": 5632, **fields}
-    found = shrink(load_config(design(layer(attention(), feedforward, repeat=9), width=512))).dump()["layers"][0]
-    part = found["feedforward"]
+    small_layer = shrink(load_config(design(layer(attention(), feedforward, repeat=9), width=512))).dump()["layers"][0]
+    part = small_layer["feedforward"]
     assert tuple(part.get(name) for name in ("experts", "top_k", "groups", "top_groups")) == small
     assert (part["hidden"], part["shared"], part["shared_hidden"]) == (8, 2, 8)
 
 
-def test_every_law_holds_for_a_large_design_made_small() -> None:
+def test_every_law_holds_for_a_shrunk_large_design() -> None:
     data = design(
         {"repeat": 4, "layers": [layer(attention(16, kv_heads=4, window=512), repeat=5), layer(attention(16))]},
         width=2048,

@@ -18,19 +18,19 @@ def test_the_start_of_every_projection() -> None:
     model = heddle.build(heddle.load_config(data, ["layers.0.feedforward.hidden=300"]), seed=1)
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            want = 0.02 / math.sqrt(8) if name.endswith(("out", "down")) else 0.02
-            assert float(module.weight.detach().std()) == pytest.approx(want, rel=0.05), name
+            expected = 0.02 / math.sqrt(8) if name.endswith(("out", "down")) else 0.02
+            assert float(module.weight.detach().std()) == pytest.approx(expected, rel=0.05), name
     for weight in (model.embed.weight, model.head.weight):
         assert float(weight.detach().std()) == pytest.approx(0.02, rel=0.05)
 
 
 def test_the_start_does_not_depend_on_globals() -> None:
     config = case("attention-gqa")
-    want = heddle.build(config).state_dict()
+    expected = heddle.build(config).state_dict()
     torch.manual_seed(99)
     torch.set_default_dtype(torch.float64)
-    got = heddle.build(config).state_dict()
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    actual = heddle.build(config).state_dict()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_a_layer_more_leaves_the_others_as_they_start() -> None:

@@ -65,25 +65,25 @@ def pairs(module: Any, name: str) -> dict[str, Tensor]:
 
 def theirs(model: Decoder) -> nn.Transformer:
     """torch's pre-norm transformer with our weights."""
-    kind: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True, "dtype": torch.float64}
-    last = nn.LayerNorm(WIDTH, dtype=torch.float64)
-    stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 20, **kind), DEPTH, last, False)
-    other = nn.Transformer(WIDTH, 4, DEPTH, DEPTH, 20, custom_encoder=stack, **kind).eval()
+    options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True, "dtype": torch.float64}
+    final_norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 20, **options), DEPTH, final_norm, False)
+    transformer = nn.Transformer(WIDTH, 4, DEPTH, DEPTH, 20, custom_encoder=encoder, **options).eval()
     assert model.encoder is not None
-    found = pairs(model.encoder.final_norm.norm, "encoder.norm") | pairs(model.final_norm.norm, "decoder.norm")
+    tensors = pairs(model.encoder.final_norm.norm, "encoder.norm") | pairs(model.final_norm.norm, "decoder.norm")
     for index, layer in enumerate(list(model.encoder.layers)):
-        at = f"encoder.layers.{index}"
-        found |= attention_weights(layer.mixer, f"{at}.self_attn")  # type: ignore[arg-type]
-        found |= feedforward(layer, at, "norm2") | pairs(layer.residual.norms.mixer, f"{at}.norm1")  # type: ignore[union-attr]
+        prefix = f"encoder.layers.{index}"
+        tensors |= attention_weights(layer.mixer, f"{prefix}.self_attn")  # type: ignore[arg-type]
+        tensors |= feedforward(layer, prefix, "norm2") | pairs(layer.residual.norms.mixer, f"{prefix}.norm1")  # type: ignore[union-attr]
     for index in range(DEPTH):
-        own, beside = model.layers[2 * index], model.layers[2 * index + 1]
-        at = f"decoder.layers.{index}"
-        found |= attention_weights(own.mixer, f"{at}.self_attn")  # type: ignore[arg-type]
-        found |= attention_weights(beside.mixer, f"{at}.multihead_attn")  # type: ignore[arg-type]
-        found |= feedforward(beside, at, "norm3") | pairs(own.residual.norms.mixer, f"{at}.norm1")  # type: ignore[union-attr]
-        found |= pairs(beside.residual.norms.mixer, f"{at}.norm2")  # type: ignore[union-attr]
-    other.load_state_dict(found)
-    return other
+        self_layer, cross_layer = model.layers[2 * index], model.layers[2 * index + 1]
+        prefix = f"decoder.layers.{index}"
+        tensors |= attention_weights(self_layer.mixer, f"{prefix}.self_attn")  # type: ignore[arg-type]
+        tensors |= attention_weights(cross_layer.mixer, f"{prefix}.multihead_attn")  # type: ignore[arg-type]
+        tensors |= feedforward(cross_layer, prefix, "norm3") | pairs(self_layer.residual.norms.mixer, f"{prefix}.norm1")  # type: ignore[union-attr]
+        tensors |= pairs(cross_layer.residual.norms.mixer, f"{prefix}.norm2")  # type: ignore[union-attr]
+    transformer.load_state_dict(tensors)
+    return transformer
 
 
 def feedforward(layer: Any, at: str, norm: str) -> dict[str, Tensor]:
@@ -109,16 +109,16 @@ def test_torchs_transformer_says_the_same() -> None:
     source, layout = source_of(model)
     tokens, padding = random_tokens(model.config, 3, 7), layout.positions < 0
     with torch.no_grad():
-        memory = model.encode(source, layout)
-        got, _ = model(tokens, Layout.causal(3, 7).with_encoder_output(memory))
-        want = theirs(model)(
+        encoder_output = model.encode(source, layout)
+        actual, _ = model(tokens, Layout.causal(3, 7).with_encoder_output(encoder_output))
+        expected = theirs(model)(
             torch.nn.functional.embedding(source, model.encoder.embed.weight),
             torch.nn.functional.embedding(tokens, model.embed.weight),
             tgt_mask=torch.ones(7, 7, dtype=torch.bool).triu(1),
             src_key_padding_mask=padding,
             memory_key_padding_mask=padding,
         )
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -129,9 +129,9 @@ def test_decoding_equals_one_call_and_encodes_once(side: str) -> None:
     tokens, calls = random_tokens(model.config, 3, 6), []
     model.encoder.register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
-        memory = model.encode(source, layout)
-        whole, _ = model(tokens, Layout.causal(3, 6).with_encoder_output(memory))
-        state, steps = model.init_state(3, 6, memory), []
+        encoder_output = model.encode(source, layout)
+        whole, _ = model(tokens, Layout.causal(3, 6).with_encoder_output(encoder_output))
+        state, steps = model.init_state(3, 6, encoder_output), []
         for position in range(6):
             hidden, state = model(tokens[:, position : position + 1], None, state)
             steps.append(hidden)
@@ -143,12 +143,12 @@ def test_generation_reads_the_memory_of_each_row() -> None:
     model = model_under_test(case("encoder"))
     source, layout = source_of(model)
     with torch.no_grad():
-        together = heddle.generate(
+        batched = heddle.generate(
             model, [[1], [2, 3], [4]], encoder_output=model.encode(source, layout), max_new_tokens=6
         )
         for row, prompt in enumerate([[1], [2, 3], [4]]):
-            memory = model.encode(source[row : row + 1, : LENGTHS[row]])
-            assert heddle.generate(model, [prompt], encoder_output=memory, max_new_tokens=6) == [together[row]]
+            encoder_output = model.encode(source[row : row + 1, : LENGTHS[row]])
+            assert heddle.generate(model, [prompt], encoder_output=encoder_output, max_new_tokens=6) == [batched[row]]
     with pytest.raises(ConfigError, match="encoder_output: is missing"):
         heddle.generate(model, [[1]], max_new_tokens=1)
 
@@ -156,16 +156,16 @@ def test_generation_reads_the_memory_of_each_row() -> None:
 def test_saved_and_loaded(tmp_path: Path) -> None:
     model = heddle.build(case("encoder"), seed=3).eval()
     heddle.save(model, tmp_path / "saved")
-    again, _ = heddle.load(tmp_path / "saved")
-    assert again.config == model.config
-    assert again.encoder is not None
-    assert again.encoder.head.weight is again.encoder.embed.weight
+    loaded, _ = heddle.load(tmp_path / "saved")
+    assert loaded.config == model.config
+    assert loaded.encoder is not None
+    assert loaded.encoder.head.weight is loaded.encoder.embed.weight
     source, layout = source_of(model)
     tokens = random_tokens(model.config, 3, 4)
-    answers = [
-        one(tokens, Layout.causal(3, 4).with_encoder_output(one.encode(source, layout)))[0] for one in (model, again)
+    outputs = [
+        decoder(tokens, Layout.causal(3, 4).with_encoder_output(decoder.encode(source, layout)))[0] for decoder in (model, loaded)
     ]
-    assert torch.equal(*answers)
+    assert torch.equal(*outputs)
     names = [name for name, _ in model.named_parameters()]
     assert {"encoder.embed.weight", "encoder.layers.1.mixer.q.weight", "layers.1.mixer.k.weight"} <= set(names)
 
@@ -183,20 +183,20 @@ def test_each_stack_starts_by_its_own_depth_and_spread() -> None:
 
 def test_size_counts_the_encoder_and_the_memory() -> None:
     config = load_config(TRANSFORMER)
-    told, short = (
+    full, short = (
         heddle.size(config, context_length=8, batch=2),
         heddle.size(config, context_length=8, batch=2, encoder_length=3),
     )
-    assert (told.encoder_length, short.encoder_length, told.parameters) == (8, 3, short.parameters)
-    assert told.embedding_parameters == (31 + 13) * WIDTH
-    assert [layer.count for layer in told.encoder] == [DEPTH]
-    assert told.state_bytes - short.state_bytes == DEPTH * 2 * 5 * 2 * WIDTH * 4
-    assert told.state_bytes_per_token == DEPTH * 2 * WIDTH * 4
+    assert (full.encoder_length, short.encoder_length, full.parameters) == (8, 3, short.parameters)
+    assert full.embedding_parameters == (31 + 13) * WIDTH
+    assert [layer.count for layer in full.encoder] == [DEPTH]
+    assert full.state_bytes - short.state_bytes == DEPTH * 2 * 5 * 2 * WIDTH * 4
+    assert full.state_bytes_per_token == DEPTH * 2 * WIDTH * 4
     mlp, linear = 2 * 20 * WIDTH, WIDTH * WIDTH
-    encoder = 3 * (4 * linear + mlp) + 3 * 3 * 2 * WIDTH
-    beside = 2 * 3 * linear + 8 * (2 * linear + mlp) + 8 * 3 * 2 * WIDTH
-    own = 8 * 4 * linear + (8 * 9 // 2) * 2 * WIDTH
-    assert short.flops_per_token == 2 * (DEPTH * (encoder + beside + own) + 8 * 31 * WIDTH) / 8
+    encoder_flops = 3 * (4 * linear + mlp) + 3 * 3 * 2 * WIDTH
+    cross_layers = 2 * 3 * linear + 8 * (2 * linear + mlp) + 8 * 3 * 2 * WIDTH
+    self_layers = 8 * 4 * linear + (8 * 9 // 2) * 2 * WIDTH
+    assert short.flops_per_token == 2 * (DEPTH * (encoder_flops + cross_layers + self_layers) + 8 * 31 * WIDTH) / 8
 
 
 def batch_of(model: Decoder) -> Batch:
@@ -206,16 +206,16 @@ def batch_of(model: Decoder) -> Batch:
 
 
 @pytest.mark.parametrize("pieces", [2, 4])
-def test_training_in_pieces(pieces: int) -> None:
+def test_training_in_pieces(micro_batches: int) -> None:
     """Dropout included: the encoder's is keyed by sample as the layers' is."""
     model = model_under_test(case("encoder")).train()
-    found = []
-    for count in (1, pieces):
+    results = []
+    for count in (1, micro_batches):
         loss = accumulate_gradients(model, batch_of(model), (1, 2), count).loss
-        found.append((loss, {name: value.grad for name, value in model.named_parameters()}))
+        results.append((loss, {name: value.grad for name, value in model.named_parameters()}))
         model.zero_grad(set_to_none=True)
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-10)
-    assert all(grad is not None and bool((grad != 0).any()) for grad in found[0][1].values())
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-10)
+    assert all(grad is not None and bool((grad != 0).any()) for grad in results[0][1].values())
 
 
 def test_a_step_learns_with_recomputed_and_narrow_layers() -> None:
@@ -239,10 +239,10 @@ def test_the_compiled_twin_shares_the_encoder() -> None:
     twin = compiled(model, backend="eager")
     source, layout = source_of(model)
     tokens = random_tokens(model.config, 3, 4)
-    answers = [
-        one(tokens, Layout.causal(3, 4).with_encoder_output(one.encode(source, layout)))[0] for one in (model, twin)
+    outputs = [
+        decoder(tokens, Layout.causal(3, 4).with_encoder_output(decoder.encode(source, layout)))[0] for decoder in (model, twin)
     ]
-    torch.testing.assert_close(answers[1], answers[0])
+    torch.testing.assert_close(outputs[1], outputs[0])
     assert {id(value) for value in twin.parameters()} == {id(value) for value in model.parameters()}
 
 

@@ -26,27 +26,27 @@ WRONG: dict[Any, list[Any]] = {
 def unpacked(annotation: Any) -> tuple[list[Any], list[Any]]:
     """The types an annotation allows besides None, and the bounds it sets."""
     if get_origin(annotation) is Annotated:
-        inner, *extra = get_args(annotation)
-        bounds = [bound for field in extra for bound in getattr(field, "metadata", [field])]
-        types_, more = unpacked(inner)
-        return types_, bounds + more
+        inner, *annotations = get_args(annotation)
+        bounds = [bound for field in annotations for bound in getattr(field, "metadata", [field])]
+        inner_types, inner_bounds = unpacked(inner)
+        return inner_types, bounds + inner_bounds
     if get_origin(annotation) in (Union, types.UnionType):
         pairs = [unpacked(member) for member in get_args(annotation) if member is not type(None)]
-        return [one for pair in pairs for one in pair[0]], [one for pair in pairs for one in pair[1]]
+        return [item for pair in pairs for item in pair[0]], [item for pair in pairs for item in pair[1]]
     return [annotation], []
 
 
 def wrong_values(info: FieldInfo) -> list[Any]:
     """What a field must refuse."""
     allowed, bounds = unpacked(info.annotation)
-    found = list(WRONG.get(allowed[0], [3, 1.5, "no such value"])) if len(allowed) == 1 else [3, 1.5, "no", [], {}]
+    values = list(WRONG.get(allowed[0], [3, 1.5, "no such value"])) if len(allowed) == 1 else [3, 1.5, "no", [], {}]
     for bound in [*info.metadata, *bounds]:
         for limit in (getattr(bound, "gt", None), getattr(bound, "lt", None)):
-            found += [] if limit is None else [limit]
+            values += [] if limit is None else [limit]
         for name, past in (("gt", -1), ("ge", -1), ("lt", 1), ("le", 1)):
             limit = getattr(bound, name, None)
-            found += [] if limit is None else [limit + past]
-    return found
+            values += [] if limit is None else [limit + past]
+    return values
 
 
 def within(config: Config) -> Iterator[Config]:

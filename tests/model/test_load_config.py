@@ -65,8 +65,8 @@ def test_formats_agree(name: str, text: str, tmp_path: Path) -> None:
     ],
 )
 def test_scalars_are_those_of_yaml_1_2(text: str, value: Any) -> None:
-    got = parse_yaml(f"a: {text}", "it")["a"]
-    assert (got, type(got)) == (value, type(value))
+    parsed = parse_yaml(f"a: {text}", "it")["a"]
+    assert (parsed, type(parsed)) == (value, type(value))
 
 
 @pytest.mark.parametrize(
@@ -184,17 +184,17 @@ def test_a_design_is_no_number() -> None:
 def test_an_override_reaches_one_entry_alone_after_one_that_reached_all() -> None:
     mixer = "{kind: attention, heads: 4}"
     design = {"width": 16, "layers": [{"mixer": {"kind": "attention", "heads": 2}}] * 2}
-    made = load_config(design, [f"layers.*.mixer={mixer}", "layers.0.mixer.heads=1"])
-    assert [layer.dump()["mixer"]["heads"] for layer in made.layers] == [1, 4]
+    config = load_config(design, [f"layers.*.mixer={mixer}", "layers.0.mixer.heads=1"])
+    assert [layer.dump()["mixer"]["heads"] for layer in config.layers] == [1, 4]
 
 
 def test_a_new_kind_keeps_the_fields_it_has_and_drops_the_others() -> None:
     position = {"kind": "rope", "base": 500.0}
     mixer = {"kind": "attention", "heads": 2, "kv_heads": 1, "window": 4, "position": position}
     design = {"width": 16, "layers": [{"mixer": mixer}], "residual": {"kind": "parallel", "norms": 2, "drop_path": 0.1}}
-    made = load_config(design, ["layers.*.mixer.kind=retention", "residual.kind=pre_norm"])
-    assert made.layers[0].dump()["mixer"]["position"] == load_config(design).layers[0].dump()["mixer"]["position"]
-    assert made.residual.dump() == {"kind": "pre_norm", "drop_path": 0.1, "dropout": 0.0}
+    config = load_config(design, ["layers.*.mixer.kind=retention", "residual.kind=pre_norm"])
+    assert config.layers[0].dump()["mixer"]["position"] == load_config(design).layers[0].dump()["mixer"]["position"]
+    assert config.residual.dump() == {"kind": "pre_norm", "drop_path": 0.1, "dropout": 0.0}
     # the same kind, a typo, and a kind that does not exist leave everything in place
     assert load_config(design, ["layers.0.mixer.kind=attention"]) == load_config(design)
     with pytest.raises(ConfigError, match="unknown field 'windw'"):

@@ -13,17 +13,17 @@ PROMISED = {"tiny": (1e6, 2e6), "small": (11e6, 18e6), "medium": (80e6, 120e6)}
 @pytest.mark.parametrize("name", presets.names())
 def test_preset(name: str) -> None:
     config = load_config(f"preset:{name}")
-    kind, _, promised = name.rpartition("-")
+    kind, _, size_name = name.rpartition("-")
     if config.vocab_size is None:
         config = config.replace(vocab_size=4096)
-    told = size(config, context_length=512)
-    low, high = PROMISED[promised]
-    assert low <= told.active_parameters <= high
-    full = size(load_config(f"preset:mha-{promised}", [f"vocab_size={config.vocab_size}"]), context_length=512)
-    assert told.active_parameters <= 1.01 * full.parameters
-    assert told.active_parameters >= 0.8 * full.parameters
-    assert (told.parameters > told.active_parameters) == (kind == "moe")
-    assert (told.state_bytes < full.state_bytes) == (kind != "mha")
+    sizes = size(config, context_length=512)
+    low, high = PROMISED[size_name]
+    assert low <= sizes.active_parameters <= high
+    full = size(load_config(f"preset:mha-{size_name}", [f"vocab_size={config.vocab_size}"]), context_length=512)
+    assert sizes.active_parameters <= 1.01 * full.parameters
+    assert sizes.active_parameters >= 0.8 * full.parameters
+    assert (sizes.parameters > sizes.active_parameters) == (kind == "moe")
+    assert (sizes.state_bytes < full.state_bytes) == (kind != "mha")
 
 
 def test_unknown_presets_are_told_with_the_nearest() -> None:

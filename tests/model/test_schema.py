@@ -27,9 +27,9 @@ def test_it_is_a_schema() -> None:
 
 def references(node: Any) -> set[str]:
     if isinstance(node, dict):
-        inner = {found for value in node.values() for found in references(value)}
+        inner = {reference for value in node.values() for reference in references(value)}
         return inner | ({node["$ref"]} if isinstance(node.get("$ref"), str) else set())
-    return {found for item in node for found in references(item)} if isinstance(node, list) else set()
+    return {reference for item in node for reference in references(item)} if isinstance(node, list) else set()
 
 
 def test_every_reference_leads_somewhere() -> None:

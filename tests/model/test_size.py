@@ -13,20 +13,20 @@ PLAIN = design(layer(attention(kv_heads=2), {"kind": "gated", "hidden": 10}, rep
 
 def test_parameters() -> None:
     block = 24 * 24 * 2 + 24 * 12 * 2 + 3 * 24 * 10 + 2 * 24
-    told = size(load_config(PLAIN), context_length=16)
-    assert told.parameters == told.active_parameters == 61 * 24 + 3 * block + 24
-    assert told.embedding_parameters == 61 * 24
-    (row,) = told.layers
+    sizes = size(load_config(PLAIN), context_length=16)
+    assert sizes.parameters == sizes.active_parameters == 61 * 24 + 3 * block + 24
+    assert sizes.embedding_parameters == 61 * 24
+    (row,) = sizes.layers
     assert (row.count, row.parameters, row.mixer) == (3, block, "attention heads=4 kv_heads=2 causal position=rope")
-    assert size(load_config(PLAIN, ["head.tied=false"])).parameters == told.parameters + 61 * 24
+    assert size(load_config(PLAIN, ["head.tied=false"])).parameters == sizes.parameters + 61 * 24
 
 
 def test_state() -> None:
-    told = size(load_config(PLAIN), context_length=16, batch=2)
-    assert told.state_bytes - told.position_table_bytes == 3 * 2 * 16 * 2 * (6 + 6) * 4
-    assert told.state_bytes_per_token == 3 * 2 * (6 + 6) * 4
+    sizes = size(load_config(PLAIN), context_length=16, batch=2)
+    assert sizes.state_bytes - sizes.position_table_bytes == 3 * 2 * 16 * 2 * (6 + 6) * 4
+    assert sizes.state_bytes_per_token == 3 * 2 * (6 + 6) * 4
     half = state_bytes(load_config(PLAIN), 16, 2, torch.bfloat16)
-    assert 2 * (half - told.position_table_bytes) == told.state_bytes - told.position_table_bytes
+    assert 2 * (half - sizes.position_table_bytes) == sizes.state_bytes - sizes.position_table_bytes
     assert size(load_config(PLAIN, ["layers.0.mixer.window=5"]), context_length=16).state_bytes_per_token == 0
     assert size(load_config(PLAIN, ["layers.0.mixer.causal=false"])).state_bytes == 0
 
@@ -37,10 +37,10 @@ def test_operations(window: int | None) -> None:
     overrides = [] if window is None else [f"layers.0.mixer.window={window}"]
     weights = 3 * (24 * 24 * 2 + 24 * 12 * 2 + 3 * 24 * 10) + 61 * 24
     pairs = sum(min(i + 1, window or context) for i in range(context))
-    want = 2 * weights + 3 * 2 * pairs * 4 * (6 + 6) / context
-    assert size(load_config(PLAIN, overrides), context_length=context).flops_per_token == want
+    expected = 2 * weights + 3 * 2 * pairs * 4 * (6 + 6) / context
+    assert size(load_config(PLAIN, overrides), context_length=context).flops_per_token == expected
     model = build(load_config(PLAIN, overrides), device="meta")
-    assert flops_per_token(model, context) == want
+    assert flops_per_token(model, context) == expected
 
 
 def test_choices_are_counted_and_reasoned() -> None:

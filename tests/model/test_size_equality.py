@@ -119,20 +119,20 @@ def test_distinct_layers_are_counted_in_order_of_occurrence() -> None:
     config = load_config(design({"repeat": 3, "layers": [local | {"repeat": 2}, full]}, full))
     assert config.depth == 10
     assert config.layer_order == (0, 0, 1, 0, 0, 1, 0, 0, 1, 1)
-    assert [(one.path, one.index, one.count) for one in config.distinct_layers] == [
+    assert [(layer_row.path, layer_row.index, layer_row.count) for layer_row in config.distinct_layers] == [
         ("layers[0].layers[0]", 0, 6),
         ("layers[0].layers[1]", 2, 4),
     ]
 
 
 def test_deep_designs_are_measured_by_their_distinct_layers() -> None:
-    one, many = (load_config(design(layer(attention(), repeat=repeat))) for repeat in (1, 4096))
-    single, deep = size(one, CONTEXT), size(many, CONTEXT)
+    shallow_config, deep_config = (load_config(design(layer(attention(), repeat=repeat))) for repeat in (1, 4096))
+    single, deep = size(shallow_config, CONTEXT), size(deep_config, CONTEXT)
     outside = 61 * 24 + 24
     assert deep.parameters - outside == 4096 * (single.parameters - outside)
     assert [row.count for row in deep.layers] == [4096]
-    assert state_bytes(many, CONTEXT) == deep.state_bytes
-    assert many.fingerprint() != one.fingerprint()
+    assert state_bytes(deep_config, CONTEXT) == deep.state_bytes
+    assert deep_config.fingerprint() != shallow_config.fingerprint()
 
 
 def test_parameters_beyond_64_bits_are_counted() -> None:

@@ -1,4 +1,4 @@
-"""Random programs over states (read, fork, choose rows, take back, replay), held against the rows' plain texts."""
+"""Random programs over states (feed, fork, select rows, roll back, replay), compared with the rows' full texts."""
 
 from functools import cache
 from typing import Any
@@ -24,7 +24,7 @@ from heddle.parts.context.layout import Layout
 from tests.cases import CASES, case
 from tests.laws.planting import plant
 
-LONGEST = 40  # tokens a row
+MAX_TOKENS = 40  # of a row
 
 
 @cache
@@ -33,112 +33,116 @@ def model_of(name: str) -> Decoder:
 
 
 class Program(RuleBasedStateMachine):
-    """Every answer on the way is compared with that of the whole texts; `name` is the design."""
+    """Compares every output with that of a call on the full texts. `name` is the case of the design."""
 
     name: str
-    twins: Bundle[ReferenceState] = Bundle("twins")
+    states: Bundle[ReferenceState] = Bundle("states")
 
-    def tokens(self, twin: ReferenceState, length: int, seed: int) -> Tensor:
-        return random_tokens(self.model.config, len(twin.rows), length, seed)
+    def tokens(self, reference: ReferenceState, length: int, seed: int) -> Tensor:
+        return random_tokens(self.model.config, len(reference.rows), length, seed)
 
-    def room(self, twin: ReferenceState, length: int) -> bool:
-        return max(map(len, twin.rows)) + length <= LONGEST
+    def fits(self, reference: ReferenceState, length: int) -> bool:
+        return max(map(len, reference.rows)) + length <= MAX_TOKENS
 
     @initialize(
-        target=twins, rows=st.integers(1, 3), capacity=st.sampled_from((None, LONGEST)), slack=st.integers(0, 3)
+        target=states,
+        rows=st.integers(1, 3),
+        cache_length=st.sampled_from((None, MAX_TOKENS)),
+        rollback=st.integers(0, 3),
     )
-    def start(self, rows: int, capacity: int | None, slack: int) -> ReferenceState:
+    def start(self, rows: int, cache_length: int | None, rollback: int) -> ReferenceState:
         self.model = model_of(self.name)
-        self.returns = ReferenceState(self.model, 1).state.can_roll_back(1)
-        return ReferenceState(self.model, rows, capacity, slack if self.returns else 0)
+        self.has_rollback = ReferenceState(self.model, 1).state.can_roll_back(1)
+        return ReferenceState(self.model, rows, cache_length, rollback if self.has_rollback else 0)
 
-    @rule(twin=twins, length=st.integers(0, 9), seed=st.integers(0, 99))
-    def read(self, twin: ReferenceState, length: int, seed: int) -> None:
-        if self.room(twin, length):
-            twin.feed(self.tokens(twin, length, seed), "rows")
+    @rule(reference=states, length=st.integers(0, 9), seed=st.integers(0, 99))
+    def feed(self, reference: ReferenceState, length: int, seed: int) -> None:
+        if self.fits(reference, length):
+            reference.feed(self.tokens(reference, length, seed), "rows")
 
-    @rule(twin=twins, lengths=st.lists(st.integers(0, 6), min_size=3, max_size=3), right=st.booleans())
-    def read_padded(self, twin: ReferenceState, lengths: list[int], right: bool) -> None:
-        """Uneven rows, each going on in its document."""
-        lengths = lengths[: len(twin.rows)]
-        if max(lengths) and self.room(twin, max(lengths)):
+    @rule(reference=states, lengths=st.lists(st.integers(0, 6), min_size=3, max_size=3), right=st.booleans())
+    def feed_padded(self, reference: ReferenceState, lengths: list[int], right: bool) -> None:
+        """Rows of different lengths, each continuing its document."""
+        lengths = lengths[: len(reference.rows)]
+        if max(lengths) and self.fits(reference, max(lengths)):
             padded = Layout.padded(lengths, side="right" if right else "left").positions
-            last = [row[-1] if row else None for row in twin.rows]
-            ahead = padded.new_tensor([0 if one is None else one.position + 1 for one in last])[:, None]
-            documents = padded.new_tensor([0 if one is None else one.document for one in last])[:, None]
-            layout = Layout(padded.where(padded < 0, padded + ahead), documents.expand_as(padded))
-            twin.feed(self.tokens(twin, max(lengths), sum(lengths)), "uneven rows", layout)
+            last_tokens = [row[-1] if row else None for row in reference.rows]
+            starts = padded.new_tensor([0 if token is None else token.position + 1 for token in last_tokens])[:, None]
+            documents = padded.new_tensor([0 if token is None else token.document for token in last_tokens])[:, None]
+            layout = Layout(padded.where(padded < 0, padded + starts), documents.expand_as(padded))
+            reference.feed(self.tokens(reference, max(lengths), sum(lengths)), "uneven rows", layout)
 
-    @rule(twin=twins, first=st.integers(1, 4), second=st.integers(1, 5))
-    def read_packed(self, twin: ReferenceState, first: int, second: int) -> None:
+    @rule(reference=states, first=st.integers(1, 4), second=st.integers(1, 5))
+    def feed_packed(self, reference: ReferenceState, first: int, second: int) -> None:
         """Two new documents in each row."""
-        if self.room(twin, first + second):
-            packed = Layout.packed([[first, second]] * len(twin.rows))
-            newest = max(one.document for row in twin.rows for one in row) + 1 if any(twin.rows) else 0
+        if self.fits(reference, first + second):
+            packed = Layout.packed([[first, second]] * len(reference.rows))
+            tokens_read = [token for row in reference.rows for token in row]
+            next_document = max(token.document for token in tokens_read) + 1 if tokens_read else 0
             assert packed.segment_ids is not None
-            layout = Layout(packed.positions, packed.segment_ids + newest, has_padding=False)
-            twin.feed(self.tokens(twin, first + second, newest), "rows of new documents", layout)
+            layout = Layout(packed.positions, packed.segment_ids + next_document, has_padding=False)
+            reference.feed(self.tokens(reference, first + second, next_document), "rows of new documents", layout)
 
-    @rule(target=twins, twin=twins, rows=st.lists(st.integers(0, 2), min_size=1, max_size=3))
-    def choose(self, twin: ReferenceState, rows: list[int]) -> ReferenceState:
-        return twin.select([row % len(twin.rows) for row in rows])
+    @rule(target=states, reference=states, rows=st.lists(st.integers(0, 2), min_size=1, max_size=3))
+    def select(self, reference: ReferenceState, rows: list[int]) -> ReferenceState:
+        return reference.select([row % len(reference.rows) for row in rows])
 
-    @rule(target=twins, twin=twins)
-    def fork(self, twin: ReferenceState) -> ReferenceState:
-        return twin.select(range(len(twin.rows)))
+    @rule(target=states, reference=states)
+    def fork(self, reference: ReferenceState) -> ReferenceState:
+        return reference.select(range(len(reference.rows)))
 
-    @precondition(lambda self: self.returns)
-    @rule(twin=twins, backs=st.lists(st.integers(0, 5), min_size=3, max_size=3), everything=st.booleans())
-    def take_back(self, twin: ReferenceState, backs: list[int], everything: bool) -> None:
-        lengths = [len(row) for row in twin.rows]
-        backs = lengths if everything else [min(pair) for pair in zip(backs, lengths, strict=False)]
-        if twin.state.can_roll_back(max(backs)):
-            twin.rollback(backs)
+    @precondition(lambda self: self.has_rollback)
+    @rule(reference=states, counts=st.lists(st.integers(0, 5), min_size=3, max_size=3), whole_texts=st.booleans())
+    def roll_back(self, reference: ReferenceState, counts: list[int], whole_texts: bool) -> None:
+        lengths = [len(row) for row in reference.rows]
+        counts = lengths if whole_texts else [min(pair) for pair in zip(counts, lengths, strict=False)]
+        if reference.state.can_roll_back(max(counts)):
+            reference.rollback(counts)
 
-    @rule(target=twins, twin=twins, length=st.integers(1, 5), seed=st.integers(0, 99))
-    def guess_and_replay(self, twin: ReferenceState, length: int, seed: int) -> Any:
-        """A fork reads ahead and is left; what it read is read again by the original, token by token."""
-        if not self.room(twin, length):
+    @rule(target=states, reference=states, length=st.integers(1, 5), seed=st.integers(0, 99))
+    def fork_and_replay(self, reference: ReferenceState, length: int, seed: int) -> Any:
+        """A fork reads ahead. Then the original reads the same tokens one by one."""
+        if not self.fits(reference, length):
             return multiple()
-        tokens = self.tokens(twin, length, seed)
-        guess = twin.select(range(len(twin.rows)))
-        guess.feed(tokens, "a fork")
+        tokens = self.tokens(reference, length, seed)
+        fork = reference.select(range(len(reference.rows)))
+        fork.feed(tokens, "a fork")
         for token in tokens.split(1, dim=1):
-            twin.feed(token, "the original after its fork")
-        return guess
+            reference.feed(token, "the original after its fork")
+        return fork
 
 
 NAMES = ("attention-gqa", "attention-window-2", "attention-window-mixed", "layers-nested", "sinusoidal")
-FEW = settings(max_examples=12, stateful_step_count=14)
+LIMITS = settings(max_examples=12, stateful_step_count=14)
 
 
-def run(name: str, limits: settings = FEW) -> None:
+def run(name: str, limits: settings = LIMITS) -> None:
     machine: Any = type("Machine", (Program,), {"name": name})
     run_state_machine_as_test(machine, settings=limits)
 
 
-def others() -> list[str]:
-    """The first case of every other kind of mixer that keeps a state and reads no memory."""
-    found, known = [], {"attention"}
+def other_mixer_cases() -> list[str]:
+    """The first case of every other kind of mixer that has a state and reads no encoder output."""
+    names, covered_kinds = [], {"attention"}
     for name in CASES:
-        model = model_of(name) if not _kinds(name) <= known else None
+        model = model_of(name) if not _kinds(name) <= covered_kinds else None
         if model is not None and model.causal and model.encoder_width is None:
-            found.append(name)
-            known |= _kinds(name)
-    return found
+            names.append(name)
+            covered_kinds |= _kinds(name)
+    return names
 
 
 def _kinds(name: str) -> set[str]:
     return {layer.mixer.kind for _, layer in case(name).expand() if layer.mixer is not None}
 
 
-@pytest.mark.parametrize("name", [*NAMES, *others()])
+@pytest.mark.parametrize("name", [*NAMES, *other_mixer_cases()])
 def test_programs(name: str) -> None:
     run(name)
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "old", "new"),
+    ("name", "target", "old", "new"),
     [
         ("attention-gqa", "model.state:State.select", "x: x.index_select", "x: x.roll(1).index_select"),
         (
@@ -150,7 +154,7 @@ def test_programs(name: str) -> None:
         ("layers-nested", "parts.context.kv_cache:KVCache.can_roll_back", "tokens <= table.rollback_left", "True"),
     ],
 )
-def test_programs_find_bugs(name: str, place: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, place, old, new)
+def test_programs_catch_planted_bugs(name: str, target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, target, old, new)
     with pytest.raises(LawViolation):
-        run(name, settings(FEW, max_examples=40, phases=[Phase.generate], report_multiple_bugs=False, database=None))
+        run(name, settings(LIMITS, max_examples=40, phases=[Phase.generate], report_multiple_bugs=False, database=None))

@@ -11,7 +11,8 @@ from heddle.errors import ConfigError
 from heddle.numerics.activations import Activation, clamped_swiglu, glu
 from heddle.numerics.dispatch.flop_counter import count_flops
 from heddle.numerics.dispatch.operation import record_choices
-from heddle.numerics.experts.mixture import EXPERTS, ExpertAssignment, ExpertWeights, experts_flops, run_experts
+from heddle.numerics.experts.mixture import EXPERTS, experts_flops, run_experts
+from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
 from heddle.numerics.kernels import kernels
 from heddle.numerics.linear import PackedWeightCache, packed_weights
 

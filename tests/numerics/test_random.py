@@ -32,7 +32,7 @@ def test_a_row_depends_on_its_sample_and_not_on_its_position() -> None:
 
 
 @pytest.mark.parametrize("other", [{"seed": 2}, {"step": 3}, {"site": 1}, {"samples": (4, 5, 6, 7)}])
-def test_other_keys_give_independent_numbers(other: dict) -> None:
+def test_other_keys_give_independent_numbers(other: dict[str, Any]) -> None:
     first, second = draw(), draw(**other)
     agree = float(((first < 0.5) == (second < 0.5)).float().mean())
     assert abs(agree - 0.5) <= 4 * (0.25 / first.numel()) ** 0.5

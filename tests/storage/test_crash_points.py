@@ -282,5 +282,5 @@ def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(file_io.NewFile, "__init__", noting)
     save(tmp_path / "model")
-    assert order[-1] == folder.MANIFEST_FILE
+    assert order[-1] == MANIFEST_FILE
     assert len(order) == 4

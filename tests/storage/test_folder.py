@@ -99,8 +99,8 @@ def test_the_manifest_holds_sizes_and_hashes_anyone_can_check(tmp_path: Path) ->
 
 
 def test_large_tensors_are_hashed_and_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder.file_io, "CHUNK_BYTES", 4096)
-    monkeypatch.setattr(folder.file_io, "MIN_PARALLEL_BYTES", 1024)
+    monkeypatch.setattr(file_io, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(file_io, "MIN_PARALLEL_BYTES", 1024)
     large = torch.arange(100_001, dtype=torch.uint8)
     path = save(tmp_path / "model", large=large)
     assert torch.equal(load(path)["large"], large)

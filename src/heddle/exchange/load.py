@@ -84,7 +84,7 @@ class _WeightLoader:
             if rule is not None:
                 self._check_tensor(rule, tensor, source)
                 first = self.parameters[parameter_name(rule.parameters[0])]
-                self._place(rule, tensor if dtype is None else tensor.to(storage_dtype(first, dtype)))
+                self._copy_into(rule, tensor if dtype is None else tensor.to(storage_dtype(first, dtype)))
             elif (prefix := self._ignored_prefix(name)) is not None:
                 ignored.add(prefix)
             elif self.model.config.head.tied and name in HF_HEAD_WEIGHTS:
@@ -128,7 +128,7 @@ class _WeightLoader:
                 "embedding, but the weights hold another; set it to false"
             )
 
-    def _place(self, rule: TensorRule, tensor: Tensor) -> None:
+    def _copy_into(self, rule: TensorRule, tensor: Tensor) -> None:
         """Split a Hugging Face tensor into the parameters, or slices of parameters, that it holds."""
         shapes = self.weight_map.parameter_shapes(rule)
         for ref, part in zip(rule.parameters, rule.transform.split(tensor, shapes), strict=True):

@@ -72,14 +72,14 @@ def all_chunkings(config: ModelConfig, length: int = 6) -> None:
     tokens = random_tokens(config, 2, length)
     full = forward_no_grad(model, tokens)
 
-    def follow(state: State, done: list[int]) -> None:
+    def follow(state: State, chunks: list[int]) -> None:
         """Try every next chunk from this state. Chunkings with the same beginning share its calls."""
-        start = sum(done)
+        start = sum(chunks)
         for size in range(1, length - start + 1):
             stop = start + size
             hidden, after = forward_with_state(model, fork(state), tokens[:, start:stop])
-            assert_close(hidden, full[:, start:stop], f"after {done} a chunk of {size} (tokens counted from it)")
-            follow(after, [*done, size])
+            assert_close(hidden, full[:, start:stop], f"after {chunks} a chunk of {size} (tokens counted from it)")
+            follow(after, [*chunks, size])
 
     follow(new_state(model, 2, length), [])
 

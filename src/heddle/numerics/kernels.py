@@ -1,6 +1,7 @@
 """All operations whose kernel a user can choose: `kernels(attention="reference")`."""
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 from heddle.numerics.attention.latent import LATENT
 from heddle.numerics.attention.softmax import ATTENTION
@@ -14,7 +15,7 @@ from heddle.numerics.recurrent.double_softmax import DOUBLE_SOFTMAX
 from heddle.numerics.recurrent.gated_delta import DELTA_RULE
 from heddle.numerics.recurrent.linear_attention import DOCUMENT_SUMS
 
-_ALL: tuple[Operation, ...] = (
+_ALL: tuple[Operation[Any], ...] = (
     ATTENTION,
     CAUSAL_MEANS,
     CAUSAL_SUMS,
@@ -27,7 +28,7 @@ _ALL: tuple[Operation, ...] = (
     LINEAR,
     RMS_NORM,
 )
-OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in _ALL}
+OPERATIONS: dict[str, Operation[Any]] = {operation.name: operation for operation in _ALL}
 
 
 def kernels(**choices: str) -> AbstractContextManager[None]:

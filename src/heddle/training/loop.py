@@ -27,7 +27,7 @@ from heddle.training.optimizer import Optimizer, build_optimizer
 from heddle.training.settings import Settings, scheduled_learning_rate
 from heddle.training.signals import Interrupted, StopRequest, catch_stop_signals
 from heddle.training.step import BatchResult, accumulate_gradients, apply_gradients
-from heddle.training.training_data import ChatData, Scores, TaskData, TaskSource, TextData, TrainingData
+from heddle.training.training_data import ChatData, TaskData, TaskSource, TextData, TrainingData
 
 MAX_CONSECUTIVE_SKIPS = 10
 FINAL_EVALUATION_TOKENS = 2**16  # held-out tokens of the evaluation at the end

@@ -76,8 +76,8 @@ def text_half_width(bits: Windows, sizes: Windows, block_length: int | None = No
 
 def finished_runs(runs: Sequence[Run]) -> list[Run]:
     """The runs that finished with a finite number."""
-    done = [run for run in runs if run["status"] == "done" and run["bits_per_byte"] is not None]
-    return [run for run in done if math.isfinite(run["bits_per_byte"])]
+    scored = [run for run in runs if run["status"] == "done" and run["bits_per_byte"] is not None]
+    return [run for run in scored if math.isfinite(run["bits_per_byte"])]
 
 
 def mean_bits_per_byte(runs: Sequence[Run]) -> dict[str, Any]:

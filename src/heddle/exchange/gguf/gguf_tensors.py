@@ -82,7 +82,8 @@ def _transform_of(name: str, config: dict[str, Any], graph: Architecture) -> Cal
 
 def interleave_rope_rows(x: Tensor, heads: int) -> Tensor:
     """Reorder the rows of each head from RoPE pairs (i, i + d/2) to pairs (2i, 2i + 1)."""
-    return x.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    split: Tensor = x.unflatten(0, (heads, 2, -1))
+    return split.transpose(1, 2).flatten(0, 2)
 
 
 def _add_one(x: Tensor) -> Tensor:

@@ -63,6 +63,8 @@ def _sdpa_then_sink(
     if mask is not None and mask.dtype == torch.bool:
         bias = q.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    y: Tensor
+    log_sum_exp: Tensor
     y, log_sum_exp = kernel(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     output_share = (log_sum_exp[..., None] - sink.to(log_sum_exp.dtype)).sigmoid()
     return (y[..., :d_v] * output_share).to(q.dtype)

@@ -140,5 +140,5 @@ def _interior(
     k_positions = torch.arange(wide_k.shape[2], device=q.device)
     offsets = (q_positions[:, None] - k_positions).repeat(repeats, 1)
     y = attend_block(folded, wide_k, wide_v, scale, offsets)
-    y = y.unflatten(1, (groups, num_blocks)).unflatten(3, (repeats, size)).transpose(2, 3)
-    return y.flatten(1, 2).flatten(2, 3)
+    blocks: Tensor = y.unflatten(1, (groups, num_blocks)).unflatten(3, (repeats, size))
+    return blocks.transpose(2, 3).flatten(1, 2).flatten(2, 3)

@@ -127,7 +127,8 @@ def _chunk_groups(length: int, rows: int) -> Iterator[tuple[slice, int]]:
 
 def _split_chunks(x: Tensor, span: slice, chunk_tokens: int) -> Tensor:
     """[B, H, T, d] -> the chunks of the tokens in `span`, [B, H, g, C, d], in at least float32."""
-    return at_least_float32(x[:, :, span]).unflatten(2, (-1, chunk_tokens)).contiguous()
+    chunks: Tensor = at_least_float32(x[:, :, span]).unflatten(2, (-1, chunk_tokens))
+    return chunks.contiguous()
 
 
 def _states_before_chunks(

@@ -64,7 +64,8 @@ def _linear(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
 
 def _grouped_queries(q: Tensor, groups: int) -> Tensor:
     """Softmax over the dimensions of each query, [B, G, H/G, T, d_k]."""
-    return at_least_float32(q).softmax(-1).unflatten(1, (groups, -1))
+    grouped: Tensor = at_least_float32(q).softmax(-1).unflatten(1, (groups, -1))
+    return grouped
 
 
 def _normalize_keys(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:

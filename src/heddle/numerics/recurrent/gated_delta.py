@@ -145,13 +145,15 @@ def _unit_triangular_inverse(system: Tensor) -> Tensor:
 
 def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
     """The square blocks on the diagonal of x [..., n, n], as a view [..., n / size, size, size]."""
-    return x.unflatten(-2, (-1, size)).unflatten(-1, (-1, size)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+    blocks: Tensor = x.unflatten(-2, (-1, size)).unflatten(-1, (-1, size))
+    return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def _split_chunks(x: Tensor, groups: int, chunks: int) -> Tensor:
     """[B, heads, T, d] -> [B, G, heads/G, chunks, tokens, d], padded with zeros after the last token."""
     x = functional.pad(x, (0, 0, 0, -x.shape[2] % chunks))
-    return x.unflatten(2, (chunks, -1)).unflatten(1, (groups, -1))
+    split: Tensor = x.unflatten(2, (chunks, -1)).unflatten(1, (groups, -1))
+    return split
 
 
 def _decays(log_decay: Tensor, call_segment_ids: Tensor | None) -> Tensor:

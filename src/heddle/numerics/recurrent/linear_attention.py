@@ -40,7 +40,8 @@ class _EluPlusOne(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return ctx.saved_tensors[0].clamp(max=1.0).mul_(gradients[0])
+        y: Tensor = ctx.saved_tensors[0]
+        return y.clamp(max=1.0).mul_(gradients[0])
 
 
 def relu_features(x: Tensor) -> Tensor:

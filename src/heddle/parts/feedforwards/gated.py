@@ -54,4 +54,5 @@ class Gated(Feedforward):
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """x [B, T, width] -> the same shape."""
         gate, up = fused_projections(x, self.gate, self.up)
-        return self.down(self.dropout(self.activation(up, gate)))
+        y: Tensor = self.down(self.dropout(self.activation(up, gate)))
+        return y

@@ -35,4 +35,5 @@ class MLP(Feedforward):
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """x [B, T, width] -> the same shape."""
-        return self.down(self.dropout(self.activation(self.up(x))))
+        y: Tensor = self.down(self.dropout(self.activation(self.up(x))))
+        return y

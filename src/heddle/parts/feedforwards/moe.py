@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from heddle.config import PositiveFloat, PositiveInt, Probability, Width, refuse
 from heddle.errors import ConfigError
-from heddle.numerics.experts.mixture import ExpertAssignment, ExpertWeights, run_experts
+from heddle.numerics.experts.mixture import run_experts
 from heddle.numerics.experts.routing import Route, Routing, RoutingConfig, route, router_logits, within_capacity
+from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
 from heddle.numerics.philox import ParameterDraws
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
@@ -253,7 +254,7 @@ class MoE(Feedforward):
         y = self._routed_experts(x, self.router(x), layout)
         if self.shared is None:
             return y
-        shared = self.shared(x)
+        shared: Tensor = self.shared(x)
         return y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
 
     @eager

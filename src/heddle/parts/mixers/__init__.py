@@ -58,7 +58,8 @@ class Mixer(nn.Module, ABC):
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """[B, T, heads · d] -> [B, heads, T, d]."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    split: Tensor = x.unflatten(-1, (heads, -1))
+    return split.transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:

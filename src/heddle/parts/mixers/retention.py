@@ -143,7 +143,8 @@ class Retention(Mixer):
     def _log_decay(self, q: Tensor, layout: Layout) -> Tensor:
         """log γ [H]. The tensor of fixed factors is built once for all layers that share them."""
         if self.decay is not None:
-            return self.decay()
+            log_decay: Tensor = self.decay()
+            return log_decay
         like = at_least_float32(q[:0])
         make = lambda: torch.tensor(self.log_decays, dtype=like.dtype, device=like.device)  # noqa: E731
         return layout.cached(("log decay", self.log_decays, like.dtype), make)
