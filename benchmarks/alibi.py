@@ -31,13 +31,13 @@ def heads(queries: int, keys: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
-def ours(extras: ScoreModifiers) -> Callable[..., Tensor]:
+def ours(modifiers: ScoreModifiers) -> Callable[..., Tensor]:
     """This package's choice for a text or its last queries."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         i, j = contiguous_positions(1, q.shape[2], k.shape[2], q.device)
-        seen = AttentionMask(i, j, contiguous=True, all_visible=q.shape[2] == 1)
-        return attention(q, k, v, seen, WIDTH**-0.5, None, extras)
+        mask = AttentionMask(i, j, contiguous=True, all_visible=q.shape[2] == 1)
+        return attention(q, k, v, mask, WIDTH**-0.5, None, modifiers)
 
     return call
 
@@ -51,15 +51,15 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def forward(call: Callable[..., Tensor], queries: int, keys: int) -> Callable[[], Any]:
     """Without gradients."""
-    given = heads(queries, keys)
-    return torch.no_grad()(lambda: call(*given))
+    inputs = heads(queries, keys)
+    return torch.no_grad()(lambda: call(*inputs))
 
 
 def both(call: Callable[..., Tensor], length: int) -> Callable[[], Any]:
     """Forward and backward."""
-    given = heads(length, length)
-    slope = torch.ones(given[0].shape)
-    return lambda: torch.autograd.grad(call(*given), given, slope)
+    inputs = heads(length, length)
+    output_gradient = torch.ones(inputs[0].shape)
+    return lambda: torch.autograd.grad(call(*inputs), inputs, output_gradient)
 
 
 def run(train: int, prompt: int, context: int, rounds: int) -> list[dict[str, Any]]:
@@ -73,11 +73,11 @@ def run(train: int, prompt: int, context: int, rounds: int) -> list[dict[str, An
     }
     rows: list[dict[str, Any]] = []
     for name, calls in pairs.items():
-        taken = alternate(dict(zip(("alibi", "none", "dense"), calls, strict=False)), rounds)
-        cost = statistics.median(a / b for a, b in zip(taken["alibi"], taken["none"], strict=True))
+        seconds = alternate(dict(zip(("alibi", "none", "dense"), calls, strict=False)), rounds)
+        cost = statistics.median(a / b for a, b in zip(seconds["alibi"], seconds["none"], strict=True))
         rows.append(bounded(f"{name}, time over that without a bias", cost, 2.0, "times"))
-        if "dense" in taken:
-            ratios = [slow / fast for fast, slow in zip(taken["alibi"], taken["dense"], strict=True)]
+        if "dense" in seconds:
+            ratios = [slow / fast for fast, slow in zip(seconds["alibi"], seconds["dense"], strict=True)]
             rows.append({"case": f"{name}, against a dense mask", **judged(ratios, 1.0)})
     return rows
 
@@ -89,6 +89,6 @@ if __name__ == "__main__":
     if options.small:
         show(run(64, 96, 128, rounds=1))
     else:
-        found = run(1024, 4096, 8192, rounds=9)
-        show(found)
-        write("benchmarks.alibi", QUESTION, found)
+        rows = run(1024, 4096, 8192, rounds=9)
+        show(rows)
+        write("benchmarks.alibi", QUESTION, rows)

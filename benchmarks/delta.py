@@ -42,14 +42,14 @@ def made(length: int) -> tuple[DeltaInputs, Tensor]:
     return DeltaInputs(*tensors), torch.zeros(1, HEADS, WIDTH, WIDTH)
 
 
-def ours(form: str, length: int) -> Call:
+def ours(kernel: str, length: int) -> Call:
     """Forward and backward of a form."""
-    rule, memory = made(length)
-    slope = torch.ones_like(rule.v)
+    inputs, state = made(length)
+    output_gradient = torch.ones_like(inputs.v)
 
     def call() -> Any:
-        with kernels(delta=form):
-            return torch.autograd.grad(gated_delta_rule(rule, memory)[0], rule[:5], slope)
+        with kernels(delta=kernel):
+            return torch.autograd.grad(gated_delta_rule(inputs, state)[0], inputs[:5], output_gradient)
 
     return call
 
@@ -58,12 +58,12 @@ def theirs(length: int) -> Call:
     """Forward and backward of transformers' chunked rule."""
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-    rule, _ = made(length)
-    slope = torch.ones_like(rule.v).transpose(1, 2)
+    inputs, _ = made(length)
+    output_gradient = torch.ones_like(inputs.v).transpose(1, 2)
 
     def call() -> Any:
-        y, _ = torch_chunk_gated_delta_rule(*(x.transpose(1, 2) for x in rule[:5]))
-        return torch.autograd.grad(y, rule[:5], slope)
+        y, _ = torch_chunk_gated_delta_rule(*(x.transpose(1, 2) for x in inputs[:5]))
+        return torch.autograd.grad(y, inputs[:5], output_gradient)
 
     return call
 
@@ -72,7 +72,7 @@ def mixed(grouped: bool, length: int) -> Call:
     """Forward and backward of the convolution of q, k and v, ours or torch's."""
     channels = 3 * HEADS * WIDTH
     x, weight = torch.randn(1, length, channels).requires_grad_(), torch.randn(channels, KERNEL).requires_grad_()
-    slope = torch.ones(1, length, channels)
+    output_gradient = torch.ones(1, length, channels)
 
     def call() -> Any:
         if grouped:
@@ -80,7 +80,7 @@ def mixed(grouped: bool, length: int) -> Call:
             y = wide[..., :length].mT
         else:
             y = causal_conv1d(x, weight, None, None)
-        return torch.autograd.grad(y, (x, weight), slope)
+        return torch.autograd.grad(y, (x, weight), output_gradient)
 
     return call
 
@@ -103,15 +103,15 @@ def steps(context: int, count: int = 16) -> Call:
 
 def forward(length: int) -> Call:
     """Without gradients."""
-    rule, memory = made(length)
-    return torch.no_grad()(lambda: gated_delta_rule(rule, memory))
+    inputs, state = made(length)
+    return torch.no_grad()(lambda: gated_delta_rule(inputs, state))
 
 
 def against(name: str, calls: dict[str, Call], goal: float | None, rounds: int) -> dict[str, Any]:
     """A row: how many times as long the second call takes."""
-    taken = alternate(calls, rounds)
-    fast, slow = taken.values()
-    seconds = {f"{side} seconds": statistics.median(values) for side, values in taken.items()}
+    seconds_of = alternate(calls, rounds)
+    fast, slow = seconds_of.values()
+    seconds = {f"{side} seconds": statistics.median(values) for side, values in seconds_of.items()}
     return {"case": name, **seconds, **judged([b / a for a, b in zip(fast, slow, strict=True)], goal)}
 
 
@@ -124,11 +124,11 @@ def run(length: int, short: int, long: int, rounds: int) -> list[dict[str, Any]]
         against("training, transformers", {"chunked": chunked, "transformers": theirs(length)}, 1.0, rounds),
         against("convolution, torch", {"ours": mixed(False, length), "torch": mixed(True, length)}, 2.0, rounds),
     ]
-    taken = alternate({"short": forward(8 * short), "long": forward(long)}, rounds)
-    growth = [b / a * 8 * short / long for a, b in zip(taken["short"], taken["long"], strict=True)]
+    seconds = alternate({"short": forward(8 * short), "long": forward(long)}, rounds)
+    growth = [b / a * 8 * short / long for a, b in zip(seconds["short"], seconds["long"], strict=True)]
     rows.append(bounded(f"forward, time a token of {long} over {8 * short}", statistics.median(growth), 1.1, "times"))
-    taken = alternate({"short": steps(short), "long": steps(long)}, rounds)
-    growth = [b / a for a, b in zip(taken["short"], taken["long"], strict=True)]
+    seconds = alternate({"short": steps(short), "long": steps(long)}, rounds)
+    growth = [b / a for a, b in zip(seconds["short"], seconds["long"], strict=True)]
     rows.append(bounded(f"a step after {long} over after {short}", statistics.median(growth), 1.1, "times"))
     sizes = [state_bytes(parse_config(ModelConfig, DESIGN), context) for context in (short, long)]
     rows.append(bounded(f"state of {long} tokens over {short}", sizes[1] / sizes[0], 1.0, "times"))
@@ -141,6 +141,6 @@ if __name__ == "__main__":
     if parser.parse_args().tiny:
         show(run(length=96, short=16, long=256, rounds=2))
     else:
-        found = run(length=2048, short=1024, long=32768, rounds=9)
-        show(found)
-        write("benchmarks.delta", QUESTION, found)
+        rows = run(length=2048, short=1024, long=32768, rounds=9)
+        show(rows)
+        write("benchmarks.delta", QUESTION, rows)

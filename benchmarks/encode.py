@@ -48,7 +48,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=QUESTION)
     parser.add_argument("--bytes", type=int, default=10**9, help="size of the text; another than 1 GB writes no result")
     options = parser.parse_args()
-    found = run(options.bytes)
-    show(found)
+    rows = run(options.bytes)
+    show(rows)
     if options.bytes == 10**9:
-        write("benchmarks.encode", QUESTION, found)
+        write("benchmarks.encode", QUESTION, rows)

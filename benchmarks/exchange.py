@@ -39,9 +39,9 @@ def make(folder: Path, size: int) -> int:
     }
     design = {"vocab_size": 8192, "width": WIDTH, "norm": {"kind": "rms", "eps": 1e-6}, "layers": [layer]}
     model = build(load_config(design), dtype=torch.bfloat16)
-    held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    assert export(model, folder, max_shard_bytes=held // SHARDS).family.model_type == "llama"
-    return held
+    tensor_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    assert export(model, folder, max_shard_bytes=tensor_bytes // SHARDS).family.model_type == "llama"
+    return tensor_bytes
 
 
 def read_and_hash(folder: Path) -> None:
@@ -73,8 +73,8 @@ def measure(root: Path, size: int) -> list[dict[str, Any]]:
     ratios = [ours / plain for ours, plain in zip(seconds["load"], seconds["read and hash"], strict=True)]
     rows = [bounded("load over reading and hashing", statistics.median(ratios), 1.5, "of its time")]
     rows += [
-        {"case": name, "value": round(statistics.median(taken), 3), "unit": "seconds"}
-        for name, taken in seconds.items()
+        {"case": name, "value": round(statistics.median(values), 3), "unit": "seconds"}
+        for name, values in seconds.items()
     ]
     command = [sys.executable, "-m", "benchmarks.exchange", "--memory", str(folder)]
     answer = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -99,7 +99,7 @@ if __name__ == "__main__":
         report_memory(options.memory)
     else:
         with tempfile.TemporaryDirectory() as root:
-            found = measure(Path(root), options.size * 2**20)
-        show(found)
+            rows = measure(Path(root), options.size * 2**20)
+        show(rows)
         if options.size == 1024:
-            write("benchmarks.exchange", "What does the import of a folder in shards cost?", found)
+            write("benchmarks.exchange", "What does the import of a folder in shards cost?", rows)

@@ -89,7 +89,7 @@ def main(
     question: str,
     sides: Mapping[str, Side],
     cases: Sequence[Case],
-    more: Callable[[], list[dict[str, Any]]] = list,
+    extra_rows: Callable[[], list[dict[str, Any]]] = list,
 ) -> None:
     """The command line of a benchmark: runs the cases and `more` rows, or serves as one side's worker."""
     parser = argparse.ArgumentParser(description=question)
@@ -106,7 +106,7 @@ def main(
             rows.append(compare(module, list(sides), case))
             show([rows[-1]])
     if not options.only:
-        rows += more()
+        rows += extra_rows()
         show(rows[len(cases) :])
         write(module, question, rows)
 
@@ -125,9 +125,9 @@ def compare(module: str, sides: list[str], case: Case) -> dict[str, Any]:
         for worker in workers:
             worker.close()
     row: dict[str, Any] = {"case": case.name, "pairs": case.pairs}
-    for side, taken in zip(sides, seconds, strict=True):
-        row[f"{side} seconds"] = statistics.median(taken)
-    ratios = [[peer / own for peer, own in zip(taken, seconds[0], strict=True)] for taken in seconds[1:]]
+    for side, side_seconds in zip(sides, seconds, strict=True):
+        row[f"{side} seconds"] = statistics.median(side_seconds)
+    ratios = [[peer / own for peer, own in zip(side_seconds, seconds[0], strict=True)] for side_seconds in seconds[1:]]
     row |= judged(ratios[0], case.goal)
     for side, values in zip(sides[2:], ratios[1:], strict=True):
         summary = judged(values, None)
@@ -143,9 +143,9 @@ def judged(ratios: Sequence[float], goal: float | None) -> dict[str, Any]:
     return row if goal is None else row | {"goal": f">= {goal}", "met": ratio >= goal}
 
 
-def bounded(name: str, value: float, most: float, unit: str) -> dict[str, Any]:
+def bounded(name: str, value: float, limit: float, unit: str) -> dict[str, Any]:
     """A row for a single value that must not exceed a bound."""
-    return {"case": name, "value": round(value, 3), "unit": unit, "goal": f"<= {most}", "met": value <= most}
+    return {"case": name, "value": round(value, 3), "unit": unit, "goal": f"<= {limit}", "met": value <= limit}
 
 
 def alternate(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -153,30 +153,30 @@ def alternate(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[st
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
         for name, call in calls.items():
-            taken = timed(call)
+            elapsed = timed(call)
             if turn:
-                seconds[name].append(taken)
+                seconds[name].append(elapsed)
     return seconds
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """One line a row."""
     for row in rows:
-        words = [str(row["case"]).ljust(40)]
+        columns = [str(row["case"]).ljust(40)]
         for key, value in row.items():
             if key not in ("case", "met"):
-                words.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
+                columns.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
         if "met" in row:
-            words.append("met" if row["met"] else "NOT MET")
-        print("  ".join(words), flush=True)
+            columns.append("met" if row["met"] else "NOT MET")
+        print("  ".join(columns), flush=True)
 
 
 def write(module: str, question: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write benchmarks/results/NAME.json."""
-    found = versions()
+    package_versions = versions()
     for package in ("transformers",):
         try:
-            found[package] = version(package)
+            package_versions[package] = version(package)
         except PackageNotFoundError:
             continue
     name = module.rpartition(".")[2]
@@ -185,7 +185,7 @@ def write(module: str, question: str, rows: Sequence[Mapping[str, Any]]) -> None
         "date": date.today().isoformat(),
         "hardware": hardware(),
         "threads": THREADS,
-        "versions": found,
+        "versions": package_versions,
         "results": list(rows),
     }
     RESULTS.mkdir(exist_ok=True)

@@ -103,8 +103,8 @@ def transformers_side(arguments: dict[str, Any]) -> Step:
     model = deepseek(dtype)
     start = DynamicCache(config=model.config)
     for layer in range(LAYERS):
-        latent, turned = (torch.randn(1, 1, context, dim, dtype=dtype) for dim in (RANK, ROPE))
-        start.update(latent, turned, layer)
+        latent, k_rope = (torch.randn(1, 1, context, dim, dtype=dtype) for dim in (RANK, ROPE))
+        start.update(latent, k_rope, layer)
     prompt = peers.tokens(1, context + 1)
     return peers.generating(model, prompt, start, steps)
 
@@ -119,9 +119,9 @@ def state_rows() -> list[dict[str, Any]]:
     """Bytes that one more token adds to a layer's state."""
     rows = []
     for precision, dtype in peers.DTYPES.items():
-        told = size(load_config(DESIGN), 2048, dtype=dtype).state_bytes_per_token / LAYERS
+        bytes_per_token = size(load_config(DESIGN), 2048, dtype=dtype).state_bytes_per_token / LAYERS
         least = (RANK + ROPE) * dtype.itemsize
-        rows.append(bounded(f"state of a token in a layer, {precision}", told, least, "bytes"))
+        rows.append(bounded(f"state of a token in a layer, {precision}", bytes_per_token, least, "bytes"))
     return rows
 
 

@@ -50,8 +50,8 @@ def both(mix: Mix, length: int) -> Callable[[], Any]:
     """Forward and backward of [1, 8, length, 64]."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, length, WIDTH, generator=generator).requires_grad_() for _ in range(3))
-    slope = torch.ones(q.shape)
-    return lambda: torch.autograd.grad(mix(q, k, v), (q, k, v), slope)
+    output_gradient = torch.ones(q.shape)
+    return lambda: torch.autograd.grad(mix(q, k, v), (q, k, v), output_gradient)
 
 
 def step(kind: str, context: int) -> Callable[[], Any]:
@@ -75,11 +75,11 @@ def step(kind: str, context: int) -> Callable[[], Any]:
 def against_full(length: int, rounds: int, goal: float) -> list[dict[str, Any]]:
     """Both mixers against full attention."""
     mixes: dict[str, Mix] = {"linear": linear, "retention": retention, "full": full}
-    taken = alternate({name: both(mix, length) for name, mix in mixes.items()}, rounds)
+    seconds_of = alternate({name: both(mix, length) for name, mix in mixes.items()}, rounds)
     rows = []
     for name in ("linear", "retention"):
-        ratios = [slow / fast for fast, slow in zip(taken[name], taken["full"], strict=True)]
-        seconds = {f"{side} seconds": statistics.median(taken[side]) for side in (name, "full")}
+        ratios = [slow / fast for fast, slow in zip(seconds_of[name], seconds_of["full"], strict=True)]
+        seconds = {f"{side} seconds": statistics.median(seconds_of[side]) for side in (name, "full")}
         case = f"{name}, forward and backward, {length}, against full attention"
         rows.append({"case": case, **seconds, **judged(ratios, goal)})
     return rows
@@ -90,12 +90,12 @@ def run(short: int = SHORT, long: int = LONG) -> list[dict[str, Any]]:
     set_up_runtime("cpu", THREADS)
     rows = [*against_full(short, 7, 8.0), *against_full(long, 3, 15.0)]
     for name, mix in (("linear", linear), ("retention", retention)):
-        taken = alternate({"short": both(mix, short), "long": both(mix, long)}, rounds=7)
-        growth = [slow / fast for fast, slow in zip(taken["short"], taken["long"], strict=True)]
+        seconds = alternate({"short": both(mix, short), "long": both(mix, long)}, rounds=7)
+        growth = [slow / fast for fast, slow in zip(seconds["short"], seconds["long"], strict=True)]
         rows.append(bounded(f"{name}, time of {long} over {short}", statistics.median(growth), 5.0, "times"))
     for kind in ("linear_attention", "retention"):
-        taken = alternate({str(context): step(kind, context) for context in CONTEXTS}, rounds=15)
-        near, far = (taken[str(context)] for context in CONTEXTS)
+        seconds = alternate({str(context): step(kind, context) for context in CONTEXTS}, rounds=15)
+        near, far = (seconds[str(context)] for context in CONTEXTS)
         growth = [slow / fast for fast, slow in zip(near, far, strict=True)]
         name = f"{kind}, a step after {CONTEXTS[1]} over one after {CONTEXTS[0]}"
         rows.append(bounded(name, statistics.median(growth), 1.1, "times"))
@@ -106,6 +106,6 @@ def run(short: int = SHORT, long: int = LONG) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    found = run()
-    show(found)
-    write("benchmarks.linear", QUESTION, found)
+    rows = run()
+    show(rows)
+    write("benchmarks.linear", QUESTION, rows)

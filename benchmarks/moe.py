@@ -67,15 +67,15 @@ def peer_side(arguments: dict[str, Any]) -> Step:
     torch.set_num_threads(THREADS)
 
     def block() -> nn.Module:
-        made = theirs(peer, (experts, top_k, hidden), arguments["way"])
-        for parameter in made.parameters():
+        moe_block = theirs(peer, (experts, top_k, hidden), arguments["way"])
+        for parameter in moe_block.parameters():
             nn.init.normal_(parameter, std=0.02)
-        return made.to(dtype)
+        return moe_block.to(dtype)
 
     return measured(block, arguments)
 
 
-def theirs(peer: str, shape: tuple[int, int, int], way: str) -> nn.Module:
+def theirs(peer: str, shape: tuple[int, int, int], implementation: str) -> nn.Module:
     """A block of transformers."""
     from transformers import DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
@@ -83,7 +83,7 @@ def theirs(peer: str, shape: tuple[int, int, int], way: str) -> nn.Module:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
     experts, top_k, hidden = shape
-    sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_experts_per_tok": top_k, "experts_implementation": way}
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_experts_per_tok": top_k, "experts_implementation": implementation}
     block: nn.Module
     if peer == "mixtral":
         block = MixtralSparseMoeBlock(MixtralConfig(num_local_experts=experts, intermediate_size=hidden, **sizes))
@@ -103,18 +103,18 @@ def measured(make: Callable[[], nn.Module], arguments: dict[str, Any]) -> Step:
     shape = (TURNS_OF_ONE if tokens == 1 else TURNS, 1, tokens, WIDTH)
     xs = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).unbind()
     if tokens == 1:
-        packs: PackedWeightCache = {}
+        packed_weight_cache: PackedWeightCache = {}
 
         def decode() -> None:
-            with packed_weights(packs):
-                for one in xs:
+            with packed_weights(packed_weight_cache):
+                for token in xs:
                     for call in stack:
-                        call(one)
+                        call(token)
 
         return torch.no_grad()(lambda: timed(decode) / len(xs) / LAYERS)
     (call,) = stack
-    learned = [parameter for parameter in call.parameters() if parameter.requires_grad]
-    slope = torch.ones_like(xs[0])
+    parameters = [parameter for parameter in call.parameters() if parameter.requires_grad]
+    output_gradient = torch.ones_like(xs[0])
 
     def fresh() -> list[Tensor]:
         """Other tokens in every call, as in training: experts have other numbers of rows."""
@@ -126,7 +126,7 @@ def measured(make: Callable[[], nn.Module], arguments: dict[str, Any]) -> Step:
 
     def both(inputs: list[Tensor]) -> None:
         for x in inputs:
-            torch.autograd.grad(call(x), [x, *learned], slope)  # as in training, which adds to no older gradient
+            torch.autograd.grad(call(x), [x, *parameters], output_gradient)  # as in training, which adds to no older gradient
 
     def step() -> float:
         inputs = fresh()
@@ -137,23 +137,23 @@ def measured(make: Callable[[], nn.Module], arguments: dict[str, Any]) -> Step:
 
 def cases() -> list[Case]:
     """Every shape, precision and peer; goals are ratios of the peer's time to ours."""
-    most = {("2 of 8", "fp32"): 1.2, ("2 of 8", "bf16"): 1.35, ("4 of 32", "fp32"): 1.4, ("4 of 32", "bf16"): 1.7}
-    ways = [("dense", "")] + [(peer, way) for peer in list(FAMILIES)[1:] for way in ("eager", "grouped_mm")]
-    found = []
-    for (peer, way), shape, precision, gradients in product(ways, SHAPES, DTYPES, (False, True)):
-        dense = 1 / most[shape, precision] if gradients else None
+    max_ratios = {("2 of 8", "fp32"): 1.2, ("2 of 8", "bf16"): 1.35, ("4 of 32", "fp32"): 1.4, ("4 of 32", "bf16"): 1.7}
+    peers = [("dense", "")] + [(peer, implementation) for peer in list(FAMILIES)[1:] for implementation in ("eager", "grouped_mm")]
+    comparisons = []
+    for (peer, implementation), shape, precision, gradients in product(peers, SHAPES, DTYPES, (False, True)):
+        dense = 1 / max_ratios[shape, precision] if gradients else None
         goal = dense if peer == "dense" else 1 / 1.05
-        found.append(case({"peer": peer, "way": way, "shape": shape, "precision": precision}, TOKENS, gradients, goal))
-    for (peer, way, goal), precision in product((("dense", "", 1 / 1.4), ("mixtral", "eager", 1 / 1.05)), DTYPES):
-        found.append(case({"peer": peer, "way": way, "shape": "2 of 8", "precision": precision}, 1, False, goal))
-    return found
+        comparisons.append(case({"peer": peer, "way": implementation, "shape": shape, "precision": precision}, TOKENS, gradients, goal))
+    for (peer, implementation, goal), precision in product((("dense", "", 1 / 1.4), ("mixtral", "eager", 1 / 1.05)), DTYPES):
+        comparisons.append(case({"peer": peer, "way": implementation, "shape": "2 of 8", "precision": precision}, 1, False, goal))
+    return comparisons
 
 
-def case(what: dict[str, Any], tokens: int, gradients: bool, goal: float | None) -> Case:
+def case(fields: dict[str, Any], tokens: int, gradients: bool, goal: float | None) -> Case:
     """One comparison; its goal is the least ratio of the peer's time to ours."""
-    doing = "one token" if tokens == 1 else "forward and backward" if gradients else "forward"
-    name = f"{what['peer']} {what['way']}".strip() + f", {what['shape']}, {what['precision']}, {doing}"
-    arguments = what | {"tokens": tokens, "gradients": gradients}
+    work = "one token" if tokens == 1 else "forward and backward" if gradients else "forward"
+    name = f"{fields['peer']} {fields['way']}".strip() + f", {fields['shape']}, {fields['precision']}, {work}"
+    arguments = fields | {"tokens": tokens, "gradients": gradients}
     return Case(name, arguments, None if goal is None else round(goal, 3), pairs=15 if tokens == 1 else 5)
 
 

@@ -22,11 +22,11 @@ def run_python(arguments: list[str]) -> None:
 if __name__ == "__main__":
     calls = {name: (lambda arguments=arguments: run_python(arguments)) for name, arguments in COMMANDS.items()}
     taken = {name: statistics.median(seconds) for name, seconds in alternate(calls, rounds=15).items()}
-    found = [bounded("heddle --help", taken["heddle --help"], 0.3, "seconds")]
-    found += [
+    rows = [bounded("heddle --help", taken["heddle --help"], 0.3, "seconds")]
+    rows += [
         {"case": name, "value": round(value, 3), "unit": "seconds"}
         for name, value in taken.items()
         if "help" not in name
     ]
-    show(found)
-    write("benchmarks.startup", QUESTION, found)
+    show(rows)
+    write("benchmarks.startup", QUESTION, rows)

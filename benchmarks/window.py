@@ -42,8 +42,8 @@ def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The fused kernel with the whole mask."""
-    place = torch.arange(q.shape[2])
-    distance = place[:, None] - place[None, :]
+    positions = torch.arange(q.shape[2])
+    distance = positions[:, None] - positions[None, :]
     mask = (distance >= 0) & (distance < WINDOW)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
@@ -57,8 +57,8 @@ def forward(call: Callable[..., Tensor], length: int) -> Callable[[], Any]:
 def both(call: Callable[..., Tensor], length: int) -> Callable[[], Any]:
     """Forward and backward."""
     q, k, v = heads(length)
-    slope = torch.ones(q.shape)
-    return lambda: torch.autograd.grad(call(q, k, v), (q, k, v), slope)
+    output_gradient = torch.ones(q.shape)
+    return lambda: torch.autograd.grad(call(q, k, v), (q, k, v), output_gradient)
 
 
 def measure_peak(length: int) -> float:
@@ -81,12 +81,12 @@ def run() -> list[dict[str, Any]]:
     """All rows."""
     set_up_runtime("cpu", THREADS)
     rows: list[dict[str, Any]] = []
-    taken = alternate({"8k": forward(local, 8192), "32k": forward(local, 32768)}, rounds=9)
-    growth = [long / short for short, long in zip(taken["8k"], taken["32k"], strict=True)]
+    seconds_of = alternate({"8k": forward(local, 8192), "32k": forward(local, 32768)}, rounds=9)
+    growth = [long / short for short, long in zip(seconds_of["8k"], seconds_of["32k"], strict=True)]
     rows.append(bounded("forward, time of 32k over 8k", statistics.median(growth), 4.4, "times"))
-    taken = alternate({"local": both(local, 8192), "dense": both(dense, 8192)}, rounds=7)
-    ratios = [slow / fast for fast, slow in zip(taken["local"], taken["dense"], strict=True)]
-    seconds = {f"{name} seconds": statistics.median(values) for name, values in taken.items()}
+    seconds_of = alternate({"local": both(local, 8192), "dense": both(dense, 8192)}, rounds=7)
+    ratios = [slow / fast for fast, slow in zip(seconds_of["local"], seconds_of["dense"], strict=True)]
+    seconds = {f"{name} seconds": statistics.median(values) for name, values in seconds_of.items()}
     rows.append({"case": "forward and backward, 8k, against a dense mask", **seconds, **judged(ratios, 12.0)})
     memory = {length: measure_peak(length) for length in (16384, 32768, 65536)}
     for shorter, longer in ((16384, 32768), (32768, 65536)):
@@ -105,6 +105,6 @@ if __name__ == "__main__":
     if options.peak:
         peak(options.peak)
     else:
-        found = run()
-        show(found)
-        write("benchmarks.window", QUESTION, found)
+        rows = run()
+        show(rows)
+        write("benchmarks.window", QUESTION, rows)

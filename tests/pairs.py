@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
 
-from heddle.config import Config, Part, Probability, build_under, parse_config, kind_class
+from heddle.config import Config, Part, Probability, build_under, kind_class, parse_config
 from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import build

@@ -1,4 +1,4 @@
-"""A design, a text and a job so small that a training takes a fraction of a second."""
+"""A design, texts and a training job so small that training takes a fraction of a second."""
 
 import random
 import sys
@@ -36,7 +36,7 @@ SENTENCES = (
 
 
 def text(size: int, seed: int = 0) -> str:
-    """About `size` characters of sentences in a fixed disorder."""
+    """About `size` characters of sentences in a fixed random order."""
     draw = random.Random(seed)
     parts: list[str] = []
     length = 0
@@ -62,7 +62,7 @@ def design(width: int = 16, **fields: Any) -> dict[str, Any]:
 
 
 def dropping() -> dict[str, Any]:
-    """A design that draws noise everywhere it can."""
+    """A design with every kind of dropout."""
     mixer = {"kind": "attention", "heads": 2, "dropout": 0.2, "position": {"kind": "rope"}}
     layer = {"repeat": 2, "mixer": mixer, "feedforward": {"kind": "gated", "hidden": 24, "dropout": 0.2}}
     residual = {"kind": "pre_norm", "drop_path": 0.4}
@@ -70,7 +70,7 @@ def dropping() -> dict[str, Any]:
 
 
 def config(data: dict[str, Any] | None = None) -> ModelConfig:
-    """A checked config of plain data; the small design where none is given."""
+    """The config of a design; default: the small design."""
     return load_config(data or design())
 
 
@@ -86,13 +86,13 @@ def corpus(path: Path) -> Corpus:
 
 
 def job(texts: Corpus, out: Path, data: dict[str, Any] | None = None, steps: int = 8, **settings: Any) -> TrainingJob:
-    """A training of a few steps of 4 rows of 16 tokens."""
+    """A training job of a few steps of 4 rows of 16 tokens."""
     values = {"steps": steps, "batch_size": 4, "sequence_length": 16, "save_every": 3} | settings
     return TrainingJob(config=config(data), source=texts, settings=Settings(**values), out=out)
 
 
 def forget_parts() -> None:
-    """Unload the parts of one's own that were loaded: what comes next is as a process of its own."""
+    """Unload all user parts, as if in a new process."""
     for name, module in list(sys.modules.items()):
         if name.startswith("heddle.parts.") and not Path(module.__file__ or "").is_relative_to(PARTS):
             del sys.modules[name]
@@ -100,7 +100,7 @@ def forget_parts() -> None:
 
 
 def same_after_a_signal(make: Callable[[str], TrainingJob], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job asked to end after step 3, and run again, measures and holds the same bits as an undisturbed one."""
+    """A job stopped after step 3 and resumed has the same scores and weights, bit for bit, as an undisturbed one."""
     undisturbed, stop_if_diverged = train(make("whole")), loop._stop_if_diverged
 
     def watch(job: TrainingJob, run: Any) -> None:
@@ -114,4 +114,6 @@ def same_after_a_signal(make: Callable[[str], TrainingJob], monkeypatch: pytest.
             train(make("cut"))
     resumed = train(make("cut"))
     assert resumed.scores == undisturbed.scores
-    assert all(torch.equal(a, b) for a, b in zip(resumed.model.parameters(), undisturbed.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(resumed.model.parameters(), undisturbed.model.parameters(), strict=True)
+    )

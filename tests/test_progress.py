@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+import time
 
 import pytest
 

@@ -19,7 +19,7 @@ LARGER: dict[str, str] = {
     "heddle.cli.show.show": "one parameter an option",
     "heddle.cli.train.train": "one parameter an option",
     "heddle.generation.generate.generate": "the public name takes its settings by keyword",
-    "heddle.exchange.transformers.modeling.HeddleForCausalLM.forward": "transformers reads what a model takes off its signature",
+    "heddle.exchange.transformers.modeling.HeddleForCausalLM.forward": "transformers reads its signature",
 }
 
 # Modules on floors 1 to 3 that may take any keyword, each with its reason.

@@ -352,7 +352,9 @@ def test_names_cannot_write_to_the_terminal(workspace: Path, capsys: pytest.Capt
 def test_one_long_line_is_text_like_any_other(workspace: Path, tmp_path: Path) -> None:
     (tmp_path / "line.txt").write_text(small.text(2_000_000).replace("\n", " "))
     assert (
-        run_command(["train", f"{workspace}/good.yaml", "--data", f"{tmp_path}/line.txt", "--out", f"{tmp_path}/run", *SIZE])
+        run_command(
+            ["train", f"{workspace}/good.yaml", "--data", f"{tmp_path}/line.txt", "--out", f"{tmp_path}/run", *SIZE]
+        )
         == 0
     )
 

@@ -85,7 +85,10 @@ def test_inspect(workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "heads of run" in text
     assert "&lt;" in text
     assert "lifts>" not in text
-    assert run_command(["inspect", f"{workspace}/run", "--text", "x", "--out", f"{workspace}/text", "--device", "cpu"]) == 1
+    assert (
+        run_command(["inspect", f"{workspace}/run", "--text", "x", "--out", f"{workspace}/text", "--device", "cpu"])
+        == 1
+    )
     assert "cannot be written" in capsys.readouterr().err
 
 

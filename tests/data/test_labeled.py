@@ -1,5 +1,7 @@
 """Labeled rows: each comes once per epoch, test rows are never trained on, and bad shapes are refused."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 

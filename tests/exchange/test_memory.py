@@ -35,7 +35,10 @@ def write_model(folder: Path, hidden: int, experts: int) -> None:
     moe = {"kind": "moe", "experts": experts, "top_k": 2, "hidden": hidden}
     layer = {"repeat": 3, "mixer": mixer, "feedforward": moe}
     data = DEFAULTS | {"vocab_size": 4096, "width": 512, "layers": [layer], "head": {"tied": False}}
-    assert export(heddle.build(parse_config(ModelConfig, data)), folder, max_shard_bytes=SHARD).family.model_type == "mixtral"
+    assert (
+        export(heddle.build(parse_config(ModelConfig, data)), folder, max_shard_bytes=SHARD).family.model_type
+        == "mixtral"
+    )
 
 
 def test_peak_of_an_import(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ import torch
 
 from heddle.errors import ConfigError, MachineError
 from heddle.generation import generate as generate_module
-from heddle.generation import prefill as prefill_module
 from heddle.generation.generate import generate, sample_text
 from heddle.generation.model_runner import GenerationRequest, NewTokens
 from heddle.laws.harness import encoder_output_for
 from heddle.model.decoder import Decoder, build
+from heddle.parts.context.layout import Layout
 from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
 from tests.cases import CASES, case
@@ -44,10 +44,8 @@ def test_the_texts_above_vary() -> None:
 
 def test_padding_on_the_wrong_side_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     model = amplify_layers(build_double("attention-gqa"))
-    padded = prefill_module.Layout.padded
-    monkeypatch.setattr(
-        prefill_module.Layout, "padded", lambda lengths, side, device: padded([max(lengths)] * len(lengths))
-    )
+    padded = Layout.padded
+    monkeypatch.setattr(Layout, "padded", lambda lengths, side, device: padded([max(lengths)] * len(lengths)))
     assert generate(model, PROMPTS, max_new_tokens=STEPS) != [greedy_loop(model, prompt, STEPS) for prompt in PROMPTS]
 
 

@@ -1,4 +1,4 @@
-"""Attention weights on request: equal to plain loops for every layout, and the answer keeps its bits."""
+"""Attention weights: equal to those of plain loops for every layout, and the model's output keeps its bits."""
 
 import importlib
 from typing import Any
@@ -33,8 +33,8 @@ def model_of(data: dict[str, Any]) -> Decoder:
     return model_under_test(parse_config(ModelConfig, data))
 
 
-def by_loops(monkeypatch: pytest.MonkeyPatch, model: Decoder, tokens: Tensor, layout: Layout) -> list[Tensor]:
-    """What plain loops make of the queries and keys of each layer."""
+def weights_by_loops(monkeypatch: pytest.MonkeyPatch, model: Decoder, tokens: Tensor, layout: Layout) -> list[Tensor]:
+    """The weights that plain loops compute from the queries and keys of each layer."""
     layer_weights: list[Tensor] = []
     run = numerics.attention
 
@@ -56,22 +56,24 @@ def test_weights_are_those_of_plain_loops(name: str, layout: str, monkeypatch: p
     with torch.no_grad():
         before = model(tokens, batch_layout)[0]
     weights = heddle.attention_weights(model, tokens, batch_layout)
-    expected = by_loops(monkeypatch, model, tokens, batch_layout)
+    expected = weights_by_loops(monkeypatch, model, tokens, batch_layout)
     assert len(weights) == len(expected) == len(model.layers)
     for actual, reference in zip(weights, expected, strict=True):
         assert actual is not None
         torch.testing.assert_close(actual, reference, rtol=0, atol=1e-12)
     with torch.no_grad():
         assert torch.equal(model(tokens, batch_layout)[0], before)
-    assert torch.equal(forward_with_weights(model, tokens, batch_layout, lambda index, seen: None), before)
+    assert torch.equal(forward_with_weights(model, tokens, batch_layout, lambda index, weights: None), before)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("fields", [{}, {"window": 3}, {"causal": False, "window": 2}, {"sink": True, "softcap": 1.0}])
-def test_rows_sum_to_one_and_stay_within_what_is_seen(fields: dict[str, Any], layout: str) -> None:
+def test_rows_sum_to_one_over_visible_keys(fields: dict[str, Any], layout: str) -> None:
     model, batch_layout = model_of(alone(kv_heads=2, **fields)), LAYOUTS[layout]()
     mask = batch_layout.attention_mask(fields.get("window"), fields.get("causal", True))
-    visible = torch.tensor([[[is_visible(mask, b, t, s) for s in range(9)] for t in range(9)] for b in range(2)])[:, None]
+    visible = torch.tensor([[[is_visible(mask, b, t, s) for s in range(9)] for t in range(9)] for b in range(2)])[
+        :, None
+    ]
     for weights in heddle.attention_weights(model, random_tokens(model.config, 2, 9), batch_layout):
         assert weights is not None
         assert weights.shape == (2, 4, 9, 9)
@@ -90,7 +92,7 @@ def test_layers_without_weights_are_none() -> None:
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
 
-def test_the_fast_forms_run_beside_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_kernels_run_while_weights_are_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> None:
         raise AssertionError("the reference ran")
 
@@ -101,7 +103,7 @@ def test_the_fast_forms_run_beside_the_weights(monkeypatch: pytest.MonkeyPatch) 
     assert all(weights is not None for weights in heddle.attention_weights(model, random_tokens(model.config, 1, 5)))
 
 
-def test_mixers_side_by_side_are_joined_along_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_several_calls_in_a_layer_are_concatenated_along_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(design(layer(attention())))
     run = numerics.attention
     keys = 5
@@ -130,7 +132,7 @@ LINEAR = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", LINEAR)
-def test_implied_weights_make_the_answer_of_the_values(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_implied_weights_times_values_equal_the_output(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch_layout = model_under_test(case(name)), LAYOUTS[layout]()
     tokens = random_tokens(model.config, 2, 9)
     assert heddle.attention_weights(model, tokens, batch_layout) == [None] * len(model.layers)
@@ -149,7 +151,9 @@ def test_implied_weights_make_the_answer_of_the_values(name: str, layout: str, m
     with torch.no_grad():
         model(tokens, batch_layout)
     is_token = batch_layout.positions >= 0
-    documents = torch.zeros_like(batch_layout.positions) if batch_layout.segment_ids is None else batch_layout.segment_ids
+    documents = (
+        torch.zeros_like(batch_layout.positions) if batch_layout.segment_ids is None else batch_layout.segment_ids
+    )
     masked = (documents[:, :, None] != documents[:, None]) | ~(is_token[:, :, None] & is_token[:, None])
     if model.causal:
         masked = masked | torch.ones(9, 9, dtype=torch.bool).triu(1)

@@ -1,4 +1,4 @@
-"""Building: starts, depth scaling, refusals at the door, outputs of the decoder and its head."""
+"""Building: initial weights, depth scaling, input checks, outputs of the decoder and its head."""
 
 import math
 
@@ -13,7 +13,7 @@ from heddle.parts.modules.linear import Linear
 from tests.cases import attention, case, design, layer
 
 
-def test_the_start_of_every_projection() -> None:
+def test_standard_deviation_of_initial_weights() -> None:
     data = design(layer(attention(), repeat=4), width=96, vocab_size=500, head={"tied": False})
     model = heddle.build(heddle.load_config(data, ["layers.0.feedforward.hidden=300"]), seed=1)
     for name, module in model.named_modules():
@@ -24,7 +24,7 @@ def test_the_start_of_every_projection() -> None:
         assert float(weight.detach().std()) == pytest.approx(0.02, rel=0.05)
 
 
-def test_the_start_does_not_depend_on_globals() -> None:
+def test_initial_weights_do_not_depend_on_globals() -> None:
     config = case("attention-gqa")
     expected = heddle.build(config).state_dict()
     torch.manual_seed(99)
@@ -33,18 +33,18 @@ def test_the_start_does_not_depend_on_globals() -> None:
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_a_layer_more_leaves_the_others_as_they_start() -> None:
+def test_an_added_layer_does_not_change_the_weights_of_others() -> None:
     two, three = (heddle.build(heddle.load_config(design(layer(attention(), repeat=n)))) for n in (2, 3))
     for name, value in two.layers[0].mixer.q.named_parameters():  # type: ignore[union-attr]
         assert torch.equal(value, three.get_parameter(f"layers.0.mixer.q.{name}"))
 
 
-def test_nothing_is_allocated_on_meta() -> None:
+def test_parameters_on_meta_are_not_allocated() -> None:
     model = heddle.build(case("attention-gqa"), dtype=torch.bfloat16, device="meta")
     assert {(parameter.is_meta, parameter.dtype) for parameter in model.parameters()} == {(True, torch.bfloat16)}
 
 
-def test_shapes_of_the_outputs() -> None:
+def test_output_shapes() -> None:
     model = heddle.build(case("attention-gqa"))
     tokens = torch.zeros(2, 5, dtype=torch.int64)
     hidden, state = model(tokens)
@@ -63,12 +63,12 @@ def test_shapes_of_the_outputs() -> None:
         ),
     ],
 )
-def test_shapes_that_disagree(tokens: torch.Tensor, layout: Layout | None, message: str) -> None:
+def test_wrong_input_shapes_are_refused(tokens: torch.Tensor, layout: Layout | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         heddle.build(case("attention-gqa"))(tokens, layout)
 
 
-def test_a_vocabulary_must_be_known() -> None:
+def test_vocab_size_is_required() -> None:
     data = design(layer(attention()))
     del data["vocab_size"]
     config = heddle.load_config(data)
@@ -76,7 +76,7 @@ def test_a_vocabulary_must_be_known() -> None:
         heddle.build(config)
 
 
-def test_a_part_that_says_nothing_of_its_start_is_refused() -> None:
+def test_a_module_without_init_weights_is_refused() -> None:
     model = heddle.build(case("attention-mha"))
     model.layers[0].extra = torch.nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"layers.0.extra: owns parameters but is no SelfInitialized"):

@@ -1,4 +1,4 @@
-"""Compiled layers: the same values, and no compilation anew for another layout."""
+"""Compiled layers: the same values, and no recompilation for another layout."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from heddle.numerics.random import RandomKey, use_random_key
 from heddle.parts.context.layout import Layout
 from heddle.parts.modules import eager
 
-# The compiler itself looks at the .grad of tensors that are no leaves.
+# The compiler reads the .grad of tensors that are not leaves.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 LAYOUTS = [[[12, 4], [16]], [[3, 13], [16]], [[1, 2, 13], [8, 8]]]
@@ -26,41 +26,41 @@ def model() -> Decoder:
 
 
 def compilations() -> tuple[int, int, float]:
-    """Compiled frames after the first layout and after all, and the largest difference to the plain model."""
+    """Compiled frames after the first layout and after all layouts; the largest difference from the eager model."""
     torch._dynamo.reset()
     plain, counter = model(), CompileCounter()
-    twin = compiled(plain, backend=counter)
+    compiled_model = compiled(plain, backend=counter)
     tokens = torch.arange(32).view(2, 16)
-    first, worst = 0, 0.0
+    first, max_difference = 0, 0.0
     for lengths in LAYOUTS:
         with use_random_key(RandomKey(0, 0, torch.arange(2))):
-            difference = twin(tokens, Layout.packed(lengths))[0] - plain(tokens, Layout.packed(lengths))[0]
-        worst = max(worst, difference.abs().max().item())
+            difference = compiled_model(tokens, Layout.packed(lengths))[0] - plain(tokens, Layout.packed(lengths))[0]
+        max_difference = max(max_difference, difference.abs().max().item())
         first = first or counter.frame_count
-    return first, counter.frame_count, worst
+    return first, counter.frame_count, max_difference
 
 
-def test_another_layout_compiles_nothing_anew() -> None:
-    first, after, worst = compilations()
+def test_another_layout_does_not_recompile() -> None:
+    first, after, max_difference = compilations()
     assert first > 0
     assert after == first
-    assert worst < 1e-10
+    assert max_difference < 1e-10
 
 
-def test_planted_layouts_that_are_traced_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_traced_by_the_compiler_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "_marked", set())
     with pytest.raises((AssertionError, torch._dynamo.exc.InternalTorchDynamoError)):
-        test_another_layout_compiles_nothing_anew()
+        test_another_layout_does_not_recompile()
 
 
-def test_the_twin_shares_every_parameter_and_leaves_the_model_plain() -> None:
+def test_the_compiled_model_shares_every_parameter() -> None:
     plain = model()
-    twin = compiled(plain, backend="eager")
-    assert dict(twin.named_parameters()).keys() == dict(plain.named_parameters()).keys()
-    assert all(own is twin.get_parameter(name) for name, own in plain.named_parameters())
-    assert twin.head.weight is plain.embed.weight
+    compiled_model = compiled(plain, backend="eager")
+    assert dict(compiled_model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+    assert all(own is compiled_model.get_parameter(name) for name, own in plain.named_parameters())
+    assert compiled_model.head.weight is plain.embed.weight
 
 
-def test_a_model_is_built_without_the_compiler() -> None:
+def test_building_a_model_does_not_import_the_compiler() -> None:
     program = "import sys, heddle.model.decoder; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""What a user reads when a design is wrong: one sentence with the path, the value and the remedy."""
+"""Errors of wrong designs: one sentence with the path, the value and the remedy."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from heddle.model.load_config import load_config
 from heddle.parts.positions import AdditivePositionConfig, MixerPositionConfig
 from tests.cases import attention, design, layer
 
-# Read from the folders, so that another kind needs no change here.
+# Read from the folders, so that a new kind needs no change here.
 MIXERS, NORMS = ", ".join(kinds("mixers")), ", ".join(kinds("norms"))
-INNER, TABLES = (
+MIXER_POSITIONS, ADDITIVE_POSITIONS = (
     ", ".join(kind for kind in kinds("positions") if issubclass(kind_class("positions", kind), base))
     for base in (MixerPositionConfig, AdditivePositionConfig)
 )
@@ -21,14 +21,15 @@ CHOICES = (
     "bias, causal, dropout, gate, head_dim, heads, kv_heads, position, qk_norm, scale, sink, softcap, value_dim, window"
 )
 
-SENTENCES = {
+MESSAGES = {
     "layers.0.mixer.kind=attenton": "layers[0].mixer: unknown kind 'attenton'; did you mean 'attention'? "
     f"choices: {MIXERS}",
     "layers.0.mixer.kind=../x": f"layers[0].mixer: unknown kind '../x'; choices: {MIXERS}",
     "layers.0.mixer.kind=rope": f"layers[0].mixer: unknown kind 'rope'; choices: {MIXERS}",
     "layers.0.mixer.position.kind=learned": "layers[0].mixer.position: kind 'learned' does not belong here; "
-    f"choices: {INNER}",
-    "embedding.position.kind=rope": f"embedding.position: kind 'rope' does not belong here; choices: {TABLES}",
+    f"choices: {MIXER_POSITIONS}",
+    "embedding.position.kind=rope": "embedding.position: kind 'rope' does not belong here; "
+    f"choices: {ADDITIVE_POSITIONS}",
     "layers.0.mixer.hads=2": f"layers[0].mixer: unknown field 'hads'; did you mean 'heads'? choices: {CHOICES}",
     "nonsense=1": "unknown field 'nonsense'; choices: embedding, encoder, head, initialization, layers, norm, "
     "residual, vocab_size, width",
@@ -77,16 +78,16 @@ SENTENCES = {
 }
 
 
-@pytest.mark.parametrize("override", SENTENCES)
-def test_sentence(override: str) -> None:
+@pytest.mark.parametrize("override", MESSAGES)
+def test_message(override: str) -> None:
     data = design(layer(attention(kv_heads=2)), embedding=LEARNED)
     load_config(data)
     with pytest.raises(ConfigError) as caught:
         load_config(data, [override])
-    assert str(caught.value) == SENTENCES[override]
+    assert str(caught.value) == MESSAGES[override]
 
 
-def test_the_path_leads_into_nested_layers() -> None:
+def test_the_path_includes_nested_layers() -> None:
     inner = {"repeat": 2, "layers": [layer(attention()), layer(attention(heads=5))]}
     with pytest.raises(ConfigError, match=r"^layers\[1\]\.layers\[1\]\.mixer\.heads: 5 does not divide width = 24"):
         load_config(design(layer(attention()), inner))
@@ -107,7 +108,7 @@ def nested(depth: int) -> dict[str, Any]:
     return design(inner)
 
 
-def test_deep_nesting_and_sizes_beyond_any_machine() -> None:
+def test_deep_nesting_and_huge_sizes_are_refused() -> None:
     assert load_config(nested(20)).depth == 1
     with pytest.raises(ConfigError, match=r"^layers: nest too deeply"):
         load_config(nested(2000))

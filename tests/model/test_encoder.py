@@ -1,4 +1,4 @@
-"""Designs with an encoder: torch's transformer says the same; decoding, saving, sizing, training; what is refused."""
+"""Designs with an encoder: equal to torch's transformer; decoding, saving, sizes, training; errors."""
 
 import json
 import re
@@ -48,8 +48,8 @@ TRANSFORMER: Data = {
 
 
 def attention_weights(mixer: nn.Module, name: str) -> dict[str, Tensor]:
-    """torch's attention from ours."""
-    q, k, v, out = (getattr(mixer, which) for which in ("q", "k", "v", "out"))
+    """The tensors of torch's attention, from heddle's."""
+    q, k, v, out = (getattr(mixer, name_of_projection) for name_of_projection in ("q", "k", "v", "out"))
     return {
         f"{name}.in_proj_weight": torch.cat([part.weight for part in (q, k, v)]),
         f"{name}.in_proj_bias": torch.cat([part.bias for part in (q, k, v)]),
@@ -58,39 +58,43 @@ def attention_weights(mixer: nn.Module, name: str) -> dict[str, Tensor]:
     }
 
 
-def pairs(module: Any, name: str) -> dict[str, Tensor]:
+def weight_and_bias(module: Any, name: str) -> dict[str, Tensor]:
     """Weight and bias of a projection or norm."""
     return {f"{name}.weight": module.weight, f"{name}.bias": module.bias}
 
 
-def theirs(model: Decoder) -> nn.Transformer:
-    """torch's pre-norm transformer with our weights."""
+def torch_transformer(model: Decoder) -> nn.Transformer:
+    """torch's pre-norm transformer with heddle's weights."""
     options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True, "dtype": torch.float64}
     final_norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 20, **options), DEPTH, final_norm, False)
     transformer = nn.Transformer(WIDTH, 4, DEPTH, DEPTH, 20, custom_encoder=encoder, **options).eval()
     assert model.encoder is not None
-    tensors = pairs(model.encoder.final_norm.norm, "encoder.norm") | pairs(model.final_norm.norm, "decoder.norm")
+    tensors = weight_and_bias(model.encoder.final_norm.norm, "encoder.norm") | weight_and_bias(
+        model.final_norm.norm, "decoder.norm"
+    )
     for index, layer in enumerate(list(model.encoder.layers)):
         prefix = f"encoder.layers.{index}"
         tensors |= attention_weights(layer.mixer, f"{prefix}.self_attn")  # type: ignore[arg-type]
-        tensors |= feedforward(layer, prefix, "norm2") | pairs(layer.residual.norms.mixer, f"{prefix}.norm1")  # type: ignore[union-attr]
+        tensors |= feedforward(layer, prefix, "norm2") | weight_and_bias(layer.residual.norms.mixer, f"{prefix}.norm1")  # type: ignore[union-attr]
     for index in range(DEPTH):
         self_layer, cross_layer = model.layers[2 * index], model.layers[2 * index + 1]
         prefix = f"decoder.layers.{index}"
         tensors |= attention_weights(self_layer.mixer, f"{prefix}.self_attn")  # type: ignore[arg-type]
         tensors |= attention_weights(cross_layer.mixer, f"{prefix}.multihead_attn")  # type: ignore[arg-type]
-        tensors |= feedforward(cross_layer, prefix, "norm3") | pairs(self_layer.residual.norms.mixer, f"{prefix}.norm1")  # type: ignore[union-attr]
-        tensors |= pairs(cross_layer.residual.norms.mixer, f"{prefix}.norm2")  # type: ignore[union-attr]
+        tensors |= feedforward(cross_layer, prefix, "norm3") | weight_and_bias(
+            self_layer.residual.norms.mixer, f"{prefix}.norm1"
+        )  # type: ignore[union-attr]
+        tensors |= weight_and_bias(cross_layer.residual.norms.mixer, f"{prefix}.norm2")  # type: ignore[union-attr]
     transformer.load_state_dict(tensors)
     return transformer
 
 
 def feedforward(layer: Any, at: str, norm: str) -> dict[str, Tensor]:
     return (
-        pairs(layer.feedforward.up, f"{at}.linear1")
-        | pairs(layer.feedforward.down, f"{at}.linear2")
-        | pairs(layer.residual.norms.feedforward, f"{at}.{norm}")
+        weight_and_bias(layer.feedforward.up, f"{at}.linear1")
+        | weight_and_bias(layer.feedforward.down, f"{at}.linear2")
+        | weight_and_bias(layer.residual.norms.feedforward, f"{at}.{norm}")
     )
 
 
@@ -103,7 +107,7 @@ def source_of(model: Decoder, side: str = "right") -> tuple[Tensor, Layout]:
     return random_tokens(model.encoder.config, 3, 5), layout
 
 
-def test_torchs_transformer_says_the_same() -> None:
+def test_output_equals_that_of_torchs_transformer() -> None:
     model = model_under_test(load_config(TRANSFORMER))
     assert model.encoder is not None
     source, layout = source_of(model)
@@ -111,7 +115,7 @@ def test_torchs_transformer_says_the_same() -> None:
     with torch.no_grad():
         encoder_output = model.encode(source, layout)
         actual, _ = model(tokens, Layout.causal(3, 7).with_encoder_output(encoder_output))
-        expected = theirs(model)(
+        expected = torch_transformer(model)(
             torch.nn.functional.embedding(source, model.encoder.embed.weight),
             torch.nn.functional.embedding(tokens, model.embed.weight),
             tgt_mask=torch.ones(7, 7, dtype=torch.bool).triu(1),
@@ -122,7 +126,7 @@ def test_torchs_transformer_says_the_same() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_decoding_equals_one_call_and_encodes_once(side: str) -> None:
+def test_decoding_equals_one_call_and_runs_the_encoder_once(side: str) -> None:
     model = model_under_test(case("encoder"))
     assert model.encoder is not None
     source, layout = source_of(model, side)
@@ -139,7 +143,7 @@ def test_decoding_equals_one_call_and_encodes_once(side: str) -> None:
     assert len(calls) == 1
 
 
-def test_generation_reads_the_memory_of_each_row() -> None:
+def test_generation_reads_the_encoder_output_of_each_row() -> None:
     model = model_under_test(case("encoder"))
     source, layout = source_of(model)
     with torch.no_grad():
@@ -153,7 +157,7 @@ def test_generation_reads_the_memory_of_each_row() -> None:
         heddle.generate(model, [[1]], max_new_tokens=1)
 
 
-def test_saved_and_loaded(tmp_path: Path) -> None:
+def test_save_and_load(tmp_path: Path) -> None:
     model = heddle.build(case("encoder"), seed=3).eval()
     heddle.save(model, tmp_path / "saved")
     loaded, _ = heddle.load(tmp_path / "saved")
@@ -163,25 +167,26 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     source, layout = source_of(model)
     tokens = random_tokens(model.config, 3, 4)
     outputs = [
-        decoder(tokens, Layout.causal(3, 4).with_encoder_output(decoder.encode(source, layout)))[0] for decoder in (model, loaded)
+        decoder(tokens, Layout.causal(3, 4).with_encoder_output(decoder.encode(source, layout)))[0]
+        for decoder in (model, loaded)
     ]
     assert torch.equal(*outputs)
     names = [name for name, _ in model.named_parameters()]
     assert {"encoder.embed.weight", "encoder.layers.1.mixer.q.weight", "layers.1.mixer.k.weight"} <= set(names)
 
 
-def test_each_stack_starts_by_its_own_depth_and_spread() -> None:
+def test_each_stack_is_initialized_by_its_own_depth_and_std() -> None:
     config = load_config(TRANSFORMER, ["encoder.initialization.std=0.5", "width=64", "encoder.width=64"])
     weights = dict(heddle.build(config).named_parameters())
-    spread = {
+    std = {
         name: float(weights[f"{name}.weight"].detach().std())
         for name in ("encoder.layers.0.mixer.out", "layers.0.mixer.out")
     }
-    assert spread["encoder.layers.0.mixer.out"] == pytest.approx(0.5 * (2 * DEPTH) ** -0.5, rel=0.1)
-    assert spread["layers.0.mixer.out"] == pytest.approx(0.02 * (2 * 2 * DEPTH) ** -0.5, rel=0.1)
+    assert std["encoder.layers.0.mixer.out"] == pytest.approx(0.5 * (2 * DEPTH) ** -0.5, rel=0.1)
+    assert std["layers.0.mixer.out"] == pytest.approx(0.02 * (2 * 2 * DEPTH) ** -0.5, rel=0.1)
 
 
-def test_size_counts_the_encoder_and_the_memory() -> None:
+def test_size_counts_the_encoder_and_its_output() -> None:
     config = load_config(TRANSFORMER)
     full, short = (
         heddle.size(config, context_length=8, batch=2),
@@ -205,9 +210,9 @@ def batch_of(model: Decoder) -> Batch:
     return Batch(tokens, ((7,),) * 4, np.array([5, 2, 9, 4]), source)
 
 
-@pytest.mark.parametrize("pieces", [2, 4])
-def test_training_in_pieces(micro_batches: int) -> None:
-    """Dropout included: the encoder's is keyed by sample as the layers' is."""
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_micro_batches_give_the_gradients_of_the_batch(micro_batches: int) -> None:
+    """Dropout included: that of the encoder is keyed by sample, too."""
     model = model_under_test(case("encoder")).train()
     results = []
     for count in (1, micro_batches):
@@ -218,7 +223,7 @@ def test_training_in_pieces(micro_batches: int) -> None:
     assert all(grad is not None and bool((grad != 0).any()) for grad in results[0][1].values())
 
 
-def test_a_step_learns_with_recomputed_and_narrow_layers() -> None:
+def test_training_with_checkpointing_and_bfloat16_learns() -> None:
     model = heddle.build(case("encoder")).train()
     model.checkpointing = True
     optimizer, batch = build_optimizer(model, 0.1), batch_of(model)
@@ -231,22 +236,23 @@ def test_a_step_learns_with_recomputed_and_narrow_layers() -> None:
     assert losses[1] < losses[0]
 
 
-# The compiler itself looks at the .grad of tensors that are no leaves.
+# The compiler reads the .grad of tensors that are not leaves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_the_compiled_twin_shares_the_encoder() -> None:
+def test_the_compiled_model_shares_the_encoder() -> None:
     config = load_config(TRANSFORMER, ["encoder.layers.0.repeat=1", "layers.0.repeat=1"])
     model = heddle.build(config).eval()
-    twin = compiled(model, backend="eager")
+    compiled_model = compiled(model, backend="eager")
     source, layout = source_of(model)
     tokens = random_tokens(model.config, 3, 4)
     outputs = [
-        decoder(tokens, Layout.causal(3, 4).with_encoder_output(decoder.encode(source, layout)))[0] for decoder in (model, twin)
+        decoder(tokens, Layout.causal(3, 4).with_encoder_output(decoder.encode(source, layout)))[0]
+        for decoder in (model, compiled_model)
     ]
     torch.testing.assert_close(outputs[1], outputs[0])
-    assert {id(value) for value in twin.parameters()} == {id(value) for value in model.parameters()}
+    assert {id(value) for value in compiled_model.parameters()} == {id(value) for value in model.parameters()}
 
 
-def test_made_small_it_keeps_the_laws() -> None:
+def test_the_shrunk_design_satisfies_the_laws() -> None:
     large = ["width=512", "encoder.width=512", "layers.0.layers.1.mixer.kv_heads=2", "encoder.layers.0.repeat=9"]
     small = shrink(load_config(TRANSFORMER, large))
     assert small.encoder is not None
@@ -265,7 +271,7 @@ def test_made_small_it_keeps_the_laws() -> None:
     assert [result for result in results if not result.passed] == []
 
 
-def test_an_encoder_takes_the_defaults_and_the_vocabulary() -> None:
+def test_an_encoder_inherits_defaults_and_vocab_size() -> None:
     short = {"width": 8, "layers": [{"mixer": {"kind": "attention", "heads": 2, "causal": False}}]}
     data = {
         "vocab_size": 9,
@@ -296,7 +302,7 @@ def test_an_encoder_takes_the_defaults_and_the_vocabulary() -> None:
         ("encoder=3", "encoder: expected a table of fields, got 3 (a whole number)"),
     ],
 )  # fmt: skip
-def test_refused_designs(override: str, message: str) -> None:
+def test_wrong_designs_are_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         load_config(TRANSFORMER, [override])
 
@@ -308,7 +314,7 @@ def test_an_encoder_within_an_encoder_is_refused() -> None:
         load_config(TRANSFORMER | {"encoder": inner})
 
 
-def test_a_design_without_one_does_not_encode() -> None:
+def test_encode_without_an_encoder_is_refused() -> None:
     model = heddle.build(parse_config(ModelConfig, load_config(TRANSFORMER, ["encoder=null"]).dump()))
     assert model.encoder_width == WIDTH
     with pytest.raises(ConfigError, match=r"^encoder: this design has none; give vectors of your own"):

@@ -1,4 +1,4 @@
-"""Every numeric field of every part, and of the model, given 0, −1 and the wrong type: the field is named."""
+"""Every field of every part and of the model with 0, −1 and wrong types: the error names the field."""
 
 import types
 from collections.abc import Iterator
@@ -37,39 +37,39 @@ def unpacked(annotation: Any) -> tuple[list[Any], list[Any]]:
 
 
 def wrong_values(info: FieldInfo) -> list[Any]:
-    """What a field must refuse."""
+    """Values that a field must refuse."""
     allowed, bounds = unpacked(info.annotation)
     values = list(WRONG.get(allowed[0], [3, 1.5, "no such value"])) if len(allowed) == 1 else [3, 1.5, "no", [], {}]
     for bound in [*info.metadata, *bounds]:
         for limit in (getattr(bound, "gt", None), getattr(bound, "lt", None)):
             values += [] if limit is None else [limit]
-        for name, past in (("gt", -1), ("ge", -1), ("lt", 1), ("le", 1)):
+        for name, offset in (("gt", -1), ("ge", -1), ("lt", 1), ("le", 1)):
             limit = getattr(bound, name, None)
-            values += [] if limit is None else [limit + past]
+            values += [] if limit is None else [limit + offset]
     return values
 
 
-def within(config: Config) -> Iterator[Config]:
-    """A config and all those it holds."""
+def nested_configs(config: Config) -> Iterator[Config]:
+    """A config and all configs nested in it."""
     yield config
     for name in type(config).model_fields:
         value = getattr(config, name)
         for inner in value if isinstance(value, tuple) else (value,):
             if isinstance(inner, Config):
-                yield from within(inner)
+                yield from nested_configs(inner)
 
 
-GOOD = {type(config): config.dump() for name in CASES for config in within(case(name))}
-FIELDS = [(cls, name) for cls in GOOD for name in cls.model_fields]
+VALID = {type(config): config.dump() for name in CASES for config in nested_configs(case(name))}
+FIELDS = [(cls, name) for cls in VALID for name in cls.model_fields]
 
 
 @pytest.mark.parametrize(("cls", "name"), FIELDS, ids=[f"{cls.__name__}.{name}" for cls, name in FIELDS])
 def test_wrong_values_name_the_field(cls: type[Config], name: str) -> None:
-    good = {key: value for key, value in GOOD[cls].items() if key != "kind"}
-    parse_config(cls, good)
+    valid = {key: value for key, value in VALID[cls].items() if key != "kind"}
+    parse_config(cls, valid)
     for value in wrong_values(cls.model_fields[name]):
         with pytest.raises(ConfigError, match=f"^{name}"):
-            pytest.fail(f"{name} = {value!r} makes {parse_config(cls, good | {name: value})}")
+            pytest.fail(f"{name} = {value!r} makes {parse_config(cls, valid | {name: value})}")
 
 
 VALUES = st.one_of(
@@ -85,17 +85,17 @@ def paths(node: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int
         yield from paths(value, (*at, key))
 
 
-def altered(node: Any, path: tuple[str | int, ...], value: Any) -> Any:
+def with_value_at(node: Any, path: tuple[str | int, ...], value: Any) -> Any:
     if not path:
         return value
     first, rest = path[0], path[1:]
     if isinstance(node, dict):
-        return node | {first: altered(node[first], rest, value)}
-    return [altered(item, rest, value) if index == first else item for index, item in enumerate(node)]
+        return node | {first: with_value_at(node[first], rest, value)}
+    return [with_value_at(item, rest, value) if index == first else item for index, item in enumerate(node)]
 
 
-def loaded(design: Data, *overrides: str) -> ModelConfig | None:
-    """The config, or None where it is refused; any other error passes through and fails the test."""
+def load_or_none(design: Data, *overrides: str) -> ModelConfig | None:
+    """The config, or None if it is refused. Any other error fails the test."""
     try:
         return load_config(design, overrides)
     except ConfigError:
@@ -103,15 +103,15 @@ def loaded(design: Data, *overrides: str) -> ModelConfig | None:
 
 
 @given(st.sampled_from(sorted(CASES)), st.data())
-def test_any_value_anywhere_builds_or_is_refused(name: str, data: st.DataObject) -> None:
-    """Whatever stands in one place of a good design, it is a design that round-trips or one sentence."""
+def test_any_value_at_any_path_builds_or_is_refused(name: str, data: st.DataObject) -> None:
+    """A valid design with any value at one path either round-trips or is refused."""
     design: Data = CASES[name]
     path = data.draw(st.sampled_from(sorted(paths(design), key=str)))
-    wrong = altered(design, path, data.draw(VALUES))
-    config = loaded(wrong)
+    wrong = with_value_at(design, path, data.draw(VALUES))
+    config = load_or_none(wrong)
     assert config is None or parse_config(ModelConfig, config.dump()) == config
 
 
 @given(st.text(max_size=30))
 def test_any_override_is_applied_or_refused(text: str) -> None:
-    loaded(CASES["attention-gqa"], text)
+    load_or_none(CASES["attention-gqa"], text)

@@ -1,4 +1,4 @@
-"""Reading designs: files of three formats, YAML's traps, presets, folders and overrides."""
+"""Loading designs: files of three formats, ambiguous YAML, folders and overrides."""
 
 import json
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_scalars_are_those_of_yaml_1_2(text: str, value: Any) -> None:
         ("<<: {a: 1}\nb: 2", "it"),
     ],
 )
-def test_what_yaml_may_not_hold(text: str, message: str) -> None:
+def test_unsupported_yaml_is_refused(text: str, message: str) -> None:
     if text.startswith("<<"):
         assert parse_yaml(text, "it") == {"<<": {"a": 1}, "b": 2}
         return
@@ -105,14 +105,14 @@ def test_what_yaml_may_not_hold(text: str, message: str) -> None:
         ("a.toml", b"width = 1\nwidth = 2", "cannot be read as TOML"),
     ],
 )
-def test_files_that_are_no_design(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_files_without_a_design_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     file = tmp_path / name
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=f"{name}: {message}"):
         load_config(file)
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such design file; name a file, preset:NAME or a checkpoint folder"):
         load_config(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match=r"^gqa-tiny: no such design file; did you mean preset:gqa-tiny"):
@@ -121,7 +121,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
-def test_folders(tmp_path: Path) -> None:
+def test_checkpoint_folders(tmp_path: Path) -> None:
     for step, width in ((2, 24), (10, 48)):
         folder = tmp_path / "checkpoints" / f"step-{step:08d}"
         folder.mkdir(parents=True)
@@ -131,7 +131,7 @@ def test_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_written_reads_back(name: str, tmp_path: Path) -> None:
+def test_written_configs_load_equal(name: str, tmp_path: Path) -> None:
     config = load_config(CASES[name])
     (tmp_path / "a.json").write_text(json.dumps(config.dump()))
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(config.dump()))
@@ -148,7 +148,7 @@ def test_overrides() -> None:
     assert data == design(layer(attention(kv_heads=2)), layer(attention(heads=2))), "the source was changed"
 
 
-def test_null_turns_a_field_off_and_missing_tables_are_made() -> None:
+def test_null_unsets_a_field_and_missing_tables_are_created() -> None:
     data = design(layer(attention(window=3)))
     mixer = load_config(data, ["layers.0.mixer.window=null", "layers.0.mixer.position=null"]).layers[0].mixer
     assert mixer is not None
@@ -170,25 +170,25 @@ def test_null_turns_a_field_off_and_missing_tables_are_made() -> None:
         ("width=[", "override 'width=[', line 1: "),
     ],
 )
-def test_overrides_that_lead_nowhere(override: str, message: str) -> None:
+def test_overrides_of_missing_paths_are_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(design(layer(attention())), [override])
     assert str(caught.value).startswith(message)
 
 
-def test_a_design_is_no_number() -> None:
+def test_a_number_is_not_a_design() -> None:
     with pytest.raises(ConfigError, match="a design cannot be read from 5"):
         load_config(5)  # type: ignore[arg-type]
 
 
-def test_an_override_reaches_one_entry_alone_after_one_that_reached_all() -> None:
+def test_an_override_of_one_layer_follows_one_of_all_layers() -> None:
     mixer = "{kind: attention, heads: 4}"
     design = {"width": 16, "layers": [{"mixer": {"kind": "attention", "heads": 2}}] * 2}
     config = load_config(design, [f"layers.*.mixer={mixer}", "layers.0.mixer.heads=1"])
     assert [layer.dump()["mixer"]["heads"] for layer in config.layers] == [1, 4]
 
 
-def test_a_new_kind_keeps_the_fields_it_has_and_drops_the_others() -> None:
+def test_a_changed_kind_keeps_the_fields_that_it_has() -> None:
     position = {"kind": "rope", "base": 500.0}
     mixer = {"kind": "attention", "heads": 2, "kv_heads": 1, "window": 4, "position": position}
     design = {"width": 16, "layers": [{"mixer": mixer}], "residual": {"kind": "parallel", "norms": 2, "drop_path": 0.1}}

@@ -1,4 +1,4 @@
-"""Presets: each builds and has the size its name promises."""
+"""Presets: each builds and has the size of its name."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from heddle.model import presets
 from heddle.model.load_config import load_config
 from heddle.model.size import size
 
-PROMISED = {"tiny": (1e6, 2e6), "small": (11e6, 18e6), "medium": (80e6, 120e6)}
+PARAMETER_RANGES = {"tiny": (1e6, 2e6), "small": (11e6, 18e6), "medium": (80e6, 120e6)}
 
 
 @pytest.mark.parametrize("name", presets.names())
@@ -17,7 +17,7 @@ def test_preset(name: str) -> None:
     if config.vocab_size is None:
         config = config.replace(vocab_size=4096)
     sizes = size(config, context_length=512)
-    low, high = PROMISED[size_name]
+    low, high = PARAMETER_RANGES[size_name]
     assert low <= sizes.active_parameters <= high
     full = size(load_config(f"preset:mha-{size_name}", [f"vocab_size={config.vocab_size}"]), context_length=512)
     assert sizes.active_parameters <= 1.01 * full.parameters
@@ -26,6 +26,6 @@ def test_preset(name: str) -> None:
     assert (sizes.state_bytes < full.state_bytes) == (kind != "mha")
 
 
-def test_unknown_presets_are_told_with_the_nearest() -> None:
+def test_the_error_of_an_unknown_preset_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"^preset:gqa-tny: unknown preset; did you mean 'preset:gqa-tiny'"):
         load_config("preset:gqa-tny")

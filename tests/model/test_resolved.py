@@ -1,4 +1,4 @@
-"""Defaults written out: the model stays the same, and so does a design that was written out already."""
+"""Resolved designs, with all defaults resolved_config out: the same model, and resolving twice changes nothing."""
 
 import pytest
 import torch
@@ -8,15 +8,15 @@ from tests.cases import CASES, case
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_design_written_out_builds_the_same_model(name: str) -> None:
+def test_a_resolved_design_builds_the_same_model(name: str) -> None:
     config = case(name)
-    written = config.resolved()
-    assert written.resolved() == written
-    original, rebuilt = heddle.build(config, device="meta"), heddle.build(written, device="meta")
+    resolved_config = config.resolved()
+    assert resolved_config.resolved() == resolved_config
+    original, rebuilt = heddle.build(config, device="meta"), heddle.build(resolved_config, device="meta")
     assert {n: p.shape for n, p in original.named_parameters()} == {n: p.shape for n, p in rebuilt.named_parameters()}
 
 
-def test_logits_too() -> None:
+def test_a_resolved_design_gives_the_same_logits() -> None:
     config = heddle.load_config("preset:gqa-tiny", ["vocab_size=50"])
     tokens = torch.arange(12)[None]
     original, rebuilt = heddle.build(config).eval(), heddle.build(config.resolved()).eval()

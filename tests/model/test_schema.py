@@ -1,4 +1,4 @@
-"""The JSON Schema says yes to every design that can be built, and no to what the reader refuses."""
+"""The JSON Schema accepts every design that can be built and refuses what `load_config` refuses."""
 
 import copy
 from typing import Any
@@ -18,7 +18,7 @@ SCHEMA = schema()
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
 
-def test_it_is_a_schema() -> None:
+def test_the_schema_is_valid() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     for slot in SLOTS:
         for kind in kinds(slot):
@@ -32,7 +32,7 @@ def references(node: Any) -> set[str]:
     return {reference for item in node for reference in references(item)} if isinstance(node, list) else set()
 
 
-def test_every_reference_leads_somewhere() -> None:
+def test_every_reference_has_a_definition() -> None:
     assert {reference.removeprefix("#/$defs/") for reference in references(SCHEMA)} <= SCHEMA["$defs"].keys()
 
 
@@ -52,8 +52,8 @@ def test_a_short_design() -> None:
     VALIDATOR.validate({"width": 16, "layers": [{"mixer": {"kind": "attention", "heads": 2}}]})
 
 
-def wrong(path: str, value: Any) -> dict[str, Any]:
-    """The small design with one field changed; the value `...` takes it away."""
+def design_with(path: str, value: Any) -> dict[str, Any]:
+    """The small design with one field changed; the value `...` removes it."""
     data = copy.deepcopy(small.design())
     *before, last = (int(step) if step.isdecimal() else step for step in path.split("."))
     node: Any = data
@@ -92,8 +92,8 @@ def wrong(path: str, value: Any) -> dict[str, Any]:
         ("colour", "blue"),
     ],
 )
-def test_what_the_reader_refuses(path: str, value: Any) -> None:
-    data = wrong(path, value)
+def test_the_schema_refuses_what_load_config_refuses(path: str, value: Any) -> None:
+    data = design_with(path, value)
     with pytest.raises(ConfigError):
         load_config(data)
     assert not VALIDATOR.is_valid(data)

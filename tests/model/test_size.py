@@ -1,4 +1,4 @@
-"""Sizes by hand: parameters, state and operations of designs small enough to count."""
+"""Sizes counted by hand: parameters, state bytes and FLOPs of small designs."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_state() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_operations(window: int | None) -> None:
+def test_flops(window: int | None) -> None:
     context = 16
     overrides = [] if window is None else [f"layers.0.mixer.window={window}"]
     weights = 3 * (24 * 24 * 2 + 24 * 12 * 2 + 3 * 24 * 10) + 61 * 24
@@ -43,7 +43,7 @@ def test_operations(window: int | None) -> None:
     assert flops_per_token(model, context) == expected
 
 
-def test_choices_are_counted_and_reasoned() -> None:
+def test_kernel_choices_are_counted() -> None:
     config = load_config(PLAIN)
     prefill = {choice.kernel: count for choice, count in kernel_choices(config, 16, 0, torch.float32, "cpu").items()
                if choice.operation == "attention"}  # fmt: skip

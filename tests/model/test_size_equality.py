@@ -53,7 +53,7 @@ def decoding_choices_of_full_model(config: ModelConfig) -> Counter[KernelChoice]
     return Counter(choices)
 
 
-def check(config: ModelConfig) -> None:
+def check_against_full_model(config: ModelConfig) -> None:
     """Compare with a model that has every layer."""
     model = build(config, device="meta")
     result = size(config, CONTEXT, BATCH, encoder_length=ENCODER_LENGTH)
@@ -85,7 +85,7 @@ def check(config: ModelConfig) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_case(name: str) -> None:
-    check(case(name))
+    check_against_full_model(case(name))
 
 
 LAYERS = [entry | {"repeat": 1} for data in (CASES["attention-gqa"], CASES["attention-window-mixed"], CASES["delta"],
@@ -111,7 +111,7 @@ def test_random_designs(entries: list[Data], drop_path: float | None, tied: bool
     fields: dict[str, Any] = {"head": {"tied": tied}, "embedding": {"position": position}}
     if drop_path is not None:
         fields["residual"] = {"kind": "pre_norm", "drop_path": drop_path}
-    check(load_config(design(*entries, **fields)))
+    check_against_full_model(load_config(design(*entries, **fields)))
 
 
 def test_distinct_layers_are_counted_in_order_of_occurrence() -> None:

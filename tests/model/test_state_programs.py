@@ -154,7 +154,9 @@ def test_programs(name: str) -> None:
         ("layers-nested", "parts.context.kv_cache:KVCache.can_roll_back", "tokens <= table.rollback_left", "True"),
     ],
 )
-def test_programs_catch_planted_bugs(name: str, target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_catch_planted_bugs(
+    name: str, target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant(monkeypatch, target, old, new)
     with pytest.raises(LawViolation):
         run(name, settings(LIMITS, max_examples=40, phases=[Phase.generate], report_multiple_bugs=False, database=None))

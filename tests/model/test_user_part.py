@@ -1,4 +1,4 @@
-"""A user's own part: one file makes a kind, on which the laws run; clashes and broken files are refused."""
+"""A user's own part: one file defines a kind, and the laws run on it. Name clashes and broken files are refused."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +32,7 @@ CUBED = ("self.activation(self.up(x))", "self.up(x) ** 3")
 MEAN = ("self.activation(self.up(x))", "self.up(x) - self.up(x).mean(1, keepdim=True)")
 
 
-def test_a_part_of_ones_own(tmp_path: Path) -> None:
+def test_a_user_part_is_loaded(tmp_path: Path) -> None:
     part = load_part(copy_of("feedforwards/mlp", tmp_path / "cubed.py", CUBED))
     assert (part.slot, "cubed" in kinds("feedforwards")) == ("feedforwards", True)
     config = load_config(design(layer(attention(), {"kind": "cubed", "hidden": 10})))
@@ -42,7 +42,7 @@ def test_a_part_of_ones_own(tmp_path: Path) -> None:
     ] == []
 
 
-def test_the_laws_find_the_mistake_in_it(tmp_path: Path) -> None:
+def test_laws_catch_a_mistake_in_a_user_part(tmp_path: Path) -> None:
     load_part(copy_of("feedforwards/mlp", tmp_path / "centred.py", MEAN))
     config = load_config(design(layer(attention(), {"kind": "centred", "hidden": 10})))
     results = run(config, ["chunked_decoding", "causality", "config_round_trip"])
@@ -54,7 +54,7 @@ def test_the_laws_find_the_mistake_in_it(tmp_path: Path) -> None:
     assert "token 0 of row" in results[1].message
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_wrong_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing.py: is not a Python file"):
         load_part(tmp_path / "nothing.py")
     (tmp_path / "text.txt").write_text("x = 1")

@@ -12,7 +12,7 @@ from heddle.errors import ConfigError
 from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
 from heddle.numerics.attention.observer import Observation, notify_observer, observing_attention
 from heddle.numerics.attention.score_modifiers import ScoreModifiers
-from heddle.numerics.attention.softmax import ATTENTION, attention, attention_flops, softmax_weights, reference
+from heddle.numerics.attention.softmax import ATTENTION, attention, attention_flops, reference, softmax_weights
 from heddle.numerics.kernels import kernels
 from heddle.parts.context.layout import Layout
 from tests.numerics.oracle import is_visible, loop_attention, loop_weights

@@ -1,5 +1,7 @@
 """Keyed random numbers: their distribution, and that they depend on seed, step, sample and site only."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor

@@ -34,7 +34,9 @@ def part(heads: int, **fields: Any) -> Any:
     kind: Any = MixerConfig
     slot: Any = NormConfig
     context = BuildContext(WIDTH, parse_config(slot, {"kind": "rms"}))
-    mixer = parse_config(kind, {"kind": "attention", "heads": heads, "position": ALIBI, **fields}).build(context).double()
+    mixer = (
+        parse_config(kind, {"kind": "attention", "heads": heads, "position": ALIBI, **fields}).build(context).double()
+    )
     with torch.no_grad():
         for parameter in mixer.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.4)

@@ -23,7 +23,7 @@ from heddle.parts.context.layout import Layout
 from heddle.parts.positions.axial_rope import AxialRope, AxialRopeConfig, recover_coordinates
 from tests.cases import alone, attention, case, design, layer
 
-PLACES: list[list[list[float]]] = [[[0, 0], [3, 1], [2.5, -7], [-40, 11]], [[5, 5], [0, -1], [900, 2], [1, 0.25]]]
+COORDINATES: list[list[list[float]]] = [[[0, 0], [3, 1], [2.5, -7], [-40, 11]], [[5, 5], [0, -1], [900, 2], [1, 0.25]]]
 LAYOUTS = ("half", "interleaved")
 
 
@@ -35,14 +35,14 @@ def rotated(rotation: AxialRope, x: Tensor, coordinates: Tensor) -> Tensor:
     return rotation(x, Layout.causal(*coordinates.shape[:2]).with_coordinates(coordinates))
 
 
-def loop(x: list[float], place: list[float], dim: int, base: float, layout: str) -> list[float]:
+def loop(x: list[float], coordinate: list[float], dim: int, base: float, layout: str) -> list[float]:
     """One head by complex numbers: pairs of the first half of `dim` turn by x, those of the second by y."""
     y, half = list(x), dim // 2
     for axis in (0, 1):
         for i in range(half // 2):
             a, b = (i, i + half // 2) if layout == "half" else (2 * i, 2 * i + 1)
             a, b = a + axis * half, b + axis * half
-            turn = cmath.exp(1j * place[axis] * base ** (-2 * i / half))
+            turn = cmath.exp(1j * coordinate[axis] * base ** (-2 * i / half))
             pair = complex(x[a], x[b]) * turn
             y[a], y[b] = pair.real, pair.imag
     return y
@@ -52,12 +52,12 @@ def loop(x: list[float], place: list[float], dim: int, base: float, layout: str)
 @pytest.mark.parametrize(("head_dim", "dim"), [(16, None), (4, None), (11, 8)])
 def test_heads_turn_as_complex_numbers_do(layout: str, head_dim: int, dim: int | None) -> None:
     rotation = built(head_dim, rotary_dim=dim, layout=layout, base=300.0)
-    x, coordinates = torch.randn(2, 3, 4, head_dim, dtype=torch.float64), torch.tensor(PLACES, dtype=torch.float64)
+    x, coordinates = torch.randn(2, 3, 4, head_dim, dtype=torch.float64), torch.tensor(COORDINATES, dtype=torch.float64)
     y = rotated(rotation, x, coordinates)
     for b in range(2):
         for h in range(3):
             for t in range(4):
-                want = loop(x[b, h, t].tolist(), PLACES[b][t], dim or head_dim, 300.0, layout)
+                want = loop(x[b, h, t].tolist(), COORDINATES[b][t], dim or head_dim, 300.0, layout)
                 torch.testing.assert_close(y[b, h, t], torch.tensor(want, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
@@ -67,7 +67,7 @@ def test_scores_know_differences_in_both_axes_alone(layout: str) -> None:
     q, k = (torch.randn(1, 1, 1, 16, dtype=torch.float64) for _ in range(2))
 
     def score(query: list[float], key: list[float]) -> float:
-        there, here = (torch.tensor([[place]], dtype=torch.float64) for place in (query, key))
+        there, here = (torch.tensor([[coordinate]], dtype=torch.float64) for coordinate in (query, key))
         return float((rotated(rotation, q, there) * rotated(rotation, k, here)).sum())
 
     start = score([3, 5], [1, 9])

@@ -7,6 +7,7 @@ from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.laws.harness import forward_no_grad, forward_with_state, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
+from heddle.numerics.rotary import rotary_table
 from heddle.parts.context.layout import Layout
 from heddle.parts.positions import rope
 from tests.cases import CASES, alone, attention, design, layer
@@ -48,7 +49,7 @@ def test_packed_documents_may_be_longer_than_the_table_together() -> None:
 
 def test_one_rotary_table_serves_queries_and_keys_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    make = rope.rotary_table
+    make = rotary_table
 
     def counted(
         positions: torch.Tensor, inv_freq: list[float], dtype: torch.dtype, attention_factor: float
@@ -88,7 +89,9 @@ def test_three_local_layers_to_a_global_one_each_with_its_own_base_are_plain_loo
     local = attention(position={"kind": "rope", "base": 100.0}, window=4, kv_heads=2)
     wide = attention(position={"kind": "rope", "base": 1000000.0}, kv_heads=2)
     entries = [layer(local, None, repeat=3), layer(wide, None), layer(local, None, repeat=3)]
-    model = model_under_test(parse_config(ModelConfig, design(*entries, layer(attention(position=None, kv_heads=2), None))))
+    model = model_under_test(
+        parse_config(ModelConfig, design(*entries, layer(attention(position=None, kv_heads=2), None)))
+    )
     tokens = random_tokens(model.config, 1, 11)
     x = model.embed.weight[tokens[0]]
     with torch.no_grad():

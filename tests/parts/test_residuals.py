@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import heddle
-from heddle.config import parse_config, kinds
+from heddle.config import kinds, parse_config
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.parts.context.build import ResidualContext

@@ -75,9 +75,9 @@ def test_yarn_is_what_the_paper_says(name: str) -> None:
 def test_only_a_latent_mixer_multiplies_its_scores() -> None:
     dim, base, fields = YARNS["unlike factors"]
     growth = [0.1 * strength * math.log(3.0) + 1.0 for strength in (1.3, 0.6)]
-    made = rope(dim, base, fields)
-    assert made.attention_factor == pytest.approx(growth[0] / growth[1], rel=1e-12)
-    assert made.score_scale == pytest.approx(growth[1] ** 2, rel=1e-12)
+    table = rope(dim, base, fields)
+    assert table.attention_factor == pytest.approx(growth[0] / growth[1], rel=1e-12)
+    assert table.score_scale == pytest.approx(growth[1] ** 2, rel=1e-12)
     assert rope(*YARNS["Qwen"]).score_scale == 1.0
 
 

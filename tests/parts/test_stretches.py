@@ -99,7 +99,9 @@ LENGTHS = {"longrope": LONG, "dynamic ntk": DYNAMIC}
 
 
 def with_scaling(scaling: dict[str, Any], **fields: Any) -> ModelConfig:
-    return parse_config(ModelConfig, alone(kv_heads=2, position={"kind": "rope", "base": 30.0, "scaling": scaling}, **fields))
+    return parse_config(
+        ModelConfig, alone(kv_heads=2, position={"kind": "rope", "base": 30.0, "scaling": scaling}, **fields)
+    )
 
 
 @pytest.mark.parametrize("length", [11, 12, 13, 40])

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from heddle.errors import CheckpointError, MachineError
-from heddle.storage import atomic, file_io, folder
+from heddle.storage import atomic, file_io
 from heddle.storage.folder import write_folder
+from heddle.storage.manifest import MANIFEST_FILE
 from tests.storage.shared import Died, State, System, content, standing_in, state, written
 
 Save = Callable[[Path], None]
@@ -22,7 +23,7 @@ def save(path: Path) -> None:
     write_folder(path, **content(2))
 
 
-class Place:
+class TrialFolder:
     """A folder `run/last` in three versions: absent, old content and new content, put back before each trial."""
 
     def __init__(self, root: Path):
@@ -44,75 +45,75 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
+def trial(tmp_path: Path) -> TrialFolder:
+    return TrialFolder(tmp_path)
 
 
-def calls(place: Place, replacing: bool, save: Save) -> list[str]:
-    place.reset(replacing)
+def calls(trial: TrialFolder, replacing: bool, save: Save) -> list[str]:
+    trial.reset(replacing)
     with standing_in(System()) as system:
-        save(place.path)
+        save(trial.path)
     return system.trace
 
 
-def die(place: Place, save: Save, at: int, how: str) -> System:
+def die(trial: TrialFolder, save: Save, at: int, how: str) -> System:
     with standing_in(System(at, how)) as system:
         try:
-            save(place.path)
+            save(trial.path)
         except Died:
             return system
     raise AssertionError(f"the save did not reach call {at}")
 
 
-def finding(place: Place, replacing: bool) -> str | None:
-    """What is wrong with what a loader finds now, and with the next save; None if nothing."""
+def fault_after_crash(trial: TrialFolder, replacing: bool) -> str | None:
+    """What is fault with what a loader finds now, and with the next save; None if nothing."""
     try:
-        current = state(place.path)
+        current = state(trial.path)
     except CheckpointError as error:
         return str(error)
-    if current not in place.allowed(replacing):
+    if current not in trial.allowed(replacing):
         return f"{current} is neither old nor new"
     with standing_in(System()):
-        save(place.path)
-    if state(place.path) != place.new or os.listdir(place.run) != ["last"]:
-        return f"the next save left {os.listdir(place.run)}"
+        save(trial.path)
+    if state(trial.path) != trial.new or os.listdir(trial.run) != ["last"]:
+        return f"the next save left {os.listdir(trial.run)}"
     return None
 
 
-def crash_faults(place: Place, save: Save, replacing: bool) -> Iterator[str]:
+def crash_faults(trial: TrialFolder, save: Save, replacing: bool) -> Iterator[str]:
     """Every crash point at which something is lost: (call, how, names lost, data lost)."""
-    trace = calls(place, replacing, save)
+    trace = calls(trial, replacing, save)
     for at, name in reversed(list(enumerate(trace, start=1))):  # the renames, where faults show, come late
         for how in ("before", "half", "after") if name == "write" else ("before", "after"):
-            place.reset(replacing)
-            system = die(place, save, at, how)
+            trial.reset(replacing)
+            system = die(trial, save, at, how)
             pending, unsynced = len(system.unsynced_names), (False, True) if system.unsynced_files else (False,)
             for names, files in itertools.product(range(pending + 1), unsynced):
-                place.reset(replacing)
-                die(place, save, at, how).lose(place.run, names, files)
-                wrong = finding(place, replacing)
-                if wrong is not None:
-                    yield f"{how} call {at} ({name}), {names} names and {files} data lost: {wrong}"
+                trial.reset(replacing)
+                die(trial, save, at, how).lose(trial.run, names, files)
+                fault = fault_after_crash(trial, replacing)
+                if fault is not None:
+                    yield f"{how} call {at} ({name}), {names} names and {files} data lost: {fault}"
 
 
 @pytest.mark.parametrize("replacing", [False, True])
-def test_dying_at_any_call_leaves_old_or_new(place: Place, replacing: bool) -> None:
-    assert list(crash_faults(place, save, replacing)) == []
+def test_dying_at_any_call_leaves_old_or_new(trial: TrialFolder, replacing: bool) -> None:
+    assert list(crash_faults(trial, save, replacing)) == []
 
 
-def test_dying_again_while_recovering_leaves_old_or_new(place: Place) -> None:
-    trace = calls(place, True, save)
+def test_dying_again_while_recovering_leaves_old_or_new(trial: TrialFolder) -> None:
+    trace = calls(trial, True, save)
     renames = [at for at, name in enumerate(trace, start=1) if name == "rename"]
     for first in (*renames, len(trace) - 2):
-        place.reset(True)
-        die(place, save, first, "after")
+        trial.reset(True)
+        die(trial, save, first, "after")
         with standing_in(System()) as system:
-            save(place.path)
+            save(trial.path)
         for second in range(1, len(system.trace) + 1):
-            place.reset(True)
-            die(place, save, first, "after")
-            die(place, save, second, "after")
-            assert finding(place, True) is None, (first, second)
+            trial.reset(True)
+            die(trial, save, first, "after")
+            die(trial, save, second, "after")
+            assert fault_after_crash(trial, True) is None, (first, second)
 
 
 def in_place(path: Path) -> None:
@@ -163,64 +164,64 @@ def old_removed_first(path: Path) -> None:
 @pytest.mark.parametrize(
     "planted", [in_place, unsynced_files, unsynced_files_of_the_folder, unsynced_names, old_removed_first]
 )
-def test_careless_writers_are_caught(place: Place, planted: Save) -> None:
-    assert next(crash_faults(place, planted, True), None) is not None
+def test_careless_writers_are_caught(trial: TrialFolder, planted: Save) -> None:
+    assert next(crash_faults(trial, planted, True), None) is not None
 
 
-def test_a_loader_that_does_not_look_aside_is_caught(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_that_does_not_look_aside_is_caught(trial: TrialFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic, "find_folder", lambda folder: folder)
-    assert next(crash_faults(place, save, True), None) is not None
+    assert next(crash_faults(trial, save, True), None) is not None
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("replacing", [False, True])
 def test_a_failing_call_is_a_machine_error_and_nothing_is_lost(
-    place: Place, replacing: bool, persistent: bool, code: int
+    trial: TrialFolder, replacing: bool, persistent: bool, code: int
 ) -> None:
     messages = []
-    for at, name in enumerate(calls(place, replacing, save), start=1):
-        place.reset(replacing)
-        allowed: tuple[State | None, ...] = (place.new,)
+    for at, name in enumerate(calls(trial, replacing, save), start=1):
+        trial.reset(replacing)
+        allowed: tuple[State | None, ...] = (trial.new,)
         with standing_in(System(at, OSError(code, os.strerror(code)), persistent)):
             try:
-                save(place.path)
+                save(trial.path)
             except MachineError as error:
                 messages.append(str(error))
-                allowed = place.allowed(replacing) if persistent else place.allowed(replacing)[:1]
-        assert state(place.path) in allowed, (at, name)
+                allowed = trial.allowed(replacing) if persistent else trial.allowed(replacing)[:1]
+        assert state(trial.path) in allowed, (at, name)
         if not persistent and name not in ("unlink", "rmdir", "listdir"):  # a removal that fails leaves its object
-            assert set(os.listdir(place.run)) <= {"last"}, (at, name)
-        assert finding(place, replacing) is None, (at, name)
+            assert set(os.listdir(trial.run)) <= {"last"}, (at, name)
+        assert fault_after_crash(trial, replacing) is None, (at, name)
     assert len(messages) > 15
-    assert all(str(place.run) in message and os.strerror(code) in message for message in messages)
+    assert all(str(trial.run) in message and os.strerror(code) in message for message in messages)
 
 
-def test_a_real_limit_on_file_size(place: Place) -> None:
+def test_a_real_limit_on_file_size(trial: TrialFolder) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     messages = []
     for limit in range(0, 3000, 150):
-        place.reset(True)
+        trial.reset(True)
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-            save(place.path)
+            save(trial.path)
         except MachineError as error:
             messages.append(str(error))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert os.listdir(place.run) == ["last"]
-        assert state(place.path) in place.allowed(True)
+        assert os.listdir(trial.run) == ["last"]
+        assert state(trial.path) in trial.allowed(True)
     assert 3 < len(messages) < 20
     assert all("free some space" in message for message in messages)
 
 
-def test_an_interrupt_restores_the_old_folder(place: Place) -> None:
-    for at in range(1, len(calls(place, True, save)) + 1):
-        place.reset(True)
+def test_an_interrupt_restores_the_old_folder(trial: TrialFolder) -> None:
+    for at in range(1, len(calls(trial, True, save)) + 1):
+        trial.reset(True)
         with standing_in(System(at, KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
-            save(place.path)
-        assert state(place.path) in place.allowed(True)
-        assert finding(place, True) is None
+            save(trial.path)
+        assert state(trial.path) in trial.allowed(True)
+        assert fault_after_crash(trial, True) is None
 
 
 def test_others_content_is_refused_and_left(tmp_path: Path) -> None:

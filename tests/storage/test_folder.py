@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from heddle.errors import CheckpointError
-from heddle.storage import folder
+from heddle.storage import file_io
 from heddle.storage.folder import read_folder, tensors_sha256, verify_folder, write_folder
 from heddle.storage.tensor_file import DTYPES, read_tensor_file
 from tests.storage.shared import content

@@ -31,8 +31,8 @@ def file(header: bytes | str | dict[str, Any], data: bytes = b"", length: int | 
     return (len(raw) if length is None else length).to_bytes(8, "little") + raw + data
 
 
-def one(dtype: Any = "U8", shape: Any = (4,), offsets: Any = (0, 4), **more: Any) -> dict[str, Any]:
-    return {"a": {"dtype": dtype, "shape": shape, "data_offsets": offsets, **more}}
+def tensor_header(dtype: Any = "U8", shape: Any = (4,), offsets: Any = (0, 4), **extra_fields: Any) -> dict[str, Any]:
+    return {"a": {"dtype": dtype, "shape": shape, "data_offsets": offsets, **extra_fields}}
 
 
 class Bomb:
@@ -66,7 +66,7 @@ PICKLES = {f"pickle protocol {protocol}": pickle.dumps(Bomb(), protocol) for pro
 
 FILES = PICKLES | {
     "tar": archive("w"),
-    "pickle behind a header": file(one(), pickle.dumps(Bomb())),
+    "pickle behind a header": file(tensor_header(), pickle.dumps(Bomb())),
     "header is a pickle": file(pickle.dumps(Bomb())),
     "nothing": b"",
     "seven bytes": bytes(7),
@@ -82,45 +82,45 @@ FILES = PICKLES | {
     "deep": file('{"a":' * 50_000 + "1" + "}" * 50_000),
     "deep list": file('{"a":' + "[" * 100_000 + "]" * 100_000 + "}"),
     "many digits": file('{"a": ' + "9" * 5000 + "}"),
-    "duplicate tensors": file('{"a":%s,"a":%s}' % ((json.dumps(one()["a"]),) * 2), bytes(4)),
+    "duplicate tensors": file('{"a":%s,"a":%s}' % ((json.dumps(tensor_header()["a"]),) * 2), bytes(4)),
     "duplicate fields": file('{"a":{"dtype":"U8","dtype":"U8","shape":[4],"data_offsets":[0,4]}}', bytes(4)),
     "too many tensors": file(
         "{" + ",".join(f'"{i}":0' for i in range(100_001)) + "}",
     ),
-    "overlap": file(one() | {"b": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]}}, bytes(6)),
-    "the same bytes twice": file(one() | {"b": one()["a"]}, bytes(4)),
-    "hole": file(one() | {"b": {"dtype": "U8", "shape": [4], "data_offsets": [5, 9]}}, bytes(9)),
-    "hole at the start": file(one(offsets=[1, 5]), bytes(5)),
-    "bytes left over": file(one(), bytes(5)),
-    "bytes missing": file(one(), bytes(3)),
+    "overlap": file(tensor_header() | {"b": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]}}, bytes(6)),
+    "the same bytes twice": file(tensor_header() | {"b": tensor_header()["a"]}, bytes(4)),
+    "hole": file(tensor_header() | {"b": {"dtype": "U8", "shape": [4], "data_offsets": [5, 9]}}, bytes(9)),
+    "hole at the start": file(tensor_header(offsets=[1, 5]), bytes(5)),
+    "bytes left over": file(tensor_header(), bytes(5)),
+    "bytes missing": file(tensor_header(), bytes(3)),
     "data without tensors": file("{}", bytes(5)),
-    "negative shape": file(one(shape=[-2, -2]), bytes(4)),
-    "negative offsets": file(one(offsets=[-4, 0]), bytes(4)),
-    "offsets reversed": file(one(offsets=[4, 0]), bytes(4)),
-    "three offsets": file(one(offsets=[0, 4, 4]), bytes(4)),
+    "negative shape": file(tensor_header(shape=[-2, -2]), bytes(4)),
+    "negative offsets": file(tensor_header(offsets=[-4, 0]), bytes(4)),
+    "offsets reversed": file(tensor_header(offsets=[4, 0]), bytes(4)),
+    "three offsets": file(tensor_header(offsets=[0, 4, 4]), bytes(4)),
     "no offsets": file({"a": {"dtype": "U8", "shape": [4]}}, bytes(4)),
-    "more fields": file(one(code="import os"), bytes(4)),
-    "shape is a number": file(one(shape=4), bytes(4)),
-    "shape of floats": file(one(shape=[4.0]), bytes(4)),
-    "shape of truths": file(one(shape=[True, 4]), bytes(4)),
+    "more fields": file(tensor_header(code="import os"), bytes(4)),
+    "shape is a number": file(tensor_header(shape=4), bytes(4)),
+    "shape of floats": file(tensor_header(shape=[4.0]), bytes(4)),
+    "shape of truths": file(tensor_header(shape=[True, 4]), bytes(4)),
     "shape of NaN": file('{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,4]}}', bytes(4)),
-    "shape that does not fit": file(one(shape=[5]), bytes(4)),
-    "shape whose product wraps": file(one(shape=[2**32, 2**32, 4]), bytes(4)),
-    "empty with huge sides": file(one(shape=[0, 2**62, 2**62], offsets=[0, 0])),
-    "65 dimensions": file(one(shape=[1] * 64 + [4]), bytes(4)),
-    "huge tensor": file(one(shape=[LIMIT], offsets=[0, LIMIT]), bytes(4)),
-    "unknown type": file(one(dtype="Q4_0"), bytes(4)),
-    "type is a list": file(one(dtype=["U8"]), bytes(4)),
+    "shape that does not fit": file(tensor_header(shape=[5]), bytes(4)),
+    "shape whose product wraps": file(tensor_header(shape=[2**32, 2**32, 4]), bytes(4)),
+    "empty with huge sides": file(tensor_header(shape=[0, 2**62, 2**62], offsets=[0, 0])),
+    "65 dimensions": file(tensor_header(shape=[1] * 64 + [4]), bytes(4)),
+    "huge tensor": file(tensor_header(shape=[LIMIT], offsets=[0, LIMIT]), bytes(4)),
+    "unknown type": file(tensor_header(dtype="Q4_0"), bytes(4)),
+    "type is a list": file(tensor_header(dtype=["U8"]), bytes(4)),
     "entry is a text": file({"a": "os.system"}),
-    "metadata of numbers": file({"__metadata__": {"a": 1}} | one(), bytes(4)),
-    "metadata is a text": file({"__metadata__": "x"} | one(), bytes(4)),
-    "name ../x": file({"../x": one()["a"]}, bytes(4)),
-    "name /etc": file({"/etc/passwd": one()["a"]}, bytes(4)),
-    "name with NUL": file({"a\0": one()["a"]}, bytes(4)),
-    "name turned around": file({"\u202ea": one()["a"]}, bytes(4)),
-    "name with half a character": file({"\ud800": one()["a"]}, bytes(4)),
-    "empty name": file({"": one()["a"]}, bytes(4)),
-    "long name": file({"a" * 201: one()["a"]}, bytes(4)),
+    "metadata of numbers": file({"__metadata__": {"a": 1}} | tensor_header(), bytes(4)),
+    "metadata is a text": file({"__metadata__": "x"} | tensor_header(), bytes(4)),
+    "name ../x": file({"../x": tensor_header()["a"]}, bytes(4)),
+    "name /etc": file({"/etc/passwd": tensor_header()["a"]}, bytes(4)),
+    "name with NUL": file({"a\0": tensor_header()["a"]}, bytes(4)),
+    "name turned around": file({"\u202ea": tensor_header()["a"]}, bytes(4)),
+    "name with half a character": file({"\ud800": tensor_header()["a"]}, bytes(4)),
+    "empty name": file({"": tensor_header()["a"]}, bytes(4)),
+    "long name": file({"a" * 201: tensor_header()["a"]}, bytes(4)),
 }
 
 
@@ -143,7 +143,7 @@ def signed(folder: Path, files: dict[str, bytes], tensors: tuple[str, ...] = ("a
 
 
 def test_a_good_file_passes_both_ways(tmp_path: Path) -> None:
-    folder = signed(tmp_path / "model", {"model.safetensors": file(one(), b"abcd")})
+    folder = signed(tmp_path / "model", {"model.safetensors": file(tensor_header(), b"abcd")})
     verify_folder(folder)
     assert bytes(dict(read_tensor_file(folder / "model.safetensors"))["a"].tolist()) == b"abcd"
 
@@ -254,7 +254,7 @@ def test_a_document_that_is_not_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_tensors_under_other_names_than_the_manifest_says_are_refused(tmp_path: Path) -> None:
-    folder = signed(tmp_path / "model", {"model.safetensors": file(one(), bytes(4))}, ("b",))
+    folder = signed(tmp_path / "model", {"model.safetensors": file(tensor_header(), bytes(4))}, ("b",))
     with pytest.raises(CheckpointError, match="other tensors than the manifest lists"):
         verify_folder(folder)
 
@@ -312,7 +312,7 @@ def test_a_disk_that_fails_to_read_is_the_machines_fault(tmp_path: Path, monkeyp
 
 
 class Watch:
-    """Notes what the interpreter is asked to do. A hook cannot be removed, so it is one, and is off by default."""
+    """Notes what the interpreter is asked to do. A hook cannot be removed, so it is tensor_header, and is off by default."""
 
     def __init__(self) -> None:
         self.on = False

@@ -17,13 +17,14 @@ from heddle.model.decoder import Decoder, build
 from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.feedforwards.moe import MoE
-from heddle.parts.modules.router_statistics import RouterRecorder, RouterStatistics
+from heddle.parts.modules.router_statistics import RouterRecorder, RouterStatistics, record_router_statistics
 from heddle.storage.checkpoints import checkpoint_folder
 from heddle.storage.folder import tensors_sha256
 from heddle.storage.model import load
 from heddle.storage.run_log import read_log
-from heddle.training import loop, step
+from heddle.training import loop
 from heddle.training import router_metrics as experts
+from heddle.training.checkpoint import resume_run
 from heddle.training.loop import train
 from heddle.training.optimizer import build_optimizer
 from heddle.training.router_metrics import RouterMetrics, recent_router_summary
@@ -74,7 +75,7 @@ def test_loss_and_penalty_are_those_of_plain_autograd() -> None:
         mixer.eval()  # type: ignore[union-attr]
     gradients, result = of(model)
     rows = batch()
-    with step.record_router_statistics() as recorder:
+    with record_router_statistics() as recorder:
         hidden, _ = model(torch.from_numpy(rows.tokens[:, :-1]), Layout.packed(rows.doc_lengths))
     logits = (hidden @ model.head.weight.T).flatten(0, 1)
     loss = nn.functional.cross_entropy(logits, torch.from_numpy(rows.targets).flatten())
@@ -314,7 +315,7 @@ def test_a_resume_that_forgets_the_balance_is_caught(
         arguments[1].get_parameter(f"{LAYERS[0]}.router.expert_bias").zero_()
         return progress
 
-    right_resume = loop.resume_run
+    right_resume = resume_run
     with monkeypatch.context() as patch:
         patch.setattr(loop, "_stop_if_diverged", watch)
         with pytest.raises(KeyboardInterrupt):

@@ -15,6 +15,7 @@ from heddle.storage.run_log import read_log
 from heddle.training import checkpoint as snapshot
 from heddle.training import loop
 from heddle.training.loop import Diverged, train
+from heddle.training.step import accumulate_gradients
 from tests import small
 
 
@@ -25,7 +26,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 def poisoning(monkeypatch: pytest.MonkeyPatch, bad: range) -> None:
     """The losses of some steps, counted from 1, are not a number."""
-    right = loop.accumulate_gradients
+    right = accumulate_gradients
     calls = 0
 
     def gradients(*arguments: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +17,10 @@ from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps
 from heddle.storage.folder import tensors_sha256
 from heddle.storage.run_log import LOG_FILE, RUN_FILE, read_log
 from heddle.training import checkpoint as snapshot
-from heddle.training import loop, signals
+from heddle.training import loop
 from heddle.training.loop import TrainingJob, train
 from heddle.training.signals import Interrupted
+from heddle.training.step import apply_gradients
 from tests import small
 from tests.storage.shared import Died, System, standing_in
 
@@ -279,7 +281,7 @@ def test_a_signal_saves_the_step_and_ends(
     texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any, number: signal.Signals
 ) -> None:
     before = signal.getsignal(number)
-    right = loop.apply_gradients
+    right = apply_gradients
     calls = 0
 
     def apply(*arguments: Any) -> Any:
@@ -327,7 +329,7 @@ def test_a_second_signal_ends_at_once(texts: Corpus, tmp_path: Path, monkeypatch
         raise AssertionError("went on")
 
     now = [100.0]
-    monkeypatch.setattr(signals.time, "monotonic", lambda: now[-1])
+    monkeypatch.setattr(time, "monotonic", lambda: now[-1])
     monkeypatch.setattr(loop, "apply_gradients", apply)
     with pytest.raises(Interrupted):
         train(job(texts, tmp_path))
@@ -336,7 +338,7 @@ def test_a_second_signal_ends_at_once(texts: Corpus, tmp_path: Path, monkeypatch
 
 
 def test_one_wish_that_arrives_twice_is_one(texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = loop.apply_gradients
+    right = apply_gradients
 
     def apply(*arguments: Any) -> Any:
         for _ in range(3):

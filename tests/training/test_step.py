@@ -12,6 +12,7 @@ from torch import Tensor
 
 from heddle.data.samples import Batch
 from heddle.model.decoder import Decoder, build
+from heddle.numerics.cross_entropy import loss_sum
 from heddle.numerics.kernels import kernels
 from heddle.numerics.random import RandomKey, use_random_key
 from heddle.training import step
@@ -82,7 +83,7 @@ def test_another_step_draws_other_noise() -> None:
 def test_noise_drawn_by_the_row_of_a_piece_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     model = double()
     whole = of(model, batch())
-    right = step.RandomKey
+    right = RandomKey
     monkeypatch.setattr(step, "RandomKey", lambda seed, at, samples: right(seed, at, torch.arange(len(samples))))
     assert largest_difference(whole, of(model, batch(), 4)) > 1e-6
 
@@ -90,7 +91,7 @@ def test_noise_drawn_by_the_row_of_a_piece_is_caught(monkeypatch: pytest.MonkeyP
 def test_a_mean_over_the_piece_instead_of_the_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     model = double()
     whole = of(model, batch())
-    right = step.loss_sum
+    right = loss_sum
     monkeypatch.setattr(step, "loss_sum", lambda *arguments: right(*arguments) * 2)
     assert largest_difference(whole, of(model, batch(), 2)) > 1e-6
 
@@ -175,7 +176,7 @@ def test_any_split_of_asked_targets_has_the_same_gradients(pieces: int, monkeypa
     model = double()
     whole = of(model, asked(batch()))
     assert largest_difference(whole, of(model, asked(batch()), pieces)) <= 1e-12
-    right = step.loss_sum
+    right = loss_sum
     monkeypatch.setattr(step, "loss_sum", lambda h, w, t: right(h, w, t) * len(t))  # a weight of its own a piece
     assert largest_difference(whole, of(model, asked(batch()), pieces)) > 1e-6
 

@@ -152,7 +152,7 @@ class TokenFile:
         if not text.startswith(MAGIC) or len(text) != HEADER_BYTES:
             raise invalid
         try:
-            header = json.loads(text[len(MAGIC) :].decode())
+            header: dict[str, Any] = json.loads(text[len(MAGIC) :].decode())
         except (ValueError, RecursionError) as error:
             raise invalid from error
         if not _is_valid_header(header):

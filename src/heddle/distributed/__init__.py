@@ -1,1 +1,1 @@
-"""Ranks: one run on several processes. Nothing is here yet; `torch.distributed` may be imported here and in storage only."""
+"""Runs on several processes: none so far. Only this package and storage may import `torch.distributed`."""

@@ -78,6 +78,7 @@ def layout_for(model: Decoder, rows: int, length: int, layout: Layout | None = N
 
 def forward(model: Decoder, tokens: Tensor, layout: Layout | None = None) -> Tensor:
     """Hidden states [B, T, width] of one call without a state, with gradients if they are enabled."""
+    hidden: Tensor
     hidden, _ = model(tokens, layout_for(model, tokens.shape[0], tokens.shape[1], layout))
     return hidden
 

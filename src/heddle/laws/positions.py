@@ -91,7 +91,8 @@ def _check_two_axes(module: Rotation, x: Tensor) -> None:
     coordinates = _random_coordinates(1, x.shape[2])
 
     def rotate(coordinates: Tensor, x: Tensor = x) -> Tensor:
-        return module(x, layout.with_coordinates(coordinates))
+        rotated: Tensor = module(x, layout.with_coordinates(coordinates))
+        return rotated
 
     rotated = rotate(coordinates)
     assert_close(_norms(rotated), _norms(rotate(0.0 * coordinates)), f"{name}: the norm of a head")
@@ -176,7 +177,8 @@ def _coordinates_of_padding(model: Decoder, tokens: Tensor, coordinates: Tensor)
 
 
 def _norms(x: Tensor) -> Tensor:
-    return x.norm(dim=-1)[0, ..., None]
+    norms: Tensor = x.norm(dim=-1)
+    return norms[0, ..., None]
 
 
 def dtype_round_trip(config: ModelConfig) -> None:

@@ -67,6 +67,7 @@ class Layer(nn.Module):
         def mix(x: Tensor) -> Tensor:
             nonlocal new_state
             assert mixer is not None
+            y: Tensor
             y, new_state = mixer(x, layout, state)
             return y
 

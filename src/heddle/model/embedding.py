@@ -41,6 +41,7 @@ class Embedding(SelfInitialized):
 
         Without a layout the plain rows are returned: without scale, positions, dropout or padding.
         """
+        x: Tensor
         if tokens.is_floating_point():
             x = tokens
         else:

@@ -159,7 +159,8 @@ def _try_build(config: ModelConfig) -> None:
 def read_design(source: str | Path | dict[str, Any]) -> dict[str, Any]:
     """Return the plain data of a design, not yet validated."""
     if isinstance(source, dict):
-        return json.loads(json.dumps(source))  # a deep copy of plain data
+        design: dict[str, Any] = json.loads(json.dumps(source))  # a deep copy of plain data
+        return design
     if not isinstance(source, str | Path):
         raise ConfigError(
             f"a design cannot be read from {source!r}; give a file, preset:NAME, a checkpoint folder or a dict"

@@ -29,7 +29,9 @@ class PresetSize(NamedTuple):
 SIZES = {
     "tiny": PresetSize(width=128, depth=6, heads=4, kv_heads=2, hidden=352, vocab_size=None, window=64, kv_rank=56),
     "small": PresetSize(width=384, depth=6, heads=6, kv_heads=2, hidden=1024, vocab_size=8192, window=128, kv_rank=176),
-    "medium": PresetSize(width=768, depth=12, heads=12, kv_heads=4, hidden=2048, vocab_size=32000, window=256, kv_rank=368),
+    "medium": PresetSize(
+        width=768, depth=12, heads=12, kv_heads=4, hidden=2048, vocab_size=32000, window=256, kv_rank=368
+    ),
 }
 
 KINDS = {

@@ -97,7 +97,15 @@ def _like(tensors: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> 
     return result.new_empty([shape[dim] for dim in order]).permute(inverse)
 
 
-def _empty_like(x: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor | None:
+def _empty_like(
+    x: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: Any = None,
+) -> Tensor | None:
     return _like([x], tuple(x.shape), dtype or x.dtype) if x.is_meta else None
 
 
@@ -108,16 +116,18 @@ def _repeat(x: Tensor, repeats: list[int]) -> Tensor | None:
     return x.new_empty([length * count for length, count in zip(shape, repeats, strict=True)])
 
 
-def _reduction(dtype: torch.dtype | None = None, integers: bool = False) -> Callable[..., Tensor | None]:
-    def reduced(x: Tensor, dims: Any = None, keepdim: bool = False, **options: Any) -> Tensor | None:
-        if not x.is_meta or dims is None or dims == [] or any(options.values()):
+def _reduction(result_dtype: torch.dtype | None = None, integers: bool = False) -> Callable[..., Tensor | None]:
+    def reduced(
+        x: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> Tensor | None:
+        if not x.is_meta or dims is None or dims == [] or dtype is not None:
             return None
-        if dtype is None and not integers and not x.is_floating_point():
+        if result_dtype is None and not integers and not x.is_floating_point():
             return None
         removed = {dim % x.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
         lengths = [1 if dim in removed else length for dim, length in enumerate(x.shape)]
         shape = [length for dim, length in enumerate(lengths) if keepdim or dim not in removed]
-        return x.new_empty(shape, dtype=dtype or x.dtype)
+        return x.new_empty(shape, dtype=result_dtype or x.dtype)
 
     return reduced
 
@@ -131,7 +141,9 @@ def _cat(tensors: list[Tensor], dim: int = 0) -> Tensor | None:
     return first.new_empty(shape)
 
 
-def _arange(*bounds: int, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor | None:
+def _arange(
+    *bounds: int, dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> Tensor | None:
     if device is None or torch.device(device).type != "meta" or not all(isinstance(bound, int) for bound in bounds):
         return None
     return torch.empty(len(range(*bounds)), dtype=dtype or torch.int64, device="meta")
@@ -149,14 +161,22 @@ def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor] | None:
     return (x.new_empty(x.shape), x.new_empty(0)) if x.is_meta else None
 
 
-def _eye(rows: int, columns: int | None = None, device: Any = None, **options: Any) -> Tensor | None:
+def _eye(
+    rows: int,
+    columns: int | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> Tensor | None:
     if device is None or torch.device(device).type != "meta":
         return None
-    return torch.empty(rows, rows if columns is None else columns, dtype=options.get("dtype"), device="meta")
+    return torch.empty(rows, rows if columns is None else columns, dtype=dtype, device="meta")
 
 
-def _same(x: Tensor, *_: Any, **options: Any) -> Tensor | None:
-    return x.new_empty(x.shape) if x.is_meta and x.is_floating_point() and not any(options.values()) else None
+def _safe_softmax(x: Tensor, _dim: int, dtype: torch.dtype | None = None) -> Tensor | None:
+    return x.new_empty(x.shape) if x.is_meta and x.is_floating_point() and dtype is None else None
 
 
 def _softmax(x: Tensor, _dim: int, half_to_float: bool) -> Tensor | None:
@@ -187,7 +207,7 @@ def _pad(x: Tensor, padding: list[int], _value: float = 0.0) -> Tensor | None:
     return x.new_empty([shape[dim] for dim in order]).permute(inverse)
 
 
-def _product(x: Tensor, left: Tensor, right: Tensor, **_: Any) -> Tensor | None:
+def _product(x: Tensor, left: Tensor, right: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor | None:
     return left.new_empty([*left.shape[:-1], right.shape[-1]]) if x.is_meta and left.is_meta else None
 
 
@@ -202,11 +222,19 @@ def _layer_norm(x: Tensor, shape: list[int], *_: Any) -> tuple[Tensor, Tensor, T
     return x.new_empty(x.shape), x.new_empty(statistics), x.new_empty(statistics)
 
 
-def _sort(x: Tensor, *_: Any) -> tuple[Tensor, Tensor] | None:
+def _sort(
+    x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None
+) -> tuple[Tensor, Tensor] | None:
     return (x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)) if x.is_meta else None
 
 
-def _gather(x: Tensor, _dim: int, index: Tensor, **_: Any) -> Tensor | None:
+def _scatter(
+    x: Tensor, _dim: int, index: Tensor, source: Tensor | float, *, reduce: str | None = None
+) -> Tensor | None:
+    return x.new_empty(x.shape) if x.is_meta else None
+
+
+def _gather(x: Tensor, _dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor | None:
     return x.new_empty(index.shape) if x.is_meta else None
 
 
@@ -215,8 +243,9 @@ def _cumulative(x: Tensor, _dim: int, dtype: torch.dtype | None = None) -> Tenso
     return x.new_empty(x.shape, dtype=dtype or default) if x.is_meta else None
 
 
+# The parameters of a function in this table have the names of the operation's, because torch passes them by keyword.
 _SHAPES: dict[str, Callable[..., Any]] = {
-    "_safe_softmax": _same,
+    "_safe_softmax": _safe_softmax,
     "_softmax": _softmax,
     "addmm": _product,
     "amax": _reduction(integers=True),
@@ -240,7 +269,7 @@ _SHAPES: dict[str, Callable[..., Any]] = {
     "native_layer_norm": _layer_norm,
     "ones_like": _empty_like,
     "repeat": _repeat,
-    "scatter": _same_shape,
+    "scatter": _scatter,
     "sort": _sort,
     "stack": _stack,
     "sum": _reduction(),

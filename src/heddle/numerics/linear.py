@@ -179,7 +179,9 @@ def uncounted_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 def uncounted_linears(x: Tensor, linear_maps: Sequence[LinearMap]) -> Sequence[Tensor]:
     """`uncounted_linear` of one x with several weights, [..., out] each. One call, if all weights can be packed."""
     if len(linear_maps) > 1 and can_use_packed(x, linear_maps):
-        return _packed_linears(x, linear_maps).split([weight.shape[0] for weight, _ in linear_maps], dim=-1)
+        widths = [weight.shape[0] for weight, _ in linear_maps]
+        outputs: tuple[Tensor, ...] = _packed_linears(x, linear_maps).split(widths, dim=-1)
+        return outputs
     return [uncounted_linear(x, *linear_map) for linear_map in linear_maps]
 
 

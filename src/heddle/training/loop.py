@@ -21,7 +21,7 @@ from heddle.model.lora import add_lora
 from heddle.storage.lock import RunLock
 from heddle.storage.run_log import RunLog, open_run
 from heddle.training.checkpoint import TrainingProgress, resume_run, save_run
-from heddle.training.evaluation.scores import ratio_of_sums
+from heddle.training.evaluation.scores import Scores, ratio_of_sums
 from heddle.training.init_checkpoint import InitCheckpoint, LoraSettings
 from heddle.training.optimizer import Optimizer, build_optimizer
 from heddle.training.settings import Settings, scheduled_learning_rate

@@ -111,7 +111,7 @@ def test_a_signal_is_handed_on_and_waited_for(tmp_path: Path, monkeypatch: pytes
             waits = 1
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(tasks.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     with pytest.raises(Interrupted) as caught:
         tasks._spawn(tmp_path / "task.json", tmp_path / "result.json")
     assert caught.value.exit_code == 143
@@ -132,8 +132,8 @@ def test_a_second_signal_kills_the_worker(tmp_path: Path, monkeypatch: pytest.Mo
         if program.with_name("python.ready").exists():
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(tasks.subprocess, "Popen", popen)
-    monkeypatch.setattr(tasks.time, "sleep", sleep)
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(signals, "SAME_REQUEST_SECONDS", -1.0)
     with pytest.raises(Interrupted):
         tasks._spawn(tmp_path / "task.json", tmp_path / "result.json")

@@ -11,6 +11,7 @@ import torch
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder, build
 from heddle.training.evaluation import length_extrapolation as module
+from heddle.training.evaluation.bits_per_byte import bits_and_bytes
 from heddle.training.evaluation.length_extrapolation import (
     ExtrapolationPlan,
     SpanRows,
@@ -199,7 +200,7 @@ def test_a_refused_length_tells_why_and_stops_no_other() -> None:
 def test_what_a_length_can_fail_by(
     error: Exception, refusal: str, model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = module.bits_and_bytes
+    right = bits_and_bytes
 
     def measure(model: Decoder, batches: list[SpanRows], *more: Any) -> Read:
         if batches[0].tokens.shape[1] > 16:

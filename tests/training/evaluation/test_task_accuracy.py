@@ -6,7 +6,7 @@ import torch
 
 from heddle.data.recall import parse_recall
 from heddle.model.decoder import Decoder, build
-from heddle.training.evaluation import task_accuracy
+from heddle.parts.context.layout import Layout
 from heddle.training.evaluation.task_accuracy import correct_predictions
 from tests import small
 
@@ -42,8 +42,6 @@ def test_right_answers_are_counted(batch_size: int) -> None:
 
 def test_rows_cut_into_documents_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     model = trained()
-    right = task_accuracy.Layout.packed
-    monkeypatch.setattr(
-        task_accuracy.Layout, "packed", lambda lengths, device: right([[1] * 12] * len(lengths), device=device)
-    )
+    right = Layout.packed
+    monkeypatch.setattr(Layout, "packed", lambda lengths, device: right([[1] * 12] * len(lengths), device=device))
     assert correct_predictions(model, PRACTICE.validation_batches(7, 7)) != by_hand(model)

@@ -40,6 +40,7 @@ def _prefill(model: Decoder, context: int) -> State:
     device = model.embed.weight.device
     vocab_size = model.embed.weight.shape[0]
     tokens = (torch.arange(context, device=device) % vocab_size)[None]
+    state: State | None
     hidden, state = model(tokens, None, model.init_state(1, context + DECODED_TOKENS + 1))
     model.head(hidden[:, -1])
     assert state is not None
@@ -63,6 +64,7 @@ def _timed_decode(model: Decoder, state: State) -> float:
     for _ in range(DECODED_TOKENS):
 
         def step(previous: State = state) -> State:
+            following: State | None
             hidden, following = model(token, None, previous)
             model.head(hidden[:, -1]).argmax(-1)
             assert following is not None

@@ -93,6 +93,7 @@ class HeddleCacheLayer(CacheLayerMixin):
             if self.fork is not None:
                 self.inputs_since_fork.append(inputs)
             self.length_since_commit += length
+        hidden: Tensor
         hidden, self.state = decoder(inputs.tokens, inputs.layout, self.state)
         if is_token is not None or self.is_token is not None:
             cached_is_token = _ones(batch, self.seq_length, inputs.tokens) if self.is_token is None else self.is_token

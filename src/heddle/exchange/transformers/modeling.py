@@ -152,7 +152,8 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
             model = cls(HeddleConfig(design=decoder.config.dump()))
         model.model.decoder = decoder
         model.config.dtype = model.dtype
-        return model.train(decoder.training)
+        model.train(decoder.training)
+        return model
 
     @can_return_tuple
     def forward(  # noqa: PLR0913 - transformers reads the names off the signature

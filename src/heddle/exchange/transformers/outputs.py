@@ -93,4 +93,5 @@ def scaled_aux_loss(
     shift_labels = loss_kwargs.get("shift_labels")
     targets = labels[:, 1:] if shift_labels is None and labels is not None else shift_labels
     assert targets is not None
-    return sum(losses[1:], losses[0]) * ((targets != loss_kwargs.get("ignore_index", -100)).sum() / items)
+    share: Tensor = (targets != loss_kwargs.get("ignore_index", -100)).sum() / items
+    return sum(losses[1:], losses[0]) * share

@@ -99,6 +99,8 @@ def _both_directions(q: Tensor, k: Tensor, v: Tensor, call_segment_ids: Tensor |
     assert call_segment_ids is not None
     state = zero_state(q, v.shape[3])
     kernel = CAUSAL_SUMS.first_supported(CausalSumFacts(q.shape[2], gradients=True, has_state=False))
+    up_to_token: Tensor
+    from_token: Tensor
     up_to_token, _ = kernel.run(q, k, v, None, CallLayout(None, call_segment_ids), state)
     reversed_inputs = [x.flip(2) for x in (q, k, v)]
     from_token, _ = kernel.run(*reversed_inputs, None, CallLayout(None, call_segment_ids.flip(1)), state)

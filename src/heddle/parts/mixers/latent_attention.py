@@ -36,9 +36,7 @@ class LatentAttentionConfig(MixerConfig):
 
     heads: Width
     kv_rank: Width  # width of the latent of keys and values
-    query_rank: Width | None = (
-        None  # width of the latent of queries; default: no latent, queries are projected from x
-    )
+    query_rank: Width | None = None  # width of the latent of queries; default: no latent, queries are projected from x
     nope_dim: Width  # dims of each key and query head that are not rotated
     rope_dim: Width | None = None  # rotated dims, whose keys all heads share; default: none
     value_dim: Width | None = None  # default: nope_dim
