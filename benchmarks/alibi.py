@@ -1,7 +1,7 @@
-"""What does ALiBi's bias of distance cost beside none, and how far is it from a dense mask?
+"""What does ALiBi's bias cost compared with no bias and with a dense mask?
 
-One layer's attention, 8 query heads of 64 on 2, float32. The dense mask is what a framework without a form for biases
-hands to torch's fused kernel: float [1, 8, T, T].
+Attention of one layer, 8 query heads and 2 key heads of width 64, float32. The dense mask, float [1, 8, T, T], is what
+a framework without a kernel for ALiBi passes to torch's fused kernel.
 """
 
 import argparse
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.harness import THREADS, alternate, bounded, judged, show, write
+from benchmarks.harness import THREADS, alternate, limit_row, ratio_row, show, write
+from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
 from heddle.numerics.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from heddle.numerics.attention.softmax import attention
-from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
 from heddle.runtime import set_up_runtime
 
 HEADS, GROUPS, WIDTH = 8, 2, 64
-QUESTION = "What does a bias of distance cost beside none, and how far is it from a dense mask?"
+QUESTION = "What does ALiBi's bias cost compared with no bias and with a dense mask?"
 SLOPES = [2.0**-head for head in range(1, HEADS + 1)]
 
 
@@ -31,8 +31,8 @@ def heads(queries: int, keys: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
-def ours(modifiers: ScoreModifiers) -> Callable[..., Tensor]:
-    """This package's choice for a text or its last queries."""
+def heddle_attention(modifiers: ScoreModifiers) -> Callable[..., Tensor]:
+    """heddle's attention of a text, or of its last queries."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         i, j = contiguous_positions(1, q.shape[2], k.shape[2], q.device)
@@ -43,9 +43,9 @@ def ours(modifiers: ScoreModifiers) -> Callable[..., Tensor]:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The fused kernel with the whole mask."""
-    gap = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
-    mask = (-torch.tensor(SLOPES)[:, None, None] * gap).masked_fill(gap < 0, float("-inf"))
+    """torch's fused kernel with a dense mask."""
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
+    mask = (-torch.tensor(SLOPES)[:, None, None] * distance).masked_fill(distance < 0, float("-inf"))
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[None], enable_gqa=True)
 
 
@@ -55,7 +55,7 @@ def forward(call: Callable[..., Tensor], queries: int, keys: int) -> Callable[[]
     return torch.no_grad()(lambda: call(*inputs))
 
 
-def both(call: Callable[..., Tensor], length: int) -> Callable[[], Any]:
+def forward_backward(call: Callable[..., Tensor], length: int) -> Callable[[], Any]:
     """Forward and backward."""
     inputs = heads(length, length)
     output_gradient = torch.ones(inputs[0].shape)
@@ -65,9 +65,9 @@ def both(call: Callable[..., Tensor], length: int) -> Callable[[], Any]:
 def run(train: int, prompt: int, context: int, rounds: int) -> list[dict[str, Any]]:
     """All rows, for texts of these lengths."""
     set_up_runtime("cpu", THREADS)
-    biased, plain = ours(ScoreModifiers(slopes=torch.tensor(SLOPES))), ours(NO_MODIFIERS)
+    biased, plain = heddle_attention(ScoreModifiers(slopes=torch.tensor(SLOPES))), heddle_attention(NO_MODIFIERS)
     pairs = {
-        f"forward and backward, {train}": (both(biased, train), both(plain, train), both(dense, train)),
+        f"forward and backward, {train}": tuple(forward_backward(call, train) for call in (biased, plain, dense)),
         f"forward, {prompt}": tuple(forward(call, prompt, prompt) for call in (biased, plain, dense)),
         f"one query after {context}": tuple(forward(call, 1, context) for call in (biased, plain)),
     }
@@ -75,10 +75,10 @@ def run(train: int, prompt: int, context: int, rounds: int) -> list[dict[str, An
     for name, calls in pairs.items():
         seconds = alternate(dict(zip(("alibi", "none", "dense"), calls, strict=False)), rounds)
         cost = statistics.median(a / b for a, b in zip(seconds["alibi"], seconds["none"], strict=True))
-        rows.append(bounded(f"{name}, time over that without a bias", cost, 2.0, "times"))
+        rows.append(limit_row(f"{name}, time over that without a bias", cost, 2.0, "times"))
         if "dense" in seconds:
             ratios = [slow / fast for fast, slow in zip(seconds["alibi"], seconds["dense"], strict=True)]
-            rows.append({"case": f"{name}, against a dense mask", **judged(ratios, 1.0)})
+            rows.append({"case": f"{name}, against a dense mask", **ratio_row(ratios, 1.0)})
     return rows
 
 

@@ -1,7 +1,7 @@
-"""How long one more token takes after 128 and after 2,000, against transformers' Llama with its dynamic cache.
+"""How long does decoding a token take after 128 and 2,000 tokens, compared with transformers' Llama?
 
-All sides run the same greedy loop from a cache of the tokens before: model, logits of the last position, argmax. The
-prompt's reading is left out. (`benchmarks/huggingface.py` measures the same through transformers' `generate`.)
+All sides run the same greedy loop from a cache of the earlier tokens: model, logits of the last position, argmax. The
+prefill is not timed. (`benchmarks/huggingface.py` measures the same through transformers' `generate`.)
 """
 
 import copy
@@ -20,7 +20,7 @@ STEPS = 8
 
 
 def decode_loop(step: Callable[[Tensor, Any], tuple[Tensor, Any]], start: Any, rows: int) -> Step:
-    """The loop that every side runs: seconds a token, from a copy of the same start each time."""
+    """The loop of every side: seconds per token, each time from a copy of the same state."""
     state, token = copy.deepcopy(start), peers.tokens(rows, 1)
 
     def loop() -> None:
@@ -39,7 +39,7 @@ def decode_loop(step: Callable[[Tensor, Any], tuple[Tensor, Any]], start: Any, r
 
 
 def heddle_side(arguments: dict[str, Any]) -> Step:
-    """From a state of this package."""
+    """heddle's model and state."""
     model = peers.ours(dtype=peers.DTYPES[arguments["precision"]]).eval()
     context, rows = arguments["context"], arguments["rows"]
     with torch.no_grad():
@@ -53,22 +53,22 @@ def heddle_side(arguments: dict[str, Any]) -> Step:
 
     def packed() -> float:
         with packed_weights():
-            seconds()  # packs the weights, which a longer generation does once
+            seconds()  # packs the weights, which a generation does once
             return seconds()
 
     return packed
 
 
 def transformers_side(tuned: bool, arguments: dict[str, Any]) -> Step:
-    """From its dynamic cache."""
+    """transformers' model and dynamic cache."""
     model = peers.llama(peers.DTYPES[arguments["precision"]], tuned).eval()
     context, rows = arguments["context"], arguments["rows"]
     with torch.no_grad():
         start = model(input_ids=peers.tokens(rows, context), use_cache=True, logits_to_keep=1).past_key_values
 
     def step(token: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        answer = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return answer.logits, answer.past_key_values
+        output = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return output.logits, output.past_key_values
 
     return decode_loop(step, start, rows)
 
@@ -82,7 +82,7 @@ def case(precision: str, context: int, goal: float | None, rows: int = 1) -> Cas
 if __name__ == "__main__":
     main(
         "benchmarks.decode",
-        "How much faster is one more token than with transformers, at its defaults and tuned?",
+        "How much faster is decoding a token than with transformers, at its defaults and tuned?",
         {
             "heddle": heddle_side,
             "transformers": partial(transformers_side, False),

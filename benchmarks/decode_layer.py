@@ -1,8 +1,9 @@
-"""How long one more token takes in one layer of full attention, GQA, against transformers' update and attend.
+"""How long does decoding a token take in one layer of grouped-query attention, compared with transformers?
 
-12 query heads on 4 of keys and values, 64 wide, one row, 8 layers, so that their caches come from memory. The peer is
-what its Llama does within a layer: `DynamicCache.update`, then its function for torch's fused kernel. Projections,
-norms and rotations are left out on both sides; the table of positions that our layers share is counted.
+12 query heads and 4 key heads of width 64, one row, 8 layers, so that their caches do not fit the CPU's caches. The
+peer does what transformers' Llama does within a layer: `DynamicCache.update`, then its function for torch's fused
+kernel. Projections, norms and rotary embeddings are left out on both sides. The position table that heddle's layers
+share is counted.
 """
 
 from types import SimpleNamespace
@@ -22,24 +23,24 @@ from heddle.runtime import set_up_runtime
 
 HEADS, GROUPS, WIDTH, LAYERS = 12, 4, 64, 8
 STEPS = 4  # tokens of one measurement
-ROOM = 1024  # tokens that all measurements together may add
+MAX_NEW_TOKENS = 1024  # of all measurements together
 
 
 def token(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [1, heads, length, 64]."""
-    made = [torch.randn(1, heads, length, WIDTH, dtype=dtype) for heads in (HEADS, GROUPS, GROUPS)]
-    return made[0], made[1], made[2]
+    q, k, v = (torch.randn(1, heads, length, WIDTH, dtype=dtype) for heads in (HEADS, GROUPS, GROUPS))
+    return q, k, v
 
 
 def heddle_side(arguments: dict[str, Any]) -> Step:
-    """A state's table and caches, and the choice of a form in every layer."""
+    """heddle's position table and caches, and the choice of a kernel in every layer."""
     set_up_runtime("cpu", THREADS)
     dtype, context = DTYPES[arguments["precision"]], arguments["context"]
-    table = PositionTable.empty(1, None, context + ROOM, "cpu")
+    table = PositionTable.empty(1, None, context + MAX_NEW_TOKENS, "cpu")
     table, layout = table.extend(Layout.causal(1, context))
     caches = []
     for _ in range(LAYERS):
-        cache = KVCache.empty((1, GROUPS, WIDTH, WIDTH), None, StateSpec(1, context + ROOM, dtype, "cpu"))
+        cache = KVCache.empty((1, GROUPS, WIDTH, WIDTH), None, StateSpec(1, context + MAX_NEW_TOKENS, dtype, "cpu"))
         caches.append(cache.extend(*token(context, dtype)[1:], layout, None)[3])
     q, k, v = token(1, dtype)
 
@@ -48,14 +49,14 @@ def heddle_side(arguments: dict[str, Any]) -> Step:
         for _ in range(STEPS):
             table, layout = table.extend(table.next_layout(1))
             for index, cache in enumerate(caches):
-                keys, values, seen, caches[index] = cache.extend(k, v, layout, None)
-                attention(q, keys, values, seen, WIDTH**-0.5)
+                keys, values, mask, caches[index] = cache.extend(k, v, layout, None)
+                attention(q, keys, values, mask, WIDTH**-0.5)
 
     return torch.no_grad()(lambda: timed(work) / (STEPS * LAYERS))
 
 
 def transformers_side(arguments: dict[str, Any]) -> Step:
-    """The same numbers through its cache and its attention function."""
+    """transformers' cache and attention function."""
     from transformers import DynamicCache
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -84,7 +85,7 @@ def case(precision: str, context: int, goal: float | None) -> Case:
 if __name__ == "__main__":
     main(
         "benchmarks.decode_layer",
-        "How much faster is one more token in one layer of full attention than transformers' update and attend?",
+        "How much faster is decoding a token in one layer of full attention than with transformers?",
         {"heddle": heddle_side, "transformers": transformers_side},
         [
             case("fp32", 8192, 4.0),

@@ -1,7 +1,7 @@
-"""Is the gated delta rule in chunks worth its code, and does a step cost the same however long the text?
+"""How much faster is the chunked gated delta rule, and does the time of a decoding step depend on the context length?
 
-8 heads of 64, float32. Its recurrent form, token by token, is the definition; the other peers are what transformers
-runs for Qwen3-Next without kernels of its own, and torch's grouped convolution.
+8 heads of width 64, float32. Compared with the recurrent definition (token by token), with what transformers runs for
+Qwen3-Next without extra kernels, and with torch's grouped convolution.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.harness import THREADS, alternate, bounded, judged, show, write
+from benchmarks.harness import THREADS, alternate, limit_row, ratio_row, show, write
 from heddle.config import parse_config
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
@@ -25,7 +25,7 @@ from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule,
 from heddle.runtime import set_up_runtime
 
 HEADS, WIDTH, KERNEL = 8, 64, 4
-QUESTION = "How much faster is the gated delta rule in chunks, and does a step's time depend on the text's length?"
+QUESTION = "How much faster is the chunked gated delta rule, and does a decoding step depend on the context length?"
 MIXER = {"kind": "gated_delta", "heads": HEADS, "head_dim": WIDTH}
 LAYERS = [{"repeat": 6, "mixer": MIXER, "feedforward": {"kind": "gated", "hidden": 1408}}]
 DESIGN: dict[str, Any] = DEFAULTS | {"vocab_size": 512, "width": 512, "layers": LAYERS}
@@ -33,8 +33,8 @@ DESIGN: dict[str, Any] = DEFAULTS | {"vocab_size": 512, "width": 512, "layers": 
 Call = Callable[[], Any]
 
 
-def made(length: int) -> tuple[DeltaInputs, Tensor]:
-    """A rule of `length` tokens that asks for gradients, and a memory without."""
+def delta_inputs(length: int) -> tuple[DeltaInputs, Tensor]:
+    """Inputs of `length` tokens that need gradients, and a recurrent state."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, length, WIDTH, generator=generator) for _ in range(3))
     log_decay, beta = (torch.rand(1, HEADS, length, generator=generator) for _ in range(2))
@@ -42,9 +42,9 @@ def made(length: int) -> tuple[DeltaInputs, Tensor]:
     return DeltaInputs(*tensors), torch.zeros(1, HEADS, WIDTH, WIDTH)
 
 
-def ours(kernel: str, length: int) -> Call:
-    """Forward and backward of a form."""
-    inputs, state = made(length)
+def heddle_rule(kernel: str, length: int) -> Call:
+    """Forward and backward of one of heddle's kernels."""
+    inputs, state = delta_inputs(length)
     output_gradient = torch.ones_like(inputs.v)
 
     def call() -> Any:
@@ -54,11 +54,11 @@ def ours(kernel: str, length: int) -> Call:
     return call
 
 
-def theirs(length: int) -> Call:
+def transformers_rule(length: int) -> Call:
     """Forward and backward of transformers' chunked rule."""
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-    inputs, _ = made(length)
+    inputs, _ = delta_inputs(length)
     output_gradient = torch.ones_like(inputs.v).transpose(1, 2)
 
     def call() -> Any:
@@ -68,8 +68,8 @@ def theirs(length: int) -> Call:
     return call
 
 
-def mixed(grouped: bool, length: int) -> Call:
-    """Forward and backward of the convolution of q, k and v, ours or torch's."""
+def convolution(grouped: bool, length: int) -> Call:
+    """Forward and backward of the convolution of q, k and v: heddle's, or torch's grouped convolution."""
     channels = 3 * HEADS * WIDTH
     x, weight = torch.randn(1, length, channels).requires_grad_(), torch.randn(channels, KERNEL).requires_grad_()
     output_gradient = torch.ones(1, length, channels)
@@ -103,35 +103,44 @@ def steps(context: int, count: int = 16) -> Call:
 
 def forward(length: int) -> Call:
     """Without gradients."""
-    inputs, state = made(length)
+    inputs, state = delta_inputs(length)
     return torch.no_grad()(lambda: gated_delta_rule(inputs, state))
 
 
-def against(name: str, calls: dict[str, Call], goal: float | None, rounds: int) -> dict[str, Any]:
-    """A row: how many times as long the second call takes."""
+def comparison_row(name: str, calls: dict[str, Call], goal: float | None, rounds: int) -> dict[str, Any]:
+    """A row with the ratio of the second call's seconds to the first's."""
     seconds_of = alternate(calls, rounds)
     fast, slow = seconds_of.values()
     seconds = {f"{side} seconds": statistics.median(values) for side, values in seconds_of.items()}
-    return {"case": name, **seconds, **judged([b / a for a, b in zip(fast, slow, strict=True)], goal)}
+    return {"case": name, **seconds, **ratio_row([b / a for a, b in zip(fast, slow, strict=True)], goal)}
 
 
 def run(length: int, short: int, long: int, rounds: int) -> list[dict[str, Any]]:
     """All rows, training at `length` tokens, decoding after `short` and `long`."""
     set_up_runtime("cpu", THREADS)
-    chunked = ours("chunked", length)
+    chunked = heddle_rule("chunked", length)
     rows = [
-        against("training, recurrent form", {"chunked": chunked, "recurrent": ours("reference", length)}, 20.0, rounds),
-        against("training, transformers", {"chunked": chunked, "transformers": theirs(length)}, 1.0, rounds),
-        against("convolution, torch", {"ours": mixed(False, length), "torch": mixed(True, length)}, 2.0, rounds),
+        comparison_row(
+            "training, recurrent form",
+            {"chunked": chunked, "recurrent": heddle_rule("reference", length)},
+            20.0,
+            rounds,
+        ),
+        comparison_row(
+            "training, transformers", {"chunked": chunked, "transformers": transformers_rule(length)}, 1.0, rounds
+        ),
+        comparison_row(
+            "convolution, torch", {"ours": convolution(False, length), "torch": convolution(True, length)}, 2.0, rounds
+        ),
     ]
     seconds = alternate({"short": forward(8 * short), "long": forward(long)}, rounds)
     growth = [b / a * 8 * short / long for a, b in zip(seconds["short"], seconds["long"], strict=True)]
-    rows.append(bounded(f"forward, time a token of {long} over {8 * short}", statistics.median(growth), 1.1, "times"))
+    rows.append(limit_row(f"forward, time a token of {long} over {8 * short}", statistics.median(growth), 1.1, "times"))
     seconds = alternate({"short": steps(short), "long": steps(long)}, rounds)
     growth = [b / a for a, b in zip(seconds["short"], seconds["long"], strict=True)]
-    rows.append(bounded(f"a step after {long} over after {short}", statistics.median(growth), 1.1, "times"))
+    rows.append(limit_row(f"a step after {long} over after {short}", statistics.median(growth), 1.1, "times"))
     sizes = [state_bytes(parse_config(ModelConfig, DESIGN), context) for context in (short, long)]
-    rows.append(bounded(f"state of {long} tokens over {short}", sizes[1] / sizes[0], 1.0, "times"))
+    rows.append(limit_row(f"state of {long} tokens over {short}", sizes[1] / sizes[0], 1.0, "times"))
     return rows
 
 

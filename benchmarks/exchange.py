@@ -1,8 +1,8 @@
-"""What does it cost to import a folder in shards, in time and in memory?
+"""What does importing 1 GB in shards cost in time and memory?
 
-A random Llama of 1 GB in bfloat16, width 2,048, exported by heddle in eight shards, so that every byte is held against
-the manifest. Time is compared with that of reading and hashing (SHA-256) the same files in turn, both from the page
-cache; memory is the peak of a program of its own, less what it held before.
+A random Llama of 1 GB in bfloat16, width 2,048, exported by heddle in eight shards, so that every byte is checked
+against the manifest. Time is compared with that of reading and hashing (SHA-256) the same files, both from the page
+cache. Memory is the peak of a separate process, minus its memory before the import.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import ROOT, THREADS, alternate, bounded, peak_memory, show, timed, write
+from benchmarks.harness import ROOT, THREADS, alternate, limit_row, peak_memory, show, timed, write
 from heddle.exchange.export import export
 from heddle.exchange.load import load
 from heddle.model.decoder import build
@@ -31,7 +31,7 @@ ROUNDS = 7
 
 
 def make(folder: Path, size: int) -> int:
-    """Write a folder of about `size` bytes, at least one layer; returns how many its tensors have."""
+    """Write a folder of about `size` bytes, at least one layer. Return the bytes of its tensors."""
     layer = {
         "repeat": max(1, round(size / LAYER)),
         "mixer": {"kind": "attention", "heads": 16, "position": {"kind": "rope"}},
@@ -45,7 +45,7 @@ def make(folder: Path, size: int) -> int:
 
 
 def read_and_hash(folder: Path) -> None:
-    """Every file of a folder, in pieces that stay in the cache between the two."""
+    """Read and hash every file of a folder, in chunks that stay in the CPU's caches."""
     buffer = bytearray(4 * 2**20)
     for path in sorted(folder.iterdir()):
         digest = hashlib.sha256()
@@ -55,9 +55,9 @@ def read_and_hash(folder: Path) -> None:
 
 
 def report_memory(folder: Path) -> None:
-    """Print the MB held before and at the peak of a load; for a program of its own."""
+    """Print this process's MB before a load and at its peak."""
     set_up_runtime("cpu", THREADS)
-    torch.zeros(8) @ torch.zeros(8)  # what torch takes at its first product is not the import's
+    torch.zeros(8) @ torch.zeros(8)  # torch's memory for its first matrix product does not count
     before = peak_memory()
     load(folder)
     print(json.dumps([before, peak_memory()]))
@@ -65,34 +65,35 @@ def report_memory(folder: Path) -> None:
 
 def measure(root: Path, size: int) -> list[dict[str, Any]]:
     """All rows."""
-    folder = root / "theirs"
+    folder = root / "exported"
     megabytes = make(folder, size) / 2**20
     set_up_runtime("cpu", THREADS)
     calls = {"load": lambda: load(folder), "read and hash": lambda: read_and_hash(folder)}
     seconds = alternate(calls, ROUNDS)
-    ratios = [ours / plain for ours, plain in zip(seconds["load"], seconds["read and hash"], strict=True)]
-    rows = [bounded("load over reading and hashing", statistics.median(ratios), 1.5, "of its time")]
+    pairs = zip(seconds["load"], seconds["read and hash"], strict=True)
+    ratios = [load_seconds / read_seconds for load_seconds, read_seconds in pairs]
+    rows = [limit_row("load over reading and hashing", statistics.median(ratios), 1.5, "of its time")]
     rows += [
         {"case": name, "value": round(statistics.median(values), 3), "unit": "seconds"}
         for name, values in seconds.items()
     ]
     command = [sys.executable, "-m", "benchmarks.exchange", "--memory", str(folder)]
-    answer = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    before, peak = json.loads(answer)
-    rows.append(bounded("peak memory of a load", (peak - before) / megabytes, 1.2, "of the size"))
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    before, peak = json.loads(output)
+    rows.append(limit_row("peak memory of a load", (peak - before) / megabytes, 1.2, "of the size"))
     rows.append({"case": "peak with Python and torch", "value": round(peak), "unit": "MB"})
     rows.append({"case": "size of the folder", "value": round(megabytes), "unit": "MB"})
 
-    def converted() -> None:
-        save(load(folder).model, root / "ours")
+    def convert() -> None:
+        save(load(folder).model, root / "checkpoint")
 
-    rows.append({"case": "load and save as a checkpoint", "value": round(timed(converted), 3), "unit": "seconds"})
+    rows.append({"case": "load and save as a checkpoint", "value": round(timed(convert), 3), "unit": "seconds"})
     return rows
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--size", type=int, default=1024, help="MB of the folder; other than 1024 writes no result")
+    parser.add_argument("--size", type=int, default=1024, help="MB of the folder; only 1024 writes a result")
     parser.add_argument("--memory", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:
@@ -102,4 +103,4 @@ if __name__ == "__main__":
             rows = measure(Path(root), options.size * 2**20)
         show(rows)
         if options.size == 1024:
-            write("benchmarks.exchange", "What does the import of a folder in shards cost?", rows)
+            write("benchmarks.exchange", "What does importing 1 GB in shards cost in time and memory?", rows)

@@ -1,8 +1,8 @@
-"""Alternated measurements: worker processes are asked in turn for one timed step, so noise meets all alike.
+"""Alternating measurements: worker processes run one timed step in turn, so noise affects all of them alike.
 
-A benchmark gives `sides`: a name and a function from the case's arguments to a step, which returns its seconds. The
-first side is heddle's, the others are peers. Each side lives in a process of its own, because settings of a process
-(allocator, route of matrix products) must not leak.
+A benchmark defines `sides`: for each name, a function from the case's arguments to a step that returns its seconds.
+The first side is heddle's, the others are peers. Each side runs in a separate process, because settings of a process
+(the allocator, how matrix products are computed) must not affect the other side.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Side = Callable[[dict[str, Any]], Step]
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: `goal` is the least ratio of the first peer's seconds to heddle's."""
+    """One comparison. `goal` is the smallest acceptable ratio of the first peer's seconds to heddle's."""
 
     name: str
     arguments: dict[str, Any]
@@ -46,21 +46,21 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def peak_memory() -> float:
-    """Largest memory this program held so far, MB (`getrusage` would count what its process held before it)."""
+    """Peak memory of this program in MB (`getrusage` would include the process before it started this program)."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 
 
 class Worker:
-    """A process that holds one side of one case, ready for its next step."""
+    """A process that runs one side of one case, step by step."""
 
     def __init__(self, module: str, side: str, arguments: dict[str, Any]) -> None:
         command = [sys.executable, "-m", module, "--side", side, "--arguments", json.dumps(arguments)]
         self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.ask()  # the first step warms up and is not counted
+        self.step()  # the first step warms up and is not counted
 
-    def ask(self) -> float:
-        """Seconds of one more step. Raises RuntimeError if the process ended."""
+    def step(self) -> float:
+        """Run one step and return its seconds. Raises RuntimeError if the process ended."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write("\n")
@@ -78,7 +78,7 @@ class Worker:
 
 
 def serve(side: Side, arguments: dict[str, Any]) -> None:
-    """A worker's life: build once, then one step for each line asked."""
+    """The loop of a worker: build once, then run one step for each line of the input."""
     step = side(arguments)
     for _ in sys.stdin:
         print(step(), flush=True)
@@ -91,7 +91,7 @@ def main(
     cases: Sequence[Case],
     extra_rows: Callable[[], list[dict[str, Any]]] = list,
 ) -> None:
-    """The command line of a benchmark: runs the cases and `more` rows, or serves as one side's worker."""
+    """The command line of a benchmark: run the cases and `extra_rows`, or serve as the worker of one side."""
     parser = argparse.ArgumentParser(description=question)
     parser.add_argument("--side", choices=sorted(sides), help=argparse.SUPPRESS)
     parser.add_argument("--arguments", type=json.loads, help=argparse.SUPPRESS)
@@ -112,15 +112,17 @@ def main(
 
 
 def compare(module: str, sides: list[str], case: Case) -> dict[str, Any]:
-    """Medians of one case. `ratio` is the median over the turns of the first peer's seconds to heddle's, with its
-    quartiles; further peers get `ratio to NAME`."""
+    """Medians of one case.
+
+    `ratio` is the median of the first peer's seconds over heddle's, with its quartiles. Other peers: `ratio to NAME`.
+    """
     workers = [Worker(module, side, case.arguments) for side in sides]
     seconds: list[list[float]] = [[] for _ in sides]
     try:
         for turn in range(case.pairs):
             for number in range(len(sides)):  # no side is always the first
                 index = (number + turn) % len(sides)
-                seconds[index].append(workers[index].ask())
+                seconds[index].append(workers[index].step())
     finally:
         for worker in workers:
             worker.close()
@@ -128,28 +130,28 @@ def compare(module: str, sides: list[str], case: Case) -> dict[str, Any]:
     for side, side_seconds in zip(sides, seconds, strict=True):
         row[f"{side} seconds"] = statistics.median(side_seconds)
     ratios = [[peer / own for peer, own in zip(side_seconds, seconds[0], strict=True)] for side_seconds in seconds[1:]]
-    row |= judged(ratios[0], case.goal)
+    row |= ratio_row(ratios[0], case.goal)
     for side, values in zip(sides[2:], ratios[1:], strict=True):
-        summary = judged(values, None)
+        summary = ratio_row(values, None)
         row |= {f"ratio to {side}": summary["ratio"], f"quartiles to {side}": summary["quartiles"]}
     return row
 
 
-def judged(ratios: Sequence[float], goal: float | None) -> dict[str, Any]:
-    """The median ratio, its quartiles, the goal and whether it was met."""
+def ratio_row(ratios: Sequence[float], goal: float | None) -> dict[str, Any]:
+    """The median ratio, its quartiles, the goal and whether it is met."""
     ratio = statistics.median(ratios)
     low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratio, ratio, ratio)
     row: dict[str, Any] = {"ratio": round(ratio, 3), "quartiles": [round(low, 3), round(high, 3)]}
     return row if goal is None else row | {"goal": f">= {goal}", "met": ratio >= goal}
 
 
-def bounded(name: str, value: float, limit: float, unit: str) -> dict[str, Any]:
-    """A row for a single value that must not exceed a bound."""
+def limit_row(name: str, value: float, limit: float, unit: str) -> dict[str, Any]:
+    """A row for a single value that must not exceed a limit."""
     return {"case": name, "value": round(value, 3), "unit": unit, "goal": f"<= {limit}", "met": value <= limit}
 
 
 def alternate(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call of one process, taken in turn; one round before the first warms up."""
+    """Seconds of calls of this process, run in turn. A first round warms up and is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
         for name, call in calls.items():
@@ -160,7 +162,7 @@ def alternate(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[st
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """One line a row."""
+    """Print one line per row."""
     for row in rows:
         columns = [str(row["case"]).ljust(40)]
         for key, value in row.items():

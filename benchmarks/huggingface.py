@@ -1,8 +1,8 @@
-"""How long one more token takes through transformers' own `generate`, with our classes and with theirs.
+"""How long does a token take through transformers' `generate`, with heddle's classes and with transformers' own?
 
-Greedy, one row, both with their default dynamic cache: `preset:gqa-medium` against LlamaForCausalLM of its shape after
-2,000 tokens, and the latent attention of `benchmarks.latent` against DeepseekV3ForCausalLM after 8,192. The tokens
-before are not read: caches are filled with random numbers. The moments are those of a logits processor's calls.
+Greedy, one row, both with their default dynamic cache: `preset:gqa-medium` and LlamaForCausalLM of the same shape after
+2,000 tokens; the latent attention of `benchmarks.latent` and DeepseekV3ForCausalLM after 8,192. There is no prefill:
+caches are filled with random numbers. A logits processor measures the time between tokens.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def heddle_side(arguments: dict[str, Any]) -> Step:
 
 
 def transformers_side(arguments: dict[str, Any]) -> Step:
-    """The peer's class."""
+    """transformers' own class."""
     from transformers import DynamicCache
 
     dtype, context = peers.DTYPES[arguments["precision"]], arguments["context"]
@@ -52,7 +52,7 @@ def case(peer: str, precision: str, context: int, goal: float, pairs: int) -> Ca
 if __name__ == "__main__":
     main(
         "benchmarks.huggingface",
-        "How much faster is one more token through generate() with our classes than with transformers' own?",
+        "How much faster is a token through generate() with heddle's classes than with transformers' own?",
         {"heddle": heddle_side, "transformers": transformers_side},
         [
             case("llama", "fp32", 2000, 1.5, pairs=15),

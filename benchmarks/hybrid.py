@@ -1,7 +1,7 @@
-"""What does a hybrid, three recurrent layers to one of full attention, save after 32,768 tokens?
+"""How much state and time per token does a hybrid of recurrent layers and full attention save after 32,768 tokens?
 
-`preset:hybrid-medium` against `preset:gqa-medium`, whose attention its full layers have: bytes of state, and the time
-of one more token, float32, one row. States hold random numbers, as if the context had been read.
+`preset:hybrid-medium` (three recurrent layers per layer of full attention) compared with `preset:gqa-medium`: bytes of
+state, and the time of decoding a token, float32, one row. There is no prefill: states are filled with random numbers.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks import peers
-from benchmarks.harness import THREADS, alternate, bounded, judged, show, write
+from benchmarks.harness import THREADS, alternate, limit_row, ratio_row, show, write
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
@@ -17,12 +17,12 @@ from heddle.model.state import State
 from heddle.numerics.linear import packed_weights
 from heddle.runtime import set_up_runtime
 
-QUESTION = "What does a hybrid save after 32,768 tokens?"
+QUESTION = "How much state and time per token does a hybrid save after 32,768 tokens?"
 CONTEXT, STEPS, ROUNDS = 32768, 4, 9
 
 
 def steps(design: str) -> Callable[[], None]:
-    """A few greedy tokens after the context; state and weights stay the same from call to call."""
+    """Decode a few greedy tokens after the context, each time from the same state."""
     model = build(load_config(design)).eval()
     start = peers.filled(model, CONTEXT, STEPS)
 
@@ -41,11 +41,11 @@ def main() -> None:
     """Sizes, then alternated steps."""
     set_up_runtime("cpu", THREADS)
     small, large = (state_bytes(load_config(f"preset:{name}-medium"), CONTEXT) for name in ("hybrid", "gqa"))
-    rows = [bounded(f"state after {CONTEXT} over that of full attention", small / large, 0.27, "times")]
+    rows = [limit_row(f"state after {CONTEXT} over that of full attention", small / large, 0.27, "times")]
     with packed_weights():
         seconds = alternate({name: steps(f"preset:{name}-medium") for name in ("hybrid", "gqa")}, ROUNDS)
     ratios = [full / hybrid for hybrid, full in zip(seconds["hybrid"], seconds["gqa"], strict=True)]
-    rows.append({"case": f"one token after {CONTEXT}, against full attention"} | judged(ratios, 2.0))
+    rows.append({"case": f"one token after {CONTEXT}, against full attention"} | ratio_row(ratios, 2.0))
     show(rows)
     write("benchmarks.hybrid", QUESTION, rows)
 

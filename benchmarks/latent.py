@@ -1,8 +1,8 @@
-"""How long one more token takes after 2,048, 8,192 and 32,768 of latent attention, and what a token's state takes.
+"""How long does decoding a token with latent attention take after 2k, 8k and 32k tokens, and how large is its state?
 
-12 layers, width 768, 12 heads of 64 + 32, latents of 256 + 32, dense feed-forwards, against transformers' DeepSeek-V3
-of that shape within its own `generate`, with its default dynamic cache (which keeps latents, and expands them at every
-step). The tokens before are not read: both states are filled with random latents.
+12 layers, width 768, 12 heads of 64 + 32 dims, latents of 256 + 32, dense feed-forwards. The peer is transformers'
+DeepSeek-V3 of that shape in its own `generate`, with its default dynamic cache (which stores latents and expands them
+at every step). There is no prefill: both states are filled with random latents.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks import peers
-from benchmarks.harness import THREADS, Case, Step, bounded, main, timed
+from benchmarks.harness import THREADS, Case, Step, limit_row, main, timed
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import size
@@ -56,7 +56,7 @@ def heddle_side(arguments: dict[str, Any]) -> Step:
                 token = model.head(hidden[:, -1:]).argmax(-1)
 
         with packed_weights():
-            work()  # packs, which a longer generation does once
+            work()  # packs the weights, which a generation does once
             state, token = start.fork(), peers.tokens(1, 1)
             return timed(work) / steps
 
@@ -64,7 +64,7 @@ def heddle_side(arguments: dict[str, Any]) -> Step:
 
 
 def deepseek(dtype: torch.dtype) -> Any:
-    """transformers' DeepseekV3ForCausalLM of the same shape, with its defaults and torch's."""
+    """transformers' DeepseekV3ForCausalLM of the same shape, with the defaults of transformers and torch."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
     from transformers.utils import logging
 
@@ -116,19 +116,19 @@ def case(precision: str, context: int, goal: float, steps: int = 4, pairs: int =
 
 
 def state_rows() -> list[dict[str, Any]]:
-    """Bytes that one more token adds to a layer's state."""
+    """Bytes that a token adds to the state of a layer."""
     rows = []
     for precision, dtype in peers.DTYPES.items():
         bytes_per_token = size(load_config(DESIGN), 2048, dtype=dtype).state_bytes_per_token / LAYERS
-        least = (RANK + ROPE) * dtype.itemsize
-        rows.append(bounded(f"state of a token in a layer, {precision}", bytes_per_token, least, "bytes"))
+        latent_bytes = (RANK + ROPE) * dtype.itemsize
+        rows.append(limit_row(f"state of a token in a layer, {precision}", bytes_per_token, latent_bytes, "bytes"))
     return rows
 
 
 if __name__ == "__main__":
     main(
         "benchmarks.latent",
-        "How much faster is one more token of latent attention than with transformers' DeepSeek-V3?",
+        "How much faster is decoding a token with latent attention than with transformers' DeepSeek-V3?",
         {"heddle": heddle_side, "transformers": transformers_side},
         [
             case("fp32", 2048, 4.0),

@@ -1,7 +1,7 @@
 """Are linear attention and retention linear in the length, and how much faster than full attention?
 
-One layer's mixing without its projections, 8 heads of 64, float32: feature maps, sums and quotient against torch's
-fused causal kernel in the same run. A step is one whole mixer, its projections included, with a state.
+One layer without its projections, 8 heads of width 64, float32: feature maps, sums and quotient compared with torch's
+fused causal kernel in the same process. A decoding step is that of a whole mixer with a state, projections included.
 """
 
 import statistics
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.harness import THREADS, alternate, bounded, judged, show, write
+from benchmarks.harness import THREADS, alternate, limit_row, ratio_row, show, write
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
@@ -31,12 +31,12 @@ Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """elu + 1."""
+    """Linear attention with elu + 1 features."""
     return causal_means(elu_features(q), elu_features(k), v, CallLayout())[0]
 
 
 def retention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Retention's own factors."""
+    """Retention with the decays of its paper."""
     log_decay = torch.log1p(-(2.0 ** (-5.0 - torch.arange(HEADS))))
     return causal_sums(q, k, v, log_decay, CallLayout())[0]
 
@@ -46,7 +46,7 @@ def full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def both(mix: Mix, length: int) -> Callable[[], Any]:
+def forward_backward(mix: Mix, length: int) -> Callable[[], Any]:
     """Forward and backward of [1, 8, length, 64]."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, length, WIDTH, generator=generator).requires_grad_() for _ in range(3))
@@ -55,7 +55,7 @@ def both(mix: Mix, length: int) -> Callable[[], Any]:
 
 
 def step(kind: str, context: int) -> Callable[[], Any]:
-    """Some tokens, one after the other, after a text of `context` tokens."""
+    """Decode `STEPS` tokens after a text of `context` tokens."""
     layer = {"mixer": {"kind": kind, "heads": HEADS}}
     model = build(load_config({"vocab_size": 64, "width": HEADS * WIDTH, "layers": [layer]}))
     tokens = torch.randint(64, (1, context + STEPS), generator=torch.Generator().manual_seed(0))
@@ -73,15 +73,15 @@ def step(kind: str, context: int) -> Callable[[], Any]:
 
 
 def against_full(length: int, rounds: int, goal: float) -> list[dict[str, Any]]:
-    """Both mixers against full attention."""
+    """Rows that compare forward_backward mixers with full attention."""
     mixes: dict[str, Mix] = {"linear": linear, "retention": retention, "full": full}
-    seconds_of = alternate({name: both(mix, length) for name, mix in mixes.items()}, rounds)
+    seconds_of = alternate({name: forward_backward(mix, length) for name, mix in mixes.items()}, rounds)
     rows = []
     for name in ("linear", "retention"):
         ratios = [slow / fast for fast, slow in zip(seconds_of[name], seconds_of["full"], strict=True)]
         seconds = {f"{side} seconds": statistics.median(seconds_of[side]) for side in (name, "full")}
         case = f"{name}, forward and backward, {length}, against full attention"
-        rows.append({"case": case, **seconds, **judged(ratios, goal)})
+        rows.append({"case": case, **seconds, **ratio_row(ratios, goal)})
     return rows
 
 
@@ -90,18 +90,18 @@ def run(short: int = SHORT, long: int = LONG) -> list[dict[str, Any]]:
     set_up_runtime("cpu", THREADS)
     rows = [*against_full(short, 7, 8.0), *against_full(long, 3, 15.0)]
     for name, mix in (("linear", linear), ("retention", retention)):
-        seconds = alternate({"short": both(mix, short), "long": both(mix, long)}, rounds=7)
+        seconds = alternate({"short": forward_backward(mix, short), "long": forward_backward(mix, long)}, rounds=7)
         growth = [slow / fast for fast, slow in zip(seconds["short"], seconds["long"], strict=True)]
-        rows.append(bounded(f"{name}, time of {long} over {short}", statistics.median(growth), 5.0, "times"))
+        rows.append(limit_row(f"{name}, time of {long} over {short}", statistics.median(growth), 5.0, "times"))
     for kind in ("linear_attention", "retention"):
         seconds = alternate({str(context): step(kind, context) for context in CONTEXTS}, rounds=15)
         near, far = (seconds[str(context)] for context in CONTEXTS)
         growth = [slow / fast for fast, slow in zip(near, far, strict=True)]
         name = f"{kind}, a step after {CONTEXTS[1]} over one after {CONTEXTS[0]}"
-        rows.append(bounded(name, statistics.median(growth), 1.1, "times"))
+        rows.append(limit_row(name, statistics.median(growth), 1.1, "times"))
         design = load_config("preset:mha-tiny", ["vocab_size=512", f"layers.*.mixer={{kind: {kind}, heads: 4}}"])
         sizes = [state_bytes(design, context) for context in CONTEXTS]
-        rows.append(bounded(f"{kind}, state of {CONTEXTS[1]} over {CONTEXTS[0]}", sizes[1] / sizes[0], 1.0, "times"))
+        rows.append(limit_row(f"{kind}, state of {CONTEXTS[1]} over {CONTEXTS[0]}", sizes[1] / sizes[0], 1.0, "times"))
     return rows
 
 

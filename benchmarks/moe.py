@@ -1,9 +1,9 @@
-"""What does a mixture of experts cost beside a dense feed-forward of as many operations, and transformers' blocks?
+"""What does a mixture of experts cost compared with a dense feed-forward of as many FLOPs, and with transformers' own?
 
-Width 512, one layer's feed-forward alone, 2,048 tokens: 8 experts of which 2 are chosen, 704 wide, and 32 of which 4
-are, 352 wide; the dense one is as wide as those chosen together. The peers choose and weigh as their families do, and
-so do ours; DeepSeek-V3's has a shared expert as wide as one more. `eager` and `grouped_mm` are the two ways in which
-transformers runs its experts. One token goes through 12 such layers, as in decoding: ours with packed weights.
+Feed-forwards of width 512 on 2,048 tokens: top 2 of 8 experts with hidden width 704, and top 4 of 32 with 352. The
+dense one is as wide as the chosen experts together. Both sides use the routing of the family; DeepSeek-V3 also has a
+shared expert. `eager` and `grouped_mm` are transformers' two implementations of experts. One token, as in decoding,
+runs through 12 such layers; heddle then has packed weights.
 """
 
 from collections.abc import Callable
@@ -30,12 +30,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "deepseek": {"routing": "sigmoid", "groups": 4, "top_groups": 2, "shared": 1, "scale": 2.5, "bias_update": 0.001},
 }
-TURNS, TURNS_OF_ONE = 4, 16  # calls of one measurement, with many tokens and with one
-LAYERS = 12  # that one token goes through, as in decoding: their weights do not stay in the caches
+CALLS, CALLS_OF_ONE_TOKEN = 4, 16  # in one measurement
+LAYERS = 12  # that one token runs through, so that weights do not stay in the CPU's caches
 
 
-class Alone(nn.Module):
-    """One of our feed-forwards, with weights as a model starts."""
+class SingleFeedforward(nn.Module):
+    """A feed-forward of heddle with its initial weights."""
 
     def __init__(self, data: dict[str, Any], dtype: torch.dtype) -> None:
         super().__init__()
@@ -50,40 +50,44 @@ class Alone(nn.Module):
 
 
 def heddle_side(arguments: dict[str, Any]) -> Step:
-    """Our mixture."""
+    """heddle's mixture of experts."""
     set_up_runtime("cpu", THREADS)
     experts, top_k, hidden = SHAPES[arguments["shape"]]
     fields = {"experts": experts, "top_k": top_k, "hidden": hidden, **FAMILIES[arguments["peer"]]}
-    return measured(lambda: Alone({"kind": "moe", **fields}, DTYPES[arguments["precision"]]), arguments)
+    return timed_step(lambda: SingleFeedforward({"kind": "moe", **fields}, DTYPES[arguments["precision"]]), arguments)
 
 
 def peer_side(arguments: dict[str, Any]) -> Step:
-    """Our dense feed-forward, or a block of transformers."""
+    """heddle's dense feed-forward, or a mixture of experts of transformers."""
     experts, top_k, hidden = SHAPES[arguments["shape"]]
     dtype, peer = DTYPES[arguments["precision"]], arguments["peer"]
     if peer == "dense":
         set_up_runtime("cpu", THREADS)
-        return measured(lambda: Alone({"kind": "gated", "hidden": top_k * hidden}, dtype), arguments)
+        return timed_step(lambda: SingleFeedforward({"kind": "gated", "hidden": top_k * hidden}, dtype), arguments)
     torch.set_num_threads(THREADS)
 
     def block() -> nn.Module:
-        moe_block = theirs(peer, (experts, top_k, hidden), arguments["way"])
+        moe_block = transformers_block(peer, (experts, top_k, hidden), arguments["implementation"])
         for parameter in moe_block.parameters():
             nn.init.normal_(parameter, std=0.02)
         return moe_block.to(dtype)
 
-    return measured(block, arguments)
+    return timed_step(block, arguments)
 
 
-def theirs(peer: str, shape: tuple[int, int, int], implementation: str) -> nn.Module:
-    """A block of transformers."""
+def transformers_block(peer: str, shape: tuple[int, int, int], implementation: str) -> nn.Module:
+    """A mixture of experts of transformers."""
     from transformers import DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
     experts, top_k, hidden = shape
-    sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_experts_per_tok": top_k, "experts_implementation": implementation}
+    sizes: dict[str, Any] = {
+        "hidden_size": WIDTH,
+        "num_experts_per_tok": top_k,
+        "experts_implementation": implementation,
+    }
     block: nn.Module
     if peer == "mixtral":
         block = MixtralSparseMoeBlock(MixtralConfig(num_local_experts=experts, intermediate_size=hidden, **sizes))
@@ -96,11 +100,11 @@ def theirs(peer: str, shape: tuple[int, int, int], implementation: str) -> nn.Mo
     return block
 
 
-def measured(make: Callable[[], nn.Module], arguments: dict[str, Any]) -> Step:
-    """Seconds of a call, without gradients or with them of everything; of one token in one layer of a stack."""
+def timed_step(make: Callable[[], nn.Module], arguments: dict[str, Any]) -> Step:
+    """A step: seconds of a call, with all gradients or without. One token: seconds per layer of a stack."""
     tokens, dtype = arguments["tokens"], DTYPES[arguments["precision"]]
     stack = [make() for _ in range(LAYERS if tokens == 1 else 1)]
-    shape = (TURNS_OF_ONE if tokens == 1 else TURNS, 1, tokens, WIDTH)
+    shape = (CALLS_OF_ONE_TOKEN if tokens == 1 else CALLS, 1, tokens, WIDTH)
     xs = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).unbind()
     if tokens == 1:
         packed_weight_cache: PackedWeightCache = {}
@@ -116,43 +120,48 @@ def measured(make: Callable[[], nn.Module], arguments: dict[str, Any]) -> Step:
     parameters = [parameter for parameter in call.parameters() if parameter.requires_grad]
     output_gradient = torch.ones_like(xs[0])
 
-    def fresh() -> list[Tensor]:
-        """Other tokens in every call, as in training: experts have other numbers of rows."""
+    def new_inputs() -> list[Tensor]:
+        """New tokens in every call, as in training, so that the expert counts vary."""
         return [torch.randn_like(x).requires_grad_(arguments["gradients"]) for x in xs]
 
     def forward(inputs: list[Tensor]) -> None:
         for x in inputs:
             call(x)
 
-    def both(inputs: list[Tensor]) -> None:
+    def forward_backward(inputs: list[Tensor]) -> None:
         for x in inputs:
-            torch.autograd.grad(call(x), [x, *parameters], output_gradient)  # as in training, which adds to no older gradient
+            torch.autograd.grad(call(x), [x, *parameters], output_gradient)
 
     def step() -> float:
-        inputs = fresh()
-        return timed(lambda: (both if arguments["gradients"] else forward)(inputs)) / TURNS
+        inputs = new_inputs()
+        return timed(lambda: (forward_backward if arguments["gradients"] else forward)(inputs)) / CALLS
 
     return step if arguments["gradients"] else torch.no_grad()(step)
 
 
 def cases() -> list[Case]:
-    """Every shape, precision and peer; goals are ratios of the peer's time to ours."""
+    """Every shape, precision and peer. Goals are ratios of the peer's seconds to heddle's."""
     max_ratios = {("2 of 8", "fp32"): 1.2, ("2 of 8", "bf16"): 1.35, ("4 of 32", "fp32"): 1.4, ("4 of 32", "bf16"): 1.7}
-    peers = [("dense", "")] + [(peer, implementation) for peer in list(FAMILIES)[1:] for implementation in ("eager", "grouped_mm")]
+    peers = [("dense", ""), *product(list(FAMILIES)[1:], ("eager", "grouped_mm"))]
     comparisons = []
     for (peer, implementation), shape, precision, gradients in product(peers, SHAPES, DTYPES, (False, True)):
-        dense = 1 / max_ratios[shape, precision] if gradients else None
-        goal = dense if peer == "dense" else 1 / 1.05
-        comparisons.append(case({"peer": peer, "way": implementation, "shape": shape, "precision": precision}, TOKENS, gradients, goal))
-    for (peer, implementation, goal), precision in product((("dense", "", 1 / 1.4), ("mixtral", "eager", 1 / 1.05)), DTYPES):
-        comparisons.append(case({"peer": peer, "way": implementation, "shape": "2 of 8", "precision": precision}, 1, False, goal))
+        dense_goal = 1 / max_ratios[shape, precision] if gradients else None
+        goal = dense_goal if peer == "dense" else 1 / 1.05
+        fields = {"peer": peer, "implementation": implementation, "shape": shape, "precision": precision}
+        comparisons.append(case(fields, TOKENS, gradients, goal))
+    one_token_peers = (("dense", "", 1 / 1.4), ("mixtral", "eager", 1 / 1.05))
+    for (peer, implementation, goal), precision in product(one_token_peers, DTYPES):
+        fields = {"peer": peer, "implementation": implementation, "shape": "2 of 8", "precision": precision}
+        comparisons.append(case(fields, 1, False, goal))
     return comparisons
 
 
 def case(fields: dict[str, Any], tokens: int, gradients: bool, goal: float | None) -> Case:
-    """One comparison; its goal is the least ratio of the peer's time to ours."""
+    """One comparison. `goal` is the smallest acceptable ratio of the peer's seconds to heddle's."""
     work = "one token" if tokens == 1 else "forward and backward" if gradients else "forward"
-    name = f"{fields['peer']} {fields['way']}".strip() + f", {fields['shape']}, {fields['precision']}, {work}"
+    name = (
+        f"{fields['peer']} {fields['implementation']}".strip() + f", {fields['shape']}, {fields['precision']}, {work}"
+    )
     arguments = fields | {"tokens": tokens, "gradients": gradients}
     return Case(name, arguments, None if goal is None else round(goal, 3), pairs=15 if tokens == 1 else 5)
 
@@ -160,7 +169,7 @@ def case(fields: dict[str, Any], tokens: int, gradients: bool, goal: float | Non
 if __name__ == "__main__":
     main(
         "benchmarks.moe",
-        "What does a mixture of experts cost beside a dense feed-forward as large as what is active, and its peers?",
+        "What does a mixture of experts cost, compared with dense feed-forwards of as many FLOPs and transformers?",
         {"heddle": heddle_side, "peer": peer_side},
         cases(),
     )

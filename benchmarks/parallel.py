@@ -1,7 +1,8 @@
-"""How long a training step takes with parallel branches, one norm for both, against the same branches in turn.
+"""How much faster is a training step with parallel branches than with the same branches in sequence?
 
-The same mixers and feed-forwards; a parallel layer leaves out one norm and waits for nothing between its branches. Its
-projections (q, k, v, gate, up) read one input, but each still is a product of its own, here as in the serial layer.
+Mixers and feed-forwards are the same. A parallel layer has one norm less, and its branches do not depend on each other.
+Its projections (q, k, v, gate, up) read one input, but each is still a separate matrix product, as in the serial
+layer.
 """
 
 from functools import partial
@@ -16,11 +17,11 @@ from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.runtime import set_up_runtime
 from heddle.training.optimizer import build_optimizer
-from heddle.training.step import apply_gradients, accumulate_gradients
+from heddle.training.step import accumulate_gradients, apply_gradients
 
 
 def side(residual: list[str], arguments: dict[str, Any]) -> Step:
-    """Gradients and a step of a design with this wiring."""
+    """Gradients and an optimizer step of a design with this kind of residual connection."""
     set_up_runtime("cpu", THREADS)
     design, rows, length = arguments["design"], arguments["rows"], arguments["length"]
     model = build(load_config(design, [f"vocab_size={peers.VOCABULARY}", *residual])).train()
@@ -36,7 +37,7 @@ def side(residual: list[str], arguments: dict[str, Any]) -> Step:
 if __name__ == "__main__":
     main(
         "benchmarks.parallel",
-        "How much faster is a training step with parallel branches than with the same in turn?",
+        "How much faster is a training step with parallel branches than with the same branches in sequence?",
         {
             "parallel": partial(side, ["residual.kind=parallel"]),
             "serial": partial(side, ["residual.kind=pre_norm"]),

@@ -1,7 +1,7 @@
-"""The models of the comparisons: `preset:gqa-medium` here, and transformers' Llama of the same shape.
+"""The models of the comparisons: heddle's `preset:gqa-medium`, and transformers' Llama of the same shape.
 
-A peer runs with its defaults and torch's, and tuned: with the allocator and the route of products that heddle's command
-line sets for its own process.
+A peer runs with the defaults of transformers and torch. A tuned peer also gets the allocator and the settings of matrix
+products that heddle's command line sets for its process.
 """
 
 import copy
@@ -22,13 +22,13 @@ VOCABULARY = 32000
 
 
 def ours(design: str | dict[str, Any] = "preset:gqa-medium", dtype: torch.dtype = torch.float32) -> Decoder:
-    """A model of this package, in a process set up as the command line does."""
+    """A heddle model, in a process set up like the command line."""
     set_up_runtime("cpu", THREADS)
     return build(load_config(design), dtype=dtype)
 
 
 def llama(dtype: torch.dtype = torch.float32, tuned: bool = False) -> Any:
-    """transformers' LlamaForCausalLM of the same shape: with its defaults and torch's, or tuned as our process is."""
+    """transformers' LlamaForCausalLM of the same shape. tuned: with the process settings of heddle."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
@@ -59,9 +59,9 @@ def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, VOCABULARY, (rows, length), generator=generator)
 
 
-def filled(model: Decoder, context: int, room: int) -> State:
-    """A state of one row after `context` tokens, with room for more, full of random numbers: nothing has to be read."""
-    state = model.init_state(1, context + room)
+def filled(model: Decoder, context: int, max_new_tokens: int) -> State:
+    """A state of one row after `context` tokens, filled with random numbers instead of a prefill."""
+    state = model.init_state(1, context + max_new_tokens)
     table, _ = state.table.extend(Layout.causal(1, context))
     generator = torch.Generator().manual_seed(0)
     draw = lambda _, x: torch.randn(x.shape, generator=generator).to(x.dtype)  # noqa: E731
@@ -69,20 +69,20 @@ def filled(model: Decoder, context: int, room: int) -> State:
 
 
 def generating(model: Any, prompt: torch.Tensor, start: Any, steps: int) -> Step:
-    """transformers' `generate`, greedy, from a cache of all tokens but the last: seconds a token, the first left out.
+    """transformers' greedy `generate` from a cache of all tokens but the last: seconds per token after the first.
 
-    The moments are those of a logits processor's calls.
+    A logits processor measures the time between tokens.
     """
     from transformers import LogitsProcessorList
 
-    moments: list[float] = []
+    times: list[float] = []
 
     def watch(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        moments.append(time.perf_counter())
+        times.append(time.perf_counter())
         return scores
 
     def step() -> float:
-        moments.clear()
+        times.clear()
         model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -91,6 +91,6 @@ def generating(model: Any, prompt: torch.Tensor, start: Any, steps: int) -> Step
             do_sample=False,
             logits_processor=LogitsProcessorList([watch]),
         )
-        return (moments[-1] - moments[0]) / (len(moments) - 1)
+        return (times[-1] - times[0]) / (len(times) - 1)
 
     return step

@@ -1,4 +1,4 @@
-"""How long reading a prompt of 2,048 tokens takes, logits of the last token only, against transformers' Llama."""
+"""How long does the prefill of 2,048 tokens take, with logits of the last token only, compared with transformers?"""
 
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ LENGTH = 2048
 
 
 def heddle_side(arguments: dict[str, Any]) -> Step:
-    """Into a fresh state."""
+    """heddle, with a new state."""
     model = peers.ours(dtype=peers.DTYPES[arguments["precision"]]).eval()
     prompt = peers.tokens(1, LENGTH)
 
@@ -25,7 +25,7 @@ def heddle_side(arguments: dict[str, Any]) -> Step:
 
 
 def transformers_side(tuned: bool, arguments: dict[str, Any]) -> Step:
-    """Into a fresh dynamic cache."""
+    """transformers, with a new dynamic cache."""
     model = peers.llama(peers.DTYPES[arguments["precision"]], tuned).eval()
     prompt = peers.tokens(1, LENGTH)
 
@@ -39,7 +39,7 @@ def transformers_side(tuned: bool, arguments: dict[str, Any]) -> Step:
 if __name__ == "__main__":
     main(
         "benchmarks.prefill",
-        "How much faster is a prompt of 2,048 tokens read than with transformers, at its defaults and tuned?",
+        "How much faster is the prefill of 2,048 tokens than with transformers, at its defaults and tuned?",
         {
             "heddle": heddle_side,
             "transformers": partial(transformers_side, False),

@@ -1,4 +1,4 @@
-"""Every benchmark, one after the other, each in a process of its own."""
+"""Run every benchmark, one after the other, each in a separate process."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ SHARED = {"__init__", "harness", "peers", "run_all"}
 
 
 def main() -> None:
-    """Run them all, also when one fails; exit 1 if any did."""
+    """Run all benchmarks, even if some fail. Exit with 1 if any failed."""
     names = sorted(file.stem for file in Path(__file__).parent.glob("*.py") if file.stem not in SHARED)
     failed = []
     for name in names:

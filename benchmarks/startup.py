@@ -4,9 +4,9 @@ import statistics
 import subprocess
 import sys
 
-from benchmarks.harness import alternate, bounded, show, write
+from benchmarks.harness import alternate, limit_row, show, write
 
-QUESTION = "How long does the command line take to answer --help?"
+QUESTION = "How long does `heddle --help` take?"
 COMMANDS = {
     "heddle --help": ["-m", "heddle", "--help"],
     "import heddle": ["-c", "import heddle"],
@@ -15,17 +15,17 @@ COMMANDS = {
 
 
 def run_python(arguments: list[str]) -> None:
-    """A fresh interpreter."""
+    """Run a new Python process."""
     subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":
     calls = {name: (lambda arguments=arguments: run_python(arguments)) for name, arguments in COMMANDS.items()}
-    taken = {name: statistics.median(seconds) for name, seconds in alternate(calls, rounds=15).items()}
-    rows = [bounded("heddle --help", taken["heddle --help"], 0.3, "seconds")]
+    medians = {name: statistics.median(seconds) for name, seconds in alternate(calls, rounds=15).items()}
+    rows = [limit_row("heddle --help", medians["heddle --help"], 0.3, "seconds")]
     rows += [
         {"case": name, "value": round(value, 3), "unit": "seconds"}
-        for name, value in taken.items()
+        for name, value in medians.items()
         if "help" not in name
     ]
     show(rows)

@@ -1,8 +1,8 @@
-"""How long one training step takes: 4 rows of 512 tokens, 100 M parameters, AdamW, against transformers' Llama.
+"""How long does a training step of 100 M parameters take, compared with transformers' Llama of the same shape?
 
-All sides run the same loop, and all of it is timed: fresh tokens with an end token after each document, gradients, the
-gradient's norm clipped at 1, a step of torch's fused AdamW. Ours packs: it finds the documents and keeps them apart; the
-peer runs plain causal rows, which is its default and cheapest for it.
+4 rows of 512 tokens. All sides run the same loop, and all of it is timed: new tokens with an end token after each
+document, gradients, gradient clipping at norm 1, a step of torch's fused AdamW. heddle packs: it separates the
+documents. The peer runs plain causal rows, which are its default and its cheapest case.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ ROWS, LENGTH, DOCUMENTS, END = 4, 512, 3, 0
 
 
 def fresh_tokens(generator: np.random.Generator) -> np.ndarray:
-    """int64 [ROWS, LENGTH + 1]: random tokens, with end tokens at random places."""
+    """int64 [ROWS, LENGTH + 1]: random tokens, with end tokens at random indices."""
     tokens = generator.integers(1, peers.VOCABULARY, (ROWS, LENGTH + 1))
     for row in tokens:
         row[generator.integers(1, LENGTH, DOCUMENTS - 1)] = END
@@ -41,7 +41,7 @@ def training_loop(gradients: Callable[[np.ndarray], None], update: Callable[[], 
 
 
 def heddle_side(arguments: dict[str, Any]) -> Step:
-    """Gradients and a step of this package."""
+    """Gradients and an optimizer step of heddle."""
     model = peers.ours().train()
     optimizer = build_optimizer(model, 0.1)
     autocast = torch.bfloat16 if arguments["precision"] == "bf16" else None
@@ -58,7 +58,7 @@ def heddle_side(arguments: dict[str, Any]) -> Step:
 
 
 def transformers_side(tuned: bool, arguments: dict[str, Any]) -> Step:
-    """The same with transformers' model."""
+    """Gradients and an optimizer step of transformers' model."""
     model = peers.llama(tuned=tuned).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=arguments["precision"] == "bf16")

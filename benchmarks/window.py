@@ -1,7 +1,7 @@
-"""Does attention with a window of 256 take time and memory linear in the length, and how far is it from a dense mask?
+"""What does a window of 256 cost in time, memory and state, compared with a dense mask?
 
-One layer's attention, 8 heads of 64, float32. The dense mask is what a framework without a form for windows hands to
-torch's fused kernel: bool [T, T].
+Attention of one layer, 8 heads of width 64, float32. The dense mask, bool [T, T], is what a framework without a kernel
+for windows passes to torch's fused kernel.
 """
 
 import argparse
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.harness import ROOT, THREADS, alternate, bounded, judged, peak_memory, show, write
+from benchmarks.harness import ROOT, THREADS, alternate, limit_row, peak_memory, ratio_row, show, write
 from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
-from heddle.numerics.attention.softmax import attention
 from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
+from heddle.numerics.attention.softmax import attention
 from heddle.runtime import set_up_runtime
 
 HEADS, WIDTH, WINDOW = 8, 64, 256
-QUESTION = "Is attention with a window linear in the length, and how much faster than with a dense mask?"
+QUESTION = "Is attention with a window linear in the text's length, and how much faster than with a dense mask?"
 
 
 def heads(length: int) -> list[Tensor]:
@@ -34,14 +34,14 @@ def heads(length: int) -> list[Tensor]:
 
 
 def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """This package's choice for a window."""
+    """heddle's attention with a window."""
     length = q.shape[2]
     i, j = contiguous_positions(1, length, length, q.device)
     return attention(q, k, v, AttentionMask(i, j, window=WINDOW, contiguous=True), WIDTH**-0.5)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The fused kernel with the whole mask."""
+    """torch's fused kernel with a dense mask."""
     positions = torch.arange(q.shape[2])
     distance = positions[:, None] - positions[None, :]
     mask = (distance >= 0) & (distance < WINDOW)
@@ -54,7 +54,7 @@ def forward(call: Callable[..., Tensor], length: int) -> Callable[[], Any]:
     return torch.no_grad()(lambda: call(q, k, v))
 
 
-def both(call: Callable[..., Tensor], length: int) -> Callable[[], Any]:
+def forward_backward(call: Callable[..., Tensor], length: int) -> Callable[[], Any]:
     """Forward and backward."""
     q, k, v = heads(length)
     output_gradient = torch.ones(q.shape)
@@ -69,9 +69,9 @@ def measure_peak(length: int) -> float:
 
 
 def peak(length: int) -> None:
-    """The life of that process: what attention added to the memory of its inputs and of torch."""
+    """Print the MB that attention adds to those of torch and its inputs. Runs in a separate process."""
     torch.set_num_threads(THREADS)
-    work = both(local, length)
+    work = forward_backward(local, length)
     before = peak_memory()
     work()
     print(peak_memory() - before)
@@ -83,18 +83,18 @@ def run() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     seconds_of = alternate({"8k": forward(local, 8192), "32k": forward(local, 32768)}, rounds=9)
     growth = [long / short for short, long in zip(seconds_of["8k"], seconds_of["32k"], strict=True)]
-    rows.append(bounded("forward, time of 32k over 8k", statistics.median(growth), 4.4, "times"))
-    seconds_of = alternate({"local": both(local, 8192), "dense": both(dense, 8192)}, rounds=7)
+    rows.append(limit_row("forward, time of 32k over 8k", statistics.median(growth), 4.4, "times"))
+    seconds_of = alternate({"local": forward_backward(local, 8192), "dense": forward_backward(dense, 8192)}, rounds=7)
     ratios = [slow / fast for fast, slow in zip(seconds_of["local"], seconds_of["dense"], strict=True)]
     seconds = {f"{name} seconds": statistics.median(values) for name, values in seconds_of.items()}
-    rows.append({"case": "forward and backward, 8k, against a dense mask", **seconds, **judged(ratios, 12.0)})
+    rows.append({"case": "forward and backward, 8k, against a dense mask", **seconds, **ratio_row(ratios, 12.0)})
     memory = {length: measure_peak(length) for length in (16384, 32768, 65536)}
     for shorter, longer in ((16384, 32768), (32768, 65536)):
         name = f"forward and backward, memory of {longer} over {shorter}"
-        rows.append(bounded(name, memory[longer] / memory[shorter], 2.2, "times"))
+        rows.append(limit_row(name, memory[longer] / memory[shorter], 2.2, "times"))
     design = load_config("preset:mha-tiny", ["vocab_size=512", f"layers.*.mixer.window={WINDOW}"])
     sizes = [state_bytes(design, context) for context in (1024, 65536)]
-    rows.append(bounded("state of 65536 tokens over that of 1024", sizes[1] / sizes[0], 1.0, "times"))
+    rows.append(limit_row("state of 65536 tokens over that of 1024", sizes[1] / sizes[0], 1.0, "times"))
     return rows
 
 

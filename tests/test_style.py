@@ -13,17 +13,17 @@ PARAMETERS, FUNCTION_LINES, FILE_LINES = 7, 60, 300
 # What is larger than the limits, by name, each with its reason: "heddle.numerics.attention.softmax" is a file,
 # "heddle.numerics.attention.softmax.sdpa" a function. An entry that is no longer needed fails too.
 LARGER: dict[str, str] = {
-    "heddle.cli.compare.compare": "one parameter an option",
-    "heddle.cli.generate.generate": "one parameter an option",
-    "heddle.cli.inspect.inspect": "one parameter an option",
-    "heddle.cli.show.show": "one parameter an option",
-    "heddle.cli.train.train": "one parameter an option",
+    "heddle.cli.compare.compare": "one parameter per option",
+    "heddle.cli.generate.generate": "one parameter per option",
+    "heddle.cli.inspect.inspect": "one parameter per option",
+    "heddle.cli.show.show": "one parameter per option",
+    "heddle.cli.train.train": "one parameter per option",
     "heddle.generation.generate.generate": "the public name takes its settings by keyword",
     "heddle.exchange.transformers.modeling.HeddleForCausalLM.forward": "transformers reads its signature",
 }
 
 # Modules on floors 1 to 3 that may take any keyword, each with its reason.
-TAKES_ANY_KEYWORD = {"heddle.numerics.kernels": "heddle.kernels(attention='reference'): one keyword an operation"}
+TAKES_ANY_KEYWORD = {"heddle.numerics.kernels": "heddle.kernels(attention='reference'): one keyword per operation"}
 
 FLOORS_1_TO_3 = {"numerics", "parts", "model"}
 FORBIDDEN_CALLS = {

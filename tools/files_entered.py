@@ -1,8 +1,8 @@
-"""Which source files must be read to follow one thing through the package?
+"""Which source files must be read to follow an override, a decoding step or segment ids through the package?
 
     python tools/files_entered.py [--override] [--decode] [--segment-ids]
 
-prints, for each question asked (all three by default), the files of src/heddle in the order they are entered:
+prints, for each option (default: all three), the files of src/heddle in the order they are entered:
 
 --override     from `heddle show preset:gqa-tiny layers.0.mixer.window=N` to the config that has this window: files with
                a function that holds the override, its value, or data that contains the value; and those that hold

@@ -14,7 +14,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 
 
 def hold(task: tuple[str, str]) -> list[tuple[str, str, str]]:
-    """(case, law, message) of every law that one case breaks on a device; a law that holds has no row."""
+    """(case, law, message) of every law that a case violates on a device."""
     name, device = task
     import torch
 

@@ -209,7 +209,7 @@ def parameters(slot: str, kind: str, cases: list[str]) -> list[str]:
 
 
 def fields(cls: type[Config]) -> str:
-    """The fields of a config: type, default, and the comment beside or above each in the source."""
+    """The fields of a config: type, default, and the comments above and after each in the source."""
     if not cls.model_fields:
         return ""
     hints, notes = get_type_hints(cls, include_extras=True), comments(cls)
@@ -228,7 +228,7 @@ def plain(value: Any) -> str:
 
 
 def comments(cls: type[Config]) -> dict[str, str]:
-    """The comments above and beside each field."""
+    """The comments above and after each field."""
     notes: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
         if not (issubclass(owner, Config) and owner.__module__.startswith("heddle.")):

@@ -1,4 +1,4 @@
-"""Write docs/deploy/transcript.md: one trained run, and what heddle, transformers and llama.cpp go on to write.
+"""Write docs/deploy/transcript.md: one trained run, and how three programs continue its prompts.
 
     python tools/transcript.py RUN
 

@@ -1,4 +1,4 @@
-"""Designs as frozen, strictly typed data. `decode` reads plain data and reports errors with exact paths.
+"""Designs as frozen, strictly typed data. `parse_config` reads plain data and reports errors with exact paths.
 
 A slot is a folder of `heddle.parts`. A kind is a file in it, and the file's name is the `kind` on disk. A kind's module
 is imported only after its name was found in the folder (or was added by `load_part`).
@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 from heddle.errors import ConfigError, choices_hint
 
 B = TypeVar("B")
+C = TypeVar("C", bound="Config")
 
 PositiveInt = Annotated[int, Field(gt=0, le=2**31 - 1)]
 Width = Annotated[int, Field(gt=0, le=2**20)]  # also a number of heads or experts; some parts loop over it
@@ -49,12 +50,12 @@ def join(prefix: str, path: str) -> str:
 
 
 def refuse(field: str, reason: str) -> NoReturn:
-    """Refuse a value from within a validator, and name the field that is wrong."""
+    """Raise a validation error for `field`, from within a validator of its config."""
     raise PydanticCustomError("refused", "{reason}", {"field": field, "reason": reason})
 
 
 def build_under(path: str, build: Callable[..., B], *arguments: Any) -> B:
-    """Build a part that another part holds. The path of its config is added to a DesignError."""
+    """Call `build(*arguments)`. A DesignError that it raises gets `path` before its own path."""
     try:
         return build(*arguments)
     except DesignError as error:
@@ -77,7 +78,7 @@ class Config(BaseModel):
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | fields)
 
     def dump(self) -> dict[str, Any]:
-        """Return JSON-ready data from which `decode` makes an equal config. Fields that are None are left out."""
+        """Return JSON-ready data from which `parse_config` makes an equal config. Fields that are None are left out."""
         plain = {name: _plain(getattr(self, name)) for name in type(self).model_fields}
         return {name: value for name, value in plain.items() if value is not None}
 
@@ -97,9 +98,6 @@ class Part(Config):
         return {"kind": self.kind, **super().dump()}
 
 
-C = TypeVar("C", bound=Config)
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, Config):
         return value.dump()
@@ -109,8 +107,19 @@ def _plain(value: Any) -> Any:
 def kinds(slot: str) -> list[str]:
     """Return the kinds of a slot: the files of its folder, and those that `load_part` added."""
     package = f"heddle.parts.{slot}."
-    files = {file.stem for file in (PARTS / slot).glob("*.py") if not file.stem.startswith("_")}
-    return sorted(files | {name.removeprefix(package) for name in list(sys.modules) if name.startswith(package)})
+    added = {name.removeprefix(package) for name in list(sys.modules) if name.startswith(package)}
+    return sorted(_own_kinds(slot) | added)
+
+
+def is_kind(slot: str, name: Any) -> bool:
+    """Whether a slot has a kind of this name. Faster than to list all kinds."""
+    return isinstance(name, str) and (name in _own_kinds(slot) or f"heddle.parts.{slot}.{name}" in sys.modules)
+
+
+@cache
+def _own_kinds(slot: str) -> frozenset[str]:
+    """Return the kinds whose files are in the folder of the slot."""
+    return frozenset(file.stem for file in (PARTS / slot).glob("*.py") if not file.stem.startswith("_"))
 
 
 @cache
@@ -148,9 +157,9 @@ def load_part(file: Path) -> type[Part]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"part {file}: failed to run ({type(error).__name__}: {error}); mend the file") from error
+        raise ConfigError(f"part {file}: failed to run ({type(error).__name__}: {error}); fix the file") from error
     part = _only_part(module)
-    if file.stem in kinds(part.slot):
+    if is_kind(part.slot, file.stem):
         raise ConfigError(f"part {file}: {part.slot} has a kind '{file.stem}' already; rename the file")
     sys.modules[name] = sys.modules[f"heddle.parts.{part.slot}.{file.stem}"] = module
     return part
@@ -180,15 +189,14 @@ def parse_config(target: type[C], data: Any, path: str = "") -> C:
 
 def _resolve(base: type[Part], data: dict[str, Any], path: str) -> tuple[type[Part], dict[str, Any]]:
     """Find the class of a part by its `kind`."""
-    choices = kinds(base.slot)
-    kind = data.get("kind")
     if "kind" not in data:
-        raise DesignError(path, f"names no kind; add kind: … of {', '.join(choices)}")
-    if not isinstance(kind, str) or kind not in choices:
-        raise DesignError(path, _unknown("kind", kind, choices))
+        raise DesignError(path, f"names no kind; add kind: … of {', '.join(kinds(base.slot))}")
+    kind = data["kind"]
+    if not is_kind(base.slot, kind):
+        raise DesignError(path, _unknown("kind", kind, kinds(base.slot)))
     cls = kind_class(base.slot, kind)
     if not issubclass(cls, base):
-        fitting = [choice for choice in choices if issubclass(kind_class(base.slot, choice), base)]
+        fitting = [choice for choice in kinds(base.slot) if issubclass(kind_class(base.slot, choice), base)]
         raise DesignError(path, f"kind '{kind}' does not belong here; choices: {', '.join(fitting)}")
     return cls, {name: value for name, value in data.items() if name != "kind"}
 
@@ -209,7 +217,7 @@ def field_class(cls: type[Config], kind: Any, name: str) -> type[Config] | None:
 def _class_of_kind(cls: type[Config], kind: Any) -> type[Config] | None:
     if not (issubclass(cls, Part) and is_slot(cls)):
         return cls
-    return kind_class(cls.slot, kind) if isinstance(kind, str) and kind in kinds(cls.slot) else None
+    return kind_class(cls.slot, kind) if is_kind(cls.slot, kind) else None
 
 
 def _nested(annotation: Any) -> type[Config] | None:

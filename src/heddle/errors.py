@@ -19,7 +19,7 @@ class DataError(HeddleError):
 
 
 class CheckpointError(HeddleError):
-    """A model or training folder that is missing, incomplete, altered or another's."""
+    """A model or training folder that is missing, incomplete or altered, or that belongs to another run."""
 
 
 class MachineError(HeddleError):

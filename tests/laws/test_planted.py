@@ -125,7 +125,7 @@ BUGS = [
     Bug("a state that stays usable after its rollback", "rollback_errors", "attention-mha",
         "model.state:State.rollback",
         "self.consumed = True", "pass"),
-    Bug("a size without the slots for rollback", "rollback_size", "attention-window-7", "model.size:size",
+    Bug("a size without the slots for rollback", "rollback_size", "attention-window-7", "model.size:measure_size",
         "source_length), rollback)", "source_length))"),
     Bug("positions that depend on the row's index in the batch", "batch_position_invariance", "attention-gqa",
         "parts.context.layout:Layout.padded",
@@ -442,7 +442,7 @@ BUGS = [
     Bug("false values left out of the written config", "config_round_trip", "attention-bidirectional",
         "config:Config.dump",
         "if value is not None", "if value"),
-    Bug("the state bytes of a longer text reported", "size_matches_model", "attention-mha", "model.size:size",
+    Bug("the state bytes of a longer text reported", "size_matches_model", "attention-mha", "model.size:measure_size",
         "model.init_state(batch, context_length, ", "model.init_state(batch, context_length + 1, "),
     # Encoder outputs and pairs
     Bug("attention to padding of the encoder output", "cross_attention", "cross-grouped",

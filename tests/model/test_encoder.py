@@ -70,31 +70,32 @@ def torch_transformer(model: Decoder) -> nn.Transformer:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 20, **options), DEPTH, final_norm, False)
     transformer = nn.Transformer(WIDTH, 4, DEPTH, DEPTH, 20, custom_encoder=encoder, **options).eval()
     assert model.encoder is not None
-    tensors = weight_and_bias(model.encoder.final_norm.norm, "encoder.norm") | weight_and_bias(
-        model.final_norm.norm, "decoder.norm"
-    )
-    for index, layer in enumerate(list(model.encoder.layers)):
+    tensors = weight_and_bias(model.encoder.final_norm.norm, "encoder.norm")
+    tensors |= weight_and_bias(model.final_norm.norm, "decoder.norm")
+    encoder_layers: list[Any] = list(model.encoder.layers)
+    for index, layer in enumerate(encoder_layers):
         prefix = f"encoder.layers.{index}"
-        tensors |= attention_weights(layer.mixer, f"{prefix}.self_attn")  # type: ignore[arg-type]
-        tensors |= feedforward(layer, prefix, "norm2") | weight_and_bias(layer.residual.norms.mixer, f"{prefix}.norm1")  # type: ignore[union-attr]
+        tensors |= attention_weights(layer.mixer, f"{prefix}.self_attn")
+        tensors |= feedforward(layer, prefix, "norm2")
+        tensors |= weight_and_bias(layer.residual.norms.mixer, f"{prefix}.norm1")
+    decoder_layers: list[Any] = list(model.layers)
     for index in range(DEPTH):
-        self_layer, cross_layer = model.layers[2 * index], model.layers[2 * index + 1]
+        self_layer, cross_layer = decoder_layers[2 * index], decoder_layers[2 * index + 1]
         prefix = f"decoder.layers.{index}"
-        tensors |= attention_weights(self_layer.mixer, f"{prefix}.self_attn")  # type: ignore[arg-type]
-        tensors |= attention_weights(cross_layer.mixer, f"{prefix}.multihead_attn")  # type: ignore[arg-type]
-        tensors |= feedforward(cross_layer, prefix, "norm3") | weight_and_bias(
-            self_layer.residual.norms.mixer, f"{prefix}.norm1"
-        )  # type: ignore[union-attr]
-        tensors |= weight_and_bias(cross_layer.residual.norms.mixer, f"{prefix}.norm2")  # type: ignore[union-attr]
+        tensors |= attention_weights(self_layer.mixer, f"{prefix}.self_attn")
+        tensors |= attention_weights(cross_layer.mixer, f"{prefix}.multihead_attn")
+        tensors |= feedforward(cross_layer, prefix, "norm3")
+        tensors |= weight_and_bias(self_layer.residual.norms.mixer, f"{prefix}.norm1")
+        tensors |= weight_and_bias(cross_layer.residual.norms.mixer, f"{prefix}.norm2")
     transformer.load_state_dict(tensors)
     return transformer
 
 
-def feedforward(layer: Any, at: str, norm: str) -> dict[str, Tensor]:
+def feedforward(layer: Any, prefix: str, norm: str) -> dict[str, Tensor]:
     return (
-        weight_and_bias(layer.feedforward.up, f"{at}.linear1")
-        | weight_and_bias(layer.feedforward.down, f"{at}.linear2")
-        | weight_and_bias(layer.residual.norms.feedforward, f"{at}.{norm}")
+        weight_and_bias(layer.feedforward.up, f"{prefix}.linear1")
+        | weight_and_bias(layer.feedforward.down, f"{prefix}.linear2")
+        | weight_and_bias(layer.residual.norms.feedforward, f"{prefix}.{norm}")
     )
 
 

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from heddle.errors import ConfigError
-from heddle.model.load_config import load_config, parse_yaml
+from heddle.model.load_config import load_config
+from heddle.model.parse_yaml import parse_yaml
 from tests.cases import CASES, attention, design, layer
 
 YAML = """
@@ -72,10 +73,10 @@ def test_scalars_are_those_of_yaml_1_2(text: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: 1\nb: 2\na: 3", "it, line 3: the key 'a' is given twice; mend the YAML"),
-        ("a: &x 1\nb: *x", r"it, line 2: an alias \(\*name\) is not read; write it out, or use repeat; mend the YAML"),
-        ("1: 2", "it, line 1: the key 1 is not text; mend the YAML"),
-        ("? [a]\n: 2", r"it, line 1: the key \['a'\] is not text; mend the YAML"),
+        ("a: 1\nb: 2\na: 3", "it, line 3: the key 'a' is given twice; fix the YAML"),
+        ("a: &x 1\nb: *x", r"it, line 2: an alias \(\*name\) is not read; write it out, or use repeat; fix the YAML"),
+        ("1: 2", "it, line 1: the key 1 is not text; fix the YAML"),
+        ("? [a]\n: 2", r"it, line 1: the key \['a'\] is not text; fix the YAML"),
         ("a: !!python/name:os.system x", "it, line 1: could not determine a constructor"),
         ("a: [1", "it, line 1"),
         ("a: \x00", "it: cannot be read as YAML"),

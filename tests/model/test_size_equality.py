@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 
 from heddle.errors import ConfigError
-from heddle.model.config import MAX_DISTINCT_LAYERS, ModelConfig
+from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
-from heddle.model.load_config import MAX_YAML_VALUES, load_config, parse_yaml
+from heddle.model.limits import MAX_DISTINCT_LAYERS
+from heddle.model.load_config import load_config
+from heddle.model.parse_yaml import MAX_YAML_VALUES, parse_yaml
 from heddle.model.size import flops_per_token, kernel_choices, parameter_counts, size, state_bytes
 from heddle.numerics.dispatch.operation import KernelChoice, record_choices
 from heddle.numerics.linear import packed_weights
@@ -145,7 +147,7 @@ def test_parameters_beyond_64_bits_are_counted() -> None:
     ("data", "message"),
     [
         (design(layer(attention()), width=10**9), r"^width: should be less than or equal to 1048576, got 1000000000"),
-        (design(*[layer(attention())] * 100_000), r"^layers: has 100000 entries; at most 4096 layers are built$"),
+        (design(*[layer(attention())] * 100_000), r"^layers: stands for 100000 layers; at most 4096 are built$"),
         (design(layer(attention(), repeat=100_000)), r"^layers: stands for 100000 layers; at most 4096 are built$"),
         (
             design(*[layer(attention(window=index + 1)) for index in range(MAX_DISTINCT_LAYERS + 1)]),

@@ -21,7 +21,7 @@ from heddle.parts.norms import NormConfig
 from tests.cases import ALIBI, LINEAR, RETENTION, alone, attention, design, latent, layer
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
+    warnings.simplefilter("ignore")  # third-party warnings at import
     from transformers import BloomConfig, MptConfig
     from transformers.models.bloom import modeling_bloom as bloom
     from transformers.models.mpt import modeling_mpt as mpt
@@ -52,7 +52,7 @@ def test_slopes_halve_from_head_to_head() -> None:
 
 
 def loops(mixer: Any, x: Tensor, positions: Tensor, causal: bool, window: int | None) -> Tensor:
-    """The whole part, one query, head and key at a time."""
+    """The mixer in loops over queries, heads and keys."""
     heads, groups = mixer.heads, mixer.kv_heads
     q, k, v = ((x @ way.weight.T).unflatten(-1, (count, -1)) for way, count in
                ((mixer.q, heads), (mixer.k, groups), (mixer.v, groups)))  # fmt: skip
@@ -124,7 +124,7 @@ def rough(module: Any) -> Any:
 
 @pytest.mark.parametrize("heads", [2, 8, 16])
 @pytest.mark.parametrize("family", ["mpt", "bloom"])
-def test_the_same_answer_as_transformers(family: str, heads: int) -> None:
+def test_output_equals_that_of_transformers(family: str, heads: int) -> None:
     x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
     with torch.no_grad():
         want, weights = mpt_answer(x, heads) if family == "mpt" else bloom_answer(x, heads)
@@ -134,7 +134,7 @@ def test_the_same_answer_as_transformers(family: str, heads: int) -> None:
         mine.score_bias = None
         without, _ = mine(x, Layout.causal(ROWS, LENGTH))
     assert float(want.std()) > 0.3
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)  # their softmax and slopes are float32
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)  # transformers' softmax and slopes are float32
     assert float((without - want).abs().max()) > 1e-2
 
 
@@ -170,8 +170,8 @@ def test_the_embedding_refuses_it() -> None:
         load_config(design(layer(attention()), embedding={"position": ALIBI}))
 
 
-def test_a_long_text_in_float32_and_bfloat16_stays_near() -> None:
-    """At position 3,000 the bias is as exact as at the start: it is made of distances, not of positions."""
+def test_a_long_text_in_low_precision_stays_close() -> None:
+    """At position 3,000 the bias is as exact as at the start, since it depends on distances, not on positions."""
     config = parse_config(ModelConfig, alone(kv_heads=2, position=ALIBI))
     tokens = random_tokens(config, 1, 600)
     exact = model_under_test(config, torch.bfloat16).double()

@@ -49,7 +49,7 @@ def test_as_many_groups_as_heads_is_the_default() -> None:
     assert torch.equal(forward_no_grad(model_of(kv_heads=4), tokens), forward_no_grad(model_of(), tokens))
 
 
-def test_the_scale_is_that_of_the_key_width_unless_set() -> None:
+def test_the_default_scale_is_that_of_the_key_width() -> None:
     tokens = random_tokens(model_of().config, 2, 9)
     default = forward_no_grad(model_of(head_dim=6, value_dim=10), tokens)
     assert torch.equal(forward_no_grad(model_of(head_dim=6, value_dim=10, scale=6**-0.5), tokens), default)
@@ -58,7 +58,7 @@ def test_the_scale_is_that_of_the_key_width_unless_set() -> None:
 
 @pytest.mark.parametrize("window", [None, 3, 7, 40])
 @pytest.mark.parametrize("groups", [1, 2, 6])
-def test_the_state_holds_the_groups_and_the_window_only(groups: int, window: int | None) -> None:
+def test_the_state_has_one_slot_per_group_and_token_of_the_window(groups: int, window: int | None) -> None:
     config = parse_config(ModelConfig, alone(heads=6, kv_heads=groups, head_dim=10, value_dim=7, window=window))
     state = heddle.build(config).init_state(2, 20)
     slots = 20 if window is None else min(window, 20)
@@ -85,7 +85,7 @@ def test_parameter_shapes() -> None:
 @pytest.mark.parametrize(
     ("kind", "shapes"), [("head", [(6,), (6,)]), ("per_head", [(4, 6), (2, 6)]), ("projection", [(24,), (12,)])]
 )
-def test_the_norms_of_queries_and_keys(kind: str, shapes: list[tuple[int, ...]]) -> None:
+def test_qk_norms(kind: str, shapes: list[tuple[int, ...]]) -> None:
     model = model_of(kv_heads=2, qk_norm=kind)
     names = [f"layers.0.mixer.{which}_norm.weight" for which in "qk"]
     assert [tuple(model.get_parameter(name).shape) for name in names] == shapes

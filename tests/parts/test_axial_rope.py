@@ -1,4 +1,4 @@
-"""Rotary positions in the plane against complex numbers, and coordinates read back from what they turned."""
+"""Axial rotary embeddings against complex numbers, and coordinates recovered from rotated vectors."""
 
 import cmath
 import math
@@ -36,21 +36,21 @@ def rotated(rotation: AxialRope, x: Tensor, coordinates: Tensor) -> Tensor:
 
 
 def loop(x: list[float], coordinate: list[float], dim: int, base: float, layout: str) -> list[float]:
-    """One head by complex numbers: pairs of the first half of `dim` turn by x, those of the second by y."""
+    """One head by complex numbers: x rotates the pairs in the first half of `dim`, y those in the second."""
     y, half = list(x), dim // 2
     for axis in (0, 1):
         for i in range(half // 2):
             a, b = (i, i + half // 2) if layout == "half" else (2 * i, 2 * i + 1)
             a, b = a + axis * half, b + axis * half
-            turn = cmath.exp(1j * coordinate[axis] * base ** (-2 * i / half))
-            pair = complex(x[a], x[b]) * turn
+            rotation_factor = cmath.exp(1j * coordinate[axis] * base ** (-2 * i / half))
+            pair = complex(x[a], x[b]) * rotation_factor
             y[a], y[b] = pair.real, pair.imag
     return y
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("head_dim", "dim"), [(16, None), (4, None), (11, 8)])
-def test_heads_turn_as_complex_numbers_do(layout: str, head_dim: int, dim: int | None) -> None:
+def test_heads_are_rotated_like_complex_numbers(layout: str, head_dim: int, dim: int | None) -> None:
     rotation = built(head_dim, rotary_dim=dim, layout=layout, base=300.0)
     x, coordinates = torch.randn(2, 3, 4, head_dim, dtype=torch.float64), torch.tensor(COORDINATES, dtype=torch.float64)
     y = rotated(rotation, x, coordinates)
@@ -62,22 +62,24 @@ def test_heads_turn_as_complex_numbers_do(layout: str, head_dim: int, dim: int |
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_scores_know_differences_in_both_axes_alone(layout: str) -> None:
+def test_scores_depend_on_differences_of_both_axes_only(layout: str) -> None:
     rotation = built(layout=layout)
     q, k = (torch.randn(1, 1, 1, 16, dtype=torch.float64) for _ in range(2))
 
     def score(query: list[float], key: list[float]) -> float:
-        there, here = (torch.tensor([[coordinate]], dtype=torch.float64) for coordinate in (query, key))
-        return float((rotated(rotation, q, there) * rotated(rotation, k, here)).sum())
+        query_coordinates, key_coordinates = (
+            torch.tensor([[coordinate]], dtype=torch.float64) for coordinate in (query, key)
+        )
+        return float((rotated(rotation, q, query_coordinates) * rotated(rotation, k, key_coordinates)).sum())
 
     start = score([3, 5], [1, 9])
-    for by in ((1, 0), (0, 1), (250, -3), (-0.5, 64)):
-        assert abs(score([3 + by[0], 5 + by[1]], [1 + by[0], 9 + by[1]]) - start) <= 1e-10
+    for shift in ((1, 0), (0, 1), (250, -3), (-0.5, 64)):
+        assert abs(score([3 + shift[0], 5 + shift[1]], [1 + shift[0], 9 + shift[1]]) - start) <= 1e-10
     assert abs(score([4, 5], [1, 9]) - start) > 1e-6
     assert abs(score([3, 6], [1, 9]) - start) > 1e-6
 
 
-def test_a_text_is_turned_as_by_rope_with_half_the_frequencies_twice() -> None:
+def test_without_coordinates_both_halves_are_rotated_like_rope() -> None:
     tokens = random_tokens(case("axial-mha"), 2, 9)
     twice = {"kind": "rope", "layout": "interleaved", "inv_freq": [1.0, 10000**-0.5, 1.0, 10000**-0.5]}
     flat = parse_config(ModelConfig, alone(head_dim=8, position={"kind": "axial_rope", "layout": "interleaved"}))
@@ -142,15 +144,15 @@ def test_an_error_names_the_path() -> None:
         model_under_test(config)
 
 
-def test_each_call_with_a_state_brings_its_own_coordinates() -> None:
+def test_each_call_with_a_state_has_its_own_coordinates() -> None:
     config = case("axial-mha")
     model, tokens = model_under_test(config), random_tokens(config, 2, 6)
     coordinates = torch.randint(-20, 20, (2, 6, 2))
     whole = forward_no_grad(model, tokens, Layout.causal(2, 6).with_coordinates(coordinates))
     state, outputs = new_state(model, 2), []
     for start in range(6):
-        here = state.table.next_layout(1).with_coordinates(coordinates[:, start : start + 1])
-        hidden, state = forward_with_state(model, state, tokens[:, start : start + 1], here)
+        layout = state.table.next_layout(1).with_coordinates(coordinates[:, start : start + 1])
+        hidden, state = forward_with_state(model, state, tokens[:, start : start + 1], layout)
         outputs.append(hidden)
     assert_close(torch.cat(outputs, dim=1), whole, "token by token")
     without_coordinates, _ = forward_with_state(model, new_state(model, 2), tokens)
@@ -158,7 +160,7 @@ def test_each_call_with_a_state_brings_its_own_coordinates() -> None:
 
 
 def test_float64_angles() -> None:
-    """Far out in a float32 model, a mixer without a softmax gets the cosines of float64."""
+    """At large coordinates in a float32 model, a mixer without softmax gets float64 angles."""
     rotation, coordinates = built(8), torch.full((1, 1, 2), 100003)
     x = torch.randn(1, 1, 1, 8)
     float32_angles, float64_angles = rotated(rotation, x, coordinates), rotated(rotation, x.double(), coordinates)

@@ -20,7 +20,7 @@ from heddle.parts.mixers import Mixer
 from tests.cases import Data, attention, cross, design, layer
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
+    warnings.simplefilter("ignore")  # third-party warnings at import
     from transformers import BartConfig, T5Config
     from transformers.models.bart.modeling_bart import BartAttention
     from transformers.models.t5.modeling_t5 import T5Attention
@@ -51,7 +51,7 @@ def attend(mixer: Mixer, x: Tensor, encoder_output: EncoderOutput) -> Tensor:
 
 
 def copy_parameters(target: nn.Module, names: dict[str, str], mixer: Mixer) -> None:
-    """Copy the mixer's parameters into another module; `names` maps its parameter names to ours."""
+    """Copy the mixer's parameters into another module; `names` maps its parameter names to heddle's."""
     own = dict(mixer.named_parameters())
     with torch.no_grad():
         for theirs, parameter in target.named_parameters():

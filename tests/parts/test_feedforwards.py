@@ -1,4 +1,4 @@
-"""Feed-forwards: each activation against its formula, and the shape of the whole."""
+"""Feed-forwards: each activation and each kind against its formula."""
 
 import math
 from collections.abc import Callable

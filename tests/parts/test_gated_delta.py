@@ -21,7 +21,7 @@ def config_of(**fields: Any) -> ModelConfig:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_state_has_one_size(dtype: torch.dtype) -> None:
+def test_the_state_has_a_fixed_size(dtype: torch.dtype) -> None:
     model = heddle.build(config_of(heads=6, key_heads=2, head_dim=5, value_dim=3, conv_kernel=3), dtype=dtype)
     item_size = torch.finfo(dtype).bits // 8
     for cache_length in (None, 9, 5000):
@@ -100,8 +100,8 @@ def test_many_chunks_of_packed_and_padded_rows() -> None:
         torch.testing.assert_close(hidden[row, 130 - length :], alone[0], rtol=0, atol=1e-10)
 
 
-def test_autocast_keeps_the_recurrence_wide() -> None:
-    """Under bfloat16 autocast only projections are narrow, as in a model of bfloat16 weights."""
+def test_autocast_keeps_the_recurrence_in_float32() -> None:
+    """Under bfloat16 autocast only projections run in bfloat16, as in a model with bfloat16 weights."""
     exact = model_under_test(case("delta"))
     tokens = random_tokens(exact.config, 2, 70)
     want = forward_no_grad(exact, tokens)

@@ -1,4 +1,4 @@
-"""The latent attention part: its state, names, scale, the cost of a step, and what it refuses."""
+"""The latent attention part: its state, parameter names, scale, the cost of a step, and errors."""
 
 from typing import Any
 
@@ -84,7 +84,7 @@ def step_flops(context: int, kernel: str | None = None) -> int:
     return total[0]
 
 
-def test_a_step_never_expands_the_tokens_before_it() -> None:
+def test_a_step_does_not_expand_cached_latents() -> None:
     heads, rank, rope, nope, value = 3, 10, 8, 7, 5
     layers, more = 2, 512 - 64
     assert step_flops(512) - step_flops(64) == layers * more * 2 * heads * (2 * rank + rope)
@@ -101,7 +101,7 @@ def test_the_chosen_kernels() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["absorbed", "reference"])
-def test_a_kernel_may_be_forced(kernel: str) -> None:
+def test_a_kernel_can_be_forced(kernel: str) -> None:
     model = model_under_test(config())
     tokens = random_tokens(config(), 2, 9)
     want, _ = forward_in_chunks(model, tokens, [5, 1, 3])
@@ -138,7 +138,7 @@ def test_invalid_fields_are_named(name: str) -> None:
     assert str(error.value).startswith(f"layers[0].{message}")
 
 
-def test_absent_fields_stay_absent() -> None:
+def test_unset_fields_are_not_dumped() -> None:
     data = design(layer({"kind": "latent_attention", "heads": 2, "kv_rank": 8, "nope_dim": 6}))
     mixer = parse_config(ModelConfig, data).dump()["layers"][0]["mixer"]
     assert mixer == {"kind": "latent_attention", "heads": 2, "kv_rank": 8, "nope_dim": 6, "bias": False}

@@ -29,13 +29,13 @@ BEYOND = (
         Layout(torch.arange(9)[None], has_padding=False),
     ],
 )
-def test_a_position_beyond_the_learned_ones_is_refused(layout: Layout | None) -> None:
+def test_a_position_beyond_the_learned_table_is_refused(layout: Layout | None) -> None:
     model = model_under_test(LEARNED)
     with pytest.raises(ConfigError, match=BEYOND):
         forward_no_grad(model, random_tokens(LEARNED, 1 if layout is None else layout.batch, 9), layout)
 
 
-def test_a_state_beyond_the_learned_positions_is_refused() -> None:
+def test_a_state_beyond_the_learned_table_is_refused() -> None:
     model = model_under_test(LEARNED)
     tokens = random_tokens(LEARNED, 1, 9)
     _, state = forward_with_state(model, model.init_state(1), tokens[:, :8])
@@ -43,7 +43,7 @@ def test_a_state_beyond_the_learned_positions_is_refused() -> None:
         forward_with_state(model, state, tokens[:, 8:])
 
 
-def test_packed_documents_may_be_longer_than_the_table_together() -> None:
+def test_packed_documents_may_together_exceed_the_learned_table() -> None:
     forward_no_grad(model_under_test(LEARNED), random_tokens(LEARNED, 1, 12), Layout.packed([[4, 8]]))
 
 
@@ -85,7 +85,7 @@ BASES = [100.0, 100.0, 100.0, 1000000.0, 100.0, 100.0, 100.0, None]
 WINDOWS = [4, 4, 4, None, 4, 4, 4, None]
 
 
-def test_three_local_layers_to_a_global_one_each_with_its_own_base_are_plain_loops() -> None:
+def test_local_and_global_layers_with_different_bases_equal_plain_loops() -> None:
     local = attention(position={"kind": "rope", "base": 100.0}, window=4, kv_heads=2)
     wide = attention(position={"kind": "rope", "base": 1000000.0}, kv_heads=2)
     entries = [layer(local, None, repeat=3), layer(wide, None), layer(local, None, repeat=3)]

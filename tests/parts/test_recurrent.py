@@ -1,4 +1,4 @@
-"""linear_attention and retention against loops over tokens written from the papers; refusals; what a state holds."""
+"""linear_attention and retention against loops over tokens written from the papers; errors; the state."""
 
 import math
 from typing import Any
@@ -61,8 +61,8 @@ MAPS = [("elu", "elu"), ("relu", "relu"), ("relu", "elu"), ("learned", "learned"
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("position", [None, ROPE])
 @pytest.mark.parametrize("maps", MAPS)
-def test_linear_attention_is_its_formula(maps: tuple[str, str], position: Any, causal: bool) -> None:
-    """Every query and key alone: `Σ_j φ(q_i)·ψ(k_j) v_j / Σ_j φ(q_i)·ψ(k_j)`, the rotation in the numerator only."""
+def test_linear_attention_equals_its_formula(maps: tuple[str, str], position: Any, causal: bool) -> None:
+    """Loops over queries and keys: `Σ_j φ(q_i)·ψ(k_j) v_j / Σ_j φ(q_i)·ψ(k_j)`, rotated in the numerator only."""
     fields = {"feature_map": maps[0], "key_feature_map": maps[1], "causal": causal, "position": position}
     mixer = mixer_of(model_of(LINEAR, head_dim=6, value_dim=5, **fields))
     x = torch.randn(1, 9, 24, dtype=torch.float64)
@@ -85,7 +85,7 @@ def test_linear_attention_is_its_formula(maps: tuple[str, str], position: Any, c
     torch.testing.assert_close(got[0], want, rtol=0, atol=1e-12)
 
 
-def test_double_softmax_is_its_formula() -> None:
+def test_double_softmax_equals_its_formula() -> None:
     mixer = mixer_of(model_of(LINEAR, value_dim=5, normalization="double_softmax", causal=False))
     x = torch.randn(1, 9, 24, dtype=torch.float64)
     with torch.no_grad():
@@ -99,7 +99,7 @@ def test_double_softmax_is_its_formula() -> None:
 @pytest.mark.parametrize("gate", [None, "silu", "sigmoid"])
 @pytest.mark.parametrize("decay", [None, "learned", [1.0, 0.9, 0.25]])
 @pytest.mark.parametrize("position", [None, ROPE])
-def test_retention_is_its_formula(position: Any, decay: Any, gate: str | None) -> None:
+def test_retention_equals_its_formula(position: Any, decay: Any, gate: str | None) -> None:
     mixer = mixer_of(model_of(RETENTION, value_dim=5, position=position, decay=decay, gate=gate))
     x = torch.randn(1, 9, 24, dtype=torch.float64)
     with torch.no_grad():
@@ -147,7 +147,7 @@ RECURRENT = [
     ],
 )
 def test_laws_hold_over_many_chunks(law: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The laws' texts are shorter than a chunk; here a chunk holds three tokens, and a group two chunks."""
+    """The laws' texts are shorter than a chunk; here a chunk has three tokens, and a group two chunks."""
     monkeypatch.setattr(chunked_sums, "CHUNK_TOKENS", 3)
     monkeypatch.setattr(chunked_sums, "MAX_PAIRS", 120)
     LAWS[law].check(case(name))
@@ -190,7 +190,7 @@ def test_long_texts_of_opposite_or_huge_tokens_stay_finite(mixer: dict[str, Any]
         ({**RETENTION, "head_dim": 6, "value_dim": 4}, 3 * 6 * 4),
     ],
 )
-def test_a_state_has_one_size_in_at_least_float32(mixer: dict[str, Any], elements: int) -> None:
+def test_the_state_has_a_fixed_size_and_at_least_float32(mixer: dict[str, Any], elements: int) -> None:
     config = parse_config(ModelConfig, design(layer(mixer)))
     for dtype in (torch.float32, torch.bfloat16):
         for context in (16, 100_000):
@@ -217,7 +217,7 @@ def test_padding_does_not_decay_the_state() -> None:
     torch.testing.assert_close(hidden[positions >= 0], want[0], rtol=0, atol=1e-12)
 
 
-def test_rolling_back_is_refused() -> None:
+def test_rollback_is_refused() -> None:
     for mixer in (LINEAR, RETENTION):
         with pytest.raises(ConfigError, match="a recurrence cannot roll back"):
             new_state(model_of(mixer), 1, rollback=2)
@@ -234,7 +234,7 @@ def test_rolling_back_is_refused() -> None:
         ({"head_dim": 5, "position": ROPE}, r"position\.rotary_dim: 5 dims of 5 cannot be rotated in pairs"),
     ],
 )
-def test_linear_attention_refuses(fields: dict[str, Any], message: str) -> None:
+def test_errors_of_linear_attention(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^layers\[0\]\.mixer\.{message}"):
         heddle.load_config(design(layer({**LINEAR, **fields})))
 
@@ -249,7 +249,7 @@ def test_linear_attention_refuses(fields: dict[str, Any], message: str) -> None:
         (0.5, "decay: expected a list"),
     ],
 )
-def test_retention_refuses(decay: Any, message: str) -> None:
+def test_errors_of_retention(decay: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^layers\[0\]\.mixer\.{message}"):
         heddle.load_config(design(layer({**RETENTION, "decay": decay})))
 

@@ -93,7 +93,7 @@ def norm(x: Array, gain: Array) -> Array:
 
 
 def serial(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth: int) -> Array:
-    """The kinds with one stream, branch after branch."""
+    """The kinds with a single stream and sequential branches."""
     for index in range(depth):
         for branch in names:
             f, gain = PLAIN[branch], weights[f"layers.{index}.norms.{branch}.weight"]
@@ -140,7 +140,7 @@ def balanced(logits: Array, iterations: int) -> Array:
 
 
 def hyper(x: Array, weights: Weights, names: tuple[str, ...], depth: int) -> Array:
-    """Xie et al. 2025, token by token; φ, b and α as the paper writes them, the constants in b."""
+    """Xie et al. 2025, token by token; with φ, b and α of the paper, and the constants included in b."""
     n = KINDS["hyper_connections"]["streams"]
     streams = np.stack([x] * n, axis=2)
     rows, length = x.shape[:2]
@@ -184,7 +184,7 @@ def check(name: str, names: tuple[str, ...] = NAMES) -> None:
 
 @pytest.mark.parametrize("names", [NAMES, ("mixer",), ("feedforward",)], ids="+".join)
 @pytest.mark.parametrize("name", KINDS)
-def test_formula(name: str, names: tuple[str, ...]) -> None:
+def test_stack_equals_its_formula(name: str, names: tuple[str, ...]) -> None:
     check(name, names)
 
 
@@ -315,6 +315,6 @@ def test_a_training_step_makes_the_streams_differ() -> None:
 
 
 @pytest.mark.parametrize("field", [{"streams": 1}, {"streams": 65}, {"iterations": 0}])
-def test_hyper_connections_refuse(field: dict[str, int]) -> None:
+def test_errors_of_hyper_connections(field: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(field))):
         config("hyper_connections", **field)

@@ -40,7 +40,7 @@ def rope(dim: int, base: float, fields: dict[str, Any]) -> Rope:
 
 
 @pytest.mark.parametrize("name", YARNS)
-def test_yarn_is_that_of_transformers(name: str) -> None:
+def test_yarn_equals_that_of_transformers(name: str) -> None:
     dim, base, fields = YARNS[name]
     theirs, factor = reference.scaled("yarn", (dim, base), fields)
     mine = rope(dim, base, fields)
@@ -56,14 +56,14 @@ def test_yarn_is_that_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", YARNS)
-def test_yarn_is_what_the_paper_says(name: str) -> None:
-    """A pair that turns beta_fast times keeps its frequency, one that turns beta_slow times is slowed by the factor."""
+def test_yarn_equals_the_formula_of_the_paper(name: str) -> None:
+    """A pair with beta_fast rotations keeps its frequency; one with beta_slow rotations is slowed by the factor."""
     dim, base, fields = YARNS[name]
     factor, length = fields["factor"], fields["original_length"]
     for index, theta in enumerate(rope(dim, base, fields).scaled_frequencies(1).inv_freq):
         plain = base ** (-2 * index / dim)
         assert plain / factor * (1 - 1e-12) <= theta <= plain * (1 + 1e-12)
-        near = dim / math.log(base)  # one pair to either side is rounded to
+        near = dim / math.log(base)  # rounding may move the bounds by one pair
         slack = math.exp(2 / near)
         turns = length * plain / (2 * math.pi)
         if turns > fields.get("beta_fast", 32.0) * slack:
@@ -72,7 +72,7 @@ def test_yarn_is_what_the_paper_says(name: str) -> None:
             assert theta == pytest.approx(plain / factor, rel=1e-12)
 
 
-def test_only_a_latent_mixer_multiplies_its_scores() -> None:
+def test_only_a_latent_mixer_scales_its_scores() -> None:
     dim, base, fields = YARNS["unlike factors"]
     growth = [0.1 * strength * math.log(3.0) + 1.0 for strength in (1.3, 0.6)]
     table = rope(dim, base, fields)
@@ -113,7 +113,7 @@ def test_contradicting_fields_are_refused(fields: dict[str, Any], message: str) 
         ({"base": 1.0}, "base: 1.0 makes no pair slower than the first, so there is nothing to scale; raise it"),
     ],
 )
-def test_a_rotation_that_cannot_be_scaled_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_frequencies_that_cannot_be_scaled_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_config(RopeConfig, {"scaling": GOOD, **fields})
     assert str(error.value).startswith(message)

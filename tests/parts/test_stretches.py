@@ -19,7 +19,7 @@ from tests.parity import reference
 
 
 def rope(kind: str, sizes: tuple[int, float], fields: dict[str, Any], dim: int | None = None) -> Rope:
-    """A rotation of heads of (width, base)."""
+    """A rotary embedding for heads of (width, base)."""
     scaling = {"kind": kind, **fields}
     rotary_dim = {} if dim is None else {"rotary_dim": dim}
     return parse_config(RopeConfig, {"base": sizes[1], "scaling": scaling, **rotary_dim}).build(sizes[0])
@@ -39,7 +39,7 @@ FIXED: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("part", [1.0, 0.5, 0.25])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("kind", "fields"), FIXED)
-def test_tables_are_those_of_transformers(
+def test_tables_equal_those_of_transformers(
     kind: str, fields: dict[str, Any], sizes: tuple[int, float], part: float
 ) -> None:
     theirs, factor = reference.scaled(kind, sizes, fields, part=part)
@@ -53,7 +53,7 @@ def test_tables_are_those_of_transformers(
 @pytest.mark.parametrize("part", [1.0, 0.5])
 @pytest.mark.parametrize("length", [1, 99, 100, 101, 250, 4000])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_dynamic_ntk_is_that_of_transformers(sizes: tuple[int, float], length: int, part: float) -> None:
+def test_dynamic_ntk_equals_that_of_transformers(sizes: tuple[int, float], length: int, part: float) -> None:
     fields = {"factor": 3.0, "original_length": 100}
     theirs, _ = reference.scaled("dynamic", sizes, fields, length, part)
     mine = rope("ntk", sizes, fields, int(sizes[0] * part))
@@ -62,7 +62,7 @@ def test_dynamic_ntk_is_that_of_transformers(sizes: tuple[int, float], length: i
 
 @pytest.mark.parametrize("factor", [1.0, 2.0, 8.0])
 @pytest.mark.parametrize(("dim", "base"), SIZES)
-def test_fixed_ntk_is_another_base(dim: int, base: float, factor: float) -> None:
+def test_fixed_ntk_changes_the_base(dim: int, base: float, factor: float) -> None:
     larger_base = base * factor ** (dim / (dim - 2))
     inv_freq = rope("ntk", (dim, base), {"factor": factor}).scaled_frequencies(1).inv_freq
     assert list(inv_freq) == pytest.approx([larger_base ** (-2 * i / dim) for i in range(dim // 2)], rel=1e-12)
@@ -80,7 +80,7 @@ LONGROPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("part", [1.0, 0.75])
 @pytest.mark.parametrize("length", [1, 4096, 4097])
 @pytest.mark.parametrize("name", LONGROPES)
-def test_longrope_is_that_of_transformers(name: str, length: int, part: float) -> None:
+def test_longrope_equals_that_of_transformers(name: str, length: int, part: float) -> None:
     sizes, pairs = (32, 10000.0), int(16 * part)
     lists = {"short_factor": [1.0 + i / 40 for i in range(pairs)], "long_factor": [1.1 * 1.2**i for i in range(pairs)]}
     fields = {"original_length": 4096, **lists, **LONGROPES[name]}
@@ -106,8 +106,8 @@ def with_scaling(scaling: dict[str, Any], **fields: Any) -> ModelConfig:
 
 @pytest.mark.parametrize("length", [11, 12, 13, 40])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_a_state_rotates_as_a_text_of_its_cache_length(name: str, length: int) -> None:
-    """Below and above the switch and for any chunks: the same as the whole text of that length."""
+def test_a_state_uses_the_frequencies_of_its_cache_length(name: str, length: int) -> None:
+    """Below and above the switch, for any chunks: equal to one call on a text of that length."""
     config = with_scaling(LENGTHS[name])
     model = model_under_test(config)
     tokens = random_tokens(config, 2, length)
@@ -121,7 +121,7 @@ def test_a_state_rotates_as_a_text_of_its_cache_length(name: str, length: int) -
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_a_longer_cache_rotates_a_short_text_as_a_long_one(name: str) -> None:
+def test_a_longer_cache_uses_the_frequencies_of_a_long_text(name: str) -> None:
     config = with_scaling(LENGTHS[name])
     model = model_under_test(config)
     tokens = random_tokens(config, 1, 20)
@@ -135,7 +135,7 @@ def test_a_longer_cache_rotates_a_short_text_as_a_long_one(name: str) -> None:
     assert_close(hidden[:1], forward_no_grad(model, tokens)[:, 8:], "a fork keeps the cache length")
 
 
-def test_the_longest_packed_document_sets_the_length() -> None:
+def test_the_longest_packed_document_decides() -> None:
     config = with_scaling(LONG)
     model = model_under_test(config)
     tokens = random_tokens(config, 1, 20)
@@ -155,8 +155,8 @@ def test_a_state_without_a_cache_length_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("steps", [4, 9])
-def test_generation_declares_prompt_and_new_tokens(name: str, steps: int) -> None:
-    """Five tokens and four or nine more: what is read ends before or behind the switch, and chooses for all of it."""
+def test_generation_decides_by_prompt_and_new_tokens(name: str, steps: int) -> None:
+    """Five tokens, then four or nine more: the final length is below or above the switch and decides for all tokens."""
     model = heddle.build(with_scaling(LENGTHS[name]), dtype=torch.float64)
     prompt = random_tokens(model.config, 1, 5)
     tokens, state = prompt, model.init_state(1, 5 + steps - 1)
@@ -171,7 +171,7 @@ def test_generation_declares_prompt_and_new_tokens(name: str, steps: int) -> Non
 
 
 def phi3() -> tuple[Any, dict[str, Any]]:
-    """A random Phi-3 whose switch is at 12 tokens, and our design of it."""
+    """A random Phi-3 that switches factors at 12 tokens, and heddle's design of it."""
     fields = {**THREE, "original_length": 12}
     model = reference.theirs(
         "phi3",
@@ -192,7 +192,7 @@ def phi3() -> tuple[Any, dict[str, Any]]:
 
 
 def split(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Phi-3's joined projections, apart and under Llama's names."""
+    """Phi-3's fused projections, split and under the names of Llama."""
     renamed = {}
     for name, value in weights.items():
         if "qkv_proj" in name:
@@ -207,7 +207,7 @@ def split(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("length", [7, 12, 13, 30])
-def test_phi3_on_both_sides_of_the_switch(length: int) -> None:
+def test_phi3_below_and_above_the_switch(length: int) -> None:
     model, design = phi3()
     mine = reference.ours(design, model, split)
     tokens, _, _ = reference.left_padded([length])

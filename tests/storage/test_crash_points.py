@@ -1,4 +1,4 @@
-"""A save that dies, fails or loses what was not synced, at every one of its calls: old or new is read, whole."""
+"""A save that dies, fails or loses unsynced data at any call: a load reads the complete old or new content."""
 
 import errno
 import itertools
@@ -24,7 +24,7 @@ def save(path: Path) -> None:
 
 
 class TrialFolder:
-    """A folder `run/last` in three versions: absent, old content and new content, put back before each trial."""
+    """A folder `run/last` in three versions: absent, old content and new content, restored before each trial."""
 
     def __init__(self, root: Path):
         with standing_in(System()):
@@ -66,7 +66,7 @@ def die(trial: TrialFolder, save: Save, at: int, how: str) -> System:
 
 
 def fault_after_crash(trial: TrialFolder, replacing: bool) -> str | None:
-    """What is fault with what a loader finds now, and with the next save; None if nothing."""
+    """The fault that a load or the next save has after a crash; None if both work."""
     try:
         current = state(trial.path)
     except CheckpointError as error:
@@ -81,9 +81,9 @@ def fault_after_crash(trial: TrialFolder, replacing: bool) -> str | None:
 
 
 def crash_faults(trial: TrialFolder, save: Save, replacing: bool) -> Iterator[str]:
-    """Every crash point at which something is lost: (call, how, names lost, data lost)."""
+    """A message for every crash point with a fault: the call, when it died, and what was lost."""
     trace = calls(trial, replacing, save)
-    for at, name in reversed(list(enumerate(trace, start=1))):  # the renames, where faults show, come late
+    for at, name in reversed(list(enumerate(trace, start=1))):  # last calls first: faults show at the renames
         for how in ("before", "half", "after") if name == "write" else ("before", "after"):
             trial.reset(replacing)
             system = die(trial, save, at, how)
@@ -117,7 +117,7 @@ def test_dying_again_while_recovering_leaves_old_or_new(trial: TrialFolder) -> N
 
 
 def in_place(path: Path) -> None:
-    """Planted: the files are written where they belong at once."""
+    """Planted: the files are written directly into the target folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(atomic, "replace_folder", lambda staged, folder: None)
         patch.setattr(atomic, "leftover_path", lambda path, role: path)
@@ -149,7 +149,7 @@ def unsynced_names(path: Path) -> None:
 
 
 def old_removed_first(path: Path) -> None:
-    """Planted: the old folder is deleted to make room."""
+    """Planted: the old folder is deleted before the rename."""
     install = atomic.replace_folder
 
     def remove_and_install(staged: Path, folder: Path) -> None:
@@ -164,11 +164,13 @@ def old_removed_first(path: Path) -> None:
 @pytest.mark.parametrize(
     "planted", [in_place, unsynced_files, unsynced_files_of_the_folder, unsynced_names, old_removed_first]
 )
-def test_careless_writers_are_caught(trial: TrialFolder, planted: Save) -> None:
+def test_planted_writers_are_caught(trial: TrialFolder, planted: Save) -> None:
     assert next(crash_faults(trial, planted, True), None) is not None
 
 
-def test_a_loader_that_does_not_look_aside_is_caught(trial: TrialFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_that_ignores_the_displaced_folder_is_caught(
+    trial: TrialFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(atomic, "find_folder", lambda folder: folder)
     assert next(crash_faults(trial, save, True), None) is not None
 
@@ -176,7 +178,7 @@ def test_a_loader_that_does_not_look_aside_is_caught(trial: TrialFolder, monkeyp
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("replacing", [False, True])
-def test_a_failing_call_is_a_machine_error_and_nothing_is_lost(
+def test_a_failing_call_raises_machine_error_and_loses_nothing(
     trial: TrialFolder, replacing: bool, persistent: bool, code: int
 ) -> None:
     messages = []
@@ -190,7 +192,7 @@ def test_a_failing_call_is_a_machine_error_and_nothing_is_lost(
                 messages.append(str(error))
                 allowed = trial.allowed(replacing) if persistent else trial.allowed(replacing)[:1]
         assert state(trial.path) in allowed, (at, name)
-        if not persistent and name not in ("unlink", "rmdir", "listdir"):  # a removal that fails leaves its object
+        if not persistent and name not in ("unlink", "rmdir", "listdir"):  # a failed removal leaves a file
             assert set(os.listdir(trial.run)) <= {"last"}, (at, name)
         assert fault_after_crash(trial, replacing) is None, (at, name)
     assert len(messages) > 15
@@ -224,7 +226,7 @@ def test_an_interrupt_restores_the_old_folder(trial: TrialFolder) -> None:
         assert fault_after_crash(trial, True) is None
 
 
-def test_others_content_is_refused_and_left(tmp_path: Path) -> None:
+def test_unknown_content_is_refused_and_stays(tmp_path: Path) -> None:
     own = tmp_path / "own"
     written(own, 1)
     (own / "notes.txt").write_text("mine")
@@ -262,7 +264,7 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
     assert state(tmp_path / "empty") is not None
 
 
-def test_work_of_a_living_process_is_left(tmp_path: Path) -> None:
+def test_temporary_files_of_a_live_process_stay(tmp_path: Path) -> None:
     living = tmp_path / f".model.tmp-{os.getppid()}-00000000"
     living.mkdir()
     dead = tmp_path / ".model.tmp-4194305-00000000"  # above the largest process number of Linux

@@ -1,9 +1,9 @@
-"""llama.cpp from its npm build, for tests and documentation: put beside this file once, and run on GGUF files.
+"""llama.cpp from its npm build, for tests and documentation: installed next to this file once, and run on GGUF files.
 
-    python -m tools.llama_cpp.runner                              installs it, if it is not there
-    python -m tools.llama_cpp.runner FILE.gguf PROMPT TOKENS      goes on with a prompt, greedily
+    python -m tools.llama_cpp.runner                              install it if necessary
+    python -m tools.llama_cpp.runner FILE.gguf PROMPT TOKENS      continue a prompt greedily
 
-No package of a graphics card is taken, no script of a package is run, and nothing is compiled.
+No GPU packages are installed, no scripts of packages are run, and nothing is compiled.
 """
 
 import fcntl
@@ -22,46 +22,46 @@ MACHINES = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "arm64": "arm64
 
 
 class LlamaCppMissing(RuntimeError):
-    """It is not there and cannot be installed; the message says what to do."""
+    """llama.cpp is not installed and cannot be. The message says what to do."""
 
 
 def install() -> None:
-    """Put llama.cpp into node_modules of this folder, once. Raises LlamaCppMissing."""
-    wanted = f"{NAME}@{version()} {_machine()}\n"
+    """Install llama.cpp into node_modules of this folder if it is not there. Raises LlamaCppMissing."""
+    package = f"{NAME}@{version()} {_machine()}\n"
     receipt = HERE / "node_modules" / "receipt"
-    if receipt.is_file() and receipt.read_text(encoding="utf-8") == wanted:
+    if receipt.is_file() and receipt.read_text(encoding="utf-8") == package:
         return
     for program in ("node", "npm"):
         if shutil.which(program) is None:
             raise LlamaCppMissing(f"{program} is missing, so llama.cpp cannot be run; install Node.js 20 or newer")
-    with (HERE / "package.json").open() as lock:  # several test processes may come here at once
+    with (HERE / "package.json").open() as lock:  # several test processes may install at the same time
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if receipt.is_file() and receipt.read_text(encoding="utf-8") == wanted:
+        if receipt.is_file() and receipt.read_text(encoding="utf-8") == package:
             return
         command = ["npm", "install", "--ignore-scripts", "--omit=optional", "--no-package-lock", "--no-save",
                    "--no-audit", "--no-fund", f"@{NAME}/{_machine()}@{version()}"]  # fmt: skip
-        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise LlamaCppMissing(f"npm could not install {NAME} {version()}: {done.stderr.strip()}")
-        receipt.write_text(wanted, encoding="utf-8")
+        process = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
+        if process.returncode:
+            raise LlamaCppMissing(f"npm could not install {NAME} {version()}: {process.stderr.strip()}")
+        receipt.write_text(package, encoding="utf-8")
 
 
 def version() -> str:
     """The version of the npm build."""
-    found: str = json.loads((HERE / "package.json").read_text(encoding="utf-8"))["dependencies"][NAME]
-    return found
+    dependency_version: str = json.loads((HERE / "package.json").read_text(encoding="utf-8"))["dependencies"][NAME]
+    return dependency_version
 
 
 def run(model: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What llama.cpp answers; see generate.mjs for the fields. Raises LlamaCppMissing, or RuntimeError as it says."""
+    """The results of llama.cpp; generate.mjs lists the fields. Raises LlamaCppMissing, or RuntimeError if it fails."""
     install()
     request = json.dumps({"model": str(Path(model).resolve()), "runs": runs})
     command = ["node", str(HERE / "generate.mjs")]
-    done = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
-    if done.returncode or not done.stdout:
-        raise RuntimeError(f"llama.cpp failed on {model}: {done.stderr.strip()[-2000:]}")
-    answers: list[dict[str, Any]] = json.loads(done.stdout)
-    return answers
+    process = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
+    if process.returncode or not process.stdout:
+        raise RuntimeError(f"llama.cpp failed on {model}: {process.stderr.strip()[-2000:]}")
+    results: list[dict[str, Any]] = json.loads(process.stdout)
+    return results
 
 
 def _machine() -> str:

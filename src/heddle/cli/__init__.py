@@ -1,1 +1,1 @@
-"""Floor 5: the command line, one file a verb."""
+"""The command line: one file per command."""

@@ -43,7 +43,7 @@ def compare(  # noqa: PLR0913 - one parameter per option
     vary: Annotated[
         list[str] | None,
         typer.Option(
-            "--vary", metavar="FIELD=VALUE,VALUE", help="Train a variant per value; repeated: per combination."
+            "--vary", metavar="FIELD=VALUE,VALUE", help="Train one design per value; repeat for every combination."
         ),
     ] = None,
     baseline: Annotated[
@@ -63,9 +63,11 @@ def compare(  # noqa: PLR0913 - one parameter per option
         int | None, typer.Option("--tokens", metavar="N", help="Training tokens of each run. [100000]")
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option("--seconds", metavar="X", help="Or training time of each run, in seconds.")
+        float | None, typer.Option("--seconds", metavar="X", help="Or the training time of each run.")
     ] = None,
-    flops: Annotated[float | None, typer.Option("--flops", metavar="X", help="Or training FLOPs of each run.")] = None,
+    flops: Annotated[
+        float | None, typer.Option("--flops", metavar="X", help="Or the training FLOPs of each run.")
+    ] = None,
     seeds: Annotated[
         int, typer.Option("--seeds", metavar="N", help="Runs of each design, with random seeds 0 to N-1.")
     ] = 3,
@@ -149,7 +151,7 @@ def compare(  # noqa: PLR0913 - one parameter per option
 
 
 def _budget(tokens: int | None, seconds: float | None, flops: float | None) -> tuple[str, float]:
-    """The kind and the amount of training that each run gets."""
+    """The unit of the training budget ("tokens", "seconds" or "flops") and its amount, for each run."""
     options = {"tokens": tokens, "seconds": seconds, "flops": flops}
     budgets: dict[str, float] = {kind: value for kind, value in options.items() if value is not None}
     if len(budgets) > 1:
@@ -162,7 +164,7 @@ def _budget(tokens: int | None, seconds: float | None, flops: float | None) -> t
 
 
 def _equalize(entries: Any, baseline: str, kind: str, vocabulary: Path | int, sequence_length: int) -> Any:
-    """The entries, with widths for which all designs have the same size."""
+    """The entries with new widths, such that all designs have the same size."""
     from heddle.analysis.comparison.equal_size import equalize_sizes
     from heddle.tokenization.tokenizer import Tokenizer
 
@@ -173,7 +175,7 @@ def _equalize(entries: Any, baseline: str, kind: str, vocabulary: Path | int, se
 
 
 def _check(plan: "ComparisonPlan") -> None:
-    """Raises ConfigError for a setting that no training accepts, before any training starts."""
+    """Raise ConfigError for a setting that training would refuse, before any training starts."""
     from heddle.training.settings import Settings
 
     Settings(
@@ -189,6 +191,6 @@ def _check(plan: "ComparisonPlan") -> None:
     )
     multiple = plan.max_length_multiple
     if multiple < 1 or multiple & (multiple - 1):
-        raise ConfigError(f"--extrapolate {multiple}: must be a power of two; 1 tests no longer text")
+        raise ConfigError(f"--extrapolate {multiple}: must be a power of two; 1 turns the test off")
     if min(plan.speed_contexts) < 1:
         raise ConfigError("--speed-context-length: must be at least 1")

@@ -27,7 +27,7 @@ def export(
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Write a model in the format of its family, such as Llama, or else as heddle's own class; prints which and why.
+    """Write a model in the format of its family, such as Llama, or of heddle's own class; prints which one and why.
 
     OUT is written whole or not at all.
     """

@@ -21,7 +21,7 @@ def inspect(  # noqa: PLR0913 - one parameter per option
     part: PartFile = None,
     quiet: Quiet = False,
 ) -> None:
-    """Plot the attention maps of every layer and head on a text; the page is one file and loads nothing."""
+    """Plot the attention maps of every layer and head on a text, as one HTML file that works offline."""
     if not text:
         raise ConfigError("--text: is empty; give some words")
     with ExitStack() as stack:

@@ -44,7 +44,7 @@ Kernel = Annotated[
 OptimizerName = Annotated[str, typer.Option("--optimizer", metavar="NAME", help="adamw or muon.")]
 Schedule = Annotated[str, typer.Option("--schedule", metavar="NAME", help="wsd, cosine or linear.")]
 Warmup = Annotated[
-    int | None, typer.Option("--warmup", metavar="N", help="Warmup steps. [a twentieth of --steps, at least 10]")
+    int | None, typer.Option("--warmup", metavar="N", help="Warmup steps. [a twentieth of the steps, at least 10]")
 ]
 LrScale = Annotated[
     list[str] | None,

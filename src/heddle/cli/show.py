@@ -1,7 +1,6 @@
 """`heddle show`: the layers, parameters and costs of a design, measured on a model without weights."""
 
 import json
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +13,7 @@ from heddle.cli.options import (
     PartFile,
     Precision,
     dtype_of,
-    open_session,
+    parse_kernels,
     with_vocab_size,
 )
 from heddle.errors import ConfigError
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from heddle.model.config import ModelConfig
-    from heddle.model.size import Size
 
 CONTEXT_LENGTHS = [2048, 8192, 32768, 131072]
 
@@ -40,7 +38,7 @@ def show(  # noqa: PLR0913 - one parameter per option
     batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", help="Sequences in the batch.")] = 1,
     encoder_length: Annotated[
         int | None,
-        typer.Option("--encoder-length", metavar="N", help="Tokens cross-attention reads. [the context length]"),
+        typer.Option("--encoder-length", metavar="N", help="Tokens that cross-attention reads. [the context length]"),
     ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of designs, for editors.")] = False,
     device: Device = "auto",
@@ -50,22 +48,30 @@ def show(  # noqa: PLR0913 - one parameter per option
     as_json: Json = False,
 ) -> None:
     """Print a design's layers, parameters, FLOPs and state size, and the kernel of each operation with the reasons."""
-    with ExitStack() as stack:
-        runtime = open_session(stack, device=device, kernels=kernel, parts=part)
-        if schema:
-            from heddle.model.schema import schema as make_schema
+    from heddle.config import load_part
 
-            print(json.dumps(make_schema(), indent=2))
-            return
-        if design is None:
-            raise ConfigError("DESIGN: is missing; give a file, preset:NAME or a checkpoint folder")
-        context_lengths = context_length or CONTEXT_LENGTHS
-        if min(context_lengths) < 1 or batch_size < 1 or (encoder_length is not None and encoder_length < 1):
-            raise ConfigError("show: --context-length, --batch-size and --encoder-length must be at least 1")
-        from heddle.model.load_config import load_config
+    for file in part or []:
+        load_part(file)
+    if schema:
+        from heddle.model.schema import schema as make_schema
 
-        config = with_vocab_size(load_config(design, overrides or []), DEFAULT_VOCAB_SIZE)
-        facts = measure(config, context_lengths, batch_size, dtype_of(precision), runtime.device, encoder_length)
+        print(json.dumps(make_schema(), indent=2))
+        return
+    if design is None:
+        raise ConfigError("DESIGN: is missing; give a file, preset:NAME or a checkpoint folder")
+    context_lengths = context_length or CONTEXT_LENGTHS
+    if min(context_lengths) < 1 or batch_size < 1 or (encoder_length is not None and encoder_length < 1):
+        raise ConfigError("show: --context-length, --batch-size and --encoder-length must be at least 1")
+    from heddle.model.load_config import load_config, read_design
+
+    data = read_design(design, overrides or [])  # a design that is too large is refused before torch is imported
+    from heddle.numerics.kernels import kernels
+    from heddle.runtime import resolve_device
+
+    with kernels(**parse_kernels(kernel)):
+        config = with_vocab_size(load_config(data), DEFAULT_VOCAB_SIZE)
+        device_name = resolve_device(device)
+        facts = measure(config, context_lengths, batch_size, dtype_of(precision), device_name, encoder_length)
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
@@ -82,16 +88,17 @@ def measure(
 ) -> dict[str, Any]:
     """Everything `show` prints, as plain data. encoder_length None: as many tokens as each context."""
     from heddle.exchange.family_match import match_report
-    from heddle.model.size import kernel_choices, size
+    from heddle.model.size import build_distinct_layers, measure_kernel_choices, measure_size
 
-    sizes = [size(config, length, batch_size, dtype, encoder_length) for length in context_lengths]
-    first: Size = sizes[0]
+    model = build_distinct_layers(config, dtype)
+    sizes = [measure_size(model, length, batch_size, encoder_length) for length in context_lengths]
+    first = sizes[0]
     phases = {"training": (context_lengths[0], -1), "decode": (1, context_lengths[0])}
     kernels = {}
     for phase, (queries, cached_tokens) in phases.items():
         if cached_tokens >= 0 and first.state_bytes == 0:
             continue
-        counts = kernel_choices(config, queries, cached_tokens, dtype, device, encoder_length)
+        counts = measure_kernel_choices(model, queries, cached_tokens, device, encoder_length)
         kernels[phase] = [
             {
                 "operation": choice.operation,

@@ -156,7 +156,7 @@ def sample_text(model: Decoder, tokenizer: TokenizerProtocol, sequence_length: i
 
 
 def prefix(model: Decoder, text: str | Sequence[int], tokenizer: TokenizerProtocol | None = None) -> Prefix:
-    """Read once what many prompts begin with, for `generate(prefix=...)`: a string with a tokenizer, or tokens.
+    """Read the beginning of many prompts once, for `generate(prefix=...)`: a string with a tokenizer, or tokens.
 
     The new text is the same as with these tokens at the start of each prompt. The prefix is valid while the model's
     weights stay as they are. Raises ConfigError for no tokens, or tokens outside the model's vocabulary.
@@ -169,16 +169,20 @@ def prefix(model: Decoder, text: str | Sequence[int], tokenizer: TokenizerProtoc
 
 
 def _check_compatible(
-    model: Decoder, temperature: float, before: Prefix | None, num_beams: int, speculative: SpeculativeConfig | None
+    model: Decoder,
+    temperature: float,
+    shared_prefix: Prefix | None,
+    num_beams: int,
+    speculative: SpeculativeConfig | None,
 ) -> None:
-    """Raises ConfigError for settings that cannot be combined."""
+    """Raise ConfigError for settings that cannot be combined."""
     if num_beams < 1:
         raise ConfigError(f"num_beams {num_beams}: must be at least 1")
     if num_beams > 1 and temperature != 0.0:
         raise ConfigError(f"num_beams {num_beams}: beam search does not sample; leave temperature at 0")
     if num_beams > 1 and speculative is not None:
         raise ConfigError(f"num_beams {num_beams}: beam search takes no draft_model; leave out one of the two")
-    if before is not None and before.model is not model:
+    if shared_prefix is not None and shared_prefix.model is not model:
         raise ConfigError("prefix: was read by another model; read it with this one")
     if speculative is not None:
         speculative.check(model)
@@ -188,15 +192,15 @@ def _prompt_ids(
     model: Decoder,
     prompts: Sequence[str] | Sequence[Sequence[int]],
     tokenizer: TokenizerProtocol | None,
-    before: Prefix | None,
+    shared_prefix: Prefix | None,
 ) -> list[list[int]]:
     """The tokens of each prompt, the prefix included."""
     if tokenizer is None:
         if any(isinstance(prompt, str) for prompt in prompts):
             raise ConfigError("prompts: are strings; give the tokenizer too, or lists of tokens")
-        prefix_tokens = [] if before is None else [*before.tokens]
+        prefix_tokens = [] if shared_prefix is None else [*shared_prefix.tokens]
         return [validate_prompt([*prefix_tokens, *map(int, prompt)], model) for prompt in prompts]
-    first_tokens: Sequence[int] = tokenizer.bos_ids if before is None else before.tokens
+    first_tokens: Sequence[int] = tokenizer.bos_ids if shared_prefix is None else shared_prefix.tokens
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) != len(prompts):
         raise ConfigError("prompts: with a tokenizer every prompt is a string; leave the tokenizer out for tokens")
@@ -204,7 +208,7 @@ def _prompt_ids(
 
 
 def _encode_after(tokenizer: TokenizerProtocol, first_tokens: Sequence[int], text: str) -> list[int]:
-    """The first tokens, then the text's. If there are none at all, an end token, as after an earlier text."""
+    """The first tokens and the text's tokens. If both are empty, an end token: in training it precedes each text."""
     return [*first_tokens, *tokenizer.encode(text)] or tokenizer.eos_ids[:1]
 
 

@@ -1,4 +1,4 @@
-"""Prefill: read all prompts in one call, whatever their lengths. Tokens that every prompt begins with are read once."""
+"""Prefill: read prompts of any lengths in one call. Tokens that every prompt begins with are read only once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def prefill(runner: ModelRunner, request: GenerationRequest, rollback: int = 0) 
 
 
 def prefill_prefix(model: Decoder, tokens: Sequence[int]) -> Prefix:
-    """Read the tokens that the prompts of many calls begin with. Its state declares no length: it grows as needed."""
+    """Read the tokens that the prompts of many calls begin with. Its state has no cache_length: it grows."""
     if model.length_dependent:
         raise ConfigError(
             f"prefix: {LENGTH_DEPENDENT}, which is not known before the prompts; put its tokens before each prompt"

@@ -1,4 +1,4 @@
-"""Choosing the next token: greedy, or sampled after temperature, top-k and top-p (Holtzman et al. 2020)."""
+"""Choose the next token: greedy, or sampled after temperature, top-k and top-p (Holtzman et al. 2020)."""
 
 import math
 from dataclasses import dataclass

@@ -45,7 +45,7 @@ class SpeculativeConfig:
     on_round: Callable[[SpeculativeRound], None] | None = None
 
     def check(self, model: Decoder) -> None:
-        """Raises ConfigError if the draft model cannot propose tokens for the model."""
+        """Raise ConfigError if the draft model cannot propose tokens for the model."""
         if self.speculative_tokens < 1:
             raise ConfigError(f"speculative_tokens {self.speculative_tokens}: must be at least 1")
         draft_size, model_size = self.draft_model.embed.weight.shape[0], model.embed.weight.shape[0]

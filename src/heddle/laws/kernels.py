@@ -122,7 +122,9 @@ def _routers(model: Decoder) -> list[nn.Module]:
 def _record_router_outputs(model: Decoder) -> Iterator[list[Tensor]]:
     """Collect the output of each router within the block, in one call."""
     outputs: list[Tensor] = []
-    handles = [router.register_forward_hook(lambda *arguments: outputs.append(arguments[2])) for router in _routers(model)]
+    handles = [
+        router.register_forward_hook(lambda *arguments: outputs.append(arguments[2])) for router in _routers(model)
+    ]
     yield outputs
     for handle in handles:
         handle.remove()

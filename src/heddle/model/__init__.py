@@ -1,1 +1,1 @@
-"""Floor 3: the model, the only place that knows there is more than one layer."""
+"""The model: the only place that knows there is more than one layer."""

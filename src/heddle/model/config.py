@@ -10,15 +10,13 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from heddle.config import Config, PositiveFloat, PositiveInt, Probability, Width, refuse
+from heddle.model.limits import MAX_DISTINCT_LAYERS, too_many_layers
 from heddle.parts.context.build import BuildContext
 from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import AdditivePositionConfig
 from heddle.parts.residuals import ResidualConfig
-
-MAX_LAYERS = 4096
-MAX_DISTINCT_LAYERS = 1024
 
 
 class EmbeddingConfig(Config):
@@ -109,8 +107,8 @@ class ModelConfig(Config):
     def _check(self) -> Self:
         if not self.layers:
             refuse("layers", "is empty; name at least one layer")
-        if self.depth > MAX_LAYERS:
-            refuse("layers", f"stands for {self.depth} layers; at most {MAX_LAYERS} are built")
+        if reason := too_many_layers(self.depth):
+            refuse("layers", reason)
         if len(self.distinct_layers) > MAX_DISTINCT_LAYERS:
             reason = f"has {len(self.distinct_layers)} different layers; at most {MAX_DISTINCT_LAYERS} are built"
             refuse("layers", reason)

@@ -1,142 +1,62 @@
 """Read a design: from a YAML, TOML or JSON file, `preset:NAME`, a checkpoint folder, or a dict.
 
-YAML is read by its 1.2 core rules: `1e-4` is a number, `off` and `1:30` are text, `010` is ten. A repeated key is an
-error.
+Modules that take long to import, such as torch, are imported only when a design needs them.
 """
 
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import TYPE_CHECKING, Any
 
 from heddle.config import Config, DesignError, field_class, fields_of, parse_config
 from heddle.errors import ConfigError
-from heddle.model.config import MAX_LAYERS, ModelConfig
+from heddle.model.limits import check_limits
 from heddle.model.presets import preset
 
+if TYPE_CHECKING:
+    from heddle.model.config import ModelConfig
+
 MAX_FILE_BYTES = 4 * 2**20
-MAX_YAML_VALUES = 30_000  # the parser reads about 50,000 a second
 DEFAULTS = {"norm": {"kind": "rms"}, "residual": {"kind": "pre_norm"}}
 
 
-class _Yaml(yaml.SafeLoader):
-    """YAML 1.2 core: no sexagesimals, no octal by a leading zero, no yes/no/on/off, no dates, no duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                raise yaml.MarkedYAMLError(None, None, f"the key {key!r} is not text", key_node.start_mark)
-            if key in seen:
-                raise yaml.MarkedYAMLError(None, None, f"the key '{key}' is given twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-    values = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        self.values += 1
-        if self.values > MAX_YAML_VALUES:
-            problem = f"more than {MAX_YAML_VALUES} keys and values; write fewer layers, with repeat"
-            raise yaml.MarkedYAMLError(None, None, problem, self.peek_event().start_mark)
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(
-                None,
-                None,
-                "an alias (*name) is not read; write it out, or use repeat",
-                self.peek_event().start_mark,
-            )
-        return super().compose_node(parent, index)
-
-
-def _integer(loader: _Yaml, node: yaml.ScalarNode) -> int:
-    text = node.value
-    return int(text[2:], 16) if text.startswith("0x") else int(text)
-
-
-_Yaml.yaml_implicit_resolvers = {}
-_Yaml.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-_Yaml.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
-_Yaml.add_implicit_resolver(
-    "tag:yaml.org,2002:int",
-    re.compile(r"^(?:[-+]?[0-9]{1,4000}|0x[0-9a-fA-F]{1,4000})$"),
-    list("-+0123456789"),
-)
-_Yaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-    ),
-    list("-+0123456789."),
-)
-_Yaml.add_constructor("tag:yaml.org,2002:int", _integer)
-
-
-def parse_yaml(text: str, name: str) -> Any:
-    """Return the plain data of a YAML text. Raises ConfigError with the line."""
-    try:
-        return _Yaml(text).get_single_data()
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{name}, line {line}: {error.problem}; mend the YAML") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{name}: cannot be read as YAML ({str(error).splitlines()[0]}); mend the file") from None
-
-
-def parse_values(text: str, name: str) -> list[tuple[str, Any]]:
-    """Parse comma-separated values, a YAML list without brackets. Returns (text, value) for each.
-
-    Raises ConfigError if there is no value, or none between two commas.
-    """
-    written = f"[{text}]"
-    data = parse_yaml(written, name) if text.strip() else []
-    if not isinstance(data, list) or not data or text.rstrip().endswith(","):
-        raise ConfigError(f"{name}: a value is empty; give values between commas, null for a field that is off")
-    node = _Yaml(written).get_single_node()
-    assert isinstance(node, yaml.SequenceNode)
-    pieces = [written[item.start_mark.index : item.end_mark.index] for item in node.value]
-    return list(zip(pieces, data, strict=True))
-
-
-def load_config(source: str | Path | dict[str, Any], overrides: Sequence[str] = ()) -> ModelConfig:
+def load_config(source: str | Path | dict[str, Any], overrides: Sequence[str] = ()) -> "ModelConfig":
     """Read a design and apply overrides such as `layers.0.mixer.kv_heads=1`.
 
     Raises ConfigError (one sentence with the path of the field) for a design that cannot be built.
     """
-    try:
-        data = read_design(source)
-        for override in overrides:
-            apply_override(data, override)
-        _check_entries(data)
+    data = read_design(source, overrides)
+    from heddle.model.config import ModelConfig
+
+    with _refuse_deep_nesting():
         config = parse_config(ModelConfig, _with_defaults(data))
-    except RecursionError:
-        raise ConfigError("layers: nest too deeply to be read; write fewer levels, with repeat") from None
     _try_build(config)
     return config
 
 
-def _check_entries(data: dict[str, Any]) -> None:
-    """Refuse too many entries of layers before any is decoded. Each stands for at least one layer."""
-    encoder = data.get("encoder")
-    designs = {"layers": data, "encoder.layers": encoder if isinstance(encoder, dict) else {}}
-    for path, design in designs.items():
-        entries, pending = 0, [design.get("layers")]
-        while pending:
-            layers = pending.pop()
-            for layer in layers if isinstance(layers, list) else ():
-                nested = layer.get("layers") if isinstance(layer, dict) else None
-                entries += nested is None
-                pending.append(nested)
-        if entries > MAX_LAYERS:
-            raise ConfigError(f"{path}: has {entries} entries; at most {MAX_LAYERS} layers are built")
+def read_design(source: str | Path | dict[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the plain data of a design with its overrides. Raises ConfigError for one that is too wide or too deep.
+
+    Anything else may still be invalid: only `load_config` imports the parts, and torch.
+    """
+    with _refuse_deep_nesting():
+        data = _plain_data(source)
+        for override in overrides:
+            apply_override(data, override)
+        check_limits(data)
+    return data
+
+
+@contextmanager
+def _refuse_deep_nesting() -> Iterator[None]:
+    try:
+        yield
+    except RecursionError:
+        raise ConfigError("layers: nest too deeply to be read; write fewer levels, with repeat") from None
 
 
 def _with_defaults(data: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +66,7 @@ def _with_defaults(data: dict[str, Any]) -> dict[str, Any]:
     return DEFAULTS | data | inner
 
 
-def _try_build(config: ModelConfig) -> None:
+def _try_build(config: "ModelConfig") -> None:
     """Build each distinct layer on the meta device, so that parts that do not fit together are refused here."""
     import torch
 
@@ -156,8 +76,7 @@ def _try_build(config: ModelConfig) -> None:
         Decoder(config if config.vocab_size is not None else config.replace(vocab_size=2), distinct_layers_only=True)
 
 
-def read_design(source: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """Return the plain data of a design, not yet validated."""
+def _plain_data(source: str | Path | dict[str, Any]) -> dict[str, Any]:
     if isinstance(source, dict):
         design: dict[str, Any] = json.loads(json.dumps(source))  # a deep copy of plain data
         return design
@@ -201,12 +120,14 @@ def _read_file(path: Path) -> Any:
         try:
             return tomllib.loads(text)
         except (tomllib.TOMLDecodeError, RecursionError) as error:
-            raise ConfigError(f"{path}: cannot be read as TOML ({error}); mend the file") from None
+            raise ConfigError(f"{path}: cannot be read as TOML ({error}); fix the file") from None
     if path.suffix == ".json":
         try:
             return json.loads(text, object_pairs_hook=_no_duplicates)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: cannot be read as JSON ({error}); mend the file") from None
+            raise ConfigError(f"{path}: cannot be read as JSON ({error}); fix the file") from None
+    from heddle.model.parse_yaml import parse_yaml
+
     return parse_yaml(text, str(path))
 
 
@@ -227,8 +148,12 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     if not equals or not path:
         raise ConfigError(f"override '{override}': expected path.to.field=value, such as layers.0.mixer.heads=8")
+    from heddle.model.parse_yaml import parse_yaml
+
     steps, value = path.split("."), parse_yaml(text, f"override '{override}'")
     if steps[-1] == "kind" and isinstance(value, str):
+        from heddle.model.config import ModelConfig
+
         _change_kind(ModelConfig, data, steps[:-1], value)
     _set(data, steps, value, override, "")
 

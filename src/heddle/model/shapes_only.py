@@ -202,9 +202,7 @@ def _pad(x: Tensor, padding: list[int], _value: float = 0.0) -> Tensor | None:
     shape = list(x.shape)
     for index, (before, after) in enumerate(zip(padding[::2], padding[1::2], strict=True)):
         shape[-1 - index] += before + after
-    order = sorted(range(x.dim()), key=x.stride, reverse=True)
-    inverse = sorted(range(x.dim()), key=order.__getitem__)
-    return x.new_empty([shape[dim] for dim in order]).permute(inverse)
+    return x.new_empty(shape)
 
 
 def _product(x: Tensor, left: Tensor, right: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor | None:

@@ -37,12 +37,6 @@ class LayerSize:
     state_bytes: int
 
 
-@contextmanager
-def _on_meta_device() -> Iterator[None]:
-    with refuse_overflow(), ShapesOnly():
-        yield
-
-
 @dataclass(frozen=True)
 class Size:
     """The size of a design for `batch` rows of `context_length` tokens.
@@ -68,7 +62,12 @@ class Size:
     encoder: tuple[LayerSize, ...] = ()
 
 
-@_on_meta_device()
+@contextmanager
+def _shapes_only() -> Iterator[None]:
+    with refuse_overflow(), ShapesOnly():
+        yield
+
+
 def size(
     config: ModelConfig,
     context_length: int = 2048,
@@ -82,7 +81,26 @@ def size(
     rollback: that of its state; a bidirectional design has no state. Raises DesignError if the design cannot be built,
     ConfigError if its state cannot roll back.
     """
-    model = _build_distinct_layers(config, dtype)
+    return measure_size(build_distinct_layers(config, dtype), context_length, batch, encoder_length, rollback)
+
+
+def build_distinct_layers(config: ModelConfig, dtype: torch.dtype) -> Decoder:
+    """Build a model on the meta device that has one layer for each different one of the design.
+
+    `measure_size` and `measure_kernel_choices` take it, so that several measurements share one build.
+    """
+    with refuse_overflow():
+        with torch.device("meta"):
+            model = Decoder(config, distinct_layers_only=True)
+        materialize(model, dtype, "meta")
+    return model
+
+
+@_shapes_only()
+def measure_size(
+    model: Decoder, context_length: int, batch: int = 1, encoder_length: int | None = None, rollback: int = 0
+) -> Size:
+    """Return the `size` of the design of a meta model."""
     parameters, active = parameter_counts(model)
     source_length = context_length if encoder_length is None else encoder_length
     layer_bytes, growth, state_total, table_total = None, 0, 0, 0
@@ -97,7 +115,7 @@ def size(
         parameters=parameters,
         active_parameters=active,
         embedding_parameters=sum(stack.embed.weight.numel() for stack in _stacks(model)),
-        flops_per_token=flops_per_token(model, context_length, source_length),
+        flops_per_token=_flops(model, context_length, source_length) / context_length,
         state_bytes=state_total,
         state_bytes_per_token=growth,
         position_table_bytes=table_total,
@@ -117,12 +135,16 @@ def parameter_counts(model: Decoder) -> tuple[int, int]:
     return total, total - inactive
 
 
-@_on_meta_device()
+@_shapes_only()
 def flops_per_token(model: Decoder, context_length: int, encoder_length: int = 0) -> float:
     """Return the FLOPs of a forward pass of a meta model over one row of `context_length` tokens, divided by them.
 
     All logits are counted, and so are the encoder's pass over `encoder_length` tokens and reading its output.
     """
+    return _flops(model, context_length, encoder_length) / context_length
+
+
+def _flops(model: Decoder, context_length: int, encoder_length: int) -> int:
     tokens = torch.zeros(1, context_length, dtype=torch.int64, device="meta")
     with torch.no_grad(), count_flops() as total:
 
@@ -132,21 +154,20 @@ def flops_per_token(model: Decoder, context_length: int, encoder_length: int = 0
         with _around_repeated_layers(model, lambda: total[0], add_repeats):
             hidden, _ = model(tokens, _layout(model, context_length, encoder_length))
             model.head(hidden)
-    return total[0] / context_length
+    return total[0]
 
 
-@_on_meta_device()
+@_shapes_only()
 def state_bytes(config: ModelConfig, context_length: int, batch: int = 1, dtype: torch.dtype = torch.float32) -> int:
     """Return the bytes of a state for `context_length` tokens, with the table of positions.
 
     An encoder output that the design reads is as long; its projected keys and values are counted.
     """
-    model = _build_distinct_layers(config, dtype)
+    model = build_distinct_layers(config, dtype)
     state = model.init_state(batch, context_length, _encoder_output(model, batch, context_length))
     return state.table.bytes + _times_counts(model, state.layer_bytes)
 
 
-@_on_meta_device()
 def kernel_choices(
     config: ModelConfig,
     queries: int,
@@ -160,8 +181,18 @@ def kernel_choices(
     The call runs on the meta device, but kernels are chosen as for `device`. cached_tokens = −1 means a training call
     without a state. encoder_length: tokens of the encoder output; None means as many as the text has.
     """
+    return measure_kernel_choices(
+        build_distinct_layers(config, dtype), queries, cached_tokens, device, encoder_length
+    )
+
+
+@_shapes_only()
+def measure_kernel_choices(
+    model: Decoder, queries: int, cached_tokens: int, device: str, encoder_length: int | None = None
+) -> Counter[KernelChoice]:
+    """Count the `kernel_choices` of the design of a meta model. Puts it in training or evaluation mode."""
     source_length = queries + max(cached_tokens, 0) if encoder_length is None else encoder_length
-    model = _build_distinct_layers(config, dtype)
+    model.train(cached_tokens < 0)
     tokens = torch.zeros(1, queries, dtype=torch.int64, device="meta")
     with record_choices(device) as choices:
 
@@ -173,7 +204,6 @@ def kernel_choices(
                 hidden, _ = model(tokens, _layout(model, queries, source_length))
                 model.head(hidden)
             else:
-                model.eval()
                 with torch.no_grad(), packed_weights():  # as generation runs
                     encoder_output = _encoder_output(model, 1, source_length)
                     state = model.init_state(1, cached_tokens + queries, encoder_output)
@@ -183,13 +213,6 @@ def kernel_choices(
                     hidden, _ = model(tokens, None, state)
                     model.head(hidden[:, -1:])
     return Counter(choices)
-
-
-def _build_distinct_layers(config: ModelConfig, dtype: torch.dtype) -> Decoder:
-    with torch.device("meta"):
-        model = Decoder(config, distinct_layers_only=True)
-    materialize(model, dtype, "meta")
-    return model
 
 
 def _stacks(model: Decoder) -> list[Decoder]:

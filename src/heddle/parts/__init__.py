@@ -1,1 +1,1 @@
-"""Floor 2: the parts. One folder a slot, one file a kind; a file holds a config and the module it builds."""
+"""The parts: one folder per slot, one file per kind. A file holds a config and the module it builds."""

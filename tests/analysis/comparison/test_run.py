@@ -434,7 +434,7 @@ def test_longer_texts_can_be_refused_shorter_or_off(
     assert "max_length_multiple was 1, now it is 8" in capsys.readouterr().err
     for wrong in ("0", "6", "-2"):
         assert run_command(command(folder, tmp_path / "d", "--extrapolate", wrong)) == 2
-        assert f"--extrapolate {wrong}: must be a power of two; 1 tests no longer text" in capsys.readouterr().err
+        assert f"--extrapolate {wrong}: must be a power of two; 1 turns the test off" in capsys.readouterr().err
 
 
 def test_another_choice_of_probes_is_another_comparison(

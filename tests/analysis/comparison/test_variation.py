@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from heddle.analysis.comparison.plan import choose_baseline, load_entries
 from heddle.analysis.comparison.variation import MAX_NAME_LENGTH, enumerate_variants, parse_varied_fields, short_titles
 from heddle.errors import ConfigError
-from heddle.model.load_config import parse_values, parse_yaml
+from heddle.model.parse_yaml import parse_values, parse_yaml
 from tests import small
 
 SCALARS = st.one_of(

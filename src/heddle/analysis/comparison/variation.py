@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from heddle.errors import ConfigError
-from heddle.model.load_config import parse_values
+from heddle.model.parse_yaml import parse_values
 
 MAX_VARIANTS = 64
 MAX_LABEL_LENGTH, MAX_NAME_LENGTH = 40, 120  # a variant's name becomes part of file names

@@ -10,7 +10,7 @@ from heddle.parts.norms import NormConfig
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Given to mixers and feed-forwards.
+    """What mixers and feed-forwards are built with.
 
     width: of the residual stream. norm: the model's default norm. depth: number of layers of this stack (an encoder
     counts its own). layer_index: 0 for the first layer.
@@ -22,7 +22,7 @@ class BuildContext:
     layer_index: int = 0
 
     def head_dim(self, heads: int, head_dim: int | None) -> int:
-        """The given `head_dim`, else width / heads. Raises DesignError if that is not a whole number."""
+        """`head_dim`, or width / heads if it is None. Raises DesignError if that is not a whole number."""
         if head_dim is None and self.width % heads:
             raise DesignError("heads", f"{heads} does not divide width = {self.width}; give head_dim, or other heads")
         return head_dim or self.width // heads
@@ -30,7 +30,7 @@ class BuildContext:
 
 @dataclass(frozen=True)
 class ResidualContext:
-    """Given to residual blocks.
+    """What residual blocks are built with.
 
     branches: the layer's branch names, "mixer" and "feedforward" or one of them. drop_rate: the layer's rate of
     stochastic depth. dropout: the rate at which elements of a branch's output are dropped. The rest is as in

@@ -37,7 +37,7 @@ class KVCache(MixerState):
         return KVCache(keys, values, ring)
 
     def can_roll_back(self, tokens: int, table: PositionTable) -> bool:
-        """A ring buffer that has overwritten slots rolls back as far as `rollback_left`. Else nothing was lost."""
+        """Any number of tokens, but at most `rollback_left` once a ring buffer has overwritten slots."""
         return not self.ring or table.peak_tokens <= self.keys.shape[2] or tokens <= table.rollback_left
 
     def rolled_back(self, table: PositionTable, freed: Callable[[int], Tensor]) -> "KVCache":

@@ -24,7 +24,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Positions int64 [B, T] (−1 is padding) and each token's document, segment_ids int64 [B, T] (None: one a row).
+    """Positions int64 [B, T] (−1 is padding) and each token's document, segment_ids int64 [B, T] (None: one per row).
 
     start: the first position, if every row is one document at positions start, start + 1, … (see `causal`).
     doc_lengths: the lengths of each row's documents, if the row is packed without padding (see `packed`).
@@ -71,7 +71,7 @@ class Layout:
 
     @staticmethod
     def causal(batch: int, length: int, start: int = 0, device: torch.device | str | None = None) -> "Layout":
-        """One document a row, at positions from `start` on, without padding."""
+        """One document per row, at positions from `start` on, without padding."""
         positions = torch.arange(start, start + length, device=device).expand(batch, length)
         return Layout(positions, start=start, has_padding=False)
 

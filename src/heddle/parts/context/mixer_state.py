@@ -18,7 +18,8 @@ class StateSpec:
     """What a mixer needs to know to make an empty state.
 
     batch: rows. cache_length: the most tokens a row may get (None: the state grows). encoder_output: what
-    cross-attention reads. rollback: how many tokens can be taken back at a time; a ring buffer has as many slots more.
+    cross-attention reads. rollback: how many tokens can be taken back at a time; ring buffers have that many extra
+    slots.
     """
 
     batch: int
@@ -30,7 +31,10 @@ class StateSpec:
 
 
 class MixerState:
-    """Base class of the dataclasses. A field is a tensor [B, ...], another `MixerState`, None, or plain data."""
+    """Base class of mixer states, which are dataclasses.
+
+    A field is a tensor [B, ...], another `MixerState`, None, or plain data.
+    """
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the state, batch first, by field name; nested names are joined with a dot."""

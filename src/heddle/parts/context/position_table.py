@@ -30,7 +30,7 @@ class PositionTable:
     the table doubles when it is full).
     max_tokens: no row has more tokens. equal_lengths: every row has exactly `max_tokens`. contiguous: every row is one
     document at positions 0, 1, ….
-    rollback: how many tokens can be taken back at a time, for which the ring buffers have as many slots more.
+    rollback: how many tokens can be taken back at a time, for which ring buffers have that many extra slots.
     rollback_left: how many can be taken back now. peak_tokens: the most tokens that a row ever had.
     """
 
@@ -54,7 +54,7 @@ class PositionTable:
         """A table whose rows have no tokens."""
         if lookback is None:
             size = INITIAL_SLOTS if cache_length is None else cache_length
-        else:  # also at lookback 0 one slot: the token before the removed ones tells where the row goes on
+        else:  # one slot even at lookback 0: after a rollback the last remaining token is read from it
             size = max(1, lookback) + rollback
         if lookback is not None and cache_length is not None:
             size = min(size, cache_length)
@@ -254,11 +254,11 @@ class SlotMapping:
         """Write source [B, T] into target [B, size], or [B, G, T, d] into [B, G, size, d], in place."""
         heads = target.dim() == 4
         if self.slices is not None:
-            for there, here in self.slices:
+            for source_slice, target_slice in self.slices:
                 if heads:
-                    target[:, :, here] = source[:, :, there].to(target.dtype)
+                    target[:, :, target_slice] = source[:, :, source_slice].to(target.dtype)
                 else:
-                    target[:, here] = source[:, there]
+                    target[:, target_slice] = source[:, source_slice]
         elif heads:
             target[self.rows, :, self.slots] = source[self.rows, :, self.tokens].to(target.dtype)
         else:
@@ -267,7 +267,7 @@ class SlotMapping:
 
 @dataclass(frozen=True, eq=False)
 class CacheView:
-    """What mixers need of the position table in a call: the table before and after it, and the slots of new tokens."""
+    """The position table as mixers see it in a call: before and after the call, and where the new tokens are stored."""
 
     before: PositionTable
     after: PositionTable

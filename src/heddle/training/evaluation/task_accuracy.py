@@ -8,24 +8,12 @@ import torch
 
 from heddle.model.decoder import Decoder
 from heddle.parts.context.layout import Layout
+from heddle.training.evaluation.bits_per_byte import EvaluationBatch
 from heddle.training.evaluation.scores import Scores
 
 
-class TaskBatch(Protocol):
-    """Rows with targets.
-
-    tokens: int64 [B, T + 1]. doc_lengths: of the documents in each row's T inputs. targets: int64 [B, T], −1 where
-    nothing is scored. coordinates: [B, T, 2], x and y of each input, or None.
-    """
-
-    @property
-    def tokens(self) -> np.ndarray: ...
-
-    @property
-    def doc_lengths(self) -> tuple[tuple[int, ...], ...]: ...
-
-    @property
-    def targets(self) -> np.ndarray: ...
+class TaskBatch(EvaluationBatch, Protocol):
+    """Rows with targets. coordinates: [B, T, 2], x and y of each input, or None."""
 
     @property
     def coordinates(self) -> np.ndarray | None: ...
