@@ -1,4 +1,4 @@
-"""Resolved designs, with all defaults resolved_config out: the same model, and resolving twice changes nothing."""
+"""Resolved designs, with all defaults written out: the same model, and resolving twice changes nothing."""
 
 import pytest
 import torch

@@ -102,8 +102,16 @@ def design_from_config(config: dict[str, Any], family: Family, source: str = "co
 
 def rank_families(design: ModelConfig) -> list[FamilyMatch]:
     """Every family but heddle's own, the nearest first."""
-    matches = [match_family(design, family) for name, family in families().items() if name != HEDDLE]
-    return sorted(matches, key=lambda match: sum(mismatch.weight for mismatch in match.mismatches))
+    return sorted(_matches(design), key=_total_weight)
+
+
+def _matches(design: ModelConfig) -> Iterator[FamilyMatch]:
+    """The match of every family but heddle's own, in order of priority."""
+    return (match_family(design, family) for name, family in families().items() if name != HEDDLE)
+
+
+def _total_weight(match: FamilyMatch) -> int:
+    return sum(mismatch.weight for mismatch in match.mismatches)
 
 
 def best_match(design: ModelConfig, preferred: str | None = None) -> FamilyMatch:
@@ -115,9 +123,12 @@ def best_match(design: ModelConfig, preferred: str | None = None) -> FamilyMatch
 
 def match_report(design: ModelConfig) -> MatchReport:
     """Which class a design exports as, and if it is heddle's own, why no other family matches."""
-    nearest = rank_families(design)[0]
-    if not nearest.mismatches:
-        return MatchReport(nearest.family.architecture)
+    matches = []
+    for match in _matches(design):
+        if not match.mismatches:
+            return MatchReport(match.family.architecture)
+        matches.append(match)
+    nearest = min(matches, key=_total_weight)
     reasons = tuple(f"{mismatch.path} is {_display(mismatch.actual)}" for mismatch in nearest.mismatches)
     changes = tuple(str(mismatch) for mismatch in nearest.mismatches)
     return MatchReport(families()[HEDDLE].architecture, reasons, nearest.family.architecture, changes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from heddle.config import kinds
+from heddle.config import is_kind
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, refuse_overflow
 from heddle.model.initialization import materialize
@@ -85,10 +85,7 @@ def size(
 
 
 def build_distinct_layers(config: ModelConfig, dtype: torch.dtype) -> Decoder:
-    """Build a model on the meta device that has one layer for each different one of the design.
-
-    `measure_size` and `measure_kernel_choices` take it, so that several measurements share one build.
-    """
+    """Build a meta model with one layer for each different one of the design. Several measurements can share it."""
     with refuse_overflow():
         with torch.device("meta"):
             model = Decoder(config, distinct_layers_only=True)
@@ -181,9 +178,7 @@ def kernel_choices(
     The call runs on the meta device, but kernels are chosen as for `device`. cached_tokens = −1 means a training call
     without a state. encoder_length: tokens of the encoder output; None means as many as the text has.
     """
-    return measure_kernel_choices(
-        build_distinct_layers(config, dtype), queries, cached_tokens, device, encoder_length
-    )
+    return measure_kernel_choices(build_distinct_layers(config, dtype), queries, cached_tokens, device, encoder_length)
 
 
 @_shapes_only()
@@ -299,6 +294,6 @@ def describe(data: dict[str, object]) -> str:
         if name == "kind" or value is False or value == 0.0:
             continue
         if isinstance(value, dict):
-            value = f"({describe(value)})" if value["kind"] in kinds(MixerConfig.slot) else value["kind"]
+            value = f"({describe(value)})" if is_kind(MixerConfig.slot, value["kind"]) else value["kind"]
         words.append(name if value is True else f"{name}={value}")
     return " ".join(words)

@@ -68,7 +68,7 @@ BUGS = [
     Bug("a seed of its own", check_start, ("gqa", 7), "exchange.transformers.init_missing:init_missing_weights",
         "torch.initial_seed(), is_incomplete", "0, is_incomplete"),
     Bug("experts balanced by accumulated calls", check_experts, (2,), "exchange.transformers.outputs:scaled_aux_loss",
-        "* ((targets", "* 1.0 or ((targets"),
+        "* share", "* 1.0"),
     Bug("expert counts of the last call only", check_experts, (2,), f"{CAUSAL}.forward",
         "self.expert_counts.get(entry.mixture, 0) +", ""),
 ]
