@@ -1,14 +1,17 @@
 """The cache folder: where it is, what a killed process leaves in it, and what happens if it cannot be written."""
 
+import json
 import os
 import time
 from pathlib import Path
 
 import pytest
 
+from heddle.data import cache as cache_module
 from heddle.data.cache import DataCache, default_cache_folder
 from heddle.data.corpus import prepare_corpus
 from heddle.errors import MachineError
+from heddle.storage.json_file import read_json_file
 
 
 def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,6 +33,50 @@ def test_what_a_killed_process_left_is_removed_after_an_hour(tmp_path: Path) -> 
     os.utime(old, (two_hours_ago, two_hours_ago))
     DataCache(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [new.name]
+
+
+def test_an_altered_text_is_refused_aloud_and_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = DataCache(tmp_path)
+    path = cache.path("tokenizer.json", "inputs")
+    assert cache.read_text(path) is None
+    cache.write_text(path, "βῆτα\r\n")
+    assert cache.read_text(path) == "βῆτα\r\n"
+    assert capsys.readouterr().err == ""
+    raw = path.read_bytes()
+    for offset in range(len(raw)):
+        path.write_bytes(raw[:offset] + bytes([raw[offset] ^ 1]) + raw[offset + 1 :])
+        assert cache.read_text(path) is None, offset
+        assert f"warning: {path}: was altered or is of an earlier heddle, and is made again" in capsys.readouterr().err
+    path.write_text('{"model": {"type": "BPE"}}')  # as format 1 wrote it
+    assert cache.read_text(path) is None
+
+
+def test_a_tokenizer_that_was_altered_and_still_reads_is_learned_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make_corpus() -> str:
+        corpus = prepare_corpus([str(text)], vocab_size=300, max_train_tokens=None, cache_folder=tmp_path / "cache")
+        return corpus.tokenizer.hash
+
+    text = tmp_path / "text.txt"
+    text.write_text("warp and weft " * 100 + "the loom lifts " * 50)
+    right = make_corpus()
+    (path,) = (tmp_path / "cache").glob("*.tokenizer.json")
+    saved = read_json_file(path)
+    merges = json.loads(saved["text"])["model"]["merges"]
+    changed = json.loads(saved["text"])
+    changed["model"]["merges"] = [merges[1], merges[0], *merges[2:]]
+    for planted in (False, True):
+        with monkeypatch.context() as patch:
+            raw = path.read_text()
+            path.write_text(raw.replace(json.dumps(saved["text"]), json.dumps(json.dumps(changed))))
+            assert path.read_text() != raw
+            if planted:  # a reader that trusts the cache
+                patch.setattr(cache_module, "read_json_file", lambda path: json.loads(path.read_text()))
+            assert (make_corpus() == right) is not planted
+    assert "and is made again" in capsys.readouterr().err
 
 
 def test_an_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,20 @@ import pytest
 from heddle.errors import CheckpointError, MachineError
 from heddle.storage import atomic, file_io
 from heddle.storage.folder import write_folder
-from heddle.storage.manifest import MANIFEST_FILE
+from heddle.storage.manifest import MANIFEST_FILE, LogPosition
 from tests.storage.shared import Died, State, System, content, standing_in, state, written
 
 Save = Callable[[Path], None]
+SHARD_BYTES = 100
 
 
 def save(path: Path) -> None:
     write_folder(path, **content(2))
+
+
+def save_shards(path: Path) -> None:
+    """The same content: three shards, their index, and a log in the manifest."""
+    write_folder(path, **content(2), max_shard_bytes=SHARD_BYTES, log=LogPosition(3, "0123456789abcdef"))
 
 
 class TrialFolder:
@@ -97,7 +103,8 @@ def crash_faults(trial: TrialFolder, save: Save, replacing: bool) -> Iterator[st
 
 
 @pytest.mark.parametrize("replacing", [False, True])
-def test_dying_at_any_call_leaves_old_or_new(trial: TrialFolder, replacing: bool) -> None:
+@pytest.mark.parametrize("save", [save, save_shards])
+def test_dying_at_any_call_leaves_old_or_new(trial: TrialFolder, save: Save, replacing: bool) -> None:
     assert list(crash_faults(trial, save, replacing)) == []
 
 
@@ -275,7 +282,8 @@ def test_temporary_files_of_a_live_process_stay(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == sorted([living.name, another.name, "model"])
 
 
-def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("save", "files"), [(save, 4), (save_shards, 7)])
+def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Save, files: int) -> None:
     order = []
     original = file_io.NewFile.__init__
 
@@ -286,4 +294,4 @@ def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(file_io.NewFile, "__init__", noting)
     save(tmp_path / "model")
     assert order[-1] == MANIFEST_FILE
-    assert len(order) == 4
+    assert len(order) == files

@@ -13,7 +13,8 @@ from torch import Tensor
 from heddle.errors import CheckpointError
 from heddle.storage import file_io
 from heddle.storage.folder import read_folder, tensors_sha256, verify_folder, write_folder
-from heddle.storage.tensor_file import DTYPES, read_tensor_file
+from heddle.storage.tensor_file import read_tensor_file
+from heddle.storage.tensor_header import DTYPES
 from tests.storage.shared import content
 
 
@@ -93,9 +94,14 @@ def test_the_manifest_holds_sizes_and_hashes_anyone_can_check(tmp_path: Path) ->
         assert record["size"] == len(raw)
         assert record["sha256"] == hashlib.sha256(raw).hexdigest()
     embed = content(3)["tensors"]["model.safetensors"]["embed"]
-    expected = hashlib.sha256(embed.numpy().tobytes()).hexdigest()
-    assert manifest["files"]["model.safetensors"]["tensors"]["embed"] == expected
-    assert read_folder(tmp_path / "model").tensor_hashes["model.safetensors:embed"] == expected
+    block = hashlib.sha256(embed.numpy().tobytes())
+    assert manifest["files"]["model.safetensors"]["tensors"]["embed"] == {
+        "dtype": "F32",
+        "shape": [6, 4],
+        "row_block": 6,
+        "sha256": hashlib.sha256(block.digest()).hexdigest(),
+        "blocks": [block.hexdigest()],
+    }
 
 
 def test_large_tensors_are_hashed_and_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +119,7 @@ def test_documents_return_exactly(tmp_path: Path) -> None:
     write_folder(tmp_path / "model", tensors={}, documents=documents, kind="model")
     contents = verify_folder(tmp_path / "model", "model")
     assert contents.documents == documents
-    assert (contents.kind, contents.tensor_files, contents.tensor_hashes) == ("model", [], {})
+    assert (contents.kind, contents.tensor_sets, contents.log) == ("model", {}, None)
 
 
 def test_fingerprints_differ_with_names_types_shapes_and_bytes_alone(tmp_path: Path) -> None:

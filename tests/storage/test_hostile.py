@@ -1,5 +1,6 @@
 """Malicious files are refused with a CheckpointError, without running code, waiting or allocating much memory."""
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -17,8 +18,9 @@ import torch
 
 from heddle.errors import CheckpointError, MachineError
 from heddle.storage.folder import read_folder, verify_folder, write_folder
-from heddle.storage.manifest import FileRecord, Manifest
-from heddle.storage.tensor_file import MAX_HEADER_BYTES, read_tensor_file
+from heddle.storage.manifest import FileRecord, Manifest, TensorRecord
+from heddle.storage.tensor_file import read_tensor_file
+from heddle.storage.tensor_header import MAX_HEADER_BYTES
 from tests.storage.shared import content
 
 LIMIT = 2**40
@@ -134,7 +136,7 @@ def signed(folder: Path, files: dict[str, bytes], tensors: tuple[str, ...] = ("a
         if name.endswith(".safetensors"):
             header = raw[: 8 + min(int.from_bytes(raw[:8], "little"), len(raw))]
             data = hashlib.sha256(raw[len(header) :]).hexdigest()
-            hashes = dict.fromkeys(tensors, data)
+            hashes = dict.fromkeys(tensors, TensorRecord("U8", (4,), 4, (data,)))
             records[name] = FileRecord(len(raw), sha256, hashlib.sha256(header).hexdigest(), hashes)
         else:
             records[name] = FileRecord(len(raw), sha256)
@@ -170,7 +172,7 @@ def test_the_error_of_a_pickle_names_the_format(tmp_path: Path, raw: bytes) -> N
 
 def manifest(**changes: Any) -> bytes:
     """A manifest with changes and a correct hash."""
-    body = {"format": "heddle", "version": 1, "kind": "model", "files": {}} | changes
+    body = {"format": "heddle", "version": 2, "kind": "model", "files": {}} | changes
     text = json.dumps(body, indent=1, sort_keys=True) + "\n"
     body["sha256"] = hashlib.sha256(text.encode()).hexdigest()
     return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
@@ -178,6 +180,20 @@ def manifest(**changes: Any) -> bytes:
 
 DIGEST = "0" * 64
 TENSOR_FILE = {"size": 8, "sha256": DIGEST, "header_sha256": DIGEST, "tensors": {}}
+TENSOR = {
+    "dtype": "U8",
+    "shape": [4],
+    "row_block": 4,
+    "sha256": hashlib.sha256(bytes(32)).hexdigest(),
+    "blocks": [DIGEST],
+}
+
+
+def tensor_manifest(**changes: Any) -> bytes:
+    """A manifest of one tensor file, right but for the changes of its tensor's fields."""
+    return manifest(files={"a.safetensors": TENSOR_FILE | {"tensors": {"a": TENSOR | changes}}})
+
+
 MANIFESTS = {
     "nothing": b"",
     "pickle": pickle.dumps(Bomb()),
@@ -189,13 +205,15 @@ MANIFESTS = {
     "duplicate keys": manifest().replace(b'"kind": "model"', b'"kind": "model",\n "kind": "model"'),
     "other spaces": manifest().replace(b"\n", b"\r\n"),
     "wrong own hash": manifest().replace(b'"model"', b'"mode1"'),
-    "newer": manifest(version=2),
     "version true": manifest(version=True),
     "version 1.0": manifest(version=1.0),
     "kind is a number": manifest(kind=1),
     "kind is a path": manifest(kind="../model"),
     "files is a list": manifest(files=[]),
-    "more fields": manifest(run="rm"),
+    "log is a list": manifest(log=[1, "0" * 16]),
+    "log without lines": manifest(log={"head": "0" * 16}),
+    "log of negative lines": manifest(log={"lines": -1, "head": "0" * 16}),
+    "log's head a SHA-256": manifest(log={"lines": 1, "head": DIGEST}),
     "file outside": manifest(files={"../a.json": {"size": 0, "sha256": DIGEST}}),
     "absolute file": manifest(files={"/etc/passwd": {"size": 0, "sha256": DIGEST}}),
     "file is ..": manifest(files={"..": {"size": 0, "sha256": DIGEST}}),
@@ -213,13 +231,76 @@ MANIFESTS = {
     "tensors null": manifest(files={"a.safetensors": TENSOR_FILE | {"tensors": None}}),
     "tensors a list": manifest(files={"a.safetensors": TENSOR_FILE | {"tensors": ["a"]}}),
     "tensor's name a path": manifest(files={"a.safetensors": TENSOR_FILE | {"tensors": {"../a": DIGEST}}}),
-    "tensor's hash a list": manifest(files={"a.safetensors": TENSOR_FILE | {"tensors": {"a": [DIGEST]}}}),
+    "tensor's fields a list": manifest(files={"a.safetensors": TENSOR_FILE | {"tensors": {"a": [DIGEST]}}}),
+    "tensor's fields a hash": manifest(files={"a.safetensors": TENSOR_FILE | {"tensors": {"a": DIGEST}}}),
+    "tensor's hash not of its blocks": tensor_manifest(sha256=DIGEST),
+    "tensor's type a number": tensor_manifest(dtype=8),
+    "tensor's shape negative": tensor_manifest(shape=[-4]),
+    "tensor's shape huge": tensor_manifest(shape=[2**62]),
+    "tensor's shape long": tensor_manifest(shape=[1] * 65),
+    "no rows a block": tensor_manifest(row_block=0),
+    "rows of a block true": tensor_manifest(row_block=True),
+    "blocks a text": tensor_manifest(blocks=DIGEST),
+    "block's hash short": tensor_manifest(blocks=["0"]),
 }
 
 
 def test_the_unchanged_manifest_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_bytes(manifest())
     assert read_folder(tmp_path).kind == "model"
+
+
+def test_fields_of_later_versions_pass(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b"")
+    record = {"size": 0, "sha256": hashlib.sha256(b"").hexdigest(), "rank": 3}
+    raw = manifest(files={"a.json": record}, mesh={"ranks": [1, 2.5]}, log={"lines": 2, "head": "ab" * 8, "bytes": 9})
+    (tmp_path / "manifest.json").write_bytes(raw)
+    contents = read_folder(tmp_path)
+    assert contents.documents == {"a.json": ""}
+    assert (contents.log.lines, contents.log.head) == (2, "ab" * 8) if contents.log else False
+    (tmp_path / "manifest.json").write_bytes(raw.replace(b"2.5", b"2.6"))
+    with pytest.raises(CheckpointError, match="it was altered"):
+        read_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        (1, "was saved in format 1, and this heddle reads only format 2; train or save it again, or read it with the"),
+        (3, "was saved in format 3 by a newer heddle, and this one reads only format 2; install the newer release"),
+    ],
+)
+def test_another_format_is_refused_in_a_sentence(tmp_path: Path, version: int, words: str) -> None:
+    (tmp_path / "manifest.json").write_bytes(manifest(version=version, files="as it likes"))
+    with pytest.raises(CheckpointError) as caught:
+        read_folder(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}: {words}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dtype": "I8"},
+        {"shape": (2, 2)},
+        {"shape": (2**61,)},
+        {"row_block": 2},
+        {"blocks": (DIGEST, DIGEST)},
+        {"blocks": ()},
+    ],
+)
+def test_a_manifest_that_describes_a_tensor_otherwise_than_its_file_is_refused(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    folder = signed(tmp_path / "model", {"model.safetensors": file(tensor_header(), b"abcd")})
+    record = read_folder(folder).records["model.safetensors"]
+    assert record.tensors is not None
+    tensors = {"a": dataclasses.replace(record.tensors["a"], **fields)}
+    records = {"model.safetensors": dataclasses.replace(record, tensors=tensors)}
+    (folder / "manifest.json").write_bytes(Manifest("model", records).encode())
+    for read in (lambda: verify_folder(folder), lambda: read_folder(folder).read_rows("model.safetensors", "a", 0, 1)):
+        with pytest.raises(CheckpointError, match=r"tensor 'a' has another type, shape or number of blocks"):
+            read()
 
 
 @pytest.mark.parametrize("raw", MANIFESTS.values(), ids=MANIFESTS.keys())

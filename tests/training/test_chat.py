@@ -14,7 +14,8 @@ from heddle.data.samples import Batch
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder, build
 from heddle.model.presets import KINDS
-from heddle.storage.run_log import RUN_FILE, read_json_file, read_log
+from heddle.storage.json_file import read_json_file
+from heddle.storage.run_log import RUN_FILE, read_log
 from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.evaluation.bits_per_byte import bits_and_bytes
 from heddle.training.loop import TrainingJob, train

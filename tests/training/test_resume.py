@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+import heddle
 from heddle.data.corpus import Corpus
 from heddle.errors import CheckpointError
 from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps
 from heddle.storage.folder import tensors_sha256
+from heddle.storage.json_file import read_json_file, write_json_file
 from heddle.storage.run_log import LOG_FILE, RUN_FILE, read_log
 from heddle.training import checkpoint as snapshot
 from heddle.training import loop
@@ -209,7 +211,67 @@ def test_a_cut_last_line_of_the_log_is_written_again(texts: Corpus, tmp_path: Pa
     path.write_text(path.read_text()[:-30])
     assert len(read_log(tmp_path)) == STEPS - 1
     path.write_text(path.read_text() + "\n[1]\n")
-    assert len(read_log(tmp_path)) == STEPS - 1
+    with pytest.raises(CheckpointError, match=f"line {STEPS} was altered"):
+        read_log(tmp_path)
+
+
+def test_the_manifest_of_a_checkpoint_says_where_the_log_was(texts: Corpus, tmp_path: Path) -> None:
+    train(job(texts, tmp_path))
+    lines = (tmp_path / LOG_FILE).read_text().splitlines()
+    for step in checkpoint_steps(tmp_path):
+        manifest = json.loads((checkpoint_folder(tmp_path, step) / "manifest.json").read_text())
+        assert manifest["log"] == {"lines": step, "head": json.loads(lines[step - 1])["chain"]}
+
+
+@pytest.mark.parametrize("number", [1, 4, 5])
+def test_an_altered_line_of_the_log_is_named_and_the_run_is_left_as_it_is(
+    texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    with dying(monkeypatch, "apply_gradients", 7, before=True):
+        train(job(texts, tmp_path))  # the last checkpoint is of step 6
+    path = tmp_path / LOG_FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[number - 1] = lines[number - 1].replace(b'"loss": 5.', b'"loss": 4.', 1)
+    path.write_bytes(b"".join(lines))
+    before = ending_bytes(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"log\.jsonl: line {number} was altered"):
+        train(job(texts, tmp_path))
+    assert ending_bytes(tmp_path) == before
+
+
+def test_shards_resume_with_the_same_bits(
+    texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any
+) -> None:
+    monkeypatch.setattr("heddle.storage.folder.MAX_SHARD_BYTES", 10_000)
+    with dying(monkeypatch, "save_run", 2, before=False):
+        train(job(texts, tmp_path))
+    train(job(texts, tmp_path))
+    names = {path.name for path in checkpoint_folder(tmp_path, STEPS).iterdir()}
+    assert {"model.safetensors.index.json", "training.safetensors.index.json"} <= names
+    assert "model.safetensors" not in names
+    assert ending(tmp_path) == whole
+
+
+@pytest.mark.parametrize("name", [RUN_FILE, "manifest.json"])
+def test_files_of_format_1_are_refused(texts: Corpus, tmp_path: Path, name: str) -> None:
+    train(small.job(texts, tmp_path, steps=2))
+    path = tmp_path / name if name == RUN_FILE else checkpoint_folder(tmp_path, 2) / name
+    content = json.loads(path.read_text())
+    del content["sha256"]
+    path.write_text(json.dumps(content | {"version": 1} if name == "manifest.json" else content))
+    load = (lambda: train(small.job(texts, tmp_path, steps=2))) if name == RUN_FILE else lambda: heddle.load(tmp_path)
+    with pytest.raises(CheckpointError, match="format 1"):
+        load()
+
+
+def test_an_altered_run_json_is_named(texts: Corpus, tmp_path: Path) -> None:
+    train(small.job(texts, tmp_path, steps=2))
+    path = tmp_path / RUN_FILE
+    path.write_text(path.read_text().replace('"steps": 2', '"steps": 3'))
+    with pytest.raises(
+        CheckpointError, match=r"run\.json: was altered \(its SHA-256 differs from its content\); restore"
+    ):
+        train(small.job(texts, tmp_path, steps=3))
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -256,10 +318,10 @@ def test_as_much_text_encoded_otherwise_is_refused(texts: Corpus, tmp_path: Path
     first = small.job(texts, tmp_path, steps=2)
     train(first)
     path = tmp_path / RUN_FILE
-    run = json.loads(path.read_text())
+    run = read_json_file(path)
     assert run["data"]["tokens"] == [len(file) for file in texts.train]
     run["data"]["tokens"][0] += 1
-    path.write_text(json.dumps(run))
+    write_json_file(path, run)
     with pytest.raises(CheckpointError, match=r"data\.tokens\[0\] was"):
         train(first)
 

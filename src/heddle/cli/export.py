@@ -63,7 +63,8 @@ def export(
 
 def _set_max_positions(checkpoint: Path, imported: "ImportedModel") -> None:
     """Export a run's training sequence length as max_position_embeddings."""
-    from heddle.storage.run_log import RUN_FILE, read_json_file
+    from heddle.storage.json_file import read_json_file
+    from heddle.storage.run_log import RUN_FILE
 
     if (checkpoint / RUN_FILE).is_file():
         settings = read_json_file(checkpoint / RUN_FILE)["settings"]

@@ -1,4 +1,4 @@
-"""The cache folder: tokenizers and token files that later runs reuse."""
+"""The cache folder: tokenizers and token files that later runs reuse, each verified when it is read."""
 
 import hashlib
 import json
@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from heddle.errors import MachineError
+from heddle.errors import CheckpointError, MachineError
+from heddle.progress import print_status
 from heddle.storage.atomic import remove_leftovers
 from heddle.storage.file_io import write_error
+from heddle.storage.json_file import read_json_file, write_json_file
 
 CACHE_REMEDY = "free space there or set HEDDLE_CACHE to another folder"
 
@@ -33,6 +35,26 @@ class DataCache:
     def path(self, suffix: str, *inputs: Any) -> Path:
         """The path of the file with this suffix and these inputs (plain values), whether it exists or not."""
         return self.folder / f"{json_sha256(inputs)[:32]}.{suffix}"
+
+    def read_text(self, path: Path) -> str | None:
+        """Return the text that `write_text` wrote, or None where there is no file.
+
+        Also None, with a warning, for a file with a byte that is not as it was written: it can be made again.
+        """
+        if not os.path.lexists(path):
+            return None
+        try:
+            text = read_json_file(path).get("text")
+        except CheckpointError:
+            text = None
+        if not isinstance(text, str):
+            print_status(f"warning: {path}: was altered or is of an earlier heddle, and is made again")
+            return None
+        return text
+
+    def write_text(self, path: Path, text: str) -> None:
+        """Write a text with its SHA-256, whole or not at all. Raises MachineError."""
+        write_json_file(path, {"text": text}, CACHE_REMEDY)
 
 
 def default_cache_folder() -> Path:

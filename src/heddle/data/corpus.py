@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from heddle import progress
-from heddle.data.cache import CACHE_REMEDY, DataCache, json_sha256
+from heddle.data.cache import DataCache, json_sha256
 from heddle.data.corpus_encoder import RECIPE_VERSION, CorpusEncoder
 from heddle.data.sources import ScannedSource, parse_source
 from heddle.data.split import TRAIN, SourceSplit, split_source
 from heddle.data.token_file import TokenFile
 from heddle.errors import DataError
-from heddle.storage.atomic import write_file
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.tokenization.distinct_words import distinct_word_bytes
 from heddle.tokenization.tokenizer import MAX_RUN_LENGTH, MIN_VOCAB_SIZE, Tokenizer
@@ -121,10 +119,9 @@ def _train_tokenizer(
     content = [[s.source.hash, s.method, s.train_characters, weight] for s, weight in zip(splits, weights, strict=True)]
     limits = (MAX_RUN_LENGTH, TOKENIZER_TRAINING_BYTES, TOKENIZER_DISTINCT_WORD_BYTES)
     path = cache.path("tokenizer.json", RECIPE_VERSION, *limits, vocab_size, content)
-    if path.exists():
-        # A damaged cache file is replaced by a new one.
-        with contextlib.suppress(DataError):
-            return Tokenizer.load(path)
+    cached_json = cache.read_text(path)
+    if cached_json is not None:
+        return Tokenizer.from_json(cached_json, name=str(path))
     fractions = []
     for split, weight in zip(splits, weights, strict=True):
         max_bytes = TOKENIZER_TRAINING_BYTES * weight / sum(weights)
@@ -148,7 +145,7 @@ def _train_tokenizer(
                 bar.advance(len(text.encode("utf-8")))
 
     tokenizer = Tokenizer.train(texts(), vocab_size)
-    write_file(path, tokenizer.to_json(), CACHE_REMEDY)
+    cache.write_text(path, tokenizer.to_json())
     return tokenizer
 
 

@@ -7,11 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from heddle import progress
-from heddle.data.cache import CACHE_REMEDY, DataCache
+from heddle.data.cache import DataCache
 from heddle.data.split import TRAIN, VALIDATION, SourceSplit
 from heddle.data.token_file import TokenFile, TokenFileWriter, write_token_file
 from heddle.errors import DataError
-from heddle.storage.atomic import write_file
 from heddle.tokenization.tokenizer import Tokenizer
 
 # Validation uses at most about this many tokens, evenly over the documents of the validation split.
@@ -60,15 +59,14 @@ class CorpusEncoder:
         """Tokens per byte, measured on about a megabyte spread over the training split."""
         key = (RECIPE_VERSION, split.source.hash, split.method, split.train_characters, self._tokenizer.hash)
         path = self._cache.path("density", *key)
-        with contextlib.suppress(OSError, ValueError):
-            cached = float(path.read_text(encoding="utf-8"))
-            if 0 < cached <= 1:
-                return cached
+        cached = self._cache.read_text(path)
+        if cached is not None:
+            return float(cached)
         tokens = total_bytes = 0
         for texts, text_bytes in _batches(split.sample(TRAIN, _BATCH_BYTES / split.size(TRAIN).bytes)):
             tokens += sum(len(ids) for ids in self._tokenizer.encode_batch(texts))
             total_bytes += text_bytes
-        write_file(path, repr(tokens / total_bytes), CACHE_REMEDY)
+        self._cache.write_text(path, repr(tokens / total_bytes))
         return tokens / total_bytes
 
     def _token_file(self, splits: Sequence[SourceSplit], fractions: Sequence[float], split_name: str) -> TokenFile:

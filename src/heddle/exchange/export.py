@@ -1,6 +1,5 @@
 """Write a model as a folder that transformers reads: as a family that matches the design exactly, or heddle's own."""
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,15 @@ from heddle.exchange.family import Family
 from heddle.exchange.family_match import FamilyMatch, best_match, design_from_config, differences
 from heddle.exchange.imported_model import ImportedModel
 from heddle.exchange.load import build_weight_map
-from heddle.exchange.safetensors_folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, to_json
+from heddle.exchange.safetensors_folder import CONFIG_FILE, SINGLE_FILE, to_json
 from heddle.exchange.tokenizer_files import write_tokenizer_files
-from heddle.exchange.weight_map import WeightMap, parameter_name
+from heddle.exchange.weight_map import WeightMap
 from heddle.model.decoder import Decoder
 from heddle.model.lora import merge_lora
 from heddle.storage.folder import write_folder
+from heddle.storage.shards import MAX_SHARD_BYTES
 from heddle.tokenization.tokenizer import Tokenizer
 
-MAX_SHARD_BYTES = 5 * 10**9  # the default of transformers
 DESIGN_KEY = "heddle"
 # Written as null, because transformers would fill in the family's default ids for absent fields.
 NULL_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -48,14 +47,14 @@ def export(
     tensors = HFTensors(match.family, model)
     text_files, token_ids = write_tokenizer_files(tokenizer, imported)
     config = _full_config(match, model, _with_family_length(match, model, preserved) | token_ids)
-    shards = _split_into_shards(tensors, max_shard_bytes)
-    text_files = text_files | {CONFIG_FILE: to_json(config)}
-    if len(shards) > 1:
-        total = sum(tensors.size_in_bytes(name) for name in tensors)
-        weight_map = {name: file for file, names in shards.items() for name in names}
-        text_files[INDEX_FILE] = to_json({"metadata": {"total_size": total}, "weight_map": weight_map})
-    tensor_files = {file: tensors.subset(names) for file, names in shards.items()}
-    write_folder(Path(folder), tensors=tensor_files, documents=text_files, kind="export")
+    documents = text_files | {CONFIG_FILE: to_json(config)}
+    write_folder(
+        Path(folder),
+        tensors={SINGLE_FILE: tensors},
+        documents=documents,
+        kind="export",
+        max_shard_bytes=max_shard_bytes,
+    )
     return match
 
 
@@ -68,18 +67,6 @@ class HFTensors(Mapping[str, Tensor]):
         assert not unmapped, f"{family.model_type}: no rule for {unmapped}"
         self.parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
         self.names = list(self.weight_map.rules)
-
-    def subset(self, names: list[str]) -> "HFTensors":
-        """A mapping of only these names."""
-        subset = object.__new__(HFTensors)
-        subset.weight_map, subset.parameters, subset.names = self.weight_map, self.parameters, names
-        return subset
-
-    def size_in_bytes(self, name: str) -> int:
-        """The size of one tensor, computed without making it."""
-        rule = self.weight_map.rules[name]
-        first = self.parameters[parameter_name(rule.parameters[0])]
-        return math.prod(self.weight_map.hf_shape(rule)) * first.element_size()
 
     def __getitem__(self, name: str) -> Tensor:
         """Make one tensor."""
@@ -119,19 +106,3 @@ def _full_config(match: FamilyMatch, model: Decoder, preserved: dict[str, Any]) 
     design = {"design": model.config.dump()}
     stored = design if "design" in match.config else {DESIGN_KEY: design}
     return dict(sorted((header | {"dtype": dtype, "torch_dtype": dtype} | match.config | preserved | stored).items()))
-
-
-def _split_into_shards(tensors: HFTensors, max_shard_bytes: int) -> dict[str, list[str]]:
-    """File name -> tensor names, in order. A file has at most `max_shard_bytes`, or a single tensor."""
-    shards: list[list[str]] = [[]]
-    shard_bytes = 0
-    for name in tensors:
-        tensor_bytes = tensors.size_in_bytes(name)
-        if shards[-1] and shard_bytes + tensor_bytes > max_shard_bytes:
-            shards.append([])
-            shard_bytes = 0
-        shards[-1].append(name)
-        shard_bytes += tensor_bytes
-    if len(shards) == 1:
-        return {SINGLE_FILE: shards[0]}
-    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, start=1)}

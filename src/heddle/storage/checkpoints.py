@@ -11,6 +11,7 @@ from torch import Tensor
 from heddle.errors import CheckpointError, HeddleError
 from heddle.storage import atomic, file_io
 from heddle.storage.folder import unlisted_files, verify_folder, write_folder
+from heddle.storage.manifest import LogPosition
 
 CHECKPOINTS_FOLDER = "checkpoints"
 STEP_PATTERN = re.compile(r"step-(\d{8,18})")
@@ -39,6 +40,7 @@ def write_checkpoint(
     tensors: Mapping[str, Mapping[str, Tensor]],
     documents: Mapping[str, str],
     kind: str = "training",
+    log: LogPosition | None = None,
 ) -> Path:
     """Write one step's checkpoint as write_folder does, and return its folder.
 
@@ -56,7 +58,7 @@ def write_checkpoint(
             file_io.system.rename(path, quarantine)
     except OSError as error:
         raise file_io.folder_error(path, error) from error
-    write_folder(path, tensors=tensors, documents=documents, kind=kind)
+    write_folder(path, tensors=tensors, documents=documents, kind=kind, log=log)
     return path
 
 

@@ -1,57 +1,119 @@
-"""manifest.json: the size and SHA-256 of every file and tensor of a folder, and a SHA-256 of the manifest itself."""
+"""manifest.json: sizes and SHA-256 of every file, tensor and block of rows of a folder, and one of the manifest itself.
+
+The format is written down in docs/decisions/034-format-2.md.
+"""
 
 import hashlib
 import json
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from heddle.errors import CheckpointError
 from heddle.storage.file_io import READ_FLAGS, open_regular_file, read_exactly
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_NAME = "heddle"
-FORMAT_VERSION = 1
-MAX_MANIFEST_BYTES = 64 * 2**20
+FORMAT_VERSION = 2
+MAX_MANIFEST_BYTES = 256 * 2**20  # about 3 TB of tensors
 MAX_TENSORS = 100_000
+MAX_DIMENSIONS = 64  # torch's limit
+BLOCK_BYTES = 2**20
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
+CHAIN_PATTERN = re.compile(r"[0-9a-f]{16}")
+EMPTY_CHAIN = "0" * 16
+
+
+def rows_per_block(shape: tuple[int, ...], itemsize: int) -> int:
+    """Return how many rows (indices of the first dim) of a tensor are hashed together. The rule is part of the format.
+
+    It is the largest power of two of rows that fit BLOCK_BYTES, but at least 1 row and at most all of them. A power of
+    two, so that slices of ranks begin where blocks begin. A scalar has 1 row; a tensor without bytes is one block.
+    """
+    rows, row_bytes = row_layout(shape, itemsize)
+    if rows * row_bytes == 0:
+        return max(1, rows)
+    fitting_rows = max(1, BLOCK_BYTES // row_bytes)
+    return min(rows, 1 << (fitting_rows.bit_length() - 1))
+
+
+def row_layout(shape: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """Return (rows, bytes of a row); a scalar has one row."""
+    return (shape[0] if shape else 1), math.prod(shape[1:]) * itemsize
+
+
+def combined_sha256(block_hashes: Iterable[str]) -> str:
+    """Return a tensor's SHA-256: that of the digests (32 bytes each) of its blocks, one after another."""
+    return hashlib.sha256(b"".join(map(bytes.fromhex, block_hashes))).hexdigest()
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """Type and shape of a tensor as in the safetensors header, and the SHA-256 of each block of rows, in order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    row_block: int
+    blocks: tuple[str, ...]
+
+    @property
+    def sha256(self) -> str:
+        """Return the tensor's SHA-256. Ranks that hold whole blocks can compute it together."""
+        return combined_sha256(self.blocks)
+
+    def to_json(self) -> dict[str, Any]:
+        fields = {"dtype": self.dtype, "shape": list(self.shape), "row_block": self.row_block}
+        return fields | {"sha256": self.sha256, "blocks": list(self.blocks)}
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and hash of a file. Tensor files also have `header_sha256` and `tensors` (name to SHA-256 of its bytes)."""
+    """Size and SHA-256 of a file. Tensor files also have `header_sha256` and `tensors` (by name)."""
 
     size: int
     sha256: str
     header_sha256: str | None = None
-    tensors: Mapping[str, str] | None = None
+    tensors: Mapping[str, TensorRecord] | None = None
 
     def to_json(self) -> dict[str, Any]:
         record: dict[str, Any] = {"size": self.size, "sha256": self.sha256}
         if self.tensors is not None:
-            record |= {"header_sha256": self.header_sha256, "tensors": dict(self.tensors)}
+            tensors = {name: tensor.to_json() for name, tensor in self.tensors.items()}
+            record |= {"header_sha256": self.header_sha256, "tensors": tensors}
         return record
 
 
 @dataclass(frozen=True)
+class LogPosition:
+    """How many lines a run's log has, and the chain field of the last one (see storage/run_log.py)."""
+
+    lines: int = 0
+    head: str = EMPTY_CHAIN
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """The content of manifest.json: the folder's kind and its files."""
+    """The content of manifest.json: the folder's kind and its files. log: where a run's log was at a checkpoint."""
 
     kind: str
     files: Mapping[str, FileRecord]
+    log: LogPosition | None = None
 
     def encode(self) -> bytes:
         """Return the manifest as JSON: keys sorted, with the SHA-256 of the JSON without that key."""
-        body = {
+        body: dict[str, Any] = {
             "format": FORMAT_NAME,
             "version": FORMAT_VERSION,
             "kind": self.kind,
             "files": {name: record.to_json() for name, record in self.files.items()},
         }
+        if self.log is not None:
+            body["log"] = vars(self.log)
         return _text(body | {"sha256": hashlib.sha256(_text(body)).hexdigest()})
 
 
@@ -86,7 +148,10 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path, flags: int = READ_FLAGS) -> Manifest:
-    """Read and check a folder's manifest. Raises CheckpointError that says what is wrong with it."""
+    """Read and check a folder's manifest. Raises CheckpointError that says what is wrong with it.
+
+    Fields that this version does not know are accepted, since later versions of heddle only add fields.
+    """
     path = folder / MANIFEST_FILE
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder}: there is no such folder; name a folder that heddle saved")
@@ -105,46 +170,91 @@ def read_manifest(folder: Path, flags: int = READ_FLAGS) -> Manifest:
         content = parse_json_object(bytes(raw))
         if content.get("format") != FORMAT_NAME:
             raise ValueError("it was not written by heddle")
-        if content.get("version") != FORMAT_VERSION:
-            raise ValueError(f"it has version {content.get('version')!r}, and this heddle reads {FORMAT_VERSION}")
-        manifest = _from_json(content)
-        if manifest.encode() != raw:
+        _check_version(folder, content.get("version"))
+        body = {name: value for name, value in content.items() if name != "sha256"}
+        if content.get("sha256") != hashlib.sha256(_text(body)).hexdigest() or _text(content) != raw:
             raise ValueError("it was altered")
-    except ValueError as error:
+        return _from_json(content)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: is not a valid manifest ({error}); restore the file or use another checkpoint"
         ) from error
-    return manifest
+
+
+def _check_version(folder: Path, version: Any) -> None:
+    if type(version) is not int:
+        raise ValueError("its version is not a whole number")
+    if version < FORMAT_VERSION:
+        raise CheckpointError(
+            f"{folder}: was saved in format {version}, and this heddle reads only format {FORMAT_VERSION};"
+            " train or save it again, or read it with the release that wrote it"
+        )
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{folder}: was saved in format {version} by a newer heddle, and this one reads only format"
+            f" {FORMAT_VERSION}; install the newer release"
+        )
 
 
 def _from_json(content: dict[str, Any]) -> Manifest:
-    if set(content) != {"format", "version", "kind", "files", "sha256"} or type(content["version"]) is not int:
-        raise ValueError("its fields are not format, version, kind, files and sha256")
-    kind, files = content["kind"], content["files"]
+    kind, files = content.get("kind"), content.get("files")
     if not isinstance(kind, str) or NAME_PATTERN.fullmatch(kind) is None or not isinstance(files, dict):
         raise ValueError("its kind or its list of files is malformed")
     records = {}
     for name, record in files.items():
         if not is_file_name(name) or not isinstance(record, dict):
             raise ValueError("the name of a file is not allowed")
-        records[name] = _record(name, record)
-    return Manifest(kind, records)
+        records[name] = _file_record(name, record)
+    log = content.get("log")
+    return Manifest(kind, records, None if log is None else _log_position(log))
 
 
-def _record(name: str, record: dict[str, Any]) -> FileRecord:
+def _log_position(log: Any) -> LogPosition:
+    lines, head = (log.get("lines"), log.get("head")) if isinstance(log, dict) else (None, None)
+    if not _is_count(lines) or not isinstance(head, str) or CHAIN_PATTERN.fullmatch(head) is None:
+        raise ValueError("its log has no count of lines and no head of 16 hexadecimal digits")
+    return LogPosition(lines, head)
+
+
+def _file_record(name: str, record: dict[str, Any]) -> FileRecord:
     tensors = record.get("tensors")
-    expected = {"size", "sha256"} if tensors is None else {"size", "sha256", "header_sha256", "tensors"}
-    if set(record) != expected or (tensors is None) == name.endswith(".safetensors"):
-        raise ValueError(f"its entry for {name} has the wrong fields")
-    hashes = [record["sha256"]]
+    if (tensors is None) == name.endswith(".safetensors"):
+        raise ValueError(f"its entry for {name} lists tensors and is no tensor file, or the reverse")
+    if not _is_count(record.get("size")):
+        raise ValueError(f"the size of {name} is not a whole number")
+    hashes = [record.get("sha256")]
     if tensors is not None:
         if not isinstance(tensors, dict) or len(tensors) > MAX_TENSORS:
             raise ValueError(f"its entry for {name} lists no tensors, or too many")
         if not all(NAME_PATTERN.fullmatch(tensor) for tensor in tensors):
             raise ValueError(f"a tensor's name in its entry for {name} is not allowed")
-        hashes += [record["header_sha256"], *tensors.values()]
-    if type(record["size"]) is not int or record["size"] < 0:
-        raise ValueError(f"the size of {name} is not a whole number")
-    if not all(isinstance(value, str) and SHA256_PATTERN.fullmatch(value) for value in hashes):
+        hashes.append(record.get("header_sha256"))
+        tensors = {tensor: _tensor_record(tensor, fields) for tensor, fields in tensors.items()}
+    if not all(map(_is_sha256, hashes)):
         raise ValueError(f"a SHA-256 in its entry for {name} is malformed")
     return FileRecord(record["size"], record["sha256"], record.get("header_sha256"), tensors)
+
+
+def _tensor_record(name: str, fields: Any) -> TensorRecord:
+    """Check one tensor's fields. Its type, and whether its blocks cover it, are checked against the file's header."""
+    expected = ("dtype", "shape", "row_block", "sha256", "blocks")
+    dtype, shape, row_block, sha256, blocks = (
+        (fields.get(key) for key in expected) if isinstance(fields, dict) else (None,) * 5
+    )
+    if not isinstance(dtype, str) or not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"the type or the shape of tensor {name} is malformed")
+    if not all(_is_count(side) and side < 2**62 for side in shape):
+        raise ValueError(f"the type or the shape of tensor {name} is malformed")
+    if not _is_count(row_block) or row_block < 1:
+        raise ValueError(f"the row_block of tensor {name} is not a whole number from 1")
+    if not isinstance(blocks, list) or not all(map(_is_sha256, blocks)) or sha256 != combined_sha256(blocks):
+        raise ValueError(f"the SHA-256 of tensor {name} is not that of its blocks")
+    return TensorRecord(dtype, tuple(shape), row_block, tuple(blocks))
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and value >= 0
+
+
+def _is_sha256(value: Any) -> bool:
+    return isinstance(value, str) and SHA256_PATTERN.fullmatch(value) is not None

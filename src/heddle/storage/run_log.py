@@ -1,29 +1,30 @@
 """The files of a run besides its checkpoints: run.json (settings and environment) and log.jsonl (one line a step)."""
 
 import contextlib
+import hashlib
+import io
 import json
+import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from heddle.errors import CheckpointError
+from heddle.progress import print_status
 from heddle.storage import file_io
 from heddle.storage.atomic import write_file
+from heddle.storage.json_file import read_json_file, write_json_file
+from heddle.storage.manifest import EMPTY_CHAIN, LogPosition, parse_json_object
 
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
 IDENTITY_KEYS = ("design", "data", "settings", "init_checkpoint", "lora")
 REMEDY = "free space on the disk or choose another folder"
-
-
-def read_json_file(path: Path) -> dict[str, Any]:
-    """Read a JSON object that heddle wrote. Raises CheckpointError if the file is missing or damaged."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); choose another folder") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: holds no JSON object; choose another folder")
-    return data
+LOG_REMEDY = "restore the file, or start another run from the checkpoint in another folder"
+CHAIN_DIGITS = len(EMPTY_CHAIN)
+LINE_PATTERN = re.compile(rb'(?P<content>\{[^\n]*), "chain": "(?P<chain>[0-9a-f]{16})"\}\n')
+APPEND_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def open_run(folder: Path, identity: dict[str, Any], environment: dict[str, Any]) -> bool:
@@ -43,7 +44,7 @@ def open_run(folder: Path, identity: dict[str, Any], environment: dict[str, Any]
     names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
     if names:
         raise CheckpointError(f"{folder}: holds something else ({sorted(names)[0]}); choose an empty or new folder")
-    write_file(path, json.dumps(to_plain_json(environment) | to_plain_json(identity), indent=2) + "\n", REMEDY)
+    write_json_file(path, to_plain_json(environment) | to_plain_json(identity), REMEDY)
     return False
 
 
@@ -70,47 +71,120 @@ def first_difference(before: Any, now: Any, path: str = "") -> str | None:
 
 
 class RunLog:
-    """The log file log.jsonl, one line a step. Opening it drops the lines after `step`: they will be written again."""
+    """The log file log.jsonl: one JSON object a line, whose last field, `chain`, follows from all lines up to it.
 
-    def __init__(self, folder: Path, step: int) -> None:
+    chain is the first 16 hexadecimal digits of the SHA-256 of the chain before it (of the first line: 16 zeros) and of
+    the line's text up to `, "chain": `. position: lines and chain so far. `resume` opens the file.
+    """
+
+    def __init__(self, folder: Path) -> None:
         self.path = folder / LOG_FILE
-        earlier = [line for line in read_log(folder) if line["step"] <= step]
-        write_file(self.path, "".join(json.dumps(line) + "\n" for line in earlier), REMEDY)
-        self._file = self.path.open("a", encoding="utf-8")
+        self.position = LogPosition()
+        self._descriptor: int | None = None
 
-    def write(self, line: dict[str, Any]) -> None:
-        """Append one line and flush it to the file. Raises MachineError."""
+    def resume(self, position: LogPosition) -> None:
+        """Open the log for writing after the lines that a checkpoint counted.
+
+        Raises CheckpointError if one of these lines is missing or was altered; the file then stays as it is. Lines
+        after them are dropped, with a notice: their steps are taken again.
+        """
+        lines = _read_lines(self.path)
+        counted = lines[: position.lines]
+        _verify_lines(self.path, counted, position)
+        if len(lines) > len(counted):
+            print_status(
+                f"{self.path}: lines {len(counted) + 1} to {len(lines)} are of steps that no checkpoint holds;"
+                " they are taken again"
+            )
+        if len(lines) > len(counted) or not self.path.is_file():
+            write_file(self.path, b"".join(counted), REMEDY)
         try:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            self._descriptor = file_io.system.open(self.path, APPEND_FLAGS)
         except OSError as error:
             raise file_io.write_error(self.path, error, REMEDY) from error
+        self.position = position
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append one line. Raises MachineError."""
+        content = json.dumps(line).encode("ascii")[:-1]
+        chain = _next_chain(self.position.head, content)
+        data = memoryview(content + b', "chain": "' + chain.encode("ascii") + b'"}\n')
+        try:
+            while data:
+                data = data[file_io.system.write(self._open_descriptor, data) :]
+        except OSError as error:
+            raise file_io.write_error(self.path, error, REMEDY) from error
+        self.position = LogPosition(self.position.lines + 1, chain)
 
     def sync(self) -> None:
         """Fsync all lines. Call it before a checkpoint records their steps as done. Raises MachineError."""
         try:
-            file_io.system.fsync(self._file.fileno())
+            file_io.system.fsync(self._open_descriptor)
         except OSError as error:
             raise file_io.write_error(self.path, error, REMEDY) from error
 
     def close(self) -> None:
         """Close the file. Errors are ignored: `write` and `sync` have reported them."""
-        with contextlib.suppress(OSError):
-            self._file.close()
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
+
+    @property
+    def _open_descriptor(self) -> int:
+        assert self._descriptor is not None, "call resume first"
+        return self._descriptor
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's log, without a last line that a crash cut short."""
+    """Return the lines of a run's log, without their `chain`, and without a last line that a crash cut short.
+
+    Raises CheckpointError that names the first line that was altered.
+    """
     path = folder / LOG_FILE
-    if not path.is_file():
-        return []
+    raw_lines = [line for line in _read_lines(path) if line.endswith(b"\n")]
+    _verify_lines(path, raw_lines)
     lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for number, text in enumerate(raw_lines, start=1):
         try:
-            line = json.loads(text)
-        except ValueError:
-            break
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            break
+            line = parse_json_object(text)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: line {number} is not valid ({error}); {LOG_REMEDY}") from error
+        del line["chain"]
         lines.append(line)
     return lines
+
+
+def _read_lines(path: Path) -> list[bytes]:
+    """Return the lines of a log with their line ends; the last one may lack it. No file is no lines."""
+    if not os.path.lexists(path):
+        return []
+    with file_io.open_regular_file(path) as (descriptor, size):
+        raw = bytearray(size)
+        file_io.read_exactly(descriptor, memoryview(raw), path)
+    return io.BytesIO(raw).readlines()
+
+
+def _verify_lines(path: Path, lines: Sequence[bytes], position: LogPosition | None = None) -> None:
+    """Follow the chain through all lines. position: how many lines there must be, and the chain of the last."""
+    head = EMPTY_CHAIN
+    for number, line in enumerate(lines, start=1):
+        match = LINE_PATTERN.fullmatch(line)
+        head = "" if match is None else _next_chain(head, match["content"])
+        if match is None or head != match["chain"].decode("ascii"):
+            raise CheckpointError(
+                f"{path}: line {number} was altered (its chain does not follow from the lines before it); {LOG_REMEDY}"
+            )
+    if position is not None and len(lines) < position.lines:
+        raise CheckpointError(
+            f"{path}: has {len(lines)} lines, but {position.lines} when the checkpoint was saved; {LOG_REMEDY}"
+        )
+    if position is not None and head != position.head:
+        raise CheckpointError(
+            f"{path}: its {position.lines} lines are not those of the checkpoint (another chain); {LOG_REMEDY}"
+        )
+
+
+def _next_chain(previous: str, content: bytes) -> str:
+    """Return the chain of a line. content: the line's text up to its last field, `chain`."""
+    return hashlib.sha256(previous.encode("ascii") + content).hexdigest()[:CHAIN_DIGITS]

@@ -1,10 +1,15 @@
-"""Read and write the safetensors format: 8 bytes of length, a JSON header, the tensors' bytes; all of it is checked."""
+"""Read and write safetensors files: 8 bytes of length, a JSON header, the tensors' bytes; all of it is checked.
+
+Written by hand, because the `safetensors` library hashes nothing, syncs nothing to the disk, and reads a tensor before
+its size is compared with a manifest (docs/decisions/034-format-2.md has the measurements). Tests compare with it.
+"""
 
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,49 +18,25 @@ import torch
 from torch import Tensor
 
 from heddle.errors import CheckpointError
-from heddle.storage.file_io import READ_FLAGS, NewFile, open_regular_file, read_exactly
-from heddle.storage.manifest import MAX_TENSORS, NAME_PATTERN, FileRecord, parse_json_object
+from heddle.storage.file_io import MIN_PARALLEL_BYTES, READ_FLAGS, NewFile, open_regular_file, read_exactly
+from heddle.storage.manifest import MAX_TENSORS, NAME_PATTERN, FileRecord, TensorRecord, row_layout, rows_per_block
+from heddle.storage.tensor_header import (
+    DTYPE_NAMES,
+    MAX_HEADER_BYTES,
+    METADATA_KEY,
+    HeaderEntry,
+    block_ranges,
+    read_header,
+)
 
-MAX_HEADER_BYTES = 8 * 2**20
-MAX_DIMENSIONS = 64  # torch's limit
-METADATA_KEY = "__metadata__"
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Zip archives (torch.save), pickles of protocols 2 to 5, gzip, and pickles in text begin like this.
-PICKLE_PREFIXES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"\x1f\x8b", b"(", b"]q", b"}q", b"c")
+HASH_THREADS = 2  # hashing then keeps up with a fast disk, and each thread adds little memory
 
 
-@dataclass(frozen=True)
-class TensorRecord:
-    """Where one tensor is in a file: `start` and `end` count bytes from the end of the header."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
-def check_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError, naming the tensor, for what the format cannot hold."""
+def check_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the bytes of each tensor. Raises CheckpointError, naming the tensor, for what the format cannot hold."""
     if len(tensors) > MAX_TENSORS:
         raise CheckpointError(f"{path}: {len(tensors)} tensors are more than the {MAX_TENSORS} a file may hold")
+    sizes = {}
     for name, tensor in tensors.items():
         if NAME_PATTERN.fullmatch(name) is None or name == METADATA_KEY:
             raise CheckpointError(f"{path}: tensor {name!r} needs a name of 1 to 200 letters, digits, '_', '-' or '.'")
@@ -64,35 +45,47 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
                 f"{path}: tensor {name!r} ({tensor.dtype}, {tensor.layout}, on {tensor.device}) has no plain"
                 " values to save; make it a dense tensor of a common type"
             )
+        sizes[name] = tensor.numel() * tensor.element_size()
+    return sizes
 
 
-def write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Write tensors of any strides and device to a new file and return its hashes. Equal input gives equal bytes."""
+def write_tensor_file(path: Path, tensors: Mapping[str, Tensor], names: Iterable[str] | None = None) -> FileRecord:
+    """Write tensors of any strides and device to a new file and return its hashes. Equal input gives equal bytes.
+
+    names: only these tensors; None writes all. A mapping that makes a tensor when it is looked up holds one at a time.
+    """
+    described = ((name, tensors[name]) for name in (tensors if names is None else names))
+    forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in described}
     # The widest dtypes first, so that every tensor stays aligned.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    order = sorted(forms, key=lambda name: (-forms[name][0].itemsize, name))
     header: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}
     end = 0
     for name in order:
-        tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        dtype, shape = forms[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(f"{path}: the header of {len(text)} bytes is over {MAX_HEADER_BYTES}; save fewer tensors")
     head = len(text).to_bytes(8, "little") + text
-    hashes = {}
+    records = {}
     with NewFile(path) as file:
         file.write(head)
         for name in order:
-            digest = hashlib.sha256()
-            file.write(_tensor_bytes(tensors[name]), digest)
-            hashes[name] = digest.hexdigest()
-    return FileRecord(file.size, file.digest.hexdigest(), hashlib.sha256(head).hexdigest(), hashes)
+            records[name] = _write_tensor(file, tensors[name])
+    return FileRecord(file.size, file.digest.hexdigest(), hashlib.sha256(head).hexdigest(), records)
+
+
+def _write_tensor(file: NewFile, tensor: Tensor) -> TensorRecord:
+    shape, data = tuple(tensor.shape), _tensor_bytes(tensor)
+    row_block = rows_per_block(shape, tensor.element_size())
+    block_hashes = []
+    for start, end in block_ranges(shape, tensor.element_size()):
+        digest = hashlib.sha256()
+        file.write(data[start:end], digest)
+        block_hashes.append(digest.hexdigest())
+    return TensorRecord(DTYPE_NAMES[tensor.dtype], shape, row_block, tuple(block_hashes))
 
 
 def _tensor_bytes(tensor: Tensor) -> memoryview:
@@ -109,105 +102,71 @@ def read_tensor_file(
     record: from a manifest; size, header and every tensor must match it. None, for files of other programs: only the
     rules of the format hold. flags: for opening the file. Raises CheckpointError, naming file and tensor.
     """
-    with open_regular_file(path, flags) as (descriptor, size), ThreadPoolExecutor(1) as hash_thread:
-        head = _read_head(descriptor, path, size, record)
-        tensor_records = parse_header(path, head[8:], size - len(head))
-        hashes = None if record is None else record.tensors
-        if hashes is not None and {entry.name for entry in tensor_records} != set(hashes):
-            raise CheckpointError(f"{path}: holds other tensors than the manifest lists; restore the file")
-        for entry in tensor_records:
-            buffer = torch.empty(entry.end - entry.start, dtype=torch.uint8)
-            digest = None if hashes is None else hashlib.sha256()
-            read_exactly(descriptor, buffer.numpy().data, path, digest, hash_thread)
-            if hashes is not None and digest is not None and digest.hexdigest() != hashes[entry.name]:
-                raise CheckpointError(
-                    f"{path}: tensor {entry.name!r} was altered (its SHA-256 differs from the manifest);"
-                    " restore the file or go back to an earlier checkpoint"
-                )
+    with open_regular_file(path, flags) as (descriptor, size), ThreadPoolExecutor(HASH_THREADS) as hash_threads:
+        for entry in read_header(descriptor, path, size, record).entries:
+            if record is None or record.tensors is None:
+                buffer = torch.empty(entry.end - entry.start, dtype=torch.uint8)
+                read_exactly(descriptor, buffer.numpy().data, path)
+            else:
+                reader = _BlockReader(descriptor, path, hash_threads)
+                hashes = record.tensors[entry.name].blocks
+                buffer = reader.read(entry, hashes, range(len(hashes)))
             yield entry.name, buffer.view(entry.dtype).reshape(entry.shape)
 
 
-def _read_head(descriptor: int, path: Path, size: int, record: FileRecord | None) -> bytes:
-    """Read the 8 bytes of length and the header. Its size is checked before memory is allocated for it."""
-    prefix = bytearray(min(8, size))
-    read_exactly(descriptor, memoryview(prefix), path)
-    length = int.from_bytes(prefix, "little")
-    if length > MAX_HEADER_BYTES and prefix.startswith(PICKLE_PREFIXES):
-        raise CheckpointError(
-            f"{path}: is a pickle or an archive, which can run code and is never read;"
-            " have its author convert it to safetensors"
-        )
-    if record is not None and size != record.size:
-        raise CheckpointError(
-            f"{path}: has {size} bytes where the manifest says {record.size};"
-            " restore the file or go back to an earlier checkpoint"
-        )
-    if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-        raise CheckpointError(
-            f"{path}: is not a safetensors file (its {size} bytes cannot hold a header of {length}, or it is"
-            f" over {MAX_HEADER_BYTES}); restore the file"
-        )
-    header = bytearray(length)
-    read_exactly(descriptor, memoryview(header), path)
-    head = bytes(prefix + header)
-    if record is not None and hashlib.sha256(head).hexdigest() != record.header_sha256:
-        raise CheckpointError(
-            f"{path}: its header was altered (its SHA-256 differs from the manifest);"
-            " restore the file or go back to an earlier checkpoint"
-        )
-    return head
+def read_tensor_rows(path: Path, record: FileRecord, name: str, rows: range, flags: int = READ_FLAGS) -> Tensor:
+    """Read rows (indices of the first dim) of one tensor into new memory on the CPU.
 
-
-def parse_header(path: Path, header: bytes, data_size: int) -> list[TensorRecord]:
-    """Return the tensors in a header, in the order of their bytes, which must cover `data_size` exactly."""
-    try:
-        content = parse_json_object(header)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: its header is not valid ({error}); restore the file") from error
-    metadata = content.pop(METADATA_KEY, {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{path}: its {METADATA_KEY} is not a table of texts; restore the file")
-    if len(content) > MAX_TENSORS:
-        raise CheckpointError(f"{path}: lists {len(content)} tensors, more than {MAX_TENSORS}; split the file")
-    records = [_tensor_record(path, name, description) for name, description in content.items()]
-    records.sort(key=lambda entry: (entry.start, entry.end))
-    covered = 0
-    for entry in records:
-        if entry.start != covered:
+    Only the header and the blocks that the rows lie in are read, and their hashes are checked. Raises CheckpointError.
+    """
+    with open_regular_file(path, flags) as (descriptor, size), ThreadPoolExecutor(HASH_THREADS) as hash_threads:
+        header = read_header(descriptor, path, size, record)
+        entry = next(entry for entry in header.entries if entry.name == name)
+        row_count, row_bytes = row_layout(entry.shape, entry.dtype.itemsize)
+        if not entry.shape or not 0 <= rows.start <= rows.stop <= row_count:
             raise CheckpointError(
-                f"{path}: tensor {entry.name!r} starts at byte {entry.start} where {covered} is next"
-                " (a gap or an overlap); restore the file"
+                f"{path}: tensor {name!r} of shape {list(entry.shape)} has no rows {rows.start} to {rows.stop};"
+                " ask for rows that it has"
             )
-        covered = entry.end
-    if covered != data_size:
-        raise CheckpointError(
-            f"{path}: its tensors cover {covered} bytes of {data_size}: it was cut or added to; restore it"
-        )
-    return records
+        tensor = (record.tensors or {})[name]
+        blocks = range(rows.start // tensor.row_block, -(-rows.stop // tensor.row_block) if rows else 0)
+        start = blocks.start * tensor.row_block * row_bytes
+        os.lseek(descriptor, header.size + entry.start + start, os.SEEK_SET)
+        buffer = _BlockReader(descriptor, path, hash_threads).read(entry, tensor.blocks, blocks)
+    offset = rows.start * row_bytes - start
+    row_bytes_only = buffer[offset : offset + len(rows) * row_bytes].clone()
+    return row_bytes_only.view(entry.dtype).reshape(len(rows), *entry.shape[1:])
 
 
-def _tensor_record(path: Path, name: str, description: Any) -> TensorRecord:
-    """Check one tensor's description in a header. Whole numbers of any size are safe here: nothing is allocated."""
+@dataclass(frozen=True)
+class _BlockReader:
+    """Reads blocks of rows from where an open file stands. One thread reads, others hash what was read."""
 
-    def wrong(defect: str) -> CheckpointError:
-        return CheckpointError(f"{path}: tensor {name[:200]!r} {defect}; restore the file")
+    descriptor: int
+    path: Path
+    hash_threads: ThreadPoolExecutor
 
-    if NAME_PATTERN.fullmatch(name) is None:
-        raise wrong("has a name that is not 1 to 200 letters, digits, '_', '-' or '.'")
-    if not isinstance(description, dict) or set(description) != {"dtype", "shape", "data_offsets"}:
-        raise wrong("is not described by dtype, shape and data_offsets alone")
-    dtype = DTYPES.get(description["dtype"]) if isinstance(description["dtype"], str) else None
-    if dtype is None:
-        raise wrong(f"has the unknown type {str(description['dtype'])[:40]!r}")
-    shape, offsets = description["shape"], description["data_offsets"]
-    if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS or math.prod(max(n, 1) for n in shape) >= 2**62:
-        raise wrong("has a shape that is not a short list of whole numbers")
-    if not _are_counts(offsets) or len(offsets) != 2:
-        raise wrong("has offsets that are not two whole numbers")
-    if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
-        raise wrong(f"of shape {shape} and type {description['dtype']} does not fill its bytes")
-    return TensorRecord(name, dtype, tuple(shape), offsets[0], offsets[1])
+    def read(self, entry: HeaderEntry, hashes: Sequence[str], blocks: range) -> Tensor:
+        """Return the bytes of the blocks, uint8. Raises CheckpointError if one does not have its hash."""
+        ranges = block_ranges(entry.shape, entry.dtype.itemsize)[blocks.start : blocks.stop]
+        first_byte, last_byte = (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
+        buffer = torch.empty(last_byte - first_byte, dtype=torch.uint8)
+        data = buffer.numpy().data
+        pending: list[Future[str] | str] = []
+        for start, end in ranges:
+            block = data[start - first_byte : end - first_byte]
+            read_exactly(self.descriptor, block, self.path)
+            parallel = len(block) >= MIN_PARALLEL_BYTES
+            pending.append(self.hash_threads.submit(_sha256, block) if parallel else _sha256(block))
+        for number, digest in zip(blocks, pending, strict=True):
+            if (digest if isinstance(digest, str) else digest.result()) != hashes[number]:
+                where = f" in block {number} of {len(hashes)}" if len(hashes) > 1 else ""
+                raise CheckpointError(
+                    f"{self.path}: tensor {entry.name!r} was altered{where} (its SHA-256 differs from the manifest);"
+                    " restore the file or go back to an earlier checkpoint"
+                )
+        return buffer
 
 
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+def _sha256(data: memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()

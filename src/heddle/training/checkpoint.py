@@ -14,7 +14,9 @@ from heddle.model.lora import lora_tensors
 from heddle.progress import print_status
 from heddle.storage.checkpoints import latest_checkpoint, prune_checkpoints, write_checkpoint
 from heddle.storage.folder import read_folder
+from heddle.storage.manifest import LogPosition
 from heddle.storage.model import WEIGHTS_FILE, model_documents, model_tensors, restore_model
+from heddle.storage.run_log import RunLog
 from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.optimizer import Optimizer
 
@@ -40,10 +42,11 @@ def save_run(
     progress: TrainingProgress,
     tokenizer: Tokenizer | None,
     documents: Mapping[str, str],
+    log: LogPosition,
 ) -> Path:
     """Write the checkpoint of a step, and delete all but the newest two.
 
-    documents: more text files to write, by name.
+    documents: more text files to write, by name. log: where the run's log is; its lines must be synced.
     """
     training_tensors: dict[str, Tensor] = {"rng.cpu": torch.get_rng_state()}
     for name, state in optimizer.state.items():
@@ -54,19 +57,26 @@ def save_run(
     tensors = {WEIGHTS_FILE: model_tensors(model), TRAINING_TENSORS_FILE: training_tensors}
     if adapters := lora_tensors(model):
         tensors[ADAPTERS_FILE] = adapters
-    path = write_checkpoint(run, progress.step, tensors=tensors, documents={**documents, **own_documents})
+    path = write_checkpoint(run, progress.step, tensors=tensors, documents={**documents, **own_documents}, log=log)
     prune_checkpoints(run, CHECKPOINTS_KEPT)
     return path
 
 
-def resume_run(run: Path, model: Decoder, optimizer: Optimizer) -> TrainingProgress:
-    """Load the newest intact checkpoint into model and optimizer; step 0 if there is no checkpoint."""
+def resume_run(run: Path, model: Decoder, optimizer: Optimizer, log: RunLog) -> TrainingProgress:
+    """Load the newest intact checkpoint into model and optimizer; step 0 if there is no checkpoint.
+
+    log: is opened where the checkpoint was saved. Raises CheckpointError if one of its lines up to there was altered.
+    """
     checkpoint = latest_checkpoint(run, "training")
     for damage in checkpoint.damaged:
         print_status(f"warning: {damage}")
     if checkpoint.path is None:
+        log.resume(LogPosition())
         return TrainingProgress()
     contents = read_folder(checkpoint.path, "training")
+    if contents.log is None:
+        raise CheckpointError(f"{contents.folder}: does not say where the log was; use an earlier checkpoint")
+    log.resume(contents.log)
     device = model.embed.weight.device
     trainable = lora_tensors(model)
     if trainable:

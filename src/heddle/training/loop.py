@@ -136,10 +136,10 @@ def train(job: TrainingJob) -> TrainingResult:
     with RunLock(job.out), catch_stop_signals() as stop_request:
         open_run(job.out, job.identity(), {"data_report": training_data.report(), **(job.environment or {})})
         torch.manual_seed(settings.seed)
-        progress = resume_run(job.out, model, optimizer)
+        log = RunLog(job.out)
+        progress = resume_run(job.out, model, optimizer, log)
         forward_model = compiled(model) if settings.compile else model
         forward_model.checkpointing = settings.checkpoint_activations
-        log = RunLog(job.out, progress.step)
         state = _LoopState(model, forward_model, optimizer, batch_at, progress, log, stop_request)
         try:
             tokens_per_second = _train_steps(job, state)
@@ -200,7 +200,8 @@ def _train_steps(job: TrainingJob, state: _LoopState) -> float:
             due = settings.save_every is not None and progress.step % settings.save_every == 0
             if finished or due or state.stop_request.signal_number is not None:
                 state.log.sync()
-                save_run(job.out, state.model, state.optimizer, progress, job.training_data.tokenizer, job.documents)
+                tokenizer, documents = job.training_data.tokenizer, job.documents
+                save_run(job.out, state.model, state.optimizer, progress, tokenizer, documents, state.log.position)
             if state.stop_request.signal_number is not None and not finished:
                 display.print_status(f"saved at step {progress.step}; the same command continues")
                 raise Interrupted(state.stop_request.signal_number)

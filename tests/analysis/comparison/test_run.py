@@ -13,7 +13,7 @@ import pytest
 from heddle.analysis.comparison import probes, tasks
 from heddle.analysis.comparison.worker import perform_task
 from heddle.cli.main import run_command
-from heddle.storage.atomic import write_file
+from heddle.storage.json_file import write_json_file
 from heddle.storage.run_log import read_log
 from heddle.training import loop
 from heddle.training.signals import Interrupted
@@ -51,7 +51,7 @@ class Workers:
         result, code = perform_task(task)
         if name in self.diverges:
             result, code = {"status": "diverged", "message": "10 steps in a row"}, 0
-        write_file(target, json.dumps(result))
+        write_json_file(target, result)
         return code
 
 
@@ -318,6 +318,24 @@ def test_a_changed_plan_is_refused_by_name(
     capsys.readouterr()
     assert run_command(command(folder, tmp_path, *more)) == 2
     assert f"holds another comparison: {says}; use the same, or another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["plan.json", "data.json", "runs/full-seed0.json"])
+def test_an_altered_file_is_named(
+    name: str, folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers.interrupts = {"my local-seed0"}
+    assert run_command(command(folder, tmp_path)) == 143
+    raw = bytearray((tmp_path / name).read_bytes())
+    digit = next(at for at in range(len(raw) // 3, len(raw)) if chr(raw[at]) in "23456")
+    raw[digit] += 1
+    (tmp_path / name).write_bytes(raw)
+    capsys.readouterr()
+    assert run_command(command(folder, tmp_path)) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"heddle: {tmp_path / name}: was altered (")
+    assert "; restore the file or choose another folder" in err
+    assert err.count("\n") == 1
 
 
 def test_changed_text_is_refused(

@@ -1,6 +1,5 @@
 """Run a comparison: train every design on the same text in the same order, measure it, and write the report."""
 
-import json
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,9 +23,9 @@ from heddle.errors import CheckpointError
 from heddle.model.config import ModelConfig
 from heddle.model.size import Size, describe, size, state_bytes
 from heddle.runtime import Runtime
-from heddle.storage.atomic import write_file
+from heddle.storage.json_file import read_json_file, write_json_file
 from heddle.storage.lock import RunLock
-from heddle.storage.run_log import first_difference, read_json_file, to_plain_json
+from heddle.storage.run_log import first_difference, to_plain_json
 from heddle.training.evaluation.length_extrapolation import plan_extrapolation
 
 STATE_CONTEXTS = tuple(1024 * 2**i for i in range(8))  # 1k … 128k
@@ -83,7 +82,7 @@ def compare(plan: ComparisonPlan, out: Path, runtime: Runtime, command: str) -> 
 def _check_identity(path: Path, identity: dict[str, Any]) -> None:
     """Write the identity of a new comparison; compare that of a continued one with the file."""
     if not path.is_file():
-        write_file(path, json.dumps(to_plain_json(identity), indent=2) + "\n")
+        write_json_file(path, to_plain_json(identity))
         return
     difference = first_difference(read_json_file(path), to_plain_json(identity))
     if difference:

@@ -19,7 +19,7 @@ from heddle.model.decoder import build
 from heddle.model.size import flops_per_token
 from heddle.runtime import Runtime
 from heddle.storage.atomic import write_file
-from heddle.storage.run_log import read_json_file
+from heddle.storage.json_file import read_json_file
 from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan
 from heddle.training.settings import Settings
 from heddle.training.signals import Interrupted, catch_stop_signals

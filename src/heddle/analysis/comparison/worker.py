@@ -32,7 +32,7 @@ def main() -> None:
     """Run the task of this process. After a signal exit with 130 or 143, without a result."""
     task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     _exit_with_parent(task["parent_pid"])
-    from heddle.storage.atomic import write_file
+    from heddle.storage.json_file import write_json_file
     from heddle.training.signals import Interrupted
 
     try:
@@ -40,7 +40,7 @@ def main() -> None:
             result, exit_code = perform_task(task)
     except Interrupted as interrupted:
         sys.exit(interrupted.exit_code)
-    write_file(Path(sys.argv[2]), json.dumps(result))
+    write_json_file(Path(sys.argv[2]), result)
     sys.exit(exit_code)
 
 

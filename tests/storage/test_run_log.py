@@ -1,0 +1,220 @@
+"""The chained log: every altered byte is named with its line, a cut end is tolerated, and no counted line is lost."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heddle.errors import CheckpointError, MachineError
+from heddle.storage import run_log
+from heddle.storage.manifest import EMPTY_CHAIN, LogPosition
+from heddle.storage.run_log import LOG_FILE, RunLog, read_log
+from tests.storage.shared import Died, System, standing_in
+
+LINES: list[dict[str, Any]] = [
+    {"step": 1, "loss": 5.25, "skipped": False, "seconds": 0.5},
+    {"step": 2, "loss": None, "experts": {"layers.0": {"load": [0.5, 0.5]}}, "note": '", "chain": "0"}'},
+    {"step": 3, "loss": 1e-9, "note": "βῆτα\u2028\r\n"},
+    {"step": 4, "loss": 3.0},
+]
+
+
+def write_lines(folder: Path, lines: list[dict[str, Any]], position: LogPosition | None = None) -> list[LogPosition]:
+    """Append lines to a log; returns the position before the first line and after each line."""
+    log = RunLog(folder)
+    log.resume(LogPosition() if position is None else position)
+    positions = [log.position]
+    for line in lines:
+        log.write(line)
+        positions.append(log.position)
+    log.sync()
+    log.close()
+    return positions
+
+
+def test_lines_come_back_without_their_chain(tmp_path: Path) -> None:
+    assert read_log(tmp_path) == []
+    positions = write_lines(tmp_path, LINES)
+    assert read_log(tmp_path) == LINES
+    assert [position.lines for position in positions] == [0, 1, 2, 3, 4]
+    assert len({position.head for position in positions}) == 5
+
+
+def test_anyone_can_follow_the_chain(tmp_path: Path) -> None:
+    positions = write_lines(tmp_path, LINES)
+    chain = EMPTY_CHAIN
+    for line, position in zip((tmp_path / LOG_FILE).read_bytes().split(b"\n")[:-1], positions[1:], strict=True):
+        content, _, rest = line.rpartition(b', "chain": "')
+        chain = hashlib.sha256(chain.encode() + content).hexdigest()[:16]
+        assert rest == f'{chain}"}}'.encode()
+        assert json.loads(line)["chain"] == chain == position.head
+
+
+def test_every_altered_byte_is_named_with_its_line_and_nothing_is_written(tmp_path: Path) -> None:
+    position = write_lines(tmp_path, LINES)[-1]
+    path = tmp_path / LOG_FILE
+    raw = path.read_bytes()
+    for offset in range(len(raw)):
+        for bit in (0, 3, 6):
+            damaged = raw[:offset] + bytes([raw[offset] ^ 1 << bit]) + raw[offset + 1 :]
+            path.write_bytes(damaged)
+            number = raw[:offset].count(b"\n") + 1
+            with pytest.raises(CheckpointError) as caught:
+                RunLog(tmp_path).resume(position)
+            assert str(caught.value).startswith(f"{path}: line {number} was altered ")
+            assert "\n" not in str(caught.value)
+            assert path.read_bytes() == damaged
+            if offset < len(raw) - 1:  # without its line end, the last line is one that was cut short
+                with pytest.raises(CheckpointError, match=f"line {number} was altered"):
+                    read_log(tmp_path)
+    assert os.listdir(tmp_path) == [LOG_FILE]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_lines_taken_out_put_in_or_exchanged_are_named(tmp_path: Path, at: int) -> None:
+    position = write_lines(tmp_path, LINES)[-1]
+    path = tmp_path / LOG_FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    for changed in (
+        [*lines[:at], *lines[at + 1 :]],
+        [*lines[:at], lines[at], *lines[at:]],
+        [*lines[:at], lines[at + 1], lines[at], *lines[at + 2 :]],
+        [*lines[:at], b"\n", *lines[at:]],
+        [*lines[:at], b"[1]\n", *lines[at:]],
+        [*lines[:at], b'{"step": 1}\n', *lines[at + 1 :]],  # as format 1 wrote them
+    ):
+        path.write_bytes(b"".join(changed))
+        for read in (lambda: RunLog(tmp_path).resume(position), lambda: read_log(tmp_path)):
+            with pytest.raises(CheckpointError, match=r"log\.jsonl: line [1-4] was altered"):
+                read()
+        assert path.read_bytes() == b"".join(changed)
+
+
+def test_fewer_lines_than_the_checkpoint_counted_are_refused(tmp_path: Path) -> None:
+    position = write_lines(tmp_path, LINES)[-1]
+    path = tmp_path / LOG_FILE
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
+    with pytest.raises(CheckpointError, match="has 3 lines, but 4 when the checkpoint was saved; restore the file"):
+        RunLog(tmp_path).resume(position)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="has 0 lines, but 4 when"):
+        RunLog(tmp_path).resume(position)
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_log_of_another_run_is_refused(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    own.mkdir()
+    other.mkdir()
+    position = write_lines(own, LINES)[-1]
+    write_lines(other, [line | {"seconds": 9} for line in LINES])
+    with pytest.raises(CheckpointError, match="its 4 lines are not those of the checkpoint"):
+        RunLog(other).resume(position)
+
+
+def test_newer_lines_are_dropped_aloud_and_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    positions = write_lines(tmp_path, LINES)
+    path = tmp_path / LOG_FILE
+    whole = path.read_bytes()
+    for tail in (b"", b'{"step": 5, "lo', bytes(100), b"\n\n"):
+        path.write_bytes(whole + tail)
+        capsys.readouterr()
+        assert write_lines(tmp_path, LINES[2:], positions[2]) == positions[2:]
+        assert path.read_bytes() == whole
+        assert "lines 3 to " in capsys.readouterr().err
+    assert write_lines(tmp_path, [], positions[4]) == [positions[4]]
+    assert capsys.readouterr().err == ""
+    write_lines(tmp_path, LINES, LogPosition())
+    assert path.read_bytes() == whole
+    assert "lines 1 to 4 are of steps that no checkpoint holds" in capsys.readouterr().err
+
+
+def test_a_cut_last_line_is_no_damage(tmp_path: Path) -> None:
+    positions = write_lines(tmp_path, LINES)
+    path = tmp_path / LOG_FILE
+    whole = path.read_bytes()
+    start = len(b"".join(whole.splitlines(keepends=True)[:3]))
+    for end in range(start, len(whole)):
+        path.write_bytes(whole[:end])
+        assert read_log(tmp_path) == LINES[:3]
+        assert write_lines(tmp_path, LINES[3:], positions[3]) == positions[3:]
+        assert path.read_bytes() == whole
+
+
+def resume_and_write(folder: Path, position: LogPosition) -> None:
+    write_lines(folder, LINES[2:], position)
+
+
+def test_dying_at_any_call_loses_no_counted_line(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    positions = write_lines(run, LINES)
+    whole = (run / LOG_FILE).read_bytes()
+
+    def reset() -> None:
+        for path in run.iterdir():
+            path.unlink()
+        (run / LOG_FILE).write_bytes(whole + b'{"step"')
+
+    reset()
+    with standing_in(System()) as counting:
+        resume_and_write(run, positions[2])
+    assert {"open", "write", "fsync", "rename"} <= set(counting.trace)
+    for at, name in enumerate(counting.trace, start=1):
+        for how in ("before", "half", "after") if name == "write" else ("before", "after"):
+            reset()
+            with standing_in(System(at, how)), pytest.raises(Died):
+                resume_and_write(run, positions[2])
+            assert read_log(run)[:2] == LINES[:2], (at, name, how)
+            resume_and_write(run, positions[2])
+            assert (run / LOG_FILE).read_bytes() == whole, (at, name, how)
+
+
+def test_a_full_disk_is_the_machines_fault(tmp_path: Path) -> None:
+    with standing_in(System()) as counting:
+        write_lines(tmp_path, LINES)
+    messages = []
+    for at in range(1, len(counting.trace) + 1):
+        (tmp_path / LOG_FILE).unlink(missing_ok=True)
+        with standing_in(System(at, OSError(28, "No space left on device"))):
+            try:
+                write_lines(tmp_path, LINES)
+            except MachineError as error:
+                messages.append(str(error))
+    assert len(messages) > 6
+    assert all("No space left on device" in message and "\n" not in message for message in messages)
+
+
+def test_a_pipe_or_a_link_is_no_log(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LOG_FILE)
+    with pytest.raises(CheckpointError, match=r"log\.jsonl: is not a regular file"):
+        read_log(tmp_path)
+    (tmp_path / LOG_FILE).unlink()
+    (tmp_path / LOG_FILE).symlink_to("elsewhere")
+    with pytest.raises(CheckpointError, match="is a symbolic link"):
+        RunLog(tmp_path).resume(LogPosition())
+
+
+def test_a_line_with_a_right_chain_that_is_no_json_is_named(tmp_path: Path) -> None:
+    for content in (b"{" + b'"a":{' * 50_000, b'{"a": nothing', b'{"a": 1, "a": 2', b'{"\xff": 1'):
+        chain = hashlib.sha256(EMPTY_CHAIN.encode() + content).hexdigest()[:16]
+        (tmp_path / LOG_FILE).write_bytes(content + f', "chain": "{chain}"}}\n'.encode())
+        with pytest.raises(CheckpointError, match="line 1 is not valid"):
+            read_log(tmp_path)
+
+
+def test_a_chain_of_each_line_alone_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a line's hash does not depend on the lines before it."""
+    monkeypatch.setattr(run_log, "_next_chain", lambda previous, content: hashlib.sha256(content).hexdigest()[:16])
+    with pytest.raises(AssertionError):
+        test_lines_taken_out_put_in_or_exchanged_are_named(tmp_path, 0)
+
+
+def test_a_log_that_trusts_the_count_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: resuming does not verify the lines."""
+    monkeypatch.setattr(run_log, "_verify_lines", lambda *arguments: None)
+    with pytest.raises(pytest.fail.Exception):
+        test_every_altered_byte_is_named_with_its_line_and_nothing_is_written(tmp_path)
