@@ -31,6 +31,13 @@ def package_sources() -> list[Source]:
     return sorted(sources, key=lambda source: source.name)
 
 
+def slots() -> list[str]:
+    """The slots: folders of `heddle.parts` whose `__init__.py` declares a slot of that name, sorted."""
+    inits = (ROOT / "src/heddle/parts").glob("*/__init__.py")
+    declares = {path.parent.name: f'slot: ClassVar[str] = "{path.parent.name}"' in path.read_text() for path in inits}
+    return sorted(name for name, is_slot in declares.items() if is_slot)
+
+
 def tracked_files() -> list[Path]:
     """Files that git tracks or would track; in a source archive, every file outside hidden folders."""
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

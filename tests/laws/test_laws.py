@@ -2,10 +2,11 @@
 
 import pytest
 
-from heddle.config import PARTS, kinds
+from heddle.config import kinds
 from heddle.laws import LAWS
 from heddle.laws.chunking import all_chunkings
 from tests.cases import CASES, case, parts_of
+from tests.source import slots
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -20,7 +21,6 @@ def test_all_256_chunkings_of_nine_tokens(name: str) -> None:
 
 
 def test_every_kind_has_a_case() -> None:
-    slots = [folder.name for folder in PARTS.iterdir() if (folder / "__init__.py").is_file()]
-    all_parts = {(slot, kind) for slot in slots for kind in kinds(slot)}
+    all_parts = {(slot, kind) for slot in slots() for kind in kinds(slot)}
     covered = {part for name in CASES for part in parts_of(case(name))}
     assert all_parts == covered

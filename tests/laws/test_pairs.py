@@ -6,13 +6,14 @@ from itertools import chain
 
 import pytest
 
-from heddle.config import PARTS, kinds
+from heddle.config import kinds
 from heddle.laws import run
 from heddle.model.config import ModelConfig
 from heddle.parts.context.build import BuildContext
 from tests.covering import GOLDEN, IN_LAYERS, all_pairs, covering, random_designs, refused_lines
 from tests.laws.planting import plant
 from tests.pairs import MODEL, RATES, Draft, Pair, catalogue, layer_choices, model_choices, with_rate
+from tests.source import slots
 
 SHARES = 16  # the designs are unknown at collection, so each test takes every 16th
 SAMPLE = int(os.environ.get("HEDDLE_SOAK_DESIGNS", "400"))  # about a quarter of an hour of one core
@@ -48,8 +49,7 @@ def test_every_pair_is_covered_or_refused() -> None:
 
 def test_every_kind_is_in_the_catalogue() -> None:
     words = {word for labels in catalogue().values() for label in labels for word in label.split()}
-    slots = [folder.name for folder in PARTS.iterdir() if (folder / "__init__.py").is_file()]
-    assert [kind for slot in slots for kind in kinds(slot) if kind not in words] == []
+    assert [kind for slot in slots() for kind in kinds(slot) if kind not in words] == []
     assert set(IN_LAYERS) < set(catalogue())
 
 

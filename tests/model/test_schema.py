@@ -13,6 +13,7 @@ from heddle.model.presets import names, preset
 from heddle.model.schema import SLOTS, schema
 from tests import small
 from tests.cases import CASES
+from tests.source import slots
 
 SCHEMA = schema()
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
@@ -20,6 +21,7 @@ VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
 def test_the_schema_is_valid() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    assert list(SLOTS) == slots()
     for slot in SLOTS:
         for kind in kinds(slot):
             assert SCHEMA["$defs"][f"{slot}.{kind}"]["properties"]["kind"] == {"const": kind}

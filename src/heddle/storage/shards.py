@@ -120,11 +120,11 @@ def check_index(folder: Path, set_name: str, records: Mapping[str, FileRecord], 
         raise CheckpointError(f"{path}: has no table 'weight_map'; save the folder again")
     expected = {tensor: file for file, record in records.items() for tensor in record.tensors or {}}
     for tensor in sorted(expected.keys() | weight_map.keys()):
-        said, right = weight_map.get(tensor), expected.get(tensor)
-        if said != right:
+        listed, actual = weight_map.get(tensor), expected.get(tensor)
+        if listed != actual:
             raise CheckpointError(
-                f"{path}: says that tensor {tensor!r} is in {said or 'no file'}, but the manifest says"
-                f" {right or 'in none'}; save the folder again"
+                f"{path}: says that tensor {tensor!r} is in {listed or 'no file'}, but the manifest says"
+                f" {actual or 'in none'}; save the folder again"
             )
     metadata: Any = content.get("metadata")
     total = sum(map(_tensor_bytes, records.values()))
