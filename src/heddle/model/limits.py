@@ -5,7 +5,7 @@ from typing import Any
 from heddle.config import Config, DesignError, Width, join, parse_config
 
 MAX_LAYERS = 4096
-MAX_DISTINCT_LAYERS = 1024
+MAX_DISTINCT_LAYERS = 128  # each takes about 20 ms to build and measure
 
 
 class _Sizes(Config):
