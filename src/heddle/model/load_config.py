@@ -12,9 +12,9 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heddle.config import Config, DesignError, field_class, fields_of, parse_config
+from heddle.config import Config, DesignError, Width, field_class, fields_of, join, parse_config
 from heddle.errors import ConfigError
-from heddle.model.limits import check_limits
+from heddle.model.limits import too_many_layers
 from heddle.model.presets import preset
 
 if TYPE_CHECKING:
@@ -47,8 +47,36 @@ def read_design(source: str | Path | dict[str, Any], overrides: Sequence[str] = 
         data = _plain_data(source)
         for override in overrides:
             apply_override(data, override)
-        check_limits(data)
+        _check_limits(data)
     return data
+
+
+class _Sizes(Config):
+    """The field of a design whose limit is checked before its parts are parsed."""
+
+    width: Width
+
+
+def _check_limits(design: dict[str, Any], path: str = "") -> None:
+    """Refuse a width or a number of layers that is too large. Other errors are left to `parse_config`."""
+    if "width" in design:
+        parse_config(_Sizes, {"width": design["width"]}, path)
+    if reason := too_many_layers(_depth(design.get("layers"))):
+        raise DesignError(join(path, "layers"), reason)
+    if isinstance(design.get("encoder"), dict):
+        _check_limits(design["encoder"], join(path, "encoder"))
+
+
+def _depth(layers: Any) -> int:
+    """Count the layers that a list of entries stands for. What is not valid counts as one layer."""
+    if not isinstance(layers, list):
+        return 1
+    depth = 0
+    for entry in layers:
+        fields = entry if isinstance(entry, dict) else {}
+        repeat = fields.get("repeat")
+        depth += (repeat if type(repeat) is int and repeat > 0 else 1) * _depth(fields.get("layers"))
+    return depth
 
 
 @contextmanager

@@ -5,7 +5,6 @@ answers the common ones itself, by shape and dtype alone, and leaves all others 
 """
 
 from collections.abc import Callable
-from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,30 +31,22 @@ class ShapesOnly(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer one operation, or let torch answer it."""
         kwargs = kwargs or {}
-        answer = _answer_of(function)
-        result = None if answer is None else answer(*args, **kwargs)
+        name = function._schema.name.removeprefix("aten::")
+        is_pointwise = torch.Tag.pointwise in function.tags and kwargs.keys() <= POINTWISE_OPTIONS
+        result = None
+        if function._schema.is_mutable:
+            if (name in IN_PLACE or (is_pointwise and name.endswith("_"))) and args[0].is_meta:
+                result = args[0]
+        elif name in _SHAPES:
+            result = _SHAPES[name](*args, **kwargs)
+        elif is_pointwise:
+            result = _pointwise(name, args)
         return function(*args, **kwargs) if result is None else result
 
 
-@cache
-def _answer_of(function: Any) -> Callable[..., Any] | None:
-    """Return what answers an operation without torch, or None. It returns None for arguments that it cannot answer."""
-    name = function._schema.name.removeprefix("aten::")
-    is_pointwise = torch.Tag.pointwise in function.tags
-    if function._schema.is_mutable:
-        return _in_place if name in IN_PLACE or (is_pointwise and name.endswith("_")) else None
-    return _SHAPES.get(name) or (partial(_pointwise, name) if is_pointwise else None)
-
-
-def _in_place(x: Tensor, *_: Any, **__: Any) -> Tensor | None:
-    return x if x.is_meta else None
-
-
-def _pointwise(name: str, *args: Any, **options: Any) -> Tensor | None:
+def _pointwise(name: str, args: tuple[Any, ...]) -> Tensor | None:
     tensors = [value for value in args if isinstance(value, Tensor)]
     if not tensors or not all(tensor.is_meta or tensor.dim() == 0 for tensor in tensors):
-        return None
-    if not options.keys() <= POINTWISE_OPTIONS:
         return None
     values = tensors[1:] if name == "where" else tensors[:1] if name == "masked_fill" else tensors
     if name in COMPARISONS:
