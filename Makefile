@@ -7,6 +7,7 @@ DESIGNS ?= preset:mha-tiny preset:gqa-tiny preset:mqa-tiny preset:local_global-t
 ALL_DESIGNS := $(patsubst %,preset:%-tiny,mha gqa mqa local_global mla linear gated_delta hybrid)
 COMPARE_ARGS ?=
 PYTEST_ARGS ?=
+QUICK := tests/test_*.py tests/laws/test_pairs.py tests/numerics tests/parts tests/storage/test_folder.py tests/storage/test_damage.py
 
 OUT := runs/compare
 REPORT = $(OUT)/report.html
@@ -15,7 +16,7 @@ RUN := .venv/bin/python
 export PYTHON TORCH_INDEX PIP_ARGS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help compare compare-all ablation test soak bench clean core dev
+.PHONY: help compare compare-all ablation test quick soak bench clean core dev
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -48,6 +49,9 @@ test: dev ## check style and types, and run the tests
 	check pytest -n $(WORKERS) $(PYTEST_ARGS); \
 	if [ -n "$$failed" ]; then echo "heddle: failed:$$failed" >&2; exit 1; fi; \
 	echo "heddle: style, types and tests pass"
+
+quick: dev ## what one runs many times a day: style, types, house rules, numerics, parts, every law on a covering set
+	@$(MAKE) --no-print-directory test PYTEST_ARGS='$(QUICK) $(PYTEST_ARGS)'
 
 soak: dev ## run only the long tests (HEDDLE_SOAK_DESIGNS=2000: more random designs)
 	@$(RUN) -m pytest -m soak -n $(WORKERS) $(PYTEST_ARGS)

@@ -1,5 +1,7 @@
 """heddle's models for transformers. Importing this package registers them, so that the Auto classes load them."""
 
+import importlib
+import sys
 from pathlib import Path
 
 import transformers
@@ -19,9 +21,12 @@ __all__ = ["HeddleCache", "HeddleConfig", "HeddleForCausalLM", "HeddleModel", "e
 AutoConfig.register(HeddleConfig.model_type, HeddleConfig)
 AutoModel.register(HeddleConfig, HeddleModel)
 AutoModelForCausalLM.register(HeddleConfig, HeddleForCausalLM)
-# `transformers serve` looks up the class of a folder by its name in the module transformers.
-for _class in (HeddleConfig, HeddleModel, HeddleForCausalLM):
-    setattr(transformers, _class.__name__, _class)
+# `transformers serve` looks up the class of a folder by its name in the module transformers. That module is replaced in
+# sys.modules when processing_utils is first imported, which PEFT and Trainer do: both have the names.
+importlib.import_module("transformers.processing_utils")
+for _module in (transformers, sys.modules["transformers"]):
+    for _class in (HeddleConfig, HeddleModel, HeddleForCausalLM):
+        setattr(_module, _class.__name__, _class)
 
 
 def load(folder: str | Path) -> tuple[Decoder, Tokenizer | None]:
