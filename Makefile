@@ -7,7 +7,7 @@ DESIGNS ?= preset:mha-tiny preset:gqa-tiny preset:mqa-tiny preset:local_global-t
 ALL_DESIGNS := $(patsubst %,preset:%-tiny,mha gqa mqa local_global mla linear gated_delta hybrid)
 COMPARE_ARGS ?=
 PYTEST_ARGS ?=
-QUICK := tests/test_*.py tests/laws/test_pairs.py tests/numerics tests/parts tests/storage/test_folder.py tests/storage/test_damage.py
+QUICK := tests/test_*.py tests/laws/test_pairs.py tests/parts
 
 OUT := runs/compare
 REPORT = $(OUT)/report.html
@@ -50,7 +50,7 @@ test: dev ## check style and types, and run the tests
 	if [ -n "$$failed" ]; then echo "heddle: failed:$$failed" >&2; exit 1; fi; \
 	echo "heddle: style, types and tests pass"
 
-quick: dev ## what one runs many times a day: style, types, house rules, numerics, parts, every law on a covering set
+quick: dev ## what one runs many times a day: style, types, house rules, parts, every law on a covering set
 	@$(MAKE) --no-print-directory test PYTEST_ARGS='$(QUICK) $(PYTEST_ARGS)'
 
 soak: dev ## run only the long tests (HEDDLE_SOAK_DESIGNS=2000: more random designs)
