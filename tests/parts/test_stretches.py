@@ -15,6 +15,7 @@ from heddle.model.config import ModelConfig
 from heddle.parts.context.layout import Layout
 from heddle.parts.positions.rope import Rope, RopeConfig
 from tests.cases import alone
+from tests.generation.loops import amplify_layers
 from tests.parity import reference
 
 
@@ -135,7 +136,7 @@ def test_a_longer_cache_uses_the_frequencies_of_a_long_text(name: str) -> None:
     assert_close(hidden[:1], forward_no_grad(model, tokens)[:, 8:], "a fork keeps the cache length")
 
 
-def test_the_longest_packed_document_decides() -> None:
+def test_each_packed_document_decides_for_itself() -> None:
     config = with_scaling(LONG)
     model = model_under_test(config)
     tokens = random_tokens(config, 1, 20)
@@ -168,6 +169,20 @@ def test_generation_decides_by_prompt_and_new_tokens(name: str, steps: int) -> N
     assert heddle.generate(model, prompt.tolist(), max_new_tokens=steps) == [want]
     speculative = heddle.generate(model, prompt.tolist(), max_new_tokens=steps, draft_model=model, speculative_tokens=2)
     assert speculative == [want]
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_longer_prompt_in_the_batch_changes_no_text(name: str) -> None:
+    """The final lengths are 8, 22 and 30 or, after a common beginning, 22, 24 and 22; the switch is at 12 or 23."""
+    for lengths, common, switch in (((5, 19, 27), 0, 12), ((19, 21, 19), 17, 23)):
+        model = amplify_layers(heddle.build(with_scaling(LENGTHS[name] | {"original_length": switch}), torch.float64))
+        prompts = [random_tokens(model.config, 1, length, seed=length)[0].tolist() for length in lengths]
+        prompts = [prompts[0][:common] + prompt[common:] for prompt in prompts]
+        alone = [heddle.generate(model, [prompt], max_new_tokens=4)[0] for prompt in prompts]
+        assert heddle.generate(model, prompts, max_new_tokens=4) == alone
+        settings: dict[str, Any] = {"draft_model": model, "speculative_tokens": 2}
+        assert heddle.generate(model, prompts, max_new_tokens=4, **settings) == alone
+        assert heddle.generate(model, prompts[::2], max_new_tokens=4) == alone[::2]
 
 
 def phi3() -> tuple[Any, dict[str, Any]]:

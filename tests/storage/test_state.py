@@ -55,6 +55,24 @@ def test_a_loaded_state_goes_back_as_far_as_the_original(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.parametrize("text_lengths", [[3, 30, 12], [3, 30], [3, 0, 30], 3, "abc"])
+def test_the_length_of_each_text_is_saved(text_lengths: object, tmp_path: Path) -> None:
+    model = model_under_test(case("rope-longrope"))
+    state = model.init_state(3, text_lengths=[3, 30, 12])
+    _, state = forward_with_state(model, state, random_tokens(model.config, 3, 2))
+    heddle.save_state(state, tmp_path / "state")
+    fields = json.loads((tmp_path / "state" / METADATA_FILE).read_text())
+    assert fields["table"].pop("text_lengths") == [3, 30, 12]
+    fields["table"]["text_lengths"] = text_lengths
+    texts = {METADATA_FILE: json.dumps(fields)}
+    write_folder(tmp_path / "other", tensors={TENSORS_FILE: state.tensors()}, documents=texts, kind=FOLDER_KIND)
+    if text_lengths == [3, 30, 12]:
+        assert heddle.load_state(model, tmp_path / "other").table.text_lengths == (3, 30, 12)
+        return
+    with pytest.raises(CheckpointError, match=r"text_lengths|does not describe a state"):
+        heddle.load_state(model, tmp_path / "other")
+
+
 @pytest.mark.parametrize(
     ("other", "says"),
     [

@@ -93,7 +93,7 @@ def document_packing(config: ModelConfig) -> None:
         separate.append(torch.cat(hidden))
     assert want is not None
     packed = Layout.packed(PACKED)
-    plain = Layout(packed.positions, packed.segment_ids, has_padding=False)
+    plain = packed.map_tensors(lambda x: x)
     for name, layout in (("known lengths", packed), ("positions and documents alone", plain)):
         together = forward(model, tokens, layout)
         assert_close(together.detach(), torch.stack(separate), f"packed with {name}")

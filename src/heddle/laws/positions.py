@@ -66,7 +66,7 @@ def rotary_invariants(config: ModelConfig) -> None:
     for module, x in calls:
         length = x.shape[2]
         rotated = module(x, Layout.causal(1, length))
-        at_zero = module(x, Layout(torch.zeros(1, length, dtype=torch.int64), has_padding=False))
+        at_zero = module(x, Layout(torch.zeros(1, length, dtype=torch.int64), doc_lengths=((length,),)))
         scaled = x * module.attention_factor
         expected = torch.where(
             (at_zero - x).abs() <= (at_zero - scaled).abs(), x, scaled

@@ -8,7 +8,7 @@ tokens → embed → [ residual(stream, mixer, feedforward) ] × N → final_nor
 source → encoder → encoder_output   (from the design's own encoder, or given by the caller)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
@@ -82,8 +82,8 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """A model built from a `ModelConfig`, whose `vocab_size` must be set.
 
-    With `distinct_layers_only` it has one layer for each different one of the design: enough to check and measure the
-    design, and fast for deep ones. `layer_counts` holds how many layers of the design each built layer stands for.
+    `distinct_layers_only` builds each different layer once, to check and measure a design. `layer_counts`: how many
+    layers each one stands for. `imported_config`: what an export writes again of the config.json a model came from.
     """
 
     def __init__(self, config: ModelConfig, distinct_layers_only: bool = False) -> None:
@@ -103,7 +103,7 @@ class Decoder(nn.Module):
         self.final_norm = config.residual.build_final_norm(config.width, config.norm)
         weight = self.embed.weight if config.head.tied else nn.Parameter(torch.empty_like(self.embed.weight))
         self.head = Head(weight, config.head)
-        self.checkpointing = False
+        self.checkpointing, self.imported_config = False, dict[str, Any]()
         dropouts = [module for module in self.modules() if isinstance(module, Dropout)]
         for site, dropout in enumerate(dropouts):
             dropout.site = site
@@ -161,8 +161,7 @@ class Decoder(nn.Module):
     def encode(self, source: Tensor, layout: Layout | None = None) -> EncoderOutput:
         """source int64 [B, S] -> the encoder output that the layers' cross-attention reads, for any number of calls.
 
-        Pass it to `layout.with_encoder_output(...)` or `init_state(encoder_output=...)`. Raises ConfigError if the
-        design has no encoder.
+        Pass it to `layout.with_encoder_output` or `init_state(encoder_output=...)`. ConfigError: there is no encoder.
         """
         if self.encoder is not None:
             self.encoder.checkpointing = self.checkpointing
@@ -175,25 +174,29 @@ class Decoder(nn.Module):
         cache_length: int | None = None,
         encoder_output: EncoderOutput | None = None,
         rollback: int = 0,
+        text_lengths: Sequence[int] | None = None,
     ) -> State:
-        """Return an empty state for `batch` rows.
+        """Return an empty state for `batch` rows of at most `cache_length` tokens (None: the caches grow by doubling).
 
-        cache_length: most tokens a row may hold. None: the caches grow by doubling. encoder_output: what
-        cross-attention reads; its keys and values are projected here, once. rollback: how many tokens
-        `State.rollback` may take back at a time. Raises ConfigError if a mixer is bidirectional or cannot roll back,
-        or if a rotary embedding depends on the final length and `cache_length` is None.
+        encoder_output: what cross-attention reads; its keys and values are projected here, once. rollback: how many
+        tokens `State.rollback` may take back at a time. text_lengths: each row's final length, where a rotary embedding
+        depends on it (None: `cache_length`). Raises ConfigError if a mixer is bidirectional or cannot roll back, or if
+        an embedding depends on the final length and both are None.
         """
         if not self.causal:
             raise ConfigError("state: a bidirectional design (causal: false) sees later tokens and cannot have one")
         if batch < 1 or (cache_length is not None and cache_length < 1):
             raise ConfigError(f"state: batch = {batch} and cache_length = {cache_length} must be at least 1")
-        if cache_length is None and self.length_dependent:
+        if cache_length is None and text_lengths is None and self.length_dependent:
             raise ConfigError(f"state: {LENGTH_DEPENDENT}; give init_state a cache_length")
+        if text_lengths is not None and not self.length_dependent:
+            raise ConfigError("state: nothing in this design depends on text_lengths; leave them out")
         if rollback < 0:
             raise ConfigError(f"state: rollback = {rollback} must not be negative")
         self._check_encoder_output(encoder_output, batch)
         weight = self.embed.weight
         table = PositionTable.empty(batch, self.lookback, cache_length, weight.device, rollback)
+        table = table.with_text_lengths(text_lengths)
         spec = StateSpec(batch, cache_length, weight.dtype, weight.device, encoder_output, rollback)
         states = [None if mixer is None else mixer.init_state(spec) for mixer in self.mixers()]
         state = State(table, states, self.fingerprint)
@@ -220,10 +223,10 @@ class Decoder(nn.Module):
         """tokens int64 [B, T] -> (hidden [B, T, width], new state or None).
 
         tokens may also be vectors [B, T, width], which replace the embedding's rows. Without a layout each row is one
-        document from position 0, or continues where the state's row ended. Raises ConfigError if shapes disagree, or
-        if a state is used under gradients, was consumed by an earlier call or belongs to another design.
+        document from position 0, or continues where the state's row ended. Raises ConfigError if shapes disagree, if
+        `layout` is none, or if a state is used under gradients, was consumed or belongs to another design.
         """
-        layout = self._layout(tokens, layout, state)
+        is_next, layout = layout is None, self._layout(tokens, layout, state)
         if state is None:
             self._check_encoder_output(layout.encoder_output, layout.batch)
             return self._run(tokens, layout, [None] * len(self.layers))[0], None
@@ -233,8 +236,9 @@ class Decoder(nn.Module):
             raise ConfigError("encoder_output: the state already has one; give it to init_state alone")
         if state.fingerprint != self.fingerprint:
             raise ConfigError("state: belongs to another design; continue with a state from this model's init_state")
-        state.consume()
-        table, layout = state.table.extend(layout)
+        state.check_not_consumed()
+        table, layout = state.table.extend(layout, check=not is_next)
+        state.consume()  # a layout that was refused leaves the handle valid
         hidden, states = self._run(tokens, layout, state.layers)
         return hidden, State(table, states, state.fingerprint)
 
@@ -265,7 +269,9 @@ class Decoder(nn.Module):
         if layout.positions.shape != shape:
             shapes = f"{list(layout.positions.shape)} and tokens {list(shape)}"
             raise ConfigError(f"layout: positions have shape {shapes}; they must be equal")
-        return layout
+        if layout.positions.device != tokens.device:
+            raise ConfigError(f"layout: is on {layout.positions.device} and tokens on {tokens.device}; move one")
+        return layout.checked()
 
 
 @contextmanager

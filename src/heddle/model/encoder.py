@@ -40,6 +40,7 @@ def encode(encoder: "Decoder | None", source: Tensor, layout: Layout | None) -> 
     """
     if encoder is None:
         raise ConfigError("encoder: this design has none; give vectors of your own to layout.with_encoder_output(...)")
+    layout = None if layout is None else layout.checked()
     if layout is not None and layout.segment_ids is not None:
         raise ConfigError("source: packed documents would be read as one; give each its own row")
     hidden, _ = encoder(source, layout)

@@ -24,16 +24,20 @@ def pos_freqs(dim: int, base: float, dtype: torch.dtype) -> Tensor:
 
 
 def rotary_table(
-    positions: Tensor, inv_freq: list[float], dtype: torch.dtype, attention_factor: float = 1.0
+    positions: Tensor, inv_freq: list[float] | Tensor, dtype: torch.dtype, attention_factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Positions [B, T] -> `attention_factor` times cosine and sine [B, 1, T, pairs], in `dtype`, for x [B, H, T, d].
 
-    Coordinates on several axes, [B, T, axes] and of any sign, give [B, 1, T, axes, pairs]. As in transformers, inv_freq
-    is rounded to float32 before it is multiplied, and the table is cast to a narrower dtype only after the cosine.
-    Padding (position −1) is rotated like position 0; its result is never used.
+    inv_freq: of all tokens, or a tensor with those of each, [B, T or 1, pairs]. Coordinates on several axes,
+    [B, T, axes] and of any sign, give [B, 1, T, axes, pairs]. As in transformers, inv_freq is rounded to float32 before
+    it is multiplied, and the table is cast to a narrower dtype only after the cosine. Padding (position −1) is rotated
+    like position 0; its result is never used.
     """
     angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    frequency = torch.tensor(inv_freq, dtype=angle_dtype, device=positions.device)
+    if isinstance(inv_freq, Tensor):
+        frequency = inv_freq.to(angle_dtype)[:, None]
+    else:
+        frequency = torch.tensor(inv_freq, dtype=angle_dtype, device=positions.device)
     clamped = positions.clamp(min=0) if positions.dim() == 2 else positions
     angle = clamped.to(angle_dtype)[:, None, ..., None] * frequency
     return (angle.cos() * attention_factor).to(dtype), (angle.sin() * attention_factor).to(dtype)

@@ -24,6 +24,7 @@ from heddle.storage.manifest import parse_json_object
 FOLDER_KIND = "state"
 TENSORS_FILE = "state.safetensors"
 METADATA_FILE = "state.json"
+TEXT_LENGTHS = "text_lengths"  # a field that most states lack
 
 
 def save_state(state: State, folder: str | Path) -> None:
@@ -62,9 +63,12 @@ def _loaded(layer: MixerState, index: int, tensors: dict[str, Tensor]) -> MixerS
 
 
 def _plain_fields(table: PositionTable) -> dict[str, Any]:
-    """Return the fields of the table that are not tensors."""
+    """Return the fields of the table that are not tensors; TEXT_LENGTHS only if it is set."""
     values = {field.name: getattr(table, field.name) for field in fields(table)}
-    return {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+    plain = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+    if plain[TEXT_LENGTHS] is None:
+        del plain[TEXT_LENGTHS]
+    return plain
 
 
 def _read_metadata(path: Path, text: str) -> tuple[str, dict[str, Any]]:
@@ -75,12 +79,16 @@ def _read_metadata(path: Path, text: str) -> tuple[str, dict[str, Any]]:
         expected = _plain_fields(PositionTable.empty(1, None, None, "cpu"))
         flags = {name for name, value in expected.items() if isinstance(value, bool)}
         optional = {"lookback", "cache_length"}  # None: no limit
-        if not isinstance(design, str) or set(table_fields) != set(expected):
+        if not isinstance(design, str) or set(table_fields) - {TEXT_LENGTHS} != set(expected):
             raise ValueError("its fields are not those of a state")
+        text_lengths = table_fields.pop(TEXT_LENGTHS, None)
+        if text_lengths is not None and not all(type(length) is int and length > 0 for length in text_lengths):
+            raise ValueError(f"its {TEXT_LENGTHS} are {text_lengths!r}")
         for name, value in table_fields.items():
             is_count = type(value) is int and value >= 0
             if not (type(value) is bool if name in flags else is_count or (name in optional and value is None)):
                 raise ValueError(f"its {name} is {value!r}")
+        table_fields |= {} if text_lengths is None else {TEXT_LENGTHS: tuple(text_lengths)}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: does not describe a state ({error}); save the state again") from error
     return design, table_fields
@@ -95,6 +103,9 @@ def _empty_state(model: Decoder, folder: Path, table_fields: dict[str, Any], ten
     batch = 0 if counts is None or counts.dim() != 1 else len(counts)
     if not batch:
         raise CheckpointError(f"{folder}: holds no rows; save the state again")
+    text_lengths = table_fields.get(TEXT_LENGTHS)
+    if text_lengths is not None and (len(text_lengths) != batch or not model.length_dependent):
+        raise CheckpointError(f"{folder}: its {TEXT_LENGTHS} do not fit its {batch} rows and design; save it again")
     meta_model = build(model.config, dtype=model.embed.weight.dtype, device="meta")
     # The saved encoder output had padding or not; only its tensors tell which.
     for is_token in (None, torch.ones(batch, 1, dtype=torch.bool, device="meta")):
@@ -103,7 +114,8 @@ def _empty_state(model: Decoder, folder: Path, table_fields: dict[str, Any], ten
         if width is not None:
             hidden = meta_model.embed.weight.new_zeros(batch, 1, width)
             encoder_output = EncoderOutput(hidden, is_token=is_token)
-        empty = meta_model.init_state(batch, table_fields["cache_length"], encoder_output, table_fields["rollback"])
+        length, rollback = table_fields["cache_length"], table_fields["rollback"]
+        empty = meta_model.init_state(batch, length, encoder_output, rollback, text_lengths)
         expected = empty.tensors()
         if expected.keys() == tensors.keys():
             break

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
@@ -13,7 +14,7 @@ from heddle.numerics.dispatch.operation import device_type
 MAX_UNMASKED_ROWS = 16  # queries per group up to which two plain products are the fastest way to read all keys
 MAX_TRIANGLE_KEYS = 1024  # rows up to this length train faster with plain batched products than with torch's kernel
 NO_SOFTCAP = "torch's fused kernel has no softcap"
-NO_BIAS = "torch's fused kernel takes a distance bias only as a mask, which is built one tile of queries at a time"
+NO_BIAS = "torch's fused kernel takes a score bias only as a mask, which is built one tile of queries at a time"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class AttentionFacts:
     wide: bool
     softcap: bool = False
     sink: bool = False
-    slopes: bool = False
+    score_bias: bool = False
 
 
 def attention_facts(
@@ -58,7 +59,7 @@ def attention_facts(
         wide=q.dtype in (torch.float32, torch.float64),
         softcap=modifiers.softcap is not None,
         sink=modifiers.sink is not None,
-        slopes=modifiers.slopes is not None,
+        score_bias=modifiers.score_bias is not None,
     )
 
 
@@ -82,7 +83,7 @@ def unmasked_unsupported(facts: AttentionFacts) -> str | None:
 
 
 def folded_unsupported(facts: AttentionFacts) -> str | None:
-    if facts.queries > 1 and (facts.softcap or facts.slopes):
+    if facts.queries > 1 and (facts.softcap or facts.score_bias):
         return NO_SOFTCAP if facts.softcap else NO_BIAS
     return None if facts.all_visible else "some query does not see every key"
 
@@ -96,7 +97,7 @@ def _not_contiguous(facts: AttentionFacts) -> str | None:
         return "positions are not consecutive in one document"
     if not facts.causal:
         return "attention is bidirectional"
-    if facts.window is not None and facts.window < facts.keys:
+    if facts.window is not None and (is_compiling() or facts.window < facts.keys):  # traced for keys of any length
         return "a window hides distant keys"
     return None
 
@@ -104,7 +105,7 @@ def _not_contiguous(facts: AttentionFacts) -> str | None:
 def causal_unsupported(facts: AttentionFacts) -> str | None:
     if facts.queries != facts.keys:
         return "keys of a state precede the queries, and the kernel's causal mask is aligned to the top left"
-    if facts.softcap or facts.slopes:
+    if facts.softcap or facts.score_bias:
         return NO_SOFTCAP if facts.softcap else NO_BIAS
     return _not_contiguous(facts)
 
@@ -112,7 +113,7 @@ def causal_unsupported(facts: AttentionFacts) -> str | None:
 def triangle_unsupported(facts: AttentionFacts) -> str | None:
     if facts.device != "cpu":
         return "it is for the CPU"
-    sdpa_supports_it = facts.queries == facts.keys and not facts.softcap and not facts.slopes
+    sdpa_supports_it = facts.queries == facts.keys and not facts.softcap and not facts.score_bias
     if sdpa_supports_it and (facts.keys > MAX_TRIANGLE_KEYS or not facts.gradients):
         return f"the fused kernel is faster for more than {MAX_TRIANGLE_KEYS} tokens, and without gradients"
     return _not_contiguous(facts)

@@ -43,10 +43,10 @@ class AttentionMask:
             return self
         return replace(self, q_positions=self.q_positions[:1], k_positions=self.k_positions[:1])
 
-    def distance(self) -> Tensor:
-        """|i − j| of every query and key, int [B, T, S], or [1, T, S] if all rows are known to be equal."""
+    def offsets(self) -> Tensor:
+        """i − j of every query and key, int [B, T, S], or [1, T, S] if all rows are known to be equal."""
         mask = self.collapse_equal_rows()
-        return (mask.q_positions[:, :, None] - mask.k_positions[:, None, :]).abs()
+        return mask.q_positions[:, :, None] - mask.k_positions[:, None, :]
 
     def materialize(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         """The mask of some queries and keys as a tensor: bool [B, queries, keys], True where the key is visible."""

@@ -11,13 +11,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heddle.numerics.attention.score_modifiers import PerQueryModifiers, ScoreModifiers
+from heddle.numerics.attention.score_modifiers import BlockModifiers, ScoreModifiers
 from heddle.numerics.attention.sdpa import sdpa
 from heddle.numerics.attention.tiled import masked_attention
 from heddle.numerics.dispatch.operation import device_type
 
-# (q, k, v, scale, offsets) -> output, where offsets are the int i − j, [queries, keys].
-BlockAttention = Callable[[Tensor, Tensor, Tensor, float, Tensor], Tensor]
+
+class Block(NamedTuple):
+    """What queries and keys of one call share: offsets, the int i − j of queries and keys [T, S].
+
+    Interior blocks are `blocks` calls in one: each of the G groups stands there `blocks` times in a row, and the
+    `repeats` heads of a group follow one another in its queries.
+    """
+
+    offsets: Tensor
+    blocks: int = 1
+    repeats: int = 1
+
+
+BlockAttention = Callable[[Tensor, Tensor, Tensor, float, Block], Tensor]  # (q, k, v, scale, block) -> output
 
 
 class Band(NamedTuple):
@@ -36,9 +48,10 @@ class Band(NamedTuple):
         """Number of keys after itself that a query sees."""
         return 0 if self.causal else self.window
 
-    def mask(self, offsets: Tensor) -> Tensor:
-        """The mask, bool [queries, keys], from the offsets i − j, int [queries, keys]."""
-        return (offsets <= self.keys_before) & (offsets >= -self.keys_after)
+    def mask(self, block: Block) -> Tensor:
+        """The mask of a block's queries, bool [repeats · T, S]."""
+        visible = (block.offsets <= self.keys_before) & (block.offsets >= -self.keys_after)
+        return visible.repeat(block.repeats, 1)
 
 
 def sliding_window_attention(
@@ -49,20 +62,19 @@ def sliding_window_attention(
     use_masked = q.dtype in (torch.float32, torch.float64) or (torch.is_grad_enabled() and q.requires_grad)
     if all(modifier is None for modifier in modifiers) and not (use_masked and device_type(q) == "cpu"):
         return blockwise_attention(
-            q, k, v, band, scale, lambda q, k, v, scale, offsets: sdpa(q, k, v, scale, band.mask(offsets))
+            q, k, v, band, scale, lambda q, k, v, scale, block: sdpa(q, k, v, scale, band.mask(block))
         )
-    _, sink, slope, _ = modifiers.per_query(q)
+    sink = modifiers.sink_per_query(q)
 
-    def masked_block(q: Tensor, k: Tensor, v: Tensor, scale: float, offsets: Tensor) -> Tensor:
+    def masked_block(q: Tensor, k: Tensor, v: Tensor, scale: float, block: Block) -> Tensor:
         d_k = k.shape[-1]
-        block_modifiers = PerQueryModifiers(modifiers.softcap, None if sink is None else q[..., d_k : d_k + 1])
-        if slope is not None:
-            block_modifiers = block_modifiers._replace(slope=q[..., -1:], distance=offsets.abs())
-        return masked_attention(q[..., :d_k], k, v, scale, band.mask(offsets), block_modifiers)
+        block_sink = None if sink is None else q[..., d_k:]
+        bias = None if modifiers.score_bias is None else modifiers.score_bias(block.offsets)
+        block_modifiers = BlockModifiers(modifiers.softcap, block_sink, bias, block.blocks)
+        return masked_attention(q[..., :d_k], k, v, scale, band.mask(block), block_modifiers)
 
-    # Sinks and slopes are appended to the queries as extra dimensions, so that they are split into blocks with them.
-    appended = [x for x in (sink, slope) if x is not None]
-    extended_q = torch.cat((q, *appended), dim=-1) if appended else q
+    # The sinks are appended to the queries as an extra dimension, so that they are split into blocks with them.
+    extended_q = q if sink is None else torch.cat((q, sink), dim=-1)
     return blockwise_attention(extended_q, k, v, band, scale, masked_block).to(q.dtype)
 
 
@@ -76,7 +88,7 @@ def blockwise_attention(
 ) -> Tensor:
     """q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v], S ≥ T -> [B, H, T, d_v].
 
-    `attend_block(q, k, v, scale, offsets)` attends with grouped heads. offsets are the int i − j, [queries, keys].
+    `attend_block(q, k, v, scale, block)` attends with grouped heads.
     """
     past_keys = k.shape[2] - q.shape[2]
     if past_keys > band.keys_before:  # keys that no query can see
@@ -120,7 +132,7 @@ def _edge(
     """Attend from a range of queries to a range of keys. `first_positions`: position of the first query, first key."""
     q_positions = torch.arange(first_positions[0], first_positions[0] + q.shape[2], device=q.device)
     k_positions = torch.arange(first_positions[1], first_positions[1] + k.shape[2], device=q.device)
-    return attend_block(q, k, v, scale, q_positions[:, None] - k_positions)
+    return attend_block(q, k, v, scale, Block(q_positions[:, None] - k_positions))
 
 
 def _interior(
@@ -138,7 +150,7 @@ def _interior(
     wide_v = torch.cat([x.unflatten(2, (num_blocks, size)) for x in v], dim=3).flatten(1, 2)
     q_positions = torch.arange(blocks_before * size, (blocks_before + 1) * size, device=q.device)
     k_positions = torch.arange(wide_k.shape[2], device=q.device)
-    offsets = (q_positions[:, None] - k_positions).repeat(repeats, 1)
-    y = attend_block(folded, wide_k, wide_v, scale, offsets)
+    block = Block(q_positions[:, None] - k_positions, num_blocks, repeats)
+    y = attend_block(folded, wide_k, wide_v, scale, block)
     blocks: Tensor = y.unflatten(1, (groups, num_blocks)).unflatten(3, (repeats, size))
     return blocks.transpose(2, 3).flatten(1, 2).flatten(2, 3)

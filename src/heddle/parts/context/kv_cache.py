@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from heddle.numerics.attention.mask import AttentionMask
+from heddle.parts.context.cache_view import CacheView
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import MixerState, StateSpec
-from heddle.parts.context.position_table import INITIAL_SLOTS, CacheView, PositionTable
+from heddle.parts.context.position_table import INITIAL_SLOTS, PositionTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +120,7 @@ def _mask_of_cache(view: CacheView, layout: Layout, window: int | None, slots: i
             window=window,
             contiguous=contiguous and not wrapped,
             all_visible=single_query and (window is None or used <= window),
-            doc_lengths=layout.doc_lengths if view.before.max_tokens == 0 and layout.length == used else None,
+            doc_lengths=layout.packed_lengths if view.before.max_tokens == 0 and layout.length == used else None,
             may_have_padding=not view.equal_lengths,
         )
 
@@ -140,6 +141,6 @@ def _mask_of_ring_and_call(view: CacheView, layout: Layout, window: int | None, 
         None if contiguous else torch.cat((segment_ids[:, :used], layout.dense_segment_ids), dim=1),
         window=window,
         contiguous=contiguous,
-        doc_lengths=layout.doc_lengths if view.before.max_tokens == 0 else None,
+        doc_lengths=layout.packed_lengths if view.before.max_tokens == 0 else None,
         may_have_padding=not view.equal_lengths,
     )

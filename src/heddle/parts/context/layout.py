@@ -1,7 +1,8 @@
 """The layout of a call: the position, the document and the padding of every token. It replaces attention masks.
 
 A layout also carries static facts (equal rows, document lengths), so that a kernel is chosen without reading a value
-from the device.
+from the device. Constructors that make the tensors know the facts. `Layout.of` reads them off tensors, and refuses
+tensors that are no layout; see `layout_facts`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,21 +16,24 @@ from heddle.errors import ConfigError
 from heddle.numerics.attention.backend import AttentionBackend
 from heddle.numerics.attention.mask import AttentionMask
 from heddle.parts.context.encoder_output import EncoderOutput
+from heddle.parts.context.layout_facts import MAX_POSITION, check_layout_tensors, layout_facts
 
 if TYPE_CHECKING:
-    from heddle.parts.context.position_table import CacheView
+    from heddle.parts.context.cache_view import CacheView
 
 V = TypeVar("V")
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Positions int64 [B, T] (−1 is padding) and each token's document, segment_ids int64 [B, T] (None: one per row).
+    """Positions int64 [B, T] (−1 is padding) and each token's document, segment_ids int64 [B, T].
 
+    segment_ids None: each row is one document, with a state the one that the row is in.
     start: the first position, if every row is one document at positions start, start + 1, … (see `causal`).
-    doc_lengths: the lengths of each row's documents, if the row is packed without padding (see `packed`).
-    max_doc_length: the longest of these documents, with or without padding.
+    doc_lengths: the tokens of each row's documents, in order, padding left out. None: not known, or `start` tells.
+    max_position: no position is larger. None: not known, or `start` tells.
     has_padding: False only if no position is −1.
+    is_checked: whether tensors and facts are known to be a layout. A model checks any other layout, as `of` does.
     cache_view: set by a model that carries a state.
     encoder_output: what cross-attention reads, unless a state holds its projection already.
     coordinates: x and y of each token [B, T, 2], for positions in the plane. Causality still follows `positions`.
@@ -41,8 +45,9 @@ class Layout:
     segment_ids: Tensor | None = None
     start: int | None = None
     doc_lengths: tuple[tuple[int, ...], ...] | None = None
-    max_doc_length: int | None = None
+    max_position: int | None = None
     has_padding: bool = True
+    is_checked: bool = False
     cache_view: "CacheView | None" = None
     encoder_output: EncoderOutput | None = None
     coordinates: Tensor | None = None
@@ -50,30 +55,62 @@ class Layout:
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if self.positions.dim() != 2:
-            raise ConfigError(f"layout: positions have shape {list(self.positions.shape)}; expected [batch, length]")
-        if self.segment_ids is not None and self.segment_ids.shape != self.positions.shape:
-            raise ConfigError(
-                f"layout: segment_ids have shape {list(self.segment_ids.shape)}, positions "
-                f"{list(self.positions.shape)}; expected the same shape"
-            )
-        if self.coordinates is not None:
-            expected = [*self.positions.shape, 2]
-            if list(self.coordinates.shape) != expected:
-                raise ConfigError(
-                    f"layout: coordinates have shape {list(self.coordinates.shape)}; "
-                    f"expected {expected}, x and y of each token"
-                )
-            if self.coordinates.dtype == torch.bool or self.coordinates.is_complex():
-                raise ConfigError(
-                    f"layout: coordinates are {self.coordinates.dtype}; expected whole or floating-point numbers"
-                )
+        check_layout_tensors(self.positions, self.segment_ids, self.coordinates)
+
+    @staticmethod
+    def of(
+        positions: Tensor,
+        segment_ids: Tensor | None = None,
+        coordinates: Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> "Layout":
+        """The layout of a copy of these tensors, checked on the host in one device sync; on `device` if it is given.
+
+        positions int [B, T]: −1 is padding, which may stand anywhere; within a document positions go on by one, from
+        any first position. segment_ids int [B, T]: equal for the tokens of a document, higher for the next one in the
+        row; ignored at padding. None: each row is one document. Raises ConfigError that names the first wrong token.
+        """
+        raw = Layout(positions, segment_ids, coordinates=coordinates)
+        target = positions.device if device is None else device
+        ids = None if segment_ids is None else segment_ids.to(torch.int64)
+        facts = layout_facts(positions.to(torch.int64), ids)
+        return replace(
+            raw,
+            positions=positions.to(target, torch.int64, copy=True),  # whoever changes the tensors afterwards
+            segment_ids=None if ids is None else ids.to(target, copy=True),  # would change what was checked
+            coordinates=None if coordinates is None else coordinates.to(target),
+            is_checked=True,
+            **facts._asdict(),
+        )
+
+    def checked(self) -> "Layout":
+        """The same layout, checked as by `of` if it is not known to be one."""
+        if self.is_checked:
+            return self
+        layout = Layout.of(self.positions, self.segment_ids, self.coordinates)
+        return replace(layout, encoder_output=self.encoder_output, attention_backend=self.attention_backend)
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "Layout":
+        """The layout of some rows, or of some tokens that follow each other: `function` selects them from each tensor.
+
+        It knows no facts but `has_padding`.
+        """
+        segment_ids, coordinates = (None if x is None else function(x) for x in (self.segment_ids, self.coordinates))
+        return Layout(
+            function(self.positions),
+            segment_ids,
+            has_padding=self.has_padding,
+            is_checked=self.is_checked,
+            coordinates=coordinates,
+        )
 
     @staticmethod
     def causal(batch: int, length: int, start: int = 0, device: torch.device | str | None = None) -> "Layout":
         """One document per row, at positions from `start` on, without padding."""
+        if not 0 <= start <= MAX_POSITION:
+            raise ConfigError(f"layout: start = {start} must be from 0 to {MAX_POSITION}")
         positions = torch.arange(start, start + length, device=device).expand(batch, length)
-        return Layout(positions, start=start, has_padding=False)
+        return Layout(positions, start=start, has_padding=False, is_checked=True)
 
     @staticmethod
     def padded(
@@ -81,8 +118,12 @@ class Layout:
         length: int | None = None,
         side: str = "left",
         device: torch.device | str | None = None,
+        start: int = 0,
     ) -> "Layout":
-        """Rows of different lengths, padded on the "left" or "right" to `length` (default: the longest row)."""
+        """Rows of different lengths, padded on the "left" or "right" to `length` (default: the longest row).
+
+        start: the position of each row's first token.
+        """
         width = max(lengths, default=0) if length is None else length
         if side not in ("left", "right") or not lengths or max(lengths) > width or min(lengths) < 0:
             raise ConfigError(f"layout: cannot pad rows of {list(lengths)} tokens to {width} on the side '{side}'")
@@ -90,7 +131,14 @@ class Layout:
         count = torch.tensor(list(lengths), device=device)[:, None]
         positions = index - (width - count) if side == "left" else index
         is_token = positions >= 0 if side == "left" else index < count
-        return Layout(torch.where(is_token, positions, -1), has_padding=True)
+        if not 0 <= start <= MAX_POSITION:
+            raise ConfigError(f"layout: start = {start} must be from 0 to {MAX_POSITION}")
+        return Layout(
+            torch.where(is_token, positions + start, -1),
+            doc_lengths=tuple((size,) if size else () for size in lengths),
+            max_position=start + max(lengths) - 1 if any(lengths) else -1,
+            is_checked=True,
+        )
 
     @staticmethod
     def packed(
@@ -116,11 +164,14 @@ class Layout:
         is_token = torch.arange(width, device="cpu") < width - torch.tensor(unused, device="cpu")[:, None]
         positions = torch.full(is_token.shape, -1, device="cpu").masked_scatter_(is_token, torch.cat(doc_positions))
         segment_ids = torch.zeros_like(positions).masked_scatter_(is_token, torch.repeat_interleave(doc_ids, sizes))
-        exact_lengths = None if any(unused) else tuple(tuple(row) for row in rows)
-        longest = max(map(max, rows))
         target = torch.get_default_device() if device is None else device
         return Layout(
-            positions.to(target), segment_ids.to(target), None, exact_lengths, longest, has_padding=any(unused)
+            positions.to(target),
+            segment_ids.to(target),
+            doc_lengths=tuple(map(tuple, rows)),
+            max_position=max(map(max, rows)) - 1,
+            has_padding=any(unused),
+            is_checked=True,
         )
 
     @property
@@ -134,19 +185,24 @@ class Layout:
         return self.positions.shape[1]
 
     @property
-    def max_text_length(self) -> int:
-        """The most tokens that a text of this call may have, from static facts alone.
+    def text_lengths(self) -> tuple[tuple[int, ...], ...]:
+        """The final lengths of each row's texts, which some rotary embeddings depend on: a neighbor changes none.
 
-        With a state this is its cache length. Without one it is the longest packed document, or else the row length,
-        padding included. Raises ConfigError with a state that has no cache length.
+        Without a state the tokens of each document, in order. With a state one number for each row, from `init_state`.
+        Raises ConfigError with a state that knows no length.
         """
         if self.cache_view is not None:
-            if self.cache_view.after.cache_length is None:
-                raise ConfigError(
-                    "state: has no cache_length, on which a rotary embedding depends; give init_state a cache_length"
-                )
-            return self.cache_view.after.cache_length
-        return self.length if self.max_doc_length is None else self.max_doc_length
+            return tuple((length,) for length in self.cache_view.after.final_lengths)
+        if self.start is not None:
+            return ((self.length,),) * self.batch
+        if self.doc_lengths is not None:
+            return self.doc_lengths
+        return self.cached("text lengths", lambda: layout_facts(self.positions, self.segment_ids).doc_lengths)
+
+    @property
+    def packed_lengths(self) -> tuple[tuple[int, ...], ...] | None:
+        """`doc_lengths` if the documents of each row follow each other without padding, else None."""
+        return None if self.has_padding else self.doc_lengths
 
     @property
     def padding(self) -> Tensor | None:
@@ -162,14 +218,19 @@ class Layout:
     def call_segment_ids(self) -> Tensor | None:
         """The document of each token, counted up within this call, int64 [B, T]; 0 continues the state's document.
 
-        Padding has the id of the token before it. None if every token continues one document.
+        Without a state 0 is the row's first document. Padding has the id of the token before it. None if every token
+        continues one document.
         """
         single = self.segment_ids is None if self.cache_view is None else self.cache_view.after.contiguous
         return None if single else self.cached("call segment ids", self._call_segment_ids)
 
     def _call_segment_ids(self) -> Tensor:
         ids = self.dense_segment_ids
-        last = ids[:, :1] if self.cache_view is None else self.cache_view.before.last_token[:, 1:]
+        if self.cache_view is not None:
+            last = self.cache_view.before.last_token[:, 1:]
+        else:  # that of the row's first token
+            first = None if self.padding is None or not self.length else self.padding.int().argmin(1, keepdim=True)
+            last = ids[:, :1] if first is None else ids.gather(1, first)
         if self.padding is not None:  # padding takes the document of the token before it, so it ends no document
             index = torch.arange(self.length, device=ids.device).expand_as(ids)
             newest = torch.where(self.padding, -1, index).cummax(1).values
@@ -214,6 +275,6 @@ class Layout:
             causal=causal,
             contiguous=contiguous,
             all_visible=contiguous and (self.length == 1 or (not causal and window is None)),
-            doc_lengths=self.doc_lengths,
+            doc_lengths=self.packed_lengths,
             may_have_padding=self.has_padding,
         )

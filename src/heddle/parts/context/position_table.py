@@ -4,17 +4,15 @@ Each token of a row has an arrival number, counted from 0; padding has none. Arr
 A mixer that keeps every token has as many slots as the table. A mixer with a window has a smaller ring buffer.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError
+from heddle.parts.context.cache_view import CacheView, SlotMapping
 from heddle.parts.context.layout import Layout
-
-V = TypeVar("V")
 
 INITIAL_SLOTS = 64  # of a state without a cache length
 
@@ -32,6 +30,7 @@ class PositionTable:
     document at positions 0, 1, ….
     rollback: how many tokens can be taken back at a time, for which ring buffers have that many extra slots.
     rollback_left: how many can be taken back now. peak_tokens: the most tokens that a row ever had.
+    text_lengths: the final length of each row's text, for rotary embeddings that depend on it (None: cache_length).
     """
 
     positions: Tensor
@@ -46,6 +45,7 @@ class PositionTable:
     rollback: int = 0
     rollback_left: int = 0
     peak_tokens: int = 0
+    text_lengths: tuple[int, ...] | None = None
 
     @staticmethod
     def empty(
@@ -65,6 +65,13 @@ class PositionTable:
         return PositionTable(
             positions, segment_ids, token_counts, last_token, lookback, cache_length, rollback=rollback
         )
+
+    def with_text_lengths(self, text_lengths: Sequence[int] | None) -> "PositionTable":
+        """The table with these final lengths. Raises ConfigError unless there is a positive one for each row."""
+        if text_lengths is not None and (len(text_lengths) != self.batch or min(text_lengths) < 1):
+            reason = f"text_lengths = {list(text_lengths)} must be {self.batch} numbers of at least 1"
+            raise ConfigError(f"state: {reason}, one for each row")
+        return replace(self, text_lengths=None if text_lengths is None else tuple(text_lengths))
 
     @property
     def size(self) -> int:
@@ -95,9 +102,23 @@ class PositionTable:
         """Bytes of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
+    @property
+    def final_lengths(self) -> tuple[int, ...]:
+        """The final length of each row's text. Raises ConfigError if the state was created without a length."""
+        if self.text_lengths is not None:
+            return self.text_lengths
+        if self.cache_length is None:
+            raise ConfigError(
+                "state: has no cache_length, on which a rotary embedding depends; give init_state a cache_length"
+            )
+        return (self.cache_length,) * self.batch
+
     def select(self, index: Tensor) -> "PositionTable":
         """A copy of the rows of `index` (int64)."""
-        return self.map(lambda x: x.index_select(0, index))._counted()
+        table = self.map(lambda x: x.index_select(0, index))._counted()
+        if self.text_lengths is None:
+            return table
+        return replace(table, text_lengths=tuple(self.text_lengths[row] for row in index.tolist()))
 
     def _counted(self) -> "PositionTable":
         """The same table with `max_tokens`, `equal_lengths` and `contiguous` read off `token_counts`."""
@@ -114,33 +135,49 @@ class PositionTable:
         if rows != self.batch:
             raise ConfigError(f"state: holds {self.batch} rows, the call has {rows}; make a state of that batch")
 
-    def next_layout(self, length: int) -> Layout:
-        """`length` more tokens in each row, after its newest token and in the same document."""
-        if self.equal_lengths and self.contiguous:
+    def next_layout(self, length: int, token_counts: Tensor | None = None) -> Layout:
+        """`length` more tokens in each row, after its newest token and in the same document.
+
+        token_counts: int64 [B], how many of them are tokens; the others are padding, on the right.
+        """
+        if self.equal_lengths and self.contiguous and token_counts is None:
             return Layout.causal(self.batch, length, start=self.max_tokens, device=self.positions.device)
         ahead = torch.arange(1, length + 1, device=self.positions.device)
+        positions = self.last_token[:, :1] + ahead
+        if token_counts is not None:
+            positions = torch.where(ahead <= token_counts[:, None], positions, -1)
         segment_ids = self.last_token[:, 1:].expand(self.batch, length)
-        return Layout(self.last_token[:, :1] + ahead, segment_ids, has_padding=False)
+        return Layout(positions, segment_ids, has_padding=token_counts is not None, is_checked=True)
 
-    def extend(self, layout: Layout) -> "tuple[PositionTable, Layout]":
+    def extend(self, layout: Layout, check: bool = True) -> "tuple[PositionTable, Layout]":
         """Write the tokens of a call; returns the new table and the layout with its `cache_view` set.
 
-        Raises ConfigError if the number of rows differs, or a row would get more tokens than `cache_length`.
+        check: False if the layout is that of `next_layout`. Raises ConfigError if the number of rows differs, if the
+        layout does not go on where the rows end, or if a row would get more tokens than `cache_length`.
         """
         self.check_batch(layout.batch)
+        continues = layout.segment_ids is None and self.contiguous and layout.start == self.max_tokens
+        if layout.segment_ids is None and not self.contiguous:
+            layout = replace(layout, segment_ids=self.last_token[:, 1:].expand(layout.batch, layout.length))
         arrivals, counts = self._arrivals(layout)
-        # With padding the number of new tokens is a value on the device. Only then it is read, once for each call.
         equal = self.equal_lengths and not layout.has_padding
         max_tokens, fewest = self.max_tokens + layout.length, layout.length
-        if layout.has_padding and layout.length:
-            max_tokens, fewest = torch.stack((counts.amax(), (counts - self.token_counts).amin())).tolist()
+        # With padding the number of new tokens is a value on the device, and so are a row's newest token and the first
+        # of a layout from outside. Only then they are read, once for each call.
+        check = check and not continues and self.max_tokens > 0
+        if layout.length and (check or layout.has_padding):
+            is_wrong = self._is_no_continuation(layout, arrivals) if check else torch.zeros_like(counts)
+            added = counts - self.token_counts
+            max_tokens, fewest, wrong = torch.stack((counts.amax(), added.amin(), is_wrong.amax().long())).tolist()
+            if wrong:
+                self._refuse_layout(layout, arrivals, is_wrong)
         if self.cache_length is not None and max_tokens > self.cache_length:
             raise ConfigError(
                 f"state: cache_length {self.cache_length} is too small for {max_tokens} tokens; "
                 "give init_state a larger one"
             )
         before = self._grown(max_tokens)
-        contiguous = before.contiguous and layout.start == before.max_tokens and equal
+        contiguous = continues and equal
         last = before._last_token(layout, arrivals)
         left = min(self.rollback, self.rollback_left + fewest)
         peak = max(self.peak_tokens, max_tokens)
@@ -190,6 +227,33 @@ class PositionTable:
         arrivals = self.token_counts[:, None] + is_token.cumsum(1) - 1
         return torch.where(is_token, arrivals, -1), self.token_counts + is_token.sum(1)
 
+    def _is_no_continuation(self, layout: Layout, arrivals: Tensor) -> Tensor:
+        """int64 [B], 1 for a row whose first new token can follow neither in its document nor as a later document."""
+        position, segment = self._first_tokens(layout, arrivals)
+        last_position, last_segment = self.last_token.unbind(1)
+        is_same = segment == last_segment
+        is_wrong = (segment < last_segment) | (is_same & (position != last_position + 1))
+        return (is_wrong & (arrivals.amax(1) >= 0) & (self.token_counts > 0)).long()
+
+    @staticmethod
+    def _first_tokens(layout: Layout, arrivals: Tensor) -> tuple[Tensor, Tensor]:
+        """Position and segment id [B] of the first new token of each row."""
+        first = (arrivals >= 0).int().argmax(1, keepdim=True)
+        return layout.positions.gather(1, first)[:, 0], layout.dense_segment_ids.gather(1, first)[:, 0]
+
+    def _refuse_layout(self, layout: Layout, arrivals: Tensor, is_wrong: Tensor) -> None:
+        row = int(is_wrong.argmax())
+        position, segment = (int(values[row]) for values in self._first_tokens(layout, arrivals))
+        last_position, last_segment = self.last_token[row].tolist()
+        is_earlier = segment < last_segment
+        name, value, last = (
+            ("segment id", segment, last_segment) if is_earlier else ("position", position, last_position)
+        )
+        raise ConfigError(
+            f"layout: {name} {value} in row {row} follows {last}, the state's newest; a call goes on in the document "
+            "of that token, at the next position, or begins one with a higher segment id"
+        )
+
     def _last_token(self, layout: Layout, arrivals: Tensor) -> Tensor:
         if layout.length == 0:
             return self.last_token
@@ -217,83 +281,3 @@ class PositionTable:
         index = arrivals.clamp(min=0) % self.size
         positions = torch.where(arrivals >= 0, self.positions.gather(1, index).long(), -1)
         return positions, self.segment_ids.gather(1, index).long()
-
-
-@dataclass(frozen=True, eq=False)
-class SlotMapping:
-    """Which token of a call goes to which slot of a buffer of `size` slots.
-
-    Rows of equal lengths are written by slices [(source, target), …], others token by token (rows, slots, tokens).
-    A token that a later token of the same call would overwrite is not written.
-    """
-
-    slices: tuple[tuple[slice, slice], ...] | None
-    rows: Tensor | None = None
-    slots: Tensor | None = None
-    tokens: Tensor | None = None
-
-    @staticmethod
-    def of(table: PositionTable, layout: Layout, arrivals: Tensor, counts: Tensor, size: int) -> "SlotMapping":
-        """The mapping of a call; `table` is the table before the call, `counts` the token counts after it."""
-        if table.equal_lengths and not layout.has_padding:
-            written = min(layout.length, size)
-            source, slot = layout.length - written, (table.max_tokens + layout.length - written) % max(size, 1)
-            straight = min(written, size - slot)
-            slices = [(slice(source, source + straight), slice(slot, slot + straight))]
-            if straight < written:
-                slices.append((slice(source + straight, source + written), slice(0, written - straight)))
-            return SlotMapping(tuple(slices))
-        keep = (arrivals >= 0) & (arrivals >= counts[:, None] - size)
-        if layout.length == 1 and not layout.has_padding:
-            rows = torch.arange(table.batch, device=arrivals.device)
-            return SlotMapping(None, rows, arrivals[:, 0] % size, torch.zeros_like(rows))
-        rows, tokens = keep.nonzero(as_tuple=True)
-        return SlotMapping(None, rows, arrivals[rows, tokens] % size, tokens)
-
-    def write(self, target: Tensor, source: Tensor) -> None:
-        """Write source [B, T] into target [B, size], or [B, G, T, d] into [B, G, size, d], in place."""
-        heads = target.dim() == 4
-        if self.slices is not None:
-            for source_slice, target_slice in self.slices:
-                if heads:
-                    target[:, :, target_slice] = source[:, :, source_slice].to(target.dtype)
-                else:
-                    target[:, target_slice] = source[:, source_slice]
-        elif heads:
-            target[self.rows, :, self.slots] = source[self.rows, :, self.tokens].to(target.dtype)
-        else:
-            target[self.rows, self.slots] = source[self.rows, self.tokens]
-
-
-@dataclass(frozen=True, eq=False)
-class CacheView:
-    """The position table as mixers see it in a call: before and after the call, and where the new tokens are stored."""
-
-    before: PositionTable
-    after: PositionTable
-    arrivals: Tensor
-    layout: Layout
-    cache: dict[Any, Any] = field(default_factory=dict, repr=False)
-
-    def cached(self, key: Any, make: Callable[[], V]) -> V:
-        """`make()`, computed for the first layer and stored for the others."""
-        if key not in self.cache:
-            self.cache[key] = make()
-        value: V = self.cache[key]
-        return value
-
-    @property
-    def equal_lengths(self) -> bool:
-        """Whether every row has the same number of tokens, before and after the call."""
-        return self.after.equal_lengths
-
-    def slot_mapping(self, size: int) -> SlotMapping:
-        """The mapping of this call's tokens to a buffer of `size` slots."""
-        make = lambda: SlotMapping.of(  # noqa: E731
-            self.before, self.layout, self.arrivals, self.after.token_counts, size
-        )
-        return self.cached(("slot mapping", size), make)
-
-    def ring(self, size: int, after: bool) -> tuple[Tensor, Tensor]:
-        """Positions and segment ids of a ring buffer's slots, before or after this call."""
-        return self.cached(("ring", size, after), lambda: (self.after if after else self.before).ring(size))

@@ -1,4 +1,4 @@
-"""The state of linear attention and retention: one matrix for each head, whatever the length of the text."""
+"""States of recurrent mixers: one matrix for each head, whatever the length of the text."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.recurrent.chunked_sums import CallLayout
 from heddle.parts.context.layout import Layout
-from heddle.parts.context.mixer_state import MixerState
+from heddle.parts.context.mixer_state import MixerState, StateSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +21,26 @@ class RecurrentState(MixerState):
     def empty(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str) -> "RecurrentState":
         """The state before the first token; shape is (batch, heads, key width, value width)."""
         return RecurrentState(at_least_float32(torch.zeros(shape, dtype=dtype, device=device)))
+
+
+@dataclass(frozen=True, eq=False)
+class ConvRecurrentState(MixerState):
+    """The state of a recurrence behind a short convolution.
+
+    recurrent_state [B, heads, d_k, d_v], in at least float32. conv_state [B, conv_kernel − 1, channels]: the last
+    inputs of the convolution.
+    """
+
+    recurrent_state: Tensor
+    conv_state: Tensor
+
+    @staticmethod
+    def empty(spec: StateSpec, shape: tuple[int, int, int], conv_shape: tuple[int, int]) -> "ConvRecurrentState":
+        """The state before the first token; the shapes are those above without the batch."""
+        recurrent_state, conv_state = (
+            torch.zeros((spec.batch, *inner), dtype=spec.dtype, device=spec.device) for inner in (shape, conv_shape)
+        )
+        return ConvRecurrentState(at_least_float32(recurrent_state), conv_state)
 
 
 def call_layout(layout: Layout) -> CallLayout:

@@ -1,5 +1,7 @@
 """Learned absolute positions (GPT-2), added to the embedding: a table with one row per position."""
 
+from typing import Self
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -8,6 +10,7 @@ from heddle.config import PositiveInt
 from heddle.errors import ConfigError
 from heddle.numerics.philox import ParameterDraws
 from heddle.parts.context.layout import Layout
+from heddle.parts.context.shrink import SMALL_TEXT
 from heddle.parts.modules.linear import SelfInitialized, fill_normal
 from heddle.parts.positions import AdditivePosition, AdditivePositionConfig
 
@@ -16,6 +19,10 @@ class LearnedConfig(AdditivePositionConfig):
     """`length` is the number of positions; a later position raises ConfigError."""
 
     length: PositiveInt
+
+    def shrunk(self) -> Self:
+        """A table for the laws' texts."""
+        return self.replace(length=SMALL_TEXT)
 
     def build(self, width: int) -> "Learned":
         """Build the module."""
@@ -38,8 +45,8 @@ class Learned(SelfInitialized, AdditivePosition):
         length = self.weight.shape[0]
         if layout.start is not None:
             newest = layout.start + layout.length - 1
-        elif layout.doc_lengths is not None:
-            newest = max(length for row in layout.doc_lengths for length in row) - 1
+        elif layout.max_position is not None:
+            newest = layout.max_position
         else:  # the largest position is known only on the device
             newest = int(layout.positions.max()) if layout.positions.numel() else -1
         if newest >= length:

@@ -5,7 +5,6 @@ Layouts of the pairs: `half` = dims (i, i + rotary_dim/2) (NeoX, Hugging Face's 
 rotary).
 """
 
-from functools import lru_cache, partial
 from typing import Literal, Self
 
 import torch
@@ -15,15 +14,20 @@ from torch import Tensor
 from heddle.config import DesignError, FiniteFloat, PositiveFloat, Width, build_under, refuse
 from heddle.numerics.rotary import apply_rotary, pos_freqs, rotary_table
 from heddle.parts.context.layout import Layout
-from heddle.parts.modules.eager import eager
-from heddle.parts.positions import Rotation, RotationConfig
+from heddle.parts.context.shrink import subsample
+from heddle.parts.modules.eager import layout_dependent
+from heddle.parts.positions import DEFAULT_BASE, Rotation, RotationConfig, check_base
 from heddle.parts.scalings import ScaledFrequencies, ScalingConfig
+
+InvFreq = tuple[float, ...]
+
+MAX_CACHED = 256  # frequencies that a module stores, of different lengths of texts
 
 
 class RopeConfig(RotationConfig):
     """Fields of `rope`. `inv_freq`, one per pair, replaces the inverse frequencies of `base`."""
 
-    base: PositiveFloat = 10000.0
+    base: PositiveFloat = DEFAULT_BASE
     layout: Literal["half", "interleaved"] = "half"
     rotary_dim: Width | None = None  # default: head_dim
     inv_freq: tuple[FiniteFloat, ...] | None = None
@@ -36,6 +40,7 @@ class RopeConfig(RotationConfig):
             refuse(
                 "inv_freq", "is given together with scaling, which needs the frequencies of base; keep one of the two"
             )
+        check_base(self.base, self.inv_freq)
         if self.scaling is not None and self.base <= 1.0:
             refuse("base", f"{self.base} makes no pair slower than the first, so there is nothing to scale; raise it")
         return self
@@ -43,6 +48,15 @@ class RopeConfig(RotationConfig):
     def resolved(self, head_dim: int) -> Self:
         """The number of rotary dims written out."""
         return self.replace(rotary_dim=self.rotary_dim or head_dim)
+
+    def shrunk(self, dims: int, small_dims: int) -> Self:
+        """As many dims as before are rotated, or as large a share of them, and frequencies are left out evenly."""
+        before, small = self.rotary_dim or dims, small_dims
+        if before != dims:
+            small = max(2, before * small_dims // dims // 2 * 2)
+        inv_freq = None if self.inv_freq is None else subsample(self.inv_freq, small // 2)
+        scaling = None if self.scaling is None else self.scaling.shrunk(small // 2)
+        return self.replace(rotary_dim=self.rotary_dim and small, inv_freq=inv_freq, scaling=scaling)
 
     def build(self, head_dim: int) -> "Rope":
         """Build the module. Raises DesignError for a wrong `rotary_dim` or number of frequencies."""
@@ -59,16 +73,28 @@ class RopeConfig(RotationConfig):
 class Rope(Rotation):
     """The module. It holds no tensor, so no change of dtype can harm its angles.
 
-    A length-dependent scaling gets the cache length of the state, so that every token of a text is rotated with the
-    same frequencies. In a call without a state it gets the length of the longest text.
+    A length-dependent scaling gets the length of each document, or with a state the final length of each row's text
+    (`Layout.text_lengths`). So every token of a text is rotated with the same frequencies, whatever its neighbors are.
     """
 
     def __init__(self, config: RopeConfig, dim: int) -> None:
         super().__init__()
         self.layout, self.cast = config.layout, config.cast
         self.length_dependent = config.scaling is not None and config.scaling.length_dependent
-        self.scaled_frequencies = lru_cache(maxsize=16)(partial(_scaled_frequencies, config, dim))
+        self.config, self.dim = config, dim
+        self._frequencies: dict[tuple[int, torch.dtype], ScaledFrequencies] = {}
         _, self.attention_factor, self.score_scale = self.scaled_frequencies(1)
+        self.scaled_frequencies(1, torch.float32)  # here, because a traced graph could not compute them
+
+    def scaled_frequencies(self, length: int, dtype: torch.dtype = torch.float64) -> ScaledFrequencies:
+        """The inverse frequencies for a text of `length` tokens, computed in `dtype`. The latest are stored."""
+        frequencies = self._frequencies.get((length, dtype))
+        if frequencies is None:
+            frequencies = _scaled_frequencies(self.config, self.dim, length, dtype)
+            if len(self._frequencies) >= MAX_CACHED:
+                self._frequencies.clear()
+            self._frequencies[length, dtype] = frequencies
+        return frequencies
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """x [B, H, T, head_dim] -> the same shape; the table of angles is built once for all layers."""
@@ -76,23 +102,43 @@ class Rope(Rotation):
         cosine, sine = self._table(layout, wide)
         return apply_rotary(x, cosine, sine, self.layout).to(x.dtype)
 
-    @eager
+    @layout_dependent
     def _table(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        in_float64 = self.table_dtype(dtype, layout.positions.device) == torch.float64
-        length = layout.max_text_length if self.length_dependent else 1
-        inv_freq = self.scaled_frequencies(length, torch.float64 if in_float64 else torch.float32).inv_freq
-        key = ("rope", inv_freq, self.attention_factor, dtype, self.float64_angles)
-        return layout.cached(key, lambda: self._make_table(layout.positions, inv_freq, dtype))
+        wide = self.table_dtype(dtype, layout.positions.device)
+        inv_freq, by_text = self._inv_freq(layout, torch.float64 if wide == torch.float64 else torch.float32)
+        key = ("rope", inv_freq, by_text, self.attention_factor, dtype, self.float64_angles)
+        return layout.cached(key, lambda: self._make_table(layout, inv_freq, by_text, dtype))
 
-    def _make_table(self, positions: Tensor, inv_freq: tuple[float, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        wide = self.table_dtype(dtype, positions.device)
-        cosine, sine = rotary_table(positions, list(inv_freq), wide, self.attention_factor)
+    def _inv_freq(self, layout: Layout, dtype: torch.dtype) -> tuple[InvFreq, tuple[tuple[InvFreq, ...], ...] | None]:
+        """The inverse frequencies of every text of a call; or, if they differ, of each row's texts, in order."""
+        lengths = (layout.text_lengths if self.length_dependent else ()) or ((1,),)
+        by_length = {n: self.scaled_frequencies(n, dtype).inv_freq for row in lengths for n in row or (1,)}
+        first = next(iter(by_length.values()))
+        if all(inv_freq == first for inv_freq in by_length.values()):
+            return first, None
+        return first, tuple(tuple(by_length[n] for n in row or (1,)) for row in lengths)
+
+    def _make_table(
+        self, layout: Layout, inv_freq: InvFreq, by_text: tuple[tuple[InvFreq, ...], ...] | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        frequencies = list(inv_freq) if by_text is None else _by_token(by_text, layout)
+        wide = self.table_dtype(dtype, layout.positions.device)
+        cosine, sine = rotary_table(layout.positions, frequencies, wide, self.attention_factor)
         return cosine.to(dtype), sine.to(dtype)
 
 
-def _scaled_frequencies(
-    config: RopeConfig, dim: int, length: int, dtype: torch.dtype = torch.float64
-) -> ScaledFrequencies:
+def _by_token(texts_of_rows: tuple[tuple[InvFreq, ...], ...], layout: Layout) -> Tensor:
+    """The inverse frequencies of each row's texts -> of each token [B, T, pairs], or of each row [B, 1, pairs]."""
+    texts = max(map(len, texts_of_rows))
+    filled = [[*row, *[row[0]] * (texts - len(row))] for row in texts_of_rows]  # no token reads what is filled up
+    table = torch.tensor(filled, dtype=torch.float64, device="cpu").to(layout.positions.device)
+    if texts == 1:
+        return table
+    assert layout.call_segment_ids is not None
+    return table.gather(1, layout.call_segment_ids[..., None].expand(-1, -1, table.shape[2]))
+
+
+def _scaled_frequencies(config: RopeConfig, dim: int, length: int, dtype: torch.dtype) -> ScaledFrequencies:
     """The inverse frequencies of `dim` rotary dims for a text of `length` tokens, computed in `dtype`."""
     if config.inv_freq is not None:
         return ScaledFrequencies(config.inv_freq)
