@@ -38,7 +38,7 @@ def delta_inputs(length: int) -> tuple[DeltaInputs, Tensor]:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, length, WIDTH, generator=generator) for _ in range(3))
     log_decay, beta = (torch.rand(1, HEADS, length, generator=generator) for _ in range(2))
-    tensors = [x.requires_grad_() for x in (l2_normalize(q), l2_normalize(k), v, -log_decay, beta)]
+    tensors = [x.requires_grad_() for x in (l2_normalize(q), l2_normalize(k), v, -log_decay[..., None], beta)]
     return DeltaInputs(*tensors), torch.zeros(1, HEADS, WIDTH, WIDTH)
 
 
@@ -62,7 +62,8 @@ def transformers_rule(length: int) -> Call:
     output_gradient = torch.ones_like(inputs.v).transpose(1, 2)
 
     def call() -> Any:
-        y, _ = torch_chunk_gated_delta_rule(*(x.transpose(1, 2) for x in inputs[:5]))
+        per_head = inputs._replace(log_decay=inputs.log_decay[..., 0])
+        y, _ = torch_chunk_gated_delta_rule(*(x.transpose(1, 2) for x in per_head[:5]))
         return torch.autograd.grad(y, inputs[:5], output_gradient)
 
     return call

@@ -1,4 +1,4 @@
-"""The gated delta rule: every kernel against the paper's recurrence, token by token, and extreme inputs."""
+"""The gated delta rule, with a decay per head or per channel: every kernel against the papers' recurrence."""
 
 import pytest
 import torch
@@ -8,9 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from heddle.errors import ConfigError
 from heddle.numerics.dispatch.flop_counter import count_flops
 from heddle.numerics.kernels import kernels
-from heddle.numerics.recurrent import gated_delta as module
+from heddle.numerics.recurrent.chunk_decays import RecurrenceFacts
 from heddle.numerics.recurrent.gated_delta import (
     CHUNK_TOKENS,
+    DELTA_RULE,
     DeltaInputs,
     delta_rule_flops,
     gated_delta_rule,
@@ -19,7 +20,10 @@ from heddle.numerics.recurrent.gated_delta import (
 
 
 def paper(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """S_t = α_t S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ, o_t = S_t q_t, with S [d_v, d_k] as the paper writes it."""
+    """S_t = S_{t−1} Diag(α_t) (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ, o_t = S_t q_t, S [d_v, d_k].
+
+    Gated DeltaNet's formula where α is a number, and the transpose of Kimi Delta Attention's where it is a vector.
+    """
     out = torch.zeros_like(inputs.v)
     rows, heads, length, _ = inputs.v.shape
     repeats, last = heads // inputs.k.shape[1], state.clone()
@@ -31,21 +35,24 @@ def paper(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
                     s, document = torch.zeros_like(s), int(inputs.call_segment_ids[row, t])
                 q, k, v = inputs.q[row, head // repeats, t], inputs.k[row, head // repeats, t], inputs.v[row, head, t]
                 alpha, beta = inputs.log_decay[row, head, t].exp(), inputs.beta[row, head, t]
-                s = alpha * s @ (torch.eye(len(k), dtype=k.dtype) - beta * torch.outer(k, k)) + beta * torch.outer(v, k)
+                erase = torch.eye(len(k), dtype=k.dtype) - beta * torch.outer(k, k)
+                s = s @ torch.diag(alpha.expand(len(k))) @ erase + beta * torch.outer(v, k)
                 out[row, head, t] = s @ q
             last[row, head] = s.t()
     return out, last
 
 
-def random(length: int, packed: bool = False, shape: tuple[int, ...] = (2, 2, 4, 5, 3)) -> tuple[DeltaInputs, Tensor]:
-    """Inputs and a state of `shape` (rows, key heads, heads, d_k, d_v) in float64."""
+def random(
+    length: int, packed: bool = False, shape: tuple[int, ...] = (2, 2, 4, 5, 3), channels: int = 1
+) -> tuple[DeltaInputs, Tensor]:
+    """Inputs and a state of `shape` (rows, key heads, heads, d_k, d_v) in float64, with `channels` decays per head."""
     rows, groups, heads, d_k, d_v = shape
     generator = torch.Generator().manual_seed(length)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, dtype=torch.float64)
 
-    log_decay = -normal(rows, heads, length).square()
+    log_decay = -normal(rows, heads, length, channels).square()
     starts = normal(rows, length) > 1.3
     return DeltaInputs(
         l2_normalize(normal(rows, groups, length, d_k)),
@@ -65,20 +72,22 @@ def run(kernel: str, inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor
 LENGTHS = [1, 2, 7, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * CHUNK_TOKENS, 2 * CHUNK_TOKENS + 3]
 
 
+@pytest.mark.parametrize("channels", [1, 5])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_values_equal_the_papers_recurrence(length: int, packed: bool) -> None:
-    inputs, state = random(length, packed)
+def test_values_equal_the_papers_recurrence(length: int, packed: bool, channels: int) -> None:
+    inputs, state = random(length, packed, channels=channels)
     expected = paper(inputs, state)
     for kernel in ("reference", "chunked", *(["step"] if length == 1 else [])):
         for actual_part, expected_part in zip(run(kernel, inputs, state), expected, strict=True):
             torch.testing.assert_close(actual_part, expected_part, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("channels", [1, 4])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kernel", ["reference", "chunked"])
-def test_gradients_equal_the_papers_recurrence(kernel: str, packed: bool) -> None:
-    inputs, state = random(CHUNK_TOKENS + 9, packed, (1, 1, 2, 4, 3))
+def test_gradients_equal_the_papers_recurrence(kernel: str, packed: bool, channels: int) -> None:
+    inputs, state = random(CHUNK_TOKENS + 9, packed, (1, 1, 2, 4, 3), channels)
     tensors = [x.requires_grad_() for x in (*inputs[:5], state)]
 
     def gradients(result: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -108,7 +117,7 @@ def test_a_token_that_changes_nothing() -> None:
     still = torch.zeros(CHUNK_TOKENS + 5, dtype=torch.bool)
     still[3:CHUNK_TOKENS] = True
     with_no_ops = inputs._replace(
-        beta=inputs.beta.masked_fill(still, 0.0), log_decay=inputs.log_decay.masked_fill(still, 0.0)
+        beta=inputs.beta.masked_fill(still, 0.0), log_decay=inputs.log_decay.masked_fill(still[:, None], 0.0)
     )
     without = DeltaInputs(*(x[:, :, ~still] for x in with_no_ops[:5]))
     for kernel in ("reference", "chunked"):
@@ -117,10 +126,11 @@ def test_a_token_that_changes_nothing() -> None:
         )
 
 
+@pytest.mark.parametrize("channels", [1, 5])
 @pytest.mark.parametrize("decay", [0.0, -1e-6, -5.0, -1e4, -1e30])
-def test_equal_keys_and_extreme_gates_stay_exact(decay: float) -> None:
+def test_equal_keys_and_extreme_gates_stay_exact(decay: float, channels: int) -> None:
     """Powers of the system, or exponentials of differences of sums, would overflow or lose precision here."""
-    inputs, state = random(2 * CHUNK_TOKENS)
+    inputs, state = random(2 * CHUNK_TOKENS, channels=channels)
     inputs = inputs._replace(
         k=inputs.k[:, :, :1].expand_as(inputs.k),
         beta=torch.ones_like(inputs.beta),
@@ -135,15 +145,23 @@ def test_equal_keys_and_extreme_gates_stay_exact(decay: float) -> None:
         torch.testing.assert_close(single_precision.double(), expected_part, rtol=0, atol=2e-5)
 
 
-def test_a_sudden_strong_decay_costs_no_precision() -> None:
+@pytest.mark.parametrize("channels", [1, 5])
+def test_a_sudden_strong_decay_costs_no_precision(channels: int) -> None:
     """After α near zero, decays near one must be as exact as before: their logarithms are summed separately."""
-    inputs, state = random(CHUNK_TOKENS)
+    inputs, state = random(CHUNK_TOKENS, channels=channels)
     log_decay = torch.full_like(inputs.log_decay, -1e-3)
     log_decay[:, :, 5] = -3e4
     inputs = inputs._replace(log_decay=log_decay)
     expected, _ = run("reference", inputs, state)
     actual, _ = run("chunked", DeltaInputs(*(x.float() for x in inputs[:5])), state.float())
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=2e-6)
+
+
+def test_channels_that_decay_at_one_rate_equal_one_decay_per_head() -> None:
+    inputs, state = random(2 * CHUNK_TOKENS + 3, packed=True)
+    per_channel = inputs._replace(log_decay=inputs.log_decay.expand(-1, -1, -1, 5))
+    for actual, expected in zip(run("chunked", per_channel, state), run("chunked", inputs, state), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-13)
 
 
 def test_16384_tokens_stay_finite_and_equal() -> None:
@@ -156,8 +174,9 @@ def test_16384_tokens_stay_finite_and_equal() -> None:
             torch.testing.assert_close(actual_part.double(), expected_part, rtol=0, atol=1e-4)
 
 
-def test_documents_do_not_influence_each_other() -> None:
-    inputs, state = random(2 * CHUNK_TOKENS + 5)
+@pytest.mark.parametrize("channels", [1, 5])
+def test_documents_do_not_influence_each_other(channels: int) -> None:
+    inputs, state = random(2 * CHUNK_TOKENS + 5, channels=channels)
     call_segment_ids = (torch.arange(2 * CHUNK_TOKENS + 5) >= CHUNK_TOKENS + 3).long().expand(2, -1)
     second_document = call_segment_ids[0] == 1
     changed = inputs._replace(
@@ -173,8 +192,8 @@ def test_documents_do_not_influence_each_other() -> None:
 
 @pytest.mark.parametrize("length", [1, 6, CHUNK_TOKENS + 1])
 def test_the_chosen_kernel(length: int) -> None:
-    facts = module.DeltaRuleFacts(length, gradients=False)
-    assert module.DELTA_RULE.first_supported(facts).name == ("step" if length == 1 else "chunked")
+    facts = RecurrenceFacts(length, gradients=False)
+    assert DELTA_RULE.first_supported(facts).name == ("step" if length == 1 else "chunked")
 
 
 def test_flops_are_those_that_torch_counts_in_the_reference() -> None:

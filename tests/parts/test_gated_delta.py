@@ -12,7 +12,7 @@ from heddle.laws.harness import forward_no_grad, forward_with_state, model_under
 from heddle.model.config import ModelConfig
 from heddle.numerics.philox import ParameterDraws
 from heddle.parts.context.layout import Layout
-from heddle.parts.mixers.gated_delta import GatedDecay
+from heddle.parts.modules.gated_decay import GatedDecay
 from tests.cases import case, delta, design
 
 

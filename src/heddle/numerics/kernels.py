@@ -14,6 +14,7 @@ from heddle.numerics.recurrent.convolution import CONVOLUTION
 from heddle.numerics.recurrent.double_softmax import DOUBLE_SOFTMAX
 from heddle.numerics.recurrent.gated_delta import DELTA_RULE
 from heddle.numerics.recurrent.linear_attention import DOCUMENT_SUMS
+from heddle.numerics.recurrent.ssd import SSD
 
 _ALL: tuple[Operation[Any], ...] = (
     ATTENTION,
@@ -27,6 +28,7 @@ _ALL: tuple[Operation[Any], ...] = (
     LATENT,
     LINEAR,
     RMS_NORM,
+    SSD,
 )
 OPERATIONS: dict[str, Operation[Any]] = {operation.name: operation for operation in _ALL}
 

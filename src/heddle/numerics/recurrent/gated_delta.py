@@ -1,13 +1,16 @@
-"""The gated delta rule (Yang et al. 2024, "Gated Delta Networks"), with one state matrix per head.
+"""The gated delta rule, with one state matrix per head.
 
-    S_t = α_t (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t,   S [d_k, d_v]
+    S_t = (I − β_t k_t k_tᵀ) Diag(α_t) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t,   S [d_k, d_v]
 
-Chunked (the authors' WY representation), with D_ij = α_{j+1} ⋯ α_i and d_i the decay from the chunk's start to token i:
+α_t is one number per head ("Gated Delta Networks", Yang et al. 2024) or one per channel of the key (Kimi Delta
+Attention, Kimi Team 2025). Chunked (the authors' WY representation), with D_ij = α_{j+1} ⋯ α_i and d_i the decay from
+the chunk's start to token i:
 
     [U ; W] = (I + tril(β K Kᵀ ⊙ D, −1))⁻¹ β [V ; d ⊙ K],   N = U − W S,   K̃ = K ⊙ D_last
     O = (d ⊙ Q) S + (Q Kᵀ ⊙ D) N,   S' = d_last S + K̃ᵀ N
 
-Only N and S' are computed chunk by chunk; the rest is one product over all chunks. Everything is in at least float32.
+Q Kᵀ ⊙ D stands for Σ_c q_ic k_jc D_ijc where α has channels. Only N and S' are computed chunk by chunk; the rest is one
+product over all chunks. Everything is in at least float32.
 """
 
 from typing import Any, NamedTuple
@@ -19,15 +22,26 @@ from torch.nn import functional
 from heddle.numerics.dispatch.flop_counter import add_flops
 from heddle.numerics.dispatch.operation import Kernel, Operation
 from heddle.numerics.norms import at_least_float32, without_autocast
+from heddle.numerics.recurrent.chunk_decays import (
+    ChunkDecays,
+    RecurrenceFacts,
+    channel_decays,
+    chunked_unsupported,
+    head_decays,
+    initial_state,
+    split_chunks,
+    step_unsupported,
+)
 
 CHUNK_TOKENS = 32  # a longer chunk costs more arithmetic for pairs, a shorter one a longer recurrence
 EPS = 1e-6  # added inside the square root when keys and queries are normalized, as in Qwen3-Next and the authors' code
 
 
 class DeltaInputs(NamedTuple):
-    """Inputs of the rule: q, k [B, G, T, d_k], v [B, H, T, d_v], log_decay (log α, finite, ≤ 0) and beta [B, H, T].
+    """Inputs of the rule: q, k [B, G, T, d_k], v [B, H, T, d_v] and beta [B, H, T].
 
-    Head h reads keys and queries of group h // (H/G). A token with beta and log_decay of 0 leaves the state unchanged.
+    log_decay: log α, finite, ≤ 0, [B, H, T, 1] or per channel [B, H, T, d_k]. Head h reads keys and queries of group
+    h // (H/G). A token with beta and log_decay of 0 leaves the state unchanged.
     call_segment_ids: int64 [B, T], each token's document; 0 continues the state's document. None: all are 0.
     """
 
@@ -37,13 +51,6 @@ class DeltaInputs(NamedTuple):
     log_decay: Tensor
     beta: Tensor
     call_segment_ids: Tensor | None = None
-
-
-class DeltaRuleFacts(NamedTuple):
-    """What decides the kernel: the number of tokens, and whether gradients are required."""
-
-    tokens: int
-    gradients: bool
 
 
 def delta_rule_flops(tokens: int, heads: int, d_k: int, d_v: int) -> int:
@@ -60,14 +67,13 @@ def l2_normalize(x: Tensor) -> Tensor:
 def reference(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Token by token: state S [B, H, d_k, d_v] -> (o [B, H, T, d_v], the state after the last token)."""
     q, k = (x.repeat_interleave(inputs.v.shape[1] // x.shape[1], dim=1) for x in (inputs.q, inputs.k))
-    decays, betas = inputs.log_decay.exp()[..., None], inputs.beta[..., None]
-    tokens = (x.unsqueeze(3).unbind(2) for x in (q, k, inputs.v, decays, betas))
+    tokens = (x.unsqueeze(3).unbind(2) for x in (q, k, inputs.v, inputs.log_decay.exp(), inputs.beta[..., None]))
     out, segment_ids = [inputs.v[:, :, :0]], inputs.v.new_zeros(inputs.v.shape[0], dtype=torch.int64)
     for t, (query, key, value, decay, beta) in enumerate(zip(*tokens, strict=True)):
         if inputs.call_segment_ids is not None:
             state = state.masked_fill((inputs.call_segment_ids[:, t] != segment_ids)[:, None, None, None], 0.0)
             segment_ids = inputs.call_segment_ids[:, t]
-        state = state * decay
+        state = state * decay.mT
         state = state + key.mT @ ((value - key @ state) * beta)
         out.append(query @ state)
     return torch.cat(out, dim=2), state
@@ -77,7 +83,7 @@ def _step(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """One token without gradients. The state is updated in place."""
     batch, heads, d_k, d_v = state.shape
     q, k = (x.expand(batch, x.shape[1], heads // x.shape[1], d_k).reshape(-1, 1, d_k) for x in (inputs.q, inputs.k))
-    decay = inputs.log_decay.exp()[..., None]
+    decay = inputs.log_decay.exp().mT
     if inputs.call_segment_ids is not None:  # a new document starts from a zero state
         decay = decay.masked_fill(inputs.call_segment_ids[:, None, :, None] > 0, 0.0)
     flat_state = state.mul_(decay).view(-1, d_k, d_v)
@@ -90,22 +96,31 @@ def _chunked(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Solve all chunks at once, then run the recurrence over chunks. Shapes are [B, G, H/G, chunks, tokens, ...]."""
     groups, length, d_v = inputs.k.shape[1], *inputs.v.shape[2:]
     chunks = -(-length // CHUNK_TOKENS)
-    q, k, v = (_split_chunks(x, groups, chunks) for x in (inputs.q, inputs.k, inputs.v))
-    log_decay, beta = (_split_chunks(x[..., None], groups, chunks) for x in (inputs.log_decay, inputs.beta))
-    decay = _decays(log_decay, inputs.call_segment_ids)
-    decay_from_start, pair_decay = decay[..., :1], decay[..., 1:]
-    decay_to_end, chunk_decay = decay[..., -1, 1:, None], decay[..., -1, :1]
-    right_hand_side = torch.cat((v * beta, k * (decay_from_start * beta)), dim=-1)
-    solution: Tensor = _TriangularSolve.apply((k @ k.mT) * pair_decay * beta, right_hand_side)
+    q, k, v = (split_chunks(x, groups, chunks) for x in (inputs.q, inputs.k, inputs.v))
+    log_decay, beta = (split_chunks(x, groups, chunks) for x in (inputs.log_decay, inputs.beta[..., None]))
+    query_pairs, key_pairs, decay = _decayed_pairs(q, k, log_decay, inputs.call_segment_ids)
+    right_hand_side = torch.cat((v * beta, k * (decay.from_start * beta)), dim=-1)
+    solution: Tensor = _TriangularSolve.apply(key_pairs * beta, right_hand_side)
     written, states = [], [state.flatten(0, 1)]
-    per_chunk = (solution[..., :d_v], solution[..., d_v:], (k * decay_to_end).mT, chunk_decay[..., None])
+    per_chunk = (solution[..., :d_v], solution[..., d_v:], (k * decay.to_end).mT, decay.whole_chunk)
     steps = (x.flatten(0, 2).unbind(1) for x in per_chunk)
     for values, state_reads, state_writes, decay_factor in zip(*steps, strict=True):
         written.append(torch.baddbmm(values, state_reads, states[-1], alpha=-1))
         states.append(torch.baddbmm(states[-1] * decay_factor, state_writes, written[-1]))
     states_before, written_values = (torch.stack(x, dim=1).unflatten(0, v.shape[:3]) for x in (states[:-1], written))
-    out = (q * decay_from_start) @ states_before + ((q @ k.mT) * pair_decay) @ written_values
+    out = (q * decay.from_start) @ states_before + query_pairs @ written_values
     return out.flatten(3, 4).flatten(1, 2)[:, :, :length], states[-1].view(state.shape)
+
+
+def _decayed_pairs(
+    q: Tensor, k: Tensor, log_decay: Tensor, call_segment_ids: Tensor | None
+) -> tuple[Tensor, Tensor, ChunkDecays]:
+    """Q Kᵀ ⊙ D and K Kᵀ ⊙ D of each chunk [..., C, C], and its other decays."""
+    if log_decay.shape[-1] == 1:
+        pair_decay, decay = head_decays(log_decay, call_segment_ids)
+        return (q @ k.mT) * pair_decay, (k @ k.mT) * pair_decay, decay
+    (query_pairs, key_pairs), decay = channel_decays(torch.stack((q, k)), k, log_decay, call_segment_ids)
+    return query_pairs, key_pairs, decay
 
 
 class _TriangularSolve(torch.autograd.Function):
@@ -149,57 +164,25 @@ def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
     return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-def _split_chunks(x: Tensor, groups: int, chunks: int) -> Tensor:
-    """[B, heads, T, d] -> [B, G, heads/G, chunks, tokens, d], padded with zeros after the last token."""
-    x = functional.pad(x, (0, 0, 0, -x.shape[2] % chunks))
-    split: Tensor = x.unflatten(2, (chunks, -1)).unflatten(1, (groups, -1))
-    return split
-
-
-def _decays(log_decay: Tensor, call_segment_ids: Tensor | None) -> Tensor:
-    """log_decay [B, G, R, chunks, C, 1] -> [..., C, C + 1]: [i, j] decays from after token j − 1 to after token i.
-
-    Column 0 is the decay from the chunk's start. The decay is zero where j is later than i or in another document. Each
-    is the exponential of its own sum of log decays ≤ 0, so nothing overflows and other documents have no influence.
-    """
-    (batch, *_, chunks, size, _), device = log_decay.shape, log_decay.device
-    within = torch.ones(size, size + 1, dtype=torch.bool, device=device).tril()
-    sums = (log_decay.mT * within[:, :-1]) @ within.to(log_decay.dtype)
-    if call_segment_ids is None:
-        return sums.exp().tril(1)
-    padding = call_segment_ids[:, -1:].expand(batch, chunks * size - call_segment_ids.shape[1])
-    padded_ids = torch.cat((call_segment_ids.new_zeros(batch, 1), call_segment_ids, padding), dim=1)
-    segment_ids = padded_ids.unfold(1, size + 1, size)
-    same_document = segment_ids[:, None, None, :, 1:, None] == segment_ids[:, None, None, :, None]
-    return sums.exp() * same_document.tril(1)
-
-
-def _step_unsupported(facts: DeltaRuleFacts) -> str | None:
-    if facts.tokens != 1:
-        return f"it takes one token, here are {facts.tokens}"
-    return "gradients are wanted" if facts.gradients else None
-
-
-def _chunked_unsupported(facts: DeltaRuleFacts) -> str | None:
-    return None if facts.tokens else "there is no token"
-
-
 DELTA_RULE = Operation(
     "delta",
     (
-        Kernel("step", _step, _step_unsupported),
-        Kernel("chunked", _chunked, _chunked_unsupported),
+        Kernel("step", _step, step_unsupported),
+        Kernel("chunked", _chunked, chunked_unsupported),
         Kernel("reference", reference, lambda facts: None),
     ),
 )
 
 
-def gated_delta_rule(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """state S [B, H, d_k, d_v] -> (o [B, H, T, d_v], the state after the last token). May update the state in place."""
-    batch, heads, tokens, d_v = inputs.v.shape
-    add_flops(delta_rule_flops(batch * tokens, heads, inputs.k.shape[3], d_v))
+def gated_delta_rule(inputs: DeltaInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """state S [B, H, d_k, d_v] -> (o [B, H, T, d_v], the state after the last token). May update the state in place.
+
+    Without a state the recurrence starts from zeros.
+    """
+    (batch, heads, tokens, d_v), d_k = inputs.v.shape, inputs.k.shape[3]
+    add_flops(delta_rule_flops(batch * tokens, heads, d_k, d_v))
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:5])
-    kernel = DELTA_RULE.choose(DeltaRuleFacts(tokens, gradients))
+    kernel = DELTA_RULE.choose(RecurrenceFacts(tokens, gradients))
     with without_autocast(inputs.v):
-        result: tuple[Tensor, Tensor] = kernel.run(inputs, state)
+        result: tuple[Tensor, Tensor] = kernel.run(inputs, initial_state(inputs.v, d_k) if state is None else state)
     return result

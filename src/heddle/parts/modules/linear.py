@@ -15,12 +15,12 @@ class SelfInitialized(nn.Module, ABC):
     """A module that owns parameters and initializes them.
 
     matrix_parameters: names of the parameters that are matrices [outputs, inputs] acting on vectors, or stacks of such
-    matrices. Muon trains these. branch_scale: factor for the initial standard deviation of output projections, set by
-    the model.
+    matrices. Muon trains these. value_scale, output_scale: factors for the initial standard deviation of value and
+    output projections, set by the model.
     """
 
     matrix_parameters: ClassVar[tuple[str, ...]] = ()
-    branch_scale = 1.0
+    value_scale, output_scale = 1.0, 1.0
 
     @abstractmethod
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
@@ -42,20 +42,32 @@ def fill_normal(
 
 
 class Linear(SelfInitialized, nn.Linear):
-    """`y = x Wᵀ + b` with W [outputs, inputs]. A subclass of `nn.Linear`, so adapter and quantization tools find it."""
+    """`y = x Wᵀ + b` with W [outputs, inputs]. A subclass of `nn.Linear`, so adapter and quantization tools find it.
+
+    output_projection: the last of a branch. value_projection: to a mixer's values or a feed-forward's hidden channels.
+    Initial weights of the first, and with some residual kinds of the second, shrink with depth.
+    """
 
     matrix_parameters = ("weight",)
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = False, output_projection: bool = False) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool = False,
+        output_projection: bool = False,
+        value_projection: bool = False,
+    ) -> None:
         nn.Linear.__init__(self, inputs, outputs, bias)
-        self.output_projection = output_projection  # the last of a branch: its initial weights shrink with depth
+        self.output_projection, self.value_projection = output_projection, value_projection
 
     def reset_parameters(self) -> None:
         """Do nothing: `init_weights` fills the parameters, not torch's constructor."""
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Normal weights, zero bias."""
-        fill_normal(self.weight, std * (self.branch_scale if self.output_projection else 1.0), draws("weight"))
+        scale = self.output_scale if self.output_projection else self.value_scale if self.value_projection else 1.0
+        fill_normal(self.weight, std * scale, draws("weight"))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -66,7 +78,7 @@ class Linear(SelfInitialized, nn.Linear):
 
 def weight_matrix(projection: nn.Module) -> Tensor:
     """The matrix [outputs, inputs] of a `Linear` without bias, or of a wrapper around one, such as a LoRA adapter."""
-    if type(projection) is Linear:
+    if type(projection) is Linear and not _is_watched(projection):
         return projection.weight
     inner = next((module for module in projection.modules() if isinstance(module, Linear)), None)
     if inner is None:  # a replacement of `Linear` that has a `weight` of its own
@@ -75,9 +87,14 @@ def weight_matrix(projection: nn.Module) -> Tensor:
     return transposed.mT
 
 
+def _is_watched(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its class says: it has hooks, or a `forward` of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
 def fused_projections(x: Tensor, *projections: nn.Module) -> Sequence[Tensor]:
     """Several projections of the same x [..., inputs] -> [..., outputs] each. Decoding fuses them into one product."""
-    plain = [projection for projection in projections if type(projection) is Linear]
-    if len(plain) < len(projections):  # a wrapped or replaced `Linear` must be called itself
+    plain = [projection for projection in projections if type(projection) is Linear and not _is_watched(projection)]
+    if len(plain) < len(projections):  # a wrapped, replaced or watched `Linear` must be called itself
         return [projection(x) for projection in projections]
     return linears(x, [(projection.weight, projection.bias) for projection in plain])

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from heddle.parts.feedforwards import Feedforward
 
@@ -57,7 +56,7 @@ def record_router_statistics() -> Iterator[RouterRecorder]:
 
 def record(make: Callable[[], RouterStatistics]) -> None:
     """Add `make()` to the current recorder. Without a recorder nothing is computed."""
-    recorder = None if is_compiling() else _recorder.get()
+    recorder = _recorder.get()  # no compiler traces this, so that no compiled graph loses an entry
     if recorder is None:
         return
     entry = make()  # also if closed: a layer that is run again for its gradient must save as many tensors as before

@@ -1,0 +1,182 @@
+"""Kimi Delta Attention against a loop of the paper's formulas and against transformers, in float64."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import heddle
+from heddle.config import DesignError, parse_config
+from heddle.model.config import ModelConfig
+from heddle.parts.context.build import BuildContext
+from heddle.parts.context.layout import Layout
+from heddle.parts.mixers.kda import KDA, KDAConfig
+from heddle.parts.norms.rms import RMSConfig
+from tests.cases import Data, design, layer
+from tests.laws.planting import plant
+from tests.parity.recurrence import (
+    PIECES,
+    WIDTH,
+    close,
+    compare_with_loop,
+    compute_in_float64,
+    in_pieces,
+    inputs,
+    loop_convolution,
+    projected,
+    randomize,
+)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
+    from transformers import DynamicCache, KimiLinearConfig
+    from transformers.models.kimi_linear import modeling_kimi_linear
+
+EPS = 1e-4
+PLAIN: Data = {"heads": 3}
+OTHERS: Data = {"heads": 4, "head_dim": 5, "conv_kernel": 2}
+OWN_WIDTHS: Data = {"heads": 2, "head_dim": 7, "value_dim": 11, "gate_rank": 3}
+
+
+def ours(sizes: Data) -> KDA:
+    config = parse_config(KDAConfig, sizes | {"norm": {"kind": "rms", "eps": EPS}})
+    mixer = config.build(BuildContext(WIDTH, RMSConfig(offset=1.0))).double().eval()
+    randomize(mixer)
+    return mixer
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def loop(mixer: Any, x: Tensor) -> Tensor:
+    """One document x [T, WIDTH], one head and one token at a time."""
+    widths = [len(mixer.get_parameter(f"{name}.weight")) for name in "qkv"]
+    qs, ks, vs = loop_convolution(mixer, torch.cat([projected(mixer, name, x) for name in "qkv"], 1)).split(widths, 1)
+    decays = projected(mixer, "decay_up", projected(mixer, "decay_down", x))
+    gates = projected(mixer, "gate_up", projected(mixer, "gate_down", x))
+    betas, d_k, d_v = projected(mixer, "beta", x), widths[0] // mixer.heads, widths[2] // mixer.heads
+    out = torch.zeros_like(vs)
+    for head in range(mixer.heads):
+        keys, values = slice(head * d_k, (head + 1) * d_k), slice(head * d_v, (head + 1) * d_v)
+        state = torch.zeros(d_k, d_v, dtype=x.dtype)
+        for t in range(len(x)):
+            step = torch.log1p(torch.exp(decays[t, keys] + mixer.decay.bias[keys]))
+            alpha = torch.exp(-torch.exp(mixer.decay.rate[head]) * step)
+            beta, k, q = sigmoid(betas[t, head]), ks[t, keys], qs[t, keys]
+            k, q = k / (k @ k + 1e-6).sqrt(), q / (q @ q + 1e-6).sqrt() / d_k**0.5
+            state = (torch.eye(d_k, dtype=x.dtype) - beta * torch.outer(k, k)) @ torch.diag(alpha) @ state
+            state = state + beta * torch.outer(k, vs[t, values])
+            o = q @ state
+            o = mixer.norm.weight * o / (o.pow(2).mean() + EPS).sqrt()
+            out[t, values] = o * sigmoid(gates[t, values])
+    return projected(mixer, "out", out)
+
+
+@pytest.mark.parametrize("sizes", [PLAIN, OTHERS, OWN_WIDTHS])
+@torch.no_grad()
+def test_values_equal_a_loop_of_the_paper(sizes: Data) -> None:
+    compare_with_loop(ours(sizes), loop)
+
+
+BUGS = [
+    ("parts.modules.gated_decay:GatedDecay.forward", "-rate.exp()", "rate.exp()"),  # the decay's sign
+    ("parts.mixers.kda:KDA._delta_rule", ".sigmoid().transpose(1, 2)", ".sigmoid().transpose(1, 2) * 0 + 1"),  # no β
+    (
+        "parts.mixers.kda:KDA._delta_rule",  # one decay for all channels of a head
+        "without_padding(log_decay, layout)",
+        "without_padding(log_decay.mean(-1, keepdim=True), layout)",
+    ),
+    ("parts.mixers.kda:KDA._delta_rule", "q * self.head_dim**-0.5", "q"),
+    ("parts.mixers.kda:KDA.forward", ".sigmoid()", " * 0 + 1"),  # no output gate
+    ("numerics.recurrent.chunk_decays:channel_decays", "first_keys * first_end.exp()", "first_keys"),
+]
+
+
+@pytest.mark.parametrize(("target", "old", "new"), BUGS)
+@torch.no_grad()
+def test_a_planted_bug_is_caught_by_the_loop(target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, target, old, new)
+    with pytest.raises(AssertionError, match="not close"):
+        compare_with_loop(ours(OTHERS), loop)
+
+
+def their_config(mixer: KDA) -> Any:
+    return KimiLinearConfig(
+        hidden_size=WIDTH,
+        linear_num_heads=mixer.heads,
+        linear_head_dim=mixer.head_dim,
+        linear_conv_kernel_dim=mixer.conv_kernel,
+        num_hidden_layers=2,
+        rms_norm_eps=EPS,
+    )
+
+
+@pytest.fixture
+def float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_in_float64(monkeypatch, modeling_kimi_linear)
+
+
+def theirs(mixer: KDA) -> Any:
+    """Their module with our weights."""
+    module, ours = modeling_kimi_linear.KimiLinearDeltaAttention(their_config(mixer), 0), mixer.state_dict()
+    names = {
+        "q": "q_proj", "k": "k_proj", "v": "v_proj", "beta": "b_proj", "decay_down": "forget_gate.f_a_proj",
+        "decay_up": "forget_gate.f_b_proj", "gate_down": "g_a_proj", "gate_up": "g_b_proj", "norm": "o_norm",
+        "out": "o_proj",
+    }  # fmt: skip
+    weights = {f"{name}.weight": ours[f"{own}.weight"] for own, name in names.items()}
+    weights["conv1d.weight"] = ours["convolution.weight"][:, None]
+    weights["forget_gate.A_log"] = ours["decay.rate"][None, None, :, None]
+    weights["forget_gate.dt_bias"] = ours["decay.bias"]
+    module.double().eval().load_state_dict(weights)
+    return module
+
+
+@pytest.mark.parametrize("sizes", [PLAIN, OTHERS])
+@pytest.mark.usefixtures("float64")
+@torch.no_grad()
+def test_outputs_equal_those_of_transformers(sizes: Data) -> None:
+    """At once, and decoded with their cache."""
+    mixer, x = ours(sizes), inputs(2)
+    module, cache = theirs(mixer), DynamicCache(config=their_config(mixer))
+    close(mixer(x, Layout.causal(*x.shape[:2]))[0], module(x))
+    want = torch.cat([module(piece, cache_params=cache) for piece in x.split(PIECES, dim=1)], dim=1)
+    close(in_pieces(mixer, x, PIECES), want)
+
+
+@pytest.mark.usefixtures("float64")
+@torch.no_grad()
+def test_padded_rows_equal_those_of_transformers() -> None:
+    layout = Layout.padded([23, 9, 2])
+    mixer, x, real = ours(OTHERS), inputs(3, 23), layout.positions >= 0
+    close(mixer(x, layout)[0][real], theirs(mixer)(x, attention_mask=real.long())[real])
+
+
+def test_each_channel_draws_its_own_initial_decay() -> None:
+    config = parse_config(ModelConfig, design(layer({"kind": "kda", "heads": 40, "head_dim": 50})))
+    mixer = heddle.build(config).layers[0].mixer
+    assert isinstance(mixer, KDA)
+    rate, step = mixer.decay.rate.detach().exp(), functional.softplus(mixer.decay.bias.detach())
+    assert (rate.shape, step.shape) == ((40,), (2000,))
+    assert 1.0 <= float(rate.min()) < 2.0 < 15.0 < float(rate.max()) <= 16.01
+    assert 0.00099 < float(step.min()) < 0.00102 < 0.098 < float(step.max()) < 0.101
+    assert 0.009 < float(step.median()) < 0.011
+
+
+def test_the_state_has_a_fixed_size() -> None:
+    model = heddle.build(parse_config(ModelConfig, design(layer({"kind": "kda", **OWN_WIDTHS}))))
+    for cache_length in (None, 5000):
+        assert model.init_state(2, cache_length).layer_bytes == [2 * 4 * (2 * 7 * 11 + 3 * 2 * (7 + 7 + 11))]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"heads": 5}, "heads: 5 does not divide width = 24"), ({"gate_rank": 0}, "gate_rank: should")],
+)
+def test_invalid_fields_raise(fields: Data, message: str) -> None:
+    with pytest.raises(DesignError, match=message):
+        heddle.build(parse_config(ModelConfig, design(layer({"kind": "kda", "heads": 3, **fields}))))

@@ -1,0 +1,211 @@
+"""Mamba-2 against a loop of the paper's formulas and against transformers, in float64; initialization and errors."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import heddle
+from heddle.config import DesignError, parse_config
+from heddle.model.config import ModelConfig
+from heddle.parts.context.build import BuildContext
+from heddle.parts.context.layout import Layout
+from heddle.parts.mixers.mamba2 import Mamba2, Mamba2Config
+from heddle.parts.norms.rms import RMSConfig
+from tests.cases import Data, design, layer
+from tests.laws.planting import plant
+from tests.parity.recurrence import (
+    PIECES,
+    WIDTH,
+    close,
+    compare_with_loop,
+    compute_in_float64,
+    in_pieces,
+    inputs,
+    loop_convolution,
+    projected,
+    randomize,
+)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
+    from transformers import DynamicCache
+    from transformers import Mamba2Config as TheirConfig
+    from transformers.models.mamba2 import modeling_mamba2
+
+EPS = 1e-4
+PLAIN: Data = {"heads": 6, "state_size": 5}
+SHARED: Data = {"heads": 4, "state_size": 7, "groups": 2, "conv_kernel": 2, "conv_bias": False, "bias": True}
+LIMITED: Data = {"heads": 6, "state_size": 3, "groups": 3, "time_step_limit": [0.3, 0.6]}
+SIZES = [PLAIN, SHARED, LIMITED]
+
+
+def ours(sizes: Data) -> Mamba2:
+    config = parse_config(Mamba2Config, sizes | {"norm": {"kind": "rms", "eps": EPS}})
+    mixer = config.build(BuildContext(WIDTH, RMSConfig(offset=1.0))).double().eval()
+    randomize(mixer)
+    return mixer
+
+
+def loop(mixer: Any, x: Tensor) -> Tensor:
+    """One document x [T, WIDTH], one head and one token at a time. Named as in the paper: C, B and x are q, k and v."""
+    z, a = projected(mixer, "gate", x), projected(mixer, "a", x)
+    widths = [len(mixer.get_parameter(f"{name}.weight")) for name in "vkq"]
+    xs, bs, cs = loop_convolution(mixer, torch.cat([projected(mixer, name, x) for name in "vkq"], 1)).split(widths, 1)
+    p, n = widths[0] // mixer.heads, widths[1] // mixer.groups
+    gated = torch.zeros_like(z)
+    for head in range(mixer.heads):
+        group = head // (mixer.heads // mixer.groups)
+        h = torch.zeros(p, n, dtype=x.dtype)
+        for t in range(len(x)):
+            delta = torch.log1p(torch.exp(a[t, head] + mixer.decay.bias[head]))
+            if mixer.decay.limits is not None:
+                delta = min(max(delta, mixer.decay.limits[0]), mixer.decay.limits[1])
+            x_t = xs[t, head * p : (head + 1) * p]
+            h = torch.exp(-torch.exp(mixer.decay.rate[head]) * delta) * h
+            h = h + delta * torch.outer(x_t, bs[t, group * n : (group + 1) * n])
+            y = h @ cs[t, group * n : (group + 1) * n] + mixer.skip[head] * x_t
+            z_t = z[t, head * p : (head + 1) * p]
+            gated[t, head * p : (head + 1) * p] = y * z_t / (1 + torch.exp(-z_t))
+    normed = []
+    for part, weight in zip(gated.chunk(mixer.groups, 1), mixer.norm.weight.view(mixer.groups, -1), strict=True):
+        normed.append(weight * part / (part.pow(2).mean(1, keepdim=True) + EPS).sqrt())
+    return projected(mixer, "out", torch.cat(normed, 1))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@torch.no_grad()
+def test_values_equal_a_loop_of_the_paper(sizes: Data) -> None:
+    compare_with_loop(ours(sizes), loop)
+
+
+BUGS = [
+    ("parts.modules.gated_decay:GatedDecay.forward", "-rate.exp()", "rate.exp()"),  # the decay's sign
+    ("parts.modules.gated_decay:GatedDecay.forward", "-rate.exp()[:, None]", "-rate[:, None].abs()"),
+    ("numerics.recurrent.ssd:_chunked", "inputs.v * inputs.time_step", "inputs.v * 1"),  # k and v without Δ
+    ("numerics.recurrent.ssd:state_space_duality", "inputs.skip[:, None, None]", "0 * inputs.skip[:, None, None]"),
+    ("parts.mixers.mamba2:Mamba2._scan", "v, k, q = convolved", "v, q, k = convolved"),  # B and C exchanged
+    ("parts.mixers.mamba2:Mamba2.forward", " * functional.silu(at_least_float32(gate))", ""),  # no gate before the norm
+]
+
+
+@pytest.mark.parametrize(("target", "old", "new"), BUGS)
+@torch.no_grad()
+def test_a_planted_bug_is_caught_by_the_loop(target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, target, old, new)
+    with pytest.raises(AssertionError, match="not close"):
+        compare_with_loop(ours(SHARED), loop)
+
+
+def their_config(sizes: Data) -> Any:
+    return TheirConfig(
+        hidden_size=WIDTH,
+        num_heads=sizes["heads"],
+        head_dim=2 * WIDTH // sizes["heads"],
+        state_size=sizes["state_size"],
+        n_groups=sizes.get("groups", 1),
+        conv_kernel=sizes.get("conv_kernel", 4),
+        use_conv_bias=sizes.get("conv_bias", True),
+        use_bias=sizes.get("bias", False),
+        time_step_limit=tuple(sizes.get("time_step_limit", (0.0, float("inf")))),
+        layer_norm_epsilon=EPS,
+        num_hidden_layers=1,
+        chunk_size=16,
+    )
+
+
+@pytest.fixture
+def float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_in_float64(monkeypatch, modeling_mamba2)
+
+
+def theirs(mixer: Mamba2, sizes: Data) -> Any:
+    """Their module with our weights: theirs keeps all projections in one."""
+    module = modeling_mamba2.Mamba2Mixer(their_config(sizes), 0).double().eval()
+    ours = mixer.state_dict()
+    names = ("gate", "v", "k", "q", "a")
+    kinds = [kind for kind in ("weight", "bias") if f"out.{kind}" in ours]
+    weights = {f"in_proj.{kind}": torch.cat([ours[f"{name}.{kind}"] for name in names]) for kind in kinds}
+    weights |= {f"out_proj.{kind}": ours[f"out.{kind}"] for kind in kinds}
+    weights |= {"conv1d.weight": ours["convolution.weight"][:, None], "norm.weight": ours["norm.weight"].flatten()}
+    weights |= {"conv1d.bias": ours["convolution.bias"]} if "convolution.bias" in ours else {}
+    module.load_state_dict(weights | {"A_log": ours["decay.rate"], "dt_bias": ours["decay.bias"], "D": ours["skip"]})
+    return module
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.usefixtures("float64")
+@torch.no_grad()
+def test_outputs_equal_those_of_transformers(sizes: Data) -> None:
+    mixer, x = ours(sizes), inputs(2)
+    want = theirs(mixer, sizes)(x)
+    close(mixer(x, Layout.causal(*x.shape[:2]))[0], want)
+    close(in_pieces(mixer, x, PIECES), want)
+
+
+@pytest.mark.parametrize("sizes", [PLAIN, SHARED])  # with a cache, a single step of theirs ignores the limit of Δ
+@pytest.mark.usefixtures("float64")
+@torch.no_grad()
+def test_decoding_equals_that_of_transformers(sizes: Data) -> None:
+    mixer, x = ours(sizes), inputs(2)
+    module, cache = theirs(mixer, sizes), DynamicCache(config=their_config(sizes))
+    want = torch.cat([module(piece, cache_params=cache) for piece in x.split(PIECES, dim=1)], dim=1)
+    close(in_pieces(mixer, x, PIECES), want)
+
+
+@pytest.mark.parametrize("sizes", [PLAIN, LIMITED])  # their convolution reads a projection's bias at padding
+@pytest.mark.usefixtures("float64")
+@torch.no_grad()
+def test_padded_rows_equal_those_of_transformers(sizes: Data) -> None:
+    layout = Layout.padded([23, 9, 2])
+    mixer, x, real = ours(sizes), inputs(3, 23), layout.positions >= 0
+    close(mixer(x, layout)[0][real], theirs(mixer, sizes)(x, attention_mask=real.long())[real])
+
+
+@pytest.mark.parametrize("sizes", [PLAIN, SHARED])
+@torch.no_grad()
+def test_huge_inputs_stay_exact_in_float32(sizes: Data) -> None:
+    """Before the norm an output grows with the fifth power of the input: its square would overflow."""
+    mixer, x = ours(sizes), 1e5 * inputs(1)
+    want = mixer(x, Layout.causal(*x.shape[:2]))[0]
+    got = mixer.float()(x.float(), Layout.causal(*x.shape[:2]))[0]
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-4)
+
+
+def test_initial_decays_time_steps_and_skips_are_those_of_the_paper() -> None:
+    mixer = heddle.build(parse_config(ModelConfig, design(layer({"kind": "mamba2", "heads": 512}), width=512))).layers[
+        0
+    ]
+    parameters = {name.removeprefix("mixer."): value.detach() for name, value in mixer.named_parameters()}
+    rate, step = parameters["decay.rate"].exp(), functional.softplus(parameters["decay.bias"])
+    assert 1.0 <= float(rate.min()) < 1.1 < 15.9 < float(rate.max()) <= 16.01
+    assert 0.00099 < float(step.min()) < 0.00103 < 0.097 < float(step.max()) < 0.101
+    assert parameters["skip"].eq(1).all()
+    assert parameters["convolution.bias"].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_state_has_a_fixed_size_and_at_least_float32(dtype: torch.dtype) -> None:
+    model = heddle.build(parse_config(ModelConfig, design(layer({"kind": "mamba2", **SHARED}))), dtype=dtype)
+    item_size = torch.finfo(dtype).bits // 8
+    for cache_length in (None, 5000):
+        assert model.init_state(2, cache_length).layer_bytes == [2 * (4 * 7 * 12 * 4 + 1 * (48 + 28) * item_size)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"heads": 6, "groups": 4}, r"groups: 4 does not divide heads = 6; choose a divisor"),
+        ({"heads": 5}, r"heads: 5 does not divide 2 width = 48; give head_dim"),
+        ({"heads": 6, "time_step_limit": [0.2, 0.1]}, r"time_step_limit: \[0.2, 0.1\] is no range; give the least"),
+        ({"heads": 6, "time_step_limit": [0.2]}, r"time_step_limit: \[0.2\] is no range"),
+        ({"heads": 6, "time_step_limit": [-0.1, 0.2]}, r"time_step_limit\[0\]: should be greater than or equal to 0"),
+        ({"heads": 6, "conv_kernel": 0}, r"conv_kernel: should be greater than 0"),
+    ],
+)
+def test_invalid_fields_raise(fields: Data, message: str) -> None:
+    with pytest.raises(DesignError, match=message):
+        heddle.build(parse_config(ModelConfig, design(layer({"kind": "mamba2", **fields}))))
