@@ -1,4 +1,4 @@
-"""Runs whose draws and results are settled: `python -m tests.golden_runs` writes tests/goldens/runs.json anew.
+"""Runs whose draws and results are settled: `python -m tests.golden_runs` adds new cases to tests/goldens/runs.json.
 
 Draws are compared bit for bit: they are the same on every machine. Outputs in float64 and losses in float32 are
 compared within rounding, because matrix products differ.
@@ -62,9 +62,13 @@ def runs(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write the golden file."""
-    with tempfile.TemporaryDirectory() as folder:
-        content = {"designs": {name: outputs(case(name)) for name in CASES}, "runs": runs(Path(folder))}
+    """Add what is new to the golden file. What stands there is settled."""
+    settled = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    designs = {name: settled["designs"].get(name) or outputs(case(name)) for name in CASES}
+    content = {"designs": designs, "runs": settled["runs"]}
+    if content["runs"].keys() != {"corpus", *RUNS}:
+        with tempfile.TemporaryDirectory() as folder:
+            content["runs"] = runs(Path(folder)) | settled["runs"]
     GOLDEN.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

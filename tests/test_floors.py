@@ -15,9 +15,10 @@ FLOOR_2 = BASE | {"numerics"}
 FLOOR_3 = FLOOR_2 | {"parts"}
 FLOOR_4 = FLOOR_3 | {"model"}
 ALLOWED: dict[str, set[str]] = {
+    "annotations": set(),
     "errors": set(),
     "progress": {"errors"},
-    "config": {"errors", "progress"},
+    "config": {"annotations", "errors", "progress"},
     "runtime": {"errors"},  # settings of the whole process: for programs that own it (cli, a worker), decision 2
     "numerics": {"errors"},
     "parts": FLOOR_2,

@@ -11,12 +11,13 @@ import types
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from heddle.errors import ConfigError, choices_hint
+from heddle.annotations import has_words, is_list, nested_class
+from heddle.errors import ConfigError, choices_hint, describe_path
 
 B = TypeVar("B")
 C = TypeVar("C", bound="Config")
@@ -73,6 +74,10 @@ class Config(BaseModel):
         except ValidationError as error:
             raise _explain(type(self), fields, error) from None
 
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """Return the config itself: nothing in it can change, and a copied model shares it."""
+        return self
+
     def replace(self, **fields: Any) -> Self:
         """Return the same config with some fields changed, validated again."""
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | fields)
@@ -84,9 +89,13 @@ class Config(BaseModel):
 
 
 class Part(Config):
-    """A config that fits a slot. Its `kind` is the name of the file that defines it."""
+    """A config that fits a slot. Its `kind` is the name of the file that defines it.
+
+    data_dependent: names of optional fields that act in training only, on some data (the capacity of experts).
+    """
 
     slot: ClassVar[str]
+    data_dependent: ClassVar[tuple[str, ...]] = ()
 
     @property
     def kind(self) -> str:
@@ -151,8 +160,10 @@ def load_part(file: Path) -> type[Part]:
     """
     name = f"heddle.parts.{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
-    if not file.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(f"part {file}: is not a Python file; give the .py file that defines the part")
+    what = describe_path(file)
+    if what != "is a file" or spec is None or spec.loader is None:
+        reason = "is not a Python file" if what == "is a file" else what
+        raise ConfigError(f"part {file}: {reason}; give the .py file that defines the part")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -211,7 +222,7 @@ def field_class(cls: type[Config], kind: Any, name: str) -> type[Config] | None:
     """Return the config class, or the slot, that a field of such a config holds. None if it holds none."""
     config_class = _class_of_kind(cls, kind)
     field = None if config_class is None else config_class.model_fields.get(name)
-    return None if field is None else _nested(field.annotation)
+    return None if field is None else nested_class(field.annotation, Config)
 
 
 def _class_of_kind(cls: type[Config], kind: Any) -> type[Config] | None:
@@ -220,34 +231,11 @@ def _class_of_kind(cls: type[Config], kind: Any) -> type[Config] | None:
     return kind_class(cls.slot, kind) if is_kind(cls.slot, kind) else None
 
 
-def _nested(annotation: Any) -> type[Config] | None:
-    """Find the config class inside an annotation such as `X`, `X | None` or `tuple[X, ...]`."""
-    if isinstance(annotation, type) and issubclass(annotation, Config):
-        return annotation
-    if get_origin(annotation) in (Union, types.UnionType, tuple, Annotated):
-        for argument in get_args(annotation):
-            if nested := _nested(argument):
-                return nested
-    return None
-
-
-def _is_list(annotation: Any) -> bool:
-    """Whether an annotation is `tuple[X, ...]` or `tuple[X, ...] | None`: a list on disk."""
-    if get_origin(annotation) in (Union, types.UnionType, Annotated):
-        return any(_is_list(argument) for argument in get_args(annotation))
-    return get_origin(annotation) is tuple
-
-
-def _allows_words(annotation: Any) -> bool:
-    """Whether an annotation such as `tuple[X, ...] | Literal["learned"]` allows a word instead of a list."""
-    return any(get_origin(argument) is Literal for argument in get_args(annotation))
-
-
 def _decode_value(annotation: Any, value: Any, path: str) -> Any:
-    nested = _nested(annotation)
+    nested = nested_class(annotation, Config)
     if value is None or isinstance(value, Config):
         return value
-    if _is_list(annotation) and not (isinstance(value, str) and _allows_words(annotation)):
+    if is_list(annotation) and not (isinstance(value, str) and has_words(annotation)):
         if not isinstance(value, list | tuple):
             raise DesignError(path, f"expected a list, got {_show(value)}")
         if nested is None:
@@ -283,7 +271,7 @@ def _explain(cls: type[Config], fields: dict[str, Any], error: ValidationError) 
 
 
 def _unknown(what: str, value: Any, choices: list[str]) -> str:
-    return f"unknown {what} {value!r}; {choices_hint(str(value), choices)}"
+    return f"unknown {what} {_shortened(value)}; {choices_hint(str(value), choices)}"
 
 
 def _show(value: Any) -> str:
@@ -296,5 +284,11 @@ def _show(value: Any) -> str:
         dict: "a table",
         type(None): "nothing",
     }
-    text = repr(value)
-    return f"{text if len(text) < 60 else text[:57] + '…'} ({names.get(type(value), type(value).__name__)})"
+    return f"{_shortened(value)} ({names.get(type(value), type(value).__name__)})"
+
+
+def _shortened(value: Any) -> str:
+    """Return the value as Python writes it, at most 60 characters of it."""
+    is_long = type(value) is int and value.bit_length() > 4000  # Python refuses to write more than 4,300 digits
+    text = hex(value) if is_long else repr(value[:60] if isinstance(value, str) else value)
+    return text if len(text) < 60 else text[:57] + "…"

@@ -127,6 +127,8 @@ LINEAR = {
     "linear-attention-double-softmax": ("linear_attention", "document_sums"),
     "retention-learned-decays": ("retention", "causal_sums"),
     "delta-key-heads": ("gated_delta", "gated_delta_rule"),
+    "kda-own-widths": ("kda", "gated_delta_rule"),
+    "mamba2-groups": ("mamba2", "state_space_duality"),
 }
 
 
@@ -143,7 +145,7 @@ def test_implied_weights_times_values_equal_the_output(name: str, layout: str, m
 
     def spy(*args: Any) -> Any:
         output = run(*args)
-        values = args[0].v if operation == "gated_delta_rule" else args[2]
+        values = args[2] if isinstance(args[0], Tensor) else args[0].v
         calls.append((values, output[0] if isinstance(output, tuple) else output))
         return output
 

@@ -53,10 +53,10 @@ def loop_weights(
                 scores = [scale * math.fsum((q[b, h, t] * k[b, g, s]).tolist()) for s in visible]
                 if modifiers.softcap is not None:
                     scores = [modifiers.softcap * math.tanh(score / modifiers.softcap) for score in scores]
-                if modifiers.slopes is not None:
-                    distances = [abs(int(mask.q_positions[b, t]) - int(mask.k_positions[b, s])) for s in visible]
-                    slope = modifiers.slopes[h].item()
-                    scores = [score - slope * far for score, far in zip(scores, distances, strict=True)]
+                if modifiers.score_bias is not None:
+                    i, j = mask.q_positions[b, t], mask.k_positions[b]
+                    biases = [modifiers.score_bias(i - j[s])[h].item() for s in visible]
+                    scores = [score + bias for score, bias in zip(scores, biases, strict=True)]
                 sinks = [] if modifiers.sink is None else [modifiers.sink[h].item()]
                 top = max([*scores, *sinks], default=0.0)
                 shares = [math.exp(score - top) for score in scores]

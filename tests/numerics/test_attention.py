@@ -66,23 +66,37 @@ OPTIONS = {
     "softcap": (0.4, False, False),
     "sink": (None, True, False),
     "softcap and sink": (0.4, True, False),
-    "slopes": (None, False, True),
-    "slopes and sink": (None, True, True),
-    "slopes, softcap and sink": (0.4, True, True),
+    "bias": (None, False, True),
+    "bias and sink": (None, True, True),
+    "bias, softcap and sink": (0.4, True, True),
 }
+
+
+class Bias:
+    """Slopes of the distance, and learned numbers at the first offsets of either sign."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(6)
+        self.slopes = torch.tensor([0.7, 0.31, 0.05, 0.003], dtype=dtype)
+        self.learned = torch.randn(4, 13, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    def __call__(self, offsets: Tensor, /) -> Tensor:
+        steps = offsets.abs().to(self.slopes.dtype)
+        return self.learned[:, offsets.clamp(-6, 6) + 6] - self.slopes.view(-1, *(1 for _ in offsets.shape)) * steps
 
 
 def options(name: str, dtype: torch.dtype = torch.float64) -> ScoreModifiers:
     """The score modifiers of that name for four heads."""
-    softcap, sink, slopes = OPTIONS[name]
+    softcap, sink, score_bias = OPTIONS[name]
     sink_logits = torch.tensor([-1.0, 0.3, 0.9, 2.0], dtype=dtype)
-    alibi_slopes = torch.tensor([0.7, 0.31, 0.05, 0.003], dtype=torch.promote_types(dtype, torch.float32))
-    return ScoreModifiers(softcap, sink_logits.requires_grad_() if sink else None, alibi_slopes if slopes else None)
+    bias = Bias(torch.promote_types(dtype, torch.float32)) if score_bias else None
+    return ScoreModifiers(softcap, sink_logits.requires_grad_() if sink else None, bias)
 
 
 def graded(modifiers: ScoreModifiers) -> list[Tensor]:
     """The tensors among the modifiers that have a gradient."""
-    return [] if modifiers.sink is None else [modifiers.sink]
+    bias = [modifiers.score_bias.learned] if isinstance(modifiers.score_bias, Bias) else []
+    return bias if modifiers.sink is None else [*bias, modifiers.sink]
 
 
 def draw(mask: AttentionMask, shape: Shape, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,7 +158,7 @@ def test_every_kernel_supports_some_case() -> None:
         "causal",
         "unmasked",
     }
-    assert {kernel for kernel, _, option in supported_cases() if option == "slopes"} == set(KERNELS[:-1]) - {"causal"}
+    assert {kernel for kernel, _, option in supported_cases() if option == "bias"} == set(KERNELS[:-1]) - {"causal"}
 
 
 @pytest.mark.parametrize(("kernel", "case", "option"), supported_cases())
@@ -172,9 +186,7 @@ def test_kernels_equal_the_reference(kernel: str, case: str, option: str) -> Non
 def test_kernels_in_lower_precision(kernel: str, case: str, option: str, dtype: torch.dtype, bound: float) -> None:
     mask, modifiers = CASES[case](), options(option, dtype)
     q, k, v = (x.detach() for x in draw(mask, Shape(), dtype))
-    exact = ScoreModifiers(
-        modifiers.softcap, *(None if x is None else x.double() for x in (modifiers.sink, modifiers.slopes))
-    )
+    exact = options(option)
     expected = reference(q.double(), k.double(), v.double(), mask, 0.3, None, exact).detach()
     for gradients in (True, False):
         if kernel == "unmasked" and dtype == torch.bfloat16:
@@ -268,10 +280,10 @@ def test_a_bias_far_from_the_first_position_is_not_rounded(kernel: str, dtype: t
         return
     mask = tail(1, 3000)
     q, k, v = (x.detach() for x in draw(mask, Shape(), dtype))
-    modifiers = options("slopes", dtype)
-    expected = loop_weights(q[:1].double(), k[:1, :, -200:].double(), tail(1, 200), 0.3, options("slopes"))
+    modifiers = options("bias", dtype)
+    expected = loop_weights(q[:1].double(), k[:1, :, -200:].double(), tail(1, 200), 0.3, options("bias"))
     expected = torch.einsum("bgrts,bgsd->bgrtd", expected.unflatten(1, (2, 2)), v[:1, :, -200:].double()).flatten(1, 2)
-    with kernels(attention=kernel):
+    with kernels(attention=kernel), torch.no_grad():
         actual = attention(q, k, v, mask, 0.3, None, modifiers)[:1]
     near = slice(0, 2)  # heads whose weights beyond 200 keys are below 1e-20
     error = float((actual[:, near].double() - expected[:, near]).square().mean() / expected[:, near].square().mean())
@@ -280,7 +292,7 @@ def test_a_bias_far_from_the_first_position_is_not_rounded(kernel: str, dtype: t
 
 def test_a_bias_of_many_queries_is_built_one_tile_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("heddle.numerics.attention.softmax.MAX_BIAS_ELEMENTS", 4 * 40 * 17)
-    mask, modifiers = tail(40, 40), options("slopes and sink")
+    mask, modifiers = tail(40, 40), options("bias and sink")
     q, k, v = (x.detach() for x in draw(mask, Shape()))
     bias_sizes: list[int] = []
     bias = ScoreModifiers.bias

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from heddle.errors import ConfigError
-from heddle.numerics.activations import Activation, clamped_swiglu, glu
+from heddle.numerics import activations
+from heddle.numerics.activations import Activation, glu
 from heddle.numerics.dispatch.flop_counter import count_flops
 from heddle.numerics.dispatch.operation import record_choices
 from heddle.numerics.experts.mixture import EXPERTS, experts_flops, run_experts
@@ -118,6 +119,7 @@ def test_kernels_and_their_gradients(name: str, kernel: str) -> None:
 
 
 LIMIT, ALPHA = 0.9, 1.3  # some inputs are above the limit, some below
+CLAMPED = activations.activation("swiglu_clamped", {"limit": LIMIT, "alpha": ALPHA})
 
 
 def scalar(up: float, gate: float) -> float:
@@ -135,7 +137,7 @@ def scalars(up: Tensor, gate: Tensor | None = None, /) -> Tensor:
 def test_clamped_swiglu_equals_its_formula_and_its_gradients_finite_differences() -> None:
     up = torch.linspace(-3, 3, 40, dtype=torch.float64)[:, None].expand(40, 40).clone().requires_grad_()
     gate = torch.linspace(-4, 4, 40, dtype=torch.float64).expand(40, 40).clone().requires_grad_()
-    actual = clamped_swiglu(LIMIT, ALPHA)(up, gate)
+    actual = CLAMPED(up, gate)
     torch.testing.assert_close(actual, scalars(up, gate), rtol=0, atol=1e-14)
     analytic_gradients = torch.autograd.grad(actual.sum(), (up, gate))
     for index, gradient in enumerate(analytic_gradients):
@@ -151,7 +153,7 @@ def test_clamped_experts(name: str, kernel: str) -> None:
     x = torch.randn(7, WIDTH, dtype=torch.float64)
     weights, assignment = make_weights(True, bias), make_assignment(7, top_k, drop_some, with_dropout)
     with kernels(experts=kernel):
-        actual = run_experts(x, assignment, weights, clamped_swiglu(LIMIT, ALPHA))
+        actual = run_experts(x, assignment, weights, CLAMPED)
     assert_close(actual, plain(x, assignment, weights, scalars), 1e-12)
 
 
@@ -166,7 +168,7 @@ def test_gradients_of_clamped_experts(kernel: str) -> None:
     all_gradients = []
     for kernel_name in (kernel, "reference"):
         with kernels(experts=kernel_name):
-            all_gradients.append(gradients(run_experts(x, assignment, weights, clamped_swiglu(LIMIT, ALPHA)), learned))
+            all_gradients.append(gradients(run_experts(x, assignment, weights, CLAMPED), learned))
     for actual, expected in zip(*all_gradients, strict=True):
         assert_close(actual, expected, 1e-4 if kernel == "grouped" else 1e-12)
 

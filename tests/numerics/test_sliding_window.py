@@ -22,7 +22,7 @@ def test_blocks(window: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None
             q, k, v = (torch.randn(1, heads, size, 4, dtype=torch.float64) for heads, size in
                        ((4, queries), (2, queries + past), (2, queries + past)))  # fmt: skip
             band = sliding_window.Band(window, causal)
-            attend_block = lambda q, k, v, scale, offsets, band=band: sdpa(q, k, v, scale, band.mask(offsets))  # noqa: E731
+            attend_block = lambda q, k, v, scale, block, band=band: sdpa(q, k, v, scale, band.mask(block))  # noqa: E731
             actual = sliding_window.blockwise_attention(q, k, v, band, 0.4, attend_block)
             expected = reference(q, k, v, mask, 0.4)
             torch.testing.assert_close(

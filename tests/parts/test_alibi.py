@@ -44,10 +44,13 @@ def part(heads: int, **fields: Any) -> Any:
 
 
 def test_slopes_halve_from_head_to_head() -> None:
-    layout = Layout.causal(1, 1)
-    assert part(8).score_bias(layout, torch.float64).tolist() == [2.0**-h for h in range(1, 9)]
-    assert part(16).score_bias(layout, torch.float64).tolist() == [2.0 ** (-h / 2) for h in range(1, 17)]
-    assert part(4).score_bias(layout, torch.bfloat16).dtype == torch.float32
+    def slopes(mixer: Any, dtype: torch.dtype = torch.float64) -> Tensor:
+        bias: Tensor = mixer.score_bias(Layout.causal(1, 1), dtype)(torch.tensor(-1))
+        return -bias
+
+    assert slopes(part(8)).tolist() == [2.0**-h for h in range(1, 9)]
+    assert slopes(part(16)).tolist() == [2.0 ** (-h / 2) for h in range(1, 17)]
+    assert slopes(part(4), torch.bfloat16).dtype == torch.float32
     assert list(part(8).to(torch.bfloat16).score_bias.slopes) == [2.0**-h for h in range(1, 9)]
 
 

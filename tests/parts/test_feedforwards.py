@@ -2,15 +2,19 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from heddle.config import DesignError, parse_config
+from heddle.numerics.activations import GATED, PLAIN
+from heddle.numerics.activations import activation as registered_activation
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import FeedforwardConfig
+from heddle.parts.feedforwards.gated import GatedConfig
+from heddle.parts.feedforwards.mlp import MLPConfig
 from heddle.parts.norms.rms import RMSConfig
 
 FORMULAS: dict[str, Callable[[float], float]] = {
@@ -80,3 +84,12 @@ def test_formula(name: str, kind: str, bias: bool) -> None:
         hidden = hidden.view(first.shape) * (project("up", x) if kind == "gated" else 1.0)
         got = part(x, Layout.causal(2, 3))
     torch.testing.assert_close(got, project("down", hidden), rtol=0, atol=1e-10)
+
+
+def test_configs_allow_every_activation_that_is_registered() -> None:
+    plain, all_names = (get_args(cls.model_fields["activation"].annotation) for cls in (MLPConfig, GatedConfig))
+    assert plain == tuple(PLAIN)
+    assert all_names == (*PLAIN, *GATED)
+    up, gate = torch.randn(2, 3, 5)
+    for name in all_names:
+        assert registered_activation(name)(up, gate).shape == up.shape

@@ -16,7 +16,7 @@ from heddle.model.config import ModelConfig
 from heddle.parts.context.build import ResidualContext
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import ResidualConfig
-from tests.cases import attention, design, layer
+from tests.cases import attention, design, latent, layer
 from tests.laws.planting import plant
 
 Array = NDArray[np.float64]
@@ -29,6 +29,7 @@ NORM = parse_config(NormConfig, {"kind": "layer", "bias": False})  # type: ignor
 KINDS: dict[str, dict[str, Any]] = {
     "pre_norm": {},
     "post_norm": {},
+    "deep_norm": {},
     "sandwich": {},
     "reordered": {},
     "parallel, one norm": {"kind": "parallel"},
@@ -52,7 +53,7 @@ class Stack(torch.nn.Module):
     def __init__(self, name: str, names: tuple[str, ...] = NAMES, depth: int = DEPTH) -> None:
         super().__init__()
         self.config = config(name)
-        context = ResidualContext(names, WIDTH, NORM)
+        context = ResidualContext(names, WIDTH, NORM, depth=depth)
         self.layers = torch.nn.ModuleList(self.config.build(context) for _ in range(depth))
         self.final_norm = self.config.build_final_norm(WIDTH, NORM)
         self.double()
@@ -101,11 +102,13 @@ def serial(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth:
                 x = x + f(norm(x, gain))
             elif name == "post_norm":
                 x = norm(x + f(x), gain)
+            elif name == "deep_norm":
+                x = norm((2 * depth) ** (1 / 4) * x + f(x), gain)
             elif name == "reordered":
                 x = x + norm(f(x), gain)
             else:
                 x = x + norm(f(norm(x, gain)), weights[f"layers.{index}.after.{branch}.weight"])
-    return x if name == "post_norm" else norm(x, weights["final_norm.norm.weight"])
+    return x if name in ("post_norm", "deep_norm") else norm(x, weights["final_norm.norm.weight"])
 
 
 def parallel(x: Array, weights: Weights, names: tuple[str, ...], depth: int) -> Array:
@@ -221,6 +224,18 @@ BUGS = {
         "x, x",
         "x, 0 * x",
     ),
+    "DeepNorm that weights the sum instead of the stream": (
+        "deep_norm",
+        f"{PARTS}.deep_norm:DeepNorm.forward",
+        "self.alpha * stream + self.drops[name](branch(stream))",
+        "self.alpha * (stream + self.drops[name](branch(stream)))",
+    ),
+    "DeepNorm's constant of a decoder with an encoder": (
+        "deep_norm",
+        f"{PARTS}.deep_norm:DeepNorm.__init__",
+        "2 * context.depth",
+        "3 * context.depth",
+    ),
     "a post-norm block that reads the normed stream twice": (
         "post_norm",
         f"{PARTS}.post_norm:PostNorm.forward",
@@ -296,6 +311,28 @@ def test_a_deep_stack_starts_as_a_shallow_one(kind: str) -> None:
     """The sum of all branches does not grow with the depth, since each starts 1/sqrt(2 · layers) as large."""
     assert sum_of_branches(kind, 12, True) < 1.5 * sum_of_branches(kind, 3, True)
     assert sum_of_branches(kind, 12, False) > 1.7 * sum_of_branches(kind, 3, False)
+
+
+@pytest.mark.parametrize("kind", ["attention", "latent_attention", "linear_attention"])
+def test_deep_norm_scales_the_first_values_outputs_and_feedforwards(kind: str) -> None:
+    """β = (8N)^(−1/4) for N layers; queries and keys are as in any other model (Wang et al. 2022, figure 2)."""
+    mixers = {
+        "attention": attention(kv_heads=2),
+        "latent_attention": latent(),
+        "linear_attention": {"kind": kind, "heads": 3},
+    }
+    values = {"attention": "mixer.v", "latent_attention": "mixer.v_up", "linear_attention": "mixer.v"}
+    experts = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 9, "shared": 1}
+    layers = [layer(mixers[kind], {"kind": "gated", "hidden": 9}), layer(mixers[kind], experts)]
+    scaled = {values[kind], "mixer.out"} | {f"feedforward.{name}" for name in ("gate", "up", "down")}
+    scaled |= {f"feedforward.shared.{name}" for name in ("gate", "up", "down")}
+    weights = {}
+    for on in (True, False):
+        data = design(*layers, residual={"kind": "deep_norm"}, initialization={"depth_scaled": on})
+        weights[on] = dict(heddle.build(parse_config(ModelConfig, data)).named_parameters())
+    for name, weight in weights[True].items():
+        factor = (8 * 2) ** (-1 / 4) if name.removesuffix(".weight").partition(".")[2][2:] in scaled else 1.0
+        torch.testing.assert_close(weight, factor * weights[False][name], rtol=1e-6, atol=0.0, msg=name)
 
 
 def test_a_training_step_makes_the_streams_differ() -> None:

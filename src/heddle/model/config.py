@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from heddle.config import Config, PositiveFloat, PositiveInt, Probability, Width, refuse
+from heddle.config import Config, DesignError, PositiveFloat, PositiveInt, Probability, Width, refuse
 from heddle.model.limits import MAX_DISTINCT_LAYERS, too_many_layers
 from heddle.parts.context.build import BuildContext
 from heddle.parts.feedforwards import FeedforwardConfig
@@ -37,7 +37,10 @@ class HeadConfig(Config):
 
 
 class InitializationConfig(Config):
-    """normal(0, std). `depth_scaled` divides the std of each branch's output projection by sqrt(2 · layers)."""
+    """normal(0, std). `depth_scaled` divides the std of each branch's output projection by sqrt(2 · layers).
+
+    A residual kind may have other factors (`deep_norm`).
+    """
 
     std: PositiveFloat = 0.02
     depth_scaled: bool = True
@@ -114,9 +117,20 @@ class ModelConfig(Config):
             refuse("layers", reason)
         if self.encoder is not None and self.encoder.encoder is not None:
             refuse("encoder.encoder", "an encoder cannot have an encoder; leave it out")
-        if self.encoder is not None and not self.encoder.head.tied:
-            refuse("encoder.head.tied", "an encoder has no head that could be untied; leave it out")
+        if self.encoder is not None:
+            for name, default in HeadConfig():
+                if getattr(self.encoder.head, name) != default:
+                    refuse(f"encoder.head.{name}", "does nothing, because an encoder has no head; leave it out")
+        self._check_residual()
         return self
+
+    def _check_residual(self) -> None:
+        layers = [layer.config for layer in self.distinct_layers]
+        most_branches = max((layer.mixer is not None) + (layer.feedforward is not None) for layer in layers)
+        try:
+            self.residual.check_layers(self.depth, most_branches)
+        except DesignError as error:
+            refuse(f"residual.{error.path}", error.reason)
 
     @cached_property
     def depth(self) -> int:

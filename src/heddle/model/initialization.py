@@ -8,6 +8,7 @@ from torch import nn
 
 from heddle.numerics.philox import ParameterDraws
 from heddle.parts.modules.linear import SelfInitialized
+from heddle.parts.residuals import InitialScales
 
 if TYPE_CHECKING:
     from heddle.model.decoder import Decoder
@@ -25,7 +26,8 @@ def initialize(model: "Decoder", seed: int, include: Callable[[SelfInitialized],
             if next(module.parameters(recurse=False), None) is not None:
                 raise TypeError(f"{name}: owns parameters but is no SelfInitialized, so nothing initializes them")
             continue
-        module.branch_scale = (2 * stack.config.depth) ** -0.5 if config.depth_scaled else 1.0
+        scales = stack.config.residual.initial_scales(stack.config.depth) if config.depth_scaled else InitialScales()
+        module.value_scale, module.output_scale = scales
         if include(module):
             module.init_weights(config.std, ParameterDraws(seed, name))
 

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heddle.config import Config, DesignError, Width, field_class, fields_of, join, parse_config
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, describe_path, parse_error_reason
 from heddle.model.limits import too_many_layers
 from heddle.model.presets import preset
 
 if TYPE_CHECKING:
     from heddle.model.config import ModelConfig
 
-MAX_FILE_BYTES = 4 * 2**20
+# The parsers of YAML and TOML are slow: each limit is read in about a second.
+MAX_FILE_BYTES = {".json": 4 * 2**20, ".toml": 2**16}
+MAX_YAML_BYTES = 2**20
 DEFAULTS = {"norm": {"kind": "rms"}, "residual": {"kind": "pre_norm"}}
 
 
@@ -115,7 +117,7 @@ def _plain_data(source: str | Path | dict[str, Any]) -> dict[str, Any]:
     if str(source).startswith("preset:"):
         return preset(str(source).removeprefix("preset:"))
     path = Path(source)
-    if path.is_dir():
+    if describe_path(path) == "is a folder":
         path = _config_in(path)
     data = _read_file(path)
     if not isinstance(data, dict):
@@ -133,12 +135,16 @@ def _config_in(folder: Path) -> Path:
 
 
 def _read_file(path: Path) -> Any:
-    if not path.is_file():
+    what = describe_path(path)
+    if what not in ("is a file", "does not exist"):
+        raise ConfigError(f"{path}: {what}; name a YAML, TOML or JSON file, preset:NAME or a checkpoint folder")
+    if what == "does not exist":
         hint = f"; did you mean preset:{path}?" if re.fullmatch(r"[a-z_]+-(tiny|small|medium)", str(path)) else ""
         raise ConfigError(f"{path}: no such design file{hint or '; name a file, preset:NAME or a checkpoint folder'}")
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: is larger than {MAX_FILE_BYTES} bytes; a design is a small text file")
+        limit = MAX_FILE_BYTES.get(path.suffix, MAX_YAML_BYTES)
+        if path.stat().st_size > limit:
+            raise ConfigError(f"{path}: is larger than {limit} bytes; a design is a small text file")
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not UTF-8 text; a design is a YAML, TOML or JSON file") from None
@@ -147,13 +153,13 @@ def _read_file(path: Path) -> Any:
     if path.suffix == ".toml":
         try:
             return tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
-            raise ConfigError(f"{path}: cannot be read as TOML ({error}); fix the file") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: cannot be read as TOML ({parse_error_reason(error)}); fix the file") from None
     if path.suffix == ".json":
         try:
             return json.loads(text, object_pairs_hook=_no_duplicates)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: cannot be read as JSON ({error}); fix the file") from None
+            raise ConfigError(f"{path}: cannot be read as JSON ({parse_error_reason(error)}); fix the file") from None
     from heddle.model.parse_yaml import parse_yaml
 
     return parse_yaml(text, str(path))
@@ -163,7 +169,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data = {}
     for key, value in pairs:
         if key in data:
-            raise ValueError(f"the key '{key}' is given twice")
+            raise ValueError(f"the key '{key:.60}' is given twice")
         data[key] = value
     return data
 
@@ -203,7 +209,7 @@ def _change_kind(cls: type[Config] | None, node: Any, steps: list[str], kind: st
 def _set(node: Any, steps: list[str], value: Any, override: str, at: str) -> None:
     step, rest = steps[0], steps[1:]
     if isinstance(node, list):
-        if step != "*" and not (step.isdecimal() and int(step) < len(node)):
+        if step != "*" and not (step.isdecimal() and len(step) < 10 and int(step) < len(node)):
             raise ConfigError(f"override '{override}': {at} has entries 0 to {len(node) - 1} or *, not '{step}'")
         for index in range(len(node)) if step == "*" else [int(step)]:
             if rest:

@@ -101,6 +101,7 @@ def merge_lora(model: Decoder) -> Decoder:
     if not adapters(model):
         return model
     plain = build(model.config, device="meta")
+    plain.imported_config = model.imported_config
     for path, parameter in plain.named_parameters():
         parent, _, name = path.rpartition(".")
         module = model.get_submodule(parent)

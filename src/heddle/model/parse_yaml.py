@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, parse_error_reason
 
 MAX_YAML_VALUES = 30_000  # the parser reads about 50,000 a second
 
@@ -21,9 +21,9 @@ class _Yaml(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
-                raise yaml.MarkedYAMLError(None, None, f"the key {key!r} is not text", key_node.start_mark)
+                raise yaml.MarkedYAMLError(None, None, f"the key {key!r:.60} is not text", key_node.start_mark)
             if key in seen:
-                raise yaml.MarkedYAMLError(None, None, f"the key '{key}' is given twice", key_node.start_mark)
+                raise yaml.MarkedYAMLError(None, None, f"the key '{key:.60}' is given twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -34,13 +34,12 @@ class _Yaml(yaml.SafeLoader):
         if self.values > MAX_YAML_VALUES:
             problem = f"more than {MAX_YAML_VALUES} keys and values; write fewer layers, with repeat"
             raise yaml.MarkedYAMLError(None, None, problem, self.peek_event().start_mark)
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(
-                None,
-                None,
-                "an alias (*name) is not read; write it out, or use repeat",
-                self.peek_event().start_mark,
-            )
+        event, mark = self.peek_event(), self.peek_event().start_mark
+        if isinstance(event, yaml.AliasEvent):
+            problem = "an alias (*name) is not read; write it out, or use repeat"
+            raise yaml.MarkedYAMLError(None, None, problem, mark)
+        if getattr(event, "tag", None) is not None:
+            raise yaml.MarkedYAMLError(None, None, "a tag (!name) is not read", mark)
         return super().compose_node(parent, index)
 
 
@@ -77,7 +76,8 @@ def parse_yaml(text: str, name: str) -> Any:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{name}, line {line}: {error.problem}; fix the YAML") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{name}: cannot be read as YAML ({str(error).splitlines()[0]}); fix the file") from None
+        reason = str(error).splitlines()[0] if isinstance(error, yaml.YAMLError) else parse_error_reason(error)
+        raise ConfigError(f"{name}: cannot be read as YAML ({reason}); fix the file") from None
 
 
 def parse_values(text: str, name: str) -> list[tuple[str, Any]]:

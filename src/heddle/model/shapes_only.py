@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isfinite", "isinf", "logical_not", "logical_and"}
 INTEGER_RESULTS = {
-    "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "clamp", "masked_fill", "maximum",
-    "minimum", "mul", "neg", "remainder", "rsub", "sub", "where", "__rshift__",
+    "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "clamp", "floor_divide", "masked_fill",
+    "maximum", "minimum", "mul", "neg", "remainder", "rsub", "sub", "where", "__rshift__",
 }  # fmt: skip
 POINTWISE_OPTIONS = {"alpha", "approximate", "value"}  # they change values, not shapes
 IN_PLACE = {"addcmul_", "baddbmm_", "masked_fill_", "scatter_", "tril_", "triu_"}  # besides the pointwise ones
@@ -196,6 +196,21 @@ def _embedding(weight: Tensor, indices: Tensor, *_: Any) -> Tensor | None:
     return weight.new_empty([*indices.shape, weight.shape[1]]) if weight.is_meta else None
 
 
+def _index(x: Tensor, indices: list[Tensor | None]) -> Tensor | None:
+    """One tensor of numbers in one dimension."""
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    index = indices[dims[0]]
+    if not x.is_meta or len(dims) > 1 or index is None or index.dtype == torch.bool:
+        return None
+    return x.new_empty([*x.shape[: dims[0]], *index.shape, *x.shape[dims[0] + 1 :]])
+
+
+def _index_select(x: Tensor, dim: int, index: Tensor) -> Tensor | None:
+    lengths = list(x.shape)
+    lengths[dim] = index.numel()
+    return x.new_empty(lengths) if x.is_meta else None
+
+
 def _pad(x: Tensor, padding: list[int], _value: float = 0.0) -> Tensor | None:
     if not x.is_meta:
         return None
@@ -259,6 +274,8 @@ _SHAPES: dict[str, Callable[..., Any]] = {
     "empty_like": _empty_like,
     "eye": _eye,
     "flip": _same_layout,
+    "index": _index,
+    "index_select": _index_select,
     "log_sigmoid_forward": _log_sigmoid,
     "gather": _gather,
     "logsumexp": _reduction(),

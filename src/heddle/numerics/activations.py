@@ -1,12 +1,17 @@
 """Activations of feed-forward layers: `f(up)`, `f(gate) ⊙ up` (Shazeer 2020), and the clamped SwiGLU of gpt-oss (2025).
 
-clamped SwiGLU:   (clamp(up, −limit, limit) + 1) ⊙ g σ(α g),   g = min(gate, limit)
+A function joins with its definition in this file: `@plain` for an f, `@gated` for a function of both inputs. The
+configs of feed-forwards then allow its name.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+from torch.nn import functional
+
+PlainFunction = Callable[[Tensor], Tensor]
 
 
 class Activation(Protocol):
@@ -16,21 +21,88 @@ class Activation(Protocol):
         """Apply the activation elementwise."""
 
 
-def glu(function: Callable[[Tensor], Tensor]) -> Activation:
+class GatedFunction(NamedTuple):
+    """A function f(up, gate, **settings) -> [..., hidden], and the settings that it takes, with their defaults."""
+
+    function: Callable[..., Tensor]
+    settings: Mapping[str, float]
+
+
+PLAIN: dict[str, PlainFunction] = {}
+GATED: dict[str, GatedFunction] = {}
+
+
+def plain(function: PlainFunction) -> PlainFunction:
+    """Add a function of one input. With a gate it is applied to the gate, and multiplied by the other input."""
+    PLAIN[function.__name__] = function
+    return function
+
+
+def gated(settings: Mapping[str, float]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Add a function of both inputs, which needs a gate, with the defaults of its settings."""
+
+    def add(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        GATED[function.__name__] = GatedFunction(function, settings)
+        return function
+
+    return add
+
+
+@plain
+def relu(x: Tensor) -> Tensor:
+    """max(x, 0)."""
+    return functional.relu(x)
+
+
+@plain
+def relu2(x: Tensor) -> Tensor:
+    """The square of ReLU (So et al. 2021)."""
+    return functional.relu(x).square()
+
+
+@plain
+def gelu(x: Tensor) -> Tensor:
+    """x Φ(x) (Hendrycks & Gimpel 2016)."""
+    return functional.gelu(x)
+
+
+@plain
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh approximation of GELU."""
+    return functional.gelu(x, approximate="tanh")
+
+
+@plain
+def silu(x: Tensor) -> Tensor:
+    """x σ(x)."""
+    return functional.silu(x)
+
+
+@gated({"limit": 7.0, "alpha": 1.702})
+def swiglu_clamped(up: Tensor, gate: Tensor, limit: float, alpha: float) -> Tensor:
+    """`(clamp(up, −limit, limit) + 1) ⊙ g σ(alpha g)`, g = min(gate, limit), as in gpt-oss."""
+    clamped_gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * (clamped_gate * (alpha * clamped_gate).sigmoid())
+
+
+def activation(name: str, settings: Mapping[str, float] | None = None) -> Activation:
+    """The activation of this name. Settings that are left out have their defaults."""
+    if name in GATED:
+        function, defaults = GATED[name]
+        return partial(_with_gate, partial(function, **{**defaults, **(settings or {})}))
+    return glu(PLAIN[name])
+
+
+def glu(function: PlainFunction) -> Activation:
     """`function(gate) * up`, or `function(up)` without a gate."""
-
-    def activation(up: Tensor, gate: Tensor | None = None, /) -> Tensor:
-        return function(up) if gate is None else function(gate) * up
-
-    return activation
+    return partial(_glu, function)
 
 
-def clamped_swiglu(limit: float, alpha: float) -> Activation:
-    """The clamped SwiGLU of gpt-oss. It needs a gate."""
+# Partial calls of the module's functions, not closures, so that a model can be pickled.
+def _glu(function: PlainFunction, up: Tensor, gate: Tensor | None = None, /) -> Tensor:
+    return function(up) if gate is None else function(gate) * up
 
-    def activation(up: Tensor, gate: Tensor | None = None, /) -> Tensor:
-        assert gate is not None
-        clamped_gate = gate.clamp(max=limit)
-        return (up.clamp(-limit, limit) + 1) * (clamped_gate * (alpha * clamped_gate).sigmoid())
 
-    return activation
+def _with_gate(function: Callable[[Tensor, Tensor], Tensor], up: Tensor, gate: Tensor | None = None, /) -> Tensor:
+    assert gate is not None
+    return function(up, gate)

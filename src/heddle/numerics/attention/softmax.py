@@ -3,15 +3,16 @@
 q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v]. Query head h reads group h // (H/G). Keys and
 values are never repeated in memory. A query that sees no key yields zeros, with zero gradients.
 
-`heddle.numerics.attention.score_modifiers` describes the options: a softcap on the scores, ALiBi slopes per head, and
-an attention sink per head.
+`heddle.numerics.attention.score_modifiers` describes the options: a softcap on the scores, a score bias per head that
+depends on the offset of query and key, and an attention sink per head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from heddle.numerics.attention.facts import (
     MAX_UNMASKED_ROWS,
@@ -26,16 +27,16 @@ from heddle.numerics.attention.facts import (
 )
 from heddle.numerics.attention.mask import AttentionMask, visible_pairs
 from heddle.numerics.attention.observer import Observation, notify_observer
-from heddle.numerics.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
+from heddle.numerics.attention.score_modifiers import NO_MODIFIERS, BlockModifiers, ScoreModifiers
 from heddle.numerics.attention.sdpa import sdpa
 from heddle.numerics.attention.sliding_window import Band, sliding_window_attention
 from heddle.numerics.attention.tiled import causal_attention, masked_attention, unmasked_attention
-from heddle.numerics.dispatch.flop_counter import add_flops
+from heddle.numerics.dispatch.flop_counter import add_flops, counts_flops
 from heddle.numerics.dispatch.operation import Kernel, Operation
 from heddle.numerics.norms import at_least_float32
 
 MASK_TILE = 512  # queries whose mask is materialized at one time
-MAX_BIAS_ELEMENTS = 2**24  # elements of a distance bias that are materialized at one time
+MAX_BIAS_ELEMENTS = 2**24  # elements of a score bias that are materialized at one time
 
 WeightDropout = Callable[[Tensor], Tensor]
 
@@ -81,7 +82,7 @@ def softmax_weights(
     # The softmax of a row without visible keys would be NaN, so the row sees every key and is then set to zero.
     empty = ~visible.any(-1, keepdim=True)
     scores = scores.masked_fill(~(visible | empty), float("-inf")).flatten(1, 2)
-    sink = modifiers.per_query(q).sink
+    sink = modifiers.sink_per_query(q)
     if sink is not None:
         scores = torch.cat((scores, sink.to(scores.dtype)), dim=-1)
     return scores.softmax(-1)[..., : k.shape[2]].masked_fill(empty[:, 0], 0.0)
@@ -105,10 +106,10 @@ def _folded(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, modifiers: ScoreModifiers = NO_MODIFIERS
 ) -> Tensor:
     """Every key is visible. The heads of a group are folded into the queries, so that their keys are read once."""
+    sink, bias = modifiers.sink_per_query(q), modifiers.bias(mask)
     if modifiers.softcap is not None:
-        distance = None if modifiers.slopes is None else mask.distance()[0]
-        return masked_attention(q, k, v, scale, None, modifiers.per_query(q, distance))
-    sink, bias = modifiers.per_query(q).sink, modifiers.bias(mask)
+        all_rows = None if bias is None else bias[0]  # every key is visible, so all rows are equal
+        return masked_attention(q, k, v, scale, None, BlockModifiers(modifiers.softcap, sink, all_rows))
     batch = q.shape[0]
     folded = q.reshape(batch, k.shape[1], -1, q.shape[-1])
     if sink is not None:
@@ -121,13 +122,13 @@ def _folded(
 def _causal(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, modifiers: ScoreModifiers = NO_MODIFIERS
 ) -> Tensor:
-    return sdpa(q, k, v, scale, causal=True, sink=modifiers.per_query(q).sink)
+    return sdpa(q, k, v, scale, causal=True, sink=modifiers.sink_per_query(q))
 
 
 def _triangle(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, modifiers: ScoreModifiers = NO_MODIFIERS
 ) -> Tensor:
-    return causal_attention(q, k, v, scale, modifiers.per_query(q))
+    return causal_attention(q, k, v, scale, modifiers)
 
 
 def _per_document(
@@ -164,11 +165,10 @@ def _tiles(
     """Materialize the mask for one tile of queries at a time."""
     k, v = _zero_unused_slots(k, v, mask)
     distinct_rows, tile_size, out = mask.collapse_equal_rows(), MASK_TILE, []
-    if modifiers.slopes is not None:
+    if modifiers.score_bias is not None:
         bias_per_query = len(distinct_rows.k_positions) * q.shape[1] * k.shape[2]
         tile_size = max(MAX_UNMASKED_ROWS, min(MASK_TILE, MAX_BIAS_ELEMENTS // max(1, bias_per_query)))
-    for start in range(0, max(q.shape[2], 1), tile_size):  # runs once for a call without tokens
-        query_range = slice(start, min(start + tile_size, q.shape[2]))
+    for query_range in _query_ranges(q.shape[2], tile_size):
         if modifiers.softcap is not None:
             out.append(reference(q[:, :, query_range], k, v, mask.for_queries(query_range), scale, modifiers=modifiers))
             continue
@@ -178,20 +178,29 @@ def _tiles(
         empty = ~visible.any(-1, keepdim=True)
         attn_mask = visible | empty if bias is None else bias.masked_fill(~(visible | empty), float("-inf"))
         tile_q = q[:, :, query_range]
-        y = sdpa(tile_q, k, v, scale, attn_mask, sink=modifiers.per_query(tile_q).sink)
+        y = sdpa(tile_q, k, v, scale, attn_mask, sink=modifiers.sink_per_query(tile_q))
         out.append(y.masked_fill(empty, 0.0))
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
+
+
+def _query_ranges(queries: int, tile_size: int) -> Iterator[slice]:
+    """The queries of each tile. A traced graph has one tile, so that it holds for any length."""
+    if is_compiling():
+        yield slice(0, queries)
+        return
+    for start in range(0, max(queries, 1), tile_size):  # yields once for a call without tokens
+        yield slice(start, min(start + tile_size, queries))
 
 
 ATTENTION = Operation(
     "attention",
     (
-        Kernel("unmasked", _unmasked, without_dropout(unmasked_unsupported)),
-        Kernel("folded", _folded, without_dropout(folded_unsupported)),
-        Kernel("triangle", _triangle, without_dropout(triangle_unsupported)),
+        Kernel("unmasked", _unmasked, without_dropout(unmasked_unsupported), traceable=False),
+        Kernel("folded", _folded, without_dropout(folded_unsupported), traceable=False),
+        Kernel("triangle", _triangle, without_dropout(triangle_unsupported), traceable=False),
         Kernel("causal", _causal, without_dropout(causal_unsupported)),
-        Kernel("per_document", _per_document, without_dropout(per_document_unsupported)),
-        Kernel("blocks", _blocks, without_dropout(blocks_unsupported)),
+        Kernel("per_document", _per_document, without_dropout(per_document_unsupported), traceable=False),
+        Kernel("blocks", _blocks, without_dropout(blocks_unsupported), traceable=False),
         Kernel("tiles", _tiles, without_dropout(lambda facts: None)),
         Kernel("reference", reference, lambda facts: None),
     ),
@@ -212,8 +221,9 @@ def attention(
     `dropout` is applied to the weights, which only the reference kernel supports. If an observer is set (see
     `heddle.numerics.attention.observer`), it receives the weights, even if the kernel does not materialize them.
     """
-    pairs = visible_pairs(q.shape[2], k.shape[2], mask.window, mask.causal)
-    add_flops(attention_flops(pairs, q.shape[0], q.shape[1], q.shape[3] + v.shape[3]))
+    if counts_flops():
+        pairs = visible_pairs(q.shape[2], k.shape[2], mask.window, mask.causal)
+        add_flops(attention_flops(pairs, q.shape[0], q.shape[1], q.shape[3] + v.shape[3]))
     notify_observer(lambda: Observation(softmax_weights(q, k, mask, scale, modifiers), k.shape[1]))
     kernel = ATTENTION.choose(attention_facts(q, k, mask, dropout is not None, modifiers))
     dropout_args = () if dropout is None else (dropout,)

@@ -3,9 +3,9 @@
     P = softmax(Q Kᵀ · scale + mask),   Y = P V
     dV = Pᵀ dY,   dP = dY Vᵀ,   dS = P ⊙ (dP − rowsum(dP ⊙ P)),   dQ = dS K · scale,   dK = dSᵀ Q · scale
 
-A softcap, `cap · tanh(S / cap)`, multiplies dS by 1 − tanh². A distance bias, −slope · |i − j| after the softcap,
-changes P only. A sink is an extra first key of zeros with a value of zeros. Its score is set to the sink's logit, so
-its column of dS is the gradient of the logit.
+A softcap, `cap · tanh(S / cap)`, multiplies dS by 1 − tanh². A score bias is added after the softcap; its gradient is
+dS before that product. A sink is an extra first key of zeros with a value of zeros. Its score is set to the sink's
+logit, so its column of dS is the gradient of the logit.
 
 On a CPU this is faster than torch's fused kernel for short rows, above all in the backward pass (docs/log.md). A causal
 tile of queries is multiplied only by the keys it may see. The heads of a group are folded into the queries of one head.
@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.numerics.attention.score_modifiers import NO_QUERY_MODIFIERS, PerQueryModifiers
+from heddle.numerics.attention.score_modifiers import (
+    NO_BLOCK_MODIFIERS,
+    NO_MODIFIERS,
+    BlockModifiers,
+    ScoreModifiers,
+)
 from heddle.numerics.norms import at_least_float32
 
 QUERY_TILE = 64  # queries per tile; up to twice as many run as one tile
@@ -27,14 +32,10 @@ KEY_BLOCK = 64  # products run over whole blocks of keys, so that their sizes re
 MAX_WEIGHTS = 2**20  # weights of a masked call that exist at one time: 4 MB in float32, which fit a CPU cache
 
 
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, modifiers: PerQueryModifiers = NO_QUERY_MODIFIERS
-) -> Tensor:
-    """q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v]. The queries are the last T positions.
-
-    `modifiers.distance` is ignored: the distances follow from the positions.
-    """
-    y: Tensor = _CausalAttention.apply(q, k, v, modifiers.sink, modifiers.slope, scale, modifiers.softcap)
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, modifiers: ScoreModifiers = NO_MODIFIERS) -> Tensor:
+    """q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v]. The queries are the last T positions."""
+    sink, table = modifiers.sink_per_query(q), modifiers.distance_table(k.shape[2], q.device)
+    y: Tensor = _CausalAttention.apply(q, k, v, sink, table, scale, modifiers.softcap)
     return y
 
 
@@ -44,14 +45,17 @@ def masked_attention(
     v: Tensor,
     scale: float,
     mask: Tensor | None,
-    modifiers: PerQueryModifiers = NO_QUERY_MODIFIERS,
+    modifiers: BlockModifiers = NO_BLOCK_MODIFIERS,
 ) -> Tensor:
     """As `causal_attention`, with a mask, bool [T, S], in which every query sees some key. None: all are visible."""
     rows = (k.shape[0] * k.shape[1], q.shape[1] // k.shape[1] * q.shape[2])
-    folded = [None if x is None else x.reshape(*rows, x.shape[3]) for x in (q, modifiers.sink, modifiers.slope)]
+    folded, sink = (None if x is None else x.reshape(*rows, x.shape[3]) for x in (q, modifiers.sink))
+    bias, blocks = modifiers.bias, modifiers.blocks
+    if bias is not None:
+        bias = bias.reshape(k.shape[1] // blocks, -1, bias.shape[2])
     hidden = None if mask is None else ~mask
-    inputs = (k.flatten(0, 1), v.flatten(0, 1), *folded[1:], modifiers.distance, hidden)
-    y: Tensor = _MaskedAttention.apply(folded[0], *inputs, scale, modifiers.softcap)
+    inputs = (folded, k.flatten(0, 1), v.flatten(0, 1), sink, bias)
+    y: Tensor = _MaskedAttention.apply(*inputs, hidden, blocks, scale, modifiers.softcap)
     return y.view(*q.shape[:3], v.shape[3])
 
 
@@ -89,34 +93,37 @@ def _query_tiles(queries: int, keys: int) -> Iterator[tuple[slice, int]]:
 
 
 def _fold_heads(x: Tensor, groups: int, queries: slice) -> Tensor:
-    """One tile of queries of heads [B, H, T, d] -> [B·G, H/G · tile, d]."""
-    tile = x[:, :, queries]
-    return tile.reshape(x.shape[0] * groups, -1, x.shape[3])
+    """One tile of queries of heads [B, H, T, d], the last query first -> [B·G, H/G · tile, d]."""
+    return x[:, :, queries].flip(2).reshape(x.shape[0] * groups, -1, x.shape[3])
+
+
+def _unfold_heads(tile: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """[B·G, H/G · tile, d] with the last query first -> heads [B, H, tile, d] in order. shape: B, H, tile."""
+    return tile.view(*shape, -1).flip(2)
 
 
 def _future_keys(tile_size: int, device: torch.device) -> Tensor:
-    """The mask of hidden keys within a causal tile's own positions, bool [tile, tile]."""
-    return torch.ones(tile_size, tile_size, dtype=torch.bool, device=device).triu_(1)
+    """The mask of hidden keys within a causal tile's own positions, bool [tile, tile], the last query first."""
+    return torch.ones(tile_size, tile_size, dtype=torch.bool, device=device).triu_(1).flip(0)
 
 
 def _weights(
-    q: Tensor, k: Tensor, scale: float, hidden: Tensor | None, modifiers: PerQueryModifiers
+    q: Tensor, k: Tensor, scale: float, hidden: Tensor | None, modifiers: BlockModifiers
 ) -> tuple[Tensor, Tensor | None]:
     """P of q [N, R · T, d] and k [N, S, d], and the tanh of the scores if there is a softcap.
 
     `hidden` [T, w] is True where one of the last w keys is hidden from a query. The sink [N, R · T, 1] is the score of
-    the first key. The slopes [N, R · T, 1] apply to the other keys, by their distances [T, S].
+    the first key. The bias [M, R, T, w] belongs to the last w keys, and M divides N.
     """
     scores = torch.bmm(q, k.transpose(1, 2)).mul_(scale)
     tanh_scores = None
     if modifiers.softcap is not None:
         tanh_scores = scores.div_(modifiers.softcap).tanh_()
         scores = tanh_scores * modifiers.softcap
-    if modifiers.slope is not None:
-        assert modifiers.distance is not None
-        distance = modifiers.distance.to(scores.dtype)
-        biased, slope = (x.unflatten(1, (-1, len(distance))) for x in (scores, modifiers.slope.to(scores.dtype)))
-        biased[..., -distance.shape[1] :].addcmul_(slope, distance, value=-1.0)
+    if modifiers.bias is not None:
+        bias = modifiers.bias
+        biased = scores[:, :, -bias.shape[3] :].unflatten(1, (bias.shape[1], -1))
+        biased.unflatten(0, (len(scores) // len(bias), -1)).add_(bias)
     if modifiers.sink is not None:
         scores[:, :, :1] = modifiers.sink
     if hidden is not None:
@@ -125,27 +132,51 @@ def _weights(
     return scores.softmax(-1), tanh_scores
 
 
-def _distances(query_range: slice, queries: int, keys: int, device: torch.device) -> Tensor:
-    """i − j of the queries of a tile and the keys it sees. All queries are the last of the keys."""
-    k_positions = torch.arange(keys - queries + query_range.stop, device=device)
-    return k_positions[keys - queries + query_range.start :, None] - k_positions
+def _softmax_gradient(weights: Tensor, v: Tensor, gradient: Tensor) -> Tensor:
+    """Compute dS from P, V and dY, before a softcap."""
+    score_gradient: Tensor = torch._softmax_backward_data(
+        torch.bmm(gradient, v.transpose(1, 2)), weights, -1, weights.dtype
+    )
+    return score_gradient
 
 
-def _score_gradient(weights: Tensor, tanh_scores: Tensor | None, v: Tensor, gradient: Tensor) -> Tensor:
-    """Compute dS from P, V and dY."""
-    score_gradient = torch.bmm(gradient, v.transpose(1, 2))
-    score_gradient = torch._softmax_backward_data(score_gradient, weights, -1, weights.dtype)
-    return score_gradient if tanh_scores is None else torch.ops.aten.tanh_backward(score_gradient, tanh_scores)
+def _softcap_gradient(score_gradient: Tensor, tanh_scores: Tensor | None) -> Tensor:
+    """dS times 1 − tanh², if there is a softcap."""
+    if tanh_scores is None:
+        return score_gradient
+    capped: Tensor = torch.ops.aten.tanh_backward(score_gradient, tanh_scores)
+    return capped
+
+
+def _bias_by_offset(table: Tensor, queries: int, groups: int) -> Tensor:
+    """The score bias [G, H/G, queries, S] of queries whose last one comes first and is at the last of S keys.
+
+    table [H, S]: the bias at the offsets 0 … S − 1. Later keys, which are hidden, have a bias of zero. In this order of
+    the queries, the bias of each is that of the one before, shifted by one key, and the result is a view.
+    """
+    by_key = functional.pad(table.flip(1), (0, queries - 1))  # entry m belongs to the offset S − 1 − m
+    bias: Tensor = by_key.unfold(1, table.shape[1], 1).unflatten(0, (groups, -1))
+    return bias
+
+
+def _sum_by_offset(gradient: Tensor, heads: int, keys: int) -> Tensor:
+    """The gradient [H, S] of the table, from that of the bias [G, H/G · queries, S]: the sum of each diagonal."""
+    by_query = gradient.reshape(heads, -1, keys)
+    queries = by_query.shape[1]
+    # Rows of S + queries entries, read as rows of one entry less, are each shifted by one against the row before.
+    shifted = functional.pad(by_query, (0, queries)).flatten(1)[:, :-queries]
+    by_key: Tensor = shifted.unflatten(1, (queries, -1)).sum(1)
+    return by_key[:, :keys].flip(1)
 
 
 class _CausalAttention(torch.autograd.Function):
-    """q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v], sink and slope [B, H, T, 1]. Runs tile by tile."""
+    """q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v], sink [B, H, T, 1], table [H, S]. Runs tile by tile."""
 
     @staticmethod
     @torch.autocast("cpu", enabled=False)
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        q, k, v, sink, slope, ctx.scale, ctx.cap = inputs
-        ctx.save_for_backward(q, k, v, sink, slope)
+        q, k, v, sink, table, ctx.scale, ctx.cap = inputs
+        ctx.save_for_backward(q, k, v, sink, table)
         keys, values = (_with_sink_row(x.flatten(0, 1), sink) for x in (k, v))
         batch, heads, queries, _ = q.shape
         # The memory layout is [B, T, H, d], the order in which the output projection reads it.
@@ -153,62 +184,74 @@ class _CausalAttention(torch.autograd.Function):
         for query_range, visible_keys in _query_tiles(queries, keys.shape[1]):
             tile_size = query_range.stop - query_range.start
             tile_q = at_least_float32(_fold_heads(q, k.shape[1], query_range))
-            modifiers = _tile_modifiers(ctx, (q, k, sink, slope), query_range)
+            modifiers = _tile_modifiers(ctx, (q, k, sink, table), query_range)
             weights, _ = _weights(
                 tile_q, keys[:, :visible_keys], ctx.scale, _future_keys(tile_size, q.device), modifiers
             )
-            out[:, :, query_range] = torch.bmm(weights, values[:, :visible_keys]).view(batch, heads, tile_size, -1)
+            y = torch.bmm(weights, values[:, :visible_keys])
+            out[:, :, query_range] = _unfold_heads(y, (batch, heads, tile_size))
         return out
 
     @staticmethod
     @torch.autocast("cpu", enabled=False)
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sink, slope = ctx.saved_tensors
+        q, k, v, sink, table = ctx.saved_tensors
         keys, values = (_with_sink_row(x.flatten(0, 1), sink) for x in (k, v))
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
         grad_sink = None if sink is None else sink.new_empty(sink.shape)
+        grad_table = torch.zeros_like(table) if ctx.needs_input_grad[4] else None
         for query_range, visible_keys in _query_tiles(q.shape[2], keys.shape[1]):
             tile_size = query_range.stop - query_range.start
             tile_q, tile_grad = (at_least_float32(_fold_heads(x, k.shape[1], query_range)) for x in (q, gradients[0]))
-            modifiers = _tile_modifiers(ctx, (q, k, sink, slope), query_range)
+            modifiers = _tile_modifiers(ctx, (q, k, sink, table), query_range)
             hidden = _future_keys(tile_size, q.device)
             weights, tanh_scores = _weights(tile_q, keys[:, :visible_keys], ctx.scale, hidden, modifiers)
             grad_v[:, :visible_keys].baddbmm_(weights.transpose(1, 2), tile_grad)
-            score_gradient = _score_gradient(weights, tanh_scores, values[:, :visible_keys], tile_grad)
+            score_gradient = _softmax_gradient(weights, values[:, :visible_keys], tile_grad)
             if grad_sink is not None:
-                grad_sink[:, :, query_range] = score_gradient[:, :, :1].reshape(*q.shape[:2], tile_size, 1)
-            score_gradient.mul_(ctx.scale)
-            grad_q[:, :, query_range] = torch.bmm(score_gradient, keys[:, :visible_keys]).view(
-                *q.shape[:2], tile_size, -1
-            )
+                grad_sink[:, :, query_range] = score_gradient[:, :, :1].reshape(*q.shape[:2], tile_size, 1).flip(2)
+            if grad_table is not None:
+                text = visible_keys if sink is None else visible_keys - 1
+                over_rows = score_gradient[:, :, -text:].unflatten(0, (len(q), -1)).sum(0)
+                grad_table[:, :text] += _sum_by_offset(over_rows, q.shape[1], text)
+            score_gradient = _softcap_gradient(score_gradient, tanh_scores).mul_(ctx.scale)
+            tile_grad_q = torch.bmm(score_gradient, keys[:, :visible_keys])
+            grad_q[:, :, query_range] = _unfold_heads(tile_grad_q, (*q.shape[:2], tile_size))
             grad_k[:, :visible_keys].baddbmm_(score_gradient.transpose(1, 2), tile_q)
         without_sink = slice(0 if sink is None else 1, None)
         grads_kv = (x[:, without_sink].reshape(like.shape).to(like.dtype) for x, like in ((grad_k, k), (grad_v, v)))
-        return (grad_q, *grads_kv, grad_sink, None, None, None)
+        return (grad_q, *grads_kv, grad_sink, grad_table, None, None)
 
 
 def _tile_modifiers(
     ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, Tensor | None], query_range: slice
-) -> PerQueryModifiers:
+) -> BlockModifiers:
     """The modifiers of one tile of queries."""
-    q, k, *per_head = inputs
-    sink, slope = (None if x is None else _fold_heads(x, k.shape[1], query_range) for x in per_head)
-    distance = None if slope is None else _distances(query_range, q.shape[2], k.shape[2], q.device)
-    return PerQueryModifiers(ctx.cap, sink, slope, distance)
+    q, k, sink, table = inputs
+    if sink is not None:
+        sink = _fold_heads(sink, k.shape[1], query_range)
+    bias = None
+    if table is not None:
+        visible_keys = k.shape[2] - q.shape[2] + query_range.stop
+        bias = _bias_by_offset(table[:, :visible_keys], query_range.stop - query_range.start, k.shape[1])
+    return BlockModifiers(ctx.cap, sink, bias)
 
 
 class _MaskedAttention(torch.autograd.Function):
-    """q [N, R · T, d_k], k [N, S, d_k], v [N, S, d_v], sink and slope [N, R · T, 1]. Computes a part of N at a time."""
+    """q [N, R · T, d_k], k [N, S, d_k], v [N, S, d_v], sink [N, R · T, 1], bias [M, R · T, S].
+
+    Entry n of N has the bias (n // blocks) mod M. Computes a part of N at a time.
+    """
 
     @staticmethod
     @torch.autocast("cpu", enabled=False)
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        q, k, v, sink, slope, distance, hidden, ctx.scale, ctx.cap = inputs
-        ctx.save_for_backward(q, k, v, sink, slope, distance, hidden)
+        q, k, v, sink, bias, hidden, ctx.blocks, ctx.scale, ctx.cap = inputs
+        ctx.save_for_backward(q, k, v, sink, bias, hidden)
         out: Tensor = q.new_empty(*q.shape[:2], v.shape[2])
         for part in _parts(q, k):
             part_k, part_v = (_with_sink_row(x[part], sink) for x in (k, v))
-            modifiers = _part_modifiers(PerQueryModifiers(ctx.cap, sink, slope, distance), part)
+            modifiers, _ = _part_modifiers(ctx, sink, bias, part)
             weights, _ = _weights(at_least_float32(q[part]), part_k, ctx.scale, hidden, modifiers)
             out[part] = torch.bmm(weights, part_v)
         return out
@@ -216,33 +259,41 @@ class _MaskedAttention(torch.autograd.Function):
     @staticmethod
     @torch.autocast("cpu", enabled=False)
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sink, slope, distance, hidden = ctx.saved_tensors
+        q, k, v, sink, bias, hidden = ctx.saved_tensors
         grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
         grad_sink = None if sink is None else torch.empty_like(sink)
+        grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[4] else None
         without_sink = slice(0 if sink is None else 1, None)
         for part in _parts(q, k):
             part_k, part_v = (_with_sink_row(x[part], sink) for x in (k, v))
             part_q, part_grad = (at_least_float32(x[part]) for x in (q, gradients[0]))
-            modifiers = _part_modifiers(PerQueryModifiers(ctx.cap, sink, slope, distance), part)
+            modifiers, rows = _part_modifiers(ctx, sink, bias, part)
             weights, tanh_scores = _weights(part_q, part_k, ctx.scale, hidden, modifiers)
-            score_gradient = _score_gradient(weights, tanh_scores, part_v, part_grad)
+            score_gradient = _softmax_gradient(weights, part_v, part_grad)
             if grad_sink is not None:
                 grad_sink[part] = score_gradient[:, :, :1]
-            score_gradient.mul_(ctx.scale)
+            if grad_bias is not None and rows is not None:
+                grad_bias.index_add_(0, rows, score_gradient[:, :, without_sink])
+            score_gradient = _softcap_gradient(score_gradient, tanh_scores).mul_(ctx.scale)
             grad_v[part] = torch.bmm(weights.transpose(1, 2), part_grad)[:, without_sink]
             grad_q[part] = torch.bmm(score_gradient, part_k)
             grad_k[part] = torch.bmm(score_gradient.transpose(1, 2), part_q)[:, without_sink]
-        return grad_q, grad_k, grad_v, grad_sink, None, None, None, None, None
+        return grad_q, grad_k, grad_v, grad_sink, grad_bias, None, None, None, None
 
 
-def _part_modifiers(modifiers: PerQueryModifiers, part: slice) -> PerQueryModifiers:
-    """The modifiers of a part of N."""
-    sink, slope = (None if x is None else x[part] for x in (modifiers.sink, modifiers.slope))
-    return modifiers._replace(sink=sink, slope=slope)
+def _part_modifiers(
+    ctx: Any, sink: Tensor | None, bias: Tensor | None, part: slice
+) -> tuple[BlockModifiers, Tensor | None]:
+    """The modifiers of a part of N, and the number of the bias of each of its entries."""
+    part_sink = None if sink is None else sink[part]
+    if bias is None:
+        return BlockModifiers(ctx.cap, part_sink), None
+    rows = torch.arange(part.start, part.stop, device=bias.device) // ctx.blocks % len(bias)
+    return BlockModifiers(ctx.cap, part_sink, bias.index_select(0, rows)[:, None]), rows
 
 
 def _parts(q: Tensor, k: Tensor) -> Iterator[slice]:
     """Split N into parts whose weights fit a CPU cache."""
     part_size = max(1, MAX_WEIGHTS // max(1, q.shape[1] * k.shape[1]))
     for start in range(0, q.shape[0], part_size):
-        yield slice(start, start + part_size)
+        yield slice(start, min(start + part_size, q.shape[0]))

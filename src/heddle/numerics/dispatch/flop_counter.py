@@ -9,6 +9,11 @@ from torch.compiler import is_compiling
 _total: ContextVar[list[int] | None] = ContextVar("total", default=None)
 
 
+def counts_flops() -> bool:
+    """Whether the call is within `count_flops` (and not being compiled)."""
+    return not is_compiling() and _total.get() is not None
+
+
 def add_flops(flops: int) -> None:
     """Add the FLOPs of one call (a multiply-add is two) to the enclosing `count_flops`, if there is one."""
     total = None if is_compiling() else _total.get()

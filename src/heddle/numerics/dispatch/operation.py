@@ -25,11 +25,15 @@ def device_type(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Kernel(Generic[Facts]):
-    """One way to compute an operation. `unsupported(facts)` returns why it cannot run, or None if it can."""
+    """One way to compute an operation. `unsupported(facts)` returns why it cannot run, or None if it can.
+
+    traceable: whether a graph of `torch.compile` or `torch.export` may hold it: it does not loop over lengths.
+    """
 
     name: str
     run: Callable[..., Any]
     unsupported: Callable[[Facts], str | None]
+    traceable: bool = True
 
 
 class KernelChoice(NamedTuple):
@@ -78,7 +82,8 @@ class Operation(Generic[Facts]):
 
     def first_supported(self, facts: Facts) -> Kernel[Facts]:
         """The first kernel that supports the facts, ignoring `force_kernels`. Kernels use it for their inner calls."""
-        return next(kernel for kernel in self.kernels if kernel.unsupported(facts) is None)
+        kernels = [kernel for kernel in self.kernels if kernel.traceable] if is_compiling() else self.kernels
+        return next(kernel for kernel in kernels if kernel.unsupported(facts) is None)
 
 
 @contextmanager

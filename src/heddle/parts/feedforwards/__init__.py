@@ -2,20 +2,21 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from heddle.config import Part, refuse
-from heddle.numerics import activations
+from heddle.numerics.activations import GATED, PLAIN
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 
-Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu"]
-GatedActivation = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu", "swiglu_clamped"]
-DEFAULT_LIMIT, DEFAULT_ALPHA = 7.0, 1.702  # as in gpt-oss
+if TYPE_CHECKING:
+    Activation = str
+    GatedActivation = str
+else:  # the names of `heddle.numerics.activations`
+    Activation = Literal[tuple(PLAIN)]
+    GatedActivation = Literal[(*PLAIN, *GATED)]
 
 
 class FeedforwardConfig(Part, ABC):
@@ -25,6 +26,14 @@ class FeedforwardConfig(Part, ABC):
 
     def resolved(self, context: BuildContext) -> Self:
         """The same config with every default written out that depends on the context or on other fields."""
+        return self
+
+    def shrunk(self) -> Self:
+        """The same config with small sizes, on which the laws run in seconds."""
+        return self
+
+    def with_hidden(self, change: Callable[[int], int]) -> Self:
+        """The same config with `change` applied to every number of hidden channels."""
         return self
 
     @abstractmethod
@@ -71,28 +80,12 @@ class Feedforward(nn.Module, ABC):
         """x [B, T, width] -> the same shape."""
 
 
-def activation(name: GatedActivation, limit: float | None = None, alpha: float | None = None) -> activations.Activation:
-    """The activation of this name: `gelu` is exact, `gelu_tanh` its tanh approximation, `relu2` the square of ReLU.
-
-    `swiglu_clamped` clamps its inputs by `limit`, and multiplies the argument of its gate's sigmoid by `alpha`.
-    """
-    if name == "swiglu_clamped":
-        return activations.clamped_swiglu(**clamp_settings(name, limit, alpha))
-    functions: dict[str, Callable[[Tensor], Tensor]] = {
-        "relu": functional.relu,
-        "relu2": lambda x: functional.relu(x).square(),
-        "gelu": functional.gelu,
-        "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-        "silu": functional.silu,
-    }
-    return activations.glu(functions[name])
-
-
-def clamp_settings(name: str | None, limit: float | None, alpha: float | None) -> dict[str, float]:
-    """limit and alpha of `swiglu_clamped` with their defaults. Refuses them for any other activation."""
-    if name == "swiglu_clamped":
-        return {"limit": limit or DEFAULT_LIMIT, "alpha": alpha or DEFAULT_ALPHA}
-    for field, value in (("limit", limit), ("alpha", alpha)):
-        if value is not None:
-            refuse(field, f"{value:g} is used by swiglu_clamped only; choose that activation, or leave it out")
-    return {}
+def activation_settings(name: str | None, limit: float | None, alpha: float | None) -> dict[str, float]:
+    """The settings of an activation with their defaults. Refuses those that it does not take."""
+    defaults = GATED[name].settings if name in GATED else {}
+    fields = {"limit": limit, "alpha": alpha}
+    for field, value in fields.items():
+        if value is not None and field not in defaults:
+            users = " or ".join(user for user, function in GATED.items() if field in function.settings)
+            refuse(field, f"{value:g} is used by {users} only; choose that activation, or leave it out")
+    return {field: fields[field] or default for field, default in defaults.items()}

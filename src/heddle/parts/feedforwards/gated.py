@@ -3,15 +3,18 @@
 `swiglu_clamped` is gpt-oss's (2025): `down((clamp(up(x), ±limit) + 1) ⊙ g σ(alpha g))`, g = min(gate(x), limit).
 """
 
+from collections.abc import Callable
 from typing import Self
 
 from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import PositiveFloat, PositiveInt, Probability
+from heddle.numerics.activations import activation
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
-from heddle.parts.feedforwards import Feedforward, FeedforwardConfig, GatedActivation, activation, clamp_settings
+from heddle.parts.context.shrink import at_most
+from heddle.parts.feedforwards import Feedforward, FeedforwardConfig, GatedActivation, activation_settings
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.linear import Linear, fused_projections
 
@@ -28,12 +31,20 @@ class GatedConfig(FeedforwardConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        clamp_settings(self.activation, self.limit, self.alpha)
+        activation_settings(self.activation, self.limit, self.alpha)
         return self
 
     def resolved(self, context: BuildContext) -> Self:
         """limit and alpha written out."""
-        return self.replace(**clamp_settings(self.activation, self.limit, self.alpha))
+        return self.replace(**activation_settings(self.activation, self.limit, self.alpha))
+
+    def shrunk(self) -> Self:
+        """At most 20 hidden channels."""
+        return self.replace(hidden=at_most(self.hidden, 20))
+
+    def with_hidden(self, change: Callable[[int], int]) -> Self:
+        """`hidden` changed."""
+        return self.replace(hidden=change(self.hidden))
 
     def build(self, context: BuildContext) -> "Gated":
         """Build the module."""
@@ -45,10 +56,11 @@ class Gated(Feedforward):
 
     def __init__(self, config: GatedConfig, width: int) -> None:
         super().__init__()
-        self.gate = Linear(width, config.hidden, config.bias)
-        self.up = Linear(width, config.hidden, config.bias)
+        self.gate = Linear(width, config.hidden, config.bias, value_projection=True)
+        self.up = Linear(width, config.hidden, config.bias, value_projection=True)
         self.down = Linear(config.hidden, width, config.bias, output_projection=True)
-        self.activation = activation(config.activation, config.limit, config.alpha)
+        settings = activation_settings(config.activation, config.limit, config.alpha)
+        self.activation = activation(config.activation, settings)
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:

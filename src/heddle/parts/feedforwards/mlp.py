@@ -1,11 +1,16 @@
 """MLP (Vaswani et al. 2017): `down(f(up(x)))`."""
 
+from collections.abc import Callable
+from typing import Self
+
 from torch import Tensor
 
 from heddle.config import PositiveInt, Probability
+from heddle.numerics.activations import activation
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
-from heddle.parts.feedforwards import Activation, Feedforward, FeedforwardConfig, activation
+from heddle.parts.context.shrink import at_most
+from heddle.parts.feedforwards import Activation, Feedforward, FeedforwardConfig
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.linear import Linear
 
@@ -18,6 +23,14 @@ class MLPConfig(FeedforwardConfig):
     bias: bool = False
     dropout: Probability = 0.0
 
+    def shrunk(self) -> Self:
+        """At most 20 hidden channels."""
+        return self.replace(hidden=at_most(self.hidden, 20))
+
+    def with_hidden(self, change: Callable[[int], int]) -> Self:
+        """`hidden` changed."""
+        return self.replace(hidden=change(self.hidden))
+
     def build(self, context: BuildContext) -> "MLP":
         """Build the module."""
         return MLP(self, context.width)
@@ -28,7 +41,7 @@ class MLP(Feedforward):
 
     def __init__(self, config: MLPConfig, width: int) -> None:
         super().__init__()
-        self.up = Linear(width, config.hidden, config.bias)
+        self.up = Linear(width, config.hidden, config.bias, value_projection=True)
         self.down = Linear(config.hidden, width, config.bias, output_projection=True)
         self.activation = activation(config.activation)
         self.dropout = Dropout(config.dropout)

@@ -4,6 +4,7 @@ Experts are feed-forwards: `down f(up x)`, `down (f(gate x) ⊙ up x)`, or `gate
 numerics/experts/routing.py.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Literal, Self
 
 import torch
@@ -12,23 +13,24 @@ from torch import Tensor, nn
 
 from heddle.config import PositiveFloat, PositiveInt, Probability, Width, refuse
 from heddle.errors import ConfigError
+from heddle.numerics.activations import GATED, Activation, activation
 from heddle.numerics.experts.mixture import run_experts
-from heddle.numerics.experts.routing import Route, Routing, RoutingConfig, route, router_logits, within_capacity
+from heddle.numerics.experts.routing import Route, Routing, RoutingConfig, route, within_capacity
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
-from heddle.numerics.philox import ParameterDraws
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
+from heddle.parts.context.shrink import at_most
 from heddle.parts.feedforwards import (
     ExpertInfo,
     Feedforward,
     FeedforwardConfig,
     GatedActivation,
-    activation,
-    clamp_settings,
+    activation_settings,
 )
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import eager
-from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
+from heddle.parts.modules.experts import ExpertLinear, Router
+from heddle.parts.modules.linear import Linear, fused_projections
 from heddle.parts.modules.load_balancing import compute_router_statistics
 from heddle.parts.modules.router_statistics import record
 
@@ -38,17 +40,20 @@ Coefficient = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 class MoEConfig(FeedforwardConfig):
     """Fields of `moe`. Each token uses `top_k` of `experts` experts, each `hidden` wide, and all shared experts.
 
-    The `shared` experts are built as one expert, as wide as all of them together or `shared_hidden` wide. `shared_gate`
-    multiplies it by `sigmoid(w · x)` (Qwen2-MoE). `bias: shared` gives biases to this expert only (DeepSeek-V2).
-    `limit` and `alpha` are as in `gated`. `renormalize` divides the gates of the chosen experts by their sum; with
-    `top_k: 1` the gate is then always 1, and the loss gives the router no gradient. With `groups`, only experts of the
-    best `top_groups` groups are chosen (`sigmoid` and `softmax_group_max` only). `scale` multiplies the gates.
+    The `shared` experts are built as one expert, as wide as all of them together. With `shared: 1` that one may be
+    `shared_hidden` wide instead. `shared_gate` multiplies it by `sigmoid(w · x)` (Qwen2-MoE). `bias: shared` gives
+    biases to this expert only (DeepSeek-V2). `limit` and `alpha` are as in `gated`. `renormalize` divides the gates of
+    the chosen experts by their sum; with `top_k: 1` the gate is then always 1, and the loss gives the router no
+    gradient. With `groups`, only experts of the best `top_groups` groups are chosen (`sigmoid` and `softmax_group_max`
+    only). `scale` multiplies the gates.
 
     Load balancing: `aux_loss` and `z_loss` are coefficients of losses that training adds. With `bias_update`, a bias
     that is added only for the selection moves by this much each step (0: it stays as it was loaded). With
     `capacity_factor`, in training, an expert takes at most ⌈capacity_factor · top_k · tokens / experts⌉ choices of a
     row and drops later ones; in eval mode it takes all.
     """
+
+    data_dependent = ("capacity_factor",)
 
     experts: Width
     top_k: Width
@@ -82,11 +87,14 @@ class MoEConfig(FeedforwardConfig):
         if self.shared is None and (self.shared_hidden is not None or self.shared_gate):
             name = "shared_gate" if self.shared_hidden is None else "shared_hidden"
             refuse(name, "is for shared experts, but there are none; give shared, or leave it out")
+        if self.shared is not None and self.shared > 1 and self.shared_hidden is not None:
+            reason = f"{self.shared} does nothing beside shared_hidden = {self.shared_hidden}"
+            refuse("shared", f"{reason}, the width of the shared experts together; set it to 1, or drop shared_hidden")
         if self.shared is None and self.bias == "shared":
             refuse("bias", "'shared' is for shared experts, but there are none; give shared, or choose true or false")
-        if self.expert == "mlp" and self.activation == "swiglu_clamped":
-            refuse("activation", "'swiglu_clamped' needs a gate; choose expert: gated, or another activation")
-        clamp_settings(self.activation, self.limit, self.alpha)
+        if self.expert == "mlp" and self.activation in GATED:
+            refuse("activation", f"'{self.activation}' needs a gate; choose expert: gated, or another activation")
+        activation_settings(self.activation, self.limit, self.alpha)
         self._check_groups()
         return self
 
@@ -128,8 +136,29 @@ class MoEConfig(FeedforwardConfig):
             shared_hidden=shared_hidden,
             groups=None if single_group else self.groups,
             top_groups=None if single_group else self.top_groups,
-            **clamp_settings(self.activation, self.limit, self.alpha),
+            **activation_settings(self.activation, self.limit, self.alpha),
         )
+
+    def shrunk(self) -> Self:
+        """4 experts or 4 groups of 2, each at most 8 wide, with as large a share routed to, and 2 shared experts."""
+        experts = selectable = min(self.experts, 4)
+        groups, top_groups = self.groups, self.top_groups
+        if groups is not None and top_groups is not None:
+            size = min(self.experts // groups, 2)
+            groups, top_groups = min(groups, 4), _small_share(top_groups, min(groups, 4), groups)
+            experts, selectable = groups * size, top_groups * size
+        return self.with_hidden(lambda hidden: at_most(hidden, 8)).replace(
+            experts=experts,
+            top_k=min(_small_share(self.top_k, experts, self.experts), selectable),
+            shared=None if self.shared is None else min(self.shared, 2),
+            groups=groups,
+            top_groups=top_groups,
+        )
+
+    def with_hidden(self, change: Callable[[int], int]) -> Self:
+        """`hidden` and `shared_hidden` changed."""
+        shared_hidden = None if self.shared_hidden is None else change(self.shared_hidden)
+        return self.replace(hidden=change(self.hidden), shared_hidden=shared_hidden)
 
     def build(self, context: BuildContext) -> "MoE":
         """Build the module."""
@@ -141,52 +170,21 @@ class MoEConfig(FeedforwardConfig):
         return self.activation or ("silu" if self.expert == "gated" else "gelu")
 
     @property
+    def activation_function(self) -> Activation:
+        """The activation of the experts, with its settings."""
+        settings = activation_settings(self.activation, self.limit, self.alpha)
+        return activation(self.expert_activation, settings)
+
+    @property
     def routing_config(self) -> RoutingConfig:
         """How experts are chosen, for `numerics.experts.routing.route`."""
         groups = 1 if self.groups is None or self.top_groups is None else self.groups
         return RoutingConfig(self.routing, self.top_k, self.renormalize, groups, self.top_groups or 1, self.scale)
 
 
-class Router(SelfInitialized):
-    """The logits of the experts. `expert_bias` is added only where experts are selected and gets no gradient."""
-
-    matrix_parameters = ("weight",)
-
-    def __init__(self, config: MoEConfig, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.experts, width))
-        self.bias = nn.Parameter(torch.empty(config.experts)) if config.router_bias else None
-        balanced = config.bias_update is not None
-        self.expert_bias = nn.Parameter(torch.empty(config.experts), requires_grad=False) if balanced else None
-
-    def init_weights(self, std: float, draws: ParameterDraws) -> None:
-        """Normal weights, zero biases."""
-        fill_normal(self.weight, std, draws("weight"))
-        for bias in (self.bias, self.expert_bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., width] -> [..., experts], in at least float32."""
-        return router_logits(x, self.weight, self.bias)
-
-
-class ExpertLinear(SelfInitialized):
-    """One projection of every expert: weight [experts, outputs, inputs], bias [experts, outputs]."""
-
-    matrix_parameters = ("weight",)
-
-    def __init__(self, experts: int, inputs: int, outputs: int, bias: bool, output_projection: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
-        self.bias = nn.Parameter(torch.empty(experts, outputs)) if bias else None
-        self.output_projection = output_projection
-
-    def init_weights(self, std: float, draws: ParameterDraws) -> None:
-        """Normal weights, zero biases."""
-        fill_normal(self.weight, std * (self.branch_scale if self.output_projection else 1.0), draws("weight"))
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+def _small_share(part: int, few: int, whole: int) -> int:
+    """The same share of `few` as `part` is of the whole, but at least 2 if `part` was."""
+    return max(min(part, 2), part * few // whole)
 
 
 class SharedExpert(nn.Module):
@@ -195,10 +193,10 @@ class SharedExpert(nn.Module):
     def __init__(self, config: MoEConfig, width: int, hidden: int) -> None:
         super().__init__()
         bias = bool(config.bias)
-        self.gate = Linear(width, hidden, bias) if config.expert == "gated" else None
-        self.up = Linear(width, hidden, bias)
+        self.gate = Linear(width, hidden, bias, value_projection=True) if config.expert == "gated" else None
+        self.up = Linear(width, hidden, bias, value_projection=True)
         self.down = Linear(hidden, width, bias, output_projection=True)
-        self.activation = activation(config.expert_activation, config.limit, config.alpha)
+        self.activation = config.activation_function
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -215,14 +213,14 @@ class MoE(Feedforward):
         super().__init__()
         experts, hidden, bias = config.experts, config.hidden, config.bias is True
         self.config, self.routing_config = config, config.routing_config
-        self.router = Router(config, width)
-        self.gate = ExpertLinear(experts, width, hidden, bias) if config.expert == "gated" else None
-        self.up = ExpertLinear(experts, width, hidden, bias)
+        self.router = Router(experts, width, config.router_bias, config.bias_update is not None)
+        self.gate = ExpertLinear(experts, width, hidden, bias, False) if config.expert == "gated" else None
+        self.up = ExpertLinear(experts, width, hidden, bias, False)
         self.down = ExpertLinear(experts, hidden, width, bias, output_projection=True)
         shared_hidden = config.shared_hidden or (config.shared or 0) * hidden
         self.shared = SharedExpert(config, width, shared_hidden) if shared_hidden else None
         self.shared_gate = Linear(width, 1) if config.shared_gate else None
-        self.activation = activation(config.expert_activation, config.limit, config.alpha)
+        self.activation = config.activation_function
         self.dropout = Dropout(config.dropout)
 
     @property

@@ -14,6 +14,7 @@ from heddle.config import Part
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
+from heddle.parts.context.shrink import ShrinkContext
 
 
 class MixerConfig(Part, ABC):
@@ -24,6 +25,23 @@ class MixerConfig(Part, ABC):
     def resolved(self, context: BuildContext) -> Self:
         """The same config with every default written out that depends on the context or on other fields."""
         return self
+
+    def shrunk(self, context: ShrinkContext) -> Self:
+        """The same config with small sizes, on which the laws run in seconds."""
+        return self
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The window, or those of the mixers within it. Empty: all tokens are seen."""
+        return ()
+
+    def with_small_window(self) -> Self:
+        """The same config with windows of at most SMALL_WINDOW tokens."""
+        return self
+
+    def head_counts(self) -> tuple[tuple[int, int], ...]:
+        """The numbers of heads, before and after `shrunk`, that must divide the model's width."""
+        return ()
 
     @abstractmethod
     def build(self, context: BuildContext) -> "Mixer":
@@ -36,11 +54,13 @@ class Mixer(nn.Module, ABC):
     window: how many tokens a token sees, itself included (causal), or how many to each side (bidirectional). None: all.
     causal: whether later tokens are hidden. A mixer that is not causal has no state.
     encoder_width: the width of the encoder output that it reads beside x; None: it reads none.
+    state_note: what its state holds in place of keys and values of each head, as a phrase for people.
     """
 
     window: int | None
     causal: bool
     encoder_width: int | None = None
+    state_note: str = ""
 
     @property
     def lookback(self) -> int | None:

@@ -23,9 +23,10 @@ from heddle.parts.context.build import BuildContext
 from heddle.parts.context.kv_cache import KVCache
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
+from heddle.parts.context.shrink import SMALL_WINDOW, ShrinkContext, small_head_count
 from heddle.parts.mixers import Mixer, MixerConfig, merge_heads, split_heads
 from heddle.parts.modules.dropout import Dropout
-from heddle.parts.modules.eager import eager
+from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.positions import MixerPositionConfig, Rotation, RotationConfig, ScoreBias, ScoreBiasConfig
 
@@ -68,6 +69,31 @@ class AttentionConfig(MixerConfig):
             position=position,
         )
 
+    def shrunk(self, context: ShrinkContext) -> Self:
+        """Few small heads, a small window and fewer rotary dims."""
+        small = context.small_heads(self.heads, self.kv_heads, self.head_dim, self.value_dim)
+        position = None if self.position is None else self.position.shrunk(*small.dims)
+        return self.with_small_window().replace(
+            heads=small.heads,
+            kv_heads=small.groups,
+            head_dim=small.head_dim,
+            value_dim=small.value_dim,
+            position=position,
+        )
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The window, if there is one."""
+        return () if self.window is None else (self.window,)
+
+    def with_small_window(self) -> Self:
+        """A window of at most SMALL_WINDOW."""
+        return self if self.window is None else self.replace(window=min(self.window, SMALL_WINDOW))
+
+    def head_counts(self) -> tuple[tuple[int, int], ...]:
+        """The heads, if their width follows from the model's."""
+        return () if self.head_dim else ((self.heads, small_head_count(self.heads, self.kv_heads)),)
+
     def build(self, context: BuildContext) -> "Attention":
         """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
         return Attention(self, context)
@@ -87,7 +113,7 @@ class Attention(SelfInitialized, Mixer):
         qkv_bias = bool(config.bias)
         self.q = Linear(context.width, self.heads * self.head_dim, bias=qkv_bias)
         self.k = Linear(context.width, self.kv_heads * self.head_dim, bias=qkv_bias)
-        self.v = Linear(context.width, self.kv_heads * self.value_dim, bias=qkv_bias)
+        self.v = Linear(context.width, self.kv_heads * self.value_dim, bias=qkv_bias, value_projection=True)
         self.out = Linear(self.heads * self.value_dim, context.width, bias=config.bias is True, output_projection=True)
         gate_widths = {"head": self.heads, "channel": self.heads * self.value_dim}
         self.gate = None if config.gate is None else Linear(context.width, gate_widths[config.gate], bias=qkv_bias)
@@ -101,7 +127,7 @@ class Attention(SelfInitialized, Mixer):
         if isinstance(config.position, RotationConfig):
             self.position = build_under("position", config.position.build, self.head_dim)
         elif isinstance(config.position, ScoreBiasConfig):
-            self.score_bias = build_under("position", config.position.build, self.heads)
+            self.score_bias = build_under("position", config.position.build, self.heads, self.causal)
         self.dropout = Dropout(config.dropout)
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
@@ -135,7 +161,7 @@ class Attention(SelfInitialized, Mixer):
             y = (y.unflatten(-1, (self.heads, -1)) * gates).flatten(-2)
         return self.out(y), state
 
-    @eager  # layouts differ from call to call, so this stays out of compiled regions
+    @layout_dependent  # layouts differ from call to call, so this stays out of compiled regions
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: KVCache | None
     ) -> tuple[Tensor, KVCache | None]:
@@ -144,8 +170,8 @@ class Attention(SelfInitialized, Mixer):
         else:
             k, v, mask, state = state.extend(k, v, layout, self.window)
         dropout = self.dropout if self.dropout.active else None
-        slopes = None if self.score_bias is None else self.score_bias(layout, q.dtype)
-        modifiers = ScoreModifiers(self.softcap, self.sink, slopes)
+        score_bias = None if self.score_bias is None else self.score_bias(layout, q.dtype)
+        modifiers = ScoreModifiers(self.softcap, self.sink, score_bias)
         attend = attention if layout.attention_backend is None else layout.attention_backend(self)
         return attend(q, k, v, mask, self.scale, dropout, modifiers), state
 

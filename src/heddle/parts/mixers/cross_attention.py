@@ -23,6 +23,7 @@ from heddle.parts.context.encoder_output import EncoderOutput
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import MixerState, StateSpec
 from heddle.parts.context.position_table import PositionTable
+from heddle.parts.context.shrink import ShrinkContext, at_most, small_head_count
 from heddle.parts.mixers import Mixer, MixerConfig, merge_heads, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear
@@ -58,6 +59,24 @@ class CrossAttentionConfig(MixerConfig):
             encoder_width=self.encoder_width or context.width,
             scale=None if self.normalization == "double_softmax" else self.scale or dim**-0.5,
         )
+
+    def shrunk(self, context: ShrinkContext) -> Self:
+        """Few small heads, and an encoder output as wide as the small encoder, or at most 10 wide without one."""
+        small = context.small_heads(self.heads, self.kv_heads, self.head_dim, self.value_dim)
+        encoder_width = self.encoder_width
+        if encoder_width is not None:
+            encoder_width = context.small_encoder_width or at_most(encoder_width, 10)
+        return self.replace(
+            heads=small.heads,
+            kv_heads=small.groups,
+            head_dim=small.head_dim,
+            value_dim=small.value_dim,
+            encoder_width=encoder_width,
+        )
+
+    def head_counts(self) -> tuple[tuple[int, int], ...]:
+        """The heads, if their width follows from the model's."""
+        return () if self.head_dim else ((self.heads, small_head_count(self.heads, self.kv_heads)),)
 
     def build(self, context: BuildContext) -> "CrossAttention":
         """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
@@ -104,7 +123,7 @@ class CrossAttention(Mixer):
         qkv_bias = bool(config.bias)
         self.q = Linear(context.width, self.heads * head_dim, bias=qkv_bias)
         self.k = Linear(self.encoder_width, self.kv_heads * head_dim, bias=qkv_bias)
-        self.v = Linear(self.encoder_width, self.kv_heads * value_dim, bias=qkv_bias)
+        self.v = Linear(self.encoder_width, self.kv_heads * value_dim, bias=qkv_bias, value_projection=True)
         self.out = Linear(self.heads * value_dim, context.width, bias=config.bias is True, output_projection=True)
 
     @property

@@ -19,8 +19,9 @@ from heddle.parts.context.build import BuildContext
 from heddle.parts.context.kv_cache import KVCache
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
+from heddle.parts.context.shrink import ShrinkContext, at_most, small_head_count, small_relative_width
 from heddle.parts.mixers import Mixer, MixerConfig, merge_heads, split_heads
-from heddle.parts.modules.eager import eager
+from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fused_projections, weight_matrix
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import RotationConfig
@@ -69,6 +70,26 @@ class LatentAttentionConfig(MixerConfig):
             position=self.position if self.position is None or rope_dim is None else self.position.resolved(rope_dim),
         )
 
+    def shrunk(self, context: ShrinkContext) -> Self:
+        """Few small heads, a latent of at most 10 (for queries 8), and at most 4 rotated dims."""
+        nope_dim, rope_dim, position = at_most(self.nope_dim, 6), self.rope_dim, self.position
+        if rope_dim is not None:
+            rope_dim = at_most(rope_dim, 4)
+            position = None if position is None else position.shrunk(self.rope_dim or 0, rope_dim)
+        return self.replace(
+            heads=small_head_count(self.heads),
+            kv_rank=at_most(self.kv_rank, 10),
+            query_rank=None if self.query_rank is None else at_most(self.query_rank, 8),
+            nope_dim=nope_dim,
+            rope_dim=rope_dim,
+            value_dim=small_relative_width(self.value_dim, self.nope_dim, nope_dim),
+            position=position,
+        )
+
+    def head_counts(self) -> tuple[tuple[int, int], ...]:
+        """The heads: designs of this mixer are as wide as all heads together."""
+        return ((self.heads, small_head_count(self.heads)),)
+
     def build(self, context: BuildContext) -> "LatentAttention":
         """Build the module. Raises DesignError if a latent is wider than the model."""
         for name, rank in (("kv_rank", self.kv_rank), ("query_rank", self.query_rank)):
@@ -86,6 +107,7 @@ class LatentAttention(Mixer):
         self.heads, self.nope_dim, self.rope_dim = config.heads, config.nope_dim, config.rope_dim or 0
         head_dim, value_dim = self.nope_dim + self.rope_dim, config.value_dim or self.nope_dim
         bias, rank, query_rank = config.bias, config.kv_rank, config.query_rank
+        self.state_note = f"one latent of {rank} for all heads"
         self.q = Linear(width, self.heads * head_dim) if query_rank is None else None
         self.q_down = None if query_rank is None else Linear(width, query_rank, bias=bias)
         self.q_norm = None if query_rank is None else _latent_norm(query_rank, config.query_norm)
@@ -94,7 +116,7 @@ class LatentAttention(Mixer):
         self.kv_norm = _latent_norm(rank, config.kv_norm)
         self.k_rope = Linear(width, self.rope_dim, bias=bias) if self.rope_dim else None
         self.k_up = Linear(rank, self.heads * self.nope_dim)
-        self.v_up = Linear(rank, self.heads * value_dim)
+        self.v_up = Linear(rank, self.heads * value_dim, value_projection=True)
         self.out = Linear(self.heads * value_dim, width, bias=bias, output_projection=True)
         position = config.position
         self.position = None if position is None else build_under("position", position.build, self.rope_dim)
@@ -133,7 +155,7 @@ class LatentAttention(Mixer):
         queries: Tensor = self.q_up(x if self.q_norm is None else self.q_norm(x))
         return queries
 
-    @eager  # layouts differ from call to call, so this stays out of compiled regions
+    @layout_dependent  # layouts differ from call to call, so this stays out of compiled regions
     def _attend(
         self, q_nope: Tensor, q_rope: Tensor, latents: Tensor, layout: Layout, state: KVCache | None
     ) -> tuple[Tensor, KVCache | None]:

@@ -15,7 +15,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from heddle.config import Width, build_under, refuse
+from heddle.config import DesignError, Width, build_under, refuse
 from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.philox import ParameterDraws
@@ -32,12 +32,14 @@ from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.recurrent_state import RecurrentState, call_layout, without_padding
+from heddle.parts.context.shrink import ShrinkContext, small_head_count
 from heddle.parts.mixers import Mixer, MixerConfig, merge_heads, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.positions import RotationConfig
 
 FeatureMapName = Literal["elu", "relu", "learned"]
+MAP_FIELDS = ("feature_map", "key_feature_map")
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"elu": elu_features, "relu": relu_features}
 
@@ -59,7 +61,7 @@ class LinearAttentionConfig(MixerConfig):
         if self.normalization == "double_softmax":
             if self.causal:
                 refuse("causal", "the softmax over tokens of double_softmax sees later tokens; set it to false")
-            for name in ("feature_map", "key_feature_map", "position"):
+            for name in (*MAP_FIELDS, "position"):
                 if getattr(self, name) is not None:
                     refuse(name, "is only for normalization: kernel; leave it out with double_softmax")
         if (self.feature_maps[0] == "learned") != (self.feature_maps[1] == "learned"):
@@ -75,11 +77,22 @@ class LinearAttentionConfig(MixerConfig):
         return self.feature_map or "elu", self.key_feature_map or self.feature_map or "elu"
 
     def resolved(self, context: BuildContext) -> Self:
-        """Widths and rotary dims written out."""
+        """Widths, feature maps and rotary dims written out."""
         dim = context.head_dim(self.heads, self.head_dim)
         feature_dim = 2 * dim if self.feature_maps[0] == "learned" else dim
         position = None if self.position is None else self.position.resolved(feature_dim)
-        return self.replace(head_dim=dim, value_dim=self.value_dim or dim, position=position)
+        maps = {} if self.normalization == "double_softmax" else dict(zip(MAP_FIELDS, self.feature_maps, strict=True))
+        return self.replace(head_dim=dim, value_dim=self.value_dim or dim, position=position, **maps)
+
+    def shrunk(self, context: ShrinkContext) -> Self:
+        """Few small heads and fewer rotary dims."""
+        small = context.small_heads(self.heads, None, self.head_dim, self.value_dim)
+        position = None if self.position is None else self.position.shrunk(*small.dims)
+        return self.replace(heads=small.heads, head_dim=small.head_dim, value_dim=small.value_dim, position=position)
+
+    def head_counts(self) -> tuple[tuple[int, int], ...]:
+        """The heads, if their width follows from the model's."""
+        return () if self.head_dim else ((self.heads, small_head_count(self.heads)),)
 
     def build(self, context: BuildContext) -> "LinearAttention":
         """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
@@ -116,7 +129,7 @@ class LinearAttention(Mixer):
         self.uses_kernel = config.normalization == "kernel"
         self.q = Linear(context.width, self.heads * self.head_dim)
         self.k = Linear(context.width, self.heads * self.head_dim)
-        self.v = Linear(context.width, self.heads * self.value_dim)
+        self.v = Linear(context.width, self.heads * self.value_dim, value_projection=True)
         self.out = Linear(self.heads * self.value_dim, context.width, output_projection=True)
         self.q_map, self.k_map = (
             FEATURE_MAPS.get(name) or FeatureMap(self.heads, self.head_dim) for name in config.feature_maps
@@ -124,6 +137,8 @@ class LinearAttention(Mixer):
         self.feature_dim = self.head_dim * (2 if config.feature_maps[0] == "learned" else 1)
         position = config.position
         self.position = None if position is None else build_under("position", position.build, self.feature_dim)
+        if self.position is not None and self.position.cast is not None:
+            raise DesignError("position.cast", "does nothing here, because features are float32 at least; leave it out")
 
     @property
     def lookback(self) -> int:

@@ -15,6 +15,7 @@ from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import MixerState, StateSpec
 from heddle.parts.context.position_table import PositionTable
+from heddle.parts.context.shrink import ShrinkContext
 from heddle.parts.mixers import Mixer, MixerConfig
 
 
@@ -27,6 +28,23 @@ class PairConfig(MixerConfig):
     def resolved(self, context: BuildContext) -> Self:
         """The defaults of both written out."""
         return self.replace(first=self.first.resolved(context), second=self.second.resolved(context))
+
+    def shrunk(self, context: ShrinkContext) -> Self:
+        """Both small."""
+        return self.replace(first=self.first.shrunk(context), second=self.second.shrunk(context))
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Those of both."""
+        return self.first.windows + self.second.windows
+
+    def with_small_window(self) -> Self:
+        """Both with small windows."""
+        return self.replace(first=self.first.with_small_window(), second=self.second.with_small_window())
+
+    def head_counts(self) -> tuple[tuple[int, int], ...]:
+        """Those of both."""
+        return self.first.head_counts() + self.second.head_counts()
 
     def build(self, context: BuildContext) -> "Pair":
         """Build the module. Raises DesignError if a mixer does not fit the context or the other mixer."""
@@ -64,6 +82,7 @@ class Pair(Mixer):
         self.first, self.second = first, second
         self.window, self.causal = _larger(first.window, second.window), first.causal
         self.encoder_width = first.encoder_width or second.encoder_width
+        self.state_note = " and ".join(filter(None, (first.state_note, second.state_note)))
 
     @property
     def lookback(self) -> int | None:

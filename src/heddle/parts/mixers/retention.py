@@ -24,6 +24,7 @@ from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.recurrent_state import RecurrentState, call_layout, without_padding
+from heddle.parts.context.shrink import ShrinkContext, small_head_count, subsample
 from heddle.parts.mixers import Mixer, MixerConfig, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
@@ -55,6 +56,19 @@ class RetentionConfig(MixerConfig):
         dim = context.head_dim(self.heads, self.head_dim)
         position = None if self.position is None else self.position.resolved(dim)
         return self.replace(head_dim=dim, value_dim=self.value_dim or dim, position=position)
+
+    def shrunk(self, context: ShrinkContext) -> Self:
+        """Few small heads and fewer rotary dims."""
+        small = context.small_heads(self.heads, None, self.head_dim, self.value_dim)
+        position = None if self.position is None else self.position.shrunk(*small.dims)
+        decay = subsample(self.decay, small.heads) if isinstance(self.decay, tuple) else self.decay
+        return self.replace(
+            heads=small.heads, head_dim=small.head_dim, value_dim=small.value_dim, decay=decay, position=position
+        )
+
+    def head_counts(self) -> tuple[tuple[int, int], ...]:
+        """The heads, if their width follows from the model's."""
+        return () if self.head_dim else ((self.heads, small_head_count(self.heads)),)
 
     def build(self, context: BuildContext) -> "Retention":
         """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
@@ -92,7 +106,7 @@ class Retention(Mixer):
         self.window, self.causal = None, True
         self.q = Linear(context.width, self.heads * self.head_dim)
         self.k = Linear(context.width, self.heads * self.head_dim)
-        self.v = Linear(context.width, self.heads * self.value_dim)
+        self.v = Linear(context.width, self.heads * self.value_dim, value_projection=True)
         self.out = Linear(self.heads * self.value_dim, context.width, output_projection=True)
         self.norm = context.norm.build(self.value_dim, self.heads)
         self.activation = None if config.gate is None else GATES[config.gate]

@@ -1,13 +1,16 @@
 """The slot of positions: rotations and score biases inside a mixer, and vectors added to the embedding."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from heddle.config import Part
+from heddle.config import Part, refuse
+from heddle.numerics.attention.score_modifiers import ScoreBiasFunction
 from heddle.parts.context.layout import Layout
+
+DEFAULT_BASE = 10000.0  # of rotary frequencies (Su et al. 2021)
 
 
 class PositionConfig(Part, ABC):
@@ -18,6 +21,10 @@ class PositionConfig(Part, ABC):
 
 class MixerPositionConfig(PositionConfig, ABC):
     """A scheme inside a mixer: a rotation or a score bias. Scores depend on differences of positions only."""
+
+    def shrunk(self, dims: int, small_dims: int) -> Self:
+        """The same config for heads of `small_dims` instead of `dims` dims, with small sizes of its own."""
+        return self
 
 
 class RotationConfig(MixerPositionConfig, ABC):
@@ -32,6 +39,12 @@ class RotationConfig(MixerPositionConfig, ABC):
         """Build the module for heads of `head_dim` dims. Raises DesignError if they do not fit."""
 
 
+def check_base(base: float, inv_freq: tuple[float, ...] | None) -> None:
+    """Refuse a base beside the inverse frequencies that replace it, from within a validator of a rotation."""
+    if inv_freq is not None and base != DEFAULT_BASE:
+        refuse("base", f"{base:g} does nothing beside inv_freq, which replaces its frequencies; keep one of the two")
+
+
 class Rotation(nn.Module, ABC):
     """Rotates the heads of queries and keys by the positions of their tokens.
 
@@ -41,6 +54,7 @@ class Rotation(nn.Module, ABC):
     float64_angles: whether angles are computed in float64 for any dtype of x. Mixers without a softmax set it, because
     no softmax damps the rounding of angles far from position 0.
     axes: 1 for rotation by position, 2 for rotation by coordinates (x, y).
+    cast: "after" if half-precision heads are rotated in float32, then cast. A mixer with wider heads refuses it.
     """
 
     attention_factor: float = 1.0
@@ -48,6 +62,7 @@ class Rotation(nn.Module, ABC):
     length_dependent: bool = False
     float64_angles: bool = False
     axes: int = 1
+    cast: Literal["after"] | None = None
 
     @abstractmethod
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
@@ -59,29 +74,27 @@ class Rotation(nn.Module, ABC):
 
 
 class ScoreBiasConfig(MixerPositionConfig, ABC):
-    """A scheme that subtracts from each score a term that grows with the distance of query and key."""
+    """A scheme that adds a term to each score, which depends on the offset of query and key."""
 
     @abstractmethod
-    def build(self, heads: int) -> "ScoreBias":
-        """Build the module for this number of query heads."""
+    def build(self, heads: int, causal: bool) -> "ScoreBias":
+        """Build the module for this number of query heads. Raises DesignError if the config does not fit them."""
 
 
-class ScoreBias(nn.Module):
-    """One slope per head: how much a score loses per step of distance. Slopes are floats, so no dtype rounds them."""
+class ScoreBias(nn.Module, ABC):
+    """Gives each head a function of the offset i − j of query i and key j, with parameters or without."""
 
-    def __init__(self, slopes: tuple[float, ...]) -> None:
-        super().__init__()
-        self.slopes = slopes
-
-    def forward(self, layout: Layout, dtype: torch.dtype) -> Tensor:
-        """The slopes [heads], in at least float32, as a tensor built once per call."""
-        wide = torch.promote_types(dtype, torch.float32)
-        make = lambda: torch.tensor(self.slopes, dtype=wide, device=layout.positions.device)  # noqa: E731
-        return layout.cached(("slopes", self.slopes, wide), make)
+    @abstractmethod
+    def forward(self, layout: Layout, dtype: torch.dtype) -> ScoreBiasFunction:
+        """The function for one call, whose values have `dtype`, or float32 if that is wider."""
 
 
 class AdditivePositionConfig(PositionConfig, ABC):
     """A scheme that adds a vector for the absolute position to the embedding."""
+
+    def shrunk(self) -> Self:
+        """The same config with small sizes, for texts of up to SMALL_TEXT tokens."""
+        return self
 
     @abstractmethod
     def build(self, width: int) -> "AdditivePosition":

@@ -3,12 +3,36 @@
 Slopes are fixed to `2^(−8h/heads)` for query heads h = 1 … heads. A bidirectional mixer uses the distance `|i − j|`.
 """
 
+import torch
+from torch import Tensor
+
+from heddle.numerics.attention.score_modifiers import ScoreBiasFunction
+from heddle.parts.context.layout import Layout
 from heddle.parts.positions import ScoreBias, ScoreBiasConfig
 
 
 class AlibiConfig(ScoreBiasConfig):
     """No fields."""
 
-    def build(self, heads: int) -> "ScoreBias":
+    def build(self, heads: int, causal: bool) -> "Alibi":
         """Build the module."""
-        return ScoreBias(tuple(2.0 ** (-8.0 * head / heads) for head in range(1, heads + 1)))
+        return Alibi(tuple(2.0 ** (-8.0 * head / heads) for head in range(1, heads + 1)))
+
+
+class Alibi(ScoreBias):
+    """The module. Slopes are floats, not a tensor, so that no change of dtype rounds them."""
+
+    def __init__(self, slopes: tuple[float, ...]) -> None:
+        super().__init__()
+        self.slopes = slopes
+
+    def forward(self, layout: Layout, dtype: torch.dtype) -> ScoreBiasFunction:
+        """−slope_h · |i − j|; the slopes are made a tensor once per call."""
+        wide = torch.promote_types(dtype, torch.float32)
+        make = lambda: torch.tensor(self.slopes, dtype=wide, device=layout.positions.device)  # noqa: E731
+        slopes = layout.cached(("slopes", self.slopes, wide), make)
+
+        def bias(offsets: Tensor, /) -> Tensor:
+            return slopes.view(-1, *(1 for _ in offsets.shape)) * -offsets.abs().to(wide)
+
+        return bias

@@ -11,27 +11,42 @@ import math
 from typing import Literal, Self
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import DesignError, FiniteFloat, PositiveFloat, Width
 from heddle.errors import ConfigError
 from heddle.numerics.rotary import apply_rotary, inverse_frequencies, rotary_table
 from heddle.parts.context.layout import Layout
-from heddle.parts.modules.eager import eager
-from heddle.parts.positions import Rotation, RotationConfig
+from heddle.parts.context.shrink import subsample
+from heddle.parts.modules.eager import layout_dependent
+from heddle.parts.positions import DEFAULT_BASE, Rotation, RotationConfig, check_base
 
 
 class AxialRopeConfig(RotationConfig):
     """Fields of `axial_rope`. `inv_freq`, one per pair of an axis, replaces the inverse frequencies of `base`."""
 
-    base: PositiveFloat = 10000.0
+    base: PositiveFloat = DEFAULT_BASE
     layout: Literal["half", "interleaved"] = "half"  # of the pairs within the dims of one axis
     rotary_dim: Width | None = None  # of both axes together; default: head_dim
     inv_freq: tuple[FiniteFloat, ...] | None = None
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_base(self.base, self.inv_freq)
+        return self
+
     def resolved(self, head_dim: int) -> Self:
         """The number of rotary dims written out."""
         return self.replace(rotary_dim=self.rotary_dim or head_dim)
+
+    def shrunk(self, dims: int, small_dims: int) -> Self:
+        """As many dims as before are rotated, or as large a share of them, and frequencies are left out evenly."""
+        before, small = self.rotary_dim or dims, small_dims
+        if before != dims:
+            small = max(4, before * small_dims // dims // 4 * 4)
+        inv_freq = None if self.inv_freq is None else subsample(self.inv_freq, small // 4)
+        return self.replace(rotary_dim=self.rotary_dim and small, inv_freq=inv_freq)
 
     def build(self, head_dim: int) -> "AxialRope":
         """Build the module. Raises DesignError for a wrong `rotary_dim` or number of frequencies."""
@@ -61,7 +76,7 @@ class AxialRope(Rotation):
         rotated = apply_rotary(halves, cosine, sine, self.layout).flatten(-2)
         return rotated if self.rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., self.rotary_dim :]), dim=-1)
 
-    @eager
+    @layout_dependent
     def _table(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         key = ("axial_rope", self.inv_freq, dtype, self.float64_angles)
         return layout.cached(key, lambda: self._make_table(layout.axial_positions, dtype))

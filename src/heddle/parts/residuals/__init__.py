@@ -2,17 +2,27 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from heddle.config import Part, Probability
+from heddle.config import DesignError, Part, Probability
 from heddle.parts.context.build import ResidualContext
 from heddle.parts.modules.dropout import BranchDropout
 from heddle.parts.norms import NormConfig
 
 Stream = Any  # what passes from layer to layer: a tensor [B, T, width], or several
 Branches = Mapping[str, Callable[[Tensor], Tensor]]  # "mixer" and "feedforward" in this order, or one of them
+
+
+class InitialScales(NamedTuple):
+    """Factors of the initial standard deviation of projections.
+
+    values: to the values of a mixer and the hidden channels of a feed-forward. outputs: the last ones of a branch.
+    """
+
+    values: float = 1.0
+    outputs: float = 1.0
 
 
 class ResidualConfig(Part, ABC):
@@ -27,9 +37,22 @@ class ResidualConfig(Part, ABC):
     drop_path: Probability = 0.0
     dropout: Probability = 0.0
 
+    def check_layers(self, depth: int, most_branches: int) -> None:
+        """Raises DesignError for a field that does nothing in a model of `depth` layers.
+
+        most_branches: 2 if a layer of the model has a mixer and a feed-forward, else 1.
+        """
+        if self.drop_path and depth == 1:
+            reason = f"{self.drop_path:g} does nothing in a model of one layer, because the rate starts at 0"
+            raise DesignError("drop_path", f"{reason}; add layers, or leave it out")
+
     def expand(self, x: Tensor) -> Stream:
         """The stream that enters the first layer, made from the embedding x [B, T, width]."""
         return x
+
+    def initial_scales(self, depth: int) -> InitialScales:
+        """The factors for a model of `depth` layers: the sum of all branches starts as large at any depth."""
+        return InitialScales(outputs=float((2 * depth) ** -0.5))
 
     @abstractmethod
     def build(self, context: ResidualContext) -> "Residual":

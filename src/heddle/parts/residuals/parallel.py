@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor, nn
 
+from heddle.config import DesignError
 from heddle.parts.context.build import ResidualContext
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
@@ -20,6 +21,12 @@ class ParallelConfig(ResidualConfig):
     """`norms`: 1 is one norm shared by the branches, 2 is one norm for each."""
 
     norms: Annotated[int, Field(ge=1, le=2)] = 1
+
+    def check_layers(self, depth: int, most_branches: int) -> None:
+        """As for every kind; and two norms need layers with two branches."""
+        super().check_layers(depth, most_branches)
+        if self.norms == 2 and most_branches == 1:
+            raise DesignError("norms", "2 is one norm for each branch, but every layer has only one; leave it out")
 
     def build(self, context: ResidualContext) -> "Parallel":
         """Build the block of one layer."""

@@ -1,0 +1,29 @@
+"""Types of fields, as they are written: which class a field holds, and whether it is a list on disk."""
+
+import types
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+T = TypeVar("T")
+
+
+def nested_class(annotation: Any, base: type[T]) -> type[T] | None:
+    """Find the class derived from `base` inside an annotation such as `X`, `X | None` or `tuple[X, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, base):
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType, tuple, Annotated):
+        for argument in get_args(annotation):
+            if nested := nested_class(argument, base):
+                return nested
+    return None
+
+
+def is_list(annotation: Any) -> bool:
+    """Whether an annotation is `tuple[X, ...]` or `tuple[X, ...] | None`: a list on disk."""
+    if get_origin(annotation) in (Union, types.UnionType, Annotated):
+        return any(is_list(argument) for argument in get_args(annotation))
+    return get_origin(annotation) is tuple
+
+
+def has_words(annotation: Any) -> bool:
+    """Whether an annotation such as `tuple[X, ...] | Literal["learned"]` allows a word instead of a list."""
+    return any(get_origin(argument) is Literal for argument in get_args(annotation))

@@ -1,0 +1,179 @@
+"""Differential attention (Ye et al. 2024): the difference of two softmax maps, which cancels what both attend to.
+
+    y_h = (1 − λ_init) · N((A_1 − λ A_2) V),   A_i = softmax(Q_i K_iᵀ / sqrt(d) + mask),   output W_out [y_1 … y_heads]
+    λ = exp(λ_q1 · λ_k1) − exp(λ_q2 · λ_k2) + λ_init,   λ_init = 0.8 − 0.6 exp(−0.3 · layer_index)
+
+Each head has two queries and keys of head_dim = d dims and one value of 2 d dims; λ is one number per layer, and N a
+norm over each head's output. The first layer has the index 0. Query head h reads key and value head
+h // (heads / kv_heads). Observed attention maps are those of both softmaxes: all A_1, then all A_2.
+"""
+
+import math
+from typing import Self
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+
+from heddle.config import DesignError, PositiveFloat, PositiveInt, Width, build_under, refuse
+from heddle.numerics.attention.score_modifiers import ScoreModifiers
+from heddle.numerics.attention.softmax import attention
+from heddle.numerics.norms import at_least_float32
+from heddle.numerics.philox import ParameterDraws
+from heddle.parts.context.build import BuildContext
+from heddle.parts.context.kv_cache import KVCache
+from heddle.parts.context.layout import Layout
+from heddle.parts.context.mixer_state import StateSpec
+from heddle.parts.context.shrink import SMALL_WINDOW, ShrinkContext, small_head_count
+from heddle.parts.mixers import Mixer, MixerConfig, merge_heads, split_heads
+from heddle.parts.modules.eager import layout_dependent
+from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
+from heddle.parts.norms import NormConfig
+from heddle.parts.positions import MixerPositionConfig, Rotation, RotationConfig, ScoreBias, ScoreBiasConfig
+
+LAMBDA_STD = 0.1
+
+
+class DifferentialAttentionConfig(MixerConfig):
+    """Fields of `differential_attention`. None or false: off, or the default named in the comment."""
+
+    heads: Width  # each with two queries
+    kv_heads: Width | None = None  # default: heads
+    head_dim: Width | None = None  # of each query and key; default: width / (2 · heads)
+    value_dim: Width | None = None  # default: 2 · head_dim
+    window: PositiveInt | None = None
+    causal: bool = True
+    bias: bool = False  # of q, k, v and out
+    scale: PositiveFloat | None = None  # default: 1 / sqrt(head_dim)
+    norm: NormConfig | None = None  # of each head's output; default: the model's norm
+    position: MixerPositionConfig | None = None  # a rotation of q and k, or a score bias, the same for both maps
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            refuse("kv_heads", f"{self.kv_heads} does not divide heads = {self.heads}; choose a divisor of it")
+        return self
+
+    def resolved(self, context: BuildContext) -> Self:
+        """Heads, widths, scale, norm and rotary dims written out."""
+        dim = self.query_dim(context)
+        position = self.position.resolved(dim) if isinstance(self.position, RotationConfig) else self.position
+        return self.replace(
+            kv_heads=self.kv_heads or self.heads,
+            head_dim=dim,
+            value_dim=self.value_dim or 2 * dim,
+            scale=self.scale or dim**-0.5,
+            norm=self.norm or context.norm,
+            position=position,
+        )
+
+    def query_dim(self, context: BuildContext) -> int:
+        """The width of each query and key. Raises DesignError if it does not follow from the model's width."""
+        if self.head_dim is None and context.width % (2 * self.heads):
+            reason = f"two queries of each of {self.heads} do not divide width = {context.width}"
+            raise DesignError("heads", f"{reason}; give head_dim, or other heads")
+        return self.head_dim or context.width // (2 * self.heads)
+
+    def shrunk(self, context: ShrinkContext) -> Self:
+        """Few small heads, a small window and fewer rotary dims."""
+        small = context.small_heads(2 * self.heads, self.kv_heads and 2 * self.kv_heads, self.head_dim, self.value_dim)
+        position = None if self.position is None else self.position.shrunk(*small.dims)
+        return self.with_small_window().replace(
+            heads=small.heads // 2,
+            kv_heads=small.groups and small.groups // 2,
+            head_dim=small.head_dim,
+            value_dim=small.value_dim,
+            position=position,
+        )
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The window, if there is one."""
+        return () if self.window is None else (self.window,)
+
+    def with_small_window(self) -> Self:
+        """A window of at most SMALL_WINDOW."""
+        return self if self.window is None else self.replace(window=min(self.window, SMALL_WINDOW))
+
+    def head_counts(self) -> tuple[tuple[int, int], ...]:
+        """The queries, if their width follows from the model's."""
+        few = 2 * small_head_count(self.heads, self.kv_heads)
+        return () if self.head_dim else ((2 * self.heads, few),)
+
+    def build(self, context: BuildContext) -> "DifferentialAttention":
+        """Build the module. Raises DesignError if 2 · heads do not divide the width and head_dim is not given."""
+        return DifferentialAttention(self, context)
+
+
+class DifferentialAttention(SelfInitialized, Mixer):
+    """The module. Its state is a `KVCache` whose keys [B, kv_heads, slots, 2 d] are the two keys of each head."""
+
+    def __init__(self, config: DifferentialAttentionConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.heads, config.kv_heads or config.heads
+        self.head_dim = config.query_dim(context)
+        self.value_dim = config.value_dim or 2 * self.head_dim
+        self.scale = config.scale or self.head_dim**-0.5
+        self.window, self.causal = config.window, config.causal
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * context.layer_index)
+        self.q = Linear(context.width, 2 * self.heads * self.head_dim, config.bias)
+        self.k = Linear(context.width, 2 * self.kv_heads * self.head_dim, config.bias)
+        self.v = Linear(context.width, self.kv_heads * self.value_dim, config.bias, value_projection=True)
+        self.out = Linear(self.heads * self.value_dim, context.width, config.bias, output_projection=True)
+        self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
+            nn.Parameter(torch.empty(self.head_dim)) for _ in range(4)
+        )
+        self.norm = build_under("norm", (config.norm or context.norm).build, self.value_dim)
+        self.position: Rotation | None = None
+        self.score_bias: ScoreBias | None = None
+        if isinstance(config.position, RotationConfig):
+            self.position = build_under("position", config.position.build, self.head_dim)
+        elif isinstance(config.position, ScoreBiasConfig):
+            self.score_bias = build_under("position", config.position.build, self.heads, self.causal)
+
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
+        """Normal vectors of λ. The projections initialize themselves."""
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            fill_normal(self.get_parameter(name), LAMBDA_STD, draws(name))
+
+    def init_state(self, spec: StateSpec) -> KVCache:
+        """An empty cache for every token, or a ring buffer of `window` tokens and `rollback` more."""
+        shape = (spec.batch, self.kv_heads, 2 * self.head_dim, self.value_dim)
+        return KVCache.empty(shape, None if self.window is None else self.window + spec.rollback, spec)
+
+    def forward(self, x: Tensor, layout: Layout, state: KVCache | None = None) -> tuple[Tensor, KVCache | None]:
+        """x [B, T, width] -> ([B, T, width], new state)."""
+        q, k, v = fused_projections(x, self.q, self.k, self.v)
+        queries, keys = self._pairs(q, self.heads, layout), self._pairs(k, self.kv_heads, layout)
+        first, second, state = self._attend(queries, keys, split_heads(v, self.kv_heads), layout, state)
+        y = self.norm((first - self._lambda().to(first.dtype) * second).transpose(1, 2))
+        return self.out(merge_heads(y.transpose(1, 2)) * (1.0 - self.lambda_init)), state
+
+    def _lambda(self) -> Tensor:
+        """λ, in at least float32."""
+        q1, k1, q2, k2 = (at_least_float32(x) for x in (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2))
+        return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.lambda_init
+
+    def _pairs(self, x: Tensor, heads: int, layout: Layout) -> Tensor:
+        """Projection [B, T, heads · 2 d] -> both rotated queries or keys of each head, [B, heads, T, 2 d]."""
+        single = split_heads(x, 2 * heads)
+        if self.position is not None:
+            single = self.position(single, layout)
+        return torch.cat((single[:, 0::2], single[:, 1::2]), dim=-1)
+
+    @layout_dependent  # layouts differ from call to call, so this stays out of compiled regions
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: KVCache | None
+    ) -> tuple[Tensor, Tensor, KVCache | None]:
+        """Both maps times the values: two tensors [B, heads, T, value_dim]."""
+        if state is None:
+            mask = layout.attention_mask(self.window, self.causal)
+        else:
+            k, v, mask, state = state.extend(k, v, layout, self.window)
+        score_bias = None if self.score_bias is None else self.score_bias(layout, q.dtype)
+        modifiers = ScoreModifiers(score_bias=score_bias)
+        first, second = (
+            attention(query, key, v, mask, self.scale, None, modifiers)
+            for query, key in zip(q.chunk(2, dim=-1), k.chunk(2, dim=-1), strict=True)
+        )
+        return first, second, state

@@ -1,0 +1,173 @@
+"""Differential attention against the attention of DiffLlama, and against the paper's plain loops."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import heddle
+from heddle.config import parse_config
+from heddle.errors import ConfigError
+from heddle.laws.harness import model_under_test, random_tokens
+from heddle.model.config import ModelConfig
+from heddle.parts.context.build import BuildContext
+from heddle.parts.context.layout import Layout
+from heddle.parts.mixers import MixerConfig
+from heddle.parts.norms.rms import RMSConfig
+from tests.cases import ROPE, design, differential, layer
+from tests.laws.planting import plant
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # third-party warnings at import
+    from transformers import DiffLlamaConfig
+    from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
+
+WIDTH, HEADS, GROUPS, DIM, ROWS, LENGTH, EPS = 48, 4, 2, 6, 2, 13, 1e-5
+LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+
+
+def part(layer_index: int, **fields: Any) -> Any:
+    """The mixer in float64 with large random parameters."""
+    slot: Any = MixerConfig
+    context = BuildContext(WIDTH, RMSConfig(eps=EPS), depth=8, layer_index=layer_index)
+    mixer = parse_config(slot, differential(HEADS, **{"kv_heads": GROUPS, **fields})).build(context).double()
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.4)
+    return mixer
+
+
+def angles(positions: Tensor) -> Tensor:
+    """[T, DIM / 2]."""
+    return positions.double()[:, None] * 10000.0 ** (-torch.arange(0, DIM, 2).double() / DIM)
+
+
+def halves_apart(weight: Tensor, heads: int) -> Tensor:
+    """Rows of pairs [heads, 2, DIM] -> all first ones, then all second ones, as DiffLlama has them."""
+    return weight.unflatten(0, (heads, 2, DIM)).transpose(0, 1).flatten(0, 2)
+
+
+def error_against_transformers(layer_index: int) -> float:
+    config = DiffLlamaConfig(
+        hidden_size=WIDTH,
+        num_attention_heads=2 * HEADS,
+        num_key_value_heads=2 * GROUPS,
+        head_dim=DIM,
+        rms_norm_eps=EPS,
+        attn_implementation="eager",
+    )
+    theirs: Any = DiffLlamaAttention(config, layer_index).double().eval()
+    mine = part(layer_index)
+    with torch.no_grad():
+        mine.norm.weight.fill_(1.0)  # DiffLlama's norm has no weight
+        for name, heads in (("q", HEADS), ("k", GROUPS), ("v", GROUPS)):
+            getattr(theirs, f"{name}_proj").weight.copy_(halves_apart(getattr(mine, name).weight, heads))
+        theirs.o_proj.weight.copy_(mine.out.weight)
+        for name in LAMBDAS:
+            getattr(theirs, name).copy_(getattr(mine, name))
+        x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
+        table = torch.cat((angles(torch.arange(LENGTH)),) * 2, dim=-1)[None]
+        hidden = torch.full((1, 1, LENGTH, LENGTH), float("-inf"), dtype=x.dtype).triu(1)
+        want = theirs(x, (table.cos(), table.sin()), hidden)[0]
+        got, _ = mine(x, Layout.causal(ROWS, LENGTH))
+    assert float(want.std()) > 0.3
+    return float((got - want).abs().max())
+
+
+@pytest.mark.parametrize("layer_index", [0, 1, 5])
+def test_output_equals_that_of_transformers(layer_index: int) -> None:
+    # transformers computes λ and the softmax in float32
+    assert error_against_transformers(layer_index) < 1e-5
+
+
+def rotated(x: Tensor, position: int) -> Tensor:
+    angle = angles(torch.tensor([position]))[0]
+    first, second = x[: DIM // 2], x[DIM // 2 :]
+    return torch.cat((first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()))
+
+
+def loops(mixer: Any, x: Tensor, layer_number: int, window: int) -> Tensor:
+    """The paper's equations 1 to 3 for one head and one query at a time; layers are counted from 1."""
+    weights = {name: value.detach() for name, value in mixer.named_parameters()}
+    initial = 0.8 - 0.6 * math.exp(-0.3 * (layer_number - 1))
+    q1, k1, q2, k2 = (weights[name] for name in LAMBDAS)
+    lam = math.exp(float(q1 @ k1)) - math.exp(float(q2 @ k2)) + initial
+    width = mixer.value_dim
+    heads = []
+    for h in range(HEADS):
+        g = h // (HEADS // GROUPS)
+        queries = [x @ weights["q.weight"][(2 * h + i) * DIM : (2 * h + i + 1) * DIM].T for i in range(2)]
+        keys = [x @ weights["k.weight"][(2 * g + i) * DIM : (2 * g + i + 1) * DIM].T for i in range(2)]
+        values = x @ weights["v.weight"][g * width : (g + 1) * width].T
+        y = torch.zeros(len(x), width, dtype=x.dtype)
+        for t in range(len(x)):
+            seen = range(max(0, t - window + 1), t + 1)
+            maps = []
+            for query, key in zip(queries, keys, strict=True):
+                scores = [float(rotated(query[t], t) @ rotated(key[s], s)) / math.sqrt(DIM) for s in seen]
+                total = math.fsum(math.exp(score) for score in scores)
+                maps.append([math.exp(score) / total for score in scores])
+            for s, first, second in zip(seen, *maps, strict=True):
+                y[t] += (first - lam * second) * values[s]
+        norm = y / torch.sqrt((y * y).mean(-1, keepdim=True) + EPS) * weights["norm.weight"]
+        heads.append((1 - initial) * norm)
+    return torch.cat(heads, dim=-1) @ weights["out.weight"].T
+
+
+def loop_error(**fields: Any) -> float:
+    """The largest difference in the fourth layer."""
+    mixer = part(3, **fields)
+    x = torch.randn(LENGTH, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        got, _ = mixer(x[None], Layout.causal(1, LENGTH))
+        return float((got[0] - loops(mixer, x, 4, fields.get("window", LENGTH))).abs().max())
+
+
+@pytest.mark.parametrize("fields", [{}, {"window": 4}, {"value_dim": 5}, {"position": ROPE, "head_dim": DIM}])
+def test_the_mixer_equals_plain_loops(fields: dict[str, Any]) -> None:
+    assert loop_error(**fields) < 1e-10
+
+
+MIXER = "parts.mixers.differential_attention:DifferentialAttention"
+BUGS = {
+    "λ with the wrong sign": (f"{MIXER}.forward", "first - self._lambda()", "first + self._lambda()"),
+    "both terms of λ exchanged": (
+        f"{MIXER}._lambda",
+        "(q1 * k1).sum().exp() - (q2 * k2)",
+        "(q2 * k2).sum().exp() - (q1 * k1)",
+    ),
+    "layers counted from 1": (f"{MIXER}.__init__", "* context.layer_index", "* (context.layer_index + 1)"),
+    "the same λ_init in all layers": (f"{MIXER}.__init__", "* context.layer_index", "* 0"),
+    "an output that is not multiplied by 1 − λ_init": (f"{MIXER}.forward", "* (1.0 - self.lambda_init)", ""),
+    "a norm of all heads together": (
+        f"{MIXER}.forward",
+        "self.norm((first - self._lambda().to(first.dtype) * second).transpose(1, 2))",
+        "self.norm((first - self._lambda().to(first.dtype) * second).transpose(1, 2).transpose(2, 3).contiguous()"
+        ".view(x.shape[0], x.shape[1], self.heads, self.value_dim))",
+    ),
+    "queries of neighboring heads paired": (f"{MIXER}._pairs", "single[:, 1::2]", "single[:, 1::2].roll(1, 1)"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, *BUGS[bug])
+    assert loop_error() > 1e-2
+    assert error_against_transformers(3) > 1e-2
+
+
+def test_maps_of_both_softmaxes_are_observed() -> None:
+    model = model_under_test(parse_config(ModelConfig, design(layer(differential(kv_heads=1), repeat=2))))
+    for weights in heddle.attention_weights(model, random_tokens(model.config, 2, 7)):
+        assert weights is not None
+        assert weights.shape == (2, 6, 7, 7)
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 6, 7, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_a_width_that_the_queries_do_not_divide() -> None:
+    sentence = r"^layers\[0\]\.mixer\.heads: two queries of each of 5 do not divide width = 24; give head_dim"
+    with pytest.raises(ConfigError, match=sentence):
+        heddle.build(parse_config(ModelConfig, design(layer(differential(5)))), device="meta")
