@@ -1,0 +1,186 @@
+"""Options act or are refused: the law over every field of every kind, and each option that once did nothing."""
+
+from typing import Any
+
+import pytest
+
+from heddle.config import Config, kind_class, kinds, parse_config
+from heddle.errors import ConfigError
+from heddle.laws import LawViolation
+from heddle.laws.alternatives import Option, options
+from heddle.laws.options import Behavior, changes, has_effect, options_have_effect
+from heddle.model.config import EmbeddingConfig, HeadConfig, InitializationConfig, LayerConfig, ModelConfig
+from heddle.model.load_config import load_config
+from tests.cases import CASES, MLP, Data, alone, attention, case, design, layer, moe, wired
+from tests.laws.planting import plant
+from tests.source import slots
+
+ENCODER = CASES["encoder"]
+INV_FREQ = [1.0, 0.31, 0.007]
+
+
+def encoder(**fields: Any) -> Data:
+    """The design with an encoder, which has these fields."""
+    return ENCODER | {"encoder": ENCODER["encoder"] | fields}
+
+
+# Each was accepted once and did nothing.
+REFUSED = {
+    "a softcap of an encoder": (encoder(head={"softcap": 2.0}), "encoder.head.softcap: does nothing, because"),
+    "a scale of an encoder": (
+        encoder(head={"scale": 2.0}),
+        "encoder.head.scale: does nothing, because an encoder has no",
+    ),
+    "a bias of an encoder": (
+        encoder(head={"bias": True}),
+        "encoder.head.bias: does nothing, because an encoder has no",
+    ),
+    "rope's base beside its frequencies": (
+        alone(position={"kind": "rope", "base": 500.0, "inv_freq": INV_FREQ}),
+        "layers[0].mixer.position.base: 500 does nothing beside inv_freq, which replaces its frequencies; keep one",
+    ),
+    "axial rope's base beside its frequencies": (
+        alone(head_dim=12, position={"kind": "axial_rope", "base": 20.0, "inv_freq": INV_FREQ}),
+        "layers[0].mixer.position.base: 20 does nothing beside inv_freq, which replaces its frequencies; keep one",
+    ),
+    "the number of shared experts beside their width": (
+        moe(shared=2, shared_hidden=11),
+        "layers[0].feedforward.shared: 2 does nothing beside shared_hidden = 11, the width of the shared experts",
+    ),
+    "drop_path of one layer": (
+        design(layer(attention()), residual={"kind": "pre_norm", "drop_path": 0.2}),
+        "residual.drop_path: 0.2 does nothing in a model of one layer, because the rate starts at 0; add layers",
+    ),
+    "drop_path of an encoder of one layer": (
+        encoder(
+            layers=[layer(attention(2, head_dim=6, causal=False))], residual={"kind": "pre_norm", "drop_path": 0.2}
+        ),
+        "encoder.residual.drop_path: 0.2 does nothing in a model of one layer",
+    ),
+    "two norms for one branch": (
+        design(layer(attention(), None, 2), residual={"kind": "parallel", "norms": 2}),
+        "residual.norms: 2 is one norm for each branch, but every layer has only one; leave it out",
+    ),
+    "a cast of heads that are float32": (
+        design(layer({"kind": "linear_attention", "heads": 3, "position": {"kind": "rope", "cast": "after"}}, MLP, 2)),
+        "layers[0].mixer.position.cast: does nothing here, because features are float32 at least; leave it out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_option_that_would_do_nothing_is_refused(name: str) -> None:
+    data, message = REFUSED[name]
+    with pytest.raises(ConfigError) as error:
+        load_config(data)
+    assert str(error.value).startswith(message)
+
+
+ACCEPTED: dict[str, Data] = {
+    "the default base beside frequencies": alone(position={"kind": "rope", "base": 10000.0, "inv_freq": INV_FREQ}),
+    "one shared expert of another width": moe(shared=1, shared_hidden=11),
+    "the default head of an encoder": encoder(head={"tied": True, "bias": False, "scale": 1.0, "softcap": None}),
+    "a drop_path of zero": design(layer(attention()), residual={"kind": "pre_norm", "drop_path": 0.0}),
+    "two norms where one layer has two branches": wired("parallel", layer(attention(), None), layer(None), norms=2)
+    | {"layers": [layer(attention(), None), layer(attention())]},
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_a_default_written_out_is_accepted(name: str) -> None:
+    config = load_config(ACCEPTED[name])
+    assert parse_config(ModelConfig, config.dump()) == config
+
+
+# Without its refusal, the law catches each of them: target, refusal, design.
+PLANTED: dict[str, tuple[str, str, str, str, Data]] = {
+    "encoder.head.bias": (
+        "model.config:ModelConfig._check",
+        "self.encoder is not None:\n",
+        "False:\n",
+        "encoder.head.bias",
+        ENCODER,
+    ),
+    "rope.base": (
+        "parts.positions:check_base",
+        "if inv_freq is not None and",
+        "if False and",
+        "layers[0].mixer.position.base",
+        CASES["rope-frequencies"],
+    ),
+    "moe.shared": (
+        "parts.feedforwards.moe:MoEConfig._check",
+        "self.shared > 1 and",
+        "False and",
+        "layers[0].feedforward.shared",
+        design(layer(None, {"kind": "moe", "experts": 2, "top_k": 1, "hidden": 2, "shared": 1, "shared_hidden": 3})),
+    ),
+    "residual.drop_path": (
+        "parts.residuals:ResidualConfig.check_layers",
+        "self.drop_path and",
+        "False and",
+        "residual.drop_path",
+        CASES["head-tied-bias"],
+    ),
+    "parallel.norms": (
+        "parts.residuals.parallel:ParallelConfig.check_layers",
+        "self.norms == 2 and",
+        "False and",
+        "residual.norms",
+        design(layer(attention(), None, 2), residual={"kind": "parallel"}),
+    ),
+    "a softcap that is never read": (
+        "model.embedding:Head.forward",
+        "self.scale, self.softcap",
+        "self.scale, None",
+        "head.softcap",
+        CASES["attention-mha"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_law_catches_an_option_that_does_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, old, new, path, data = PLANTED[name]
+    assert has_effect(*option_at(path, data))
+    plant(monkeypatch, target, old, new)
+    assert not has_effect(*option_at(path, data))
+
+
+def option_at(path: str, data: Data) -> tuple[Option, Behavior]:
+    """The field at a path of a design, and what the design computes."""
+    config = parse_config(ModelConfig, data)
+    return next(option for option in options(config) if option.path == path), Behavior(config)
+
+
+def test_the_law_names_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "model.embedding:Head.forward", "self.scale, self.softcap", "self.scale, None")
+    config = case("layers-feedforward-only")
+    message = "head.softcap: every other value gives the sizes, outputs, gradients and first weights of None; refuse it"
+    with pytest.raises(LawViolation, match=f"^{message}"):
+        options_have_effect(config)
+
+
+def own_fields() -> set[tuple[type[Config], str]]:
+    """Every field of every kind and of the model's own configs, but for those that only hold other fields."""
+    holders: list[type[Config]] = [EmbeddingConfig, HeadConfig, InitializationConfig]
+    classes: list[type[Config]] = [ModelConfig, LayerConfig, *holders]
+    classes += [kind_class(slot, kind) for slot in slots() for kind in kinds(slot)]
+    return {
+        (cls, name) for cls in classes for name, field in cls.model_fields.items() if field.annotation not in holders
+    }
+
+
+def test_every_field_of_every_kind_changes_something_in_a_case() -> None:
+    """The first case in which a field acts is enough here; the law itself runs on every case."""
+    missing = own_fields()
+    for name in CASES:
+        config = case(name)
+        behavior: Behavior | None = None
+        for option in options(config):
+            key = (type(option.config), option.name)
+            if key in missing:
+                behavior = behavior or Behavior(config)
+                if changes(option, behavior):
+                    missing.discard(key)
+    assert missing == set()
