@@ -19,6 +19,7 @@ YARN: Data = {
     },
 }  # fmt: skip
 ALIBI: Data = {"kind": "alibi"}
+BUCKETS: Data = {"kind": "relative_bias", "buckets": 6, "max_distance": 5}
 MLP: Data = {"kind": "mlp", "hidden": 20}
 # Texts of two or more tokens count as long. In a text of one token, at position 0, nothing is rotated.
 LONG: Data = {
@@ -57,6 +58,11 @@ def latent(position: Data | None = ROPE, **fields: Any) -> Data:
     rope_dim = {} if position is None else {"rope_dim": 4}
     sizes = {"heads": 3, "kv_rank": 10, "nope_dim": 7, "value_dim": 5, **rope_dim}
     return {"kind": "latent_attention", "position": position, **sizes, **fields}
+
+
+def differential(heads: int = 3, position: Data | None = ROPE, **fields: Any) -> Data:
+    """A differential attention mixer."""
+    return {"kind": "differential_attention", "heads": heads, "position": position, **fields}
 
 
 def delta(heads: int = 4, repeat: int = 2, **fields: Any) -> Data:
@@ -108,6 +114,22 @@ CASES: dict[str, Data] = {
     "latent-yarn": design(layer(latent(YARN, rope_dim=8), repeat=2)),
     "latent-hybrid": design(layer(latent()), layer(attention(kv_heads=2, window=3)), layer(latent(kv_rank=5))),
     "rope-yarn": alone(kv_heads=2, head_dim=11, position=YARN | {"rotary_dim": 8, "layout": "half"}),
+    "rope-yarn-attention-factor": alone(
+        kv_heads=2,
+        head_dim=11,
+        position=ROPE
+        | {
+            "base": 100.0,
+            "rotary_dim": 8,
+            "scaling": {
+                "kind": "yarn",
+                "factor": 8.0,
+                "original_length": 64,
+                "beta_fast": 4.0,
+                "attention_factor": 1.1,
+            },
+        },
+    ),
     "rope-linear": alone(position=ROPE | {"scaling": {"kind": "linear", "factor": 4.0}}),
     "rope-ntk": alone(kv_heads=2, position=ROPE | {"base": 100.0, "scaling": {"kind": "ntk", "factor": 8.0}}),
     "rope-ntk-dynamic": alone(
@@ -121,6 +143,14 @@ CASES: dict[str, Data] = {
     "rope-longrope-short": alone(
         window=4, position=ROPE | {"scaling": LONG | {"short_factor": [1.0, 1.5, 2.5], "original_length": 500}}
     ),
+    "rope-longrope-factor": alone(
+        window=4,
+        position=ROPE
+        | {
+            "scaling": LONG
+            | {"short_factor": [1.0, 1.5, 2.5], "original_length": 500, "factor": 4.0, "attention_factor": None}
+        },
+    ),
     "alibi": alone(heads=6, kv_heads=2, position=ALIBI),
     "alibi-window": alone(heads=6, kv_heads=3, value_dim=9, window=5, position=ALIBI),
     "alibi-bidirectional": alone(kv_heads=2, causal=False, position=ALIBI),
@@ -131,6 +161,11 @@ CASES: dict[str, Data] = {
     "alibi-mixed": design(
         layer(attention(position=ALIBI)), layer(attention(window=3)), layer(attention(position=None))
     ),
+    "relative-bias": alone(heads=6, kv_heads=2, position=BUCKETS),
+    "relative-bias-softcap-sink-window": alone(heads=3, window=4, softcap=1.1, sink=True, position=BUCKETS),
+    "relative-bias-bidirectional-window": alone(
+        kv_heads=2, causal=False, window=3, scale=1.0, position=BUCKETS | {"buckets": 8}
+    ),
     "attention-sink": alone(heads=6, kv_heads=2, sink=True),
     "attention-sink-window": alone(kv_heads=2, window=3, value_dim=9, sink=True),
     "attention-sink-bidirectional": alone(kv_heads=2, value_dim=4, sink=True, causal=False, dropout=0.3),
@@ -138,6 +173,11 @@ CASES: dict[str, Data] = {
     "attention-softcap-sink-window": alone(heads=6, kv_heads=3, window=4, softcap=1.1, sink=True, gate="head"),
     "attention-gate-head": alone(kv_heads=2, gate="head", bias="qkv"),
     "attention-gate-channel": alone(kv_heads=2, value_dim=5, gate="channel"),
+    "differential": design(layer(differential(kv_heads=1), repeat=2)),
+    "differential-window-own-widths": design(
+        layer(differential(4, kv_heads=2, head_dim=5, value_dim=7, window=3, bias=True, position=BUCKETS))
+    ),
+    "differential-bidirectional": design(layer(differential(2, causal=False, scale=0.7, norm={"kind": "layer"}))),
     "delta": design(delta()),
     "delta-key-heads": design(delta(heads=6, key_heads=2, head_dim=5, value_dim=3)),
     "delta-convolution-1": design(delta(heads=3, conv_kernel=1, value_dim=10)),
@@ -306,6 +346,23 @@ CASES |= {
     ),
 }
 
+CASES |= {
+    "kda": design(layer({"kind": "kda", "heads": 3}, repeat=2), norm={"kind": "layer"}),
+    "kda-own-widths": design(
+        layer({"kind": "kda", "heads": 4, "head_dim": 5, "value_dim": 3, "gate_rank": 2, "conv_kernel": 2}, repeat=2)
+    ),
+    "mamba2": design(layer({"kind": "mamba2", "heads": 6, "state_size": 5}, repeat=2), norm={"kind": "layer"}),
+    "mamba2-groups": design(
+        layer(
+            {
+                "kind": "mamba2", "heads": 4, "groups": 2, "head_dim": 7, "state_size": 3, "conv_kernel": 1,
+                "conv_bias": False, "bias": True, "time_step_limit": [0.02, 0.5], "norm": {"kind": "rms", "eps": 1e-6},
+            },
+            repeat=2,
+        )
+    ),
+}  # fmt: skip
+
 LAYER_NORM: Data = {"kind": "layer"}
 
 
@@ -321,6 +378,7 @@ CASES |= {
     "residual-parallel-dropout": wired("parallel", *APART, norms=2, dropout=0.2, drop_path=0.3),
     "residual-post-norm": wired("post_norm", drop_path=0.4, dropout=0.2),
     "residual-post-norm-apart": wired("post_norm", *APART, norm={"kind": "rms"}),
+    "residual-deep-norm": wired("deep_norm", drop_path=0.4, dropout=0.2),
     "residual-sandwich": wired("sandwich", drop_path=0.5, dropout=0.1),
     "residual-sandwich-apart": wired("sandwich", *APART, norm={"kind": "rms", "offset": 1.0}),
     "residual-reordered": wired("reordered", drop_path=0.5, dropout=0.2),

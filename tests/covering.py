@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from heddle.config import Config, Part
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
+from tests.cases import CASES, case
 from tests.pairs import (
     DEPTH,
     ENCODER,
@@ -26,6 +28,7 @@ from tests.pairs import (
     Pair,
     Site,
     catalogue,
+    fields_of,
     is_bidirectional,
     joined,
     mixers_of,
@@ -33,8 +36,11 @@ from tests.pairs import (
     refusal,
 )
 
+Key = TypeVar("Key", int, str)
+
 GOLDEN = Path(__file__).parent / "goldens/refused_pairs.txt"
 IN_LAYERS = (MIXER, POSITION, FORWARD)
+SIZES = ("repeat", "vocab_size")  # of which any other number is as good
 TRIES = 4  # variants tried for a plain design around two choices
 
 
@@ -204,6 +210,51 @@ def covering() -> Covering:
     while search.left:
         search.cover(next(iter(search.left)))
     return search.result
+
+
+def options_of(config: Config) -> set[str]:
+    """Each field that is set, as `kind.field: value`. Numbers other than 0 and 1 count as one value."""
+    options: set[str] = set()
+    owner = config.kind if isinstance(config, Part) else type(config).__name__
+    for name, value in fields_of(config):
+        inner = [item for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, Config)]
+        options = options.union(*(options_of(item) for item in inner))
+        if value is not None and not (inner and isinstance(value, tuple)) and name not in SIZES:
+            options.add(f"{owner}.{name}: {label_of(value)}")
+    return options
+
+
+def label_of(value: Any) -> str:
+    """What tells an option's value from others: a word, a truth value, a kind, or that it is a number or a list."""
+    if isinstance(value, Config):
+        return value.kind if isinstance(value, Part) else "a table"
+    if isinstance(value, str | bool) or value in (0, 1):
+        return str(value)
+    return "a list" if isinstance(value, tuple) else "a number"
+
+
+def fewest(options: dict[Key, set[str]]) -> list[Key]:
+    """A few keys that have, together, every option: greedy."""
+    left, chosen = dict(options), []
+    while any(left.values()):
+        richest = max(left, key=lambda key: len(left[key]))
+        chosen.append(richest)
+        left = {key: rest - left[richest] for key, rest in left.items()}
+    return chosen
+
+
+@cache
+def uncovered_cases() -> list[str]:
+    """A few cases that have, together, every option of the cases that no covering design has."""
+    covered = set().union(*(options_of(config) for config, _ in covering().designs))
+    return fewest({name: options_of(case(name)) - covered for name in CASES})
+
+
+@cache
+def designs_with_every_option() -> list[ModelConfig]:
+    """A few covering designs that have, together, every option of all of them."""
+    designs = [config for config, _ in covering().designs]
+    return [designs[index] for index in fewest({index: options_of(config) for index, config in enumerate(designs)})]
 
 
 def random_designs(number: int, seed: int) -> Iterator[ModelConfig | str]:

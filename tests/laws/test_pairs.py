@@ -7,28 +7,45 @@ from itertools import chain
 import pytest
 
 from heddle.config import kinds
-from heddle.laws import run
 from heddle.model.config import ModelConfig
 from heddle.parts.context.build import BuildContext
-from tests.covering import GOLDEN, IN_LAYERS, all_pairs, covering, random_designs, refused_lines
+from tests.covering import (
+    GOLDEN,
+    IN_LAYERS,
+    all_pairs,
+    covering,
+    designs_with_every_option,
+    random_designs,
+    refused_lines,
+)
 from tests.laws.planting import plant
+from tests.laws.violations import OPTIONS, OTHERS, violations_of
 from tests.pairs import MODEL, RATES, Draft, Pair, catalogue, layer_choices, model_choices, with_rate
 from tests.source import slots
 
-SHARES = 16  # the designs are unknown at collection, so each test takes every 16th
+SHARES, FEW_SHARES = 16, 4  # the designs are unknown at collection, so each test takes every 16th, or 4th
 SAMPLE = int(os.environ.get("HEDDLE_SOAK_DESIGNS", "400"))  # about a quarter of an hour of one core
 SENTENCE = re.compile(r"[a-z][\w.\[\]]*: [^\n]{10,400}")
-
-
-def violations_of(config: ModelConfig) -> list[str]:
-    """The laws that a design violates, each with its message and the design."""
-    return [f"{result.name}: {result.message}\n  {config.dump()}" for result in run(config) if not result.passed]
 
 
 @pytest.mark.parametrize("share", range(SHARES))
 def test_every_pair_satisfies_the_laws(share: int) -> None:
     designs = covering().designs[share::SHARES]
-    assert "\n".join(chain.from_iterable(violations_of(config) for config, _ in designs)) == ""
+    assert "\n".join(chain.from_iterable(violations_of(config, OTHERS) for config, _ in designs)) == ""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("share", range(FEW_SHARES))
+def test_every_option_has_an_effect(share: int) -> None:
+    designs = designs_with_every_option()[share::FEW_SHARES]
+    assert "\n".join(chain.from_iterable(violations_of(config, [OPTIONS]) for config in designs)) == ""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("share", range(SHARES))
+def test_every_option_has_an_effect_beside_every_other_choice(share: int) -> None:
+    designs = covering().designs[share::SHARES]
+    assert "\n".join(chain.from_iterable(violations_of(config, [OPTIONS]) for config, _ in designs)) == ""
 
 
 def pairs_of(config: ModelConfig) -> set[Pair]:
@@ -65,9 +82,9 @@ def test_a_planted_bug_is_caught_in_a_covering_design(monkeypatch: pytest.Monkey
     config, _ = next(
         pair for pair in covering().designs if {"attention with a window", "parallel"} <= set(pair[1].labels.values())
     )
-    assert violations_of(config) == []
+    assert violations_of(config, OTHERS) == []
     plant(monkeypatch, "numerics.attention.sliding_window:Band.keys_after", "0 if self.causal", "1 if self.causal")
-    assert any(violation.startswith("causality: ") for violation in violations_of(config))
+    assert any(violation.startswith("causality: ") for violation in violations_of(config, OTHERS))
 
 
 @pytest.mark.soak

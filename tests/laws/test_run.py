@@ -1,11 +1,15 @@
 """Running laws: the order of results, messages of violations and other errors, unknown names."""
 
 import re
+from functools import partial
+from typing import Any
 
 import pytest
 
 from heddle.errors import ConfigError
-from heddle.laws import LAWS, run
+from heddle.laws import LAWS, harness, run
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder, build
 from tests.cases import case
 from tests.laws.planting import plant
 
@@ -17,12 +21,43 @@ def test_statements_are_one_sentence() -> None:
 
 
 def test_results_come_in_the_requested_order() -> None:
-    results = run(case("attention-gqa"), ["config_round_trip", "chunked_decoding"])
+    results = list(run(case("attention-gqa"), ["config_round_trip", "chunked_decoding"]))
     assert [(result.name, result.passed, result.message) for result in results] == [
         ("config_round_trip", True, ""),
         ("chunked_decoding", True, ""),
     ]
     assert all(result.seconds > 0 for result in results)
+
+
+def test_a_result_is_known_before_the_next_law_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    for name in ("tied_head", "causality"):
+        note = partial(lambda name, _: checked.append(name), name)
+        monkeypatch.setitem(LAWS, name, LAWS[name]._replace(check=note))
+    results = run(case("attention-gqa"), ["tied_head", "causality"])
+    assert (next(results).name, checked) == ("tied_head", ["tied_head"])
+    assert (next(results).name, checked) == ("causality", ["tied_head", "causality"])
+
+
+def test_each_law_gets_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["gradient_accumulation", "batch_invariance"]  # the first turns dropout on
+    assert [result.passed for result in run(case("attention-dropout"), names)] == [True, True]
+    plant(monkeypatch, "laws.harness:model_under_test", "copy.deepcopy(model)", "model")
+    assert [result.passed for result in run(case("attention-dropout"), names)] == [True, False]
+
+
+def test_laws_of_one_run_share_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[ModelConfig] = []
+
+    def counted_build(config: ModelConfig, **options: Any) -> Decoder:
+        built.append(config)
+        return build(config, **options)
+
+    monkeypatch.setattr(harness, "build", counted_build)
+    assert all(result.passed for result in run(case("attention-gqa"), ["causality", "batch_invariance"]))
+    assert built == [case("attention-gqa")]
+    model = harness.model_under_test(case("attention-gqa"))
+    assert (model.config, len(built)) == (case("attention-gqa"), 2)  # outside of a run nothing is shared
 
 
 def test_the_error_of_an_unknown_law_suggests_the_nearest() -> None:

@@ -6,7 +6,8 @@ bidirectional design), it checks that the design refuses.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from heddle.laws import (
     cross_attention,
     experts,
     kernels,
+    options,
     padding,
     poison,
     positions,
@@ -27,7 +29,7 @@ from heddle.laws import (
     states,
     training,
 )
-from heddle.laws.harness import LawViolation
+from heddle.laws.harness import LawViolation, ModelCache
 from heddle.laws.shrink import shrink
 from heddle.model.config import ModelConfig
 
@@ -79,7 +81,7 @@ LAWS: dict[str, Law] = {
             poison.padding_not_cached,
             rows.batch_invariance,
             rows.row_isolation,
-            rows.repeated_calls,
+            rows.call_isolation,
             rows.batch_position_invariance,
             states.fork_isolation,
             states.state_row_selection,
@@ -98,7 +100,7 @@ LAWS: dict[str, Law] = {
             training.gradient_accumulation,
             training.activation_checkpointing,
             training.finite_differences,
-            residuals.zero_branches,
+            residuals.residual_identity,
             residuals.drop_path_rates,
             residuals.drop_path_scaling,
             experts.expert_permutation,
@@ -109,38 +111,49 @@ LAWS: dict[str, Law] = {
             experts.router_statistics,
             experts.load_balancing,
             experts.router_precision,
-            experts.training_isolation,
+            experts.token_isolation_in_training,
             building.complete_initialization,
             building.seeded_initialization,
             building.tied_head,
             building.state_dict_completeness,
             building.config_round_trip,
             building.size_matches_model,
+            options.options_have_effect,
         ),
     )
 }
 
 
-def run(config: ModelConfig, names: Iterable[str] | None = None, device: torch.device | str = "cpu") -> list[Result]:
-    """Check a design against some laws (default: all). Large designs should be made small first, with `shrink`.
+def run(
+    config: ModelConfig, names: Iterable[str] | None = None, device: torch.device | str = "cpu"
+) -> Iterator[Result]:
+    """Check a design against some laws (default: all), and yield each result as soon as its law was checked.
 
-    Raises ConfigError for an unknown name. Any other error within a law is reported in its result.
+    Large designs should be made small first, with `shrink`. Raises ConfigError for an unknown name, before the first
+    law is checked. Any other error within a law is reported in its result.
     """
     selected = list(LAWS) if names is None else list(names)
     for name in selected:
         if name not in LAWS:
             raise ConfigError(f"law '{name}' is unknown; {choices_hint(name, LAWS)}")
-    with torch.device(device):
-        return [_result(LAWS[name], config) for name in selected]
+    models = ModelCache()
+    return (_result(LAWS[name], config, device, models) for name in selected)
 
 
-def _result(law: Law, config: ModelConfig) -> Result:
+def _result(law: Law, config: ModelConfig, device: torch.device | str, models: ModelCache) -> Result:
     start = time.perf_counter()
     message = ""
     try:
-        law.check(config)
+        with _default_device(device), models.use():
+            law.check(config)
     except LawViolation as error:
         message = str(error)
     except Exception as error:  # a part that raises any other error violates the law too
         message = f"stopped by {type(error).__name__}: {error}"
     return Result(law.name, not message, message, time.perf_counter() - start)
+
+
+def _default_device(device: torch.device | str) -> AbstractContextManager[object]:
+    """Within the block, tensors are made on this device. If they are anyway, do nothing: the mode slows every call."""
+    target = torch.device(device)
+    return nullcontext() if target == torch.get_default_device() else target

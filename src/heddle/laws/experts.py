@@ -220,7 +220,7 @@ def router_precision(config: ModelConfig) -> None:
                 raise LawViolation(f"{name}, the router's numbers are {got.dtype} and differ by {error:.1e}")
 
 
-def training_isolation(config: ModelConfig) -> None:
+def token_isolation_in_training(config: ModelConfig) -> None:
     """In training, too, the output of a token does not depend on padding, later tokens or other rows."""
     for part, x in _each(model_under_test(config)):
         part.train()

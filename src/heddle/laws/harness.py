@@ -1,6 +1,9 @@
 """Shared by all laws: the model under test in float64, random inputs, a probe loss, and the comparisons."""
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -18,6 +21,9 @@ MAX_TEXT_LENGTH = 128  # tokens, more than any law's text
 EXPERT_TOLERANCE = 1e-12  # other tokens change the row count, and so the rounding, of an expert's matrix product
 ENCODER_LENGTH = 5  # tokens of the encoder output that cross-attention reads
 PADDING_TOKEN = 0  # random_tokens never returns it: it stands for padding and for poisoned tokens
+MAX_CACHED_PARAMETERS = 2**20  # of a model that stays in memory while others are checked
+
+_cached_models: ContextVar[dict[ModelConfig, Decoder] | None] = ContextVar("cached_models", default=None)
 
 Gradients = dict[str, Tensor]
 
@@ -26,18 +32,45 @@ class LawViolation(AssertionError):
     """A law does not hold. The message is one sentence: what differs, and by how much."""
 
 
+class ModelCache:
+    """The models of several laws: each design is built once, and every law gets an unused copy of its own."""
+
+    def __init__(self) -> None:
+        self._models: dict[ModelConfig, Decoder] = {}
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Within the block, `model_under_test` copies these models and adds those that it builds."""
+        token = _cached_models.set(self._models)
+        try:
+            yield
+        finally:
+            _cached_models.reset(token)
+
+
 def model_under_test(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:
     """Build the design in eval mode and add random numbers to every parameter.
 
     Initial weights hide mistakes: gains are 1, biases 0 and branches small.
     """
+    models = _cached_models.get()
+    model = None if models is None else models.get(config)
+    if model is None:
+        model = _build(config)
+        if models is None or sum(parameter.numel() for parameter in model.parameters()) > MAX_CACHED_PARAMETERS:
+            return model.to(dtype)
+        models[config] = model
+    return copy.deepcopy(model).to(dtype)
+
+
+def _build(config: ModelConfig) -> Decoder:
     model = build(config, dtype=torch.float64, device=torch.get_default_device()).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             spread = 0.3 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
             parameter.add_(normal_tensor(parameter.shape, generator) * spread)
-    return model.to(dtype)
+    return model
 
 
 def random_tokens(config: ModelConfig, rows: int, length: int, seed: int = 0) -> Tensor:
@@ -116,9 +149,7 @@ def fork(state: State) -> State:
 
 def slice_layout(layout: Layout, start: int, stop: int) -> Layout:
     """The layout of tokens start … stop − 1."""
-    segment_ids = None if layout.segment_ids is None else layout.segment_ids[:, start:stop]
-    coordinates = None if layout.coordinates is None else layout.coordinates[:, start:stop]
-    return Layout(layout.positions[:, start:stop], segment_ids, has_padding=layout.has_padding, coordinates=coordinates)
+    return layout.map_tensors(lambda x: x[:, start:stop])
 
 
 def forward_in_chunks(

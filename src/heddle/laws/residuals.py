@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import combinations
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from heddle.laws.harness import (
     LawViolation,
     assert_close,
+    assert_refused,
     forward_no_grad,
     layout_for,
     model_under_test,
@@ -22,13 +24,13 @@ from heddle.numerics.random import RandomKey, use_random_key
 from heddle.parts.modules.dropout import BranchDropout
 from heddle.parts.residuals import Residual, Stream
 
-SAMPLES = 20_000
+SAMPLES, SMALL_SAMPLES = 20_000, 200
 MAX_DEVIATIONS = 4.0  # standard deviations by which a share of the samples may be off
 RATE = 0.4
 
 
 @torch.no_grad()
-def zero_branches(config: ModelConfig) -> None:
+def residual_identity(config: ModelConfig) -> None:
     """With branches that return zero, the stream passes unchanged, or as the residual kind declares."""
     model = model_under_test(config)
     for stack in _stacks(model):
@@ -56,6 +58,8 @@ def drop_path_rates(config: ModelConfig) -> None:
         survivors: dict[str, Tensor] = {}
         blocks = list(_blocks(stack))
         for index, (block, rate, stream) in enumerate(_streams(stack, SAMPLES)):
+            if not rate:
+                stream = _first_samples(stream, SMALL_SAMPLES)  # whatever is dropped here shows at once
             by_branch = _surviving_samples(block, stream)
             for name, rows in by_branch.items():
                 _check_share(rows, 1.0 - rate, f"{what}layer {index} of {len(blocks)}: samples that keep {name}")
@@ -69,7 +73,7 @@ def drop_path_rates(config: ModelConfig) -> None:
 def drop_path_scaling(config: ModelConfig) -> None:
     """Dropped branches add nothing to a sample, and the others are divided by 1 − rate."""
     for what, stack in _stacks_with_drop_path(config):
-        for index, (block, rate, stream) in enumerate(_streams(stack, 200)):
+        for index, (block, rate, stream) in enumerate(_streams(stack, SMALL_SAMPLES)):
             survivors, got = list(_surviving_samples(block, stream).values()), _forward_constants(block, stream)
             identity, scaled = _flat(block.identity_output(stream)), _scaled(block, stream, 1.0 / (1.0 - rate))
             all_kept, none_kept = torch.stack(survivors).all(0), ~torch.stack(survivors).any(0)
@@ -97,15 +101,23 @@ def _blocks(stack: Decoder) -> Iterator[Residual]:
 
 
 def _stacks_with_drop_path(config: ModelConfig) -> Iterator[tuple[str, Decoder]]:
-    """The stacks of the design in training, with stochastic depth and no other dropout of branches."""
-    if config.encoder is not None:
-        config = config.replace(encoder=_with_rate(config.encoder))
-    model = model_under_test(_with_rate(config)).train()
-    yield from zip(("", "encoder: "), _stacks(model), strict=False)
+    """The stacks of several layers, in training, with stochastic depth and no other dropout of branches.
+
+    The rate of the first layer is 0, so a stack of one layer must refuse it.
+    """
+    design = config if config.encoder is None else config.replace(encoder=_with_rate(config.encoder))
+    stacks = _stacks(model_under_test(_with_rate(design)).train())
+    yield from ((what, stack) for what, stack in zip(("", "encoder: "), stacks, strict=False) if stack.config.depth > 1)
 
 
 def _with_rate(config: ModelConfig) -> ModelConfig:
-    return config.replace(residual=config.residual.replace(drop_path=RATE, dropout=0.0))
+    """The design with a rate of stochastic depth, if it has several layers, and no other dropout of branches."""
+    plain = config.residual.replace(drop_path=0.0, dropout=0.0)
+    if config.depth == 1:
+        refused = partial(config.replace, residual=plain.replace(drop_path=RATE))
+        assert_refused(refused, "drop_path", "one layer accepted drop_path, which does nothing in it")
+        return config.replace(residual=plain)
+    return config.replace(residual=plain.replace(drop_path=RATE))
 
 
 def _streams(stack: Decoder, samples: int) -> Iterator[tuple[Residual, float, Stream]]:
@@ -115,6 +127,10 @@ def _streams(stack: Decoder, samples: int) -> Iterator[tuple[Residual, float, St
     for index, block in enumerate(_blocks(stack)):
         yield block, RATE * index / max(1, stack.config.depth - 1), stream
         stream = block.identity_output(stream)
+
+
+def _first_samples(stream: Stream, samples: int) -> Stream:
+    return stream[:samples] if isinstance(stream, Tensor) else tuple(tensor[:samples] for tensor in stream)
 
 
 def _forward_constants(block: Residual, stream: Stream, changed: str = "") -> Tensor:

@@ -60,7 +60,7 @@ def batch_position_invariance(config: ModelConfig) -> None:
                 assert_close(hidden[position : position + 1, first : first + 7], alone, f"{what}, with a state")
 
 
-def repeated_calls(config: ModelConfig) -> None:
+def call_isolation(config: ModelConfig) -> None:
     """A call gives the same bits before and after other calls: shorter, longer and with a state."""
     model = model_under_test(config)
     tokens = random_tokens(config, 2, 8)
