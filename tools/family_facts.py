@@ -26,7 +26,11 @@ MEANING = """The tests check every variant:
 - Fields: each number and boolean of each config is changed, one at a time, to a value that both sides accept. Both must
   then compute the same logits, and the logits must change, unless only training reads the field.
 
-In every family, a field that heddle does not know is refused by name."""
+In every family, a field that heddle does not know is refused by name. Fields that are off or null, defaults and old
+spellings are read. Fields that change nothing that the model computes (of training, of `generate`, of other programs)
+are read too, and an import names them. The code that `auto_map` names is never run. [published.md](published.md) lists
+published models and what becomes of their files. A model leaves as the family that it came from, as long as its design
+fits that family; the model itself remembers it, also in its folder and in the runs that begin with it."""
 
 
 def page(written: str) -> str:

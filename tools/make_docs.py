@@ -1,4 +1,4 @@
-"""Write the generated documentation: docs/parts/, docs/huggingface/families.md and the tables of docs/laws.md.
+"""Write the generated documentation: docs/parts/, two pages of docs/huggingface/ and the tables of docs/laws.md.
 
     python tools/make_docs.py
 
@@ -39,7 +39,7 @@ from heddle.numerics.kernels import OPERATIONS  # noqa: E402
 from heddle.parts.scalings import LongContextFactor  # noqa: E402
 from tests.cases import CASES, case  # noqa: E402
 from tests.laws.test_planted import BUGS  # noqa: E402
-from tools import family_facts  # noqa: E402
+from tools import family_facts, published_facts  # noqa: E402
 from tools.markdown import joined, prose, table  # noqa: E402
 from tools.part_facts import COSTED, COSTS, bugs_of, parts_of  # noqa: E402
 from tools.refusals import reasons  # noqa: E402
@@ -68,10 +68,10 @@ HEAD = f"""# Parts
 
 A slot is a folder under `src/heddle/parts`; a kind is a file in it. Each slot has a page here. The text of a kind is
 the docstring of its file. Its fields, parameters, states and costs are read from the code, and so are the kernels.
-`null`, or leaving a field out, means off or the default. Every law of [laws.md](../laws.md) runs on every case named on
-these pages, and on designs that combine every two choices of different slots. The section of a kind ends with the bugs
-planted in its code and the law that catches each. [commonly-wrong.md](../commonly-wrong.md) shows common mistakes in
-such parts.
+`null`, or leaving a field out, means off or the default. Every law of [laws.md](../laws.md) runs on every option
+of the cases named on these pages, in designs that combine every two choices of different slots. The section of a kind
+ends with the bugs planted in its code and the law that catches each. [commonly-wrong.md](../commonly-wrong.md) shows
+common mistakes in such parts.
 """
 PAIRS = """## Combinations that are refused
 
@@ -102,6 +102,7 @@ def pages() -> dict[Path, str]:
         blocks = [block for kind in own_kinds(slot) for block in kind_blocks(slot, kind)]
         contents_of[folder / f"{slot}.md"] = joined(f"# {slot.capitalize()}", WRITTEN, prose(slot_doc(slot)), *blocks)
     contents_of[ROOT / "docs/huggingface/families.md"] = family_facts.page(WRITTEN)
+    contents_of[ROOT / "docs/huggingface/published.md"] = published_facts.page(WRITTEN)
     contents_of[folder / "kernels.md"] = joined("# Kernels", WRITTEN, kernels_intro(), *kernel_blocks())
     return contents_of
 

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from heddle.config import PARTS, kinds
+from heddle.config import kinds
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Layer, build
 from heddle.numerics.dispatch.flop_counter import count_flops
@@ -18,6 +18,7 @@ from heddle.parts.context.encoder_output import EncoderOutput
 from heddle.parts.context.layout import Layout
 from tests.cases import case, parts_of
 from tests.laws.test_planted import BUGS, Bug
+from tests.source import slots
 from tools.markdown import table
 
 ELEMENT = 4  # bytes of a float32
@@ -140,15 +141,16 @@ COSTED = {"mixers": mixer_table, "feedforwards": feedforward_table, "residuals":
 def import_depths(module: str) -> dict[str, int]:
     """How many imports lie between a kind's file and each module that it uses.
 
-    These are the modules of the numerics, at any depth, and the helper files of `heddle.parts` that the kind itself
-    imports.
+    These are the modules of the numerics, at any depth, the shared modules that the kind itself imports, such as a
+    convolution, and its helper files in `heddle.parts`.
     """
     depths, queue = {module: 0}, [module]
     while queue:
         importer = queue.pop(0)
         for name in imported(importer):
+            shared = importer == module and name.startswith("heddle.parts.modules.")
             helper = importer == module and name.count(".") == 2 and name.startswith("heddle.parts.") and is_file(name)
-            if name not in depths and (helper or name.startswith("heddle.numerics.")):
+            if name not in depths and (helper or shared or name.startswith("heddle.numerics.")):
                 depths[name] = depths[importer] + 1
                 if not helper:
                     queue.append(name)
@@ -159,7 +161,7 @@ def import_depths(module: str) -> dict[str, int]:
 def owners(module: str) -> frozenset[str]:
     """The slots whose kinds import a module most directly; none if there are more than two: it is shared by all."""
     depth_of_slot = {}
-    for slot in (folder.name for folder in PARTS.iterdir() if (folder / "__init__.py").is_file()):
+    for slot in slots():
         depths = [import_depths(f"heddle.parts.{slot}.{kind}").get(module, UNRELATED) for kind in kinds(slot)]
         depth_of_slot[slot] = min(depths)
     nearest = [slot for slot, depth in depth_of_slot.items() if depth == min(depth_of_slot.values())]

@@ -44,6 +44,7 @@ def plain(family: str) -> dict[str, str]:
 
 
 CLEAR = 2e-5  # scores of experts that are further apart are chosen alike in float32
+LENGTH_DEPENDENT = ("longrope", "dynamic")
 LENGTHS = [41, 17, 1]  # of the rows that are padded together
 
 
@@ -86,10 +87,10 @@ def saved(family: str, variant: str) -> tuple[Any, Path]:
     return model, write(model)
 
 
-def write(model: Any) -> Path:
+def write(model: Any, max_shard_size: str = "40KB") -> Path:
     """A folder of their model."""
     folder = Path(tempfile.mkdtemp(dir=FOLDERS.name))
-    model.save_pretrained(folder, max_shard_size="40KB")
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 
@@ -115,6 +116,15 @@ def batch() -> tuple[Tensor, Tensor, heddle.Layout]:
 
 @torch.no_grad()
 def their_logits(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Logits [B, T, vocab]. Frequencies that depend on the length follow each row's own, so rows are read alone.
+
+    In a padded batch, transformers would take the longest row's length for all.
+    """
+    if mask is not None and any(f'"{kind}"' in model.config.to_json_string() for kind in LENGTH_DEPENDENT):
+        rows = [their_logits(model, row[real][None]) for row, real in zip(tokens, mask.bool(), strict=True)]
+        padded = rows[0].new_zeros(*tokens.shape, rows[0].shape[-1])
+        padded[mask.bool()] = torch.cat([row[0] for row in rows])
+        return padded
     positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
     logits: Tensor = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
     return logits

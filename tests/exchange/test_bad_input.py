@@ -129,6 +129,17 @@ def fields(**changes: Any) -> Damage:
     return lambda folder: edit(folder / CONFIG_FILE, **changes)
 
 
+def anonymous(*classes: Any) -> Damage:
+    """No model_type, and other classes."""
+
+    def change(folder: Path) -> None:
+        data = read_json(folder) | {"architectures": list(classes) if isinstance(classes[0], str) else classes[0]}
+        del data["model_type"]
+        (folder / CONFIG_FILE).write_text(json.dumps(data))
+
+    return change
+
+
 def duplicate(folder: Path) -> None:
     text = (folder / CONFIG_FILE).read_text()
     (folder / CONFIG_FILE).write_text(text.replace("{", '{"vocab_size": 12,', 1))
@@ -154,8 +165,13 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "whole numbers": (lambda f: rewrite(alone(f), as_type(torch.int64)), r"tensor '.*' is of type torch\.int64"),
     "a pickle instead": (instead, r"pytorch_model\.bin: is a pickle .* convert it to safetensors"),
     "a pickle in disguise": (disguised, r"model\.safetensors: is a pickle or an archive"),
-    "remote code": (fields(auto_map={"AutoModel": "x.Y"}), r"config\.json: field 'auto_map' asks to run code"),
-    "quantised": (fields(quantization_config=SMALL), r"field 'quantization_config' .* \(bitsandbytes\)"),
+    "remote code": (
+        fields(model_type="mamba9", auto_map={"AutoModel": "x.Y"}), r"'mamba9' is not read; .*'auto_map' .* never run",
+    ),
+    "quantised": (fields(quantization_config=SMALL), r"field 'quantization_config' .* \('bitsandbytes'\)"),
+    "quantised by MLX": (fields(quantization={"bits": 4}), r"field 'quantization' says the weights are quantized"),
+    "a class of nobody": (anonymous("MambaForCausalLM"), r"config\.json: model_type None is not read"),
+    "classes that are no list": (anonymous(7), r"config\.json: model_type None is not read"),
     "unknown kind": (fields(model_type="mamba9"), r"config\.json: model_type 'mamba9' is not read; .*llama"),
     "no kind": (fields(model_type=None), r"config\.json: model_type None is not read"),
     "a kind of wrong kind": (fields(model_type=["llama"]), r"model_type \['llama'\] is not read"),
@@ -216,7 +232,7 @@ def test_each_is_refused_by_name(folder: Path, name: str) -> None:
 def test_what_is_no_folder(tmp_path: Path) -> None:
     assert "there is no such folder" in refusal(tmp_path / "gone")
     (tmp_path / "file").write_text("x")
-    assert "there is no such folder" in refusal(tmp_path / "file")
+    assert "is a file, not a folder" in refusal(tmp_path / "file")
     assert "holds no config.json" in refusal(tmp_path)
 
 

@@ -155,6 +155,31 @@ def test_layers_of_one_type_alone_go_out(family: str, window: int | None, tmp_pa
     torch.testing.assert_close(our_logits(model, tokens), their_logits(theirs, tokens), rtol=0, atol=1e-5)
 
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.2}
+FLAT: list[tuple[str, Fields]] = [
+    ("olmo3", {"rope_type": "default", "rope_theta": 500000}),
+    ("olmo3", {"rope_type": "default", "rope_theta": 500000, FULL: YARN | {"rope_theta": 500000}}),
+    ("olmo3", YARN | {"rope_theta": 7e4, FULL: YARN | {"rope_theta": 7e4}, SLIDING: {"rope_theta": 3e3}}),
+    ("olmo3", {"rope_theta": 3e3, FULL: YARN | {"rope_theta": 7e4}, SLIDING: {"rope_theta": 3e3}}),
+    ("gemma3_text", {"rope_type": "default"}),
+    ("gemma3_text", {"rope_type": "default", "rope_theta": 1e4}),
+]
+
+
+@pytest.mark.parametrize(("family", "table"), FLAT)
+def test_one_rope_table_beside_those_of_each_type_of_layers(family: str, table: Fields) -> None:
+    """As files have it that were saved by an earlier version of transformers 5, and again by a later one."""
+    fields = PUBLISHED["olmo2" if family == "olmo3" else "gemma3"][1]
+    config = {name: value for name, value in (OLD | fields).items() if not name.startswith("rope_")}
+    config |= {"model_type": family, "rope_parameters": table}
+    theirs = json.loads(AutoConfig.for_model(**json.loads(json.dumps(config))).to_json_string())
+    assert {FULL, SLIDING} < set(theirs["rope_parameters"]), "they have both, and the one beside them"
+    tables = {kind: theirs["rope_parameters"][kind] for kind in (FULL, SLIDING)}
+    design = design_from_config(config, families()[family])
+    assert design == design_from_config(theirs | {"model_type": family}, families()[family])
+    assert design == design_from_config(config | {"rope_parameters": tables}, families()[family])
+
+
 NESTED = {FULL: {"rope_type": "default", "rope_theta": 1e6}, SLIDING: {"rope_type": "default", "rope_theta": 1e4}}
 SHORT_YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 9, "truncate": False}
 WRONG: list[tuple[str, Fields, str]] = [
@@ -170,7 +195,21 @@ WRONG: list[tuple[str, Fields, str]] = [
     ("gemma2", {"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; heddle builds at most"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0; heddle builds None only"),
     ("gemma3_text", {"sliding_window_pattern": 0}, "'sliding_window_pattern' is 0; should be at least 1"),
-    ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "should have a table for full_attention and one"),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
+        "should have a table for full_at",
+    ),
+    (
+        "olmo3",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        "should have a table for full_attention and",
+    ),
+    (
+        "olmo3",
+        {"rope_parameters": NESTED | {"rope_type": "default", "rope_theta": 7.0}},
+        "nothing that differs from both",
+    ),
     ("olmo3", {"rope_parameters": NESTED | {FULL: SHORT_YARN}}, "transformers reads no 'truncate' in the table of one"),
     ("olmo3", {"rope_parameters": NESTED | {FULL: [1.0]}}, "'full_attention' is .*; should be of kind dict"),
     ("olmo3", {"sliding_window": -1}, "window: "),

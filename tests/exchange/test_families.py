@@ -62,7 +62,7 @@ def test_logits_in_bfloat16(family: str, variant: str) -> None:
     ours = load(folder, dtype=torch.bfloat16).model
     tokens, mask, layout = batch()
     want, got = their_logits(theirs, tokens, mask), our_logits(ours, tokens, layout)
-    if CASES[family].narrow:
+    if CASES[family].narrow and variant not in CASES[family].inexact:
         assert torch.equal(got[mask.bool()], want[mask.bool()])
     true = their_logits(wide, tokens, mask)
     errors = [float((logits - true)[mask.bool()].abs().median()) for logits in (got, want)]
@@ -150,7 +150,13 @@ FIELDS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "variant", "path"), FIELDS)
+FIRST = {(family, path): variant for family, variant, path in reversed(FIELDS)}
+SPREAD = [  # each field in the first variant of the family that has it; in the soak, in every variant
+    pytest.param(*field, marks=[] if FIRST[field[0], field[2]] == field[1] else pytest.mark.soak) for field in FIELDS
+]
+
+
+@pytest.mark.parametrize(("family", "variant", "path"), SPREAD)
 def test_each_number_of_the_config_changes_both_sides_alike(family: str, variant: str, path: str) -> None:
     """One that nobody reads leaves the logits as they were, which fails; other shapes get weights of their own."""
     theirs, folder = saved(family, variant)
@@ -168,16 +174,15 @@ def test_each_number_of_the_config_changes_both_sides_alike(family: str, variant
         follow(data, last, value)
         try:
             other = drawn(type(theirs.config).from_dict(data))
-            load(write(other))
+            same = shapes(other) == shapes(theirs)
+            if same:
+                other.load_state_dict(theirs.state_dict())
+            target = write(other, max_shard_size="1GB")
+            (target / "config.json").write_text(json.dumps(data | {"dtype": "float32"}))
+            ours = load(target).model
         except Exception as error:  # one side refuses such a value: try the next
             errors.append(error)
             continue
-        same = shapes(other) == shapes(theirs)
-        if same:
-            other.load_state_dict(theirs.state_dict())
-        target = write(other)
-        (target / "config.json").write_text(json.dumps(data | {"dtype": "float32"}))
-        ours = load(target).model
         assert distance(other, ours) <= ALIKE
         tokens, mask, _ = batch()
         moved = not same or not torch.equal(their_logits(other, tokens, mask), their_logits(theirs, tokens, mask))

@@ -230,7 +230,7 @@ def test_the_file_tells_all_that_llama_cpp_asks(tmp_path: Path) -> None:
     export_gguf(ours.model, tmp_path / "named.gguf", tokenizer())
     fields = {name: field.contents() for name, field in GGUFReader(tmp_path / "named.gguf").fields.items()}
     assert {name.partition(".")[2]: value for name, value in fields.items() if name.startswith("llama.")} == {
-        "context_length": 2048,
+        "context_length": 300,
         "embedding_length": 48,
         "block_count": 3,
         "feed_forward_length": 80,

@@ -1,4 +1,4 @@
-"""Configs in the older words of published models: read as transformers reads them, and as many parameters built."""
+"""config.json files as they are published: read as transformers reads them, or refused for a reason that is named."""
 
 import json
 from typing import Any
@@ -7,99 +7,66 @@ import pytest
 import torch
 
 import heddle
-from heddle.exchange.family import families
+from heddle.errors import ConfigError
+from heddle.exchange.family import families, family_of
 from heddle.exchange.family_match import best_match, design_from_config, differences
 from tests.exchange.hf_models import PLAIN, AutoConfig, AutoModelForCausalLM
+from tests.exchange.published import Published, published_configs
 
 Fields = dict[str, Any]
+READ = {entry.name: entry for entry in published_configs() if entry.refused is None}
+REFUSED = {entry.name: entry for entry in published_configs() if entry.refused is not None}
+# One of each family with experts, whose parameters are counted in the class of transformers, too.
+COUNTED = [
+    "mistralai/Mixtral-8x7B-v0.1",
+    "Qwen/Qwen3-30B-A3B-Thinking-2507",
+    "deepseek-ai/DeepSeek-V2-Lite",
+    "deepseek-ai/DeepSeek-V3",
+    "Qwen/Qwen3-Next-80B-A3B-Thinking",
+]
 
 
-def words(text: str, **fields: Any) -> Fields:
-    """`name value` pairs, of JSON values."""
-    words = text.split()
-    return {name: json.loads(value) for name, value in zip(words[::2], words[1::2], strict=True)} | fields
+def design_of(entry: Published) -> "heddle.model.config.ModelConfig":
+    return design_from_config(entry.config, family_of(entry.config, "config.json"))
 
 
-YARN = words("beta_fast 32 beta_slow 1 factor 40 original_max_position_embeddings 4096", type="yarn")
-PUBLISHED: dict[str, Fields] = {
-    "mixtral": words(
-        """
-        attention_dropout 0.0 bos_token_id 1 eos_token_id 2 hidden_size 4096 initializer_range 0.02
-        intermediate_size 14336 max_position_embeddings 32768 num_attention_heads 32 num_experts_per_tok 2
-        num_hidden_layers 32 num_key_value_heads 8 num_local_experts 8 output_router_logits false rms_norm_eps 1e-05
-        rope_theta 1000000.0 router_aux_loss_coef 0.02 sliding_window null tie_word_embeddings false use_cache true
-        vocab_size 32000
-        """,
-        hidden_act="silu",
-    ),
-    "qwen3_moe": words(
-        """
-        attention_bias false attention_dropout 0.0 bos_token_id 151643 decoder_sparse_step 1 eos_token_id 151645
-        head_dim 128 hidden_size 2048 initializer_range 0.02 intermediate_size 6144 max_position_embeddings 40960
-        max_window_layers 48 mlp_only_layers [] moe_intermediate_size 768 norm_topk_prob true num_attention_heads 32
-        num_experts 128 num_experts_per_tok 8 num_hidden_layers 48 num_key_value_heads 4 output_router_logits false
-        rms_norm_eps 1e-06 rope_scaling null rope_theta 1000000.0 router_aux_loss_coef 0.001 sliding_window null
-        tie_word_embeddings false use_cache true use_sliding_window false vocab_size 151936
-        """,
-        hidden_act="silu",
-    ),
-    "deepseek_v2": words(
-        """
-        attention_bias false attention_dropout 0.0 aux_loss_alpha 0.001 bos_token_id 100000 eos_token_id 100001
-        first_k_dense_replace 1 hidden_size 2048 initializer_range 0.02 intermediate_size 10944 kv_lora_rank 512
-        max_position_embeddings 163840 moe_intermediate_size 1408 moe_layer_freq 1 n_group 1 n_routed_experts 64
-        n_shared_experts 2 norm_topk_prob false num_attention_heads 16 num_experts_per_tok 6 num_hidden_layers 27
-        num_key_value_heads 16 pretraining_tp 1 q_lora_rank null qk_nope_head_dim 128 qk_rope_head_dim 64
-        rms_norm_eps 1e-06 rope_theta 10000 routed_scaling_factor 1.0 seq_aux true tie_word_embeddings false
-        topk_group 1 use_cache true v_head_dim 128 vocab_size 102400
-        """,
-        hidden_act="silu",
-        scoring_func="softmax",
-        topk_method="greedy",
-        rope_scaling=YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
-    ),
-    "deepseek_v3": words(
-        """
-        attention_bias false attention_dropout 0.0 aux_loss_alpha 0.001 bos_token_id 0 eos_token_id 1 ep_size 1
-        first_k_dense_replace 3 hidden_size 7168 initializer_range 0.02 intermediate_size 18432 kv_lora_rank 512
-        max_position_embeddings 163840 moe_intermediate_size 2048 moe_layer_freq 1 n_group 8 n_routed_experts 256
-        n_shared_experts 1 norm_topk_prob true num_attention_heads 128 num_experts_per_tok 8 num_hidden_layers 61
-        num_key_value_heads 128 num_nextn_predict_layers 1 pretraining_tp 1 q_lora_rank 1536 qk_nope_head_dim 128
-        qk_rope_head_dim 64 rms_norm_eps 1e-06 rope_theta 10000 routed_scaling_factor 2.5 seq_aux true
-        tie_word_embeddings false topk_group 4 use_cache true v_head_dim 128 vocab_size 129280
-        """,
-        hidden_act="silu",
-        scoring_func="sigmoid",
-        topk_method="noaux_tc",
-        rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
-    ),
-    "qwen3_next": words(
-        """
-        attention_bias false attention_dropout 0.0 bos_token_id 151643 decoder_sparse_step 1 eos_token_id 151645
-        full_attention_interval 4 head_dim 256 hidden_size 2048 initializer_range 0.02 intermediate_size 5120
-        linear_conv_kernel_dim 4 linear_key_head_dim 128 linear_num_key_heads 16 linear_num_value_heads 32
-        linear_value_head_dim 128 max_position_embeddings 262144 mlp_only_layers [] moe_intermediate_size 512
-        norm_topk_prob true num_attention_heads 16 num_experts 512 num_experts_per_tok 10 num_hidden_layers 48
-        num_key_value_heads 2 output_router_logits false partial_rotary_factor 0.25 rms_norm_eps 1e-06
-        rope_scaling null rope_theta 10000000 router_aux_loss_coef 0.001 shared_expert_intermediate_size 512
-        tie_word_embeddings false use_cache true use_sliding_window false vocab_size 151936
-        """,
-        hidden_act="silu",
-    ),
-}
+def newer(entry: Published) -> Fields:
+    """The config as transformers writes it again, in its own newer words."""
+    model_type = family_of(entry.config, "config.json").model_type
+    written: Fields = json.loads(AutoConfig.for_model(**entry.config | {"model_type": model_type}).to_json_string())
+    return written | {"model_type": model_type}
 
 
-@pytest.mark.parametrize("family", PUBLISHED)
-def test_older_words_say_the_same(family: str) -> None:
-    published = {"model_type": family, **PUBLISHED[family]}
-    config = AutoConfig.for_model(family, **PUBLISHED[family])
-    newer = json.loads(config.to_json_string())
-    assert newer["rope_parameters"], "theirs tells it in newer words"
-    design = design_from_config(published, families()[family])
-    assert not differences(design, design_from_config(newer, families()[family]))
-    assert best_match(design).family.model_type == family
+def test_every_family_is_there() -> None:
+    assert {family_of(entry.config, entry.name).model_type for entry in READ.values()} == families().keys() - {"heddle"}
+    assert len(READ) + len(REFUSED) == len(published_configs()) >= 110
+
+
+@pytest.mark.parametrize("name", READ)
+def test_it_is_read_and_has_as_many_parameters_as_published(name: str) -> None:
+    entry = READ[name]
+    parameters = heddle.size(design_of(entry), context_length=8, batch=1).parameters
+    assert entry.counts(parameters), f"{parameters} parameters, published are {entry.published}"
+
+
+@pytest.mark.parametrize("name", READ)
+def test_transformers_reads_the_same_and_it_exports_as_its_family(name: str) -> None:
+    design, written = design_of(READ[name]), newer(READ[name])
+    assert not differences(design, design_from_config(written, families()[written["model_type"]]))
+    assert best_match(design, written["model_type"]).family.model_type == written["model_type"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_is_refused_for_a_reason_that_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[name].refused):
+        design_of(REFUSED[name])
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_class_of_transformers_has_as_many_parameters(name: str) -> None:
+    config = AutoConfig.for_model(**READ[name].config)
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(config, **PLAIN)
     count = sum(parameter.numel() for parameter in theirs.parameters())
     count += sum(buffer.numel() for name, buffer in theirs.named_buffers() if name.endswith("correction_bias"))
-    assert heddle.size(design, context_length=1024, batch=1).parameters == count
+    assert heddle.size(design_of(READ[name]), context_length=8, batch=1).parameters == count

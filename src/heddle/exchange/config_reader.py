@@ -1,7 +1,7 @@
 """Read the fields of a config.json once each. A field that nobody read is refused by name, never ignored."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from heddle.errors import ConfigError
@@ -13,19 +13,39 @@ T = TypeVar("T")
 METADATA_FIELDS = frozenset(
     """
     architectures model_type transformers_version torch_dtype dtype _name_or_path _attn_implementation
-    return_dict output_hidden_states output_attentions chunk_size_feed_forward id2label label2id problem_type
+    return_dict output_hidden_states output_attentions chunk_size_feed_forward id2label label2id num_labels problem_type
     task_specific_params tokenizer_class prefix finetuning_task pruned_heads _commit_hash heddle
+    torchscript use_bfloat16 tf_legacy_loss _attn_implementation_autoset
     """.split()  # noqa: SIM905
 )
-# Fields that are accepted only when they are off.
-MUST_BE_OFF = (
-    "is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "cross_attention_hidden_size",
-)  # fmt: skip
+# Fields of other programs, or of training and generation. They do not change what the model computes either, but a user
+# may expect that they do: an import names them.
+NOTED_FIELDS = frozenset(
+    """
+    auto_map custom_pipelines transformers.js_config unsloth_fixed unsloth_version is_llama_config internal_version
+    _flash_attn_2_enabled attn_implementation gradient_checkpointing neftune_noise_alpha
+    max_sequence_length seq_length
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens
+    """.split()  # noqa: SIM905
+)
+# Fields that are accepted only when they are off (null, false, 0 or empty), if the family does not read them itself.
+MUST_BE_OFF = frozenset(
+    """
+    is_encoder_decoder is_decoder add_cross_attention tie_encoder_decoder cross_attention_hidden_size
+    use_mrope rope_interleaved use_dynamic_ntk use_logn_attn
+    attention_bias qkv_bias mlp_bias lm_head_bias qk_layernorm use_qk_norm shared_expert_intermediate_size
+    """.split()  # noqa: SIM905
+)
 # Fields about tokens and training lengths. They do not change the model; an export writes them again.
 PRESERVED_FIELDS = (
     "max_position_embeddings", "n_positions", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
     "sep_token_id", "decoder_start_token_id", "model_max_length", "use_cache",
 )  # fmt: skip
+MAX_LISTED = 9  # names that a sentence lists
 # Names of fields that count layers or experts. A huge wrong value must be refused before memory is allocated for it.
 LAYER_OR_EXPERT_COUNT = re.compile(r".*(layers?|experts)(_per_tok(en)?)?")
 
@@ -36,27 +56,44 @@ def short_repr(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
 
 
+def list_fields(names: Sequence[str]) -> str:
+    """Names of fields in quotes, cut to fit a sentence."""
+    return ", ".join(map(short_repr, names[:MAX_LISTED])) + (" and more" if len(names) > MAX_LISTED else "")
+
+
 class ConfigReader:
     """Typed access to a config's fields that remembers which were read.
 
-    source: name of the file in error messages. unread: fields that no one has read yet. last_read: the field that was
-    read last, as a hint for errors.
+    source: name of the file in error messages. unread: fields that no one has read yet; null is as good as absent.
+    last_read: the field that was read last, as a hint for errors. noted: fields that are set and change nothing.
     """
 
     def __init__(self, data: Mapping[str, Any], source: str = "config.json") -> None:
         self.data, self.source, self.last_read = data, source, ""
-        off = {name for name in MUST_BE_OFF if not data.get(name)}
+        off = {name for name, value in data.items() if value is None or (name in MUST_BE_OFF and not value)}
+        self.noted: list[str] = []
         self.unread = set(data) - METADATA_FIELDS - set(PRESERVED_FIELDS) - off
 
     def optional(self, name: str, *aliases: str) -> Any:
-        """The value of a field, or of the first alias (an older name) that is set. None if absent or null."""
+        """The value of a field, or of the first alias (an older name) that is set. None if absent or null.
+
+        Raises ConfigError if two of the names are set to different numbers or texts.
+        """
         self.last_read = name
-        for key in (name, *aliases):
-            self.unread.discard(key)
-            value = self.data.get(key)
+        values = {key: self.data[key] for key in (name, *aliases) if self.data.get(key) is not None}
+        first = next(iter(values), name)
+        for key, value in values.items():
             if type(value) is int and value > MAX_LAYERS and LAYER_OR_EXPERT_COUNT.fullmatch(key):
                 raise self.invalid(key, f"heddle builds at most {MAX_LAYERS}")
-        return next((self.data[key] for key in (name, *aliases) if self.data.get(key) is not None), None)
+            if value != values[first] and not isinstance(value, dict | list):
+                raise self.invalid(key, f"but '{first}' is {short_repr(values[first])}; make them equal")
+        self.unread -= {name, *aliases}
+        return values.get(first)
+
+    def note(self, *names: str) -> None:
+        """Read fields that change nothing, and note those that are set."""
+        self.noted += sorted(self.unread.intersection(names))
+        self.unread -= set(names)
 
     def get(self, name: str, default: T, *aliases: str) -> T:
         """The value of a field, or `default` if it is absent or null. Its type must be that of the default."""
@@ -110,8 +147,10 @@ class ConfigReader:
 
     def check_all_read(self) -> None:
         """Raises ConfigError naming the fields that were not read."""
+        for name in sorted(self.unread & MUST_BE_OFF):
+            raise self.invalid(name, "heddle builds models in which it is off")
         if self.unread:
-            names = ", ".join(map(short_repr, sorted(self.unread)[:9])) + (" and more" if len(self.unread) > 9 else "")
+            names = list_fields(sorted(self.unread))
             model = short_repr(self.data.get("model_type", "this kind of model")).strip("'")
             raise ConfigError(
                 f"{self.source}: {names}: heddle does not know what this asks of {model}; it was not read"

@@ -34,11 +34,11 @@ def export(
 ) -> FamilyMatch:
     """Write `folder`, completely or not at all. Returns the family that it was written as.
 
-    imported: what an import preserved (family, lengths, token ids, tokenizer files), written again where it still
-    applies. LoRA adapters are merged. Tensors are split into files of at most `max_shard_bytes`. Raises CheckpointError
-    if the folder holds something else, MachineError if it cannot be written.
+    What an import left in the model (family, lengths, token ids) is written again where it still applies, and so are
+    the tokenizer files of `imported`. LoRA adapters are merged. Tensors are split into files of at most
+    `max_shard_bytes`. Raises CheckpointError if the folder holds something else, MachineError if it cannot be written.
     """
-    preserved = {} if imported is None else dict(imported.preserved_config)
+    preserved = dict((model if imported is None else imported.model).imported_config)
     model = merge_lora(model)
     imported_type = preserved.pop("model_type", None)
     match = best_match(model.config, imported_type)
@@ -47,7 +47,7 @@ def export(
     tensors = HFTensors(match.family, model)
     text_files, token_ids = write_tokenizer_files(tokenizer, imported)
     config = _full_config(match, model, _with_family_length(match, model, preserved) | token_ids)
-    documents = text_files | {CONFIG_FILE: to_json(config)}
+    documents = text_files | dict(match.family.documents) | {CONFIG_FILE: to_json(config)}
     write_folder(
         Path(folder),
         tensors={SINGLE_FILE: tensors},

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ class Family:
     ignored_tensors: prefixes of tensor names that heddle skips with a notice. {depth} stands for the number of layers,
     * for anything. optional_prefix: a prefix of tensor names that older files leave out.
     priority: if several families match a design exactly, the one with the lowest number is taken.
+    documents: text files that an export writes beside the weights, by name.
     """
 
     model_type: str
@@ -36,6 +37,7 @@ class Family:
     ignored_tensors: tuple[str, ...] = ()
     optional_prefix: str = ""
     priority: int = 100
+    documents: Mapping[str, str] = field(default_factory=dict)
 
 
 @cache
@@ -48,9 +50,25 @@ def families() -> Mapping[str, Family]:
 
 
 def family_of(config: Mapping[str, Any], source: str) -> Family:
-    """The family that a config.json names. Raises ConfigError for a model_type that heddle does not read."""
+    """The family that a config.json names, in the oldest files by its class alone.
+
+    Raises ConfigError for a model_type that heddle does not read, and for quantized weights.
+    """
     model_type = config.get("model_type")
+    if "model_type" not in config:
+        classes = {(family.architecture,): name for name, family in families().items()}
+        architectures = config.get("architectures")
+        model_type = classes.get(tuple(architectures)) if isinstance(architectures, list) else None
     if not isinstance(model_type, str) or model_type not in families():
         known = ", ".join(families())
-        raise ConfigError(f"{source}: model_type {short_repr(model_type)} is not read; heddle reads {known}")
+        code = "; the code that 'auto_map' names is never run" if config.get("auto_map") else ""
+        raise ConfigError(f"{source}: model_type {short_repr(model_type)} is not read; heddle reads {known}{code}")
+    for field_name in ("quantization_config", "quantization"):  # transformers, MLX
+        quantization = config.get(field_name)
+        if quantization is not None:
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            raise ConfigError(
+                f"{source}: field '{field_name}' says the weights are quantized ({short_repr(method)});"
+                " import the unquantized model, or save it dequantized with transformers"
+            )
     return families()[model_type]

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from heddle.config import DesignError, parse_config
+from heddle.config import Config, DesignError, parse_config
 from heddle.errors import ConfigError, HeddleError
-from heddle.exchange.config_reader import ConfigReader, short_repr
+from heddle.exchange.config_reader import NOTED_FIELDS, ConfigReader, short_repr
 from heddle.exchange.family import Family, families
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import DEFAULTS
@@ -80,8 +80,13 @@ def match_family(design: ModelConfig, family: Family) -> FamilyMatch:
         return FamilyMatch(family, config, (Mismatch(path, MISSING, MISSING),) * 1000)  # ranked last
 
 
-def design_from_config(config: dict[str, Any], family: Family, source: str = "config.json") -> ModelConfig:
-    """The design of a config. Raises ConfigError naming the field that is unknown, unsupported or wrong."""
+def design_from_config(
+    config: dict[str, Any], family: Family, source: str = "config.json", noted: list[str] | None = None
+) -> ModelConfig:
+    """The design of a config. Raises ConfigError naming the field that is unknown, unsupported or wrong.
+
+    noted: takes the names of fields that are set and change nothing that the model computes.
+    """
     reader = ConfigReader(config, source)
     try:
         data = family.read_config(reader)
@@ -93,7 +98,10 @@ def design_from_config(config: dict[str, Any], family: Family, source: str = "co
         raise ConfigError(
             f"{source}: its fields do not make a {family.architecture} ({hint}); restore the file"
         ) from error
+    reader.note(*NOTED_FIELDS)
     reader.check_all_read()
+    if noted is not None:
+        noted += reader.noted
     try:
         return parse_config(ModelConfig, DEFAULTS | data)
     except DesignError as error:
@@ -121,10 +129,13 @@ def best_match(design: ModelConfig, preferred: str | None = None) -> FamilyMatch
     return exact[0] if exact else match_family(design, families()[HEDDLE])
 
 
-def match_report(design: ModelConfig) -> MatchReport:
-    """Which class a design exports as, and if it is heddle's own, why no other family matches."""
+def match_report(design: ModelConfig, preferred: str | None = None) -> MatchReport:
+    """Which class a design exports as, and if it is heddle's own, why no other family matches.
+
+    preferred: the family that the model was imported from, as in `best_match`.
+    """
     matches = []
-    for match in _matches(design):
+    for match in sorted(_matches(design), key=lambda match: match.family.model_type != preferred):
         if not match.mismatches:
             return MatchReport(match.family.architecture)
         matches.append(match)
@@ -170,10 +181,7 @@ def _mismatches(design: ModelConfig, other: ModelConfig, entries: list[str]) -> 
     if first.depth != second.depth:
         yield from _compare(inference_fields(first), inference_fields(second), "")
         return
-    fields, other_fields = (
-        inference_fields(resolved.replace(layers=tuple(layer.config for layer in resolved.distinct_layers)))
-        for resolved in (first, second)
-    )
+    fields, other_fields = _distinct_fields(first), _distinct_fields(second)
     for name in fields | other_fields:
         if name != "layers":
             yield from _compare(fields.get(name, MISSING), other_fields.get(name, MISSING), name)
@@ -183,6 +191,17 @@ def _mismatches(design: ModelConfig, other: ModelConfig, entries: list[str]) -> 
             if (entry, *pair) not in compared:
                 compared.add((entry, *pair))
                 yield from _compare(fields[name][pair[0]], other_fields[name][pair[1]], f"layers.{index}")
+
+
+def _distinct_fields(design: ModelConfig) -> dict[str, Any]:
+    """As `inference_fields` of a resolved design, with each different layer once."""
+    fields: dict[str, Any] = {"layers": [layer.config.dump() for layer in design.distinct_layers]}
+    for name in type(design).model_fields.keys() - {"layers"}:
+        value = getattr(design, name)
+        if value is not None:
+            fields[name] = value.dump() if isinstance(value, Config) else value
+    plain: dict[str, Any] = _without_training_fields(fields)
+    return plain
 
 
 def _shared_by_all(layers: list[dict[Mismatch, None]]) -> list[Mismatch]:

@@ -9,9 +9,13 @@ from heddle.tokenization.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ImportedModel:
-    """preserved_config: fields of config.json, and text_files: tokenizer files, that an export writes again."""
+    """text_files: the tokenizer's files that an export writes again."""
 
     model: Decoder
     tokenizer: Tokenizer | None
-    preserved_config: dict[str, Any] = field(default_factory=dict)
     text_files: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def preserved_config(self) -> dict[str, Any]:
+        """The fields of config.json that an export writes again. They belong to the model."""
+        return self.model.imported_config

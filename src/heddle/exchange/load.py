@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from heddle.config import parse_config
 from heddle.errors import CheckpointError, ConfigError
-from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.config_reader import ConfigReader, list_fields
 from heddle.exchange.family import Family, family_of
 from heddle.exchange.family_match import design_from_config, differences
 from heddle.exchange.imported_model import ImportedModel
@@ -35,20 +35,36 @@ def load(folder: str | Path, dtype: torch.dtype | None = None) -> ImportedModel:
     checkpoint = SafetensorsFolder(Path(folder))
     source = str(checkpoint.folder / CONFIG_FILE)
     family = family_of(checkpoint.config, source)
-    design = original_design(checkpoint.config, family, source)
+    noted: list[str] = []
+    design = original_design(checkpoint.config, family, source, noted)
+    _print_notes(noted, family, source)
     try:
         model = build(design, device="meta")
     except (RuntimeError, OverflowError) as error:  # torch counts bytes in 63 bits
         raise ConfigError(f"{source}: asks for tensors larger than any machine holds; restore the file") from error
     _WeightLoader(model, family, checkpoint).load(dtype)
     tokenizer, text_files = read_tokenizer_files(checkpoint, model.embed.weight.shape[0])
-    preserved_config = ConfigReader(checkpoint.config).preserved() | {"model_type": family.model_type}
-    return ImportedModel(model.eval(), tokenizer, preserved_config, text_files)
+    model.imported_config = ConfigReader(checkpoint.config).preserved() | {"model_type": family.model_type}
+    return ImportedModel(model.eval(), tokenizer, text_files)
 
 
-def original_design(config: Mapping[str, Any], family: Family, source: str) -> ModelConfig:
-    """The design that an export stored in config.json if it still agrees with the fields, else the one they give."""
-    design = design_from_config(dict(config), family, source)
+def _print_notes(noted: list[str], family: Family, source: str) -> None:
+    """Say which fields of a config.json were read and change nothing."""
+    others = [name for name in noted if name != "auto_map"]
+    if len(others) < len(noted):
+        print_status(f"noted: {source}: the code that 'auto_map' names is never run; read as {family.model_type}")
+    if others:
+        print_status(f"noted: {source}: {list_fields(others)} change nothing that the model computes")
+
+
+def original_design(
+    config: Mapping[str, Any], family: Family, source: str, noted: list[str] | None = None
+) -> ModelConfig:
+    """The design that an export stored in config.json if it still agrees with the fields, else the one they give.
+
+    noted: as in `design_from_config`.
+    """
+    design = design_from_config(dict(config), family, source, noted)
     heddle_fields = config.get("heddle")
     if isinstance(heddle_fields, dict) and isinstance(heddle_fields.get("design"), dict):
         stored = parse_config(ModelConfig, heddle_fields["design"])

@@ -149,18 +149,23 @@ def read_ropes_by_layer_type(
     """The plain data of `rope` by layer type; full_theta and sliding_theta are defaults.
 
     `rope_parameters` has one table per layer type. Older files have rope_theta and rope_scaling, for full layers only.
+    Files that the first versions of transformers 5 saved have one table for all layers, perhaps beside the two. Later
+    versions ignore it: raises ConfigError if it says anything else than the two.
     """
     empty: dict[str, Any] = {}
     tables, scaling = config.get("rope_parameters", empty), config.get("rope_scaling", empty)
-    if set(tables) - {FULL, SLIDING}:
-        raise config.invalid("rope_parameters", f"should have a table for {FULL} and one for {SLIDING}")
-    if any(table.get("truncate") is False for table in (scaling, *tables.values()) if isinstance(table, dict)):
+    if any(table.get("truncate") is False for table in (scaling, tables, *tables.values()) if isinstance(table, dict)):
         raise config.invalid("rope_parameters", "transformers reads no 'truncate' in the table of one type of layers")
     full, sliding = (ConfigReader(tables, config.source).get(kind, empty) for kind in (FULL, SLIDING))
-    return {
+    ropes = {
         FULL: read_rope_table(config, full | scaling, head_dim, full_theta),
         SLIDING: read_rope_table(config, sliding, head_dim, sliding_theta),
     }
+    flat = {name: value for name, value in tables.items() if name not in (FULL, SLIDING)}
+    if flat and read_rope_table(config, flat, head_dim, full_theta) not in ropes.values():
+        remedy = f"it should have a table for {FULL} and one for {SLIDING}, and nothing that differs from both"
+        raise config.invalid("rope_parameters", remedy)
+    return ropes
 
 
 def write_rope(

@@ -3,12 +3,13 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from heddle.errors import CheckpointError, ConfigError
+from heddle.errors import CheckpointError, no_folder_reason
 from heddle.progress import progress_bar
 from heddle.storage.file_io import READ_FLAGS_FOLLOWING_LINKS, open_regular_file, read_error, read_exactly
 from heddle.storage.folder import MAX_DOCUMENT_BYTES, read_folder
@@ -24,14 +25,15 @@ UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 
 
 class SafetensorsFolder:
-    """A folder in the layout of transformers. Configs that ask for foreign code or quantization are refused.
+    """A folder in the layout of transformers.
 
     If the folder has a manifest (exports by heddle have one), every byte is checked against it. Raises CheckpointError,
-    naming file and remedy, for a folder that is not a model, and ConfigError naming a field that is refused.
+    naming file and remedy, for a folder that is not a model.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._index: dict[str, str] = {}
         try:
             self._open(folder)
         except OSError as error:
@@ -39,7 +41,7 @@ class SafetensorsFolder:
 
     def _open(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise CheckpointError(f"{folder}: there is no such folder; name one that holds a {CONFIG_FILE}")
+            raise CheckpointError(f"{folder}: {no_folder_reason(folder)}; name one that holds a {CONFIG_FILE}")
         if not (folder / CONFIG_FILE).is_file():
             raise CheckpointError(
                 f"{folder}: holds no {CONFIG_FILE}, so it is no model of transformers; name its folder"
@@ -50,8 +52,6 @@ class SafetensorsFolder:
             contents = read_folder(folder, flags=READ_FLAGS_FOLLOWING_LINKS)
             self.records, self.verified_texts = contents.records, contents.documents
         self.config = self.read_json(CONFIG_FILE)
-        self._refuse_fields()
-        self.tensor_files = self._find_tensor_files()
 
     def read_text(self, name: str) -> str:
         """One of its text files. Raises CheckpointError for one that is too large or not UTF-8."""
@@ -61,23 +61,15 @@ class SafetensorsFolder:
         """The object in one of its JSON files. Raises CheckpointError naming the file."""
         return parse_json(self.read_text(name), self.folder / name)
 
-    def _refuse_fields(self) -> None:
-        path = self.folder / CONFIG_FILE
-        if "auto_map" in self.config:
-            raise ConfigError(
-                f"{path}: field 'auto_map' asks to run code of the folder, which is never done;"
-                " without the field heddle reads the model itself, if it knows its model_type"
-            )
-        quantization = self.config.get("quantization_config")
-        if quantization is not None:
-            name = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            raise ConfigError(
-                f"{path}: field 'quantization_config' says the weights are quantized ({name});"
-                " import the unquantized model, or save it dequantized with transformers"
-            )
+    @cached_property
+    def tensor_files(self) -> list[str]:
+        """The names of the tensor files, sorted. A config that is refused is refused before they are missed."""
+        try:
+            return self._find_tensor_files()
+        except OSError as error:
+            raise read_error(self.folder, error) from error
 
     def _find_tensor_files(self) -> list[str]:
-        """The names of the tensor files, sorted."""
         if (self.folder / SINGLE_FILE).is_file():
             return [SINGLE_FILE]
         if (self.folder / INDEX_FILE).is_file():
@@ -109,10 +101,10 @@ class SafetensorsFolder:
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (file, tensor name, tensor in memory of its own) for every tensor, with a progress bar."""
-        index: dict[str, str] = getattr(self, "_index", {})
+        files, index = self.tensor_files, self._index
         missing = dict(index)
         with progress_bar("reading", self.total_bytes, "bytes") as progress:
-            for file in self.tensor_files:
+            for file in files:
                 path, record = self.folder / file, self.records.get(file)
                 if self.records and record is None:
                     raise CheckpointError(f"{path}: is not in the {MANIFEST_FILE} beside it; remove one of the two")

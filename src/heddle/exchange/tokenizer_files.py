@@ -12,7 +12,7 @@ from heddle.errors import ConfigError, DataError
 from heddle.exchange.imported_model import ImportedModel
 from heddle.exchange.safetensors_folder import CONFIG_FILE, SafetensorsFolder, parse_json, to_json
 from heddle.progress import print_status
-from heddle.tokenization.backend import read_backend
+from heddle.tokenization.backend import is_backend_error, read_backend
 from heddle.tokenization.tokenizer import COMPANION_FILES, TOKENIZER_FILE, BoundaryTokens, Tokenizer
 
 TOKENIZER_CONFIG_FILE, GENERATION_CONFIG_FILE = "tokenizer_config.json", "generation_config.json"
@@ -60,7 +60,7 @@ def _restore_native(text: str, tokenizer_config: Mapping[str, Any], text_files: 
         return None
     try:
         tokenizer = Tokenizer.from_json(json.dumps(json.loads(text) | original))
-    except (DataError, ValueError, TypeError):
+    except (DataError, ValueError, TypeError, RecursionError):
         return None
     if _with_bos_post_processor(tokenizer)[0] != text:
         return None
@@ -89,7 +89,12 @@ def _bos_ids(backend: Backend, tokenizer_config: Mapping[str, Any]) -> tuple[int
     """
     backend.no_padding()
     backend.no_truncation()
-    encoding = backend.encode("a")
+    try:
+        encoding = backend.encode("a")
+    except BaseException as error:
+        if not is_backend_error(error):
+            raise
+        raise DataError(f"{TOKENIZER_FILE}: cannot encode a text ({error}); restore the file") from error
     count = next((i for i, special in enumerate(encoding.special_tokens_mask) if not special), 0)
     bos_ids = encoding.ids[:count]
     bos_token = (

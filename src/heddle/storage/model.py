@@ -1,4 +1,7 @@
-"""Save and load a model folder: `config.json`, `model.safetensors` and, with a tokenizer, `tokenizer.json`."""
+"""Save and load a model folder: `config.json`, `model.safetensors` and, with a tokenizer, `tokenizer.json`.
+
+A model that was imported also has `imported.json`: the fields that an export to its family writes again.
+"""
 
 import json
 from collections.abc import Mapping
@@ -8,19 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heddle.errors import CheckpointError
+from heddle.errors import CheckpointError, describe_path, no_folder_reason
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.initialization import storage_dtype
 from heddle.model.load_config import load_config
 from heddle.model.lora import merge_lora
-from heddle.progress import print_status
+from heddle.progress import print_warning
 from heddle.storage.checkpoints import CHECKPOINTS_FOLDER, latest_checkpoint
 from heddle.storage.folder import FolderContents, read_folder, write_folder
+from heddle.storage.manifest import parse_json_object
 from heddle.tokenization.tokenizer import Tokenizer
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
+IMPORTED_FILE = "imported.json"
 
 
 def save(
@@ -51,11 +56,13 @@ def load(
 
 def find_model_folder(folder: Path) -> Path:
     """Return the folder itself if it holds a model, else the newest intact checkpoint of the run in it."""
+    if describe_path(folder) not in ("is a folder", "does not exist"):
+        raise CheckpointError(f"{folder}: {no_folder_reason(folder)}; name a folder that heddle saved")
     if (folder / CHECKPOINTS_FOLDER).is_dir() and not (folder / CONFIG_FILE).is_file():
         newest = latest_checkpoint(folder)
         nothing_intact = newest.path is None and newest.damaged
         for damage in newest.damaged[1:] if nothing_intact else newest.damaged:
-            print_status(f"warning: {damage}")
+            print_warning(damage)
         if nothing_intact:  # the user meant the newest one
             raise CheckpointError(newest.damaged[0])
         if newest.path is None:
@@ -70,22 +77,32 @@ def model_tensors(model: Decoder) -> dict[str, Tensor]:
 
 
 def model_documents(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, str]:
-    """Return the text files of a model folder by name: its config, and its tokenizer's files."""
+    """Return the text files of a model folder by name: its config, its import's fields, and its tokenizer's files."""
     documents = {CONFIG_FILE: json.dumps(model.config.dump(), indent=2) + "\n"}
+    if model.imported_config:
+        documents[IMPORTED_FILE] = json.dumps(model.imported_config, indent=2) + "\n"
     return documents if tokenizer is None else documents | tokenizer.to_files()
 
 
 def read_config(contents: FolderContents) -> dict[str, Any]:
-    """Return the design in a folder, as plain data."""
+    """Return the design in a folder, as plain data. Raises CheckpointError."""
+    if CONFIG_FILE not in contents.documents:
+        raise CheckpointError(f"{contents.folder}/{CONFIG_FILE}: is missing; this is no model folder")
+    return _parse_document(contents, CONFIG_FILE)
+
+
+def read_imported_config(contents: FolderContents) -> dict[str, Any]:
+    """Return the fields that an import left in a folder; empty for other models. Raises CheckpointError."""
+    return _parse_document(contents, IMPORTED_FILE) if IMPORTED_FILE in contents.documents else {}
+
+
+def _parse_document(contents: FolderContents, name: str) -> dict[str, Any]:
     try:
-        data = json.loads(contents.documents[CONFIG_FILE])
-    except (KeyError, ValueError) as error:
+        return parse_json_object(contents.documents[name].encode())
+    except ValueError as error:
         raise CheckpointError(
-            f"{contents.folder}/{CONFIG_FILE}: is missing or no JSON; this is no model folder"
+            f"{contents.folder}/{name}: is no table in JSON ({error}); save the model again"
         ) from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{contents.folder}/{CONFIG_FILE}: holds no design")
-    return data
 
 
 def restore_model(
@@ -113,4 +130,5 @@ def restore_model(
         tensor = tensor.to(tensor.dtype if dtype is None else storage_dtype(parameter, dtype))
         setattr(model.get_submodule(module_path), parameter_name, nn.Parameter(tensor, parameter.requires_grad))
     model.tie()
+    model.imported_config = read_imported_config(contents)
     return model

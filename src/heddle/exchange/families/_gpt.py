@@ -9,10 +9,10 @@ from heddle.exchange.weight_map import TensorTransform, WeightMap
 from heddle.model.config import ModelConfig
 
 MASK_BUFFERS = ("*.attn.bias", "*.attn.masked_bias")  # buffers that older files hold
-# Fields that do not change the logits: of classification heads, the length a second time, and runtime options.
+# Fields that do not change the logits: of classification heads, the length a second time, and of older programs.
 UNUSED_FIELDS = (
     "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
-    "n_ctx", "gradient_checkpointing", "output_past",
+    "n_ctx", "output_past", "n_special", "predict_special_tokens",
 )  # fmt: skip
 
 

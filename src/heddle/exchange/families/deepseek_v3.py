@@ -14,7 +14,8 @@ from heddle.model.config import ModelConfig
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """The balancing bias keeps its loaded value (`bias_update` 0); set `bias_update` to train it."""
-    config.optional("num_nextn_predict_layers", "num_mtp_layers")
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        config.optional(name)
     config.expect("scoring_func", "sigmoid", default="sigmoid")
     config.expect("topk_method", "noaux_tc", default="noaux_tc")
     routing: dict[str, Any] = {

@@ -19,7 +19,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     config.expect("attn_logit_softcapping", None)  # transformers reads it but caps nothing
     thetas = config.get("rope_theta", 1e6), config.get("rope_local_base_freq", 1e4)
     ropes = read_ropes_by_layer_type(config, mixer["head_dim"], *thetas)
-    period = config.get("sliding_window_pattern", 6, "_sliding_window_pattern")
+    period = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
     if period < 1:
         raise config.invalid("sliding_window_pattern", "should be at least 1, which gives no layer a window")
     types = _layer_types.read_types(config, _layer_types.full_every(period, config))

@@ -22,6 +22,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     heads, width = config.require_count("num_attention_heads"), config.require_count("hidden_size")
     config.optional("is_decoder")  # causal in either case
     config.optional("classifier_dropout")
+    config.note("attention_probs_dropout_prob", "hidden_dropout_prob", "type_vocab_size")  # of the first files
     base = _read_alias(config, 10000.0, "rotary_emb_base", "rope_theta")
     part = _read_alias(config, DEFAULT_ROTARY_FACTOR, "rotary_pct", "partial_rotary_factor")
     mixer = {

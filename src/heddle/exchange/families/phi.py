@@ -17,6 +17,9 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     """All layers are the same."""
     width = config.require("hidden_size", int)
     heads = _common.read_heads(config, width)
+    position = read_rope(config, heads["head_dim"], partial_rotary_factor=DEFAULT_ROTARY_FACTOR)
+    rotary_dim = position.get("rotary_dim", heads["head_dim"])
+    config.expect("rotary_dim", rotary_dim, default=rotary_dim)  # Phi-1 says it twice
     has_qk_norm = config.get("qk_layernorm", False)
     if has_qk_norm and heads["head_dim"] != width // heads["heads"]:
         raise config.invalid("head_dim", f"with 'qk_layernorm' it can be {width // heads['heads']} only")
@@ -26,7 +29,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         "bias": True,
         "qk_norm": "head" if has_qk_norm else None,
         "dropout": config.get("attention_dropout", 0.0),
-        "position": read_rope(config, heads["head_dim"], partial_rotary_factor=DEFAULT_ROTARY_FACTOR),
+        "position": position,
     }
     feedforward = {
         "kind": "mlp",

@@ -18,6 +18,8 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     """All layers are the same, with or without a window."""
     heads = _common.read_heads(config, config.require("hidden_size", int))
     config.expect("attention_bias", False, default=False)
+    for name in ("full_attn_mod", "interpolate_factor"):  # of Phi-4-mini: 1 is off
+        config.expect(name, 1, default=1)
     position = read_rope(config, heads["head_dim"], partial_rotary_factor=1.0, original_length=DEFAULT_ORIGINAL_LENGTH)
     if position.get("scaling", {}).get("kind", "longrope") != "longrope":
         raise config.invalid("rope_parameters", "a Phi-3 model has rope_type default or longrope only")

@@ -15,6 +15,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     """One attention for all layers; transformers ignores `max_window_layers`."""
     heads = _moe.read_heads(config)
     config.optional("max_window_layers")
+    config.expect("use_qk_norm", True, default=True)
     window = config.get_nullable("sliding_window", 4096)
     mixer = {
         "kind": "attention",

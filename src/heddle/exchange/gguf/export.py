@@ -24,6 +24,7 @@ from heddle.parts.scalings.llama3 import Llama3Config
 from heddle.parts.scalings.yarn import YarnConfig
 from heddle.progress import progress_bar
 from heddle.storage import atomic, file_io
+from heddle.storage.lock import lock_output
 from heddle.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def export_gguf(
 ) -> tuple[FamilyMatch, str]:
     """Write `file`. Returns the family that the design matches, and the name of llama.cpp's graph for it.
 
-    imported: what an import preserved. dtype: of matrices, float32, float16 or bfloat16; None is the model's own.
+    imported: the import whose lengths are written, if not the model's own. dtype: of matrices, float32, float16 or
+    bfloat16; None is the model's own.
     Raises ConfigError for an unsupported design or dtype or a missing package, DataError for a tokenizer that llama.cpp
     does not know, CheckpointError if `file` exists and is not a GGUF, MachineError if it cannot be written.
     """
@@ -53,7 +55,7 @@ def export_gguf(
     match, graph = match_architecture(model.config)
     _check_package()
     tensors = HFTensors(match.family, model)
-    keys = _model_keys(match.config, model, graph, {} if imported is None else imported.preserved_config)
+    keys = _model_keys(match.config, model, graph, (model if imported is None else imported.model).imported_config)
     keys |= {"general.name": file.stem, "general.file_type": GGML_TYPES[dtype][1]}
     tokenizer_fields = (
         {"model": "none"} if tokenizer is None else tokenizer_keys(tokenizer, model.config.vocab_size or 0)
@@ -148,7 +150,7 @@ def _write(
     _check_target(file)
     from gguf import GGUFWriter
 
-    with atomic.replace_file(file) as temporary:
+    with lock_output(file), atomic.replace_file(file) as temporary:
         writer = GGUFWriter(temporary, graph_name)
         try:
             _write_contents(writer, keys, gguf_plan, tensors, extra_tensors)
@@ -165,7 +167,7 @@ def _check_target(file: Path) -> None:
         raise CheckpointError(f"{file}: should be the name of a file that ends in .gguf")
     if file.is_dir():
         raise CheckpointError(f"{file}: is a folder; name a file")
-    if file.exists():
+    if file.is_file():  # anything else is refused when the file is replaced
         with file_io.open_regular_file(file) as (descriptor, size):
             start = bytearray(min(size, len(MAGIC)))
             file_io.read_exactly(descriptor, memoryview(start), file)

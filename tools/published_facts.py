@@ -1,0 +1,63 @@
+"""The page of published models for the documentation: which config.json files were read, and how many parameters."""
+
+from collections.abc import Iterator
+
+from heddle.exchange.family import family_of
+from heddle.exchange.family_match import design_from_config
+from heddle.model.size import size
+from tests.exchange.published import Published, published_configs
+from tools.markdown import joined, table
+
+INTRO = """These `config.json` files of published models are read or refused as the tables say; no weights were
+downloaded. `tests/exchange/test_published.py` reads each file, compares the design with what transformers makes of the
+same file, and compares the number of parameters with the published one. The files are facts, kept in
+`tests/exchange/published` with all their fields, as they were seen in the public repository that the last column names.
+A number such as 671B is compared to its last digit, others exactly. *Saved again* means a file that another version of
+transformers wrote."""
+READ = ("model", "family", "parameters", "published", "seen in")
+REFUSED_INTRO = """## Refused
+
+Other architectures are refused by their name, and quantized weights by theirs. Nothing is guessed, and no code of a
+folder is run."""
+REFUSED = ("model", "refused because", "seen in")
+
+
+def page(written: str) -> str:
+    """docs/huggingface/published.md."""
+    entries = published_configs()
+    read = [row(entry) for entry in entries if entry.refused is None]
+    refused = [(entry.name, str(entry.refused), source(entry)) for entry in entries if entry.refused is not None]
+    return joined(
+        "# Published models",
+        written,
+        INTRO,
+        table(READ, list(by_family(read))),
+        REFUSED_INTRO,
+        table(REFUSED, refused),
+    )
+
+
+def by_family(rows: list[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """The rows in the order of their families' names."""
+    yield from sorted(rows, key=lambda cells: cells[1])
+
+
+def row(entry: Published) -> tuple[str, ...]:
+    """The cells of a model that is read."""
+    family = family_of(entry.config, entry.name)
+    parameters = size(design_from_config(entry.config, family, entry.name), context_length=8, batch=1).parameters
+    published = f"{entry.published:,}" if isinstance(entry.published, int) else entry.published or "–"
+    return (
+        entry.name,
+        f"[`{family.model_type}`](families.md#{family.model_type})",
+        f"{parameters:,}",
+        published,
+        source(entry),
+    )
+
+
+def source(entry: Published) -> str:
+    """Where the file was seen, and what was changed there."""
+    repository, _, path = entry.source.partition(": ")
+    where = f"{repository}: `{path}`" if path.endswith((".json", ".py", ".md")) else entry.source
+    return where if entry.edited is None else f"{where}, {entry.edited}"
