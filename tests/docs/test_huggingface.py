@@ -1,6 +1,7 @@
 """docs/huggingface: run its shell commands. Its Python code and `heddle` commands run in test_snippets."""
 
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -37,10 +38,11 @@ def blocks_before(page: str, heading: str) -> list[Block]:
 
 
 def test_every_shell_line_is_known_to_a_test() -> None:
-    """vLLM is not installed here, so its line is not run. Its plugin has its own tests."""
+    """vLLM is not installed here, so its line is not run. Its plugin has its own tests, and so has lm-eval's line."""
     lines = [line for page in pages() if page.startswith("huggingface/") for line in shell_lines(page)]
-    server, client, vllm = lines
-    assert (shlex.split(server)[1:3], client) == (["-m", "heddle.exchange.transformers.serve"], "python ask.py")
+    server, client, lm_eval, vllm = lines
+    assert (shlex.split(server)[:2], client) == (["transformers", "serve"], "python ask.py")
+    assert lm_eval.startswith("lm_eval --model hf ")
     assert vllm.startswith("vllm serve ")
 
 
@@ -54,10 +56,11 @@ def test_the_server_gives_the_client_the_text_of_the_page(tmp_path: Path, monkey
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     Path("ask.py").write_text(client_block.text.replace(PORT, port), encoding="utf-8")
-    server_line, client_line, _ = shell_lines(PAGE)
+    server_line, client_line, *_ = shell_lines(PAGE)
     paths = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "src")])
     environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    command = [sys.executable, *shlex.split(server_line.replace(PORT, port))[1:]]
+    program, *arguments = shlex.split(server_line.replace(PORT, port))
+    command = [str(Path(sys.executable).with_name(program)), *arguments]
     with Path("log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
@@ -74,3 +77,21 @@ def test_the_server_gives_the_client_the_text_of_the_page(tmp_path: Path, monkey
         process.terminate()
         process.wait(30)
     assert client.stdout.removesuffix("\n") == namespace["output"]["generated_text"], client.stderr
+
+
+@pytest.mark.soak
+def test_the_harness_runs_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for block in blocks_before(PAGE, "## vLLM"):
+        run_block(block, namespace)
+    program, *arguments = shlex.split(shell_lines(PAGE)[2])
+    paths = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "src")])
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    command = [str(Path(sys.executable).with_name(program)), *arguments]
+    harness = subprocess.run(
+        command, env=os.environ | offline | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
+    assert harness.returncode == 0, harness.stderr[-3000:]
+    accuracy = namespace["results"]["results"]["weaving"]["acc,none"]
+    assert re.search(rf"weaving.*acc +\|↑ +\| +{accuracy:g}\|", harness.stdout), harness.stdout

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,7 +46,7 @@ def test_the_texts_above_vary() -> None:
 def test_padding_on_the_wrong_side_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     model = amplify_layers(build_double("attention-gqa"))
     padded = Layout.padded
-    monkeypatch.setattr(Layout, "padded", lambda lengths, side, device: padded([max(lengths)] * len(lengths)))
+    monkeypatch.setattr(Layout, "padded", lambda lengths, side, device, start: padded([max(lengths)] * len(lengths)))
     assert generate(model, PROMPTS, max_new_tokens=STEPS) != [greedy_loop(model, prompt, STEPS) for prompt in PROMPTS]
 
 
@@ -103,20 +104,75 @@ def test_damaged_weights_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("prompts", "settings", "says"),
     [
-        ([], {}, "prompts: expected a list of at least one prompt"),
-        ("text", {}, "prompts: expected a list of at least one prompt"),
+        ([], {}, "prompts: expected at least one: a string, a list of tokens, a tensor, or a list of these"),
+        (None, {}, "prompts: expected at least one"),
+        ({1: 2}, {}, "prompts: expected at least one"),
+        ("text", {}, "prompts: are strings; give the tokenizer too, or lists of tokens"),
         (["text"], {}, "prompts: are strings; give the tokenizer too, or lists of tokens"),
+        ([1.0, 2.0], {}, "prompts: hold 1.0 where a list of tokens is expected"),
+        ([[1, 2.5]], {}, "prompts: hold 2.5 where a token is expected; tokens are whole numbers"),
+        ([[True]], {}, "prompts: hold True where a token is expected"),
+        ([1, [2]], {}, "prompts: hold [2] where a token is expected"),
+        ([[1], 2], {}, "prompts: hold 2 where a list of tokens is expected"),
+        ([[[1]]], {}, "prompts: hold [1] where a token is expected"),
+        (np.ones((1, 2)), {}, "prompts: hold 1.0 where a token is expected"),
+        (torch.ones(1, 2), {}, "prompts: a tensor is of torch.float32; tokens are whole numbers, such as torch.int64"),
+        (torch.ones(1, 2) > 0, {}, "prompts: a tensor is of torch.bool"),
+        (torch.ones(1, 2, 3).long(), {}, "prompts: a tensor has shape [1, 2, 3]; expected [length] or [batch, length]"),
+        (torch.ones(2, 0).long(), {}, "prompts: a tensor has shape [2, 0]; expected"),
+        ([torch.ones(2, 2).long()], {}, "prompts: a tensor has shape [2, 2]; expected [length], none of them 0"),
+        (torch.tensor([[61]]), {}, "prompts: each needs at least one token, all from 0 to 60"),
         ([[1], []], {}, "prompts: each needs at least one token, all from 0 to 60"),
         ([[61]], {}, "prompts: each needs at least one token, all from 0 to 60"),
         ([[-1]], {}, "prompts: each needs"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens 0: must be at least 1"),
         ([[1]], {"temperature": -1.0}, "temperature -1.0"),
+        ([[1]], {"stop": ["x"]}, "stop: is for text; give the tokenizer, or leave it out"),
+        ([[1]], {"on_text": print}, "on_text: is for text; give the tokenizer, or leave it out"),
+        ([[1]], {"on_speculative_round": print}, "on_speculative_round: there are no rounds without a draft_model"),
     ],
 )
 def test_invalid_prompts_and_settings_are_refused(prompts: Any, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         generate(build_double("attention-mha"), prompts, **settings)
     assert str(caught.value).startswith(says)
+
+
+def test_new_tokens_have_the_form_of_the_prompts() -> None:
+    model = amplify_layers(build_double("attention-gqa"))
+    rows = [[5, 3, 8], [2, 7, 1]]
+    expected = generate(model, rows, max_new_tokens=STEPS)
+    assert generate(model, rows[0], max_new_tokens=STEPS) == expected[0]
+    assert generate(model, tuple(map(tuple, rows)), max_new_tokens=STEPS) == expected
+    assert generate(model, np.array(rows), max_new_tokens=STEPS) == expected  # type: ignore[call-overload]
+    assert generate(model, list(np.array(rows)), max_new_tokens=STEPS) == expected
+    assert generate(model, [*map(torch.tensor, rows[0])], max_new_tokens=STEPS) == expected[0]
+    for dtype in (torch.int64, torch.int32):
+        batch, row = torch.tensor(rows, dtype=dtype), torch.tensor(rows[0], dtype=dtype)
+        for actual, tokens in ((generate(model, batch, max_new_tokens=STEPS), expected),
+                               (generate(model, row, max_new_tokens=STEPS), expected[0]),
+                               (generate(model, row, max_new_tokens=STEPS, num_beams=2),
+                                generate(model, rows[0], max_new_tokens=STEPS, num_beams=2))):  # fmt: skip
+            assert isinstance(actual, torch.Tensor)
+            assert torch.equal(actual, torch.tensor(tokens))
+    uneven = generate(model, [*map(torch.tensor, PROMPTS)], max_new_tokens=STEPS)
+    assert all(
+        torch.equal(a, torch.tensor(b))
+        for a, b in zip(uneven, generate(model, PROMPTS, max_new_tokens=STEPS), strict=True)
+    )
+
+
+def test_a_string_gives_a_string(writer: Decoder, tokenizer: Tokenizer) -> None:
+    (expected,) = generate(writer, ["The weaver"], tokenizer, max_new_tokens=12)
+    assert generate(writer, "The weaver", tokenizer, max_new_tokens=12) == expected
+    stopped = generate(writer, "The weaver", tokenizer, max_new_tokens=12, stop=expected[3:5])
+    assert stopped == generate(writer, "The weaver", tokenizer, max_new_tokens=12, stop=[expected[3:5]])
+    assert len(stopped) < len(expected)
+    pieces: list[str] = []
+    generate(writer, "", tokenizer, max_new_tokens=12, on_text=lambda row, piece: pieces.append(f"{row}{piece}"))
+    assert {piece[0] for piece in pieces} == {"0"}
+    with pytest.raises(ConfigError, match="with a tokenizer every prompt is a string"):
+        generate(writer, torch.tensor([[1]]), tokenizer)  # type: ignore[call-overload]
 
 
 def test_learned_positions_end_with_a_sentence() -> None:

@@ -21,7 +21,7 @@ LAYOUTS = [[[12, 4], [16]], [[3, 13], [16]], [[1, 2, 13], [8, 8]]]
 
 
 def model() -> Decoder:
-    overrides = ["vocab_size=61", "width=16", "layers.0.repeat=1", "layers.0.mixer.heads=2", "residual.drop_path=0.5"]
+    overrides = ["vocab_size=61", "width=16", "layers.0.repeat=2", "layers.0.mixer.heads=2", "residual.drop_path=0.5"]
     return build(load_config("preset:gqa-tiny", overrides), dtype=torch.float64)
 
 

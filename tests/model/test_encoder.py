@@ -297,7 +297,7 @@ def test_an_encoder_inherits_defaults_and_vocab_size() -> None:
          "encoder: no layer reads its output; add a cross_attention mixer, or leave it out"),
         ("encoder.layers.0.mixer={kind: cross_attention, heads: 2}",
          "encoder.layers: an encoder has no encoder output to read; take cross_attention out of it"),
-        ("encoder.head.tied=false", "encoder.head.tied: an encoder has no head that could be untied; leave it out"),
+        ("encoder.head.tied=false", "encoder.head.tied: does nothing, because an encoder has no head; leave it out"),
         ("encoder.layers.0.mixer.heads=3",
          "encoder.layers[0].mixer.heads: 3 does not divide width = 16; give head_dim, or other heads"),
         ("encoder=3", "encoder: expected a table of fields, got 3 (a whole number)"),

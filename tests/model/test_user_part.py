@@ -45,7 +45,7 @@ def test_a_user_part_is_loaded(tmp_path: Path) -> None:
 def test_laws_catch_a_mistake_in_a_user_part(tmp_path: Path) -> None:
     load_part(copy_of("feedforwards/mlp", tmp_path / "centred.py", MEAN))
     config = load_config(design(layer(attention(), {"kind": "centred", "hidden": 10})))
-    results = run(config, ["chunked_decoding", "causality", "config_round_trip"])
+    results = list(run(config, ["chunked_decoding", "causality", "config_round_trip"]))
     assert [(result.name, result.passed) for result in results] == [
         ("chunked_decoding", False),
         ("causality", False),
@@ -55,7 +55,7 @@ def test_laws_catch_a_mistake_in_a_user_part(tmp_path: Path) -> None:
 
 
 def test_wrong_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing.py: is not a Python file"):
+    with pytest.raises(ConfigError, match=r"nothing.py: does not exist; give the .py file"):
         load_part(tmp_path / "nothing.py")
     (tmp_path / "text.txt").write_text("x = 1")
     with pytest.raises(ConfigError, match=r"text.txt: is not a Python file"):

@@ -1,13 +1,16 @@
 """Generate text: continue prompts of any lengths in one batch, by decoding, speculative decoding or beam search."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, overload
+from typing import Protocol, TypedDict, Unpack, overload
+
+from torch import Tensor
 
 from heddle.errors import ConfigError
 from heddle.generation.beam_search import beam_search
 from heddle.generation.decode import decode
 from heddle.generation.model_runner import GenerationRequest, NewTokens
 from heddle.generation.prefill import Prefix, prefill_prefix, validate_prompt
+from heddle.generation.prompts import NewRows, PromptBatch, Prompts, read_prompts, token_list
 from heddle.generation.sampling import Sampler
 from heddle.generation.speculative import SpeculativeConfig, SpeculativeRound, speculative_decode
 from heddle.generation.stop_strings import StopStringBuffer
@@ -41,51 +44,69 @@ class TokenizerProtocol(Protocol):
     def decode_stream(self, previous_ids: Sequence[int] = ...) -> DecodeStreamProtocol: ...
 
 
+class GenerationSettings(TypedDict, total=False):
+    """The settings of `generate`, for its overloads."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
+    encoder_output: EncoderOutput | None
+    prefix: Prefix | None
+    num_beams: int
+    draft_model: Decoder | None
+    speculative_tokens: int
+    on_speculative_round: Callable[[SpeculativeRound], None] | None
+
+
+class TextSettings(GenerationSettings, total=False):
+    """Settings that need a tokenizer."""
+
+    stop: str | Sequence[str]
+    on_text: Callable[[int, str], None] | None
+
+
+@overload
+def generate(model: Decoder, prompts: str, tokenizer: TokenizerProtocol, **settings: Unpack[TextSettings]) -> str: ...
+
+
 @overload
 def generate(
     model: Decoder,
-    prompts: Sequence[str],
+    prompts: list[str] | tuple[str, ...],
     tokenizer: TokenizerProtocol,
-    *,
-    max_new_tokens: int = ...,
-    temperature: float = ...,
-    top_k: int | None = ...,
-    top_p: float | None = ...,
-    seed: int = ...,
-    encoder_output: EncoderOutput | None = ...,
-    stop: Sequence[str] = ...,
-    on_text: Callable[[int, str], None] | None = ...,
-    prefix: Prefix | None = ...,
-    num_beams: int = ...,
-    draft_model: Decoder | None = ...,
-    speculative_tokens: int = ...,
-    on_speculative_round: Callable[[SpeculativeRound], None] | None = ...,
+    **settings: Unpack[TextSettings],
 ) -> list[str]: ...
 
 
 @overload
 def generate(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]],
-    tokenizer: None = ...,
-    *,
-    max_new_tokens: int = ...,
-    temperature: float = ...,
-    top_k: int | None = ...,
-    top_p: float | None = ...,
-    seed: int = ...,
-    encoder_output: EncoderOutput | None = ...,
-    prefix: Prefix | None = ...,
-    num_beams: int = ...,
-    draft_model: Decoder | None = ...,
-    speculative_tokens: int = ...,
-    on_speculative_round: Callable[[SpeculativeRound], None] | None = ...,
+    model: Decoder, prompts: Tensor, tokenizer: None = ..., **settings: Unpack[GenerationSettings]
+) -> Tensor: ...
+
+
+@overload
+def generate(
+    model: Decoder, prompts: Sequence[int], tokenizer: None = ..., **settings: Unpack[GenerationSettings]
+) -> list[int]: ...
+
+
+@overload
+def generate(
+    model: Decoder, prompts: Sequence[Tensor], tokenizer: None = ..., **settings: Unpack[GenerationSettings]
+) -> list[Tensor]: ...
+
+
+@overload
+def generate(
+    model: Decoder, prompts: Sequence[Sequence[int]], tokenizer: None = ..., **settings: Unpack[GenerationSettings]
 ) -> list[list[int]]: ...
 
 
 def generate(  # noqa: PLR0913 - settings given by keyword
     model: Decoder,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
+    prompts: Prompts,
     tokenizer: TokenizerProtocol | None = None,
     *,
     max_new_tokens: int = 128,
@@ -94,30 +115,37 @@ def generate(  # noqa: PLR0913 - settings given by keyword
     top_p: float | None = None,
     seed: int = 0,
     encoder_output: EncoderOutput | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     on_text: Callable[[int, str], None] | None = None,
     prefix: Prefix | None = None,
     num_beams: int = 1,
     draft_model: Decoder | None = None,
     speculative_tokens: int = 4,
     on_speculative_round: Callable[[SpeculativeRound], None] | None = None,
-) -> list[str] | list[list[int]]:
-    """Continue each prompt; returns the new texts, or lists of new tokens where the prompts are lists of tokens.
+) -> NewRows:
+    """Continue each prompt; returns what is new, in the form of the prompts.
 
-    With a tokenizer, prompts are strings, preceded by its bos_ids as in training; a row ends at one of its eos_ids, or
-    at the first of the `stop` strings, which is left out of the result. `on_text(row, piece)` is called as text comes.
+    Without a tokenizer, prompts are tokens: int64 [T] or [B, T] -> int64 [N] or [B, N], N new tokens; a list of tokens
+    -> a list; a list of tensors or of lists, of any lengths -> a list of the same.
+    With a tokenizer, a string -> a string, a list of strings -> a list. Each is preceded by the tokenizer's bos_ids as
+    in training; a row ends at one of its eos_ids, or at the first of the `stop` strings, which is left out of the
+    result. `on_text(row, piece)` is called as text comes.
     temperature 0 is greedy. encoder_output: what cross-attention reads, one row per prompt. prefix (of
     `heddle.prefix`): tokens that come before each prompt, read earlier. num_beams: the beams of beam search.
     draft_model: a smaller model that proposes `speculative_tokens` tokens per round for speculative decoding: greedy
     text stays the same, sampled text follows the same distribution; `on_speculative_round` gets each round's counts.
     Where rotary frequencies depend on the text's length (dynamic NTK, LongRoPE), the length is that of the longest
     prompt plus max_new_tokens - 1, for all rows; the last new token is never read.
-    Raises ConfigError for an empty list of prompts, and for a setting that is invalid or conflicts with another.
+    Raises ConfigError for prompts that are empty or hold something else, and for a setting that is invalid, conflicts
+    with another or would do nothing.
     """
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens {max_new_tokens}: must be at least 1")
-    if not prompts or isinstance(prompts, str):
-        raise ConfigError("prompts: expected a list of at least one prompt")
+    if tokenizer is None and (stop or on_text is not None):
+        raise ConfigError(f"{'stop' if stop else 'on_text'}: is for text; give the tokenizer, or leave it out")
+    if draft_model is None and on_speculative_round is not None:
+        raise ConfigError("on_speculative_round: there are no rounds without a draft_model; give one, or leave it out")
+    batch = read_prompts(prompts, tokenizer is not None)
     speculative = (
         None if draft_model is None else SpeculativeConfig(draft_model, speculative_tokens, on_speculative_round)
     )
@@ -125,7 +153,7 @@ def generate(  # noqa: PLR0913 - settings given by keyword
     if prefix is not None and encoder_output is not None:
         raise ConfigError("encoder_output: the prefix was read with its own; leave out one of the two")
     request = GenerationRequest(
-        prompt_ids=_prompt_ids(model, prompts, tokenizer, prefix),
+        prompt_ids=_prompt_ids(model, batch, tokenizer, prefix),
         max_new_tokens=max_new_tokens,
         sampler=Sampler(temperature, top_k, top_p, seed),
         vocab_limit=None if tokenizer is None else tokenizer.vocab_size,
@@ -134,7 +162,7 @@ def generate(  # noqa: PLR0913 - settings given by keyword
         prefix=prefix,
         encoder_output=encoder_output,
     )
-    finished = [False] * len(prompts)
+    finished = [False] * len(request.prompt_ids)
     if num_beams > 1:
         new_tokens = beam_search(model, request, num_beams)
     elif speculative is not None:
@@ -142,8 +170,9 @@ def generate(  # noqa: PLR0913 - settings given by keyword
     else:
         new_tokens = decode(model, request, finished)
     if tokenizer is None:
-        return _collect_tokens(new_tokens, len(prompts))
-    return _collect_texts(new_tokens, request, tokenizer, finished, stop, on_text)
+        return batch.restore(_collect_tokens(new_tokens, len(finished)))
+    stop_strings = [stop] if isinstance(stop, str) else stop
+    return batch.restore(_collect_texts(new_tokens, request, tokenizer, finished, stop_strings, on_text))
 
 
 def sample_text(model: Decoder, tokenizer: TokenizerProtocol, sequence_length: int) -> str:
@@ -155,7 +184,7 @@ def sample_text(model: Decoder, tokenizer: TokenizerProtocol, sequence_length: i
     return generate(model, [""], tokenizer, max_new_tokens=length, temperature=0.8, top_p=0.95)[0]
 
 
-def prefix(model: Decoder, text: str | Sequence[int], tokenizer: TokenizerProtocol | None = None) -> Prefix:
+def prefix(model: Decoder, text: str | Sequence[int] | Tensor, tokenizer: TokenizerProtocol | None = None) -> Prefix:
     """Read the beginning of many prompts once, for `generate(prefix=...)`: a string with a tokenizer, or tokens.
 
     The new text is the same as with these tokens at the start of each prompt. The prefix is valid while the model's
@@ -165,7 +194,7 @@ def prefix(model: Decoder, text: str | Sequence[int], tokenizer: TokenizerProtoc
         raise ConfigError("prefix: give a string and its tokenizer, or a list of tokens without one")
     if isinstance(text, str) and tokenizer is not None:
         return prefill_prefix(model, validate_prompt(_encode_after(tokenizer, tokenizer.bos_ids, text), model))
-    return prefill_prefix(model, validate_prompt([int(token) for token in text], model))
+    return prefill_prefix(model, validate_prompt(token_list(text), model))
 
 
 def _check_compatible(
@@ -189,22 +218,14 @@ def _check_compatible(
 
 
 def _prompt_ids(
-    model: Decoder,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
-    tokenizer: TokenizerProtocol | None,
-    shared_prefix: Prefix | None,
+    model: Decoder, batch: PromptBatch, tokenizer: TokenizerProtocol | None, shared_prefix: Prefix | None
 ) -> list[list[int]]:
     """The tokens of each prompt, the prefix included."""
     if tokenizer is None:
-        if any(isinstance(prompt, str) for prompt in prompts):
-            raise ConfigError("prompts: are strings; give the tokenizer too, or lists of tokens")
-        prefix_tokens = [] if shared_prefix is None else [*shared_prefix.tokens]
-        return [validate_prompt([*prefix_tokens, *map(int, prompt)], model) for prompt in prompts]
-    first_tokens: Sequence[int] = tokenizer.bos_ids if shared_prefix is None else shared_prefix.tokens
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if len(texts) != len(prompts):
-        raise ConfigError("prompts: with a tokenizer every prompt is a string; leave the tokenizer out for tokens")
-    return [validate_prompt(_encode_after(tokenizer, first_tokens, text), model) for text in texts]
+        first_tokens: Sequence[int] = () if shared_prefix is None else shared_prefix.tokens
+        return [validate_prompt([*first_tokens, *row], model) for row in batch.token_ids]
+    first_tokens = tokenizer.bos_ids if shared_prefix is None else shared_prefix.tokens
+    return [validate_prompt(_encode_after(tokenizer, first_tokens, text), model) for text in batch.texts]
 
 
 def _encode_after(tokenizer: TokenizerProtocol, first_tokens: Sequence[int], text: str) -> list[int]:

@@ -32,25 +32,27 @@ def prefill(runner: ModelRunner, request: GenerationRequest, rollback: int = 0) 
 
     rollback: how many tokens the state must be able to roll back at a time.
     """
-    prompts, model = request.prompt_ids, runner.model
-    batch, cache_length = len(prompts), max(map(len, prompts)) + request.max_new_tokens - 1
-    common = 0 if batch == 1 or request.encoder_output is not None else _common_prefix_length(prompts)
+    prompts, model, batch = request.prompt_ids, runner.model, len(request.prompt_ids)
+    final_lengths = [len(prompt) + request.max_new_tokens - 1 for prompt in prompts]
+    cache_length, text_lengths = max(final_lengths), final_lengths if model.length_dependent else None
+    is_alone = batch == 1 or request.encoder_output is not None or (text_lengths and len(set(text_lengths)) > 1)
+    common = 0 if is_alone else _common_prefix_length(prompts)
     if request.prefix is not None:
         shared, state = len(request.prefix.tokens) - 1, request.prefix.state.select([0] * batch)
     elif common >= MIN_SHARED_TOKENS:
-        shared, shared_state = common, model.init_state(1, cache_length, rollback=rollback)
+        shared_lengths = None if text_lengths is None else text_lengths[:1]
+        shared, shared_state = common, model.init_state(1, cache_length, None, rollback, shared_lengths)
         _, shared_state = runner.forward(_token_tensor([prompts[0][:common]], model), None, shared_state)
         state = shared_state.select([0] * batch)
     else:
-        shared, state = 0, model.init_state(batch, cache_length, request.encoder_output, rollback)
+        shared, state = 0, model.init_state(batch, cache_length, request.encoder_output, rollback, text_lengths)
     remaining = [list(prompt[shared:]) for prompt in prompts]
     lengths = [len(row) for row in remaining]
     longest = max(lengths)
     tokens = _token_tensor([[0] * (longest - len(row)) + row for row in remaining], model)
     layout = None
     if min(lengths) < longest:
-        padded = Layout.padded(lengths, side="left", device=tokens.device).positions
-        layout = Layout(torch.where(padded >= 0, padded + shared, -1))
+        layout = Layout.padded(lengths, side="left", device=tokens.device, start=shared)
     hidden, state = runner.forward(tokens, layout, state)
     return hidden[:, -1], state
 
@@ -69,9 +71,8 @@ def prefill_prefix(model: Decoder, tokens: Sequence[int]) -> Prefix:
     return Prefix(model, tuple(tokens), state)
 
 
-def validate_prompt(prompt: Sequence[int], model: Decoder) -> list[int]:
-    """The prompt's tokens as a list. Raises ConfigError if it is empty or a token is outside the vocabulary."""
-    tokens = [int(token) for token in prompt]
+def validate_prompt(tokens: list[int], model: Decoder) -> list[int]:
+    """Return the tokens of a prompt. Raises ConfigError if it is empty or a token is outside the vocabulary."""
     vocab_size = model.embed.weight.shape[0]
     if not tokens or min(tokens) < 0 or max(tokens) >= vocab_size:
         raise ConfigError(f"prompts: each needs at least one token, all from 0 to {vocab_size - 1}")

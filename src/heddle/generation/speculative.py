@@ -19,7 +19,6 @@ from heddle.errors import ConfigError
 from heddle.generation.model_runner import GenerationRequest, ModelRunner, NewTokens, eval_mode
 from heddle.generation.prefill import prefill
 from heddle.model.decoder import Decoder
-from heddle.parts.context.layout import Layout
 
 PROPOSE, VERIFY, NEXT = 1, 2, 3  # sites of random numbers: draws for one position that must be independent
 
@@ -81,9 +80,7 @@ class RollbackRunner:
         if self.round_start is None:
             self.state = self.state.rollback(rejected)
             return
-        unpadded = self.round_start.table.next_layout(longest)
-        padding = torch.arange(longest, device=accepted.device) > accepted[:, None]
-        layout = Layout(unpadded.positions.masked_fill(padding, -1), unpadded.segment_ids)
+        layout = self.round_start.table.next_layout(longest, accepted + 1)
         _, self.state = self.runner.forward(tokens[:, :longest], layout, self.round_start)
 
     def select(self, rows: list[int]) -> None:

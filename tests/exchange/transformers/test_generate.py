@@ -107,6 +107,18 @@ def test_a_design_that_turns_by_the_length_is_told_it() -> None:
     assert actual[:, 9:].tolist() == heddle.generate(hf_model.heddle_decoder, [row], max_new_tokens=STEPS)
 
 
+def test_a_longer_row_changes_no_rotation_of_the_others() -> None:
+    """The texts end at 17, 22 and 28 tokens; the switch is at 20."""
+    hf_model, rows = by_length(), prompts([4, 9, 15])
+    inputs = padded(rows)
+    actual = hf_model.generate(**inputs, max_new_tokens=STEPS, do_sample=False, pad_token_id=0)
+    expected = [heddle.generate(hf_model.heddle_decoder, [row], max_new_tokens=STEPS)[0] for row in rows]
+    assert actual[:, 15:].tolist() == expected
+    assert heddle.generate(hf_model.heddle_decoder, rows, max_new_tokens=STEPS) == expected
+    whole = hf_model(**inputs, use_cache=False).logits[0, -4:]
+    torch.testing.assert_close(whole, hf_model(torch.tensor([rows[0]]), use_cache=False).logits[0], rtol=0, atol=1e-10)
+
+
 def test_scores_and_attentions_are_given_on_request() -> None:
     inputs = padded([prompts([6])[0]])
     kwargs = {"return_dict_in_generate": True, "output_attentions": True, "output_hidden_states": True}

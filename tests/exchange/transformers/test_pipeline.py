@@ -139,7 +139,7 @@ def score(model: heddle.Decoder, tokenizer: Any) -> list[list[float]]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[str]:
-    """The address of a server of transformers that knows our class."""
+    """The address of a server of transformers that finds our class through the folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -147,8 +147,8 @@ def server(folder: Path) -> Iterator[str]:
         "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "src")]), "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(folder / "home"),
     }  # fmt: skip
-    command = [sys.executable, "-m", "heddle.exchange.transformers.serve", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--device", "cpu", str(folder / "model")]
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", "--trust-remote-code"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", str(folder / "model")]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:

@@ -199,8 +199,8 @@ BUGS = {
     "heads before tokens": (ATTEND, "return heads_last.transpose(1, 2)", "return heads_last.reshape(q.shape)", "gqa"),
     "keywords kept": (ATTEND, "**self.kwargs", "", "gqa"),
     "padding seen": (
-        "exchange.transformers.modeling:HeddleModel.forward",
-        "ExternalAttention(modules, attention_mask,",
+        "exchange.transformers.modeling:HeddleModel._run",
+        "ExternalAttention(modules, call.attention_mask,",
         "ExternalAttention(modules, None,",
         "gqa",
     ),

@@ -1,11 +1,13 @@
-"""heddle's models for transformers. Importing this package registers them, so that the Auto classes load them."""
+"""heddle's models for transformers. Importing this package registers them, so that the Auto classes load them.
 
-import importlib
-import sys
+A folder of such a model names them too (`auto_map`), for programs that do not import this package.
+"""
+
 from pathlib import Path
 
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from heddle.exchange import export as _export
 from heddle.exchange import load as _load
@@ -21,12 +23,13 @@ __all__ = ["HeddleCache", "HeddleConfig", "HeddleForCausalLM", "HeddleModel", "e
 AutoConfig.register(HeddleConfig.model_type, HeddleConfig)
 AutoModel.register(HeddleConfig, HeddleModel)
 AutoModelForCausalLM.register(HeddleConfig, HeddleForCausalLM)
-# `transformers serve` looks up the class of a folder by its name in the module transformers. That module is replaced in
-# sys.modules when processing_utils is first imported, which PEFT and Trainer do: both have the names.
-importlib.import_module("transformers.processing_utils")
-for _module in (transformers, sys.modules["transformers"]):
-    for _class in (HeddleConfig, HeddleModel, HeddleForCausalLM):
-        setattr(_module, _class.__name__, _class)
+# Pipelines and lm-eval ask this table, which `register` leaves as it is, whether a model writes text.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[HeddleConfig.model_type] = HeddleForCausalLM.__name__
+# `transformers serve` and TRL look up the class of a folder by its name in the module transformers. That module is
+# replaced in sys.modules when processing_utils is first imported, which PEFT and Trainer do, and whoever imported it
+# before has the old one. Attributes of the modules' class are found in all of them.
+for _class in (HeddleConfig, HeddleModel, HeddleForCausalLM):
+    setattr(type(transformers), _class.__name__, _class)
 
 
 def load(folder: str | Path) -> tuple[Decoder, Tokenizer | None]:

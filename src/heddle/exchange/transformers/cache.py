@@ -33,9 +33,7 @@ class ModelInputs(NamedTuple):
         """Apply a function to every tensor."""
         if self.layout is None:
             return ModelInputs(function(self.tokens), None)
-        segment_ids = None if self.layout.segment_ids is None else function(self.layout.segment_ids)
-        layout = Layout(function(self.layout.positions), segment_ids, has_padding=self.layout.has_padding)
-        return ModelInputs(function(self.tokens), layout)
+        return ModelInputs(function(self.tokens), self.layout.map_tensors(function))
 
     def first_tokens(self, length: int) -> "ModelInputs":
         """The first `length` tokens of each row."""
@@ -86,7 +84,7 @@ class HeddleCacheLayer(CacheLayerMixin):
         """Run the model on the inputs of a call. is_token: bool [B, T], False at padding (None: no padding)."""
         batch, length = inputs.tokens.shape[:2]
         if self.state is None:
-            self.state = self._init_state(decoder, batch)
+            self.state = self._init_state(decoder, batch, length, is_token)
         if self.record_past:
             if self.fork is None and not self.state.can_always_roll_back(self.length_since_commit + length):
                 self.fork = self.state.fork()
@@ -102,10 +100,18 @@ class HeddleCacheLayer(CacheLayerMixin):
         self.seq_length += length
         return hidden
 
-    def _init_state(self, decoder: Decoder, batch: int) -> State:
-        """An empty state. If tokens may be removed, its ring buffers have slack for a rollback."""
+    def _init_state(self, decoder: Decoder, batch: int, length: int, is_token: Tensor | None) -> State:
+        """An empty state. If tokens may be removed, its ring buffers have slack for a rollback.
+
+        Where rotations depend on the final length of a row's text, the padding of the first call is left out of it.
+        """
+        text_lengths = None
+        if decoder.length_dependent and self.max_cache_len is not None and is_token is not None:
+            padding = length - is_token.sum(1)
+            text_lengths = (self.max_cache_len - padding).clamp(min=1).tolist()
         can_roll_back = self.record_past and decoder.init_state(batch, self.max_cache_len or 1).can_roll_back(1)
-        return decoder.init_state(batch, self.max_cache_len, rollback=ROLLBACK_SLACK if can_roll_back else 0)
+        rollback = ROLLBACK_SLACK if can_roll_back else 0
+        return decoder.init_state(batch, self.max_cache_len, rollback=rollback, text_lengths=text_lengths)
 
     def crop(self, max_length: int) -> None:
         """Remove all columns beyond `max_length`; if it is not positive, remove the last −max_length columns.

@@ -1,12 +1,14 @@
 """HeddleConfig: a heddle design as a config of transformers."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from heddle.errors import ConfigError
 from heddle.exchange import design_parts
-from heddle.exchange.families.heddle import FAMILY, SIZE_FIELDS
+from heddle.exchange.families.heddle import AUTO_MAP, FAMILY, SIZE_FIELDS
 from heddle.exchange.transformers.external_attention import uses_external_attention
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
@@ -34,9 +36,11 @@ class HeddleConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+    auto_map: dict[str, str] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Read the design. transformers also creates configs without one, to compare with."""
+        self.auto_map = dict(AUTO_MAP)  # one that came from a hub names the hub's copy of the same file
         if self.design is not None:
             design = load_config(self.design)
             if design.vocab_size is None:
@@ -55,6 +59,16 @@ class HeddleConfig(PreTrainedConfig):
         self.design = design.dump()
         for name in SIZE_FIELDS:
             setattr(self, name, sizes[name])
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As for every config of transformers, and the file that `auto_map` names."""
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        for name, text in FAMILY.documents.items():
+            Path(save_directory, name).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing: `auto_map` is always written, and the code of the package is never copied into a folder."""
 
     @property
     def layer_types(self) -> list[str]:

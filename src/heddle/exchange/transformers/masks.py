@@ -41,6 +41,7 @@ class LayoutAndMask(NamedTuple):
     is_token: Tensor | None
 
 
+@torch.compiler.disable  # it checks values
 def layout_from_inputs(
     tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cached: CachedTokens
 ) -> LayoutAndMask:
@@ -80,7 +81,7 @@ def layout_from_inputs(
         _check_consecutive(is_token, position_ids, cached)
     segment_ids = segment_ids.expand(batch, length)
     return LayoutAndMask(
-        Layout(torch.where(is_token, position_ids, -1), segment_ids if cached.length else None), is_token
+        Layout.of(torch.where(is_token, position_ids, -1), segment_ids if cached.length else None), is_token
     )
 
 
@@ -97,12 +98,12 @@ def _unpadded_layout(position_ids: Tensor | None, cached: CachedTokens) -> Layou
         first = position_ids[:, 0].tolist()
         if len(set(first)) == 1:
             return Layout.causal(batch, length, start=first[0], device=position_ids.device) if first[0] else None
-        return Layout(position_ids, has_padding=False)
+        return Layout.of(position_ids)
     is_start = torch.nn.functional.pad(is_start, (1, 0), value=True)
     if not bool(position_ids[is_start].any()):
         ends = [[*row.nonzero()[:, 0].tolist(), length] for row in is_start]
         return Layout.packed([[b - a for a, b in pairwise(row)] for row in ends], device=position_ids.device)
-    return Layout(position_ids, is_start.cumsum(1) - 1, has_padding=False)
+    return Layout.of(position_ids, is_start.cumsum(1) - 1)
 
 
 def _check_cached_mask(visible: Tensor, cached: CachedTokens) -> None:
@@ -174,11 +175,11 @@ def _layout_from_pairs(visible: Tensor, position_ids: Tensor | None, cached: Cac
         positions = position_ids
     no_padding, segment_ids = bool(is_token.all()), segments + last_segment
     if bool(is_start.any()):
-        layout = Layout(torch.where(is_token, positions, -1), segment_ids, has_padding=not no_padding)
+        layout = Layout.of(torch.where(is_token, positions, -1), segment_ids)
     elif no_padding:
         return LayoutAndMask(_unpadded_layout(position_ids, cached), None)
     else:
-        layout = Layout(torch.where(is_token, positions, -1), segment_ids if cached.length else None)
+        layout = Layout.of(torch.where(is_token, positions, -1), segment_ids if cached.length else None)
     return LayoutAndMask(layout, None if no_padding else is_token)
 
 

@@ -1,11 +1,11 @@
 """HeddleModel and HeddleForCausalLM: a heddle decoder with the interface of a transformers model."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
@@ -19,20 +19,22 @@ from heddle.exchange.transformers.external_attention import (
     attention_modules,
     uses_external_attention,
 )
-from heddle.exchange.transformers.masks import CachedTokens, LayoutAndMask, layout_from_inputs
+from heddle.exchange.transformers.masks import CachedTokens
+from heddle.exchange.transformers.model_call import ModelCall
 from heddle.exchange.transformers.outputs import (
     GENERATION_KWARGS,
     LOSS_KWARGS,
+    RecordedOutputs,
     check_kwargs,
-    record_outputs,
     scaled_aux_loss,
 )
 from heddle.exchange.transformers.pretrained import HeddlePreTrainedModel
-from heddle.model.decoder import Decoder
+from heddle.model.decoder import Decoder, Layer
 from heddle.numerics.linear import packed_weights
 from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward
-from heddle.parts.modules.router_statistics import RouterRecorder, record_router_statistics
+from heddle.parts.modules.eager import disable_compilation
+from heddle.parts.modules.router_statistics import RouterStatistics, record_router_statistics
 
 
 class HeddleModel(HeddlePreTrainedModel):
@@ -45,6 +47,7 @@ class HeddleModel(HeddlePreTrainedModel):
         self.decoder = Decoder(config.load_design())
         if self.decoder.encoder_width is not None:
             raise ConfigError("design: reads an encoder output (cross_attention), which these classes do not have")
+        disable_compilation(self.decoder)
         self._attention_modules: dict[nn.Module, AttentionModule] = {}
         self._external_attention_modules()
         self.post_init()
@@ -90,28 +93,38 @@ class HeddleModel(HeddlePreTrainedModel):
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and not self.decoder.causal:
             raise ConfigError("attention_mask: is 4-D, but the design sees later tokens; give one of [batch, length]")
         cache, cache_layer = self._cache(past_key_values, use_cache)
-        cached = CachedTokens() if cache_layer is None else cache_layer.read_pending(self.decoder)
-        if modules is not None and attention_mask is None and position_ids is not None:  # reads no value: vLLM's calls
-            inputs = LayoutAndMask(Layout(position_ids.expand(tokens.shape[:2]), has_padding=False), None)
-        else:
-            inputs = layout_from_inputs(tokens, attention_mask, position_ids, cached)
-        if return_weights and cached.length and (cached.is_token is not None or inputs.is_token is not None):
-            raise ConfigError("output_attentions: beside a cache with padding, columns are not kept; use no cache")
-        with record_outputs(self.decoder, return_states, return_weights) as recorded:
-            if cache_layer is None:
-                layout = inputs.layout or Layout.causal(tokens.shape[0], tokens.shape[1], device=tokens.device)
-                if modules is not None:
-                    backend = ExternalAttention(modules, attention_mask, position_ids, kwargs)
-                    layout = replace(layout, attention_backend=backend)
-                hidden, _ = self.decoder(tokens, layout)
-            else:
-                hidden = cache_layer.run_decoder(self.decoder, ModelInputs(tokens, inputs.layout), inputs.is_token)
+        call = ModelCall(tokens, attention_mask, position_ids, cache_layer, return_states, return_weights, kwargs)
+        recomputed = self.decoder.checkpointing and torch.is_grad_enabled()  # in a copy of the call's context
+        run = self._run if call.traceable and not recomputed else self._run_uncompiled
+        hidden, recorded = run(call, modules)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             past_key_values=cache,
             hidden_states=recorded.hidden_states(hidden),
             attentions=recorded.attentions(),
         )
+
+    def _run(self, call: ModelCall, modules: dict[nn.Module, AttentionModule] | None) -> tuple[Tensor, RecordedOutputs]:
+        """Run the decoder. modules: those of `_external_attention_modules`."""
+        tokens, cache_layer = call.tokens, call.cache_layer
+        cached = CachedTokens() if cache_layer is None else cache_layer.read_pending(self.decoder)
+        inputs = call.layout(cached, has_external_attention=modules is not None)
+        if call.return_weights and cached.length and (cached.is_token is not None or inputs.is_token is not None):
+            raise ConfigError("output_attentions: beside a cache with padding, columns are not kept; use no cache")
+        with call.record_outputs(self.decoder) as recorded:
+            if cache_layer is not None:
+                inputs_and_layout = ModelInputs(tokens, inputs.layout)
+                return cache_layer.run_decoder(self.decoder, inputs_and_layout, inputs.is_token), recorded
+            layout = inputs.layout or Layout.causal(tokens.shape[0], tokens.shape[1], device=tokens.device)
+            if is_compiling() and layout.start is None and not self.decoder.length_dependent:
+                # Lengths that differ in each batch would compile the graph again.
+                layout = replace(layout, doc_lengths=None, max_position=None)
+            if modules is not None:
+                backend = ExternalAttention(modules, call.attention_mask, call.position_ids, call.kwargs)
+                layout = replace(layout, attention_backend=backend)
+            return self.decoder(tokens, layout)[0], recorded
+
+    _run_uncompiled = torch.compiler.disable(_run)
 
     def _external_attention_modules(self) -> dict[nn.Module, AttentionModule] | None:
         """The modules for external attention functions, or None if heddle computes attention itself."""
@@ -176,27 +189,31 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         """
         loss_kwargs = {name: kwargs.pop(name) for name in LOSS_KWARGS & kwargs.keys()}
         has_labels = labels is not None or loss_kwargs.get("shift_labels") is not None
-        with record_router_statistics() if self.training else nullcontext(RouterRecorder()) as recorder:
-            outputs = self.model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                use_cache=False if has_labels and use_cache is None else use_cache,
-                **kwargs,
-            )
+        kwargs |= {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": False if has_labels and use_cache is None else use_cache,
+        }
+        entries: list[RouterStatistics] = []
+        if self.training and self._has_experts:
+            with record_router_statistics() as recorder:
+                outputs = self.model(**kwargs)
+            entries = recorder.entries
+        else:
+            outputs = self.model(**kwargs)
         hidden = outputs.last_hidden_state
         indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.heddle_decoder.head(hidden[:, indices])
         loss = None
         if has_labels:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_kwargs)
-            loss = loss + scaled_aux_loss(recorder.entries, labels, loss_kwargs)
-        if self.training:
-            for entry in recorder.entries:
-                counts = self.expert_counts.get(entry.mixture, 0) + entry.expert_counts.detach()
-                self.expert_counts[entry.mixture] = counts
+            loss = loss + scaled_aux_loss(entries, labels, loss_kwargs)
+        for entry in entries:
+            counts = self.expert_counts.get(entry.mixture, 0) + entry.expert_counts.detach()
+            self.expert_counts[entry.mixture] = counts
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -204,6 +221,12 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    @property
+    def _has_experts(self) -> bool:
+        """Whether a layer is a mixture of experts."""
+        feedforwards = [layer.feedforward for layer in self.heddle_decoder.layers if isinstance(layer, Layer)]
+        return any(feedforward is not None and feedforward.expert_info is not None for feedforward in feedforwards)
 
     def balance_experts(self) -> None:
         """Update the expert biases of designs with `bias_update`. Call it once after each optimizer step."""

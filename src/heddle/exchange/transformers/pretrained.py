@@ -1,5 +1,7 @@
 """HeddlePreTrainedModel: what HeddleModel and HeddleForCausalLM share."""
 
+from typing import Any
+
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,6 +22,21 @@ class HeddlePreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers reads a list
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _keep_in_fp32_modules_strict = ["expert_bias"]  # noqa: RUF012 - bf16 would lose its small updates
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing: the config's `auto_map` names the classes, and no code is copied into a folder."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As for every model of transformers. What `device_map` offloads is loaded layer by layer."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with `output_loading_info`
+        if getattr(model, "hf_device_map", None) is not None:
+            from heddle.exchange.transformers.preload_layers import preload_layers  # needs accelerate
+
+            preload_layers(model)
+        return loaded
 
     @property
     def heddle_decoder(self) -> Decoder:
