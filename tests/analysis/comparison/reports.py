@@ -53,6 +53,7 @@ def design(name: str, traits: tuple[float, float, int, int, int, int], seeds: li
             "train_tokens": 500_000,
             "seconds": 500_000 / train + seed * 0.1,
             "train_tokens_per_second": train * (1 - 0.004 * seed),
+            "train_speed_range": (train * 0.97, train * 1.02),
             "peak_memory_bytes": 9.1e8 - 4e7 * index,
             "skipped_steps": 0,
             "curve": [[int(token), float(value)] for token, value in zip(tokens, curve, strict=True)],
@@ -73,14 +74,21 @@ def design(name: str, traits: tuple[float, float, int, int, int, int], seeds: li
         "runs": runs,
         "bits_per_byte": mean_bits_per_byte(runs),
         "train_tokens_per_second": float(train),
+        "train_speed_range": (train * 0.97, train * 1.02),
         "peak_memory_bytes": 9.1e8 - 4e7 * index,
         "state_bytes": [[context, float(per_token * context + fixed)] for context in CONTEXTS],
         "recall": {name: recall(index, position) for position, name in enumerate(RECALL_PROBES)},
-        "prefill": [[context, 0.42 * train * 4096 / (context + 3500)] for context in (512, 2048, 8192)],
+        "prefill": [measured(context, 0.42 * train * 4096 / (context + 3500)) for context in (512, 2048, 8192)],
         "decode": [
-            [context, decode * 9000 / (9000 + context * min(1, per_token / 3072))] for context in (512, 2048, 8192)
+            measured(context, decode * 9000 / (9000 + context * min(1, per_token / 3072)))
+            for context in (512, 2048, 8192)
         ],
     }
+
+
+def measured(context: int, speed: float) -> list[float]:
+    """A speed at a context, with the range of its measurements."""
+    return [context, speed, 0.96 * speed, 1.03 * speed]
 
 
 def recall(index: int, position: int) -> dict[str, Any]:
@@ -204,8 +212,10 @@ def hollow() -> dict[str, Any]:
     for row in report["designs"]:
         for run in row["runs"]:
             diverge(run)
-            run.update(curve=[], train_tokens_per_second=None, peak_memory_bytes=None, seconds=None)
-        row.update(train_tokens_per_second=None, peak_memory_bytes=None, state_bytes=[], prefill=[], decode=[])
+            run.update(curve=[], train_tokens_per_second=None, train_speed_range=None)
+            run.update(peak_memory_bytes=None, seconds=None)
+        row.update(train_tokens_per_second=None, train_speed_range=None, peak_memory_bytes=None)
+        row.update(state_bytes=[], prefill=[], decode=[])
         row.update(flops_per_token=None, active_parameters=None)
         for result in row["recall"].values():
             result.update(status="failed", accuracy=None, scored=None, seconds=None, curve=[])

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from heddle.analysis.comparison import verdict
+from heddle.analysis.comparison.formatting import judgment
 from heddle.analysis.comparison.verdict import verdict_sentences
 from tests.analysis.comparison import reports
 
@@ -29,17 +30,47 @@ def test_verdict_claims_a_lead_only_where_it_is_resolved() -> None:
     assert shifted({"a": 0.0, "b": -0.1})["verdict"][0] == (
         "b has the lowest bits per byte, 1.900; its difference to a, −0.100 ± 0.000, is resolved."
     )
-    assert shifted({"a": 0.0, "b": 0.0})["verdict"][0].endswith("is not resolved.")
     assert "each of the other 2 is resolved" in shifted({"a": 0.0, "b": -0.1, "c": 0.1})["verdict"][0]
-    assert "not resolved against b" in shifted({"a": 0.0, "b": 0.0, "c": 0.0})["verdict"][0]
-    assert "resolved against c, not against b" in shifted({"a": 0.0, "b": 0.0, "c": 0.1})["verdict"][0]
+    pair = reports.make_report({name: reports.TINY[name] for name in ("mha-tiny", "gqa-tiny")})["verdict"][0]
+    assert pair == (
+        "No lead is resolved: mha-tiny 2.249 and gqa-tiny 2.258 bits per byte, a difference of −0.009 ± 0.015."
+    )
+
+
+def test_equal_designs_tie() -> None:
+    assert shifted({"a": 0.0, "b": 0.0})["verdict"][0] == "a and b tie: each reaches 2.000 bits per byte."
+    assert shifted({"a": 0.0, "b": 0.0, "c": 0.0})["verdict"][0].startswith("a, b and c tie")
+    assert shifted({"a": 0.0, "b": 0.0, "c": 0.1})["verdict"][0] == (
+        "Lowest, and not resolved from each other: a 2.000 and b 2.000 bits per byte. "
+        "The lead of a is resolved against c."
+    )
+    assert judgment(shifted({"a": 0.0, "b": 0.0})["differences"][0]) == "equal"
+
+
+def test_designs_with_the_smallest_state_are_all_named() -> None:
+    tied = reports.make_report({"full": reports.TINY["mha-tiny"]} | dict.fromkeys(("b", "c"), reports.TINY["gqa-tiny"]))
+    assert any("b and c need a quarter of the state of full" in sentence for sentence in tied["verdict"])
+
+
+def test_overlapping_speeds_give_no_ratio() -> None:
+    report = reports.make_report()
+    baseline, gqa, *_ = report["designs"]
+    gqa["decode"] = [[context, 1.7 * speed, low, 1.8 * high] for context, speed, low, high in baseline["decode"]]
+    gqa["train_speed_range"] = (0.9 * baseline["train_speed_range"][0], 1.7 * baseline["train_speed_range"][1])
+    phrases = verdict.compare_with_baseline(report, gqa)
+    assert phrases[1] == "no measured difference in decoding speed at 8k: the measurements overlap"
+    assert phrases[2] == "no measured difference in training speed: the measurements overlap"
+    gqa["decode"] = [[context, 1.7 * speed, 1.5 * high, 1.8 * high] for context, speed, _, high in baseline["decode"]]
+    assert verdict.compare_with_baseline(report, gqa)[1] == "1.7 times its decoding speed at 8k"
 
 
 def test_verdict_says_what_the_smallest_state_costs() -> None:
     report = reports.make_report()
     assert any(
-        sentence.startswith("window-tiny needs 6 % of the state of mha-tiny (1.57 MB against 25.2 MB at 8k), for +0.03")
-        and sentence.endswith("bits per byte (worse).")
+        sentence.startswith(
+            "window-tiny needs 6 % of the state of mha-tiny (1.57 MB against 25.2 MB at 8k); bits per byte: +0.03"
+        )
+        and sentence.endswith("(worse).")
         for sentence in report["verdict"]
     )
     pair = reports.make_report({name: reports.TINY[name] for name in ("mha-tiny", "gqa-tiny")})

@@ -46,15 +46,16 @@ def holder(run: Path) -> int | None:
         return int(str(error).partition("process ")[2].partition(";")[0])
 
 
-def wait_for_step(run: Path, step: int) -> None:
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
     while done(run) < step:
+        assert process.poll() is None, process.communicate()
         time.sleep(0.01)
 
 
 def test_signals_and_the_death_of_the_parent(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one-seed0"
     first = start(folder, tmp_path, 30_000)
-    wait_for_step(run, 2)
+    wait_for_step(first, run, 2)
     first.send_signal(signal.SIGTERM)
     out, err = first.communicate()
     assert first.returncode == 143
@@ -66,7 +67,7 @@ def test_signals_and_the_death_of_the_parent(folder: Path, tmp_path: Path) -> No
     assert saved >= 2
 
     second = start(folder, tmp_path, 30_000)
-    wait_for_step(run, saved + 2)
+    wait_for_step(second, run, saved + 2)
     worker = holder(run)
     assert worker not in (None, second.pid)
     second.kill()
@@ -144,7 +145,7 @@ def test_a_second_signal_kills_the_worker(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_worker_that_is_really_killed(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one-seed0"
     process = start(folder, tmp_path, 100_000)
-    wait_for_step(run, 3)
+    wait_for_step(process, run, 3)
     worker = holder(run)
     assert worker is not None
     os.kill(worker, signal.SIGKILL)

@@ -11,12 +11,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 from heddle.analysis.comparison.plan import DesignEntry
-from heddle.config import parse_config
 from heddle.errors import ConfigError
-from heddle.model.config import ModelConfig
+from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.size import flops_per_token, parameter_counts
 
@@ -122,21 +120,16 @@ def nearest_width(config: ModelConfig, size_of: SizeFunction, target: float) -> 
 def with_width(config: ModelConfig, width: int, hidden_factor: float = 1.0) -> ModelConfig:
     """The design at another width, with `hidden` of its feed-forwards in proportion, times `hidden_factor`."""
     factor = hidden_factor * width / config.width
-    data = config.dump()
-    data["layers"] = [_with_hidden_scaled(layer, factor) for layer in data["layers"]]
-    return parse_config(ModelConfig, data | {"width": width})
+    layers = tuple(_with_hidden_scaled(layer, factor) for layer in config.layers)
+    return config.replace(width=width, layers=layers)
 
 
-def _with_hidden_scaled(layer: dict[str, Any], factor: float) -> dict[str, Any]:
-    scaled = dict(layer)
-    if layer.get("layers"):
-        scaled["layers"] = [_with_hidden_scaled(inner, factor) for inner in layer["layers"]]
-    feedforward = layer.get("feedforward")
-    if feedforward:
-        # also the shared_hidden of a mixture of experts
-        sizes = {name: value for name, value in feedforward.items() if name.rpartition("_")[2] == "hidden"}
-        scaled["feedforward"] = feedforward | {name: _scale(value, factor) for name, value in sizes.items()}
-    return scaled
+def _with_hidden_scaled(layer: LayerConfig, factor: float) -> LayerConfig:
+    if layer.layers is not None:
+        return layer.replace(layers=tuple(_with_hidden_scaled(inner, factor) for inner in layer.layers))
+    if layer.feedforward is None:
+        return layer
+    return layer.replace(feedforward=layer.feedforward.with_hidden(lambda hidden: _scale(hidden, factor)))
 
 
 def _scale(value: int, factor: float) -> int:

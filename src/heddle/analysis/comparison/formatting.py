@@ -92,14 +92,15 @@ def format_share(part: float, whole: float) -> str:
 
 
 def judgment(difference: Mapping[str, Any] | None) -> str:
-    """What the interval of a difference supports: "better", "worse", "not resolved" or "not measured".
+    """What the interval of a difference supports: "better", "worse", "equal", "not resolved" or "not measured".
 
-    With a single pair of runs ", one seed" is added to "better" and "worse".
+    "equal": every pair of runs gave the same number. With a single pair of runs ", one seed" is added to "better" and
+    "worse".
     """
     if difference is None or difference["mean"] is None:
         return "not measured"
     if not difference["resolved"]:
-        return "not resolved"
+        return "equal" if difference["mean"] == 0 and half_width(difference) == 0 else "not resolved"
     word = "better" if difference["mean"] < 0 else "worse"
     return word + (", one seed" if difference["pairs"] == 1 else "")
 

@@ -1,7 +1,7 @@
 """Read values out of a comparison's report: means, differences, recall, and series over the context length."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 PREFERRED_CONTEXT = 8192
@@ -9,15 +9,20 @@ Report = Mapping[str, Any]
 Design = Mapping[str, Any]
 
 
-def value_at(series: Iterable[Iterable[Any]] | None, context: float | None) -> float | None:
-    """The value of a series of [context, value] pairs at one context, or None."""
-    return next((value for point, value in series or () if point == context), None)
+def value_at(series: Iterable[Sequence[Any]] | None, context: float | None) -> float | None:
+    """The value of a series of [context, value, …] at one context, or None."""
+    return next((row[1] for row in series or () if row[0] == context), None)
+
+
+def range_at(series: Iterable[Sequence[Any]] | None, context: float | None) -> tuple[float, float] | None:
+    """The range of a series of [context, value, low, high] at one context, or None."""
+    return next(((row[2], row[3]) for row in series or () if row[0] == context), None)
 
 
 def shared_context(designs: Iterable[Design], key: str) -> int | None:
     """A context at which all designs with the series `key` were measured: 8192, or else the largest, or None."""
     series_of_designs = [design[key] for design in designs if design[key]]
-    measured = [{context for context, value in series if value is not None} for series in series_of_designs]
+    measured = [{row[0] for row in series if row[1] is not None} for series in series_of_designs]
     common = set.intersection(*measured) if measured else set()
     return PREFERRED_CONTEXT if PREFERRED_CONTEXT in common else max(common, default=None)
 

@@ -190,7 +190,7 @@ def plan_warnings(
     length = plan.sequence_length
     for entry in plan.entries:
         mixers = [layer.mixer for _, layer in entry.config.expand() if layer.mixer is not None]
-        windows = {window for mixer in mixers if (window := mixer.dump().get("window")) is not None}
+        windows = {window for mixer in mixers for window in mixer.windows}
         sentences += [
             f"{entry.name}: its window of {window} covers the whole training sequence of {length} tokens, "
             "so it was trained as full attention. Longer sequences would show the effect of the window."

@@ -1,5 +1,6 @@
 """Run a comparison: train every design on the same text in the same order, measure it, and write the report."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +15,13 @@ from heddle.analysis.comparison.extrapolation import length_changes, plan_summar
 from heddle.analysis.comparison.plan import ComparisonPlan, DesignEntry, plan_warnings
 from heddle.analysis.comparison.probes import RECALL_PROBES
 from heddle.analysis.comparison.statistics import mean_bits_per_byte, paired_difference
-from heddle.analysis.comparison.tasks import Comparison, measure_recall, measure_speed, train_design, training_steps
+from heddle.analysis.comparison.tasks import (
+    Comparison,
+    measure_recall,
+    measure_speeds_in_rounds,
+    train_design,
+    training_steps,
+)
 from heddle.analysis.comparison.verdict import verdict_sentences
 from heddle.analysis.pages.report import write_report
 from heddle.data.corpus import Corpus, check_tokenizer_fits, prepare_corpus
@@ -45,7 +52,7 @@ def compare(plan: ComparisonPlan, out: Path, runtime: Runtime, command: str) -> 
                 raise CheckpointError(
                     f"{out}: holds something else ({sorted(others)[0]}); choose an empty or new folder"
                 )
-        _check_identity(out / PLAN_FILE, plan.identity())
+        _check_identity(out / PLAN_FILE, plan.identity(), _name_budget)
         token_limit = int(plan.budget_value) if plan.budget_kind == "tokens" else None
         tokenizer = None if plan.tokenizer is None else Path(plan.tokenizer)
         corpus = prepare_corpus(
@@ -68,7 +75,7 @@ def compare(plan: ComparisonPlan, out: Path, runtime: Runtime, command: str) -> 
         for seed in plan.seeds:
             for entry in plan.entries:
                 runs[entry.name].append(train_design(comparison, entry, seed, steps[entry.name]))
-        speeds = {entry.name: measure_speed(comparison, entry) for entry in plan.entries}
+        speeds = measure_speeds_in_rounds(comparison)
         recalls = {entry.name: measure_recall(comparison, entry) for entry in plan.entries}
         designs = [
             _design_report(comparison, entry, runs[entry.name], speeds[entry.name] | {"recall": recalls[entry.name]})
@@ -79,14 +86,25 @@ def compare(plan: ComparisonPlan, out: Path, runtime: Runtime, command: str) -> 
         return report
 
 
-def _check_identity(path: Path, identity: dict[str, Any]) -> None:
-    """Write the identity of a new comparison; compare that of a continued one with the file."""
+def _check_identity(
+    path: Path, identity: dict[str, Any], named: Callable[[dict[str, Any]], dict[str, Any]] = dict
+) -> None:
+    """Write the identity of a new comparison; compare that of a continued one with the file.
+
+    named: gives the fields the names by which the user knows them.
+    """
     if not path.is_file():
         write_json_file(path, to_plain_json(identity))
         return
-    difference = first_difference(read_json_file(path), to_plain_json(identity))
+    difference = first_difference(named(read_json_file(path)), named(to_plain_json(identity)))
     if difference:
         raise CheckpointError(f"{path.parent}: holds another comparison: {difference}; use the same, or another folder")
+
+
+def _name_budget(identity: dict[str, Any]) -> dict[str, Any]:
+    """The identity with the budget under its kind, `tokens` say, instead of kind and value."""
+    others = {name: value for name, value in identity.items() if not name.startswith("budget_")}
+    return {str(identity["budget_kind"]): identity["budget_value"]} | others
 
 
 def _report(comparison: Comparison, designs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -156,6 +174,7 @@ def _design_report(
         "runs": runs,
         "bits_per_byte": mean_bits_per_byte(runs),
         "train_tokens_per_second": _median([run["train_tokens_per_second"] for run in finished]),
+        "train_speed_range": _outer_range([run["train_speed_range"] for run in finished]),
         "peak_memory_bytes": _median([run["peak_memory_bytes"] for run in finished]),
         "state_bytes": [(context, state_bytes(config, context, dtype=dtype)) for context in STATE_CONTEXTS],
         "prefill": measured["prefill"],
@@ -167,6 +186,11 @@ def _design_report(
 
 def _median(values: list[float]) -> float | None:
     return median_high(values) if values else None
+
+
+def _outer_range(ranges: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """The range that contains all of the ranges."""
+    return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None
 
 
 def summarize_design(config: ModelConfig, model_size: Size) -> str:

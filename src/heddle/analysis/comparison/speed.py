@@ -1,4 +1,8 @@
-"""Speed of a design with fresh weights: tokens per second of prefill and decode at several context lengths."""
+"""Speed of a design with fresh weights: tokens per second of prefill and decode at several context lengths.
+
+A machine is not equally fast at all times. So designs are measured in rounds, each design once a round, and a speed
+comes with its range over all rounds. Ranges that overlap support no ratio.
+"""
 
 import statistics
 import time
@@ -6,34 +10,54 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from heddle.analysis.comparison.statistics import quartiles
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.state import State
 from heddle.numerics.linear import packed_weights
 
-DECODED_TOKENS = 32
-MAX_PREFILLS = 3
+DECODED_TOKENS = 16
+MAX_PREFILLS = 2
 REPEAT_LIMIT_SECONDS = 2.0  # once its prefills took this long together, a context is not prefilled again
 
 
-def measure_speeds(
-    config: ModelConfig, contexts: Sequence[int], device: str, dtype: torch.dtype
-) -> dict[str, list[tuple[int, float]]]:
-    """{"prefill": [(context, tokens per second)], "decode": ...} without contexts that the design cannot process."""
+Samples = list[tuple[int, list[float]]]  # (context, tokens per second, one number for each measurement)
+
+
+def measure_speeds(config: ModelConfig, contexts: Sequence[int], device: str, dtype: torch.dtype) -> dict[str, Samples]:
+    """{"prefill": samples, "decode": samples} without contexts that the design cannot process."""
     model = build(config, dtype=dtype, device=device).eval()
-    speeds: dict[str, list[tuple[int, float]]] = {"prefill": [], "decode": []}
+    speeds: dict[str, Samples] = {"prefill": [], "decode": []}
     with torch.no_grad(), packed_weights():
         _prefill(model, min(64, *contexts))  # warm up
         for context in contexts:
             try:
                 state, prefill_seconds = _timed_prefill(model, context)
-                token_seconds = _timed_decode(model, state)
+                decode_seconds = _timed_decode(model, state)
             except ConfigError:  # the context is longer than the learned positions
                 break
-            speeds["prefill"].append((context, context / prefill_seconds))
-            speeds["decode"].append((context, 1 / token_seconds))
+            speeds["prefill"].append((context, [context / seconds for seconds in prefill_seconds]))
+            speeds["decode"].append((context, [1 / seconds for seconds in decode_seconds]))
     return speeds
+
+
+def summarize_speeds(rounds: Sequence[dict[str, Samples]]) -> dict[str, list[tuple[int, float, float, float]]]:
+    """{"prefill": [(context, median, low, high)], "decode": ...} of several rounds, each in a process of its own.
+
+    low, high: the lowest and highest quartile of any round, so that a machine that was busy during one of them widens
+    the range.
+    """
+    summary: dict[str, list[tuple[int, float, float, float]]] = {}
+    for phase in ("prefill", "decode"):
+        by_context = [dict(speeds[phase]) for speeds in rounds]
+        summary[phase] = []
+        for context in sorted({context for speeds in by_context for context in speeds}):
+            samples = [speeds[context] for speeds in by_context if context in speeds]
+            lows, highs = zip(*map(quartiles, samples), strict=True)
+            median = statistics.median([speed for of_round in samples for speed in of_round])
+            summary[phase].append((context, median, min(lows), max(highs)))
+    return summary
 
 
 def _prefill(model: Decoder, context: int) -> State:
@@ -47,18 +71,18 @@ def _prefill(model: Decoder, context: int) -> State:
     return state
 
 
-def _timed_prefill(model: Decoder, context: int) -> tuple[State, float]:
-    """The state after a prefill, and the median seconds of a few of them."""
+def _timed_prefill(model: Decoder, context: int) -> tuple[State, list[float]]:
+    """The state after a prefill, and the seconds of a few of them."""
     times: list[float] = []
     while True:
         seconds, state = time_call(lambda: _prefill(model, context), model)
         times.append(seconds)
         if len(times) == MAX_PREFILLS or sum(times) > REPEAT_LIMIT_SECONDS:
-            return state, statistics.median(times)
+            return state, times
 
 
-def _timed_decode(model: Decoder, state: State) -> float:
-    """Median seconds to decode one token after the state's context."""
+def _timed_decode(model: Decoder, state: State) -> list[float]:
+    """The seconds of each of a few tokens decoded after the state's context."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.embed.weight.device)
     times = []
     for _ in range(DECODED_TOKENS):
@@ -72,7 +96,7 @@ def _timed_decode(model: Decoder, state: State) -> float:
 
         seconds, state = time_call(step, model)
         times.append(seconds)
-    return statistics.median(times)
+    return times
 
 
 def time_call(call: Callable[[], State], model: Decoder) -> tuple[float, State]:

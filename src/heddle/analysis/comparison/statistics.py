@@ -128,6 +128,17 @@ def paired_difference(
     return interval | {"resolved": resolved, "pairs": len(pairs), "method": method}
 
 
+def quartiles(samples: Sequence[float]) -> tuple[float, float]:
+    """The lower and the upper quartile: half of the samples lie between them."""
+    low, high = np.quantile(samples, (0.25, 0.75))
+    return float(low), float(high)
+
+
+def ranges_overlap(first: Sequence[float] | None, second: Sequence[float] | None) -> bool:
+    """Whether two ranges (low, high) share a point; also where one was not measured."""
+    return first is None or second is None or (first[0] <= second[1] and second[0] <= first[1])
+
+
 def _interval(mean: float, half: float | None) -> dict[str, Any]:
     if half is None:
         return {"mean": mean, "low": None, "high": None}

@@ -12,6 +12,7 @@ from typing import Any
 
 from heddle import progress
 from heddle.analysis.comparison.plan import ComparisonPlan, DesignEntry
+from heddle.analysis.comparison.speed import Samples, summarize_speeds
 from heddle.data.corpus import Corpus
 from heddle.errors import ConfigError, HeddleError, MachineError
 from heddle.model.config import ModelConfig
@@ -25,9 +26,10 @@ from heddle.training.settings import Settings
 from heddle.training.signals import Interrupted, catch_stop_signals
 
 CURVE_POINTS = 10
+SPEED_ROUNDS = 2
 CHECKPOINTS_PER_RUN = 4
 NO_EXTRAPOLATION = ExtrapolationPlan(sequence_length=1)
-TASK_DESCRIPTIONS = {"calibrate": "timing a step", "speed": "measuring prefill and decode", "recall": "recall"}
+TASK_DESCRIPTIONS = {"calibrate": "timing a step", "speed": "measuring prefill and decode, round", "recall": "recall"}
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,12 @@ def train_design(comparison: Comparison, entry: DesignEntry, seed: int, steps: i
     if result["status"] == "done":
         return result
     progress.print_status(f"warning: {result['message']}")
-    measurements = ("bits_per_byte", "train_tokens", "seconds", "train_tokens_per_second", "peak_memory_bytes")
+    speed = ("seconds", "train_tokens_per_second", "train_speed_range", "peak_memory_bytes")
     return {
         "seed": seed,
         "status": result["status"],
         "message": result["message"],
-        **dict.fromkeys((*measurements, "skipped_steps", "experts")),
+        **dict.fromkeys(("bits_per_byte", "train_tokens", *speed, "skipped_steps", "experts")),
         "curve": [],
         "windows": [],
         "extrapolation": [],
@@ -111,13 +113,18 @@ def train_design(comparison: Comparison, entry: DesignEntry, seed: int, steps: i
     }
 
 
-def measure_speed(comparison: Comparison, entry: DesignEntry) -> dict[str, Any]:
-    """The prefill and decode speeds of a design; empty lists where measuring failed."""
-    result = run_task(comparison, entry, "speed", 0, 1)
-    if result["status"] == "done":
-        return result
-    progress.print_status(f"warning: {result['message']}")
-    return {"prefill": [], "decode": []}
+def measure_speeds_in_rounds(comparison: Comparison) -> dict[str, dict[str, list[tuple[int, float, float, float]]]]:
+    """By design: prefill and decode speeds as in `summarize_speeds`; empty lists where measuring failed."""
+    entries = comparison.plan.entries
+    samples: dict[str, list[dict[str, Samples]]] = {entry.name: [] for entry in entries}
+    for number in range(1, SPEED_ROUNDS + 1):
+        for entry in entries:
+            result = run_task(comparison, entry, f"speed-{number}", 0, 1)
+            if result["status"] != "done":
+                progress.print_status(f"warning: {result['message']}")
+                result = {"prefill": [], "decode": []}
+            samples[entry.name].append(result)
+    return {name: summarize_speeds(rounds) for name, rounds in samples.items()}
 
 
 def measure_recall(comparison: Comparison, entry: DesignEntry) -> dict[str, Any]:
@@ -140,9 +147,9 @@ def measure_recall(comparison: Comparison, entry: DesignEntry) -> dict[str, Any]
 def run_task(comparison: Comparison, entry: DesignEntry, task: str, seed: int, steps: int) -> dict[str, Any]:
     """The result of a task, from its file if it was done before, else from a worker.
 
-    task: "train", "calibrate", "speed" or "recall-PROBE". The result's status is done, diverged or failed; a failed one
-    is not saved, so that it is tried again. Raises HeddleError for what would stop the other workers too, and
-    Interrupted after a signal, once the worker has saved.
+    task: "train", "calibrate", "speed-ROUND" or "recall-PROBE". The result's status is done, diverged or failed; a
+    failed one is not saved, so that it is tried again. Raises HeddleError for what would stop the other workers too,
+    and Interrupted after a signal, once the worker has saved.
     """
     runs = comparison.out / "runs"
     stem = f"{entry.name}-seed{seed}" if task == "train" else f"{entry.name}-{task}"
@@ -223,5 +230,5 @@ def _spawn(request_file: Path, result_file: Path) -> int:
                 process.kill()
                 process.wait()
         if stop_request.signal_number is not None:
-            raise Interrupted(stop_request.signal_number)
+            raise Interrupted(stop_request.signal_number, "ended between two runs; the same command continues")
         return process.returncode

@@ -23,13 +23,15 @@ from heddle.analysis.comparison.lookup import (
     first_probe,
     mean_loss,
     missing_reason,
+    range_at,
     ranked_designs,
     recall_accuracy,
     shared_context,
     value_at,
 )
-from heddle.analysis.comparison.statistics import finished_runs, paired_difference
+from heddle.analysis.comparison.statistics import finished_runs, paired_difference, ranges_overlap
 
+SAME_SPEED = "no measured difference in {}: the measurements overlap"
 SOLVED_SHARE = 0.9  # of the way from chance to a perfect score: from there on a task counts as learned
 
 
@@ -50,6 +52,8 @@ def _lowest_loss(ranking: list[Design]) -> str:
     loss = format_bits(mean_loss(best))
     if not others:
         return f"{best['name']} reaches {loss} bits per byte; there is no second design to compare it with."
+    if all(mean_loss(design) == mean_loss(best) for design in others):
+        return f"{join_names([design['name'] for design in ranking], 8)} tie: each reaches {loss} bits per byte."
     differences = {design["name"]: paired_difference(best["runs"], design["runs"]) for design in others}
     resolved = [name for name, row in differences.items() if row["resolved"] and row["mean"] < 0]
     unresolved = [name for name in differences if name not in resolved]
@@ -59,13 +63,23 @@ def _lowest_loss(ranking: list[Design]) -> str:
         start, word = f"{start}, on one seed", "resolved for the choice of text only"
     if len(others) == 1 and differences[others[0]["name"]]["mean"] is not None:
         [(name, row)] = differences.items()
-        certainty = word if resolved else "not resolved"
-        return f"{start}; its difference to {name}, {format_difference(row)}, is {certainty}."
+        if not resolved:
+            return f"No lead is resolved: {_losses(ranking)} bits per byte, a difference of {format_difference(row)}."
+        return f"{start}; its difference to {name}, {format_difference(row)}, is {word}."
     if not unresolved:
         return f"{start}, and the difference to each of the other {len(others)} is {word}."
     if not resolved:
-        return f"{start}, but its lead is not resolved against {join_names(unresolved)}."
-    return f"{start}; its lead is {word} against {join_names(resolved)}, not against {join_names(unresolved)}."
+        return f"No lead is resolved: {_losses(ranking)} bits per byte."
+    tied = [design for design in ranking if design is best or design["name"] in unresolved]
+    return f"Lowest, and not resolved from each other: {_losses(tied)} bits per byte. {_leads(best, resolved, word)}"
+
+
+def _losses(designs: list[Design]) -> str:
+    return join_names([f"{design['name']} {format_bits(mean_loss(design))}" for design in designs], 8)
+
+
+def _leads(best: Design, behind: list[str], word: str) -> str:
+    return f"The lead of {best['name']} is {word} against {join_names(behind, 8)}."
 
 
 def _single_seed_warning(ranking: list[Design]) -> list[str]:
@@ -90,11 +104,16 @@ def _state_costs(report: Report, ranking: list[Design]) -> list[str]:
         return [f"No state is smaller than that of {baseline}: {format_bytes(baseline_size)} at {position}."]
 
     def sentence(name: str) -> str:
-        difference = difference_to_baseline(report, name)
-        cost = f"{format_difference(difference)} bits per byte ({judgment(difference)})"
+        alike = [other for other in sizes if sizes[other] == sizes[name]]
+        costs = []
+        for other in alike:
+            difference = difference_to_baseline(report, other)
+            owner = f" with {other}" if len(alike) > 1 else ""
+            costs.append(f"{format_difference(difference)}{owner} ({judgment(difference)})")
         amounts = f"{format_bytes(sizes[name])} against {format_bytes(baseline_size)} at {position}"
         share = format_share(sizes[name], baseline_size)
-        return f"{name} needs {share} of the state of {baseline} ({amounts}), for {cost}."
+        need = f"{name} needs" if len(alike) == 1 else f"{join_names(alike, 8)} need"
+        return f"{need} {share} of the state of {baseline} ({amounts}); bits per byte: {join_names(costs, 8)}."
 
     cheapest = min(sizes, key=lambda name: sizes[name])
     not_worse = [
@@ -103,7 +122,7 @@ def _state_costs(report: Report, ranking: list[Design]) -> list[str]:
         if size < baseline_size and not judgment(difference_to_baseline(report, name)).startswith("worse")
     ]
     cheapest_not_worse = min(not_worse, key=lambda name: sizes[name], default=cheapest)
-    return [sentence(name) for name in dict.fromkeys([cheapest, cheapest_not_worse])]
+    return list(dict.fromkeys(map(sentence, (cheapest, cheapest_not_worse))))
 
 
 def recall_verdict(report: Report) -> list[str]:
@@ -179,14 +198,21 @@ def compare_with_baseline(report: Report, design: Design) -> list[str]:
     if design is baseline:
         return []
     phrases = []
-    for key, title in (("state_bytes", "state"), ("decode", "decoding speed")):
-        context = shared_context(report["designs"], key)
-        value, reference = value_at(design[key], context), value_at(baseline[key], context)
-        if context is not None and value is not None and reference:
-            phrases.append(f"{_share_of(value, reference)} its {title} at {format_context(context)}")
+    context = shared_context(report["designs"], "state_bytes")
+    value, reference = value_at(design["state_bytes"], context), value_at(baseline["state_bytes"], context)
+    if context is not None and value is not None and reference:
+        phrases.append(f"{_share_of(value, reference)} its state at {format_context(context)}")
+    context = shared_context(report["designs"], "decode")
+    value, reference = value_at(design["decode"], context), value_at(baseline["decode"], context)
+    if context is not None and value is not None and reference:
+        overlap = ranges_overlap(range_at(design["decode"], context), range_at(baseline["decode"], context))
+        title = f"decoding speed at {format_context(context)}"
+        phrases.append(SAME_SPEED.format(title) if overlap else f"{_share_of(value, reference)} its {title}")
     value, reference = design["train_tokens_per_second"], baseline["train_tokens_per_second"]
     if value and reference:
-        phrases.append(f"{_share_of(value, reference)} its training speed")
+        overlap = ranges_overlap(design["train_speed_range"], baseline["train_speed_range"])
+        title = "training speed"
+        phrases.append(SAME_SPEED.format(title) if overlap else f"{_share_of(value, reference)} its {title}")
     phrases += _loss_difference(difference_to_baseline(report, design["name"]))
     probe = first_probe(report)
     if probe is not None:

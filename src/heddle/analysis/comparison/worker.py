@@ -12,6 +12,7 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ def main() -> None:
         with progress.quiet() if task["quiet"] else nullcontext():
             result, exit_code = perform_task(task)
     except Interrupted as interrupted:
+        progress.print_status(f"{task['label']}: {interrupted}")
         sys.exit(interrupted.exit_code)
     write_json_file(Path(sys.argv[2]), result)
     sys.exit(exit_code)
@@ -119,6 +121,7 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from heddle.analysis.comparison.extrapolation import result_summary
+    from heddle.analysis.comparison.statistics import quartiles
     from heddle.generation.generate import sample_text
     from heddle.storage.run_log import read_log
     from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan, evaluate_extrapolation
@@ -131,6 +134,7 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
     log = read_log(job.out)
     seconds = [line["seconds"] for line in log]
     curve = [(line["tokens"], line["validation_bits_per_byte"]) for line in log if "validation_bits_per_byte" in line]
+    rates = sorted(settings.tokens_per_step / second for second in seconds)
     peak_memory = torch.cuda.max_memory_allocated() if job.device == "cuda" else _peak_memory()
     plan = ExtrapolationPlan(**task["extrapolation"])
     extrapolation = evaluate_extrapolation(
@@ -143,14 +147,25 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
         "train_tokens": trained.progress.step * settings.tokens_per_step,
         "seconds": sum(seconds),
         "train_tokens_per_second": settings.tokens_per_step / statistics.median(seconds),
+        "train_speed_range": quartiles(rates),
         "peak_memory_bytes": peak_memory,
         "skipped_steps": trained.progress.skipped_steps,
         "experts": recent_router_summary(log),
-        "curve": curve,
+        "curve": end_at(curve, trained.bits_per_byte),
         "windows": trained.scores,
         "extrapolation": [result_summary(result) for result in extrapolation],
         "sample": sample_text(trained.model, corpus.tokenizer, settings.sequence_length),
     }
+
+
+def end_at(curve: Sequence[tuple[int, float]], final: float) -> list[tuple[int, float | None]]:
+    """The curve, (tokens, bits per byte), shifted by a constant so that its last point is the final evaluation's.
+
+    Evaluations during training read less of the held-out text than the last one. Their part of the text may be harder
+    or easier than the whole, by about the same amount at each step.
+    """
+    last = next((bits for _, bits in reversed(curve) if bits is not None), final)
+    return [(tokens, None if bits is None else bits + final - last) for tokens, bits in curve]
 
 
 def _peak_memory() -> int:

@@ -140,6 +140,6 @@ def _inspect_layer(
         )
     else:
         visible_range = "every earlier token" if mixer.causal else "every token"
-    rank = config.get("kv_rank")
-    latent = "" if rank is None else f"one latent of {rank} for all heads"
-    return LayerInspection(describe(config), visible_range, latent, mixer.window, mixer.causal, state_bytes, weights)
+    return LayerInspection(
+        describe(config), visible_range, mixer.state_note, mixer.window, mixer.causal, state_bytes, weights
+    )

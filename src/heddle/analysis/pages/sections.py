@@ -102,12 +102,18 @@ def _loss_table(report: Report) -> TextTable:
 
 
 def _series_table(report: Report, key: str, title: str, format_value: Formatter) -> TextTable:
-    contexts = sorted({context for design in report["designs"] for context, _ in design[key] or ()})
+    contexts = sorted({row[0] for design in report["designs"] for row in design[key] or ()})
     rows = [
-        [design["name"], *(format_value(value_at(design[key], context)) for context in contexts)]
+        [design["name"], *(_with_range(design[key], context, format_value) for context in contexts)]
         for design in report["designs"]
     ]
     return TextTable([title, *(format_context(context) for context in contexts)], rows)
+
+
+def _with_range(series: Sequence[Sequence[Any]] | None, context: int, format_value: Formatter) -> str:
+    """The value at a context, with the range of its measurements where it has one: "305 tok/s (290 to 311)"."""
+    text, row = format_value(value_at(series, context)), next((row for row in series or () if row[0] == context), ())
+    return f"{text} ({format_number(row[2])} to {format_number(row[3])})" if len(row) > 2 else text
 
 
 def _tradeoff_table(report: Report) -> TextTable:

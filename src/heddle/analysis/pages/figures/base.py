@@ -21,7 +21,7 @@ Points = list[tuple[float, float]]
 
 def finite_points(series: Iterable[Sequence[Any]] | None) -> Points:
     """The points of a series that are finite; the curve of a diverged run ends where its numbers do."""
-    return [(x, y) for x, y in series or () if y is not None and math.isfinite(y)]
+    return [(x, y) for x, y, *_ in series or () if y is not None and math.isfinite(y)]
 
 
 def plotly_text(text: str) -> str:
@@ -49,6 +49,14 @@ def design_trace(report: Report, design: Design, points: Points, texts: list[str
 def error_bar(half_widths: Sequence[float], color: str, width: float = 5, thickness: float = 1.75) -> dict[str, Any]:
     """The error bars of a trace: half-widths of intervals."""
     return {"type": "data", "array": list(half_widths), "color": color, "thickness": thickness, "width": width}
+
+
+def range_bar(rows: Sequence[Sequence[float]], color: str) -> dict[str, Any]:
+    """The error bars of a trace from rows (x, value, low, high)."""
+    return error_bar([high - value for _, value, _, high in rows], color, 4, 1.25) | {
+        "symmetric": False,
+        "arrayminus": [value - low for _, value, low, _ in rows],
+    }
 
 
 def dotted_line(value: float, *, color: str, vertical: bool = False) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from heddle.analysis.pages.figures.base import (
     dotted_line,
     error_bar,
     finite_points,
+    range_bar,
 )
 
 MAX_LABELED_DESIGNS = 8
@@ -110,13 +111,15 @@ def _state_figure(report: Report) -> Figure:
 
 
 def _speed_figure(report: Report) -> Figure:
-    """Decode above, prefill below."""
+    """Decode above, prefill below. Bars are the ranges of the measurements."""
     data = []
     for key, y_axis in (("decode", "y"), ("prefill", "y2")):
         for design in report["designs"]:
             points = finite_points(design[key])
             texts = [f"{format_number(y)} tokens/s, {key} at {format_context(int(x))}" for x, y in points]
-            data += [design_trace(report, design, points, texts) | {"yaxis": y_axis}] if points else []
+            if points:
+                trace = design_trace(report, design, points, texts) | {"yaxis": y_axis}
+                data.append(trace | {"error_y": range_bar(design[key], trace["line"]["color"])})
     layout = base_layout(context_axis(x for trace in data for x in trace["x"]), {})
     scale = {"tickformat": "~s", "rangemode": "tozero", "nticks": 5}
     layout["yaxis"] = axis("decode, tokens/s") | scale | {"domain": [0.56, 1]}
