@@ -60,6 +60,13 @@ def test_short_tasks_print_nothing_and_long_tasks_print_their_end(
     assert capsys.readouterr().err.splitlines() == ["long: 1,200 steps, 200 steps/s", "long: 1,234 steps, 205 steps/s"]
 
 
+def test_a_rate_of_the_caller_is_shown_instead(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.progress_bar("training", 1000, "tokens") as bar:
+        clock.now += 10
+        bar.advance(500, rate=200.0)  # half of the time went into an evaluation
+    assert capsys.readouterr().err == "training: 500 of 1,000 tokens (50%), 200 tokens/s, 10 s left\n"
+
+
 def test_quiet(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with progress.quiet():
         with progress.quiet():
@@ -70,6 +77,12 @@ def test_quiet(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
             bar.advance(1)
     progress.print_status("shown")
     assert capsys.readouterr() == ("", "shown\n")
+
+
+def test_a_warning_is_printed_even_when_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.quiet():
+        progress.print_warning("one bit of\x1b was lost")
+    assert capsys.readouterr() == ("", "warning: one bit of\\x1b was lost\n")
 
 
 def test_a_terminal_gets_a_bar_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

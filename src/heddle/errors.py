@@ -1,7 +1,22 @@
 """Errors caused by the user or by the machine. Each message is one sentence: what is wrong, the value, the remedy."""
 
+import errno
+import os
+import stat
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
+
+MAX_NAME_CHARACTERS = 100  # of an unknown name; the search for the nearest takes their square
+FILE_TYPES = {
+    stat.S_IFREG: "is a file",
+    stat.S_IFDIR: "is a folder",
+    stat.S_IFIFO: "is a named pipe",
+    stat.S_IFSOCK: "is a socket",
+    stat.S_IFCHR: "is a device",
+    stat.S_IFBLK: "is a device",
+    stat.S_IFLNK: "is a symbolic link",
+}
 
 
 class HeddleError(Exception):
@@ -34,7 +49,7 @@ def choices_hint(value: str, choices: Iterable[str], prefix: str = "") -> str:
     The question is left out where no choice is close to `value`. `prefix` is put before the choice it asks about.
     """
     names = list(choices)
-    near = get_close_matches(value, names, n=1)
+    near = get_close_matches(value[:MAX_NAME_CHARACTERS], names, n=1)
     question = f"did you mean '{prefix}{near[0]}'? " if near else ""
     return f"{question}choices: {', '.join(names)}"
 
@@ -43,3 +58,37 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out. torch has an exception class for a GPU, but only a message for a CPU."""
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return named or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
+
+
+def describe_path(path: str | Path) -> str:
+    """Say what stands at a path, links followed: "is a folder", "is a named pipe", "does not exist"."""
+    try:
+        return describe_file_type(os.stat(path).st_mode)
+    except ValueError:
+        return "is not a possible name"
+    except OSError as error:
+        is_link, number = os.path.islink(path), error.errno
+    if number == errno.ELOOP:
+        return f"{'is' if is_link else 'lies below'} a symbolic link that leads back to itself"
+    if number == errno.ENOENT:
+        return "is a symbolic link to nothing" if is_link else "does not exist"
+    reasons = {errno.ENOTDIR: "lies below a file", errno.ENAMETOOLONG: "is too long a name"}
+    return reasons.get(number or 0, f"cannot be reached ({os.strerror(number or 0)})")
+
+
+def describe_file_type(mode: int) -> str:
+    """Say what a file of this st_mode is: "is a file", "is a socket"."""
+    return FILE_TYPES.get(stat.S_IFMT(mode), "is neither a file nor a folder")
+
+
+def no_folder_reason(path: str | Path) -> str:
+    """Say why a path is not a folder: "there is no such folder", "is a socket, not a folder"."""
+    what = describe_path(path)
+    return "there is no such folder" if what == "does not exist" else f"{what}, not a folder"
+
+
+def parse_error_reason(error: ValueError | RecursionError) -> str:
+    """Say in the user's words why Python's parser of JSON or TOML refused a text."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return "an integer has more than 4300 digits" if "set_int_max_str_digits" in str(error) else str(error)

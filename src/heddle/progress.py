@@ -1,18 +1,25 @@
-"""Progress on stderr: a bar on a terminal, plain lines elsewhere, nothing when quiet."""
+"""What a command prints: progress and warnings on stderr, results on stdout.
+
+Progress is a bar on a terminal, plain lines elsewhere, nothing when quiet. Control characters never reach a terminal.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 LINE_SECONDS = 5.0
+# What moves the cursor, colors, beeps or turns text around: control characters except line ends and tabs, marks of
+# text direction that reach beyond their place, and halves of surrogate pairs.
+CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _quiet_depth = 0
 _display: Progress | None = None
@@ -21,8 +28,12 @@ _display: Progress | None = None
 class ProgressBar(Protocol):
     """The progress of one task."""
 
-    def advance(self, n: int, note: str = "") -> None:
-        """Count `n` more units; a `note` that is not empty replaces the text at the end of the line."""
+    def advance(self, n: int, note: str = "", rate: float | None = None) -> None:
+        """Count `n` more units.
+
+        A `note` that is not empty replaces the text at the end of the line. rate: units per second to show, where the
+        caller knows them better than the time since the start does.
+        """
 
 
 @contextlib.contextmanager
@@ -43,8 +54,28 @@ def is_quiet() -> bool:
 
 def print_status(text: str) -> None:
     """Print one line on stderr, above any bar, unless quiet. Control characters are shown escaped."""
-    if _quiet_depth:
-        return
+    if not _quiet_depth:
+        _print_line(text)
+
+
+def print_warning(text: str) -> None:
+    """Print one line on stderr that begins with "warning: ", even when quiet: something was lost or is not as usual."""
+    _print_line(f"warning: {text}")
+
+
+def print_text(text: str, end: str = "\n") -> None:
+    """Print text on stdout: as it is into a file or a pipe, with control characters escaped on a terminal."""
+    print(terminal_safe(text), end=end, flush=True)
+
+
+def terminal_safe(text: str) -> str:
+    """`text` with control characters escaped, such as \\u001b, if stdout is a terminal; line ends and tabs stay."""
+    if not _is_terminal(sys.stdout):
+        return text
+    return CONTROL_CHARACTERS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _print_line(text: str) -> None:
     line = printable(text)
     if _display is not None:
         _display.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -64,7 +95,7 @@ def progress_bar(description: str, total: int | None, unit: str, initial: int = 
     """
     if _quiet_depth:
         yield _SilentBar()
-    elif _on_terminal():
+    elif _is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb":
         with _terminal_bar(description, total, unit, initial) as terminal_bar:
             yield terminal_bar
     else:
@@ -98,7 +129,7 @@ def format_duration(seconds: float) -> str:
 
 
 class _SilentBar:
-    def advance(self, n: int, note: str = "") -> None:
+    def advance(self, n: int, note: str = "", rate: float | None = None) -> None:
         pass
 
 
@@ -108,10 +139,11 @@ class _LineBar:
         self.done, self.initial, self.note = initial, initial, ""
         self.started = self.last_line_time = time.monotonic()
         self.printed_at = 0
+        self.rate: float | None = None
 
-    def advance(self, n: int, note: str = "") -> None:
+    def advance(self, n: int, note: str = "", rate: float | None = None) -> None:
         self.done += n
-        self.note = note or self.note
+        self.note, self.rate = note or self.note, rate
         now = time.monotonic()
         if now - self.last_line_time >= LINE_SECONDS:
             self.last_line_time = now
@@ -128,7 +160,8 @@ class _LineBar:
         suffix = f", {self.note}" if self.note else ""
         if self.total and rate and self.done < self.total:
             suffix += f", {format_duration((self.total - self.done) / rate)} left"
-        print_status(f"{self.description}: {count}, {format_amount(rate, self.unit)}/s{suffix}")
+        shown = rate if self.rate is None else self.rate
+        print_status(f"{self.description}: {count}, {format_amount(shown, self.unit)}/s{suffix}")
 
     def close(self) -> None:
         """Print the final count, if any line was printed before it."""
@@ -143,10 +176,11 @@ class _TerminalBar:
         self.started = time.monotonic()
         self.task = progress.add_task(printable(description), total=total, completed=initial, text="")
 
-    def advance(self, n: int, note: str = "") -> None:
+    def advance(self, n: int, note: str = "", rate: float | None = None) -> None:
         self.done += n
         self.note = note or self.note
-        rate = (self.done - self.initial) / max(time.monotonic() - self.started, 1e-9)
+        if rate is None:
+            rate = (self.done - self.initial) / max(time.monotonic() - self.started, 1e-9)
         # With a known total the bar itself shows the fraction; leave the count out, since 80 columns are narrow.
         text = (
             f"{format_amount(rate, self.unit)}/s"
@@ -157,10 +191,10 @@ class _TerminalBar:
         self.progress.update(self.task, completed=self.done, text=text)
 
 
-def _on_terminal() -> bool:
-    # stderr is None under pythonw and can be closed by a parent.
+def _is_terminal(stream: TextIO | None) -> bool:
+    # A stream is None under pythonw and can be closed by a parent.
     try:
-        return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        return stream is not None and stream.isatty()
     except ValueError:
         return False
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from heddle.errors import ConfigError
 
+MAX_THREADS = 4096  # of a process; torch fails for numbers that no machine has
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
@@ -32,8 +33,8 @@ def set_up_runtime(device: str = "auto", threads: int | None = None) -> Runtime:
     import torch
 
     if threads is not None:
-        if threads < 1:
-            raise ConfigError(f"threads {threads}: must be at least 1")
+        if not 1 <= threads <= MAX_THREADS:
+            raise ConfigError(f"threads {threads}: must be {'at least 1' if threads < 1 else f'at most {MAX_THREADS}'}")
         torch.set_num_threads(threads)
     resolved = resolve_device(device)
     keeps_memory = _keep_freed_memory() if resolved == "cpu" else False

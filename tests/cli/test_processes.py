@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from heddle.cli.main import main, run_command
+from heddle.storage import run_log
 from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps
 from heddle.storage.folder import tensors_sha256
+from heddle.storage.lock import RunLock
 from tests import small
 
 HEDDLE = [sys.executable, "-W", "error", "-m", "heddle"]
@@ -122,3 +124,72 @@ def test_on_a_terminal_there_is_a_bar_and_no_color_with_no_color_set(workspace: 
 def test_the_module_is_the_command(workspace: Path) -> None:
     shown: Any = subprocess.run([*HEDDLE, "--help"], capture_output=True, text=True, check=True)
     assert shown.stdout.startswith("Usage: heddle [OPTIONS] COMMAND")
+
+
+def test_a_damaged_line_of_a_log_is_named_and_no_other_line_is_lost(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, log = tmp_path / "run", tmp_path / "run" / "log.jsonl"
+    shorter = train(workspace, run, "--steps", "60", "--save-every", "20", "--quiet")
+    assert run_command(shorter) == 0
+    whole = log.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    assert len(lines) == 60
+    for number, damaged in (
+        (1, b"\n"),
+        (3, lines[2][:-9] + b"\n"),
+        (3, lines[2][:-1]),
+        (59, b"{}\n"),
+        (60, lines[59][:-1]),
+    ):
+        log.write_bytes(b"".join([*lines[: number - 1], damaged, *lines[number:]]))
+        before = log.read_bytes()
+        capsys.readouterr()
+        assert run_command(shorter) == 2
+        assert capsys.readouterr().err.startswith(f"heddle: {log}: line {number} was altered (its chain does not")
+        assert log.read_bytes() == before
+    log.write_bytes(whole)
+    assert run_command(shorter) == 0
+    assert log.read_bytes() == whole
+
+    monkeypatch.setattr(run_log, "_verify_lines", lambda *arguments: None)  # planted: a resume that checks no line
+    log.write_bytes(b"".join([*lines[:2], b"\n", *lines[3:]]))
+    assert run_command(shorter) == 0
+
+
+@pytest.mark.parametrize("command", ["export @/run ?", "export @/run ?.gguf --format gguf", "import @/exported ?"])
+def test_two_processes_cannot_write_one_output(
+    command: str, workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not (workspace / "exported").exists():
+        assert run_command(train(workspace, workspace / "run", "--steps", "1", "--quiet")) == 0
+        assert run_command(["export", f"{workspace}/run", f"{workspace}/exported"]) == 0
+    arguments = [word.replace("@/", f"{workspace}/").replace("?", f"{tmp_path}/out") for word in command.split()]
+    out = Path(next(word for word in arguments if word.startswith(str(tmp_path))))
+    holding = f"import sys, heddle.storage.lock as lock\nwith lock.lock_output(lock.Path({str(out)!r})):\n"
+    holding += "    print('holds', flush=True)\n    sys.stdin.readline()\n"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", holding], stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "holds\n"
+        capsys.readouterr()
+        assert run_command(arguments) == 2
+        refused = (
+            f"heddle: {out}: is being written by process {other.pid}; wait until it has ended or choose another name\n"
+        )
+        assert capsys.readouterr().err == refused
+        other.kill()
+    assert [path.name for path in tmp_path.iterdir()] == [f".{out.name}.lock"]  # of a killed process: it locks nothing
+    assert run_command(arguments) == 0
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+def test_two_comparisons_cannot_share_a_folder(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunLock(tmp_path / "out"):
+        capsys.readouterr()
+        arguments = ["compare", f"{workspace}/design.yaml", "--data", f"{workspace}/text", "--out", f"{tmp_path}/out"]
+        assert run_command(arguments) == 2
+        assert f"{tmp_path}/out: is in use by process {os.getpid()}; wait until" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]

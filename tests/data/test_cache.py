@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from heddle import progress
 from heddle.data import cache as cache_module
 from heddle.data.cache import DataCache, default_cache_folder
 from heddle.data.corpus import prepare_corpus
-from heddle.errors import MachineError
-from heddle.storage.json_file import read_json_file
+from heddle.errors import CheckpointError, MachineError
+from heddle.storage.json_file import read_json_file, write_json_file
 
 
 def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,3 +94,49 @@ def test_an_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "access", lambda *arguments: False)
     with pytest.raises(MachineError, match=r"closed: cannot be written"):
         make_corpus(tmp_path / "closed")
+
+
+def make_corpus(folder: Path) -> str:
+    """The hash of a small corpus whose cache is in the folder."""
+    text = folder / "text.txt"
+    text.write_text("warp and weft " * 100 + "the loom lifts " * 50)
+    corpus = prepare_corpus([str(text)], vocab_size=300, max_train_tokens=None, cache_folder=folder / "cache")
+    assert len(corpus.validation) > 0
+    return corpus.hash
+
+
+def test_a_damaged_token_file_is_named_and_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right = make_corpus(tmp_path)
+    paths = sorted((tmp_path / "cache").glob("*.bin"))
+    before = [path.read_bytes() for path in paths]
+    for path, raw in zip(paths, before, strict=True):
+        for damaged in (raw[:-1], raw[:4100] + bytes([raw[4100] ^ 1]) + raw[4101:], b"", b"[" * 5000):
+            path.write_bytes(damaged)
+            capsys.readouterr()
+            with progress.quiet():  # what was lost is named even then
+                assert make_corpus(tmp_path) == right
+            expected = f"warning: {path}: was altered or is of an earlier heddle, and is made again\n"
+            assert capsys.readouterr().err == expected
+    assert [path.read_bytes() for path in paths] == before
+
+
+def test_a_cached_tokenizer_that_this_version_cannot_read_is_learned_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = make_corpus(tmp_path)
+    (path,) = (tmp_path / "cache").glob("*.tokenizer.json")
+    for text in ("{}", "[" * 100_000, '{"model": {"type": "Newer"}}'):
+        write_json_file(path, {"text": text})  # its SHA-256 is right
+        capsys.readouterr()
+        assert make_corpus(tmp_path) == right
+        assert f"warning: {path}: was altered or is of an earlier heddle" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pattern", ["*.bin", "*.tokenizer.json"])
+def test_what_is_no_file_in_the_cache_is_named_and_not_waited_for(tmp_path: Path, pattern: str) -> None:
+    make_corpus(tmp_path)
+    path = sorted((tmp_path / "cache").glob(pattern))[0]
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=f"{path.name}: is a named pipe, not a file; choose another name"):
+        make_corpus(tmp_path)

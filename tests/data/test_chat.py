@@ -211,7 +211,7 @@ def test_missing_files_and_chat_data_where_text_is_expected(tokenizer: Tokenizer
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"empty\.jsonl is empty: give one conversation per line"):
         prepare_chat([f"chat:{tmp_path}/empty.jsonl"], tokenizer, 64)
-    with pytest.raises(DataError, match=r"is not a file: give chat:FILE\.jsonl"):
+    with pytest.raises(DataError, match=r"is a folder: give chat:FILE\.jsonl"):
         prepare_chat([f"chat:{tmp_path}"], tokenizer, 64)
     with pytest.raises(DataError, match="is conversations, not text: train on them without other data"):
         parse_source(f"chat:{tmp_path}/empty.jsonl")

@@ -121,10 +121,11 @@ def test_white_space_alone_is_no_document(tmp_path: Path, content: bytes) -> Non
 
 def test_special_files_do_not_hang(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
-    for path in (tmp_path / "pipe.txt", tmp_path, Path(os.devnull)):
-        with pytest.raises(UnreadableError, match="not a regular file"):
+    things = {tmp_path / "pipe.txt": "a named pipe", tmp_path: "a folder", Path(os.devnull): "a device"}
+    for path, words in things.items():
+        with pytest.raises(UnreadableError, match=f"is {words}: give a file"):
             list(read_documents(path))
-    with pytest.raises(UnreadableError, match="cannot be read"):
+    with pytest.raises(UnreadableError, match="does not exist: give a file"):
         list(read_documents(tmp_path / "gone.txt"))
 
 

@@ -119,7 +119,7 @@ def test_a_named_bad_file_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=reason):
             scan(tmp_path / name)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="not a regular file"):
+    with pytest.raises(DataError, match="is a named pipe: give a file"):
         scan(tmp_path / "pipe")
 
 

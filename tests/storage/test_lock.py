@@ -1,6 +1,7 @@
 """One holder at a time, a clear refusal for the second, and nothing to clean up after a killed one."""
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from heddle.errors import CheckpointError, MachineError
-from heddle.storage.lock import RunLock
-from tests.storage.shared import System, standing_in
+from heddle.storage.folder import write_folder
+from heddle.storage.lock import RunLock, lock_output
+from tests.storage.shared import System, content, standing_in, state
 
 HOLD = """
 import sys
@@ -107,8 +109,10 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("keep")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(MachineError), RunLock(tmp_path / "run"):
-        pass
+    (tmp_path / ".out.lock").symlink_to(tmp_path / "precious")
+    for lock in (RunLock(tmp_path / "run"), lock_output(tmp_path / "out")):
+        with pytest.raises(CheckpointError, match=r"\.lock: is a symbolic link, not a lock; remove it"), lock:
+            pass
     assert (tmp_path / "precious").read_text() == "keep"
 
 
@@ -116,3 +120,60 @@ def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(CheckpointError, match="run: cannot be made a folder"), RunLock(tmp_path / "run"):
         pass
+
+
+def test_one_process_at_a_time_writes_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_folder(folder, **content(1))
+    with lock_output(folder):
+        assert (tmp_path / ".model.lock").read_text() == f"{os.getpid()}\n"
+        with pytest.raises(CheckpointError) as caught:
+            write_folder(folder, **content(2))
+        assert str(caught.value) == (
+            f"{folder}: is being written by process {os.getpid()}; wait until it has ended or choose another name"
+        )
+        write_folder(tmp_path / "other", **content(2))
+    assert sorted(os.listdir(tmp_path)) == ["model", "other"]
+    before = state(folder)
+    write_folder(folder, **content(2))
+    assert state(folder) != before
+    assert sorted(os.listdir(tmp_path)) == ["model", "other"]
+
+
+def test_a_lock_that_its_holder_removes_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder ends between the second process's opening and locking of the file."""
+    first = lock_output(tmp_path / "model")
+    first.__enter__()
+    right = fcntl.flock
+    waits: list[int] = []
+
+    def flock(descriptor: int, operation: int) -> None:
+        if not waits:
+            waits.append(descriptor)
+            first.__exit__(None, None, None)
+        right(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with lock_output(tmp_path / "model"):
+        assert len(waits) == 1
+        with pytest.raises(CheckpointError, match="is being written by process"), lock_output(tmp_path / "model"):
+            pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_killed_writer_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".model.lock").write_text("4194305\n")
+    staged = tmp_path / ".model.tmp-4194305-00000000"
+    staged.mkdir()
+    (staged / "model.safetensors").write_bytes(b"half")
+    write_folder(tmp_path / "model", **content(1))
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_file_system_without_locks_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    write_folder(tmp_path / "model", **content(1))
+    assert os.listdir(tmp_path) == ["model"]

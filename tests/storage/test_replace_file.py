@@ -134,12 +134,32 @@ def test_an_error_in_the_block_leaves_the_old_file_and_is_raised(tmp_path: Path)
 
 
 def test_the_remedy_ends_the_message(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(MachineError, match=r"^.*/folder: cannot be written \(Is a directory\); choose another name$"):
-        write_file(tmp_path / "folder", "text", "choose another name")
+    read_only = OSError(errno.EROFS, "Read-only file system")
+    message = r"^.*/new: cannot be written \(Read-only file system\); choose another name$"
+    with standing_in(System(2, read_only)), pytest.raises(MachineError, match=message):
+        write_file(tmp_path / "new", "text", "choose another name")
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file: cannot be made a folder"):
         write_file(tmp_path / "file" / "below", "text")
+
+
+def test_only_files_are_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "folder").mkdir()
+    modes = {path: path.lstat().st_mode for path in (*tmp_path.iterdir(), Path(os.devnull))}
+    for path, words in {
+        tmp_path / "pipe": "is a named pipe",
+        tmp_path / "link": "is a named pipe",
+        tmp_path / "circle": "is a symbolic link that leads back to itself",
+        tmp_path / "folder": "is a folder",
+        Path(os.devnull): "is a device",
+    }.items():
+        with pytest.raises(CheckpointError, match=f"^{path}: {words}, not a file; choose another name$"):
+            write_file(path, "text")
+    assert {path: path.lstat().st_mode for path in modes} == modes
+    assert len(os.listdir(tmp_path)) == 4
 
 
 def test_missing_folders_are_made_and_text_is_utf8(tmp_path: Path) -> None:

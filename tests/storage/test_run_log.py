@@ -190,7 +190,7 @@ def test_a_full_disk_is_the_machines_fault(tmp_path: Path) -> None:
 
 def test_a_pipe_or_a_link_is_no_log(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / LOG_FILE)
-    with pytest.raises(CheckpointError, match=r"log\.jsonl: is not a regular file"):
+    with pytest.raises(CheckpointError, match=r"log\.jsonl: is a named pipe"):
         read_log(tmp_path)
     (tmp_path / LOG_FILE).unlink()
     (tmp_path / LOG_FILE).symlink_to("elsewhere")

@@ -67,7 +67,7 @@ def test_signals_are_answered_with_a_save(
         out, err = process.communicate()
         assert process.returncode == 128 + number
         assert out == ""
-        said = re.fullmatch(r"saved at step (\d+); the same command continues", err.splitlines()[-1])
+        said = re.fullmatch(r"heddle: saved at step (\d+); the same command continues", err.splitlines()[-1])
         assert said is not None
         assert steps_saved(tmp_path)[-1] == int(said[1]) >= at
         assert "Traceback" not in err

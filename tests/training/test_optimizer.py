@@ -176,7 +176,7 @@ def leaves(name: str) -> list[tuple[bool, str, str, int]]:
 
 
 # Modules whose parameters have two dims but are not matrices that multiply vectors.
-TABLES = {"Embedding", "Head", "Learned", "ShortConvolution", "LayerNorm", "RMSNorm"}
+TABLES = {"Embedding", "Head", "Learned", "ShortConvolution", "LayerNorm", "RMSNorm", "RelativeBias"}
 
 
 def test_muon_takes_every_matrix_of_a_layer_and_nothing_else() -> None:

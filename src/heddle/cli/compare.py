@@ -1,6 +1,7 @@
 """`heddle compare`: train designs on the same data and measure their quality, its uncertainty, and their cost."""
 
 import json
+import os
 import shlex
 import sys
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ from heddle.cli.options import (
     parse_scales,
 )
 from heddle.errors import ConfigError
+from heddle.progress import print_text, terminal_safe
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
 if TYPE_CHECKING:
@@ -103,11 +105,14 @@ def compare(  # noqa: PLR0913 - one parameter per option
         from heddle.analysis.comparison.run import compare as run
         from heddle.analysis.comparison.terminal import print_report
         from heddle.analysis.comparison.variation import parse_varied_fields
+        from heddle.tokenization.tokenizer import Tokenizer
 
         budget_kind, budget_value = _budget(tokens, seconds, flops)
         if not 1 <= seeds <= 100:
             raise ConfigError(f"--seeds {seeds}: must be from 1 to 100")
         recall_probes = select_probes(recall)
+        if tokenizer is not None:
+            Tokenizer.load(tokenizer)  # one that cannot be read must not become part of a comparison
         sources = [design for design in designs if "=" not in design or Path(design).exists()]
         overrides = [design for design in designs if design not in sources]
         scales = parse_scales(lr_scale)
@@ -133,10 +138,10 @@ def compare(  # noqa: PLR0913 - one parameter per option
             lr_scale=scales,
             precision=precision,
             vocab_size=vocabulary if isinstance(vocabulary, int) else None,
-            tokenizer=None if tokenizer is None else str(tokenizer.resolve()),
+            tokenizer=None if tokenizer is None else os.path.realpath(tokenizer),
             device=runtime.device,
             threads=threads,
-            part_files=tuple(str(file.resolve()) for file in part or []),
+            part_files=tuple(os.path.realpath(file) for file in part or []),
             speed_contexts=tuple(sorted(set(speed_context_length or [512, 2048, 8192]))),
             recall_probes=recall_probes,
             max_length_multiple=extrapolate,
@@ -144,10 +149,19 @@ def compare(  # noqa: PLR0913 - one parameter per option
         _check(plan)
         report = run(plan, out, runtime, shlex.join(["heddle", *sys.argv[1:]]))
     if as_json:
-        print(json.dumps(report, indent=2))
+        print_text(json.dumps(report, indent=2))
     else:
-        print_report(report)
-        print(f"report: {out / 'report.html'}")
+        print_report(_terminal_safe(report))
+        print_text(f"report: {out / 'report.html'}")
+
+
+def _terminal_safe(data: Any) -> Any:
+    """The same data, in which every text may be shown on a terminal: designs are named after files."""
+    if isinstance(data, dict):
+        return {key: _terminal_safe(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_terminal_safe(value) for value in data]
+    return terminal_safe(data) if isinstance(data, str) else data
 
 
 def _budget(tokens: int | None, seconds: float | None, flops: float | None) -> tuple[str, float]:

@@ -8,6 +8,7 @@ import typer
 
 from heddle.cli.options import Quiet, open_session
 from heddle.errors import ConfigError
+from heddle.progress import print_text
 
 if TYPE_CHECKING:
     from heddle.exchange.imported_model import ImportedModel
@@ -52,13 +53,13 @@ def export(
             from heddle.exchange.gguf import export_gguf
 
             _, architecture = export_gguf(imported.model, out, imported.tokenizer, imported, torch_dtype)
-            print(f"{out}: llama.cpp runs it as {architecture}")
+            print_text(f"{out}: llama.cpp runs it as {architecture}")
             return
         match = write(imported.model, out, imported.tokenizer, imported)
-        print(f"{out}: exports as: {match.family.architecture}")
+        print_text(f"{out}: exports as: {match.family.architecture}")
         if match.family.model_type == "heddle":
             for line in match_report(imported.model.config).lines()[1:]:
-                print(f"  {line}")
+                print_text(f"  {line}")
 
 
 def _set_max_positions(checkpoint: Path, imported: "ImportedModel") -> None:
@@ -67,5 +68,6 @@ def _set_max_positions(checkpoint: Path, imported: "ImportedModel") -> None:
     from heddle.storage.run_log import RUN_FILE
 
     if (checkpoint / RUN_FILE).is_file():
-        settings = read_json_file(checkpoint / RUN_FILE)["settings"]
-        imported.preserved_config.setdefault("max_position_embeddings", settings["sequence_length"])
+        settings = read_json_file(checkpoint / RUN_FILE).get("settings")
+        if isinstance(settings, dict) and "sequence_length" in settings:
+            imported.preserved_config.setdefault("max_position_embeddings", settings["sequence_length"])

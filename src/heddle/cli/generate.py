@@ -10,6 +10,7 @@ import typer
 
 from heddle.cli.options import Device, Json, Kernel, PartFile, Precision, Quiet, Threads, dtype_of, open_session
 from heddle.errors import CheckpointError, DataError
+from heddle.progress import print_status, print_text
 
 if TYPE_CHECKING:
     from heddle.generation.speculative import SpeculativeRound
@@ -80,16 +81,16 @@ def generate(  # noqa: PLR0913 - one parameter per option
             num_beams=num_beams,
             draft_model=draft,
             speculative_tokens=speculative_tokens,
-            on_speculative_round=rounds.append,
+            on_speculative_round=None if draft is None else rounds.append,
         )
         if as_json:
             results = [{"prompt": text, "text": new_text} for text, new_text in zip(prompts, texts, strict=True)]
-            print(json.dumps(results, ensure_ascii=False))
+            print_text(json.dumps(results, ensure_ascii=False))
         elif streaming:
-            print()
+            print_text("")
         else:
             for index, (text, new_text) in enumerate(zip(prompts, texts, strict=True)):
-                print(f"--- {index + 1} of {len(prompts)}: {text!r}\n{new_text}")
+                print_text(f"--- {index + 1} of {len(prompts)}: {text!r}\n{new_text}")
         if rounds:
             _report_rounds(rounds)
 
@@ -106,8 +107,6 @@ def _check_same_tokenizer(
 
 def _report_rounds(rounds: "list[SpeculativeRound]") -> None:
     """Print one line with the draft model's acceptance rate."""
-    from heddle.progress import print_status
-
     proposed, accepted, emitted, near_ties = (sum(counts) for counts in zip(*rounds, strict=True))
     ties = f"; {near_ties} were near ties, which rounding decides" if near_ties else ""
     print_status(
@@ -126,4 +125,4 @@ def _read_prompt(text: str) -> str:
 
 
 def _print_piece(row: int, piece: str) -> None:
-    print(piece, end="", flush=True)
+    print_text(piece, end="")

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from heddle.cli.options import Quiet, open_session
+from heddle.progress import print_text
 
 
 def import_(
@@ -27,4 +28,4 @@ def import_(
         save_imported(imported, out)
         parameters = sum(parameter.numel() for parameter in imported.model.parameters())
         model_type, layers = imported.preserved_config["model_type"], imported.model.config.depth
-        print(f"{out}: {model_type} of {parameters:,} parameters, {layers} layers")
+        print_text(f"{out}: {model_type} of {parameters:,} parameters, {layers} layers")

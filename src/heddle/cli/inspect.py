@@ -8,6 +8,7 @@ import typer
 
 from heddle.cli.options import Device, Kernel, PartFile, Precision, Quiet, Threads, dtype_of, open_session
 from heddle.errors import CheckpointError, ConfigError
+from heddle.progress import print_text
 
 
 def inspect(  # noqa: PLR0913 - one parameter per option
@@ -40,4 +41,4 @@ def inspect(  # noqa: PLR0913 - one parameter per option
         parameters = sum(parameter.numel() for parameter in model.parameters())
         page = inspect_page(InspectedModel(run.resolve().name, parameters, labels), views)
         write_file(out, page, "choose another file")
-    print(out)
+    print_text(str(out))

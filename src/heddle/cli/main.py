@@ -4,6 +4,7 @@ Heavy modules, such as torch, are imported only when a subcommand runs.
 """
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -23,6 +24,7 @@ from heddle.cli.show import show
 from heddle.cli.train import train
 from heddle.errors import HeddleError, is_out_of_memory
 from heddle.progress import printable
+from heddle.training.signals import Interrupted, interrupted_on_stop_signals
 
 app = typer.Typer(
     name="heddle",
@@ -41,6 +43,8 @@ COMMANDS: dict[Callable[..., None], str] = {
     import_: "Convert a transformers checkpoint.",
     export: "Convert a model for transformers or llama.cpp.",
 }
+MAX_SENTENCE = 3000  # characters of an error
+
 for command, summary in COMMANDS.items():
     app.command(command.__name__.rstrip("_"), short_help=summary)(command)
 
@@ -61,15 +65,36 @@ def root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run and exit: 0 on success, 2 on a user's error, 1 on a machine's failure, 130 or 143 on a signal."""
+    """Run and exit: 0 on success, 2 on a user's error, 1 on a machine's failure, 128 + its number on a signal."""
+    _replace_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character the terminal cannot show is no error
             stream.reconfigure(errors="backslashreplace")
     sys.exit(run_command(sys.argv[1:] if arguments is None else list(arguments)))
 
 
+def _replace_closed_streams() -> None:
+    """Let closed standard streams lead nowhere, so that no file of ours gets the number of one."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+
+
 def run_command(arguments: list[str]) -> int:
     """Run a command line; returns its exit code."""
+    try:
+        with interrupted_on_stop_signals():
+            return _run_command(arguments)
+    except Interrupted as interrupted:
+        _flush_or_discard()
+        return _print_error(interrupted.sentence, interrupted.exit_code)
+
+
+def _run_command(arguments: list[str]) -> int:
     try:
         result = app(arguments or ["--help"], prog_name="heddle", standalone_mode=False)
         sys.stdout.flush()
@@ -83,7 +108,11 @@ def run_command(arguments: list[str]) -> int:
     except OSError as error:
         _flush_or_discard()
         file = f"{error.filename}: " if error.filename else ""
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            return _print_error(f"{file}{error.strerror}; choose another name", 2)
         return _print_error(f"{file}{error.strerror or error}; check the disk, its space and your permissions", 1)
+    except Interrupted:
+        raise
     except BaseException as error:
         return _handle_other(error)
     return result if isinstance(result, int) else 0
@@ -99,7 +128,7 @@ def _flush_or_discard() -> None:
 
 
 def _handle_other(error: BaseException) -> int:
-    """Exit codes of usage errors, signals and lack of memory. Any other error is a bug and is raised again."""
+    """Exit codes of usage errors and lack of memory. Any other error is a bug and is raised again."""
     if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):  # typer caught it first
         return 0
     code = getattr(error, "exit_code", None)
@@ -117,6 +146,8 @@ def _handle_other(error: BaseException) -> int:
 
 
 def _print_error(sentence: str, code: int) -> int:
+    if len(sentence) > MAX_SENTENCE:  # it quotes a value that nobody can read
+        sentence = f"{sentence[: MAX_SENTENCE - 500]} … {sentence[-500:]}"
     # A closed or full stderr must not change the exit code.
     with contextlib.suppress(OSError, ValueError):
         print(f"heddle: {printable(sentence)}", file=sys.stderr, flush=True)

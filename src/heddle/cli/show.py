@@ -17,7 +17,7 @@ from heddle.cli.options import (
     with_vocab_size,
 )
 from heddle.errors import ConfigError
-from heddle.progress import format_amount
+from heddle.progress import format_amount, terminal_safe
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from heddle.model.config import ModelConfig
 
 CONTEXT_LENGTHS = [2048, 8192, 32768, 131072]
+MAX_COUNT = 10**9
 
 
 def show(  # noqa: PLR0913 - one parameter per option
@@ -60,18 +61,24 @@ def show(  # noqa: PLR0913 - one parameter per option
     if design is None:
         raise ConfigError("DESIGN: is missing; give a file, preset:NAME or a checkpoint folder")
     context_lengths = context_length or CONTEXT_LENGTHS
-    if min(context_lengths) < 1 or batch_size < 1 or (encoder_length is not None and encoder_length < 1):
-        raise ConfigError("show: --context-length, --batch-size and --encoder-length must be at least 1")
+    counts = [*context_lengths, batch_size, 1 if encoder_length is None else encoder_length]
+    if min(counts) < 1 or max(counts) > MAX_COUNT:
+        reason = "at least 1" if min(counts) < 1 else "at most 10^9"
+        raise ConfigError(f"show: --context-length, --batch-size and --encoder-length must be {reason}")
     from heddle.model.load_config import load_config, read_design
 
     data = read_design(design, overrides or [])  # a design that is too large is refused before torch is imported
+    from heddle.exchange.family_match import match_report
+    from heddle.exchange.imported_checkpoint import imported_family
+    from heddle.model.decoder import refuse_overflow
     from heddle.numerics.kernels import kernels
     from heddle.runtime import resolve_device
 
-    with kernels(**parse_kernels(kernel)):
+    with kernels(**parse_kernels(kernel)), refuse_overflow():
         config = with_vocab_size(load_config(data), DEFAULT_VOCAB_SIZE)
         device_name = resolve_device(device)
         facts = measure(config, context_lengths, batch_size, dtype_of(precision), device_name, encoder_length)
+        facts["exports_as"] = match_report(config, imported_family(design)).lines()
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
@@ -87,7 +94,6 @@ def measure(
     encoder_length: int | None = None,
 ) -> dict[str, Any]:
     """Everything `show` prints, as plain data. encoder_length None: as many tokens as each context."""
-    from heddle.exchange.family_match import match_report
     from heddle.model.size import build_distinct_layers, measure_kernel_choices, measure_size
 
     model = build_distinct_layers(config, dtype)
@@ -128,7 +134,6 @@ def measure(
             for context in sizes
         ],
         "kernels": kernels,
-        "exports_as": match_report(config).lines(),
     }
 
 
@@ -138,7 +143,7 @@ def _print_facts(design: str, facts: dict[str, Any]) -> None:
 
     console = Console(highlight=False)
     config = facts["design"]
-    console.print(f"[bold]{escape(design)}[/bold]")
+    console.print(f"[bold]{escape(terminal_safe(design))}[/bold]")
     active = facts["active_parameters"]
     active_text = "all active" if active == facts["parameters"] else f"{active:,} active"
     embedding = facts["embedding_parameters"]
@@ -149,14 +154,14 @@ def _print_facts(design: str, facts: dict[str, Any]) -> None:
     _print_contexts(console, facts)
     console.print()
     for line in facts["exports_as"]:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(terminal_safe(line), markup=False, soft_wrap=True)
     for phase, choices in facts["kernels"].items():
         console.print(f"\nkernels in {phase}")
         for choice in choices:
             calls = "1 call" if choice["calls"] == 1 else f"{choice['calls']} calls"
             console.print(f"  {choice['operation']} = {choice['kernel']}, {calls}")
             for kernel, reason in choice["rejected"]:
-                console.print(f"      not {kernel}: {reason}", markup=False, soft_wrap=True)
+                console.print(terminal_safe(f"      not {kernel}: {reason}"), markup=False, soft_wrap=True)
 
 
 def _print_layers(console: "Console", facts: dict[str, Any]) -> None:
@@ -170,7 +175,7 @@ def _print_layers(console: "Console", facts: dict[str, Any]) -> None:
         table.add_column(name, justify="right")
     for stack in ("encoder", "layers"):
         for layer in facts[stack]:
-            parts = escape(f"{layer['mixer']}\n{layer['feedforward']}")
+            parts = escape(terminal_safe(f"{layer['mixer']}\n{layer['feedforward']}"))
             state = "encoder" if stack == "encoder" else format_amount(layer["state_bytes"], "bytes")
             table.add_row(f"{layer['count']} ×", parts, f"{layer['parameters']:,}", state)
     console.print(table)

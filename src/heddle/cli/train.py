@@ -29,6 +29,7 @@ from heddle.cli.options import (
     with_vocab_size,
 )
 from heddle.errors import CheckpointError, ConfigError
+from heddle.progress import print_text
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
 if TYPE_CHECKING:
@@ -288,10 +289,10 @@ def _report(training: "TrainingResult", job: "TrainingJob", as_json: bool) -> No
         report |= {"accuracy": training.task_accuracy, "chance": chance}
         score = f"{training.task_accuracy:.1%} accuracy on held-out sequences (by chance {chance:.1%})"
     if as_json:
-        print(json.dumps(report, indent=2, ensure_ascii=False))
+        print_text(json.dumps(report, indent=2, ensure_ascii=False))
         return
-    print(f"{job.out}: {score} after {steps} steps")
+    print_text(f"{job.out}: {score} after {steps} steps")
     if skipped:
-        print(f"{skipped} steps were skipped: their loss or gradient was not finite")
+        print_text(f"{skipped} steps were skipped: their loss or gradient was not finite")
     if "sample" in report:
-        print(f"a sample:\n{report['sample']}")
+        print_text(f"a sample:\n{report['sample']}")

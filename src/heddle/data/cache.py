@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from heddle.errors import CheckpointError, MachineError
-from heddle.progress import print_status
+from heddle.progress import print_warning
 from heddle.storage.atomic import remove_leftovers
 from heddle.storage.file_io import write_error
 from heddle.storage.json_file import read_json_file, write_json_file
@@ -48,13 +48,18 @@ class DataCache:
         except CheckpointError:
             text = None
         if not isinstance(text, str):
-            print_status(f"warning: {path}: was altered or is of an earlier heddle, and is made again")
+            report_damage(path)
             return None
         return text
 
     def write_text(self, path: Path, text: str) -> None:
         """Write a text with its SHA-256, whole or not at all. Raises MachineError."""
         write_json_file(path, {"text": text}, CACHE_REMEDY)
+
+
+def report_damage(path: Path) -> None:
+    """Print that a file of the cache is made again. It holds nothing that is not a function of its inputs."""
+    print_warning(f"{path}: was altered or is of an earlier heddle, and is made again")
 
 
 def default_cache_folder() -> Path:

@@ -19,11 +19,12 @@ from heddle.data.chat_format import ASSISTANT, ROLES, ChatFormat, TokenizedConve
 from heddle.data.documents import UnreadableError, read_json_lines
 from heddle.data.samples import Batch, epoch_shuffle
 from heddle.data.sources import is_in_validation
-from heddle.errors import DataError
+from heddle.errors import DataError, describe_path
 from heddle.progress import printable
 from heddle.tokenization.tokenizer import Tokenizer
 
 CHAT_PREFIX = "chat:"
+MAX_MESSAGES = 1000  # of a conversation
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,8 +223,9 @@ def _read_conversations(
 ) -> Iterator[tuple[bytes, list[TokenizedConversation], int]]:
     """For each line: the hash of the conversation, its rows, and its size in bytes. Raises DataError."""
     label = printable(str(path))
-    if not path.is_file():
-        raise DataError(f"data file {label} is not a file: give chat:FILE.jsonl.")
+    what = describe_path(path)
+    if what != "is a file":
+        raise DataError(f"data file {label} {what}: give chat:FILE.jsonl.")
     line_number = 0
     try:
         with open(path, "rb") as file:
@@ -255,6 +257,8 @@ def _parse_messages(record: Any) -> list[dict[str, str]]:
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         raise _InvalidRecordError('has no list "messages"')
+    if len(messages) > MAX_MESSAGES:  # each answer is rendered with all that comes before it
+        raise _InvalidRecordError(f"has more than {MAX_MESSAGES} messages")
     if record.get("tools"):
         raise _InvalidRecordError('has "tools", which are not supported,')
     for number, message in enumerate(messages):

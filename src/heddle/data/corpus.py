@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from heddle import progress
-from heddle.data.cache import DataCache, json_sha256
+from heddle.data.cache import DataCache, json_sha256, report_damage
 from heddle.data.corpus_encoder import RECIPE_VERSION, CorpusEncoder
 from heddle.data.sources import ScannedSource, parse_source
 from heddle.data.split import TRAIN, SourceSplit, split_source
@@ -121,7 +121,10 @@ def _train_tokenizer(
     path = cache.path("tokenizer.json", RECIPE_VERSION, *limits, vocab_size, content)
     cached_json = cache.read_text(path)
     if cached_json is not None:
-        return Tokenizer.from_json(cached_json, name=str(path))
+        try:
+            return Tokenizer.from_json(cached_json, name=str(path))
+        except DataError:  # another version of `tokenizers` wrote it
+            report_damage(path)
     fractions = []
     for split, weight in zip(splits, weights, strict=True):
         max_bytes = TOKENIZER_TRAINING_BYTES * weight / sum(weights)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
+import os
 from collections.abc import Iterator, Sequence
 
 from heddle import progress
-from heddle.data.cache import DataCache
+from heddle.data.cache import DataCache, report_damage
 from heddle.data.split import TRAIN, VALIDATION, SourceSplit
 from heddle.data.token_file import TokenFile, TokenFileWriter, write_token_file
 from heddle.errors import DataError
@@ -73,10 +73,11 @@ class CorpusEncoder:
         samples = list(zip(splits, fractions, strict=True))
         content = [[s.source.hash, s.method, s.train_characters, fraction] for s, fraction in samples]
         path = self._cache.path("bin", RECIPE_VERSION, split_name, content, self._tokenizer.hash)
-        if path.exists():
-            # A damaged cache file is replaced by a new one.
-            with contextlib.suppress(DataError):
+        if os.path.lexists(path):
+            try:
                 return TokenFile(path)
+            except DataError:
+                report_damage(path)
         total_bytes = sum(int(split.size(split_name).bytes * fraction) for split, fraction in samples)
         tokenizer = self._tokenizer
         with (

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from heddle.errors import describe_path
 
 # A document is at most this many bytes of UTF-8.
 MAX_DOCUMENT_BYTES = 64 * 1024
@@ -34,13 +34,19 @@ def read_documents(path: Path, field: str = "text") -> Iterator[str]:
     Raises UnreadableError.
     """
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise UnreadableError("is not a regular file: copy its content to one")
+        check_is_file(path)
         with open(path, "rb") as file:
             is_json = path.suffix.lower() == ".jsonl"
             yield from _json_documents(file, field) if is_json else _text_documents(file)
     except OSError as error:
         raise UnreadableError(f"cannot be read ({error.strerror or error}): make it readable") from error
+
+
+def check_is_file(path: Path) -> None:
+    """Raise UnreadableError for a pipe, a device or anything else that is no file: reading it might wait for ever."""
+    what = describe_path(path)
+    if what != "is a file":
+        raise UnreadableError(f"{what}: give a file")
 
 
 def split_documents(blocks: Iterable[bytes]) -> Iterator[bytes]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from heddle.data.documents import UnreadableError, documents_from_bytes, read_documents
-from heddle.errors import DataError
+from heddle.data.documents import UnreadableError, check_is_file, documents_from_bytes, read_documents
+from heddle.errors import DataError, describe_path
 from heddle.progress import printable
 
 HF_PREFIX = "hf:"
@@ -64,10 +64,9 @@ def parse_hf_argument(argument: str) -> HFDataset:
             raise DataError(f"data {printable(argument)}: gives {key} twice; keep one")
         options[key] = value
     dataset = HFDataset(Path(path_text), options.get("text", "text"), options.get("split"))
-    if not path_text or "\0" in path_text or not dataset.path.exists():
-        raise DataError(
-            f"{dataset.display_name} does not exist: give a folder or file on this disk; nothing is downloaded."
-        )
+    what = describe_path(dataset.path) if path_text else "does not exist"
+    if what not in ("is a file", "is a folder"):
+        raise DataError(f"{dataset.display_name} {what}: give a folder or file on this disk; nothing is downloaded.")
     return dataset
 
 
@@ -103,6 +102,7 @@ def read_column(path: Path, column: str) -> Iterator[str]:
         yield from read_documents(path, column)
         return
     pyarrow = _import_pyarrow(path)
+    check_is_file(path)
     try:
         batches = _read_parquet(path, column) if suffix == ".parquet" else _read_arrow(pyarrow, path, column)
         for batch in batches:

@@ -16,7 +16,7 @@ from typing import Protocol
 from heddle.data import hf_datasets
 from heddle.data.documents import UnreadableError, read_documents
 from heddle.data.recall import is_recall_argument
-from heddle.errors import DataError
+from heddle.errors import DataError, describe_path
 from heddle.progress import printable
 
 TEXT_SUFFIXES = frozenset(
@@ -201,8 +201,9 @@ def parse_source(argument: str) -> tuple[TextSource, float]:
         raise DataError("data must name a file, a folder or stdlib, but the name is empty or not possible.")
     path = Path(argument)
     display_name = printable(argument)
-    if not path.exists():
-        raise DataError(f"data {display_name} does not exist: give a file, a folder or stdlib.")
+    what = describe_path(path)
+    if what not in ("is a file", "is a folder"):
+        raise DataError(f"data {display_name} {what}: give a file, a folder or stdlib.")
     name = printable(path.name or path.resolve().name or argument)
     if path.is_dir():
         return _folder_source(path, name, TEXT_SUFFIXES), weight

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from heddle.data.cache import CACHE_REMEDY
-from heddle.errors import DataError
+from heddle.errors import DataError, describe_path
 from heddle.storage.atomic import replace_file
 
 MAGIC = b"heddle-tokens\n"
@@ -144,6 +144,9 @@ class TokenFile:
 
     def _header(self) -> dict[str, Any]:
         invalid = DataError(f"{self.path} is not a heddle token file of version {FORMAT_VERSION}: delete or move it.")
+        what = describe_path(self.path)
+        if what not in ("is a file", "does not exist"):
+            raise DataError(f"token file {self.path} {what}: delete or move it.")
         try:
             with open(self.path, "rb") as file:
                 text = file.read(HEADER_BYTES)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from heddle.errors import CheckpointError, describe_path
 from heddle.storage import file_io
 
 # A file that an unknown process wrote is a leftover once it is this old. A process on another machine, which shares
@@ -126,8 +127,12 @@ def replace_file(path: Path, remedy: str | None = None) -> Iterator[Path]:
     After the block the file is fsynced and renamed, and the folder is fsynced: at every instant `path` is the whole
     old file or the whole new one. If the block raises, the temporary file is removed and `path` stays as it was.
     Missing folders are created, and files that killed processes left for `path` are removed. Raises MachineError,
-    which ends with `remedy`, if the file cannot be written, CheckpointError if its folder cannot be created.
+    which ends with `remedy`, if the file cannot be written, CheckpointError if its folder cannot be created or if
+    `path` is a folder, a pipe, a device or another thing that a file must not replace.
     """
+    what = describe_path(path)
+    if what not in ("is a file", "does not exist", "is a symbolic link to nothing", "lies below a file"):
+        raise CheckpointError(f"{path}: {what}, not a file; choose another name")
     try:
         make_folder(path.parent)
     except OSError as error:

@@ -45,7 +45,8 @@ def write_checkpoint(
     """Write one step's checkpoint as write_folder does, and return its folder.
 
     What dead processes left among the checkpoints is removed first. A damaged folder of the same step is renamed to
-    step-….damaged-N: a run that fell back to an earlier checkpoint can go on, and nothing is lost.
+    step-….damaged-N: a run that fell back to an earlier checkpoint can go on, and nothing is lost. The caller holds
+    the run's lock.
     """
     path = checkpoint_folder(run, step)
     try:
@@ -58,7 +59,7 @@ def write_checkpoint(
             file_io.system.rename(path, quarantine)
     except OSError as error:
         raise file_io.folder_error(path, error) from error
-    write_folder(path, tensors=tensors, documents=documents, kind=kind, log=log)
+    write_folder(path, tensors=tensors, documents=documents, kind=kind, log=log, lock=False)
     return path
 
 

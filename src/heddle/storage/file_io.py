@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from heddle.errors import CheckpointError, HeddleError, MachineError
+from heddle.errors import CheckpointError, HeddleError, MachineError, describe_file_type, describe_path
 
 system = os  # tests replace it by a stand-in that counts the calls, or fails or dies at one of them
 
@@ -26,9 +26,12 @@ MISSING_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.E
 
 
 def read_error(path: Path, error: OSError) -> HeddleError:
-    """Return the error for a file that could not be read: a CheckpointError if it does not exist."""
-    if error.errno == errno.ELOOP:
+    """Return the error for a file that could not be read: a CheckpointError if it does not exist or is no file."""
+    what = describe_path(path)
+    if error.errno == errno.ELOOP and path.is_symlink() and path.exists():
         return CheckpointError(f"{path}: is a symbolic link, which is not followed; put the file itself there")
+    if error.errno in MISSING_ERRNOS and what not in ("does not exist", "is a file"):
+        return CheckpointError(f"{path}: {what}; restore it or name another folder")
     if error.errno in MISSING_ERRNOS:
         return CheckpointError(f"{path}: is missing; restore it or name another folder")
     return MachineError(f"{path}: cannot be read ({error.strerror}); check the disk and the permissions")
@@ -36,8 +39,10 @@ def read_error(path: Path, error: OSError) -> HeddleError:
 
 def folder_error(path: Path, error: OSError) -> HeddleError:
     """Return the error for a folder that could not be written."""
-    if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ENOTEMPTY, errno.ENAMETOOLONG):
-        return CheckpointError(f"{path}: cannot be made a folder ({error.strerror}); choose another place")
+    if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP):
+        what = describe_path(path)
+        reason = error.strerror if what in ("does not exist", "is a folder") else f"it {what}"
+        return CheckpointError(f"{path}: cannot be made a folder ({reason}); choose another place")
     return write_error(path, error)
 
 
@@ -63,7 +68,7 @@ def open_regular_file(path: Path, flags: int = READ_FLAGS) -> Iterator[tuple[int
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path}: is not a regular file; put the file itself there")
+            raise CheckpointError(f"{path}: {describe_file_type(status.st_mode)}; put the file itself there")
         yield descriptor, status.st_size
     except OSError as error:
         raise read_error(path, error) from error

@@ -2,14 +2,16 @@
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from heddle.errors import CheckpointError
+from heddle.errors import CheckpointError, describe_path
 from heddle.storage import atomic, file_io
+from heddle.storage.lock import lock_output
 from heddle.storage.manifest import (
     MANIFEST_FILE,
     NAME_PATTERN,
@@ -90,14 +92,16 @@ def write_folder(
     kind: str,
     log: LogPosition | None = None,
     max_shard_bytes: int | None = None,
+    lock: bool = True,
 ) -> None:
     """Write a folder so that at every instant its name holds the whole old content or the whole new one.
 
     tensors: file name ending in .safetensors to {name: tensor}, of any strides and device; a storage that two names
     share is written twice. Sets larger than `max_shard_bytes` (None: MAX_SHARD_BYTES) become shards with an index.
-    documents: file name to text. kind, log: stored for the reader. A folder that heddle wrote, or an empty one, is
-    replaced. Raises CheckpointError for any other existing folder, which stays untouched, and MachineError for a full
-    or read-only disk. Only one process may write a folder at a time.
+    documents: file name to text. kind, log: stored for the reader. lock: False for a caller that has locked a folder
+    around it. A folder that heddle wrote, or an empty one, is replaced. Raises CheckpointError for any other existing
+    folder, which stays untouched, and for one that another process is writing; MachineError for a full or read-only
+    disk.
     """
     folder = Path(folder)
     encoded = _check_documents(folder, tensors, documents, kind)
@@ -110,23 +114,24 @@ def write_folder(
             encoded[index_name(set_name)] = index_text(shards, sum(sizes.values())).encode("ascii")
     try:
         atomic.make_folder(folder.parent)
-        atomic.remove_leftovers(folder.parent, folder.name)
-        _refuse_unlisted_content(folder)
-        staged = atomic.leftover_path(folder, "tmp")
-        try:
-            file_io.system.mkdir(staged)
-            records = {
-                file: write_tensor_file(staged / file, tensors[set_name], names)
-                for file, (set_name, names) in sorted(files.items())
-            }
-            _write_documents(staged, records, encoded)
-            with file_io.NewFile(staged / MANIFEST_FILE) as file:
-                file.write(Manifest(kind, records, log).encode())
-            atomic.sync_folder(staged)
-            atomic.replace_folder(staged, folder)
-        except BaseException:
-            atomic.remove_folder(staged)
-            raise
+        with lock_output(folder) if lock else nullcontext():
+            atomic.remove_leftovers(folder.parent, folder.name)
+            _refuse_unlisted_content(folder)
+            staged = atomic.leftover_path(folder, "tmp")
+            try:
+                file_io.system.mkdir(staged)
+                records = {
+                    file: write_tensor_file(staged / file, tensors[set_name], names)
+                    for file, (set_name, names) in sorted(files.items())
+                }
+                _write_documents(staged, records, encoded)
+                with file_io.NewFile(staged / MANIFEST_FILE) as file:
+                    file.write(Manifest(kind, records, log).encode())
+                atomic.sync_folder(staged)
+                atomic.replace_folder(staged, folder)
+            except BaseException:
+                atomic.remove_folder(staged)
+                raise
     except OSError as error:
         raise file_io.folder_error(folder, error) from error
 
@@ -163,7 +168,7 @@ def _refuse_unlisted_content(folder: Path) -> None:
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: is a file, not a folder; choose another name")
+        raise CheckpointError(f"{folder}: {describe_path(folder)}, not a folder; choose another name")
     if not atomic.list_names(folder):
         return
     try:

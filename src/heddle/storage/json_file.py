@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from heddle.errors import CheckpointError
+from heddle.errors import CheckpointError, parse_error_reason
 from heddle.storage import file_io
 from heddle.storage.atomic import write_file
 
@@ -41,7 +41,9 @@ def read_json_file(path: Path) -> dict[str, Any]:
         if saved_sha256 is None or _text(content).encode("ascii") != raw:
             raise ValueError("its text is not as heddle writes it")
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: was altered ({error}); restore the file or choose another folder") from error
+        raise CheckpointError(
+            f"{path}: was altered ({parse_error_reason(error)}); restore the file or choose another folder"
+        ) from error
     del content[HASH_KEY]
     if content_sha256(content) != saved_sha256:
         raise CheckpointError(

@@ -1,14 +1,20 @@
-"""One process per run: a lock on the file RUN/.lock, which the system frees when its process ends."""
+"""Locks of folders and files against a second process. The system frees a lock when its process ends."""
 
+import errno
 import fcntl
 import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-from heddle.errors import CheckpointError
+from heddle.errors import CheckpointError, describe_file_type
 from heddle.storage import atomic, file_io
 
 LOCK_FILE = ".lock"
+LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+UNSUPPORTED_ERRNOS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 
 
 class RunLock:
@@ -27,10 +33,10 @@ class RunLock:
             raise CheckpointError(f"{self.folder}: is locked by this very object already; use a second RunLock")
         try:
             atomic.make_folder(self.folder)
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            descriptor = file_io.system.open(self.folder / LOCK_FILE, flags, 0o666)
+            descriptor = _open(self.folder / LOCK_FILE)
             try:
-                self._acquire(descriptor)
+                _lock(descriptor, f"{self.folder}: is in use by", "folder")
+                _write_process(descriptor)
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -39,21 +45,77 @@ class RunLock:
         self.descriptor = descriptor
         return self
 
-    def _acquire(self, descriptor: int) -> None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            process = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
-            owner = f"process {process}" if process.isdigit() else "another process"
-            raise CheckpointError(
-                f"{self.folder}: is in use by {owner}; wait until it has ended or choose another folder"
-            ) from error
-        os.ftruncate(descriptor, 0)
-        file_io.system.write(descriptor, f"{os.getpid()}\n".encode("ascii"))
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
+
+
+@contextmanager
+def lock_output(path: Path) -> Iterator[None]:
+    """Lock the name of a file or folder while it is written; missing parents are created.
+
+    The lock file, `.NAME.lock` beside it, is removed at the end. Raises CheckpointError that names the process that is
+    writing it, MachineError if the folder cannot be written. File systems without locks are trusted.
+    """
+    lock_path = path.with_name(f".{path.name}{LOCK_FILE}")
+    try:
+        atomic.make_folder(path.parent)
+        descriptor = _open_locked(lock_path, f"{path}: is being written by")
+    except OSError as error:
+        raise file_io.folder_error(path, error) from error
+    try:
+        with suppress(OSError):
+            _write_process(descriptor)
+        yield
+    finally:
+        try:
+            with suppress(OSError):
+                file_io.system.unlink(lock_path)
+        finally:
+            os.close(descriptor)
+
+
+def _open_locked(lock_path: Path, refusal: str) -> int:
+    """Open and lock a file that its holders remove; return its descriptor."""
+    while True:
+        descriptor = _open(lock_path)
+        try:
+            try:
+                _lock(descriptor, refusal, "name")
+            except OSError as error:
+                if error.errno not in UNSUPPORTED_ERRNOS:
+                    raise
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.lstat(lock_path)):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # its holder has removed it since it was opened
+
+
+def _open(lock_path: Path) -> int:
+    """Open or create a lock file. Raises CheckpointError for a link, a pipe or anything else that is no file."""
+    if os.path.lexists(lock_path) and not stat.S_ISREG(os.lstat(lock_path).st_mode):
+        raise CheckpointError(f"{lock_path}: {describe_file_type(os.lstat(lock_path).st_mode)}, not a lock; remove it")
+    descriptor: int = file_io.system.open(lock_path, LOCK_FLAGS, 0o666)
+    return descriptor
+
+
+def _lock(descriptor: int, refusal: str, remedy: str) -> None:
+    """Lock an open file. Raises CheckpointError that names the process that has locked it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        process = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
+        owner = f"process {process}" if process.isdigit() else "another process"
+        raise CheckpointError(f"{refusal} {owner}; wait until it has ended or choose another {remedy}") from error
+
+
+def _write_process(descriptor: int) -> None:
+    """Write this process's number into a locked file, for the message of a second process."""
+    os.ftruncate(descriptor, 0)
+    file_io.system.write(descriptor, f"{os.getpid()}\n".encode("ascii"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from heddle.errors import CheckpointError
+from heddle.errors import CheckpointError, no_folder_reason, parse_error_reason
 from heddle.storage.file_io import READ_FLAGS, open_regular_file, read_exactly
 
 MANIFEST_FILE = "manifest.json"
@@ -140,8 +140,8 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
     try:
         content = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(parse_error_reason(error)) from None
     if not isinstance(content, dict):
         raise ValueError("it is not an object")
     return content
@@ -154,7 +154,7 @@ def read_manifest(folder: Path, flags: int = READ_FLAGS) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder}: there is no such folder; name a folder that heddle saved")
+        raise CheckpointError(f"{folder}: {no_folder_reason(folder)}; name a folder that heddle saved")
     if not os.path.lexists(path):
         raise CheckpointError(
             f"{folder}: has no {MANIFEST_FILE}, so heddle did not save it; name another folder, or import this one"

@@ -75,7 +75,8 @@ def find_tensor_sets(folder: Path, records: Mapping[str, FileRecord]) -> dict[st
             continue
         stem, number, count = match["stem"], int(match["number"]), int(match["count"])
         shards = numbers.setdefault(stem, {})
-        if not 1 <= number <= count or any(shard_name(stem, other, count) != file for other, file in shards.items()):
+        first_number, first_file = next(iter(shards.items()), (number, name))
+        if not 1 <= number <= count or shard_name(stem, first_number, count) != first_file:
             raise CheckpointError(f"{folder / name}: does not belong to the shards beside it; save the folder again")
         shards[number] = name
     for stem, shards in numbers.items():

@@ -9,6 +9,8 @@ from tokenizers import Tokenizer as BackendTokenizer
 from heddle.errors import DataError
 
 EOD_TOKEN = "<|end|>"
+_STEPS = ("normalizer", "pre_tokenizer", "decoder")
+MAX_STEP_VALUES = 2000  # each step walks over the whole text
 _EOD_TOKEN_NAMES = (
     EOD_TOKEN, "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>",
     "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>",
@@ -18,11 +20,30 @@ _EOD_TOKEN_NAMES = (
 def read_backend(json_text: str, name: str) -> BackendTokenizer:
     """Read a tokenizer.json into a backend tokenizer. Raises DataError, naming the tokenizer, where it is malformed."""
     try:
-        return BackendTokenizer.from_str(json_text)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # `tokenizers` raises bare Exception, and panics that are no Exception
+        backend = BackendTokenizer.from_str(json_text)
+        data = json.loads(json_text)
+    except BaseException as error:
+        if not is_backend_error(error):
+            raise
         raise DataError(f"tokenizer {name} is not a valid tokenizer.json: save it again with `tokenizers`.") from error
+    if _count_values([data.get(key) for key in _STEPS]) > MAX_STEP_VALUES:
+        raise DataError(f"tokenizer {name} splits a text in more than {MAX_STEP_VALUES} steps: give another one.")
+    return backend
+
+
+def is_backend_error(error: BaseException) -> bool:
+    """Whether `tokenizers` failed: it raises bare Exception, and panics that are no Exception. A signal is neither."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _count_values(data: Any) -> int:
+    """How many values there are in plain data, counted without recursion."""
+    level, count = [data], 0
+    while level:
+        count += len(level)
+        nested = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
+        level = [child for children in nested for child in children]
+    return count
 
 
 def find_eod_id(backend: BackendTokenizer) -> int:

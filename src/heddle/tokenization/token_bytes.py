@@ -16,6 +16,7 @@ from typing import Any, Literal
 from tokenizers import Tokenizer as BackendTokenizer
 
 from heddle.errors import DataError
+from heddle.tokenization.backend import is_backend_error
 
 SPIECE_UNDERLINE = "\u2581"  # ▁: SentencePiece writes it for a space
 _BYTE_FALLBACK_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -187,7 +188,9 @@ def prefix_space_bytes(backend: BackendTokenizer, token_bytes: TokenBytes) -> in
     added = set()
     try:
         encoded = backend.encode_batch_fast(texts, add_special_tokens=False)
-    except Exception:  # `tokenizers` raises bare Exception where it has no token for a text
+    except BaseException as error:  # there is no token for a text
+        if not is_backend_error(error):
+            raise
         return None
     for text, encoding in zip(texts, encoded, strict=True):
         expected = (normalizer.normalize_str(text) if normalizes_nfc else text).encode("utf-8")

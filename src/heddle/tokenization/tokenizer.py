@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as BackendTokenizer
 
-from heddle.errors import DataError
+from heddle.errors import DataError, describe_path
 from heddle.progress import printable
-from heddle.tokenization.backend import EOD_TOKEN, canonical_json, find_eod_id, read_backend
+from heddle.tokenization.backend import EOD_TOKEN, canonical_json, find_eod_id, is_backend_error, read_backend
 from heddle.tokenization.token_bytes import (
     BufferedDecodeStream,
     DecodeStream,
@@ -135,8 +135,9 @@ class Tokenizer:
         """Read a `tokenizer.json`. Raises DataError where it is missing, malformed or does not round-trip."""
         name = printable(str(path))
         try:
-            if not path.is_file():
-                raise DataError(f"tokenizer {name} is not a file: give the path of a tokenizer.json.")
+            what = describe_path(path)
+            if what != "is a file":
+                raise DataError(f"tokenizer {name} {what}: give the path of a tokenizer.json.")
             if path.stat().st_size > _MAX_FILE_BYTES:
                 raise DataError(f"tokenizer {name} is over {_MAX_FILE_BYTES // 2**20} MB: give a tokenizer.json.")
             text = path.read_bytes().decode("utf-8")
@@ -167,7 +168,7 @@ class Tokenizer:
         try:
             boundary_ids = json.loads(files[BOUNDARY_TOKENS_FILE])
             marks = BoundaryTokens(tuple(boundary_ids["opening"]), tuple(boundary_ids["ends"]), companion_files)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise DataError(
                 f"{BOUNDARY_TOKENS_FILE} does not say which tokens begin and end a text: import the model again."
             ) from None
@@ -203,6 +204,12 @@ class Tokenizer:
             encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError as error:
             raise DataError("a text holds half a surrogate pair, which is not Unicode: repair the text.") from error
+        except BaseException as error:
+            if not is_backend_error(error):
+                raise
+            raise DataError(
+                f"tokenizer {self._name} cannot encode every text: use a byte-level one, or let heddle train one."
+            ) from error
         return [encoding.ids for encoding in encoded]
 
     def encode_with_offsets(self, text: str) -> list[tuple[int, int]]:
@@ -266,12 +273,7 @@ class Tokenizer:
 
     def _check_round_trip(self, name: str) -> None:
         texts, token_bytes = list(round_trip_texts(self._backend)), self._token_bytes.by_id
-        try:
-            encoded = self.encode_batch(texts)
-        except Exception as error:  # `tokenizers` raises bare Exception
-            raise DataError(
-                f"tokenizer {name} cannot encode every text: use a byte-level one, or let heddle train one."
-            ) from error
+        encoded = self.encode_batch(texts)
         for text, ids in zip(texts, encoded, strict=True):
             if b"".join(token_bytes[i] for i in ids) != text.encode("utf-8") or self.eod_id in ids:
                 decoded = printable(self.decode(ids))[:40]

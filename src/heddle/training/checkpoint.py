@@ -11,10 +11,10 @@ from torch import Tensor
 from heddle.errors import CheckpointError
 from heddle.model.decoder import Decoder
 from heddle.model.lora import lora_tensors
-from heddle.progress import print_status
+from heddle.progress import print_status, print_warning
 from heddle.storage.checkpoints import latest_checkpoint, prune_checkpoints, write_checkpoint
-from heddle.storage.folder import read_folder
-from heddle.storage.manifest import LogPosition
+from heddle.storage.folder import FolderContents, read_folder
+from heddle.storage.manifest import LogPosition, parse_json_object
 from heddle.storage.model import WEIGHTS_FILE, model_documents, model_tensors, restore_model
 from heddle.storage.run_log import RunLog
 from heddle.tokenization.tokenizer import Tokenizer
@@ -69,13 +69,14 @@ def resume_run(run: Path, model: Decoder, optimizer: Optimizer, log: RunLog) -> 
     """
     checkpoint = latest_checkpoint(run, "training")
     for damage in checkpoint.damaged:
-        print_status(f"warning: {damage}")
+        print_warning(damage)
     if checkpoint.path is None:
         log.resume(LogPosition())
         return TrainingProgress()
     contents = read_folder(checkpoint.path, "training")
     if contents.log is None:
         raise CheckpointError(f"{contents.folder}: does not say where the log was; use an earlier checkpoint")
+    progress = _read_progress(contents, checkpoint.step)
     log.resume(contents.log)
     device = model.embed.weight.device
     trainable = lora_tensors(model)
@@ -95,11 +96,19 @@ def resume_run(run: Path, model: Decoder, optimizer: Optimizer, log: RunLog) -> 
         for name, parameter in trainable.items():
             parameter.copy_(saved[name])
     optimizer.load_state(optimizer_state)
-    try:
-        progress = TrainingProgress(**json.loads(contents.documents[PROGRESS_FILE]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{checkpoint.path}/{PROGRESS_FILE}: is missing or malformed; use an earlier checkpoint"
-        ) from error
     print_status(f"continuing {run} from step {progress.step}")
     return progress
+
+
+def _read_progress(contents: FolderContents, step: int | None) -> TrainingProgress:
+    """Return the counts in a checkpoint of this step. Raises CheckpointError if they cannot be right."""
+    path = contents.folder / PROGRESS_FILE
+    try:
+        fields = parse_json_object(contents.documents.get(PROGRESS_FILE, "").encode())
+        if not all(type(value) is int and value >= 0 for value in fields.values()):
+            raise ValueError("a count is not a whole number from 0")
+        if fields.get("step") != step:
+            raise ValueError(f"its step is {fields.get('step')!s:.20}")
+        return TrainingProgress(**fields)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: does not hold the progress of step {step} ({error}); restore it") from error

@@ -1,6 +1,7 @@
 """The training loop: batch, gradients, update, log, checkpoint. A resumed run is bit-equal to an uninterrupted one."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -32,6 +33,8 @@ from heddle.training.training_data import ChatData, TaskData, TaskSource, TextDa
 MAX_CONSECUTIVE_SKIPS = 10
 FINAL_EVALUATION_TOKENS = 2**16  # held-out tokens of the evaluation at the end
 INTERIM_EVALUATION_TOKENS = 2**14  # and of an evaluation during training
+LOSS_DECAY = 0.9  # of the smoothed loss beside the progress bar, per step
+RATE_STEPS = 100  # the rate beside the progress bar is that of the median of the last steps
 
 
 class Diverged(MachineError):
@@ -43,7 +46,7 @@ class TrainingResult:
     """A finished run.
 
     scores: of the final evaluation, (bits, bytes) of each window of text or (right answers, scored targets) of each
-    row of a task. tokens_per_second: the median over steps.
+    row of a task. tokens_per_second: of the median step, without evaluations and checkpoints.
     """
 
     model: Decoder
@@ -168,8 +171,8 @@ def evaluate(
 def _until_stopped(batches: Iterable[Batch], stop_request: StopRequest | None) -> Iterator[Batch]:
     for batch in batches:
         if stop_request is not None and stop_request.signal_number is not None:
-            display.print_status("every step is done and saved; the same command evaluates it")
-            raise Interrupted(stop_request.signal_number)
+            sentence = "every step is done and saved; the same command evaluates it"
+            raise Interrupted(stop_request.signal_number, sentence)
         yield batch
 
 
@@ -187,14 +190,16 @@ class _LoopState:
 def _train_steps(job: TrainingJob, state: _LoopState) -> float:
     """Take all remaining steps and return the median tokens per second."""
     settings, progress = job.settings, state.progress
-    speeds = []
+    seconds: list[float] = []
+    loss = SmoothedLoss()
     total_tokens, tokens_done = (count * settings.tokens_per_step for count in (settings.steps, progress.step))
     with display.progress_bar(job.label, total_tokens, "tokens", tokens_done) as bar:
         while progress.step < settings.steps:
             line = _step(job, state)
-            speeds.append(settings.tokens_per_step / line["seconds"])
+            seconds.append(line["seconds"])
             state.log.write(line)
-            bar.advance(settings.tokens_per_step, _bar_note(line))
+            rate = settings.tokens_per_step / statistics.median(seconds[-RATE_STEPS:])
+            bar.advance(settings.tokens_per_step, loss.note(line), rate)
             _stop_if_diverged(job, state)
             finished = progress.step == settings.steps
             due = settings.save_every is not None and progress.step % settings.save_every == 0
@@ -203,9 +208,9 @@ def _train_steps(job: TrainingJob, state: _LoopState) -> float:
                 tokenizer, documents = job.training_data.tokenizer, job.documents
                 save_run(job.out, state.model, state.optimizer, progress, tokenizer, documents, state.log.position)
             if state.stop_request.signal_number is not None and not finished:
-                display.print_status(f"saved at step {progress.step}; the same command continues")
-                raise Interrupted(state.stop_request.signal_number)
-    return sorted(speeds)[len(speeds) // 2] if speeds else math.nan
+                sentence = f"saved at step {progress.step}; the same command continues"
+                raise Interrupted(state.stop_request.signal_number, sentence)
+    return settings.tokens_per_step / statistics.median(seconds) if seconds else math.nan
 
 
 def _step(job: TrainingJob, state: _LoopState) -> dict[str, Any]:
@@ -253,11 +258,20 @@ def _is_loggable(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _bar_note(line: dict[str, Any]) -> str:
-    if line["loss"] is None:
-        return f"step {line['step']} skipped: its loss is not finite"
-    bits = line.get("bits_per_byte")
-    return f"{line['loss']:.3f} nats per answer" if bits is None else f"{bits:.3f} bits per byte"
+class SmoothedLoss:
+    """The text beside the progress bar: the training loss, smoothed, since one step's loss depends on its batch."""
+
+    def __init__(self) -> None:
+        self.total = self.weight = 0.0
+
+    def note(self, line: dict[str, Any]) -> str:
+        """The mean of the losses so far, in which each step weighs `LOSS_DECAY` times the next."""
+        if line["loss"] is None:
+            return f"step {line['step']} skipped: its loss is not finite"
+        bits = line.get("bits_per_byte")
+        self.total = LOSS_DECAY * self.total + (line["loss"] if bits is None else bits)
+        self.weight = LOSS_DECAY * self.weight + 1
+        return f"{self.total / self.weight:.3f} {'nats per answer' if bits is None else 'bits per byte'}"
 
 
 def _stop_if_diverged(job: TrainingJob, state: _LoopState) -> None:

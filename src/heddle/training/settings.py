@@ -10,6 +10,7 @@ from heddle.errors import ConfigError
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("wsd", "cosine", "linear")
 PRECISIONS = ("fp32", "bf16")
+MAX_COUNT = 10**12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +47,8 @@ class Settings:
         counts = ("steps", "batch_size", "sequence_length", "gradient_accumulation_steps")
         for name in (*counts, "save_every", "evaluate_every"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} {value}: must be at least 1")
+            if value is not None and not 1 <= value <= MAX_COUNT:
+                raise ConfigError(f"{name} {value}: must be {'at least 1' if value < 1 else 'at most 10^12'}")
         if self.batch_size % self.gradient_accumulation_steps:
             raise ConfigError(
                 f"gradient_accumulation_steps {self.gradient_accumulation_steps}: does not divide "

@@ -88,7 +88,7 @@ def run_encoder(model: Decoder, encoder_tokens: np.ndarray) -> EncoderOutput:
     device, is_token = model.embed.weight.device, encoder_tokens >= 0
     layout = None
     if not is_token.all():
-        layout = Layout(torch.from_numpy(np.where(is_token, is_token.cumsum(1) - 1, -1)).to(device))
+        layout = Layout.of(torch.from_numpy(np.where(is_token, is_token.cumsum(1) - 1, -1)), device=device)
     return model.encode(torch.from_numpy(np.where(is_token, encoder_tokens, 0)).to(device), layout)
 
 

@@ -1,0 +1,176 @@
+"""A signal during any command: one sentence, an exit code of 128 and its number, and nothing half-written."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heddle.__main__ import main as module_main
+from heddle.cli.main import run_command
+from tests import small
+
+SIZE = ["--sequence-length", "16", "--batch-size", "4", "--steps", "2", "--device", "cpu"]
+NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A design, a text, a run that trained on it, and its export."""
+    root = tmp_path_factory.mktemp("workspace")
+    small.folder(root / "text")
+    small.design_file(root / "good.yaml")
+    data = ["--data", f"{root}/text", "--out", f"{root}/run", "--quiet"]
+    assert run_command(["train", f"{root}/good.yaml", *data, *SIZE]) == 0
+    assert run_command(["export", f"{root}/run", f"{root}/exported"]) == 0
+    return root
+
+
+# Each command, and the function during which the signal arrives. Training answers with a save: test_kills.py.
+COMMANDS = [
+    ("show @/good.yaml", "heddle.model.size.build_distinct_layers"),
+    ("check @/good.yaml", "heddle.laws.shrink"),
+    ("train @/good.yaml --data @/text --out ~/out", "heddle.data.corpus.split_source"),
+    ("compare @/good.yaml --data @/text --out ~/out", "heddle.data.corpus.split_source"),
+    ("generate @/run", "heddle.storage.model.restore_model"),
+    ("inspect @/run --text x --out ~/out.html", "heddle.storage.atomic._sync_file"),
+    ("import @/exported ~/out", "heddle.storage.folder.write_tensor_file"),
+    ("export @/run ~/out", "heddle.storage.folder.write_tensor_file"),
+    ("export @/run ~/out", "heddle.storage.folder._write_documents"),
+    ("export @/run ~/out.gguf --format gguf", "heddle.exchange.gguf.export._write_contents"),
+]
+
+
+def after_the_signal(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """The function, during which a signal arrives once its work is done."""
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        result = function(*arguments, **named)
+        signal.raise_signal(number)
+        return result
+
+    return interrupted
+
+
+@pytest.mark.parametrize(("command", "during"), COMMANDS, ids=[" at ".join(row) for row in COMMANDS])
+def test_a_signal_ends_a_command_in_one_sentence(
+    command: str,
+    during: str,
+    workspace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module, _, name = during.rpartition(".")
+    number = NUMBERS[len(command + during) % len(NUMBERS)]
+    monkeypatch.setattr(during, after_the_signal(getattr(__import__(module, fromlist=[name]), name), number))
+    arguments = [word.replace("@/", f"{workspace}/").replace("~/", f"{tmp_path}/") for word in command.split()]
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    capsys.readouterr()
+    assert run_command(arguments) == 128 + number
+    assert {number: signal.getsignal(number) for number in NUMBERS} == before
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1] == f"heddle: ended by {signal.Signals(number).name} before it was done"
+    assert "Traceback" not in err
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
+    assert {path.name for path in written} <= {"plan.json"}, written
+
+
+def test_a_signal_while_text_is_streamed(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from heddle.cli import generate
+
+    monkeypatch.setattr(generate, "_print_piece", after_the_signal(generate._print_piece, signal.SIGTERM))
+    capsys.readouterr()
+    assert run_command(["generate", f"{workspace}/run", "--prompt", "the", "--device", "cpu"]) == 143
+    assert capsys.readouterr().err == "heddle: ended by SIGTERM before it was done\n"
+
+
+def test_one_request_that_arrives_twice_does_not_stop_the_cleaning(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal and a program that forwards its signals both send one."""
+    from heddle.storage import atomic, folder, tensor_file
+
+    monkeypatch.setattr(folder, "write_tensor_file", after_the_signal(tensor_file.write_tensor_file, signal.SIGINT))
+    monkeypatch.setattr(atomic, "remove_folder", after_the_signal(atomic.remove_folder, signal.SIGINT))
+    assert run_command(["export", f"{workspace}/run", f"{tmp_path}/out"]) == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+WAITING_PART = """
+import signal
+from pathlib import Path
+Path(__file__).with_name("ready").touch()
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_process_ends_in_one_sentence(number: signal.Signals, tmp_path: Path) -> None:
+    with waiting(tmp_path) as process:
+        process.send_signal(number)
+        out, err = process.communicate()
+    assert process.returncode == 128 + number
+    assert (out, err) == ("", f"heddle: ended by {number.name} before it was done\n")
+
+
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    """Under nohup the end of the terminal ends nothing; a job in the background does not hear Ctrl-C."""
+
+    def ignore() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    with waiting(tmp_path, ignore) as process:
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate()[1] == "heddle: ended by SIGTERM before it was done\n"
+    assert process.returncode == 143
+
+
+def waiting(folder: Path, at_start: Callable[[], None] | None = None) -> "subprocess.Popen[str]":
+    """A command that waits for a signal."""
+    (folder / "part.py").write_text(WAITING_PART)
+    command = [sys.executable, "-m", "heddle", "show", "preset:gqa-tiny", "--part", f"{folder}/part.py"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=at_start)  # noqa: PLW1509
+    while not (folder / "ready").exists():
+        assert process.poll() is None
+        os.sched_yield()
+    return process
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error(closed: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "heddle", "show", "--schema"]
+    ended = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *command], capture_output=True, check=False)
+    assert ended.returncode == 0
+    assert ended.stderr == b""
+    assert ended.stdout.startswith(b"{") is (">&-" not in closed.replace("2>&-", ""))
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_signal_while_the_command_line_is_imported(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, *arguments: object) -> None:
+            if name == "heddle.cli.main":
+                signal.raise_signal(number)
+
+    monkeypatch.delitem(sys.modules, "heddle.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    with pytest.raises(SystemExit) as caught:
+        module_main()
+    assert caught.value.code == 128 + number
+    assert capsys.readouterr() == ("", f"heddle: ended by {number.name} before it was done\n")
