@@ -47,7 +47,7 @@ test: dev ## check style and types, and run the tests
 	trap 'kill $$mypy 2>/dev/null; rm -f "$$types"' EXIT; \
 	check ruff check .; \
 	check ruff format --check .; \
-	check pytest -n $(WORKERS) $(PYTEST_ARGS); \
+	check pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS); \
 	echo "heddle: mypy"; wait $$mypy || failed="$$failed mypy"; cat "$$types"; \
 	if [ -n "$$failed" ]; then echo "heddle: failed:$$failed" >&2; exit 1; fi; \
 	echo "heddle: style, types and tests pass"
@@ -56,7 +56,7 @@ quick: dev ## what one runs many times a day: style, types, house rules, parts, 
 	@$(MAKE) --no-print-directory test PYTEST_ARGS='$(QUICK) $(PYTEST_ARGS)'
 
 soak: dev ## run only the long tests (HEDDLE_SOAK_DESIGNS=2000: more random designs)
-	@$(RUN) -m pytest -m soak -n $(WORKERS) $(PYTEST_ARGS)
+	@$(RUN) -m pytest -m soak -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 bench: dev ## run every benchmark in turn
 	@$(RUN) -m benchmarks.run_all
