@@ -14,10 +14,10 @@ from heddle.config import PARTS, kind_class
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
+from heddle.signals import Interrupted
 from heddle.training import loop
 from heddle.training.loop import TrainingJob, train
 from heddle.training.settings import Settings
-from heddle.training.signals import Interrupted
 
 VOCABULARY = 300
 MOE: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 import sys
 
-from heddle.training.signals import Interrupted, interrupted_on_stop_signals
+from heddle.signals import Interrupted, interrupted_on_stop_signals
 
 
 def main() -> None:

@@ -388,7 +388,7 @@ BUGS = [
         "cache_view=view, cache={}", "cache_view=view, coordinates=None, cache={}"),
     # Gated delta
     Bug("a recurrent state that decays at padding", "padding_not_cached", "delta",
-        "parts.mixers.gated_delta:GatedDelta._delta_rule",
+        "parts.modules.delta_rule:DeltaRuleMixer._delta_rule",
         "without_padding(log_decay, layout)", "log_decay"),
     Bug("padding read by the convolution", "padding_invariance", "delta-convolution-2",
         f"{CONVOLUTION}:find_input_indices",
@@ -443,7 +443,8 @@ BUGS = [
         "parts.modules.gated_decay:GatedDecay.init_weights",
         'draws("rate").uniform(0, len(self.rate))', "torch.linspace(0.1, 0.9, len(self.rate), dtype=torch.float64)"),
     # Kimi Delta Attention
-    Bug("channels that decay at padding", "padding_not_cached", "kda", "parts.mixers.kda:KDA._delta_rule",
+    Bug("channels that decay at padding", "padding_not_cached", "kda",
+        "parts.modules.delta_rule:DeltaRuleMixer._delta_rule",
         "without_padding(log_decay, layout)", "log_decay"),
     Bug("keys undecayed from one half of a chunk to the other", "kernel_equivalence", "kda",
         f"{DECAYS}:channel_decays", "first_keys * first_end.exp()", "first_keys"),

@@ -122,13 +122,13 @@ def test_weights_of_several_calls_in_a_layer_are_concatenated_along_heads(monkey
 
 
 LINEAR = {
-    "linear-attention-elu": ("linear_attention", "causal_means"),
-    "linear-attention-learned": ("linear_attention", "causal_means"),
-    "linear-attention-double-softmax": ("linear_attention", "document_sums"),
-    "retention-learned-decays": ("retention", "causal_sums"),
-    "delta-key-heads": ("gated_delta", "gated_delta_rule"),
-    "kda-own-widths": ("kda", "gated_delta_rule"),
-    "mamba2-groups": ("mamba2", "state_space_duality"),
+    "linear-attention-elu": ("mixers.linear_attention", "causal_means"),
+    "linear-attention-learned": ("mixers.linear_attention", "causal_means"),
+    "linear-attention-double-softmax": ("mixers.linear_attention", "document_sums"),
+    "retention-learned-decays": ("mixers.retention", "causal_sums"),
+    "delta-key-heads": ("modules.delta_rule", "gated_delta_rule"),
+    "kda-own-widths": ("modules.delta_rule", "gated_delta_rule"),
+    "mamba2-groups": ("mixers.mamba2", "state_space_duality"),
 }
 
 
@@ -139,8 +139,8 @@ def test_implied_weights_times_values_equal_the_output(name: str, layout: str, m
     tokens = random_tokens(model.config, 2, 9)
     assert heddle.attention_weights(model, tokens, batch_layout) == [None] * len(model.layers)
     layer_weights = heddle.attention_weights(model, tokens, batch_layout, implied=True)
-    kind, operation = LINEAR[name]
-    module = importlib.import_module(f"heddle.parts.mixers.{kind}")
+    caller, operation = LINEAR[name]
+    module = importlib.import_module(f"heddle.parts.{caller}")
     run, calls = getattr(module, operation), []
 
     def spy(*args: Any) -> Any:

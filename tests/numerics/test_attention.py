@@ -199,6 +199,20 @@ def test_kernels_in_lower_precision(kernel: str, case: str, option: str, dtype: 
         assert float((actual.double() - expected).square().mean() / expected.square().mean()) <= bound
 
 
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_call_without_tokens_is_served_with_every_option(window: int | None, causal: bool, option: str) -> None:
+    mask = tail(0, 0, window, causal)
+    inputs, modifiers = draw(mask, Shape()), options(option)
+    y = attention(*inputs, mask, 0.3, None, modifiers)
+    assert y.shape == (2, 4, 0, 5)
+    for slope in torch.autograd.grad(y.sum(), [*inputs, *graded(modifiers)], materialize_grads=True):
+        assert not bool(slope.any())
+    with torch.no_grad():
+        assert attention(*inputs, mask, 0.3, None, modifiers).shape == (2, 4, 0, 5)
+
+
 @pytest.mark.parametrize("kernel", ["tiles", "reference"])
 def test_a_query_without_visible_keys_gives_zeros_and_no_gradient(kernel: str) -> None:
     mask = padded()

@@ -8,7 +8,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from heddle.errors import ConfigError
 from heddle.numerics.dispatch.flop_counter import count_flops
 from heddle.numerics.kernels import kernels
-from heddle.numerics.recurrent.chunk_decays import RecurrenceFacts
 from heddle.numerics.recurrent.gated_delta import (
     CHUNK_TOKENS,
     DELTA_RULE,
@@ -17,6 +16,7 @@ from heddle.numerics.recurrent.gated_delta import (
     gated_delta_rule,
     l2_normalize,
 )
+from heddle.numerics.recurrent.recurrence import RecurrenceFacts
 
 
 def paper(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:

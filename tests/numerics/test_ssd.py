@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from heddle.numerics.dispatch.flop_counter import count_flops
 from heddle.numerics.kernels import kernels
 from heddle.numerics.recurrent.causal_sums import causal_sums_flops
-from heddle.numerics.recurrent.chunk_decays import RecurrenceFacts
+from heddle.numerics.recurrent.recurrence import RecurrenceFacts
 from heddle.numerics.recurrent.ssd import CHUNK_TOKENS, SSD, SSDInputs, state_space_duality
 
 

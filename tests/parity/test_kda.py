@@ -82,15 +82,17 @@ def test_values_equal_a_loop_of_the_paper(sizes: Data) -> None:
     compare_with_loop(ours(sizes), loop)
 
 
+DELTA_RULE = "parts.modules.delta_rule:DeltaRuleMixer._delta_rule"
+
 BUGS = [
     ("parts.modules.gated_decay:GatedDecay.forward", "-rate.exp()", "rate.exp()"),  # the decay's sign
-    ("parts.mixers.kda:KDA._delta_rule", ".sigmoid().transpose(1, 2)", ".sigmoid().transpose(1, 2) * 0 + 1"),  # no β
+    (DELTA_RULE, ".sigmoid().transpose(1, 2)", ".sigmoid().transpose(1, 2) * 0 + 1"),  # no β
     (
-        "parts.mixers.kda:KDA._delta_rule",  # one decay for all channels of a head
+        DELTA_RULE,  # one decay for all channels of a head
         "without_padding(log_decay, layout)",
         "without_padding(log_decay.mean(-1, keepdim=True), layout)",
     ),
-    ("parts.mixers.kda:KDA._delta_rule", "q * self.head_dim**-0.5", "q"),
+    (DELTA_RULE, "q * self.head_dim**-0.5", "q"),
     ("parts.mixers.kda:KDA.forward", ".sigmoid()", " * 0 + 1"),  # no output gate
     ("numerics.recurrent.chunk_decays:channel_decays", "first_keys * first_end.exp()", "first_keys"),
 ]

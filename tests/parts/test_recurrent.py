@@ -206,6 +206,13 @@ def test_the_state_has_a_fixed_size_and_at_least_float32(mixer: dict[str, Any], 
         assert state.tensors()["layers.0.kv_sums"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("name", ["linear-attention-elu", "retention-learned-decays", "delta", "kda", "mamba2"])
+def test_no_position_is_stored_of_a_longer_text(name: str) -> None:
+    short, long = (heddle.size(case(name), context_length=tokens) for tokens in (64, 1024))
+    assert short.state_bytes == long.state_bytes
+    assert short.position_table_bytes == long.position_table_bytes
+
+
 def test_padding_does_not_decay_the_state() -> None:
     """The state decays once per token: padding of any length between two tokens changes nothing."""
     model = model_of(RETENTION, decay=[0.9, 0.5, 0.1])

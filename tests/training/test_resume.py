@@ -14,6 +14,7 @@ import torch
 import heddle
 from heddle.data.corpus import Corpus
 from heddle.errors import CheckpointError
+from heddle.signals import Interrupted
 from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps
 from heddle.storage.folder import tensors_sha256
 from heddle.storage.json_file import read_json_file, write_json_file
@@ -21,7 +22,6 @@ from heddle.storage.run_log import LOG_FILE, RUN_FILE, read_log
 from heddle.training import checkpoint as snapshot
 from heddle.training import loop
 from heddle.training.loop import TrainingJob, train
-from heddle.training.signals import Interrupted
 from heddle.training.step import apply_gradients
 from tests import small
 from tests.storage.shared import Died, System, standing_in

@@ -70,7 +70,7 @@ def show(  # noqa: PLR0913 - one parameter per option
     data = read_design(design, overrides or [])  # a design that is too large is refused before torch is imported
     from heddle.exchange.family_match import match_report
     from heddle.exchange.imported_checkpoint import imported_family
-    from heddle.model.decoder import refuse_overflow
+    from heddle.model.limits import refuse_overflow
     from heddle.numerics.kernels import kernels
     from heddle.runtime import resolve_device
 

@@ -8,8 +8,7 @@ tokens → embed → [ residual(stream, mixer, feedforward) ] × N → final_nor
 source → encoder → encoder_output   (from the design's own encoder, or given by the caller)
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -161,7 +160,8 @@ class Decoder(nn.Module):
     def encode(self, source: Tensor, layout: Layout | None = None) -> EncoderOutput:
         """source int64 [B, S] -> the encoder output that the layers' cross-attention reads, for any number of calls.
 
-        Pass it to `layout.with_encoder_output` or `init_state(encoder_output=...)`. ConfigError: there is no encoder.
+        Pass it to `layout.with_encoder_output` or `init_state(encoder_output=...)`. Raises ConfigError if the design
+        has no encoder, or if a row of `layout` holds several documents.
         """
         if self.encoder is not None:
             self.encoder.checkpointing = self.checkpointing
@@ -223,8 +223,9 @@ class Decoder(nn.Module):
         """tokens int64 [B, T] -> (hidden [B, T, width], new state or None).
 
         tokens may also be vectors [B, T, width], which replace the embedding's rows. Without a layout each row is one
-        document from position 0, or continues where the state's row ended. Raises ConfigError if shapes disagree, if
-        `layout` is none, or if a state is used under gradients, was consumed or belongs to another design.
+        document from position 0, or continues where the state's row ended. Raises ConfigError if shapes or devices
+        disagree, if the layout is not valid, if an encoder output is missing or not read, or if a state is used under
+        gradients, was consumed or belongs to another design.
         """
         is_next, layout = layout is None, self._layout(tokens, layout, state)
         if state is None:
@@ -272,17 +273,6 @@ class Decoder(nn.Module):
         if layout.positions.device != tokens.device:
             raise ConfigError(f"layout: is on {layout.positions.device} and tokens on {tokens.device}; move one")
         return layout.checked()
-
-
-@contextmanager
-def refuse_overflow() -> Iterator[None]:
-    """Turn the error of a meta tensor with more than 2^63 bytes into a ConfigError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "overflow" not in str(error):
-            raise
-        raise ConfigError(f"design: cannot be built ({error}); choose smaller sizes") from None
 
 
 def build(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from heddle.config import Config, DesignError, Width, field_class, fields_of, join, parse_config
 from heddle.errors import ConfigError, describe_path, parse_error_reason
-from heddle.model.limits import too_many_layers
+from heddle.model.limits import refuse_overflow, too_many_layers
 from heddle.model.presets import preset
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _try_build(config: "ModelConfig") -> None:
     """Build each distinct layer on the meta device, so that parts that do not fit together are refused here."""
     import torch
 
-    from heddle.model.decoder import Decoder, refuse_overflow
+    from heddle.model.decoder import Decoder
 
     with refuse_overflow(), torch.device("meta"):
         Decoder(config if config.vocab_size is not None else config.replace(vocab_size=2), distinct_layers_only=True)

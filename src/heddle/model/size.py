@@ -14,8 +14,9 @@ from torch import nn
 
 from heddle.config import is_kind
 from heddle.model.config import ModelConfig
-from heddle.model.decoder import Decoder, refuse_overflow
+from heddle.model.decoder import Decoder
 from heddle.model.initialization import materialize
+from heddle.model.limits import refuse_overflow
 from heddle.model.shapes_only import ShapesOnly
 from heddle.numerics.dispatch.flop_counter import count_flops
 from heddle.numerics.dispatch.operation import KernelChoice, record_choices

@@ -13,10 +13,10 @@ import pytest
 from heddle.analysis.comparison import probes, tasks
 from heddle.analysis.comparison.worker import perform_task
 from heddle.cli.main import run_command
+from heddle.signals import Interrupted
 from heddle.storage.json_file import write_json_file
 from heddle.storage.run_log import read_log
 from heddle.training import loop
-from heddle.training.signals import Interrupted
 from tests import small
 
 JAPANESE = (

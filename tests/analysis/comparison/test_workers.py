@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from heddle import signals
 from heddle.analysis.comparison import tasks
 from heddle.errors import CheckpointError
+from heddle.signals import Interrupted
 from heddle.storage.checkpoints import checkpoint_steps
 from heddle.storage.lock import RunLock
-from heddle.training import signals
-from heddle.training.signals import Interrupted
 from tests import small
 from tools.kill_test import done
 

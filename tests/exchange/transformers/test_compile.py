@@ -17,8 +17,11 @@ from tests.cases import Data, attention, design, layer
 from tests.exchange.transformers.designs import DESIGNS, padded, prompts
 from tests.small import dropping
 
-# The compiler reads the .grad of tensors that are not leaves.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+# The compiler reads the .grad of tensors that are not leaves, and makes an instance of each autograd function it meets.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
+]
 
 ONE_LAYER = design(layer(attention(2, kv_heads=1)))
 

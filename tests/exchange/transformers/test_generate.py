@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import heddle
+from heddle.errors import ConfigError
 from tests.exchange.transformers.designs import DESIGNS, by_length, decoder, draft, model, padded, prompts
 from tests.generation.loops import greedy_loop
 
@@ -56,6 +57,15 @@ def test_caches_change_nothing(name: str) -> None:
     assert written(name, inputs, use_cache=False) == expected
     assert written(name, inputs, cache_implementation="static") == expected
     assert written(name, inputs, prefill_chunk_size=3) == expected
+
+
+def test_chunked_prefill_needs_the_length_of_each_text() -> None:
+    arguments = {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0}
+    inputs = padded(prompts([9, 7]))
+    expected = by_length().generate(**inputs, **arguments)
+    assert torch.equal(by_length().generate(**inputs, prefill_chunk_size=4, **arguments), expected)
+    with pytest.raises(ConfigError, match="first 4 columns of a row are all padding"):
+        by_length().generate(**padded(prompts([9, 3])), prefill_chunk_size=4, **arguments)
 
 
 @EACH

@@ -1,5 +1,6 @@
 """Our classes are found: whatever was imported before or after them, and from a folder alone."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -13,9 +14,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.import_utils import direct_transformers_import
 
+from heddle.errors import MachineError
 from heddle.exchange.transformers import HeddleConfig, HeddleForCausalLM, HeddleModel, export, load
 from tests.exchange.transformers.designs import decoder, model, prompts
 from tests.source import ROOT
+from tests.storage.shared import System, standing_in
 
 CODE = "modeling_heddle.py"
 NAME = "dual-alibi"
@@ -45,6 +48,17 @@ def test_a_folder_names_its_classes(unregistered: Path, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "again").glob("*.py")] == [CODE], "no code of the package is copied"
     assert (tmp_path / "again" / CODE).read_text() == (unregistered / CODE).read_text()
     assert AutoConfig.from_pretrained(tmp_path / "again", trust_remote_code=True).auto_map == loaded.config.auto_map
+
+
+def test_the_code_of_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    config = model(NAME).config
+    config.save_pretrained(tmp_path)
+    (tmp_path / CODE).write_text("as before")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with standing_in(System(3, full)) as system, pytest.raises(MachineError, match=rf"{CODE}: .*{full.strerror}"):
+        config.save_pretrained(tmp_path)
+    assert system.trace[2] == "write"
+    assert (tmp_path / CODE).read_text() == "as before"
 
 
 def test_heddle_never_runs_the_code_of_a_folder(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ def value_at(series: Iterable[Sequence[Any]] | None, context: float | None) -> f
 
 
 def range_at(series: Iterable[Sequence[Any]] | None, context: float | None) -> tuple[float, float] | None:
-    """The range of a series of [context, value, low, high] at one context, or None."""
-    return next(((row[2], row[3]) for row in series or () if row[0] == context), None)
+    """The range of a series of [context, value, low, high] at one context, or None. [context, value] has no range."""
+    return next(((row[2], row[3]) for row in series or () if row[0] == context and len(row) > 2), None)
 
 
 def shared_context(designs: Iterable[Design], key: str) -> int | None:

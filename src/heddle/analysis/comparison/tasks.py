@@ -19,11 +19,11 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import flops_per_token
 from heddle.runtime import Runtime
+from heddle.signals import Interrupted, catch_stop_signals
 from heddle.storage.atomic import write_file
 from heddle.storage.json_file import read_json_file
 from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan
 from heddle.training.settings import Settings
-from heddle.training.signals import Interrupted, catch_stop_signals
 
 CURVE_POINTS = 10
 SPEED_ROUNDS = 2

@@ -197,22 +197,17 @@ def compare_with_baseline(report: Report, design: Design) -> list[str]:
     baseline = baseline_design(report)
     if design is baseline:
         return []
-    phrases = []
-    context = shared_context(report["designs"], "state_bytes")
-    value, reference = value_at(design["state_bytes"], context), value_at(baseline["state_bytes"], context)
-    if context is not None and value is not None and reference:
-        phrases.append(f"{_share_of(value, reference)} its state at {format_context(context)}")
-    context = shared_context(report["designs"], "decode")
-    value, reference = value_at(design["decode"], context), value_at(baseline["decode"], context)
-    if context is not None and value is not None and reference:
-        overlap = ranges_overlap(range_at(design["decode"], context), range_at(baseline["decode"], context))
-        title = f"decoding speed at {format_context(context)}"
-        phrases.append(SAME_SPEED.format(title) if overlap else f"{_share_of(value, reference)} its {title}")
-    value, reference = design["train_tokens_per_second"], baseline["train_tokens_per_second"]
-    if value and reference:
-        overlap = ranges_overlap(design["train_speed_range"], baseline["train_speed_range"])
-        title = "training speed"
-        phrases.append(SAME_SPEED.format(title) if overlap else f"{_share_of(value, reference)} its {title}")
+    phrases: list[str] = []
+    for title, key, has_range in (("state", "state_bytes", False), ("decoding speed", "decode", True)):
+        context = shared_context(report["designs"], key)
+        if context is not None:
+            ours, theirs = design[key], baseline[key]
+            overlap = has_range and ranges_overlap(range_at(ours, context), range_at(theirs, context))
+            title = f"{title} at {format_context(context)}"
+            phrases += _ratio(title, value_at(ours, context), value_at(theirs, context), overlap)
+    speed = "train_tokens_per_second"
+    overlap = ranges_overlap(design["train_speed_range"], baseline["train_speed_range"])
+    phrases += _ratio("training speed", design[speed], baseline[speed], overlap)
     phrases += _loss_difference(difference_to_baseline(report, design["name"]))
     probe = first_probe(report)
     if probe is not None:
@@ -227,6 +222,13 @@ def _loss_difference(difference: Mapping[str, Any] | None) -> list[str]:
     if difference is None or difference["mean"] is None:
         return []
     return [f"{format_difference(difference)} bits per byte: {judgment(difference)}"]
+
+
+def _ratio(title: str, value: float | None, reference: float | None, overlap: bool) -> list[str]:
+    """The value as a share of the baseline's, unless their measured ranges overlap. Empty without both values."""
+    if value is None or not reference:
+        return []
+    return [SAME_SPEED.format(title) if overlap else f"{_share_of(value, reference)} its {title}"]
 
 
 def _share_of(part: float, whole: float) -> str:

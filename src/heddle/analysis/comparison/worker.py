@@ -33,8 +33,8 @@ def main() -> None:
     """Run the task of this process. After a signal exit with 130 or 143, without a result."""
     task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     _exit_with_parent(task["parent_pid"])
+    from heddle.signals import Interrupted
     from heddle.storage.json_file import write_json_file
-    from heddle.training.signals import Interrupted
 
     try:
         with progress.quiet() if task["quiet"] else nullcontext():

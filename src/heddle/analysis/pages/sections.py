@@ -22,6 +22,7 @@ from heddle.analysis.comparison.lookup import (
     difference_to_baseline,
     mean_loss,
     missing_reason,
+    range_at,
     ranked_designs,
     recall_accuracy,
     shared_context,
@@ -112,8 +113,8 @@ def _series_table(report: Report, key: str, title: str, format_value: Formatter)
 
 def _with_range(series: Sequence[Sequence[Any]] | None, context: int, format_value: Formatter) -> str:
     """The value at a context, with the range of its measurements where it has one: "305 tok/s (290 to 311)"."""
-    text, row = format_value(value_at(series, context)), next((row for row in series or () if row[0] == context), ())
-    return f"{text} ({format_number(row[2])} to {format_number(row[3])})" if len(row) > 2 else text
+    text, ends = format_value(value_at(series, context)), range_at(series, context)
+    return text if ends is None else f"{text} ({format_number(ends[0])} to {format_number(ends[1])})"
 
 
 def _tradeoff_table(report: Report) -> TextTable:

@@ -104,10 +104,16 @@ class HeddleCacheLayer(CacheLayerMixin):
         """An empty state. If tokens may be removed, its ring buffers have slack for a rollback.
 
         Where rotations depend on the final length of a row's text, the padding of the first call is left out of it.
+        Raises ConfigError if that call reads only padding of a row, so that more of it may follow (chunked prefill).
         """
         text_lengths = None
         if decoder.length_dependent and self.max_cache_len is not None and is_token is not None:
             padding = length - is_token.sum(1)
+            if bool((padding == length).any()):
+                raise ConfigError(
+                    f"prefill_chunk_size: the first {length} columns of a row are all padding, so the length of its "
+                    "text, on which a rotary embedding depends, is not known yet; take larger chunks, or leave it out"
+                )
             text_lengths = (self.max_cache_len - padding).clamp(min=1).tolist()
         can_roll_back = self.record_past and decoder.init_state(batch, self.max_cache_len or 1).can_roll_back(1)
         rollback = ROLLBACK_SLACK if can_roll_back else 0

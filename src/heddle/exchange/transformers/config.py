@@ -12,6 +12,7 @@ from heddle.exchange.families.heddle import AUTO_MAP, FAMILY, SIZE_FIELDS
 from heddle.exchange.transformers.external_attention import uses_external_attention
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
+from heddle.storage.atomic import write_file
 
 
 class HeddleConfig(PreTrainedConfig):
@@ -64,7 +65,7 @@ class HeddleConfig(PreTrainedConfig):
         """As for every config of transformers, and the file that `auto_map` names."""
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
         for name, text in FAMILY.documents.items():
-            Path(save_directory, name).write_text(text, encoding="utf-8")
+            write_file(Path(save_directory, name), text)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:

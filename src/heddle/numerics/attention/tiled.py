@@ -52,7 +52,8 @@ def masked_attention(
     folded, sink = (None if x is None else x.reshape(*rows, x.shape[3]) for x in (q, modifiers.sink))
     bias, blocks = modifiers.bias, modifiers.blocks
     if bias is not None:
-        bias = bias.reshape(k.shape[1] // blocks, -1, bias.shape[2])
+        groups = k.shape[1] // blocks
+        bias = bias.reshape(groups, bias.shape[0] * bias.shape[1] // groups, bias.shape[2])
     hidden = None if mask is None else ~mask
     inputs = (folded, k.flatten(0, 1), v.flatten(0, 1), sink, bias)
     y: Tensor = _MaskedAttention.apply(*inputs, hidden, blocks, scale, modifiers.softcap)
@@ -122,7 +123,7 @@ def _weights(
         scores = tanh_scores * modifiers.softcap
     if modifiers.bias is not None:
         bias = modifiers.bias
-        biased = scores[:, :, -bias.shape[3] :].unflatten(1, (bias.shape[1], -1))
+        biased = scores[:, :, scores.shape[2] - bias.shape[3] :].unflatten(1, (bias.shape[1], -1))
         biased.unflatten(0, (len(scores) // len(bias), -1)).add_(bias)
     if modifiers.sink is not None:
         scores[:, :, :1] = modifiers.sink

@@ -14,13 +14,6 @@ from torch import Tensor
 from torch.nn import functional
 
 
-class RecurrenceFacts(NamedTuple):
-    """What decides the kernel of a recurrence: the number of tokens, and whether gradients are required."""
-
-    tokens: int
-    gradients: bool
-
-
 class ChunkDecays(NamedTuple):
     """Decays of a chunk of C tokens, for c = 1 rate per head or c = d_k rates per head.
 
@@ -31,24 +24,6 @@ class ChunkDecays(NamedTuple):
     from_start: Tensor
     to_end: Tensor
     whole_chunk: Tensor
-
-
-def step_unsupported(facts: RecurrenceFacts) -> str | None:
-    """Why a kernel for one token without gradients cannot run, or None."""
-    if facts.tokens != 1:
-        return f"it takes one token, here are {facts.tokens}"
-    return "gradients are wanted" if facts.gradients else None
-
-
-def chunked_unsupported(facts: RecurrenceFacts) -> str | None:
-    """Why a kernel that works in chunks cannot run, or None."""
-    return None if facts.tokens else "there is no token"
-
-
-def initial_state(v: Tensor, key_width: int) -> Tensor:
-    """The state before the first token: zeros [B, H, key width, d_v] in at least float32, for v [B, H, T, d_v]."""
-    wide = torch.promote_types(v.dtype, torch.float32)
-    return v.new_zeros(*v.shape[:2], key_width, v.shape[3], dtype=wide)
 
 
 def split_chunks(x: Tensor, groups: int, chunks: int) -> Tensor:

@@ -20,18 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from heddle.numerics.dispatch.flop_counter import add_flops
-from heddle.numerics.dispatch.operation import Kernel, Operation
-from heddle.numerics.norms import at_least_float32, without_autocast
-from heddle.numerics.recurrent.chunk_decays import (
-    ChunkDecays,
-    RecurrenceFacts,
-    channel_decays,
-    chunked_unsupported,
-    head_decays,
-    initial_state,
-    split_chunks,
-    step_unsupported,
-)
+from heddle.numerics.norms import at_least_float32
+from heddle.numerics.recurrent.chunk_decays import ChunkDecays, channel_decays, head_decays, split_chunks
+from heddle.numerics.recurrent.recurrence import recurrence_operation, run_recurrence
 
 CHUNK_TOKENS = 32  # a longer chunk costs more arithmetic for pairs, a shorter one a longer recurrence
 EPS = 1e-6  # added inside the square root when keys and queries are normalized, as in Qwen3-Next and the authors' code
@@ -164,14 +155,7 @@ def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
     return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-DELTA_RULE = Operation(
-    "delta",
-    (
-        Kernel("step", _step, step_unsupported),
-        Kernel("chunked", _chunked, chunked_unsupported),
-        Kernel("reference", reference, lambda facts: None),
-    ),
-)
+DELTA_RULE = recurrence_operation("delta", _step, _chunked, reference)
 
 
 def gated_delta_rule(inputs: DeltaInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -181,8 +165,4 @@ def gated_delta_rule(inputs: DeltaInputs, state: Tensor | None) -> tuple[Tensor,
     """
     (batch, heads, tokens, d_v), d_k = inputs.v.shape, inputs.k.shape[3]
     add_flops(delta_rule_flops(batch * tokens, heads, d_k, d_v))
-    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:5])
-    kernel = DELTA_RULE.choose(RecurrenceFacts(tokens, gradients))
-    with without_autocast(inputs.v):
-        result: tuple[Tensor, Tensor] = kernel.run(inputs, initial_state(inputs.v, d_k) if state is None else state)
-    return result
+    return run_recurrence(DELTA_RULE, inputs, state)

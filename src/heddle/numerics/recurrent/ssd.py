@@ -16,17 +16,10 @@ import torch
 from torch import Tensor
 
 from heddle.numerics.dispatch.flop_counter import add_flops
-from heddle.numerics.dispatch.operation import Kernel, Operation
 from heddle.numerics.norms import without_autocast
 from heddle.numerics.recurrent.causal_sums import causal_sums_flops
-from heddle.numerics.recurrent.chunk_decays import (
-    RecurrenceFacts,
-    chunked_unsupported,
-    head_decays,
-    initial_state,
-    split_chunks,
-    step_unsupported,
-)
+from heddle.numerics.recurrent.chunk_decays import head_decays, split_chunks
+from heddle.numerics.recurrent.recurrence import recurrence_operation, run_recurrence
 
 CHUNK_TOKENS = 64  # a longer chunk costs more arithmetic for pairs, a shorter one a longer recurrence
 
@@ -93,14 +86,7 @@ def _chunked(inputs: SSDInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     return y.flatten(3, 4).flatten(1, 2)[:, :, :length], states[-1].flatten(1, 2)
 
 
-SSD = Operation(
-    "ssd",
-    (
-        Kernel("step", _step, step_unsupported),
-        Kernel("chunked", _chunked, chunked_unsupported),
-        Kernel("reference", reference, lambda facts: None),
-    ),
-)
+SSD = recurrence_operation("ssd", _step, _chunked, reference)
 
 
 def state_space_duality(inputs: SSDInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -110,10 +96,6 @@ def state_space_duality(inputs: SSDInputs, state: Tensor | None) -> tuple[Tensor
     """
     (batch, heads, tokens, d_v), d_k = inputs.v.shape, inputs.k.shape[3]
     add_flops(causal_sums_flops(tokens, batch, heads, (d_k, d_v)))
-    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:5])
-    kernel = SSD.choose(RecurrenceFacts(tokens, gradients))
-    y: Tensor
-    with without_autocast(inputs.v):
-        y, new_state = kernel.run(inputs, initial_state(inputs.v, d_k) if state is None else state)
-        y = torch.addcmul(y, inputs.v, inputs.skip[:, None, None])
-    return y, new_state
+    y, new_state = run_recurrence(SSD, inputs, state)
+    with without_autocast(y):
+        return torch.addcmul(y, inputs.v, inputs.skip[:, None, None]), new_state

@@ -5,12 +5,13 @@ sequence. Training passes no state, prefill passes an empty one, and decoding pa
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from heddle.config import Part
+from heddle.config import Part, refuse
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
@@ -35,6 +36,10 @@ class MixerConfig(Part, ABC):
         """The window, or those of the mixers within it. Empty: all tokens are seen."""
         return ()
 
+    def with_window(self, window: int) -> Self:
+        """The same config with windows of at most `window` tokens; a mixer that can have no window stays as it is."""
+        return self
+
     def with_small_window(self) -> Self:
         """The same config with windows of at most SMALL_WINDOW tokens."""
         return self
@@ -55,12 +60,16 @@ class Mixer(nn.Module, ABC):
     causal: whether later tokens are hidden. A mixer that is not causal has no state.
     encoder_width: the width of the encoder output that it reads beside x; None: it reads none.
     state_note: what its state holds in place of keys and values of each head, as a phrase for people.
+    input_projections: names of the projections that read x, some of which may be absent, if nothing else reads it;
+    None: not stated. reads_layer_index: whether its formula depends on the number of its layer.
     """
 
     window: int | None
     causal: bool
     encoder_width: int | None = None
     state_note: str = ""
+    input_projections: Sequence[str] | None = None
+    reads_layer_index: bool = False
 
     @property
     def lookback(self) -> int | None:
@@ -74,6 +83,24 @@ class Mixer(nn.Module, ABC):
     @abstractmethod
     def forward(self, x: Tensor, layout: Layout, state: Any = None) -> tuple[Tensor, Any]:
         """x [B, T, width] -> ([B, T, width], new state, or None without a state). The state passed in is consumed."""
+
+
+class RecurrentMixer(Mixer, ABC):
+    """A mixer whose state replaces all earlier tokens; its size does not depend on their number."""
+
+    window: int | None = None
+    causal: bool = True
+
+    @property
+    def lookback(self) -> int:
+        """0: no earlier token is read again."""
+        return 0
+
+
+def check_head_groups(field: str, groups: int | None, heads: int) -> None:
+    """Refuse a number of groups that does not divide the heads, from within a validator. None: each head is a group."""
+    if groups is not None and heads % groups:
+        refuse(field, f"{groups} does not divide heads = {heads}; choose a divisor of it")
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from heddle.config import PositiveFloat, PositiveInt, Probability, Width, build_under, refuse
+from heddle.config import PositiveFloat, PositiveInt, Probability, Width
 from heddle.numerics.attention.score_modifiers import ScoreModifiers
 from heddle.numerics.attention.softmax import attention
 from heddle.numerics.philox import ParameterDraws
@@ -24,11 +24,11 @@ from heddle.parts.context.kv_cache import KVCache
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.shrink import SMALL_WINDOW, ShrinkContext, small_head_count
-from heddle.parts.mixers import Mixer, MixerConfig, merge_heads, split_heads
+from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, merge_heads, split_heads
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
-from heddle.parts.positions import MixerPositionConfig, Rotation, RotationConfig, ScoreBias, ScoreBiasConfig
+from heddle.parts.positions import MixerPositionConfig, build_mixer_position
 
 
 class AttentionConfig(MixerConfig):
@@ -53,14 +53,13 @@ class AttentionConfig(MixerConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.kv_heads is not None and self.heads % self.kv_heads:
-            refuse("kv_heads", f"{self.kv_heads} does not divide heads = {self.heads}; choose a divisor of it")
+        check_head_groups("kv_heads", self.kv_heads, self.heads)
         return self
 
     def resolved(self, context: BuildContext) -> Self:
         """Heads, widths, scale and rotary dims written out."""
         dim = context.head_dim(self.heads, self.head_dim)
-        position = self.position.resolved(dim) if isinstance(self.position, RotationConfig) else self.position
+        position = None if self.position is None else self.position.resolved(dim)
         return self.replace(
             kv_heads=self.kv_heads or self.heads,
             head_dim=dim,
@@ -86,9 +85,13 @@ class AttentionConfig(MixerConfig):
         """The window, if there is one."""
         return () if self.window is None else (self.window,)
 
+    def with_window(self, window: int) -> Self:
+        """This window, if there is no smaller one."""
+        return self.replace(window=min(self.window or window, window))
+
     def with_small_window(self) -> Self:
         """A window of at most SMALL_WINDOW."""
-        return self if self.window is None else self.replace(window=min(self.window, SMALL_WINDOW))
+        return self if self.window is None else self.with_window(SMALL_WINDOW)
 
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The heads, if their width follows from the model's."""
@@ -101,6 +104,8 @@ class AttentionConfig(MixerConfig):
 
 class Attention(SelfInitialized, Mixer):
     """The module. Its state is a `KVCache` of kv_heads · (d_k + d_v) elements per token, or of `window` tokens."""
+
+    input_projections = ("q", "k", "v", "gate")
 
     def __init__(self, config: AttentionConfig, context: BuildContext) -> None:
         super().__init__()
@@ -122,12 +127,7 @@ class Attention(SelfInitialized, Mixer):
         self.qk_norm = config.qk_norm
         self.q_norm = self._qk_norm(context, self.heads)
         self.k_norm = self._qk_norm(context, self.kv_heads)
-        self.position: Rotation | None = None
-        self.score_bias: ScoreBias | None = None
-        if isinstance(config.position, RotationConfig):
-            self.position = build_under("position", config.position.build, self.head_dim)
-        elif isinstance(config.position, ScoreBiasConfig):
-            self.score_bias = build_under("position", config.position.build, self.heads, self.causal)
+        self.position, self.score_bias = build_mixer_position(config.position, self.head_dim, self.heads, self.causal)
         self.dropout = Dropout(config.dropout)
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:

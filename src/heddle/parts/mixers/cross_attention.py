@@ -24,7 +24,7 @@ from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import MixerState, StateSpec
 from heddle.parts.context.position_table import PositionTable
 from heddle.parts.context.shrink import ShrinkContext, at_most, small_head_count
-from heddle.parts.mixers import Mixer, MixerConfig, merge_heads, split_heads
+from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, merge_heads, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear
 
@@ -43,8 +43,7 @@ class CrossAttentionConfig(MixerConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.kv_heads is not None and self.heads % self.kv_heads:
-            refuse("kv_heads", f"{self.kv_heads} does not divide heads = {self.heads}; choose a divisor of it")
+        check_head_groups("kv_heads", self.kv_heads, self.heads)
         if self.scale is not None and self.normalization == "double_softmax":
             refuse("scale", "double_softmax computes no scores to scale; leave it out")
         return self
@@ -109,6 +108,8 @@ class SummarizedEncoderOutput(MixerState):
 
 class CrossAttention(Mixer):
     """The module. Its state is the projected encoder output, which no call changes."""
+
+    input_projections = ("q",)
 
     def __init__(self, config: CrossAttentionConfig, context: BuildContext) -> None:
         super().__init__()

@@ -15,17 +15,13 @@ from pydantic import model_validator
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.config import Width, build_under, refuse
-from heddle.numerics.attention.observer import notify_implied_weights
-from heddle.numerics.norms import at_least_float32
-from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule, l2_normalize
+from heddle.config import Width, build_under
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
-from heddle.parts.context.mixer_state import StateSpec
-from heddle.parts.context.recurrent_state import ConvRecurrentState, without_padding
+from heddle.parts.context.recurrent_state import ConvRecurrentState
 from heddle.parts.context.shrink import ShrinkContext, small_head_count
-from heddle.parts.mixers import Mixer, MixerConfig, split_heads
-from heddle.parts.modules.eager import eager
+from heddle.parts.mixers import MixerConfig, check_head_groups
+from heddle.parts.modules.delta_rule import DeltaRuleMixer
 from heddle.parts.modules.gated_decay import GatedDecay
 from heddle.parts.modules.linear import Linear, fused_projections
 from heddle.parts.modules.short_convolution import ShortConvolution
@@ -44,8 +40,7 @@ class GatedDeltaConfig(MixerConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.key_heads is not None and self.heads % self.key_heads:
-            refuse("key_heads", f"{self.key_heads} does not divide heads = {self.heads}; choose a divisor of it")
+        check_head_groups("key_heads", self.key_heads, self.heads)
         return self
 
     def resolved(self, context: BuildContext) -> Self:
@@ -74,22 +69,22 @@ class GatedDeltaConfig(MixerConfig):
         return GatedDelta(self, context)
 
 
-class GatedDelta(Mixer):
+class GatedDelta(DeltaRuleMixer):
     """The module. Its state is a `ConvRecurrentState`."""
 
+    input_projections = ("q", "k", "v", "a", "beta", "gate")
+
     def __init__(self, config: GatedDeltaConfig, context: BuildContext) -> None:
-        super().__init__()
-        self.heads = config.heads
-        self.key_heads = config.key_heads or config.heads
-        self.head_dim = context.head_dim(config.heads, config.head_dim)
-        self.value_dim = config.value_dim or self.head_dim
-        self.conv_kernel = config.conv_kernel
-        self.window, self.causal = None, True
-        key_width, value_width = self.key_heads * self.head_dim, self.heads * self.value_dim
-        self.conv_widths = [2 * key_width, value_width]
-        self.q = Linear(context.width, key_width)
-        self.k = Linear(context.width, key_width)
-        self.v = Linear(context.width, value_width, value_projection=True)
+        head_dim = context.head_dim(config.heads, config.head_dim)
+        super().__init__(
+            context.width,
+            heads=config.heads,
+            key_heads=config.key_heads or config.heads,
+            head_dim=head_dim,
+            value_dim=config.value_dim or head_dim,
+            conv_kernel=config.conv_kernel,
+        )
+        value_width = self.heads * self.value_dim
         self.gate = Linear(context.width, value_width)
         self.a = Linear(context.width, self.heads)
         self.beta = Linear(context.width, self.heads)
@@ -97,16 +92,6 @@ class GatedDelta(Mixer):
         self.decay = GatedDecay(self.heads)
         self.norm = build_under("norm", (config.norm or context.norm).build, self.value_dim)
         self.out = Linear(value_width, context.width, output_projection=True)
-
-    @property
-    def lookback(self) -> int:
-        """0: the two states replace all earlier tokens."""
-        return 0
-
-    def init_state(self, spec: StateSpec) -> ConvRecurrentState:
-        """Zeros; the size does not depend on the cache length."""
-        shape = (self.heads, self.head_dim, self.value_dim)
-        return ConvRecurrentState.empty(spec, shape, (self.conv_kernel - 1, sum(self.conv_widths)))
 
     def forward(
         self, x: Tensor, layout: Layout, state: ConvRecurrentState | None = None
@@ -118,27 +103,3 @@ class GatedDelta(Mixer):
         y = self.norm(y.transpose(1, 2).to(qkv.dtype))
         gate = functional.silu(gate.unflatten(-1, (self.heads, -1)))
         return self.out((y * gate).flatten(2)), state
-
-    @eager  # layouts differ from call to call, so this stays out of compiled regions
-    def _delta_rule(
-        self, qkv: Tensor, log_decay: Tensor, beta: Tensor, layout: Layout, state: ConvRecurrentState | None
-    ) -> tuple[Tensor, ConvRecurrentState | None]:
-        """qkv [B, T, channels], log α [B, heads, T, 1], beta [B, T, heads] -> o [B, heads, T, d_v], new state."""
-        convolved = self.convolution(qkv, layout, None if state is None else state.conv_state)
-        qk, v = convolved.split(self.conv_widths, dim=-1)
-        q, k = l2_normalize(split_heads(qk, 2 * self.key_heads)).chunk(2, dim=1)
-        inputs = DeltaInputs(
-            q * self.head_dim**-0.5,
-            k,
-            split_heads(v, self.heads),
-            without_padding(log_decay, layout),  # padding, whose keys and values are zero, does not decay the state
-            at_least_float32(beta).sigmoid().transpose(1, 2),
-            layout.call_segment_ids,
-        )
-        if state is None:
-            notify_implied_weights(
-                lambda one_hot: gated_delta_rule(inputs._replace(v=one_hot), None)[0], inputs.v, layout.padding
-            )
-            return gated_delta_rule(inputs, None)[0], None
-        o, recurrent_state = gated_delta_rule(inputs, state.recurrent_state)
-        return o, ConvRecurrentState(recurrent_state, self.convolution.next_state(qkv, layout, state.conv_state))

@@ -14,16 +14,12 @@ import torch
 from torch import Tensor
 
 from heddle.config import Width, build_under
-from heddle.numerics.attention.observer import notify_implied_weights
-from heddle.numerics.norms import at_least_float32
-from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule, l2_normalize
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
-from heddle.parts.context.mixer_state import StateSpec
-from heddle.parts.context.recurrent_state import ConvRecurrentState, without_padding
+from heddle.parts.context.recurrent_state import ConvRecurrentState
 from heddle.parts.context.shrink import ShrinkContext, at_most, small_head_count
-from heddle.parts.mixers import Mixer, MixerConfig, split_heads
-from heddle.parts.modules.eager import eager
+from heddle.parts.mixers import MixerConfig
+from heddle.parts.modules.delta_rule import DeltaRuleMixer
 from heddle.parts.modules.gated_decay import GatedDecay
 from heddle.parts.modules.linear import Linear, fused_projections
 from heddle.parts.modules.short_convolution import ShortConvolution
@@ -65,41 +61,32 @@ class KDAConfig(MixerConfig):
         return KDA(self, context)
 
 
-class KDA(Mixer):
+class KDA(DeltaRuleMixer):
     """The module. Its state is a `ConvRecurrentState`."""
 
+    input_projections = ("q", "k", "v", "beta", "decay_down", "gate_down")
+
     def __init__(self, config: KDAConfig, context: BuildContext) -> None:
-        super().__init__()
-        self.heads = config.heads
-        self.head_dim = context.head_dim(config.heads, config.head_dim)
-        self.value_dim = config.value_dim or self.head_dim
-        self.conv_kernel = config.conv_kernel
-        self.window, self.causal = None, True
+        head_dim = context.head_dim(config.heads, config.head_dim)
+        super().__init__(
+            context.width,
+            heads=config.heads,
+            key_heads=config.heads,
+            head_dim=head_dim,
+            value_dim=config.value_dim or head_dim,
+            conv_kernel=config.conv_kernel,
+        )
         rank = config.gate_rank or self.head_dim
-        key_width, value_width = self.heads * self.head_dim, self.heads * self.value_dim
-        self.conv_widths = [2 * key_width, value_width]
-        self.q = Linear(context.width, key_width)
-        self.k = Linear(context.width, key_width)
-        self.v = Linear(context.width, value_width, value_projection=True)
+        value_width = self.heads * self.value_dim
         self.beta = Linear(context.width, self.heads)
         self.decay_down = Linear(context.width, rank)
-        self.decay_up = Linear(rank, key_width)
+        self.decay_up = Linear(rank, self.heads * self.head_dim)
         self.gate_down = Linear(context.width, rank)
         self.gate_up = Linear(rank, value_width)
         self.convolution = ShortConvolution(sum(self.conv_widths), self.conv_kernel)
         self.decay = GatedDecay(self.heads, self.head_dim)
         self.norm = build_under("norm", (config.norm or context.norm).build, self.value_dim)
         self.out = Linear(value_width, context.width, output_projection=True)
-
-    @property
-    def lookback(self) -> int:
-        """0: the two states replace all earlier tokens."""
-        return 0
-
-    def init_state(self, spec: StateSpec) -> ConvRecurrentState:
-        """Zeros; the size does not depend on the cache length."""
-        shape = (self.heads, self.head_dim, self.value_dim)
-        return ConvRecurrentState.empty(spec, shape, (self.conv_kernel - 1, sum(self.conv_widths)))
 
     def forward(
         self, x: Tensor, layout: Layout, state: ConvRecurrentState | None = None
@@ -112,27 +99,3 @@ class KDA(Mixer):
         o = self.norm(o.transpose(1, 2).to(qkv.dtype))
         gate = self.gate_up(gate).unflatten(-1, (self.heads, -1)).sigmoid()
         return self.out((o * gate).flatten(2)), state
-
-    @eager  # layouts differ from call to call, so this stays out of compiled regions
-    def _delta_rule(
-        self, qkv: Tensor, log_decay: Tensor, beta: Tensor, layout: Layout, state: ConvRecurrentState | None
-    ) -> tuple[Tensor, ConvRecurrentState | None]:
-        """qkv [B, T, channels], log α [B, heads, T, d_k], beta [B, T, heads] -> o [B, heads, T, d_v], new state."""
-        convolved = self.convolution(qkv, layout, None if state is None else state.conv_state)
-        qk, v = convolved.split(self.conv_widths, dim=-1)
-        q, k = l2_normalize(split_heads(qk, 2 * self.heads)).chunk(2, dim=1)
-        inputs = DeltaInputs(
-            q * self.head_dim**-0.5,
-            k,
-            split_heads(v, self.heads),
-            without_padding(log_decay, layout),  # padding, whose keys and values are zero, does not decay the state
-            at_least_float32(beta).sigmoid().transpose(1, 2),
-            layout.call_segment_ids,
-        )
-        if state is None:
-            notify_implied_weights(
-                lambda one_hot: gated_delta_rule(inputs._replace(v=one_hot), None)[0], inputs.v, layout.padding
-            )
-            return gated_delta_rule(inputs, None)[0], None
-        o, recurrent_state = gated_delta_rule(inputs, state.recurrent_state)
-        return o, ConvRecurrentState(recurrent_state, self.convolution.next_state(qkv, layout, state.conv_state))

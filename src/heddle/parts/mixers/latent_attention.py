@@ -44,7 +44,8 @@ class LatentAttentionConfig(MixerConfig):
     kv_norm: LatentNorm | None = None  # default: rms
     query_norm: LatentNorm | None = None  # default: rms
     scale: PositiveFloat | None = None  # default: 1 / sqrt(nope_dim + rope_dim); YaRN multiplies either
-    bias: bool = False  # of the latents, the shared keys and out; queries without a latent have none (DeepSeek)
+    bias: bool = False  # of the latents, the shared keys and out (DeepSeek)
+    query_bias: bool = False  # of the projection to query heads, from x or from their latent
     position: RotationConfig | None = None
 
     @model_validator(mode="after")
@@ -101,6 +102,8 @@ class LatentAttentionConfig(MixerConfig):
 class LatentAttention(Mixer):
     """The module. Its state is a `KVCache` with keys [B, 1, slots, kv_rank + rope_dim] and no values."""
 
+    input_projections = ("q", "q_down", "kv_down", "k_rope")
+
     def __init__(self, config: LatentAttentionConfig, width: int) -> None:
         super().__init__()
         self.window, self.causal = None, True
@@ -108,10 +111,11 @@ class LatentAttention(Mixer):
         head_dim, value_dim = self.nope_dim + self.rope_dim, config.value_dim or self.nope_dim
         bias, rank, query_rank = config.bias, config.kv_rank, config.query_rank
         self.state_note = f"one latent of {rank} for all heads"
-        self.q = Linear(width, self.heads * head_dim) if query_rank is None else None
+        query_bias = config.query_bias
+        self.q = Linear(width, self.heads * head_dim, bias=query_bias) if query_rank is None else None
         self.q_down = None if query_rank is None else Linear(width, query_rank, bias=bias)
         self.q_norm = None if query_rank is None else _latent_norm(query_rank, config.query_norm)
-        self.q_up = None if query_rank is None else Linear(query_rank, self.heads * head_dim)
+        self.q_up = None if query_rank is None else Linear(query_rank, self.heads * head_dim, bias=query_bias)
         self.kv_down = Linear(width, rank, bias=bias)
         self.kv_norm = _latent_norm(rank, config.kv_norm)
         self.k_rope = Linear(width, self.rope_dim, bias=bias) if self.rope_dim else None

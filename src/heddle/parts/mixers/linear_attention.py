@@ -33,7 +33,7 @@ from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.recurrent_state import RecurrentState, call_layout, without_padding
 from heddle.parts.context.shrink import ShrinkContext, small_head_count
-from heddle.parts.mixers import Mixer, MixerConfig, merge_heads, split_heads
+from heddle.parts.mixers import MixerConfig, RecurrentMixer, merge_heads, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.positions import RotationConfig
@@ -117,15 +117,17 @@ class FeatureMap(SelfInitialized):
         return hedgehog_features(x, self.weight)
 
 
-class LinearAttention(Mixer):
+class LinearAttention(RecurrentMixer):
     """The module. Its state is a `RecurrentState` [B, H, d_φ, d_v + 1]: S, with z as the last column."""
+
+    input_projections = ("q", "k", "v")
 
     def __init__(self, config: LinearAttentionConfig, context: BuildContext) -> None:
         super().__init__()
         self.heads = config.heads
         self.head_dim = context.head_dim(config.heads, config.head_dim)
         self.value_dim = config.value_dim or self.head_dim
-        self.window, self.causal = None, config.causal
+        self.causal = config.causal
         self.uses_kernel = config.normalization == "kernel"
         self.q = Linear(context.width, self.heads * self.head_dim)
         self.k = Linear(context.width, self.heads * self.head_dim)
@@ -139,11 +141,6 @@ class LinearAttention(Mixer):
         self.position = None if position is None else build_under("position", position.build, self.feature_dim)
         if self.position is not None and self.position.cast is not None:
             raise DesignError("position.cast", "does nothing here, because features are float32 at least; leave it out")
-
-    @property
-    def lookback(self) -> int:
-        """0: the sums replace all earlier tokens."""
-        return 0
 
     def init_state(self, spec: StateSpec) -> RecurrentState:
         """Zeros; the size does not depend on the cache length."""

@@ -25,7 +25,7 @@ from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.recurrent_state import ConvRecurrentState, without_padding
 from heddle.parts.context.shrink import ShrinkContext, at_most, small_head_count
-from heddle.parts.mixers import Mixer, MixerConfig, split_heads
+from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_head_groups, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.gated_decay import GatedDecay
 from heddle.parts.modules.linear import Linear, SelfInitialized, fused_projections
@@ -50,8 +50,7 @@ class Mamba2Config(MixerConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.heads % self.groups:
-            refuse("groups", f"{self.groups} does not divide heads = {self.heads}; choose a divisor of it")
+        check_head_groups("groups", self.groups, self.heads)
         limits = self.time_step_limit
         if limits is not None and (len(limits) != 2 or limits[0] >= limits[1]):
             refuse("time_step_limit", f"{list(limits)} is no range; give the least and the greatest time step")
@@ -82,15 +81,16 @@ class Mamba2Config(MixerConfig):
         return Mamba2(self, context)
 
 
-class Mamba2(SelfInitialized, Mixer):
+class Mamba2(SelfInitialized, RecurrentMixer):
     """The module. Its state is a `ConvRecurrentState`."""
+
+    input_projections = ("q", "k", "v", "gate", "a")
 
     def __init__(self, config: Mamba2Config, context: BuildContext) -> None:
         super().__init__()
         self.heads, self.groups = config.heads, config.groups
         self.head_dim, self.state_size = config.head_width(context.width), config.state_size
         self.conv_kernel = config.conv_kernel
-        self.window, self.causal = None, True
         value_width, key_width = self.heads * self.head_dim, self.groups * self.state_size
         self.conv_widths = [value_width, key_width, key_width]
         self.q = Linear(context.width, key_width, config.bias)
@@ -108,11 +108,6 @@ class Mamba2(SelfInitialized, Mixer):
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """D is 1; the projections, the convolution and the decay initialize themselves."""
         nn.init.ones_(self.skip)
-
-    @property
-    def lookback(self) -> int:
-        """0: the two states replace all earlier tokens."""
-        return 0
 
     def init_state(self, spec: StateSpec) -> ConvRecurrentState:
         """Zeros; the size does not depend on the cache length."""

@@ -38,6 +38,10 @@ class PairConfig(MixerConfig):
         """Those of both."""
         return self.first.windows + self.second.windows
 
+    def with_window(self, window: int) -> Self:
+        """Both with windows, where they can have any."""
+        return self.replace(first=self.first.with_window(window), second=self.second.with_window(window))
+
     def with_small_window(self) -> Self:
         """Both with small windows."""
         return self.replace(first=self.first.with_small_window(), second=self.second.with_small_window())
@@ -83,6 +87,10 @@ class Pair(Mixer):
         self.window, self.causal = _larger(first.window, second.window), first.causal
         self.encoder_width = first.encoder_width or second.encoder_width
         self.state_note = " and ".join(filter(None, (first.state_note, second.state_note)))
+        self.reads_layer_index = first.reads_layer_index or second.reads_layer_index
+        if first.input_projections is not None and second.input_projections is not None:
+            inner = (("first", first.input_projections), ("second", second.input_projections))
+            self.input_projections = [f"{path}.{name}" for path, names in inner for name in names]
 
     @property
     def lookback(self) -> int | None:

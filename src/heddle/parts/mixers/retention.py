@@ -25,7 +25,7 @@ from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.recurrent_state import RecurrentState, call_layout, without_padding
 from heddle.parts.context.shrink import ShrinkContext, small_head_count, subsample
-from heddle.parts.mixers import Mixer, MixerConfig, split_heads
+from heddle.parts.mixers import MixerConfig, RecurrentMixer, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.positions import RotationConfig
@@ -92,18 +92,19 @@ class LearnedDecay(SelfInitialized):
         return functional.logsigmoid(at_least_float32(self.weight))
 
 
-class Retention(Mixer):
+class Retention(RecurrentMixer):
     """The module. Its state is a `RecurrentState` [B, H, d_k, d_v].
 
     Fixed decay factors are floats, not a tensor, so that no change of dtype rounds them.
     """
+
+    input_projections = ("q", "k", "v", "gate")
 
     def __init__(self, config: RetentionConfig, context: BuildContext) -> None:
         super().__init__()
         self.heads = config.heads
         self.head_dim = context.head_dim(config.heads, config.head_dim)
         self.value_dim = config.value_dim or self.head_dim
-        self.window, self.causal = None, True
         self.q = Linear(context.width, self.heads * self.head_dim)
         self.k = Linear(context.width, self.heads * self.head_dim)
         self.v = Linear(context.width, self.heads * self.value_dim, value_projection=True)
@@ -119,11 +120,6 @@ class Retention(Mixer):
         self.position = None if position is None else build_under("position", position.build, self.head_dim)
         if self.position is not None:
             self.position.float64_angles = True
-
-    @property
-    def lookback(self) -> int:
-        """0: the sums replace all earlier tokens."""
-        return 0
 
     def init_state(self, spec: StateSpec) -> RecurrentState:
         """Zeros; the size does not depend on the cache length."""

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from heddle.config import Part, refuse
+from heddle.config import Part, build_under, refuse
 from heddle.numerics.attention.score_modifiers import ScoreBiasFunction
 from heddle.parts.context.layout import Layout
 
@@ -22,6 +22,10 @@ class PositionConfig(Part, ABC):
 class MixerPositionConfig(PositionConfig, ABC):
     """A scheme inside a mixer: a rotation or a score bias. Scores depend on differences of positions only."""
 
+    def resolved(self, head_dim: int) -> Self:
+        """The same config with the number of rotary dims written out."""
+        return self
+
     def shrunk(self, dims: int, small_dims: int) -> Self:
         """The same config for heads of `small_dims` instead of `dims` dims, with small sizes of its own."""
         return self
@@ -29,10 +33,6 @@ class MixerPositionConfig(PositionConfig, ABC):
 
 class RotationConfig(MixerPositionConfig, ABC):
     """A scheme that rotates queries and keys."""
-
-    def resolved(self, head_dim: int) -> Self:
-        """The same config with the number of rotary dims written out."""
-        return self
 
     @abstractmethod
     def build(self, head_dim: int) -> "Rotation":
@@ -87,6 +87,20 @@ class ScoreBias(nn.Module, ABC):
     @abstractmethod
     def forward(self, layout: Layout, dtype: torch.dtype) -> ScoreBiasFunction:
         """The function for one call, whose values have `dtype`, or float32 if that is wider."""
+
+
+def build_mixer_position(
+    config: MixerPositionConfig | None, head_dim: int, heads: int, causal: bool
+) -> tuple[Rotation | None, ScoreBias | None]:
+    """Build the scheme of a mixer's field `position`, for this number of query heads of `head_dim` dims.
+
+    At most one of the two is not None. Raises DesignError if the config does not fit the heads.
+    """
+    if isinstance(config, RotationConfig):
+        return build_under("position", config.build, head_dim), None
+    if isinstance(config, ScoreBiasConfig):
+        return None, build_under("position", config.build, heads, causal)
+    return None, None
 
 
 class AdditivePositionConfig(PositionConfig, ABC):
