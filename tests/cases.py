@@ -107,6 +107,10 @@ CASES: dict[str, Data] = {
     "latent-full-query": design(layer(latent(), repeat=2)),
     "latent-low-rank-query": design(layer(latent(query_rank=9, value_dim=9), repeat=2)),
     "latent-interleaved": design(layer(latent({"kind": "rope", "layout": "interleaved"}, heads=4), repeat=2)),
+    "latent-query-bias": design(
+        layer(latent(query_bias=True)),
+        layer(latent({"kind": "rope", "layout": "interleaved"}, query_rank=9, query_bias=True)),
+    ),
     "latent-no-rope": design(layer(latent(None), repeat=2)),
     "latent-shared-unturned": design(layer(latent(None, rope_dim=3, heads=1, bias=True), repeat=2)),
     "latent-no-norms": design(layer(latent(query_rank=11, kv_norm="none", query_norm="none"), repeat=2)),

@@ -172,6 +172,8 @@ def kind_blocks(slot: str, kind: str) -> Iterator[str]:
     cls = kind_class(slot, kind)
     yield f"## {kind}"
     yield prose(sys.modules[cls.__module__].__doc__)
+    if cls.aliases:
+        yield f"Designs may also name it {' or '.join(f'`{alias}`' for alias in cls.aliases)}."
     yield prose(cls.__doc__)
     yield fields(cls)
     covering = [name for name in CASES if (slot, kind) in parts_of(case(name))]

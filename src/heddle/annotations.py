@@ -24,6 +24,15 @@ def is_list(annotation: Any) -> bool:
     return get_origin(annotation) is tuple
 
 
+def literal_values(annotation: Any) -> tuple[Any, ...]:
+    """The values of `Literal[…]`, alone or inside an annotation such as `Literal[…] | None`; empty for others."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    if get_origin(annotation) in (Union, types.UnionType, Annotated):
+        return tuple(value for argument in get_args(annotation) for value in literal_values(argument))
+    return ()
+
+
 def has_words(annotation: Any) -> bool:
     """Whether an annotation such as `tuple[X, ...] | Literal["learned"]` allows a word instead of a list."""
     return any(get_origin(argument) is Literal for argument in get_args(annotation))

@@ -1,14 +1,15 @@
 """Designs as frozen, strictly typed data. `parse_config` reads plain data and reports errors with exact paths.
 
 A slot is a folder of `heddle.parts`. A kind is a file in it, and the file's name is the `kind` on disk. A kind's module
-is imported only after its name was found in the folder (or was added by `load_part`).
+is imported only after its name was found in the folder (or was added by `load_part`). Other names of a kind stand in
+its class; all kinds of the slot are imported to find such a name.
 """
 
 import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from heddle.annotations import has_words, is_list, nested_class
-from heddle.errors import ConfigError, choices_hint, describe_path
+from heddle.errors import ConfigError, choices_hint, describe_path, describe_value, shorten_value
 
 B = TypeVar("B")
 C = TypeVar("C", bound="Config")
@@ -92,10 +93,12 @@ class Part(Config):
     """A config that fits a slot. Its `kind` is the name of the file that defines it.
 
     data_dependent: names of optional fields that act in training only, on some data (the capacity of experts).
+    aliases: the field's other names of this kind, which designs may use.
     """
 
     slot: ClassVar[str]
     data_dependent: ClassVar[tuple[str, ...]] = ()
+    aliases: ClassVar[tuple[str, ...]] = ()
 
     @property
     def kind(self) -> str:
@@ -105,6 +108,16 @@ class Part(Config):
     def dump(self) -> dict[str, Any]:
         """As `Config.dump`, with the kind first."""
         return {"kind": self.kind, **super().dump()}
+
+    @classmethod
+    def fields_of_alias(cls, alias: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields given beside an alias, and those that it implies. Raises DesignError if they contradict."""
+        return {**fields}
+
+    @classmethod
+    def default_fields(cls, previous: "Part", width: int) -> dict[str, Any]:
+        """Return the fields chosen where this kind replaces a part, in a design of this width."""
+        return {}
 
 
 def _plain(value: Any) -> Any:
@@ -135,6 +148,34 @@ def _own_kinds(slot: str) -> frozenset[str]:
 def kind_class(slot: str, kind: str) -> type[Part]:
     """Return the config class that a kind's file defines."""
     return _only_part(importlib.import_module(f"heddle.parts.{slot}.{kind}"))
+
+
+def with_implied(alias: str, fields: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """Return the fields with one that an alias implies. Raises DesignError if it has another value."""
+    if fields.get(name) not in (None, value):
+        reason = f"{shorten_value(fields[name])} contradicts {alias}, which means {value!r}"
+        raise DesignError(name, f"{reason}; leave it out, or name another kind")
+    return {name: value, **{field: each for field, each in fields.items() if each is not None}}
+
+
+def find_kind(slot: str, name: Any) -> type[Part] | None:
+    """Return the class of a kind by its name or an alias. None if no kind has that name.
+
+    Raises DesignError if several kinds have the alias.
+    """
+    if is_kind(slot, name):
+        return kind_class(slot, name)
+    named = [kind for kind in kinds(slot) if isinstance(name, str) and name in kind_class(slot, kind).aliases]
+    if len(named) > 1:
+        raise DesignError("", f"'{name}' is a name of {' and '.join(named)}; give one of these")
+    return kind_class(slot, named[0]) if named else None
+
+
+def kind_names(base: type[Part]) -> list[str]:
+    """Return the kinds that fit where `base` stands, and then their aliases."""
+    fitting = {kind: kind_class(base.slot, kind) for kind in kinds(base.slot)}
+    fitting = {kind: cls for kind, cls in fitting.items() if issubclass(cls, base)}
+    return [*fitting, *sorted(alias for cls in fitting.values() for alias in cls.aliases)]
 
 
 def is_slot(cls: type[Part]) -> bool:
@@ -178,57 +219,42 @@ def load_part(file: Path) -> type[Part]:
 
 def parse_config(target: type[C], data: Any, path: str = "") -> C:
     """Convert plain data to a config of class `target`. Raises DesignError with the path, the value and the remedy."""
-    if not isinstance(data, dict):
-        raise DesignError(path, f"expected a table of fields, got {_show(data)}")
     cls: type[Config] = target
-    if issubclass(target, Part) and is_slot(target):
-        cls, data = _resolve(target, data, path)
+    slot = target if issubclass(target, Part) and is_slot(target) else None
+    if slot is not None and isinstance(data, str):  # a kind without fields
+        data = {"kind": data}
+    if not isinstance(data, dict):
+        raise DesignError(path, f"expected a table of fields, got {describe_value(data)}")
+    if slot is not None:
+        cls, data = _resolve(slot, data, path)
     known = cls.model_fields
     for name in data:
         if name not in known:
             raise DesignError(path, _unknown("field", name, sorted(known)))
-    values = {}
-    for name, value in data.items():
-        values[name] = _decode_value(known[name].annotation, value, join(path, name))
-    try:
-        config = cls(**values)
-    except DesignError as error:
-        raise error.under(path) from None
+    values = {name: _decode_value(known[name].annotation, value, join(path, name)) for name, value in data.items()}
+    config = build_under(path, lambda: cls(**values))
     assert isinstance(config, target)
     return config
 
 
 def _resolve(base: type[Part], data: dict[str, Any], path: str) -> tuple[type[Part], dict[str, Any]]:
-    """Find the class of a part by its `kind`."""
+    """Find the class of a part by its `kind`, and its fields with those that an alias implies."""
     if "kind" not in data:
-        raise DesignError(path, f"names no kind; add kind: … of {', '.join(kinds(base.slot))}")
-    kind = data["kind"]
-    if not is_kind(base.slot, kind):
-        raise DesignError(path, _unknown("kind", kind, kinds(base.slot)))
-    cls = kind_class(base.slot, kind)
+        raise DesignError(path, f"names no kind; add kind: … of {', '.join(kind_names(base))}")
+    name = data["kind"]
+    cls = build_under(path, find_kind, base.slot, name)
+    if cls is None:
+        raise DesignError(path, _unknown("kind", name, kind_names(base)))
     if not issubclass(cls, base):
-        fitting = [choice for choice in kinds(base.slot) if issubclass(kind_class(base.slot, choice), base)]
-        raise DesignError(path, f"kind '{kind}' does not belong here; choices: {', '.join(fitting)}")
-    return cls, {name: value for name, value in data.items() if name != "kind"}
+        raise DesignError(path, f"kind '{name}' does not belong here; choices: {', '.join(kind_names(base))}")
+    fields = {field: value for field, value in data.items() if field != "kind"}
+    return cls, build_under(path, cls.fields_of_alias, name, fields) if name in cls.aliases else fields
 
 
-def fields_of(cls: type[Config], kind: Any) -> set[str]:
-    """Return the fields of a config class, or of a kind if the class is a slot. Empty if there is no such kind."""
-    config_class = _class_of_kind(cls, kind)
-    return set() if config_class is None else set(config_class.model_fields)
-
-
-def field_class(cls: type[Config], kind: Any, name: str) -> type[Config] | None:
-    """Return the config class, or the slot, that a field of such a config holds. None if it holds none."""
-    config_class = _class_of_kind(cls, kind)
-    field = None if config_class is None else config_class.model_fields.get(name)
+def field_class(cls: type[Config], name: str) -> type[Config] | None:
+    """Return the config class, or the slot, that a field of a config class holds. None if it holds none."""
+    field = cls.model_fields.get(name)
     return None if field is None else nested_class(field.annotation, Config)
-
-
-def _class_of_kind(cls: type[Config], kind: Any) -> type[Config] | None:
-    if not (issubclass(cls, Part) and is_slot(cls)):
-        return cls
-    return kind_class(cls.slot, kind) if is_kind(cls.slot, kind) else None
 
 
 def _decode_value(annotation: Any, value: Any, path: str) -> Any:
@@ -237,7 +263,7 @@ def _decode_value(annotation: Any, value: Any, path: str) -> Any:
         return value
     if is_list(annotation) and not (isinstance(value, str) and has_words(annotation)):
         if not isinstance(value, list | tuple):
-            raise DesignError(path, f"expected a list, got {_show(value)}")
+            raise DesignError(path, f"expected a list, got {describe_value(value)}")
         if nested is None:
             return tuple(value)
         return tuple(
@@ -267,28 +293,8 @@ def _explain(cls: type[Config], fields: dict[str, Any], error: ValidationError) 
     if any(isinstance(tag, str) for tag in rest):  # pydantic reports one error for each member of a union
         reasons = [details["msg"] for details in errors if details["loc"][0] == field]
     allowed_values = " or ".join(reason.removeprefix("Input should be ") for reason in reasons)
-    return DesignError(path, f"should be {allowed_values}, got {_show(value)}")
+    return DesignError(path, f"should be {allowed_values}, got {describe_value(value)}")
 
 
 def _unknown(what: str, value: Any, choices: list[str]) -> str:
-    return f"unknown {what} {_shortened(value)}; {choices_hint(str(value), choices)}"
-
-
-def _show(value: Any) -> str:
-    names = {
-        str: "text",
-        bool: "a truth value",
-        int: "a whole number",
-        float: "a number",
-        list: "a list",
-        dict: "a table",
-        type(None): "nothing",
-    }
-    return f"{_shortened(value)} ({names.get(type(value), type(value).__name__)})"
-
-
-def _shortened(value: Any) -> str:
-    """Return the value as Python writes it, at most 60 characters of it."""
-    is_long = type(value) is int and value.bit_length() > 4000  # Python refuses to write more than 4,300 digits
-    text = hex(value) if is_long else repr(value[:60] if isinstance(value, str) else value)
-    return text if len(text) < 60 else text[:57] + "…"
+    return f"unknown {what} {shorten_value(value)}; {choices_hint(str(value), choices)}"

@@ -92,3 +92,26 @@ def parse_error_reason(error: ValueError | RecursionError) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     return "an integer has more than 4300 digits" if "set_int_max_str_digits" in str(error) else str(error)
+
+
+def describe_value(value: object) -> str:
+    """Write a value of a design with what it is: `'4' (text)`."""
+    names = {
+        str: "text",
+        bool: "a truth value",
+        int: "a whole number",
+        float: "a number",
+        list: "a list",
+        dict: "a table",
+        type(None): "nothing",
+    }
+    return f"{shorten_value(value)} ({names.get(type(value), type(value).__name__)})"
+
+
+def shorten_value(value: object) -> str:
+    """Return the value as Python writes it, at most 60 characters of it."""
+    text = repr(value[:60]) if isinstance(value, str) else ""
+    if isinstance(value, int) and value.bit_length() > 4000:  # Python refuses to write more than 4,300 digits
+        text = hex(value)
+    text = text or repr(value)
+    return text if len(text) < 60 else text[:57] + "…"

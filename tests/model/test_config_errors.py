@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 
-from heddle.config import kind_class, kinds
+from heddle.config import kind_names
 from heddle.errors import ConfigError
 from heddle.model.load_config import load_config
+from heddle.parts.mixers import MixerConfig
+from heddle.parts.norms import NormConfig
 from heddle.parts.positions import AdditivePositionConfig, MixerPositionConfig
 from tests.cases import attention, design, layer
 
 # Read from the folders, so that a new kind needs no change here.
-MIXERS, NORMS = ", ".join(kinds("mixers")), ", ".join(kinds("norms"))
-MIXER_POSITIONS, ADDITIVE_POSITIONS = (
-    ", ".join(kind for kind in kinds("positions") if issubclass(kind_class("positions", kind), base))
-    for base in (MixerPositionConfig, AdditivePositionConfig)
+MIXERS, NORMS, MIXER_POSITIONS, ADDITIVE_POSITIONS = (
+    ", ".join(kind_names(base)) for base in (MixerConfig, NormConfig, MixerPositionConfig, AdditivePositionConfig)
 )
 LEARNED = {"position": {"kind": "learned", "length": 9}}
 CHOICES = (

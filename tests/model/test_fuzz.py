@@ -46,7 +46,7 @@ def wrong_values(info: FieldInfo) -> list[Any]:
         for name, offset in (("gt", -1), ("ge", -1), ("lt", 1), ("le", 1)):
             limit = getattr(bound, name, None)
             values += [] if limit is None else [limit + offset]
-    return values
+    return [value for value in values if value is not None or type(None) not in get_args(info.annotation)]
 
 
 def nested_configs(config: Config) -> Iterator[Config]:

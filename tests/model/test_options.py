@@ -153,6 +153,17 @@ def option_at(path: str, data: Data) -> tuple[Option, Behavior]:
     return next(option for option in options(config) if option.path == path), Behavior(config)
 
 
+YARN: Data = {"kind": "yarn", "factor": 4.0, "original_length": 1000}
+TINY: dict[str, Data] = {"beta_slow": {"head_dim": 2}, "truncate": {"head_dim": 2, "window": 1}}
+
+
+@pytest.mark.parametrize("field", TINY)
+def test_a_scaling_in_tiny_heads_has_an_effect(field: str) -> None:
+    """No other number alone shows it: the base, the heads and the window are too small."""
+    data = alone(**TINY[field], position={"kind": "rope", "base": 2.0, "scaling": YARN})
+    assert has_effect(*option_at(f"layers[0].mixer.position.scaling.{field}", data))
+
+
 def test_the_law_names_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "model.embedding:Head.forward", "self.scale, self.softcap", "self.scale, None")
     config = case("layers-feedforward-only")

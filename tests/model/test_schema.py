@@ -6,7 +6,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from heddle.config import kinds
+from heddle.config import kind_class, kinds
 from heddle.errors import ConfigError
 from heddle.model.load_config import load_config
 from heddle.model.presets import names, preset
@@ -24,7 +24,9 @@ def test_the_schema_is_valid() -> None:
     assert list(SLOTS) == slots()
     for slot in SLOTS:
         for kind in kinds(slot):
-            assert SCHEMA["$defs"][f"{slot}.{kind}"]["properties"]["kind"] == {"const": kind}
+            names = [kind, *kind_class(slot, kind).aliases]
+            choice = {"const": kind} if len(names) == 1 else {"enum": names}
+            assert SCHEMA["$defs"][f"{slot}.{kind}"]["properties"]["kind"] == choice
 
 
 def references(node: Any) -> set[str]:

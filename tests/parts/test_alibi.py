@@ -163,7 +163,7 @@ def test_attention_weights_include_the_bias() -> None:
     ids=lambda mixer: mixer["kind"],
 )
 def test_other_mixers_refuse_it(mixer: dict[str, Any]) -> None:
-    sentence = r"^layers\[0\]\.mixer\.position: kind 'alibi' does not belong here; choices: axial_rope, rope$"
+    sentence = r"^layers\[0\]\.mixer\.position: kind 'alibi' does not belong here; choices: axial_rope, rope, rotary$"
     with pytest.raises(ConfigError, match=sentence):
         load_config(design(layer(mixer)))
 

@@ -200,6 +200,9 @@ def test_an_encoder_output_of_another_dtype_is_cast() -> None:
          "layers[1].mixer.heads: 7 does not divide width = 24; give head_dim, or other heads"),
         (["layers.1.mixer.scale=2", "layers.1.mixer.normalization=double_softmax"],
          "layers[1].mixer.scale: double_softmax computes no scores to scale; leave it out"),
+        (["layers.1.mixer.head_dim=1", "layers.1.mixer.normalization=double_softmax"],
+         "layers[1].mixer.head_dim: 1 gives every query of double_softmax the weight 1, whatever the text; give at "
+         "least 2, or another normalization"),
         (["layers.0.mixer={kind: cross_attention, heads: 2}"],
          "layers[1].mixer: has encoder_width = 10, an earlier layer has 24; make them equal"),
     ],

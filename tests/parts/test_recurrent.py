@@ -239,6 +239,7 @@ def test_rollback_is_refused() -> None:
         ({"normalization": "double_softmax"}, r"causal: the softmax over tokens of double_softmax sees later tokens"),
         ({"normalization": "double_softmax", "causal": False, "feature_map": "elu"}, "feature_map: is only for"),
         ({"normalization": "double_softmax", "causal": False, "position": ROPE}, "position: is only for"),
+        ({"normalization": "double_softmax", "causal": False, "head_dim": 1}, "head_dim: 1 gives every query of"),
         ({"feature_map": "learned", "key_feature_map": "elu"}, "key_feature_map: elu and learned differ in width"),
         ({"heads": 5}, "heads: 5 does not divide width = 24"),
         ({"head_dim": 5, "position": ROPE}, r"position\.rotary_dim: 5 dims of 5 cannot be rotated in pairs"),

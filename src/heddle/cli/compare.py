@@ -24,6 +24,7 @@ from heddle.cli.options import (
     TokenizerFile,
     VocabSize,
     Warmup,
+    dtype_of,
     open_session,
     parse_scales,
 )
@@ -53,7 +54,7 @@ def compare(  # noqa: PLR0913 - one parameter per option
     ] = None,
     equal: Annotated[
         str | None,
-        typer.Option("--equal", metavar="SIZE", help="Choose widths for equal parameters, active-parameters or flops."),
+        typer.Option("--equal", metavar="SIZE", help="Equal parameters, active-parameters, flops, state or state@N."),
     ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The comparison's folder.")] = Path(
         "runs/compare"
@@ -120,7 +121,8 @@ def compare(  # noqa: PLR0913 - one parameter per option
         baseline_name = choose_baseline(entries, baseline)
         vocabulary = tokenizer or shared_vocab_size(entries, vocab_size, DEFAULT_VOCAB_SIZE)
         if equal is not None:
-            entries = _equalize(entries, baseline_name, equal, vocabulary, sequence_length)
+            equal = f"{equal}@{sequence_length}" if equal == "state" else equal
+            entries = _equalize(entries, baseline_name, equal, vocabulary, sequence_length, precision)
         plan = ComparisonPlan(
             entries=entries,
             baseline=baseline_name,
@@ -177,15 +179,17 @@ def _budget(tokens: int | None, seconds: float | None, flops: float | None) -> t
     return kind, value
 
 
-def _equalize(entries: Any, baseline: str, kind: str, vocabulary: Path | int, sequence_length: int) -> Any:
-    """The entries with new widths, such that all designs have the same size."""
+def _equalize(
+    entries: Any, baseline: str, kind: str, vocabulary: Path | int, sequence_length: int, precision: str
+) -> Any:
+    """The entries with new widths, or with new fields of mixers, such that all designs have the same size."""
     from heddle.analysis.comparison.equal_size import equalize_sizes
     from heddle.tokenization.tokenizer import Tokenizer
 
     if sequence_length < 1:  # sizes are measured at this length, before the plan is checked
         raise ConfigError(f"--sequence-length {sequence_length}: must be at least 1")
     vocab_size = Tokenizer.load(vocabulary).vocab_size if isinstance(vocabulary, Path) else vocabulary
-    return equalize_sizes(entries, baseline, kind, vocab_size, sequence_length)
+    return equalize_sizes(entries, baseline, kind, vocab_size, sequence_length, dtype_of(precision))
 
 
 def _check(plan: "ComparisonPlan") -> None:

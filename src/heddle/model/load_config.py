@@ -12,13 +12,15 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heddle.config import Config, DesignError, Width, field_class, fields_of, join, parse_config
+from heddle.config import Config, DesignError, Width, join, parse_config
 from heddle.errors import ConfigError, describe_path, parse_error_reason
 from heddle.model.limits import refuse_overflow, too_many_layers
 from heddle.model.presets import preset
+from heddle.progress import print_status
 
 if TYPE_CHECKING:
     from heddle.model.config import ModelConfig
+    from heddle.model.kind_replacement import KindReplacement
 
 # The parsers of YAML and TOML are slow: each limit is read in about a second.
 MAX_FILE_BYTES = {".json": 4 * 2**20, ".toml": 2**16}
@@ -47,9 +49,10 @@ def read_design(source: str | Path | dict[str, Any], overrides: Sequence[str] = 
     """
     with _refuse_deep_nesting():
         data = _plain_data(source)
-        for override in overrides:
-            apply_override(data, override)
+        replacements = [replacement for override in overrides for replacement in apply_override(data, override)]
         _check_limits(data)
+    for line in dict.fromkeys(line for replacement in replacements for line in replacement.lines()):
+        print_status(line)
     return data
 
 
@@ -174,10 +177,10 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
-def apply_override(data: dict[str, Any], override: str) -> None:
+def apply_override(data: dict[str, Any], override: str) -> "list[KindReplacement]":
     """Set `path.to.field=value` in plain data, in place. `layers.*.` applies to every entry, null removes a field.
 
-    A new `kind` keeps the fields that both kinds have and drops the others.
+    A word where a part stands is its new kind. Returns the parts whose kind changed.
     """
     path, equals, text = override.partition("=")
     if not equals or not path:
@@ -185,25 +188,26 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     from heddle.model.parse_yaml import parse_yaml
 
     steps, value = path.split("."), parse_yaml(text, f"override '{override}'")
-    if steps[-1] == "kind" and isinstance(value, str):
-        from heddle.model.config import ModelConfig
+    if isinstance(value, str) and steps[-1] != "kind":
+        from heddle.model.kind_replacement import is_part_path
 
-        _change_kind(ModelConfig, data, steps[:-1], value)
+        steps = [*steps, "kind"] if is_part_path(data, steps) else steps
+    replacements = []
+    if (steps[-1] == "kind" and isinstance(value, str)) or _crosses_word(data, steps[:-1]):
+        from heddle.model.kind_replacement import replace_kinds
+
+        replacements = replace_kinds(data, steps, value)
     _set(data, steps, value, override, "")
+    return replacements
 
 
-def _change_kind(cls: type[Config] | None, node: Any, steps: list[str], kind: str) -> None:
-    """Drop the fields of the old kind that the new kind does not have. Unknown fields stay and are refused later."""
+def _crosses_word(node: Any, steps: list[str]) -> bool:
+    """Whether a word, which may be a part without fields, stands on a path."""
     if isinstance(node, list):
-        for index, item in enumerate(node):
-            if steps and steps[0] in ("*", str(index)):
-                _change_kind(cls, item, steps[1:], kind)
-    elif isinstance(node, dict) and cls is not None:
-        if steps:
-            _change_kind(field_class(cls, node.get("kind"), steps[0]), node.get(steps[0]), steps[1:], kind)
-        elif fields_of(cls, kind):
-            for name in fields_of(cls, node.get("kind")) - fields_of(cls, kind):
-                node.pop(name, None)
+        return any(_crosses_word(item, steps[1:]) for item in node)
+    return isinstance(node, str) or (
+        isinstance(node, dict) and bool(steps) and _crosses_word(node.get(steps[0]), steps[1:])
+    )
 
 
 def _set(node: Any, steps: list[str], value: Any, override: str, at: str) -> None:

@@ -51,9 +51,7 @@ class LoraLinear(SelfInitialized):
     @torch.no_grad()
     def merged(self) -> Tensor:
         """[outputs, inputs]: the sum in float64 on the CPU, rounded once. Where zero is added, the bits are kept."""
-        frozen, a, b = (parameter.to("cpu", torch.float64) for parameter in (self.frozen, self.a, self.b))
-        delta = b @ a * self.scale
-        return torch.where(delta == 0, frozen, frozen + delta).to(self.frozen)
+        return merged_weight(self.frozen, self.a, self.b, self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., inputs] -> [..., outputs]."""
@@ -109,6 +107,13 @@ def merge_lora(model: Decoder) -> Decoder:
         setattr(plain.get_submodule(parent), name, nn.Parameter(tensor.detach(), parameter.requires_grad))
     plain.tie()
     return plain.train(model.training)
+
+
+def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """weight [outputs, inputs] + scale · b a, as `LoraLinear.merged` returns it."""
+    wide, a, b = (x.to("cpu", torch.float64) for x in (weight, a, b))
+    delta = b @ a * scale
+    return torch.where(delta == 0, wide, wide + delta).to(weight)
 
 
 def adapters(model: Decoder) -> dict[str, LoraLinear]:

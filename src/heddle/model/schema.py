@@ -1,4 +1,4 @@
-"""JSON Schema of designs, for editors. A field that holds a part allows every kind that fits there."""
+"""JSON Schema of designs, for editors. A field that holds a part allows every kind that fits there, by any name."""
 
 from typing import Any
 
@@ -13,15 +13,18 @@ def schema() -> dict[str, Any]:
     definitions: dict[str, Any] = {}
     root = _config_schema(ModelConfig, definitions)
     for slot in SLOTS:
-        choices_by_base: dict[str, list[dict[str, str]]] = {}
+        choices_by_base: dict[str, list[dict[str, Any]]] = {}
         for kind in kinds(slot):
             cls = kind_class(slot, kind)
             part = _config_schema(cls, definitions)
-            part["properties"] = {"kind": {"const": kind}, **part["properties"]}
+            names = [kind, *cls.aliases]
+            word = [] if "required" in part else [{"enum": names}]  # a kind that needs no field is also a word
+            part["properties"] = {"kind": {"enum": names} if cls.aliases else {"const": kind}, **part["properties"]}
             part["required"] = ["kind", *part.get("required", [])]
             for base in cls.__mro__:
                 if issubclass(base, Part) and is_slot(base):
-                    choices_by_base.setdefault(base.__name__, []).append({"$ref": f"#/$defs/{slot}.{kind}"})
+                    choices = choices_by_base.setdefault(base.__name__, [])
+                    choices += [{"$ref": f"#/$defs/{slot}.{kind}"}, *word]
             definitions[f"{slot}.{kind}"] = part
         definitions |= {name: {"oneOf": choices} for name, choices in choices_by_base.items()}
     # load_config has defaults for norm and residual. A design may contain a design (its encoder), hence a definition.

@@ -521,6 +521,26 @@ def test_designs_of_equal_size(
     assert "holds another comparison: entries.hidden=96.width was" in capsys.readouterr().err
 
 
+def test_designs_of_equal_state(
+    folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vary = ["--vary", "layers.*.mixer.kind=mqa,mla", "--seeds", "1", "--equal", "state"]
+    assert run_command(command(folder, tmp_path, *vary, designs=("full",))) == 0
+    report = read_report(tmp_path)
+    assert report["equal_size"].startswith("state@")
+    one_key_head, latent = report["designs"]
+    assert (one_key_head["scaled_fields"], latent["width"]) == ([], one_key_head["width"])
+    assert abs(latent["equal_state_bytes"] / one_key_head["equal_state_bytes"] - 1) < 0.05
+    assert latent["scaled_fields"] == ["layers[0].mixer.kv_rank 8 → 12"]
+    assert "changed" in capsys.readouterr().out
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "The fields that set the size of each mixer's state were scaled" in page
+    assert run_command(command(folder, tmp_path / "x", "--equal", "state@0")) == 2
+    assert capsys.readouterr().err == (
+        "heddle: equal state@0: expected state@N with N context tokens, such as state@4096\n"
+    )
+
+
 def test_the_report_as_json(folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(command(folder, tmp_path, "--seeds", "1", "--json")) == 0
     printed = json.loads(capsys.readouterr().out)

@@ -178,8 +178,8 @@ def test_a_design_may_leave_out_what_is_varied(tmp_path: Path) -> None:
         (["layers.*.mixer.kv_heads=1,0"], r"good.yaml \(kv_heads=0\)\.layers\[0\]\.mixer\.kv_heads: should be greater"),
         (["layers.7.mixer.heads=1,2"], "override 'layers.7.mixer.heads=1': layers has entries 0 to 0 or"),
         (
-            ["layers.*.mixer.kind=attention,latent_attention"],
-            r"good.yaml \(latent_attention\)\.layers\[0\]\.mixer\.kv_rank: is required",
+            ["layers.*.mixer.kind=attention,swa"],
+            r"good.yaml \(swa\)\.layers\[0\]\.mixer\.window: is required by swa",
         ),
         (["layers.*.mixer.causal=true,false"], r"good.yaml \(causal=false\): a mixer sees later tokens"),
         (["layers.*.mixer.dropout=0,0.0"], "vary: dropout=0 and dropout=0.0 are one design; leave one of them out"),

@@ -1,5 +1,7 @@
 """Resize designs to the baseline's size: find the width at which a design has its parameters or FLOPs per token.
 
+(`heddle.analysis.comparison.equal_state` makes states equal, at unchanged widths.)
+
 `width` changes, and the `hidden` of every feed-forward in proportion. All other numbers in the config stay: heads, an
 explicit head_dim, ranks, windows, depth. A head_dim that is not given follows the width, so only those widths are
 possible at which the design can be built: divisible by the heads, with an even rotary_dim. Sizes stay multiples of
@@ -12,13 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
+import torch
+
+from heddle.analysis.comparison.equal_state import STATE, equalize_states, parse_state_context
 from heddle.analysis.comparison.plan import DesignEntry
 from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.size import flops_per_token, parameter_counts
 
-SIZE_KINDS = ("parameters", "active-parameters", "flops")
+WIDTH_KINDS = ("parameters", "active-parameters", "flops")  # what the width sets
+SIZE_KINDS = (*WIDTH_KINDS, STATE)
 MAX_WIDTH_FACTOR = 64  # times the design's own width
 CLOSE_TOLERANCE = 0.01  # of the target: from there on `hidden` keeps its proportion to the width
 MAX_DEVIATION = 0.10  # of the target: beyond it sizes do not count as equal
@@ -27,14 +33,23 @@ SizeFunction = Callable[[ModelConfig], float]
 
 
 def equalize_sizes(
-    entries: Sequence[DesignEntry], baseline: str, kind: str, vocab_size: int, context: int
+    entries: Sequence[DesignEntry],
+    baseline: str,
+    kind: str,
+    vocab_size: int,
+    context: int,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[DesignEntry, ...]:
     """Resize all entries but the baseline to the baseline's size of a kind, one of SIZE_KINDS.
 
-    vocab_size: for designs that leave it open. context: the sequence length at which FLOPs are counted.
-    Raises ConfigError where no width comes within 10 %.
+    vocab_size: for designs that leave it open. context: the sequence length at which FLOPs are counted, and states
+    unless the kind names another (`state@4096`). dtype: of keys and values.
+    Raises ConfigError where no width comes within 10 %, or no state within 5 %.
     """
-    if kind not in SIZE_KINDS:
+    length = parse_state_context(kind, context)
+    if length is not None:
+        return equalize_states(entries, baseline, length, dtype)
+    if kind not in WIDTH_KINDS:
         raise ConfigError(f"equal {kind}: unknown size; choices: {', '.join(SIZE_KINDS)}")
     if any(path == "width" for entry in entries for path, _ in entry.varied_fields):
         raise ConfigError("equal: solves for the width, which vary sets; leave one of the two out")

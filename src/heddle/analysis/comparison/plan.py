@@ -25,6 +25,7 @@ class DesignEntry:
     varied_fields: (path, label) of each varied field; where several designs are varied, ("design", name) comes first.
     is_unmodified: whether the variant equals the design as it was given.
     original_width: the width in the design's config, where `config` was resized to an equal size.
+    scaled_fields: what changed, where its state was scaled: `layers[0].mixer.kv_rank 56 → 64`.
     """
 
     name: str
@@ -33,6 +34,7 @@ class DesignEntry:
     varied_fields: tuple[tuple[str, str], ...] = ()
     is_unmodified: bool = True
     original_width: int | None = None
+    scaled_fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

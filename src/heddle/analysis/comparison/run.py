@@ -11,6 +11,7 @@ import torch
 
 from heddle import __version__
 from heddle.analysis.comparison.effects import field_effects
+from heddle.analysis.comparison.equal_state import parse_state_context
 from heddle.analysis.comparison.extrapolation import length_changes, plan_summary
 from heddle.analysis.comparison.plan import ComparisonPlan, DesignEntry, plan_warnings
 from heddle.analysis.comparison.probes import RECALL_PROBES
@@ -162,11 +163,14 @@ def _design_report(
     model_size = size(config, comparison.plan.sequence_length)
     dtype = torch.float32 if comparison.plan.precision == "fp32" else torch.bfloat16
     finished = [run for run in runs if run["status"] == "done"]
+    equal_context = parse_state_context(comparison.plan.equal_size or "", comparison.plan.sequence_length)
     return {
         "name": entry.name,
         "source": entry.source,
         "varied_fields": dict(entry.varied_fields),
         "width": {"original": entry.original_width or config.width, "trained": config.width},
+        "scaled_fields": list(entry.scaled_fields),
+        "equal_state_bytes": None if equal_context is None else state_bytes(config, equal_context, dtype=dtype),
         "summary": summarize_design(config, model_size),
         "parameters": model_size.parameters,
         "active_parameters": model_size.active_parameters,

@@ -78,16 +78,27 @@ def effect_table(field: Mapping[str, Any]) -> TextTable:
     return TextTable(header, rows, f"Bits per byte by {field['title']}")
 
 
+def equal_size_words(report: Report) -> str:
+    """What all designs have alike, in words: "parameters"."""
+    kind, _, context = report["equal_size"].partition("@")
+    return f"state bytes at {context} tokens" if context else SIZE_WORDS[kind][1]
+
+
 def equal_size_table(report: Report) -> TextTable:
-    """A row for each design: its width (before and after resizing), its size, and its deviation from the baseline's."""
-    key, words = SIZE_WORDS[report["equal_size"]]
-    baseline = baseline_design(report)
+    """A row for each design: what was changed, its size, and its deviation from the baseline's.
+
+    What changed is the width (before and after), or the fields that set the size of a state.
+    """
+    baseline, is_state = baseline_design(report), "@" in report["equal_size"]
+    key = "equal_state_bytes" if is_state else SIZE_WORDS[report["equal_size"]][0]
     rows = []
     for design in report["designs"]:
         original, trained = design["width"]["original"], design["width"]["trained"]
-        width = str(trained) if original == trained else f"{original} → {trained}"
+        change = str(trained) if original == trained else f"{original} → {trained}"
+        if is_state:
+            change = ", ".join(design["scaled_fields"]) or "nothing"
+        amount = (format_bytes if is_state else format_number)(design[key])
         deviation = f"{format_signed(100 * (design[key] / baseline[key] - 1), 1)}%"
-        rows.append(
-            [design["name"], width, format_number(design[key]), "baseline" if design is baseline else deviation]
-        )
-    return TextTable(["design", "width", words, "deviation"], rows, "Widths of equal size")
+        rows.append([design["name"], change, amount, "baseline" if design is baseline else deviation])
+    header = ["design", "changed" if is_state else "width", equal_size_words(report), "deviation"]
+    return TextTable(header, rows, "States of equal size" if is_state else "Widths of equal size")

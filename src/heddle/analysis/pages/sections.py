@@ -29,7 +29,7 @@ from heddle.analysis.comparison.lookup import (
     value_at,
 )
 from heddle.analysis.comparison.statistics import finished_runs
-from heddle.analysis.comparison.tables import SIZE_WORDS, TextTable, effect_table, equal_size_table
+from heddle.analysis.comparison.tables import TextTable, effect_table, equal_size_table, equal_size_words
 from heddle.analysis.comparison.verdict import compare_with_baseline, describe_state_growth
 from heddle.analysis.pages.figures.base import Figure
 from heddle.analysis.pages.figures.overview import mean_curve
@@ -176,10 +176,8 @@ def _interaction_cell(cell: Mapping[str, Any], means: Sequence[float]) -> HeatCe
 
 
 def equal_size(report: Report) -> tuple[str, TextTable] | None:
-    """(what was made equal, in words; the widths), or None where nothing was."""
-    if not report["equal_size"]:
-        return None
-    return SIZE_WORDS[report["equal_size"]][1], equal_size_table(report)
+    """(what was made equal, in words; what was changed), or None where nothing was."""
+    return (equal_size_words(report), equal_size_table(report)) if report["equal_size"] else None
 
 
 def length_rows(report: Report) -> list[tuple[str, list[tuple[str, str, str]]]]:

@@ -1,8 +1,8 @@
 """The slot of feed-forwards: x [B, T, width] -> the same shape, each token for itself."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -36,6 +36,17 @@ class FeedforwardConfig(Part, ABC):
         """The same config with `change` applied to every number of hidden channels."""
         return self
 
+    @property
+    def active_hidden(self) -> int | None:
+        """The number of hidden channels that a token uses; None: not stated."""
+        return None
+
+    @classmethod
+    def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
+        """As many hidden channels as a token used of the previous feed-forward."""
+        hidden = previous.active_hidden if isinstance(previous, FeedforwardConfig) else None
+        return {} if hidden is None or "hidden" not in cls.model_fields else {"hidden": hidden}
+
     @abstractmethod
     def build(self, context: BuildContext) -> "Feedforward":
         """Build the module. Raises DesignError if the config does not fit the context."""
@@ -59,7 +70,12 @@ class ExpertInfo(NamedTuple):
 
 
 class Feedforward(nn.Module, ABC):
-    """Maps each token for itself. The layout tells which tokens are padding."""
+    """Maps each token for itself. The layout tells which tokens are padding.
+
+    input_projections: as in `Mixer`.
+    """
+
+    input_projections: Sequence[str] | None = None
 
     @property
     def expert_info(self) -> ExpertInfo | None:

@@ -3,13 +3,13 @@
 `swiglu_clamped` is gpt-oss's (2025): `down((clamp(up(x), ±limit) + 1) ⊙ g σ(alpha g))`, g = min(gate(x), limit).
 """
 
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 from pydantic import model_validator
 from torch import Tensor
 
-from heddle.config import PositiveFloat, PositiveInt, Probability
+from heddle.config import PositiveFloat, PositiveInt, Probability, with_implied
 from heddle.numerics.activations import activation
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
@@ -21,6 +21,8 @@ from heddle.parts.modules.linear import Linear, fused_projections
 
 class GatedConfig(FeedforwardConfig):
     """Fields of `gated`. `limit` (default 7) and `alpha` (default 1.702) are for `swiglu_clamped` only."""
+
+    aliases = ("swiglu", "geglu", "reglu")
 
     hidden: PositiveInt
     activation: GatedActivation = "silu"
@@ -34,6 +36,12 @@ class GatedConfig(FeedforwardConfig):
         activation_settings(self.activation, self.limit, self.alpha)
         return self
 
+    @classmethod
+    def fields_of_alias(cls, alias: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The activation of the name."""
+        activation = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}[alias]
+        return with_implied(alias, fields, "activation", activation)
+
     def resolved(self, context: BuildContext) -> Self:
         """limit and alpha written out."""
         return self.replace(**activation_settings(self.activation, self.limit, self.alpha))
@@ -46,6 +54,11 @@ class GatedConfig(FeedforwardConfig):
         """`hidden` changed."""
         return self.replace(hidden=change(self.hidden))
 
+    @property
+    def active_hidden(self) -> int:
+        """All."""
+        return self.hidden
+
     def build(self, context: BuildContext) -> "Gated":
         """Build the module."""
         return Gated(self, context.width)
@@ -53,6 +66,8 @@ class GatedConfig(FeedforwardConfig):
 
 class Gated(Feedforward):
     """The module."""
+
+    input_projections = ("gate", "up")
 
     def __init__(self, config: GatedConfig, width: int) -> None:
         super().__init__()

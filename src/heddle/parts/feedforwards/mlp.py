@@ -31,6 +31,11 @@ class MLPConfig(FeedforwardConfig):
         """`hidden` changed."""
         return self.replace(hidden=change(self.hidden))
 
+    @property
+    def active_hidden(self) -> int:
+        """All."""
+        return self.hidden
+
     def build(self, context: BuildContext) -> "MLP":
         """Build the module."""
         return MLP(self, context.width)
@@ -38,6 +43,8 @@ class MLPConfig(FeedforwardConfig):
 
 class MLP(Feedforward):
     """The module."""
+
+    input_projections = ("up",)
 
     def __init__(self, config: MLPConfig, width: int) -> None:
         super().__init__()

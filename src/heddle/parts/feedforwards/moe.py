@@ -5,13 +5,13 @@ numerics/experts/routing.py.
 """
 
 from collections.abc import Callable
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from heddle.config import PositiveFloat, PositiveInt, Probability, Width, refuse
+from heddle.config import Part, PositiveFloat, PositiveInt, Probability, Width, refuse
 from heddle.errors import ConfigError
 from heddle.numerics.activations import GATED, Activation, activation
 from heddle.numerics.experts.mixture import run_experts
@@ -20,13 +20,7 @@ from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.shrink import at_most
-from heddle.parts.feedforwards import (
-    ExpertInfo,
-    Feedforward,
-    FeedforwardConfig,
-    GatedActivation,
-    activation_settings,
-)
+from heddle.parts.feedforwards import ExpertInfo, Feedforward, FeedforwardConfig, GatedActivation, activation_settings
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.experts import ExpertLinear, Router
@@ -53,6 +47,7 @@ class MoEConfig(FeedforwardConfig):
     row and drops later ones; in eval mode it takes all.
     """
 
+    aliases = ("mixture_of_experts",)
     data_dependent = ("capacity_factor",)
 
     experts: Width
@@ -160,6 +155,18 @@ class MoEConfig(FeedforwardConfig):
         shared_hidden = None if self.shared_hidden is None else change(self.shared_hidden)
         return self.replace(hidden=change(self.hidden), shared_hidden=shared_hidden)
 
+    @property
+    def active_hidden(self) -> int:
+        """Those of the chosen and of the shared experts."""
+        return self.top_k * self.hidden + (self.shared_hidden or (self.shared or 0) * self.hidden)
+
+    @classmethod
+    def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
+        """2 of 8 experts (Mixtral), half as wide as the previous feed-forward: a token uses as many channels."""
+        expert = {"expert": previous.kind} if previous.kind in get_args(cls.model_fields["expert"].annotation) else {}
+        hidden = super().default_fields(previous, width).get("hidden")
+        return {} if hidden is None else {"experts": 8, "top_k": 2, "hidden": max(1, hidden // 2), **expert}
+
     def build(self, context: BuildContext) -> "MoE":
         """Build the module."""
         return MoE(self, context.width)
@@ -172,8 +179,7 @@ class MoEConfig(FeedforwardConfig):
     @property
     def activation_function(self) -> Activation:
         """The activation of the experts, with its settings."""
-        settings = activation_settings(self.activation, self.limit, self.alpha)
-        return activation(self.expert_activation, settings)
+        return activation(self.expert_activation, activation_settings(self.activation, self.limit, self.alpha))
 
     @property
     def routing_config(self) -> RoutingConfig:
@@ -208,6 +214,8 @@ class SharedExpert(nn.Module):
 
 class MoE(Feedforward):
     """The module."""
+
+    input_projections = ("router", "gate", "up", "shared.gate", "shared.up", "shared_gate")
 
     def __init__(self, config: MoEConfig, width: int) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from heddle.config import Part, refuse
+from heddle.config import DesignError, Part, refuse
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
@@ -44,6 +44,25 @@ class MixerConfig(Part, ABC):
         """The same config with windows of at most SMALL_WINDOW tokens."""
         return self
 
+    @property
+    def template(self) -> "MixerConfig":
+        """The mixer whose fields another kind keeps that comes in its place: itself, or a mixer within it."""
+        return self
+
+    def head_shape(self, width: int) -> tuple[int, int]:
+        """The number of heads, and the width of each head's output, in a model of this width; (0, 0): not stated."""
+        return (0, 0)
+
+    @classmethod
+    def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
+        """A head_dim, if the heads of the previous mixer do not divide the width."""
+        heads, dim = previous.head_shape(width) if isinstance(previous, MixerConfig) else (0, 0)
+        return {"head_dim": dim} if heads and width % heads and "head_dim" in cls.model_fields else {}
+
+    def with_state_scaled(self, factor: float, width: int) -> Self:
+        """The same config with about `factor` times the state in a model of this width; itself if no field sets it."""
+        return self
+
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The numbers of heads, before and after `shrunk`, that must divide the model's width."""
         return ()
@@ -61,7 +80,7 @@ class Mixer(nn.Module, ABC):
     encoder_width: the width of the encoder output that it reads beside x; None: it reads none.
     state_note: what its state holds in place of keys and values of each head, as a phrase for people.
     input_projections: names of the projections that read x, some of which may be absent, if nothing else reads it;
-    None: not stated. reads_layer_index: whether its formula depends on the number of its layer.
+    None: not stated. uses_layer_index: whether its formula depends on the number of its layer.
     """
 
     window: int | None
@@ -69,7 +88,7 @@ class Mixer(nn.Module, ABC):
     encoder_width: int | None = None
     state_note: str = ""
     input_projections: Sequence[str] | None = None
-    reads_layer_index: bool = False
+    uses_layer_index: bool = False
 
     @property
     def lookback(self) -> int | None:
@@ -101,6 +120,36 @@ def check_head_groups(field: str, groups: int | None, heads: int) -> None:
     """Refuse a number of groups that does not divide the heads, from within a validator. None: each head is a group."""
     if groups is not None and heads % groups:
         refuse(field, f"{groups} does not divide heads = {heads}; choose a divisor of it")
+
+
+def check_double_softmax(normalization: str, head_dim: int) -> None:
+    """Refuse double_softmax over one dim: every query would have the weight 1 there. Raises DesignError."""
+    if normalization == "double_softmax" and head_dim == 1:
+        reason = "1 gives every query of double_softmax the weight 1, whatever the text"
+        raise DesignError("head_dim", f"{reason}; give at least 2, or another normalization")
+
+
+def scale_heads(count: int, factor: float, heads: int, dims: tuple[int, int]) -> tuple[int, int, int]:
+    """`count` key and value heads of `dims` dims with about `factor` times the elements per token.
+
+    Returns the number, a divisor of `heads`, and both widths, which change only if no number comes within 1 %.
+    """
+    divisors = [number for number in range(1, heads + 1) if heads % number == 0]
+    goal = count * factor
+    nearest = min(divisors, key=lambda number: abs(number - goal))
+    if abs(nearest - goal) <= 0.01 * goal:
+        return nearest, *dims
+    number = next((number for number in divisors if number >= goal), heads)
+    key_dim, value_dim = (scale_even(dim, goal / number) for dim in dims)
+    exact = sum(dims) * goal / number
+    if abs(key_dim + value_dim - exact) > 0.01 * exact:  # an odd width, which is slower, only where it is needed
+        value_dim = max(1, round(exact) - key_dim)
+    return number, key_dim, value_dim
+
+
+def scale_even(dims: int, factor: float) -> int:
+    """`dims` times a factor, as the nearest even number above 0: pairs can be rotated."""
+    return max(2, 2 * round(dims * factor / 2))
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

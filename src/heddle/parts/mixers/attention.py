@@ -9,13 +9,14 @@ bounds scores by `cap · tanh(score / cap)` (Gemma 2, 2024). `gate` multiplies t
 (Qiu et al. 2025).
 """
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from heddle.config import PositiveFloat, PositiveInt, Probability, Width
+from heddle.config import DesignError, PositiveFloat, PositiveInt, Probability, Width, with_implied
 from heddle.numerics.attention.score_modifiers import ScoreModifiers
 from heddle.numerics.attention.softmax import attention
 from heddle.numerics.philox import ParameterDraws
@@ -24,15 +25,29 @@ from heddle.parts.context.kv_cache import KVCache
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.shrink import SMALL_WINDOW, ShrinkContext, small_head_count
-from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, merge_heads, split_heads
+from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, merge_heads, scale_heads, split_heads
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.positions import MixerPositionConfig, build_mixer_position
 
 
+def default_groups(heads: int) -> int:
+    """heads / 4, as in Llama 3 8B, or the divisor of heads nearest to it that is neither 1 (MQA) nor heads (MHA)."""
+    divisors = [number for number in range(2, heads) if heads % number == 0]
+    if not divisors:
+        raise DesignError("heads", f"{heads} cannot form groups of several heads for gqa; name mha or mqa, or choose 4")
+    return min(divisors, key=lambda number: abs(number - heads / 4))
+
+
 class AttentionConfig(MixerConfig):
-    """Fields of `attention`. None or false: off, or the default named in the comment."""
+    """Fields of `attention`. None or false: off, or the default named in the comment.
+
+    Under the name `mha`, kv_heads is heads; under `mqa` it is 1; under `gqa` it is by default heads / 4, as in Llama 3
+    8B, or the divisor of heads nearest to it that is neither 1 nor heads; `swa` needs a window.
+    """
+
+    aliases = ("mha", "mqa", "gqa", "swa")
 
     heads: Width
     kv_heads: Width | None = None  # default: heads
@@ -55,6 +70,25 @@ class AttentionConfig(MixerConfig):
     def _check(self) -> Self:
         check_head_groups("kv_heads", self.kv_heads, self.heads)
         return self
+
+    @classmethod
+    def fields_of_alias(cls, alias: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """mha: as many key heads as heads. gqa: fewer, by default `default_groups`. mqa: one. swa: a window."""
+        heads, kv_heads = fields.get("heads"), fields.get("kv_heads")
+        if alias == "swa" and fields.get("window") is None:
+            raise DesignError("window", "is required by swa; give it the number of tokens that a query sees")
+        if alias == "mqa":
+            return with_implied(alias, fields, "kv_heads", 1)
+        if alias == "swa" or type(heads) is not int or not 1 <= heads <= 2**20:
+            return {**fields}
+        if alias == "mha":
+            return with_implied(alias, fields, "kv_heads", heads)
+        if kv_heads in (1, heads):
+            name = "mqa" if kv_heads == 1 else "mha"
+            raise DesignError(
+                "kv_heads", f"{kv_heads} of {heads} heads is {name}, not gqa; leave it out, or name {name}"
+            )
+        return {**fields, "kv_heads": kv_heads or default_groups(heads)}
 
     def resolved(self, context: BuildContext) -> Self:
         """Heads, widths, scale and rotary dims written out."""
@@ -92,6 +126,20 @@ class AttentionConfig(MixerConfig):
     def with_small_window(self) -> Self:
         """A window of at most SMALL_WINDOW."""
         return self if self.window is None else self.with_window(SMALL_WINDOW)
+
+    def head_shape(self, width: int) -> tuple[int, int]:
+        """Heads, and the width of their values."""
+        return self.heads, self.value_dim or self.head_dim or width // self.heads
+
+    def with_state_scaled(self, factor: float, width: int) -> Self:
+        """Another window, if there is one; else other numbers of key and value heads, and other widths."""
+        if self.window is not None:
+            return self.replace(window=max(1, round(self.window * factor)))
+        dim = self.head_dim or width // self.heads
+        values = self.value_dim or dim
+        kv_heads, head_dim, value_dim = scale_heads(self.kv_heads or self.heads, factor, self.heads, (dim, values))
+        widths = {} if head_dim == dim and value_dim == values else {"head_dim": head_dim, "value_dim": value_dim}
+        return self.replace(kv_heads=kv_heads, **widths)
 
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The heads, if their width follows from the model's."""

@@ -24,7 +24,7 @@ from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import MixerState, StateSpec
 from heddle.parts.context.position_table import PositionTable
 from heddle.parts.context.shrink import ShrinkContext, at_most, small_head_count
-from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, merge_heads, split_heads
+from heddle.parts.mixers import Mixer, MixerConfig, check_double_softmax, check_head_groups, merge_heads, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear
 
@@ -73,12 +73,20 @@ class CrossAttentionConfig(MixerConfig):
             encoder_width=encoder_width,
         )
 
+    def head_shape(self, width: int) -> tuple[int, int]:
+        """Heads, and the width of their values."""
+        return self.heads, self.value_dim or self.head_dim or width // self.heads
+
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The heads, if their width follows from the model's."""
         return () if self.head_dim else ((self.heads, small_head_count(self.heads, self.kv_heads)),)
 
     def build(self, context: BuildContext) -> "CrossAttention":
-        """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
+        """Build the module.
+
+        Raises DesignError if width is not divisible by heads and head_dim is not given, or if double_softmax would
+        normalize over a single dim.
+        """
         return CrossAttention(self, context)
 
 
@@ -116,6 +124,7 @@ class CrossAttention(Mixer):
         self.heads = config.heads
         self.kv_heads = config.kv_heads or config.heads
         head_dim = context.head_dim(config.heads, config.head_dim)
+        check_double_softmax(config.normalization, head_dim)
         value_dim = config.value_dim or head_dim
         self.scale = config.scale or head_dim**-0.5
         self.window, self.causal = 1, True

@@ -9,13 +9,13 @@ h // (heads / kv_heads). Observed attention maps are those of both softmaxes: al
 """
 
 import math
-from typing import Self
+from typing import Any, Self
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from heddle.config import DesignError, PositiveFloat, PositiveInt, Width, build_under
+from heddle.config import DesignError, Part, PositiveFloat, PositiveInt, Width, build_under
 from heddle.numerics.attention.score_modifiers import ScoreModifiers
 from heddle.numerics.attention.softmax import attention
 from heddle.numerics.norms import at_least_float32
@@ -25,7 +25,7 @@ from heddle.parts.context.kv_cache import KVCache
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.shrink import SMALL_WINDOW, ShrinkContext, small_head_count
-from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, merge_heads, split_heads
+from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, merge_heads, scale_heads, split_heads
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.norms import NormConfig
@@ -36,6 +36,8 @@ LAMBDA_STD = 0.1
 
 class DifferentialAttentionConfig(MixerConfig):
     """Fields of `differential_attention`. None or false: off, or the default named in the comment."""
+
+    aliases = ("diff_attention",)
 
     heads: Width  # each with two queries
     kv_heads: Width | None = None  # default: heads
@@ -98,6 +100,26 @@ class DifferentialAttentionConfig(MixerConfig):
         """A window of at most SMALL_WINDOW."""
         return self if self.window is None else self.with_window(SMALL_WINDOW)
 
+    def head_shape(self, width: int) -> tuple[int, int]:
+        """Heads, and the width of their values."""
+        return self.heads, self.value_dim or 2 * (self.head_dim or width // (2 * self.heads))
+
+    @classmethod
+    def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
+        """A head_dim, half the previous mixer's, if the width has none for two queries of each head."""
+        heads, dim = previous.head_shape(width) if isinstance(previous, MixerConfig) else (0, 0)
+        return {"head_dim": max(1, dim // 2)} if heads and width % (2 * heads) else {}
+
+    def with_state_scaled(self, factor: float, width: int) -> Self:
+        """Another window, if there is one; else other numbers of key and value heads, and other widths."""
+        if self.window is not None:
+            return self.replace(window=max(1, round(self.window * factor)))
+        dim = self.head_dim or width // (2 * self.heads)
+        values = self.value_dim or 2 * dim
+        kv_heads, head_dim, value_dim = scale_heads(self.kv_heads or self.heads, factor, self.heads, (dim, values))
+        widths = {} if head_dim == dim and value_dim == values else {"head_dim": head_dim, "value_dim": value_dim}
+        return self.replace(kv_heads=kv_heads, **widths)
+
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The queries, if their width follows from the model's."""
         few = 2 * small_head_count(self.heads, self.kv_heads)
@@ -112,7 +134,7 @@ class DifferentialAttention(SelfInitialized, Mixer):
     """The module. Its state is a `KVCache` whose keys [B, kv_heads, slots, 2 d] are the two keys of each head."""
 
     input_projections = ("q", "k", "v")
-    reads_layer_index = True
+    uses_layer_index = True
 
     def __init__(self, config: DifferentialAttentionConfig, context: BuildContext) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.recurrent_state import ConvRecurrentState
 from heddle.parts.context.shrink import ShrinkContext, small_head_count
-from heddle.parts.mixers import MixerConfig, check_head_groups
+from heddle.parts.mixers import MixerConfig, check_head_groups, scale_even
 from heddle.parts.modules.delta_rule import DeltaRuleMixer
 from heddle.parts.modules.gated_decay import GatedDecay
 from heddle.parts.modules.linear import Linear, fused_projections
@@ -30,6 +30,8 @@ from heddle.parts.norms import NormConfig
 
 class GatedDeltaConfig(MixerConfig):
     """Fields of `gated_delta`. None: the default named in the comment."""
+
+    aliases = ("gated_deltanet", "gdn")
 
     heads: Width  # of values, states and outputs
     key_heads: Width | None = None  # of queries and keys; default: heads
@@ -59,6 +61,15 @@ class GatedDeltaConfig(MixerConfig):
         return self.replace(
             heads=small.heads, key_heads=small.groups, head_dim=small.head_dim, value_dim=small.value_dim
         )
+
+    def head_shape(self, width: int) -> tuple[int, int]:
+        """Heads, and the width of their values."""
+        return self.heads, self.value_dim or self.head_dim or width // self.heads
+
+    def with_state_scaled(self, factor: float, width: int) -> Self:
+        """Keys of another width; values stay as wide as they were."""
+        dim = self.head_dim or width // self.heads
+        return self.replace(head_dim=scale_even(dim, factor), value_dim=self.value_dim or dim)
 
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The heads, if their width follows from the model's."""

@@ -18,7 +18,7 @@ from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.recurrent_state import ConvRecurrentState
 from heddle.parts.context.shrink import ShrinkContext, at_most, small_head_count
-from heddle.parts.mixers import MixerConfig
+from heddle.parts.mixers import MixerConfig, scale_even
 from heddle.parts.modules.delta_rule import DeltaRuleMixer
 from heddle.parts.modules.gated_decay import GatedDecay
 from heddle.parts.modules.linear import Linear, fused_projections
@@ -51,6 +51,17 @@ class KDAConfig(MixerConfig):
         small = context.small_heads(self.heads, None, self.head_dim, self.value_dim)
         rank = None if self.gate_rank is None else at_most(self.gate_rank, 8)
         return self.replace(heads=small.heads, head_dim=small.head_dim, value_dim=small.value_dim, gate_rank=rank)
+
+    def head_shape(self, width: int) -> tuple[int, int]:
+        """Heads, and the width of their values."""
+        return self.heads, self.value_dim or self.head_dim or width // self.heads
+
+    def with_state_scaled(self, factor: float, width: int) -> Self:
+        """Keys of another width; values stay as wide as they were."""
+        dim = self.head_dim or width // self.heads
+        return self.replace(
+            head_dim=scale_even(dim, factor), value_dim=self.value_dim or dim, gate_rank=self.gate_rank or dim
+        )
 
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The heads, if their width follows from the model's."""

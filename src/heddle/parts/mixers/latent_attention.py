@@ -7,13 +7,13 @@ The cache holds c and the rotated k_rope, kv_rank + rope_dim elements per token.
 rotated, the rotation would stand between W_uk and the queries that absorb it.
 """
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from heddle.config import DesignError, PositiveFloat, Width, build_under, parse_config, refuse
+from heddle.config import DesignError, Part, PositiveFloat, Width, build_under, parse_config, refuse
 from heddle.numerics.attention.latent import latent_attention
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.kv_cache import KVCache
@@ -35,6 +35,8 @@ LatentNorm = Literal["rms", "none"]
 class LatentAttentionConfig(MixerConfig):
     """Fields of `latent_attention`. None or false: off, or the default named in the comment."""
 
+    aliases = ("mla",)
+
     heads: Width
     kv_rank: Width  # width of the latent of keys and values
     query_rank: Width | None = None  # width of the latent of queries; default: no latent, queries are projected from x
@@ -45,7 +47,7 @@ class LatentAttentionConfig(MixerConfig):
     query_norm: LatentNorm | None = None  # default: rms
     scale: PositiveFloat | None = None  # default: 1 / sqrt(nope_dim + rope_dim); YaRN multiplies either
     bias: bool = False  # of the latents, the shared keys and out (DeepSeek)
-    query_bias: bool = False  # of the projection to query heads, from x or from their latent
+    query_bias: bool | None = None  # of the projection to query heads, from x or from their latent; default: none
     position: RotationConfig | None = None
 
     @model_validator(mode="after")
@@ -68,6 +70,7 @@ class LatentAttentionConfig(MixerConfig):
             kv_norm=self.kv_norm or "rms",
             query_norm=None if self.query_rank is None else self.query_norm or "rms",
             scale=self.scale or head_dim**-0.5,
+            query_bias=self.query_bias or None,
             position=self.position if self.position is None or rope_dim is None else self.position.resolved(rope_dim),
         )
 
@@ -86,6 +89,25 @@ class LatentAttentionConfig(MixerConfig):
             value_dim=small_relative_width(self.value_dim, self.nope_dim, nope_dim),
             position=position,
         )
+
+    def head_shape(self, width: int) -> tuple[int, int]:
+        """Heads, and the width of their values."""
+        return self.heads, self.value_dim or self.nope_dim
+
+    @classmethod
+    def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
+        """A latent of four heads' width, as DeepSeek-V2's, at most half the model's; half as many rotated dims."""
+        heads, dim = previous.head_shape(width) if isinstance(previous, MixerConfig) else (0, 0)
+        if not isinstance(previous, MixerConfig) or not heads:
+            return {}
+        rotates = isinstance(getattr(previous.template, "position", None), RotationConfig)
+        rope_dim = {"rope_dim": max(2, dim // 8 * 4)} if rotates else {}  # of 4: also for rotations in the plane
+        return {"kv_rank": max(1, min(4 * dim, width // 2)), "nope_dim": dim, **rope_dim}
+
+    def with_state_scaled(self, factor: float, width: int) -> Self:
+        """Another `kv_rank`, at most the model's width: the rotated keys stay."""
+        rope_dim = self.rope_dim or 0
+        return self.replace(kv_rank=min(width, max(1, round((self.kv_rank + rope_dim) * factor) - rope_dim)))
 
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The heads: designs of this mixer are as wide as all heads together."""
@@ -111,7 +133,7 @@ class LatentAttention(Mixer):
         head_dim, value_dim = self.nope_dim + self.rope_dim, config.value_dim or self.nope_dim
         bias, rank, query_rank = config.bias, config.kv_rank, config.query_rank
         self.state_note = f"one latent of {rank} for all heads"
-        query_bias = config.query_bias
+        query_bias = bool(config.query_bias)
         self.q = Linear(width, self.heads * head_dim, bias=query_bias) if query_rank is None else None
         self.q_down = None if query_rank is None else Linear(width, query_rank, bias=bias)
         self.q_norm = None if query_rank is None else _latent_norm(query_rank, config.query_norm)

@@ -9,13 +9,13 @@ eq. 19). With `causal: false`, S and z are sums over the whole document.
 """
 
 from collections.abc import Callable
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from heddle.config import DesignError, Width, build_under, refuse
+from heddle.config import DesignError, Part, Width, build_under, refuse
 from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.philox import ParameterDraws
@@ -33,7 +33,7 @@ from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.recurrent_state import RecurrentState, call_layout, without_padding
 from heddle.parts.context.shrink import ShrinkContext, small_head_count
-from heddle.parts.mixers import MixerConfig, RecurrentMixer, merge_heads, split_heads
+from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_double_softmax, merge_heads, scale_even, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.positions import RotationConfig
@@ -90,12 +90,32 @@ class LinearAttentionConfig(MixerConfig):
         position = None if self.position is None else self.position.shrunk(*small.dims)
         return self.replace(heads=small.heads, head_dim=small.head_dim, value_dim=small.value_dim, position=position)
 
+    def head_shape(self, width: int) -> tuple[int, int]:
+        """Heads, and the width of their values."""
+        return self.heads, self.value_dim or self.head_dim or width // self.heads
+
+    @classmethod
+    def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
+        """As for every mixer; and kernel normalization, which unlike double_softmax reads no later tokens."""
+        inner = previous.template if isinstance(previous, MixerConfig) else previous
+        is_double = getattr(inner, "normalization", None) == "double_softmax"
+        return {**super().default_fields(previous, width), **({"normalization": "kernel"} if is_double else {})}
+
+    def with_state_scaled(self, factor: float, width: int) -> Self:
+        """Keys of another width; values stay as wide as they were."""
+        dim = self.head_dim or width // self.heads
+        return self.replace(head_dim=scale_even(dim, factor), value_dim=self.value_dim or dim)
+
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The heads, if their width follows from the model's."""
         return () if self.head_dim else ((self.heads, small_head_count(self.heads)),)
 
     def build(self, context: BuildContext) -> "LinearAttention":
-        """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
+        """Build the module.
+
+        Raises DesignError if width is not divisible by heads and head_dim is not given, or if double_softmax would
+        normalize over a single dim.
+        """
         return LinearAttention(self, context)
 
 
@@ -126,6 +146,7 @@ class LinearAttention(RecurrentMixer):
         super().__init__()
         self.heads = config.heads
         self.head_dim = context.head_dim(config.heads, config.head_dim)
+        check_double_softmax(config.normalization, self.head_dim)
         self.value_dim = config.value_dim or self.head_dim
         self.causal = config.causal
         self.uses_kernel = config.normalization == "kernel"

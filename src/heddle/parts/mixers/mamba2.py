@@ -8,14 +8,14 @@ are plain projections; A, b and D are one number per head. Head h reads q and k 
 norm is over a group's heads. The state S has state_size · head_dim elements per head, whatever the length of the text.
 """
 
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heddle.config import DesignError, Width, build_under, refuse
+from heddle.config import DesignError, Part, Width, build_under, refuse
 from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.philox import ParameterDraws
@@ -71,6 +71,20 @@ class Mamba2Config(MixerConfig):
         small = context.small_heads(self.heads, self.groups, self.head_dim)
         size = at_most(self.state_size, 8)
         return self.replace(heads=small.heads, groups=small.groups, head_dim=small.head_dim, state_size=size)
+
+    def head_shape(self, width: int) -> tuple[int, int]:
+        """Heads, and their width."""
+        return self.heads, self.head_dim or 2 * width // self.heads
+
+    @classmethod
+    def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
+        """A head_dim, if the heads of the previous mixer do not divide twice the width."""
+        heads, dim = previous.head_shape(width) if isinstance(previous, MixerConfig) else (0, 0)
+        return {"head_dim": dim} if heads and 2 * width % heads else {}
+
+    def with_state_scaled(self, factor: float, width: int) -> Self:
+        """Another `state_size`."""
+        return self.replace(state_size=max(1, round(self.state_size * factor)))
 
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The heads, if their width follows from the model's."""

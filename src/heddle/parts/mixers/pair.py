@@ -6,11 +6,11 @@ The sum has no weights: a factor or a gate per channel could be folded into the 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
-from heddle.config import DesignError, build_under
+from heddle.config import DesignError, Part, build_under
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import MixerState, StateSpec
@@ -45,6 +45,25 @@ class PairConfig(MixerConfig):
     def with_small_window(self) -> Self:
         """Both with small windows."""
         return self.replace(first=self.first.with_small_window(), second=self.second.with_small_window())
+
+    @property
+    def template(self) -> MixerConfig:
+        """The first mixer."""
+        return self.first.template
+
+    def head_shape(self, width: int) -> tuple[int, int]:
+        """That of the first mixer."""
+        return self.first.head_shape(width)
+
+    @classmethod
+    def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
+        """The previous mixer twice."""
+        return {"first": previous.dump(), "second": previous.dump()}
+
+    def with_state_scaled(self, factor: float, width: int) -> Self:
+        """Both scaled."""
+        first, second = self.first.with_state_scaled(factor, width), self.second.with_state_scaled(factor, width)
+        return self.replace(first=first, second=second)
 
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """Those of both."""
@@ -87,7 +106,7 @@ class Pair(Mixer):
         self.window, self.causal = _larger(first.window, second.window), first.causal
         self.encoder_width = first.encoder_width or second.encoder_width
         self.state_note = " and ".join(filter(None, (first.state_note, second.state_note)))
-        self.reads_layer_index = first.reads_layer_index or second.reads_layer_index
+        self.uses_layer_index = first.uses_layer_index or second.uses_layer_index
         if first.input_projections is not None and second.input_projections is not None:
             inner = (("first", first.input_projections), ("second", second.input_projections))
             self.input_projections = [f"{path}.{name}" for path, names in inner for name in names]

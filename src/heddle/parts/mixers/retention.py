@@ -25,7 +25,7 @@ from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.recurrent_state import RecurrentState, call_layout, without_padding
 from heddle.parts.context.shrink import ShrinkContext, small_head_count, subsample
-from heddle.parts.mixers import MixerConfig, RecurrentMixer, split_heads
+from heddle.parts.mixers import MixerConfig, RecurrentMixer, scale_even, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.positions import RotationConfig
@@ -37,6 +37,8 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "sigmoi
 
 class RetentionConfig(MixerConfig):
     """Fields of `retention`. None: off, or the default named in the comment."""
+
+    aliases = ("retnet",)
 
     heads: Width
     head_dim: Width | None = None  # default: width / heads
@@ -65,6 +67,15 @@ class RetentionConfig(MixerConfig):
         return self.replace(
             heads=small.heads, head_dim=small.head_dim, value_dim=small.value_dim, decay=decay, position=position
         )
+
+    def head_shape(self, width: int) -> tuple[int, int]:
+        """Heads, and the width of their values."""
+        return self.heads, self.value_dim or self.head_dim or width // self.heads
+
+    def with_state_scaled(self, factor: float, width: int) -> Self:
+        """Keys of another width; values stay as wide as they were."""
+        dim = self.head_dim or width // self.heads
+        return self.replace(head_dim=scale_even(dim, factor), value_dim=self.value_dim or dim)
 
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The heads, if their width follows from the model's."""

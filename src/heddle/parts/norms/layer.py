@@ -13,6 +13,8 @@ from heddle.parts.norms import NormConfig, weight_shape
 class LayerNormConfig(NormConfig):
     """`bias` is β."""
 
+    aliases = ("layernorm", "layer_norm")
+
     eps: PositiveFloat = 1e-5
     bias: bool = True
 

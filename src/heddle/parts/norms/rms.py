@@ -18,6 +18,8 @@ class RMSConfig(NormConfig):
     `cast`: whether the result returns to x's dtype before the product with γ (Llama) or after it.
     """
 
+    aliases = ("rmsnorm", "rms_norm")
+
     eps: PositiveFloat = 1e-5
     offset: FiniteFloat = 0.0
     cast: Literal["before", "after"] = "before"

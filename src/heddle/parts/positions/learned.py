@@ -1,12 +1,12 @@
 """Learned absolute positions (GPT-2), added to the embedding: a table with one row per position."""
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heddle.config import PositiveInt
+from heddle.config import Part, PositiveInt
 from heddle.errors import ConfigError
 from heddle.numerics.philox import ParameterDraws
 from heddle.parts.context.layout import Layout
@@ -19,6 +19,11 @@ class LearnedConfig(AdditivePositionConfig):
     """`length` is the number of positions; a later position raises ConfigError."""
 
     length: PositiveInt
+
+    @classmethod
+    def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
+        """2048 positions."""
+        return {"length": 2048}
 
     def shrunk(self) -> Self:
         """A table for the laws' texts."""

@@ -27,6 +27,8 @@ MAX_CACHED = 256  # frequencies that a module stores, of different lengths of te
 class RopeConfig(RotationConfig):
     """Fields of `rope`. `inv_freq`, one per pair, replaces the inverse frequencies of `base`."""
 
+    aliases = ("rotary",)
+
     base: PositiveFloat = DEFAULT_BASE
     layout: Literal["half", "interleaved"] = "half"
     rotary_dim: Width | None = None  # default: head_dim

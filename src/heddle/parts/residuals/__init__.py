@@ -30,9 +30,11 @@ class ResidualConfig(Part, ABC):
 
     drop_path: stochastic depth rate of the last layer; it grows linearly from 0 in the first layer. dropout: rate at
     which elements of a branch's output are dropped, the same in every layer (Vaswani et al. 2017, §5.4).
+    keeps_stream: whether a layer whose branches add zero leaves any stream as it is, whatever its other weights.
     """
 
     slot: ClassVar[str] = "residuals"
+    keeps_stream: ClassVar[bool] = False
 
     drop_path: Probability = 0.0
     dropout: Probability = 0.0
@@ -53,6 +55,14 @@ class ResidualConfig(Part, ABC):
     def initial_scales(self, depth: int) -> InitialScales:
         """The factors for a model of `depth` layers: the sum of all branches starts as large at any depth."""
         return InitialScales(outputs=float((2 * depth) ** -0.5))
+
+    def input_norm(self, branch: str) -> str | None:
+        """The path in the block of the norm whose output the branch reads; only branches read it. None: not stated."""
+        return None
+
+    def output_norm(self, branch: str) -> str | None:
+        """The path in the block of the norm of the branch's output, before it is added. None: not stated."""
+        return None
 
     @abstractmethod
     def build(self, context: ResidualContext) -> "Residual":
@@ -85,7 +95,7 @@ class Residual(nn.Module, ABC):
 
 
 class FinalNorm(nn.Module):
-    """The final norm of a stream that is one tensor."""
+    """The final norm of a stream that is one tensor: hidden states are the output of its `norm`."""
 
     def __init__(self, width: int, norm: NormConfig) -> None:
         super().__init__()

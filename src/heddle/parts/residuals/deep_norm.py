@@ -17,6 +17,8 @@ from heddle.parts.residuals import Branches, InitialScales, Residual, ResidualCo
 class DeepNormConfig(ResidualConfig):
     """No fields of its own."""
 
+    aliases = ("deepnorm",)
+
     def initial_scales(self, depth: int) -> InitialScales:
         """β for all of them."""
         beta = float((8 * depth) ** -0.25)

@@ -29,7 +29,7 @@ from heddle.numerics.sinkhorn import sinkhorn
 from heddle.parts.context.build import ResidualContext
 from heddle.parts.modules.linear import Linear, SelfInitialized
 from heddle.parts.norms import NormConfig
-from heddle.parts.residuals import Branches, Residual, ResidualConfig
+from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
 
 IDENTITY_BIAS = 4.0  # on the diagonal of M; four streams then start with 95 % of their weight on themselves
 
@@ -37,12 +37,18 @@ IDENTITY_BIAS = 4.0  # on the diagonal of M; four streams then start with 95 % o
 class HyperConnectionsConfig(ResidualConfig):
     """`streams` is n; `iterations` of Sinkhorn–Knopp."""
 
+    aliases = ("mhc",)
+
     streams: Annotated[int, Field(ge=2, le=64)] = 4
     iterations: Annotated[int, Field(ge=1, le=1000)] = 20
 
     def expand(self, x: Tensor) -> Tensor:
         """[B, T, width] -> [B, T, streams, width], all equal."""
         return x.unsqueeze(2).expand(-1, -1, self.streams, -1)
+
+    def input_norm(self, branch: str) -> str:
+        """Each branch has one."""
+        return f"norms.{branch}"
 
     def build(self, context: ResidualContext) -> "HyperConnections":
         """Build the block of one layer."""
@@ -118,14 +124,9 @@ class HyperConnections(Residual):
         return stream
 
 
-class MeanFinalNorm(nn.Module):
+class MeanFinalNorm(FinalNorm):
     """The final norm, of the streams' mean."""
-
-    def __init__(self, width: int, norm: NormConfig) -> None:
-        super().__init__()
-        self.norm = norm.build(width)
 
     def forward(self, stream: Tensor) -> Tensor:
         """[B, T, n, width] -> [B, T, width]."""
-        hidden: Tensor = self.norm(stream.mean(2))
-        return hidden
+        return super().forward(stream.mean(2))

@@ -20,6 +20,8 @@ from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
 class ParallelConfig(ResidualConfig):
     """`norms`: 1 is one norm shared by the branches, 2 is one norm for each."""
 
+    keeps_stream = True
+
     norms: Annotated[int, Field(ge=1, le=2)] = 1
 
     def check_layers(self, depth: int, most_branches: int) -> None:
@@ -27,6 +29,10 @@ class ParallelConfig(ResidualConfig):
         super().check_layers(depth, most_branches)
         if self.norms == 2 and most_branches == 1:
             raise DesignError("norms", "2 is one norm for each branch, but every layer has only one; leave it out")
+
+    def input_norm(self, branch: str) -> str:
+        """Each branch has its own, or both share one."""
+        return "norms.shared" if self.norms == 1 else f"norms.{branch}"
 
     def build(self, context: ResidualContext) -> "Parallel":
         """Build the block of one layer."""

@@ -14,6 +14,8 @@ from heddle.parts.residuals import Branches, Residual, ResidualConfig
 class PostNormConfig(ResidualConfig):
     """No fields of its own."""
 
+    aliases = ("postnorm",)
+
     def build(self, context: ResidualContext) -> "PostNorm":
         """Build the block of one layer."""
         return PostNorm(context)

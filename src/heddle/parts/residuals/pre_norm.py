@@ -14,6 +14,13 @@ from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
 class PreNormConfig(ResidualConfig):
     """No fields of its own."""
 
+    aliases = ("prenorm",)
+    keeps_stream = True
+
+    def input_norm(self, branch: str) -> str:
+        """Each branch has one."""
+        return f"norms.{branch}"
+
     def build(self, context: ResidualContext) -> "PreNorm":
         """Build the block of one layer."""
         return PreNorm(context)

@@ -14,6 +14,12 @@ from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
 class ReorderedConfig(ResidualConfig):
     """No fields of its own."""
 
+    keeps_stream = True
+
+    def output_norm(self, branch: str) -> str:
+        """Each branch has one."""
+        return f"norms.{branch}"
+
     def build(self, context: ResidualContext) -> "Reordered":
         """Build the block of one layer."""
         return Reordered(context)

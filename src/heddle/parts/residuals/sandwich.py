@@ -14,6 +14,16 @@ from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
 class SandwichConfig(ResidualConfig):
     """No fields of its own."""
 
+    keeps_stream = True
+
+    def input_norm(self, branch: str) -> str:
+        """Each branch has one."""
+        return f"norms.{branch}"
+
+    def output_norm(self, branch: str) -> str:
+        """Each branch has one."""
+        return f"after.{branch}"
+
     def build(self, context: ResidualContext) -> "Sandwich":
         """Build the block of one layer."""
         return Sandwich(context)

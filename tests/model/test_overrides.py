@@ -1,0 +1,156 @@
+"""A part whose kind alone changes: every kind of every slot can come in the place of every other."""
+
+from itertools import permutations
+from typing import Any
+
+import pytest
+
+from heddle.config import kind_class, kinds
+from heddle.errors import ConfigError
+from heddle.model.load_config import apply_override, load_config
+from heddle.parts.mixers import MixerConfig
+from heddle.parts.positions import AdditivePositionConfig, MixerPositionConfig
+
+HEADS = {"heads": 4, "position": {"kind": "rope"}}
+# Each kind with all that its files of the field usually give: what another kind cannot have must not be in the way.
+MIXERS: dict[str, dict[str, Any]] = {
+    "attention": {**HEADS, "kv_heads": 2, "bias": "qkv", "gate": "head", "qk_norm": "per_head", "sink": True},
+    "cross_attention": {"heads": 4, "normalization": "double_softmax"},
+    "differential_attention": HEADS,
+    "gated_delta": {"heads": 4, "key_heads": 2},
+    "kda": {"heads": 4, "gate_rank": 4},
+    "latent_attention": {**HEADS, "kv_rank": 12, "nope_dim": 10, "rope_dim": 6, "value_dim": 14},
+    "linear_attention": {**HEADS, "normalization": "kernel", "feature_map": "learned"},
+    "mamba2": {"heads": 4, "state_size": 8},
+    "pair": {"first": {"kind": "attention", **HEADS}, "second": {"kind": "mamba2", "heads": 4}},
+    "retention": {**HEADS, "decay": "learned", "gate": "silu"},
+}
+FEEDFORWARDS: dict[str, dict[str, Any]] = {
+    "gated": {"hidden": 24, "activation": "swiglu_clamped", "limit": 3.0},
+    "mlp": {"hidden": 24, "activation": "relu2", "bias": True},
+    "moe": {"hidden": 12, "experts": 4, "top_k": 2, "shared": 1, "bias": "shared", "activation": "silu"},
+}
+
+
+def design(mixer: dict[str, Any], feedforward: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"width": 48, "layers": [{"mixer": mixer, "feedforward": feedforward}], **fields}
+
+
+def mixer(kind: str) -> dict[str, Any]:
+    return {"kind": kind, **MIXERS[kind]}
+
+
+GATED = {"kind": "gated", "hidden": 24}
+
+
+def test_every_kind_is_here() -> None:
+    assert sorted(MIXERS) == kinds("mixers")
+    assert sorted(FEEDFORWARDS) == kinds("feedforwards")
+
+
+@pytest.mark.parametrize("before", MIXERS)
+def test_every_mixer_can_come_in_the_place_of_every_other(before: str) -> None:
+    for width in (48, 50):  # 50: no head_dim follows from the width
+        data = design(mixer(before), GATED) | {"width": width}
+        if width == 50:
+            data["layers"][0]["mixer"] |= {} if before in ("pair", "latent_attention") else {"head_dim": 12}
+        if before == "pair":
+            data["layers"][0]["mixer"]["first"] = {"kind": "attention", **HEADS, "head_dim": 12}
+            data["layers"][0]["mixer"]["second"] = {"kind": "mamba2", "heads": 4}
+        load_config(data)
+        for after in kinds("mixers"):
+            config = load_config(data, [f"layers.*.mixer.kind={after}"])
+            assert config.layers[0].mixer is not None
+            assert config.layers[0].mixer.kind == after
+
+
+@pytest.mark.parametrize(("before", "after"), list(permutations(FEEDFORWARDS, 2)))
+def test_every_feedforward_can_come_in_the_place_of_every_other(before: str, after: str) -> None:
+    data = design(mixer("attention"), {"kind": before, **FEEDFORWARDS[before]})
+    feedforward = load_config(data, [f"layers.0.feedforward.kind={after}"]).layers[0].feedforward
+    assert feedforward is not None
+    assert feedforward.kind == after
+    assert feedforward.active_hidden == (36 if before == "moe" else 24), "a token uses as many channels as before"
+
+
+@pytest.mark.parametrize("slot", ["residual", "norm"])
+def test_every_wiring_and_norm_can_come_in_the_place_of_every_other(slot: str) -> None:
+    data = design(mixer("attention"), GATED, residual={"kind": "pre_norm", "dropout": 0.1}, norm={"kind": "rms"})
+    for before, after in permutations(kinds(f"{slot}s"), 2):
+        config = load_config(data, [f"{slot}.kind={before}", f"{slot}.kind={after}"])
+        assert getattr(config, slot).kind == after
+    assert load_config(data, ["residual.kind=parallel"]).residual.dropout == 0.1
+
+
+def test_every_position_can_come_in_the_place_of_every_other() -> None:
+    for base, path in (
+        (MixerPositionConfig, "layers.0.mixer.position"),
+        (AdditivePositionConfig, "embedding.position"),
+    ):
+        fitting = [kind for kind in kinds("positions") if issubclass(kind_class("positions", kind), base)]
+        for before, after in permutations(fitting, 2):
+            start = {"kind": before} | ({"length": 9} if before == "learned" else {})
+            data = design({"kind": "attention", "heads": 4}, GATED)
+            where = data["layers"][0]["mixer"] if base is MixerPositionConfig else data.setdefault("embedding", {})
+            where["position"] = start
+            load_config(data, [f"{path}.kind={after}"])
+
+
+def test_what_is_chosen_is_said_and_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    latent = "layers.*.mixer.kind=latent_attention"
+    chosen = load_config("preset:gqa-tiny", [latent]).dump()["layers"][0]["mixer"]
+    said = "latent_attention: kv_rank 64, nope_dim 32, rope_dim 16 chosen; set them to change\n"
+    assert capsys.readouterr().err == said
+    assert (chosen["kv_rank"], chosen["nope_dim"], chosen["rope_dim"]) == (64, 32, 16)
+    for overrides in ([latent, "layers.*.mixer.kv_rank=20"], ["layers.*.mixer.kv_rank=20", latent]):
+        changed = load_config("preset:gqa-tiny", overrides).dump()["layers"][0]["mixer"]
+        assert changed == chosen | {"kv_rank": 20}
+        assert capsys.readouterr().err == "latent_attention: nope_dim 32, rope_dim 16 chosen; set them to change\n"
+    load_config("preset:gqa-tiny", ["layers.*.mixer.kind=retention", "layers.*.feedforward.kind=swiglu"])
+    assert capsys.readouterr().err == "", "nothing had to be chosen"
+
+
+def test_what_does_not_fit_is_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    rotary = {"kind": "attention", "heads": 4, "position": {"kind": "rope", "base": 50.0, "rotary_dim": 12}}
+    position = load_config(design(rotary, GATED), ["layers.0.mixer.kind=mla"]).dump()["layers"][0]["mixer"]["position"]
+    assert position == {"kind": "rope", "base": 50.0, "layout": "half"}, "only the dims did not fit"
+    assert "mla: position.rotary_dim left out, as it does not fit" in capsys.readouterr().err
+    alibi = {"kind": "attention", "heads": 4, "position": {"kind": "alibi"}}
+    assert "position" not in load_config(design(alibi, GATED), ["layers.0.mixer=mla"]).dump()["layers"][0]["mixer"]
+    assert "mla: position left out, as it does not fit" in capsys.readouterr().err
+
+
+def test_faults_of_the_design_are_named_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+    indivisible = design({"kind": "attention", "heads": 5}, GATED)
+    with pytest.raises(ConfigError, match=r"layers\[0\]\.mixer\.heads: 5 does not divide width = 48"):
+        load_config(indivisible, ["layers.0.mixer.kind=gated_delta"])
+    with pytest.raises(ConfigError, match="kind 'learned' does not belong here"):
+        load_config(design(mixer("attention"), GATED), ["layers.0.mixer.position.kind=learned"])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_name_is_resolved_before_its_kind_changes() -> None:
+    data = design({"kind": "mqa", "heads": 4}, {"kind": "swiglu", "hidden": 8})
+    changed = load_config(data, ["layers.0.mixer.kind=attention", "layers.0.feedforward.kind=mlp"]).dump()["layers"][0]
+    assert (changed["mixer"]["kv_heads"], changed["feedforward"]["activation"]) == (1, "silu")
+
+
+def test_a_field_that_no_kind_has_is_still_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown field 'windw'"):
+        load_config(design(mixer("attention"), GATED), ["layers.0.mixer.windw=3", "layers.0.mixer.kind=mla"])
+
+
+def test_the_layers_of_an_encoder_have_its_width() -> None:
+    inner = {"width": 16, "layers": [{"mixer": {"kind": "attention", "heads": 2}}]}
+    data = design({"kind": "cross_attention", "heads": 4}, GATED, encoder=inner)
+    replacements = apply_override(data, "encoder.layers.*.mixer.kind=mla")
+    assert replacements[0].chosen == {"kv_rank": 8, "nope_dim": 8}
+
+
+def test_a_kind_that_forgets_its_fields_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: without `default_fields` the kind alone is not enough."""
+    cls = kind_class("mixers", "latent_attention")
+    monkeypatch.setattr(cls, "default_fields", classmethod(lambda cls, previous, width: {}))
+    assert issubclass(cls, MixerConfig)
+    with pytest.raises(ConfigError, match="kv_rank: is required"):
+        load_config(design(mixer("attention"), GATED), ["layers.0.mixer.kind=latent_attention"])
