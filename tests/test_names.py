@@ -23,6 +23,7 @@ SAYS_NOTHING = {
 # Public classes and functions defined in several modules on purpose, each with its reason.
 SHARED_NAMES: dict[str, str] = {
     "compare": "a command, and the function it calls",
+    "convert": "a command, and the function it calls",
     "export": "a command, the function it calls, and the same for transformers' classes",
     "generate": "a command, and the function it calls",
     "load": "a model of heddle's, a folder of transformers, and the same behind transformers' classes",

@@ -1,4 +1,4 @@
-"""A field of a kind is named in the kind's own file, in the exchange with other formats, and in the presets."""
+"""A field of a kind is named in its own file, in the exchange with other formats, in conversions, and in presets."""
 
 import ast
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from heddle.config import Part, kind_class, kinds
 from tests.source import Source, package_sources, slots
 
-# Units that may name fields: kinds themselves, other formats, and designs written as data.
-MAY_NAME = ("heddle.parts.", "heddle.exchange.", "heddle.model.presets", "heddle.numerics.")
+# Units that may name fields: kinds themselves, other formats, conversions of kinds, and designs written as data.
+MAY_NAME = ("heddle.parts.", "heddle.exchange.", "heddle.conversion.", "heddle.model.presets", "heddle.numerics.")
 
 # Names that are fields of kinds and also stand for something else, each with where that is.
 ELSEWHERE = {

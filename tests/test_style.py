@@ -14,6 +14,7 @@ PARAMETERS, FUNCTION_LINES, FILE_LINES = 7, 60, 300
 # "heddle.numerics.attention.softmax.sdpa" a function. An entry that is no longer needed fails too.
 LARGER: dict[str, str] = {
     "heddle.cli.compare.compare": "one parameter per option",
+    "heddle.cli.convert.convert": "one parameter per option",
     "heddle.cli.generate.generate": "one parameter per option",
     "heddle.cli.inspect.inspect": "one parameter per option",
     "heddle.cli.show.show": "one parameter per option",

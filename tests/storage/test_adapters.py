@@ -331,8 +331,8 @@ LORA = "model.lora"
     ("check", "function", "old", "new"),
     [
         (unmerged_equals_merged, f"{LORA}:LoraLinear.forward", " * self.scale", ""),
-        (unmerged_equals_merged, f"{LORA}:LoraLinear.merged", "* self.scale", "* self.alpha"),
-        (unmerged_equals_merged, f"{LORA}:LoraLinear.merged", "torch.float64", "torch.float32"),
+        (unmerged_equals_merged, f"{LORA}:LoraLinear.merged", "self.scale)", "self.alpha)"),
+        (unmerged_equals_merged, f"{LORA}:merged_weight", "torch.float64", "torch.float32"),
         (read_projections_are_adapted, f"{LORA}:LoraLinear.weight", " + self.b @ self.a * self.scale", ""),
         (nothing_at_the_start, f"{LORA}:LoraLinear.init_weights", "nn.init.zeros_(self.b)",
          'fill_normal(self.b, std, draws("b"))'),
@@ -341,10 +341,10 @@ LORA = "model.lora"
         (adapters_alone_learn, f"{LORA}:add_lora", "requires_grad=False", "requires_grad=True"),
         (adapters_alone_learn, "training.step:apply_gradients", "(*experts.router.parameters(), *experts.weights)",
          "feedforward.parameters()"),
-        (lambda: test_merging_adapters_of_zero_keeps_every_bit(torch.float32), f"{LORA}:LoraLinear.merged",
-         "torch.where(delta == 0, frozen, frozen + delta)", "(frozen + delta)"),
-        (lambda: test_merging_rounds_once(torch.bfloat16), f"{LORA}:LoraLinear.merged", "delta = b @ a * self.scale",
-         "delta = (b @ a * self.scale).to(self.frozen).double()"),
+        (lambda: test_merging_adapters_of_zero_keeps_every_bit(torch.float32), f"{LORA}:merged_weight",
+         "torch.where(delta == 0, wide, wide + delta)", "(wide + delta)"),
+        (lambda: test_merging_rounds_once(torch.bfloat16), f"{LORA}:merged_weight", "delta = b @ a * scale",
+         "delta = (b @ a * scale).to(weight).double()"),
     ],
 )  # fmt: skip
 def test_planted_faults_are_found(

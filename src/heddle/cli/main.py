@@ -16,6 +16,7 @@ import typer
 from heddle import __version__
 from heddle.cli.check import check
 from heddle.cli.compare import compare
+from heddle.cli.convert import convert
 from heddle.cli.export import export
 from heddle.cli.generate import generate
 from heddle.cli.import_ import import_
@@ -24,7 +25,7 @@ from heddle.cli.show import show
 from heddle.cli.train import train
 from heddle.errors import HeddleError, is_out_of_memory
 from heddle.progress import printable
-from heddle.training.signals import Interrupted, interrupted_on_stop_signals
+from heddle.signals import Interrupted, interrupted_on_stop_signals
 
 app = typer.Typer(
     name="heddle",
@@ -39,6 +40,7 @@ COMMANDS: dict[Callable[..., None], str] = {
     train: "Train a design, or resume a run.",
     compare: "Train designs side by side and report.",
     generate: "Generate text from prompts.",
+    convert: "Convert a trained model to another design.",
     inspect: "Plot attention maps.",
     import_: "Convert a transformers checkpoint.",
     export: "Convert a model for transformers or llama.cpp.",

@@ -11,6 +11,7 @@ from heddle.errors import ConfigError
 if TYPE_CHECKING:
     from heddle.model.config import ModelConfig
     from heddle.runtime import Runtime
+    from heddle.training.distillation import LossWeights
 
 DesignArgument = Annotated[
     str, typer.Argument(metavar="DESIGN", help="A YAML, TOML or JSON file, preset:NAME, or a checkpoint folder.")
@@ -105,6 +106,24 @@ def parse_scales(scales: list[str] | None) -> tuple[tuple[str, float], ...]:
         except ValueError:
             raise ConfigError(f"--lr-scale {text}: the factor must be a number of at least 0") from None
     return tuple(pairs)
+
+
+def parse_loss_weights(text: str | None, option: str) -> "LossWeights":
+    """Parse `logits=0.9,text=0.1`; a name alone has weight 1, None is the default. Raises ConfigError."""
+    from heddle.training.distillation import LossWeights
+
+    if text is None:
+        return LossWeights()
+    weights = {"logits": 0.0, "text": 0.0, "layers": 0.0}
+    for term in text.split(","):
+        name, equals, number = term.strip().partition("=")
+        if name not in weights:
+            raise ConfigError(f"{option} {text}: unknown loss '{name}'; choices: {', '.join(weights)}")
+        try:
+            weights[name] = float(number) if equals else 1.0
+        except ValueError:
+            raise ConfigError(f"{option} {text}: the weight of {name} must be a number of at least 0") from None
+    return LossWeights(**weights)
 
 
 def dtype_of(precision: str) -> Any:

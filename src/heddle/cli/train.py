@@ -28,7 +28,16 @@ from heddle.cli.options import (
     parse_scales,
     with_vocab_size,
 )
-from heddle.errors import CheckpointError, ConfigError
+from heddle.cli.train_options import (
+    DistillationLoss,
+    Lora,
+    LoraTargets,
+    TeacherFolder,
+    distillation_of,
+    lora_settings_of,
+    tokenizer_of,
+)
+from heddle.errors import ConfigError
 from heddle.progress import print_text
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
@@ -38,7 +47,8 @@ if TYPE_CHECKING:
     from heddle.data.recall import TaskStream
     from heddle.model.config import ModelConfig
     from heddle.tokenization.tokenizer import Tokenizer
-    from heddle.training.init_checkpoint import InitCheckpoint, LoraSettings
+    from heddle.training.distillation import Distillation
+    from heddle.training.init_checkpoint import InitCheckpoint
     from heddle.training.loop import TrainingJob, TrainingResult
     from heddle.training.settings import Settings
 
@@ -55,15 +65,10 @@ def train(  # noqa: PLR0913 - one parameter per option
         Path | None, typer.Option("--from", metavar="FOLDER", help="Start from the weights of this model or run.")
     ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The run's folder.")] = Path("runs/train"),
-    lora: Annotated[
-        int | None, typer.Option("--lora", metavar="RANK", help="With --from: train only LoRA adapters of this rank.")
-    ] = None,
-    lora_targets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--lora-targets", metavar="PATH", help="Projections with LoRA; repeatable. [layers.*.mixer.q, .v]"
-        ),
-    ] = None,
+    lora: Lora = None,
+    lora_targets: LoraTargets = None,
+    teacher: TeacherFolder = None,
+    distillation_loss: DistillationLoss = None,
     data: Data = None,
     tokenizer: TokenizerFile = None,
     vocab_size: VocabSize = None,
@@ -138,12 +143,13 @@ def train(  # noqa: PLR0913 - one parameter per option
             lr_scale=parse_scales(lr_scale),
             evaluate_every=evaluate_every,
         )
-        lora_settings = _lora_settings(lora, lora_targets, from_)
+        lora_settings = lora_settings_of(lora, lora_targets, from_)
         init_checkpoint = None if from_ is None else open_init_checkpoint(from_)
-        config = _config(design, overrides, init_checkpoint)
+        distillation = distillation_of(teacher, distillation_loss)
+        config = _config(design, overrides, init_checkpoint, distillation)
         source: Corpus | ChatDataset | TaskStream
         if task is None:
-            source_tokenizer = _source_tokenizer(tokenizer, vocab_size, init_checkpoint)
+            source_tokenizer = tokenizer_of(tokenizer, vocab_size, init_checkpoint, distillation)
             documents = {} if init_checkpoint is None else init_checkpoint.documents
             sizes = (config.vocab_size, vocab_size)
             source = _open_data(data or ["stdlib"], settings, sizes, source_tokenizer, documents)
@@ -162,6 +168,7 @@ def train(  # noqa: PLR0913 - one parameter per option
             environment=environment,
             init_checkpoint=init_checkpoint,
             lora=lora_settings,
+            distillation=distillation,
         )
         _report(run(job), job, as_json)
 
@@ -186,46 +193,25 @@ def _recall_task(
     return task
 
 
-def _config(design: str | None, overrides: list[str] | None, checkpoint: "InitCheckpoint | None") -> "ModelConfig":
-    """The config to train. Raises ConfigError if neither DESIGN nor --from is given."""
+def _config(
+    design: str | None,
+    overrides: list[str] | None,
+    checkpoint: "InitCheckpoint | None",
+    distillation: "Distillation | None",
+) -> "ModelConfig":
+    """The config to train, with a teacher's vocabulary. Raises ConfigError if neither DESIGN nor --from is given."""
     from heddle.model.load_config import load_config
 
     overrides = list(overrides or [])
     if checkpoint is None:
         if design is None:
             raise ConfigError("DESIGN: is missing; give a file, preset:NAME or a folder, or --from FOLDER")
-        return load_config(design, overrides)
+        config = load_config(design, overrides)
+        vocab_size = None if distillation is None else distillation.teacher.config.vocab_size
+        return config if vocab_size is None else with_vocab_size(config, vocab_size)
     if design is not None and "=" in design and not Path(design).exists():  # without DESIGN, an override comes first
         return checkpoint.resolve_config(None, [design, *overrides])
     return checkpoint.resolve_config(design, overrides)
-
-
-def _lora_settings(rank: int | None, targets: list[str] | None, checkpoint: Path | None) -> "LoraSettings | None":
-    from heddle.training.init_checkpoint import LoraSettings
-
-    if rank is None:
-        if targets:
-            raise ConfigError(f"--lora-targets {targets[0]}: needs the rank of the adapters; give --lora too")
-        return None
-    if checkpoint is None:
-        raise ConfigError(f"--lora {rank}: adapters need trained weights; give them with --from")
-    return LoraSettings(rank, tuple(targets)) if targets else LoraSettings(rank)
-
-
-def _source_tokenizer(
-    tokenizer: Path | None, vocab_size: int | None, checkpoint: "InitCheckpoint | None"
-) -> "Tokenizer | Path | None":
-    """The checkpoint's tokenizer, or the --tokenizer. Raises ConfigError for options that conflict with --from."""
-    if checkpoint is None:
-        return tokenizer
-    for option, value in (("tokenizer", tokenizer), ("vocab-size", vocab_size)):
-        if value is not None:
-            raise ConfigError(f"--{option} {value}: --from brings its own tokenizer; leave --{option} out")
-    if checkpoint.tokenizer is None:
-        raise CheckpointError(
-            f"{checkpoint.contents.folder}: holds no tokenizer.json, so it cannot read text; train a new model"
-        )
-    return checkpoint.tokenizer
 
 
 def _open_data(

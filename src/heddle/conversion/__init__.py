@@ -1,1 +1,1 @@
-"""Conversions: a design and its weights to another design, or to other weights."""
+"""Conversions of a trained model to another design, layer by layer. One file of `rewrites/` is one conversion."""

@@ -70,7 +70,11 @@ class CorpusLoader:
 
     def batch(self, step: int) -> Batch:
         """The batch of a step; it does not depend on earlier calls."""
-        sample_indices = np.arange(step * self._batch_size, (step + 1) * self._batch_size, dtype=np.int64)
+        return self.batch_from(step * self._batch_size)
+
+    def batch_from(self, first_sample: int) -> Batch:
+        """The batch of `batch_size` samples from `first_sample` on."""
+        sample_indices = np.arange(first_sample, first_sample + self._batch_size, dtype=np.int64)
         tokens = np.empty((self._batch_size, self._sequence_length + 1), dtype=np.int64)
         sources, windows = self.locate(sample_indices)
         for row, (source, window) in enumerate(zip(sources.tolist(), windows.tolist(), strict=True)):

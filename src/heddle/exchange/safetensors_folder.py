@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from heddle.errors import CheckpointError, no_folder_reason
@@ -14,7 +15,7 @@ from heddle.progress import progress_bar
 from heddle.storage.file_io import READ_FLAGS_FOLLOWING_LINKS, open_regular_file, read_error, read_exactly
 from heddle.storage.folder import MAX_DOCUMENT_BYTES, read_folder
 from heddle.storage.manifest import MANIFEST_FILE, FileRecord, is_file_name, parse_json_object
-from heddle.storage.tensor_file import read_tensor_file
+from heddle.storage.tensor_file import read_tensor, read_tensor_file, read_tensor_specs
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
@@ -115,6 +116,20 @@ class SafetensorsFolder:
                     progress.advance(tensor.numel() * tensor.element_size())
         for name, file in missing.items():
             raise CheckpointError(f"{self.folder / file}: lacks tensor '{name}', which {INDEX_FILE} says it holds")
+
+    def tensor_specs(self) -> dict[str, tuple[str, torch.dtype, tuple[int, ...]]]:
+        """The file, dtype and shape of every tensor, from the headers alone."""
+        return {
+            name: (file, dtype, shape)
+            for file in self.tensor_files
+            for name, (dtype, shape) in read_tensor_specs(
+                self.folder / file, self.records.get(file), READ_FLAGS_FOLLOWING_LINKS
+            ).items()
+        }
+
+    def tensor(self, file: str, name: str) -> Tensor:
+        """One tensor, in memory of its own."""
+        return read_tensor(self.folder / file, name, self.records.get(file), READ_FLAGS_FOLLOWING_LINKS)
 
 
 def read_text_file(path: Path) -> str:

@@ -3,6 +3,10 @@
     loss = Σ_n [ logsumexp_v(z_nv) − z_{n, target_n} ],   z_nv = cap · tanh(scale · (h_n · W_v + b_v) / cap)
 
 The gradient is computed in the forward pass, while a chunk's logits exist, so that each logit is computed once.
+
+Distillation adds the divergence from a teacher's distribution q (Hinton et al. 2015, temperature 1):
+
+    KL = Σ_n Σ_v q_nv · (log q_nv − log p_nv),   d(a · loss + b · KL) / dz = (a + b) · p − a · onehot(target) − b · q
 """
 
 from typing import Any, NamedTuple
@@ -25,6 +29,21 @@ class OutputHead(NamedTuple):
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+
+
+class TeacherOutput(NamedTuple):
+    """Another model's hidden states [N, its width] for the same tokens, and its head over the same vocabulary."""
+
+    hidden: Tensor
+    head: OutputHead
+
+
+class DistillationSums(NamedTuple):
+    """Sums over tokens, in nats; scalars. Only `weighted` has gradients."""
+
+    weighted: Tensor
+    cross_entropy: Tensor
+    divergence: Tensor
 
 
 def scale_and_cap(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -53,28 +72,57 @@ def loss_sum(hidden: Tensor, head: OutputHead, targets: Tensor) -> Tensor:
 
     Within `torch.autocast`, products run in its dtype, sums and exponentials in float32.
     """
+    _count_flops(hidden, head)
+    no_teacher = None, 1.0, 0.0
+    return _sums(hidden, head, targets, no_teacher)[0]
+
+
+def distillation_sums(
+    hidden: Tensor, head: OutputHead, targets: Tensor, teacher: TeacherOutput, text_weight: float, logits_weight: float
+) -> DistillationSums:
+    """As `loss_sum`, of `text_weight` · cross-entropy + `logits_weight` · KL(teacher ‖ model); gradients as there.
+
+    The teacher gets no gradient. Its logits, too, exist in chunks only.
+    """
+    _count_flops(hidden, head)
+    _count_flops(*teacher)
+    return DistillationSums(*_sums(hidden, head, targets, (teacher, text_weight, logits_weight)))
+
+
+def _count_flops(hidden: Tensor, head: OutputHead) -> None:
     add_flops(linear_flops(hidden.shape[0], head.weight.shape[1], head.weight.shape[0]))
+
+
+def _sums(hidden: Tensor, head: OutputHead, targets: Tensor, teaching: tuple[Any, ...]) -> tuple[Tensor, ...]:
     device = hidden.device.type
     product_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    total: Tensor = _CrossEntropySum.apply(
-        hidden, head.weight, head.bias, targets, (product_dtype, head.scale, head.softcap)
-    )
-    return total
+    options = product_dtype, head.scale, head.softcap, *teaching
+    sums: tuple[Tensor, ...] = _WeightedSum.apply(hidden, head.weight, head.bias, targets, options)
+    return sums
+
+
+def _log_probabilities(
+    teacher: TeacherOutput, chunk: slice, product_dtype: torch.dtype, sum_dtype: torch.dtype
+) -> Tensor:
+    """Return the log-probabilities [chunk, vocab] of a teacher."""
+    weight, bias, scale, softcap = teacher.head
+    logits = (teacher.hidden[chunk].to(product_dtype) @ weight.to(product_dtype).T).to(sum_dtype)
+    return torch.log_softmax(scale_and_cap(logits if bias is None else logits.add_(bias), scale, softcap), 1)
 
 
 def _chunk_size(weight: Tensor) -> int:
     return max(1, CHUNK_ELEMENTS // weight.shape[0])
 
 
-class _CrossEntropySum(torch.autograd.Function):
+class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: tuple[Any, ...]
-    ) -> Tensor:
-        product_dtype, scale, softcap = options
+    ) -> tuple[Tensor, ...]:
+        product_dtype, scale, softcap, teacher, text_weight, logits_weight = options
         sum_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         cast_weight, cast_hidden = weight.to(product_dtype), hidden.to(product_dtype)
-        total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
+        total, divergence = (torch.zeros((), dtype=sum_dtype, device=hidden.device) for _ in range(2))
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(cast_hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if needs_weight else None
@@ -88,13 +136,23 @@ class _CrossEntropySum(torch.autograd.Function):
             cap_derivative = None if softcap is None else 1.0 - (logits / softcap) ** 2
             target_logits = logits.gather(1, target)
             max_logits = logits.amax(1, keepdim=True)
-            exponentials = logits.sub_(max_logits).exp_()
+            logits.sub_(max_logits)
+            if teacher is not None:
+                log_q = _log_probabilities(teacher, chunk, product_dtype, sum_dtype)
+                q = log_q.exp()
+                # where q is 0 its term is 0, even if a banned token has a logit of minus infinity
+                divergence += log_q.sub_(logits).mul_(q).masked_fill_(q == 0, 0.0).sum()
+            exponentials = logits.exp_()
             sums = exponentials.sum(1, keepdim=True)
+            if teacher is not None:
+                divergence += sums.log().sum()
             total += (sums.log() + max_logits - target_logits).sum()
             if grad_hidden is None and grad_weight is None and grad_bias is None:
                 continue
             grad_logits = exponentials.div_(sums)  # softmax
-            grad_logits.scatter_add_(1, target, torch.full_like(target_logits, -1.0))
+            if teacher is not None:
+                grad_logits.mul_(text_weight + logits_weight).sub_(q, alpha=logits_weight)
+            grad_logits.scatter_add_(1, target, torch.full_like(target_logits, -text_weight))
             if cap_derivative is not None:
                 grad_logits.mul_(cap_derivative)
             if scale != 1.0:
@@ -110,7 +168,10 @@ class _CrossEntropySum(torch.autograd.Function):
                 grad_weight += grad_logits.T @ hidden_chunk
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
-        return total
+        if teacher is None:
+            return (total,)
+        ctx.mark_non_differentiable(total, divergence)
+        return text_weight * total + logits_weight * divergence, total, divergence
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -6,7 +6,9 @@ the design's fingerprint and the SHA-256 of the base weights.
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,12 +44,37 @@ def save_lora(model: Decoder, folder: str | Path) -> None:
     write_folder(Path(folder), tensors=tensors, documents=documents, kind=FOLDER_KIND)
 
 
-def load_lora(model: Decoder, folder: str | Path) -> Decoder:
-    """Return a model with the saved adapters, bit for bit. It shares the base weights of the given model.
+class LoraFolder(NamedTuple):
+    """The contents of a folder of adapters, not yet compared with a model.
 
-    Raises CheckpointError if the adapters are damaged, or belong to another design, other base weights, or the same
-    base weights in another dtype.
+    design: the fingerprint of the model's. tensors: A and B by name, `layers.0.mixer.q.a`.
     """
+
+    folder: Path
+    design: str
+    base_weights_sha256: str
+    paths: Sequence[str]
+    rank: int
+    alpha: float
+    tensors: dict[str, Tensor]
+
+    def check_base(self, weights_sha256: str) -> None:
+        """Raises CheckpointError if the adapters belong to other weights."""
+        if self.base_weights_sha256 != weights_sha256:
+            raise CheckpointError(
+                f"{self.folder}: were trained on other weights of this design, or on these in another dtype; load those"
+            )
+
+    def check_tensors(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raises CheckpointError unless A and B have these names and shapes."""
+        for name in shapes.keys() | self.tensors.keys():
+            if name not in shapes or name not in self.tensors or list(shapes[name]) != list(self.tensors[name].shape):
+                path = self.folder / TENSORS_FILE
+                raise CheckpointError(f"{path}: tensor '{name}' does not fit {METADATA_FILE}; save them again")
+
+
+def read_lora(folder: str | Path, device: torch.device | str = "cpu") -> LoraFolder:
+    """Read a folder of adapters. Raises CheckpointError if it is damaged."""
     contents = read_folder(Path(folder), FOLDER_KIND)
     metadata_path = contents.folder / METADATA_FILE
     keys = ("design", "base_weights_sha256", "target_modules", "rank", "alpha")
@@ -58,29 +85,46 @@ def load_lora(model: Decoder, folder: str | Path) -> Decoder:
             raise ValueError("rank, alpha or target_modules have the wrong type")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{metadata_path}: does not describe adapters ({error}); save them again") from error
-    if design != model.fingerprint:
+    tensors = contents.tensors(TENSORS_FILE, torch.device(device))
+    return LoraFolder(contents.folder, design, base_sha256, paths, rank, alpha, tensors)
+
+
+def load_lora(model: Decoder, folder: str | Path) -> Decoder:
+    """Return a model with the saved adapters, bit for bit. It shares the base weights of the given model.
+
+    Raises CheckpointError if the adapters are damaged, or belong to another design, other base weights, or the same
+    base weights in another dtype.
+    """
+    saved = read_lora(folder, model.embed.weight.device)
+    if saved.design != model.fingerprint:
         raise CheckpointError(f"{folder}: are adapters of another design; load the model that they were trained on")
-    if base_sha256 != base_weights_sha256(model):
-        raise CheckpointError(
-            f"{folder}: were trained on other weights of this design, or on these in another dtype; load those"
-        )
+    saved.check_base(base_weights_sha256(model))
+    adapted_model = with_lora_folder(model, saved)
+    for name, parameter in lora_tensors(adapted_model).items():
+        parameter.copy_(saved.tensors[name])
+    return adapted_model
+
+
+def with_lora_folder(model: Decoder, lora_folder: LoraFolder) -> Decoder:
+    """Return a model with new adapters of the saved ones' shapes. Raises CheckpointError if these do not fit it."""
     try:
-        adapted_model = add_lora(model, paths, rank, alpha)
+        adapted_model = add_lora(model, lora_folder.paths, lora_folder.rank, lora_folder.alpha)
     except HeddleError as error:
+        metadata_path = lora_folder.folder / METADATA_FILE
         raise CheckpointError(f"{metadata_path}: does not fit the model ({error}); save the adapters again") from error
-    parameters, tensors = lora_tensors(adapted_model), contents.tensors(TENSORS_FILE, model.embed.weight.device)
-    for name in parameters.keys() | tensors.keys():
-        if name not in parameters or name not in tensors or parameters[name].shape != tensors[name].shape:
-            path = contents.folder / TENSORS_FILE
-            raise CheckpointError(f"{path}: tensor '{name}' does not fit {METADATA_FILE}; save them again")
-        parameters[name].copy_(tensors[name])
+    lora_folder.check_tensors({name: parameter.shape for name, parameter in lora_tensors(adapted_model).items()})
     return adapted_model
 
 
 def base_weights_sha256(model: Decoder) -> str:
     """SHA-256 over the names, dtypes, shapes and bytes of a model's weights, without those of adapters."""
+    return digest_tensors(sorted(_base_parameters(model).items()))
+
+
+def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over the names, dtypes, shapes and bytes of tensors, which must come in alphabetical order."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(_base_parameters(model).items()):
+    for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

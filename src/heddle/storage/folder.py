@@ -32,7 +32,13 @@ from heddle.storage.shards import (
     index_text,
     split_into_shards,
 )
-from heddle.storage.tensor_file import check_tensors, read_tensor_file, read_tensor_rows, write_tensor_file
+from heddle.storage.tensor_file import (
+    check_tensors,
+    read_tensor,
+    read_tensor_file,
+    read_tensor_rows,
+    write_tensor_file,
+)
 
 MAX_DOCUMENT_BYTES = 256 * 2**20
 
@@ -71,16 +77,24 @@ class FolderContents:
             for name, tensor in read_tensor_file(self.folder / file, self.records[file], self.flags)
         }
 
+    def tensor(self, set_name: str, name: str) -> Tensor:
+        """Read one tensor of a set into new memory on the CPU. Raises CheckpointError if it was altered."""
+        file = self._file_of(set_name, name)
+        return read_tensor(self.folder / file, name, self.records[file], self.flags)
+
+    def _file_of(self, set_name: str, tensor: str) -> str:
+        files = self.tensor_records(set_name)
+        if tensor not in files:
+            raise CheckpointError(f"{self.folder}: {set_name} has no tensor {tensor!r}; name one that it has")
+        return files[tensor][0]
+
     def read_rows(self, set_name: str, tensor: str, start: int, stop: int) -> Tensor:
         """Read rows (indices of the first dim) of one tensor into new memory on the CPU.
 
         Only the header and the blocks of rows that overlap are read and verified. Raises CheckpointError if one was
         altered, or if the tensor has no such rows.
         """
-        files = self.tensor_records(set_name)
-        if tensor not in files:
-            raise CheckpointError(f"{self.folder}: {set_name} has no tensor {tensor!r}; name one that it has")
-        file = files[tensor][0]
+        file = self._file_of(set_name, tensor)
         return read_tensor_rows(self.folder / file, self.records[file], tensor, range(start, stop), self.flags)
 
 

@@ -19,7 +19,7 @@ from heddle.storage.manifest import EMPTY_CHAIN, LogPosition, parse_json_object
 
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
-IDENTITY_KEYS = ("design", "data", "settings", "init_checkpoint", "lora")
+IDENTITY_KEYS = ("design", "data", "settings", "init_checkpoint", "lora", "distillation")
 REMEDY = "free space on the disk or choose another folder"
 LOG_REMEDY = "restore the file, or start another run from the checkpoint in another folder"
 CHAIN_DIGITS = len(EMPTY_CHAIN)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor
 from heddle.errors import CheckpointError
 from heddle.storage.file_io import MIN_PARALLEL_BYTES, READ_FLAGS, NewFile, open_regular_file, read_exactly
 from heddle.storage.manifest import MAX_TENSORS, NAME_PATTERN, FileRecord, TensorRecord, row_layout, rows_per_block
+from heddle.storage.shards import natural_order
 from heddle.storage.tensor_header import (
     DTYPE_NAMES,
     MAX_HEADER_BYTES,
@@ -32,10 +34,32 @@ from heddle.storage.tensor_header import (
 HASH_THREADS = 2  # hashing then keeps up with a fast disk, and each thread adds little memory
 
 
+class LazyTensors(Mapping[str, Tensor], ABC):
+    """Tensors that are expensive to make, each of which is made once, when it is written."""
+
+    @property
+    @abstractmethod
+    def specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """The dtype and shape of every tensor, by name, known before it is made."""
+
+
+def tensor_specs(
+    tensors: Mapping[str, Tensor], names: Iterable[str] | None = None
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return the dtype and shape of tensors. names: only these; None takes all."""
+    chosen = tensors if names is None else names
+    if isinstance(tensors, LazyTensors):
+        return {name: tensors.specs[name] for name in chosen}
+    described = ((name, tensors[name]) for name in chosen)
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in described}
+
+
 def check_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the bytes of each tensor. Raises CheckpointError, naming the tensor, for what the format cannot hold."""
     if len(tensors) > MAX_TENSORS:
         raise CheckpointError(f"{path}: {len(tensors)} tensors are more than the {MAX_TENSORS} a file may hold")
+    if isinstance(tensors, LazyTensors):
+        return {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in tensors.specs.items()}
     sizes = {}
     for name, tensor in tensors.items():
         if NAME_PATTERN.fullmatch(name) is None or name == METADATA_KEY:
@@ -54,14 +78,14 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Tensor], names: Iterable
 
     names: only these tensors; None writes all. A mapping that makes a tensor when it is looked up holds one at a time.
     """
-    described = ((name, tensors[name]) for name in (tensors if names is None else names))
-    forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in described}
-    # The widest dtypes first, so that every tensor stays aligned.
-    order = sorted(forms, key=lambda name: (-forms[name][0].itemsize, name))
+    specs = tensor_specs(tensors, names)
+    # The widest dtypes first, so that every tensor stays aligned. Tensors that are made are made layer by layer.
+    name_key = natural_order if isinstance(tensors, LazyTensors) else str
+    order = sorted(specs, key=lambda name: (-specs[name][0].itemsize, name_key(name)))
     header: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}
     end = 0
     for name in order:
-        dtype, shape = forms[name]
+        dtype, shape = specs[name]
         start, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode("ascii")
@@ -104,14 +128,40 @@ def read_tensor_file(
     """
     with open_regular_file(path, flags) as (descriptor, size), ThreadPoolExecutor(HASH_THREADS) as hash_threads:
         for entry in read_header(descriptor, path, size, record).entries:
-            if record is None or record.tensors is None:
-                buffer = torch.empty(entry.end - entry.start, dtype=torch.uint8)
-                read_exactly(descriptor, buffer.numpy().data, path)
-            else:
-                reader = _BlockReader(descriptor, path, hash_threads)
-                hashes = record.tensors[entry.name].blocks
-                buffer = reader.read(entry, hashes, range(len(hashes)))
-            yield entry.name, buffer.view(entry.dtype).reshape(entry.shape)
+            yield entry.name, _read_entry(descriptor, path, entry, record, hash_threads)
+
+
+def read_tensor(path: Path, name: str, record: FileRecord | None = None, flags: int = READ_FLAGS) -> Tensor:
+    """Read one tensor of a file into new memory on the CPU, checked as in `read_tensor_file`."""
+    with open_regular_file(path, flags) as (descriptor, size), ThreadPoolExecutor(HASH_THREADS) as hash_threads:
+        header = read_header(descriptor, path, size, record)
+        entry = next((entry for entry in header.entries if entry.name == name), None)
+        if entry is None:
+            raise CheckpointError(f"{path}: holds no tensor {name!r}; restore the file")
+        os.lseek(descriptor, header.size + entry.start, os.SEEK_SET)
+        return _read_entry(descriptor, path, entry, record, hash_threads)
+
+
+def read_tensor_specs(
+    path: Path, record: FileRecord | None = None, flags: int = READ_FLAGS
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Read the dtype and shape of every tensor of a file, from its header alone."""
+    with open_regular_file(path, flags) as (descriptor, size):
+        entries = read_header(descriptor, path, size, record).entries
+    return {entry.name: (entry.dtype, entry.shape) for entry in entries}
+
+
+def _read_entry(
+    descriptor: int, path: Path, entry: HeaderEntry, record: FileRecord | None, hash_threads: ThreadPoolExecutor
+) -> Tensor:
+    """Read the tensor that an open file stands at."""
+    if record is None or record.tensors is None:
+        buffer = torch.empty(entry.end - entry.start, dtype=torch.uint8)
+        read_exactly(descriptor, buffer.numpy().data, path)
+    else:
+        hashes = record.tensors[entry.name].blocks
+        buffer = _BlockReader(descriptor, path, hash_threads).read(entry, hashes, range(len(hashes)))
+    return buffer.view(entry.dtype).reshape(entry.shape)
 
 
 def read_tensor_rows(path: Path, record: FileRecord, name: str, rows: range, flags: int = READ_FLAGS) -> Tensor:

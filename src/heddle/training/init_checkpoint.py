@@ -43,6 +43,11 @@ class InitCheckpoint:
     documents: dict[str, str]
     weights_sha256: str
 
+    @property
+    def folder(self) -> Path:
+        """Return the folder it was read from."""
+        return self.contents.folder
+
     def resolve_config(self, design: str | None, overrides: Sequence[str]) -> ModelConfig:
         """Return the checkpoint's design with overrides applied.
 

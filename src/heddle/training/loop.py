@@ -19,14 +19,15 @@ from heddle.model.compiled import compiled
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.lora import add_lora
+from heddle.signals import Interrupted, StopRequest, catch_stop_signals
 from heddle.storage.lock import RunLock
 from heddle.storage.run_log import RunLog, open_run
 from heddle.training.checkpoint import TrainingProgress, resume_run, save_run
+from heddle.training.distillation import Distillation, Teacher
 from heddle.training.evaluation.scores import Scores, ratio_of_sums
 from heddle.training.init_checkpoint import InitCheckpoint, LoraSettings
 from heddle.training.optimizer import Optimizer, build_optimizer
 from heddle.training.settings import Settings, scheduled_learning_rate
-from heddle.training.signals import Interrupted, StopRequest, catch_stop_signals
 from heddle.training.step import BatchResult, accumulate_gradients, apply_gradients
 from heddle.training.training_data import ChatData, TaskData, TaskSource, TextData, TrainingData
 
@@ -70,7 +71,7 @@ class TrainingJob:
     """What to train, on which data, how and where.
 
     source: the data. out: the run's folder. label: of the progress bar. environment: plain values for run.json.
-    init_checkpoint: starts from its weights. lora: trains only adapters.
+    init_checkpoint: starts from its weights. lora: trains only adapters. distillation: trains towards a teacher.
     """
 
     config: ModelConfig
@@ -82,6 +83,7 @@ class TrainingJob:
     environment: dict[str, Any] | None = None
     init_checkpoint: InitCheckpoint | None = None
     lora: LoraSettings | None = None
+    distillation: Distillation | None = None
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -108,6 +110,7 @@ class TrainingJob:
             "settings": self.settings.identity(),
             "init_checkpoint": None if self.init_checkpoint is None else self.init_checkpoint.weights_sha256,
             "lora": None if self.lora is None else asdict(self.lora),
+            "distillation": None if self.distillation is None else self.distillation.identity(),
         }
 
     def build_model(self) -> Decoder:
@@ -118,6 +121,16 @@ class TrainingJob:
         else:
             model = self.init_checkpoint.build_model(self.config, self.device)
         return model if self.lora is None else add_lora(model, self.lora.targets, self.lora.rank, seed=seed)
+
+    def build_teacher(self, model: Decoder) -> Teacher | None:
+        """Build the teacher of a model that `build_model` returned, and freeze what does not learn."""
+        if self.distillation is None:
+            return None
+        tokenizer, compile_layers = self.training_data.tokenizer, self.settings.compile
+        teacher = self.distillation.build_teacher(model, tokenizer, self.device, compile_layers)
+        if teacher is not None:
+            self.training_data.check(teacher.model)
+        return teacher
 
 
 def train(job: TrainingJob) -> TrainingResult:
@@ -135,6 +148,7 @@ def train(job: TrainingJob) -> TrainingResult:
             "encoder_width: the design reads an encoder output, and this data has none; write a loop of your own with "
             "heddle.training.step"
         )
+    teacher = job.build_teacher(model)
     optimizer = build_optimizer(model, settings.weight_decay, settings.optimizer, settings.lr_scale)
     with RunLock(job.out), catch_stop_signals() as stop_request:
         open_run(job.out, job.identity(), {"data_report": training_data.report(), **(job.environment or {})})
@@ -143,7 +157,7 @@ def train(job: TrainingJob) -> TrainingResult:
         progress = resume_run(job.out, model, optimizer, log)
         forward_model = compiled(model) if settings.compile else model
         forward_model.checkpointing = settings.checkpoint_activations
-        state = _LoopState(model, forward_model, optimizer, batch_at, progress, log, stop_request)
+        state = _LoopState(model, forward_model, teacher, optimizer, batch_at, progress, log, stop_request)
         try:
             tokens_per_second = _train_steps(job, state)
         finally:
@@ -180,6 +194,7 @@ def _until_stopped(batches: Iterable[Batch], stop_request: StopRequest | None) -
 class _LoopState:
     model: Decoder
     forward_model: Decoder  # the model itself, or the compiled one that shares its parameters
+    teacher: Teacher | None
     optimizer: Optimizer
     batch_at: Callable[[int], Batch]
     progress: TrainingProgress
@@ -220,7 +235,7 @@ def _step(job: TrainingJob, state: _LoopState) -> dict[str, Any]:
     batch = state.batch_at(progress.step)
     key = (settings.seed, progress.step)
     batch_result = accumulate_gradients(
-        state.forward_model, batch, key, settings.gradient_accumulation_steps, job.autocast
+        state.forward_model, batch, key, settings.gradient_accumulation_steps, job.autocast, state.teacher
     )
     rate = scheduled_learning_rate(settings, progress.step)
     result = apply_gradients(state.model, state.optimizer, batch_result, rate, settings.max_gradient_norm)
@@ -233,6 +248,7 @@ def _step(job: TrainingJob, state: _LoopState) -> dict[str, Any]:
         "tokens": progress.step * settings.tokens_per_step,
         "loss": result.loss,
         **job.training_data.step_metrics(batch, result.loss),
+        **{name: float(value) for name, value in batch_result.distillation.items()},
         **_router_log(batch_result),
         "gradient_norm": result.gradient_norm,
         "learning_rate": rate,

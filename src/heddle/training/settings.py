@@ -22,7 +22,8 @@ class Settings:
     all, at least 10). lr_scale: pairs (path, factor of the learning rate); the last path that matches a parameter
     counts. save_every: steps between checkpoints (None: only the end). evaluate_every: steps between evaluations on a
     part of the held-out data (None: only the end). max_gradient_norm: gradients are clipped to it. precision: 'bf16'
-    runs the forward pass under autocast; weights stay float32.
+    runs the forward pass under autocast; weights stay float32. first_sample: which sample of the data's order, from 0,
+    the first step begins with.
     """
 
     steps: int
@@ -42,6 +43,7 @@ class Settings:
     weight_decay: float = 0.1
     max_gradient_norm: float = 1.0
     evaluate_every: int | None = None
+    first_sample: int = 0
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "sequence_length", "gradient_accumulation_steps")
@@ -58,6 +60,8 @@ class Settings:
             raise ConfigError(f"learning_rate {self.learning_rate}: must be a number above 0")
         if self.warmup is not None and self.warmup < 0:
             raise ConfigError(f"warmup {self.warmup}: must be at least 0")
+        if not 0 <= self.first_sample <= MAX_COUNT:
+            raise ConfigError(f"first_sample {self.first_sample}: must be at least 0 and at most 10^12")
         for path, factor in self.lr_scale:
             if not 0 <= factor < float("inf"):
                 raise ConfigError(f"lr_scale {path}={factor:g}: the factor must be a number of at least 0")
@@ -73,9 +77,16 @@ class Settings:
         """Tokens of one optimizer step."""
         return self.batch_size * self.sequence_length
 
+    def samples_before(self, step: int) -> int:
+        """Return the index of the first sample of a step, counted from 0."""
+        return self.first_sample + step * self.batch_size
+
     def identity(self) -> dict[str, Any]:
         """Return what two runs must share to be the same run. How often a run saves is not part of it."""
-        return {name: value for name, value in asdict(self).items() if name != "save_every"}
+        fields = {name: value for name, value in asdict(self).items() if name != "save_every"}
+        if not self.first_sample:
+            del fields["first_sample"]  # runs that began before this setting existed have none
+        return fields
 
 
 def scheduled_learning_rate(settings: Settings, step: int) -> float:

@@ -16,6 +16,7 @@ from heddle.parts.context.encoder_output import EncoderOutput
 from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.modules.router_statistics import record_router_statistics
+from heddle.training.distillation import Teacher
 from heddle.training.optimizer import Optimizer
 from heddle.training.router_metrics import RouterMetrics, RouterMetricsCollector
 
@@ -25,12 +26,15 @@ class BatchResult:
     """The losses of a batch, whose gradients are in the parameters.
 
     loss: mean over targets, in nats, float64 []. aux_loss: the load balancing loss of experts, mean over tokens,
-    float64 []; not part of `loss`. router_metrics: by the path of each mixture of experts.
+    float64 []; not part of `loss`. router_metrics: by the path of each mixture of experts. distillation: with a
+    teacher, the KL from it ('divergence', mean over targets, in nats) and, if layers are compared, 'layer_error'; each
+    without its weight.
     """
 
     loss: Tensor
     aux_loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     router_metrics: Mapping[str, RouterMetrics] = field(default_factory=dict)
+    distillation: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,17 +47,22 @@ class StepResult:
 
 
 def accumulate_gradients(
-    model: Decoder, batch: Batch, key: tuple[int, int], accumulation_steps: int = 1, autocast: torch.dtype | None = None
+    model: Decoder,
+    batch: Batch,
+    key: tuple[int, int],
+    accumulation_steps: int = 1,
+    autocast: torch.dtype | None = None,
+    teacher: Teacher | None = None,
 ) -> BatchResult:
     """Accumulate the gradients of a batch's mean loss and auxiliary loss in `accumulation_steps` parts of equal rows.
 
     Targets of −1 do not enter the loss. key: (seed, step), from which dropout draws for each sample, so that the number
-    of parts does not change the result.
+    of parts does not change the result. teacher: the loss is that of a distillation.
     """
     device = model.embed.weight.device
-    batch_loss = torch.zeros((), dtype=torch.float64)
+    batch_loss, divergence, layer_error = torch.zeros(3, dtype=torch.float64)
     collector = RouterMetricsCollector(model, batch)
-    targets_in_batch = int((batch.targets >= 0).sum())
+    targets_in_batch, tokens_in_batch = int((batch.targets >= 0).sum()), sum(map(sum, batch.doc_lengths))
     rows = batch.tokens.shape[0] // accumulation_steps
     for start in range(0, batch.tokens.shape[0], rows):
         tokens = torch.from_numpy(batch.tokens[start : start + rows]).to(device)
@@ -62,25 +71,34 @@ def accumulate_gradients(
         layout = Layout.packed(batch.doc_lengths[start : start + rows], targets.shape[1], device)
         if batch.coordinates is not None:
             layout = layout.with_coordinates(torch.from_numpy(batch.coordinates[start : start + rows]).to(device))
+        automatic_cast = torch.autocast(device.type, dtype=autocast, enabled=autocast is not None)
         with use_random_key(RandomKey(*key, samples)):
-            with (
-                record_router_statistics() as recorded,
-                torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
-            ):
+            with automatic_cast:
+                taught = None if teacher is None else teacher.read(model, tokens[:, :-1], layout, tokens_in_batch)
+            grad_enabled = teacher is None or teacher.uses_head
+            with record_router_statistics() as recorded, automatic_cast, torch.set_grad_enabled(grad_enabled):
                 if batch.encoder_tokens is not None:
                     layout = layout.with_encoder_output(run_encoder(model, batch.encoder_tokens[start : start + rows]))
                 hidden, _ = model(tokens[:, :-1], layout)
-                if batch.labels is None:
-                    hidden, targets = hidden.flatten(0, 1), targets.flatten()
+                scored = slice(None) if batch.labels is None else (targets >= 0).flatten()
+                hidden, targets = hidden.flatten(0, 1)[scored], targets.flatten()[scored]
+                if taught is None:
+                    objective = loss = loss_sum(hidden, model.head.output_head, targets) / targets_in_batch
                 else:
-                    hidden, targets = hidden[targets >= 0], targets[targets >= 0]
-                loss = loss_sum(hidden, model.head.output_head, targets) / targets_in_batch
+                    sums = taught.sums(hidden, model.head.output_head, targets, scored)
+                    objective, loss, kl = (total / targets_in_batch for total in sums)
+                    divergence += kl.double().cpu()
+                    layer_error += taught.layer_error
             # Recording has ended: layers that the backward pass recomputes are not counted twice.
             aux_loss = collector.add(recorded.entries)
             # The backward pass stays under the random key: recomputed layers must draw the same dropout.
-            torch.autograd.backward(loss if aux_loss is None else loss + aux_loss)
+            if grad_enabled:
+                torch.autograd.backward(objective if aux_loss is None else objective + aux_loss)
         batch_loss += loss.detach().double().cpu()
-    return BatchResult(batch_loss, collector.aux_loss, collector.metrics)
+    distillation = {} if teacher is None else {"divergence": divergence}
+    if teacher is not None and teacher.layers:
+        distillation["layer_error"] = layer_error
+    return BatchResult(batch_loss, collector.aux_loss, collector.metrics, distillation)
 
 
 def run_encoder(model: Decoder, encoder_tokens: np.ndarray) -> EncoderOutput:
@@ -103,7 +121,9 @@ def apply_gradients(
     """
     trainable = list(optimizer.trainable.values())
     norm = nn.utils.get_total_norm([parameter.grad for parameter in trainable if parameter.grad is not None])
-    finite = all(math.isfinite(float(value)) for value in (batch.loss, batch.aux_loss, norm))
+    finite = all(
+        math.isfinite(float(value)) for value in (batch.loss, batch.aux_loss, norm, *batch.distillation.values())
+    )
     if finite:
         nn.utils.clip_grads_with_norm_(trainable, max_gradient_norm, norm)
         optimizer.step(learning_rate)

@@ -83,7 +83,8 @@ class TextData:
     def train_batches(self, settings: Settings) -> Callable[[int], Batch]:
         """Return a function from a step to a batch of windows of the training files."""
         files, weights, eod_id = self.corpus.train, self.corpus.weights, self.corpus.tokenizer.eod_id
-        return CorpusLoader(files, weights, settings.sequence_length, settings.batch_size, settings.seed, eod_id).batch
+        loader = CorpusLoader(files, weights, settings.sequence_length, settings.batch_size, settings.seed, eod_id)
+        return lambda step: loader.batch_from(settings.samples_before(step))
 
     def identity(self) -> dict[str, Any]:
         """Return the content's hash and how much of it is encoded, which decides the order of samples."""
@@ -140,7 +141,7 @@ class ChatData:
             raise ConfigError(
                 f"sequence_length {settings.sequence_length}: these conversations are packed for {packed_length}"
             )
-        return lambda step: self.chat.batch(settings.seed, step * rows, rows)
+        return lambda step: self.chat.batch(settings.seed, settings.samples_before(step), rows)
 
     def identity(self) -> dict[str, Any]:
         """Return a hash of all conversations, tokenized."""
@@ -227,7 +228,7 @@ class TaskData:
             raise ConfigError(
                 f"sequence_length {settings.sequence_length}: rows of this data have {length} tokens; set {length}"
             )
-        return lambda step: self.source.batch(settings.seed, step * rows, rows)
+        return lambda step: self.source.batch(settings.seed, settings.samples_before(step), rows)
 
     def identity(self) -> dict[str, Any]:
         """Return the task's description."""

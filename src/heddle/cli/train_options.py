@@ -1,0 +1,76 @@
+"""Options of `heddle train` that name other models: adapters on one's weights, a teacher, and whose tokenizer reads."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from heddle.cli.options import parse_loss_weights
+from heddle.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from heddle.tokenization.tokenizer import Tokenizer
+    from heddle.training.distillation import Distillation
+    from heddle.training.init_checkpoint import InitCheckpoint, LoraSettings
+
+Lora = Annotated[
+    int | None, typer.Option("--lora", metavar="RANK", help="With --from: train only LoRA adapters of this rank.")
+]
+LoraTargets = Annotated[
+    list[str] | None,
+    typer.Option("--lora-targets", metavar="PATH", help="Projections with LoRA; repeatable. [layers.*.mixer.q, .v]"),
+]
+TeacherFolder = Annotated[
+    Path | None, typer.Option("--distill", metavar="FOLDER", help="Train towards this model or run, the teacher.")
+]
+DistillationLoss = Annotated[
+    str | None,
+    typer.Option("--distill-loss", metavar="NAME[=X],...", help="Weights of logits, text and layers. [logits=1]"),
+]
+
+
+def lora_settings_of(rank: int | None, targets: list[str] | None, checkpoint: Path | None) -> "LoraSettings | None":
+    """The adapters that --lora asks for. Raises ConfigError without --from."""
+    from heddle.training.init_checkpoint import LoraSettings
+
+    if rank is None:
+        if targets:
+            raise ConfigError(f"--lora-targets {targets[0]}: needs the rank of the adapters; give --lora too")
+        return None
+    if checkpoint is None:
+        raise ConfigError(f"--lora {rank}: adapters need trained weights; give them with --from")
+    return LoraSettings(rank, tuple(targets)) if targets else LoraSettings(rank)
+
+
+def distillation_of(teacher: Path | None, loss: str | None) -> "Distillation | None":
+    """The teacher of --distill and its loss. Raises ConfigError or CheckpointError."""
+    from heddle.training.distillation import Distillation
+    from heddle.training.init_checkpoint import open_init_checkpoint
+
+    if teacher is None:
+        if loss is not None:
+            raise ConfigError(f"--distill-loss {loss}: needs a teacher; give --distill too")
+        return None
+    return Distillation(open_init_checkpoint(teacher), parse_loss_weights(loss, "--distill-loss"))
+
+
+def tokenizer_of(
+    tokenizer: Path | None,
+    vocab_size: int | None,
+    init_checkpoint: "InitCheckpoint | None",
+    distillation: "Distillation | None",
+) -> "Tokenizer | Path | None":
+    """The tokenizer of --from, --distill or --tokenizer. Raises ConfigError for options that conflict."""
+    teacher = None if distillation is None else distillation.teacher
+    checkpoint = teacher if init_checkpoint is None else init_checkpoint
+    if checkpoint is None:
+        return tokenizer
+    source = "--distill" if init_checkpoint is None else "--from"
+    for option, value in (("tokenizer", tokenizer), ("vocab-size", vocab_size)):
+        if value is not None:
+            raise ConfigError(f"--{option} {value}: {source} brings its own tokenizer; leave --{option} out")
+    if checkpoint.tokenizer is None:
+        raise CheckpointError(
+            f"{checkpoint.folder}: holds no tokenizer.json, so it cannot read text; train a new model"
+        )
+    return checkpoint.tokenizer

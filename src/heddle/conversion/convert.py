@@ -1,0 +1,133 @@
+"""Convert a model: apply rewrites one after the other, and write the result layer by layer."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from heddle.conversion.activations import CalibrationText
+from heddle.conversion.rewrite import Rewrite, merged_repeats
+from heddle.conversion.sources import ConversionSource
+from heddle.conversion.weights import TensorSpec, Weights
+from heddle.errors import CheckpointError, ConfigError
+from heddle.progress import progress_bar
+from heddle.storage.folder import write_folder
+from heddle.storage.model import CONFIG_FILE, IMPORTED_FILE, WEIGHTS_FILE
+from heddle.storage.tensor_file import LazyTensors
+
+CONVERSION_FILE = "conversion.json"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A model and what it is to become. text: what rewrites with `needs_text` read."""
+
+    source: ConversionSource
+    rewrites: tuple[Rewrite, ...]
+    text: CalibrationText | None = None
+
+    def plan(self) -> Weights:
+        """The converted design, and its weights, which are made when they are looked up. Raises ConfigError."""
+        if not self.rewrites:
+            raise ConfigError("to: nothing to convert is named; give a target such as kv_heads=2")
+        weights = self.source.weights
+        for rewrite in self.rewrites:
+            if rewrite.needs_text and self.text is None and not rewrite.is_exact(weights.design):
+                raise ConfigError(f"{rewrite.name}: needs a text to calibrate on; give one")
+            weights = rewrite.apply(weights, self.text)
+        self._check_tokens(weights)
+        return weights
+
+    def _check_tokens(self, weights: Weights) -> None:
+        """Raises ConfigError if a token of the tokenizer would have no embedding."""
+        tokenizer, ids = self.source.tokenizer, weights.design.vocab_size
+        if tokenizer is not None and ids is not None and ids < tokenizer.vocab_size:
+            tokens = tokenizer.vocab_size
+            raise ConfigError(f"vocab_size: {ids} is less than the tokenizer's {tokens} tokens; keep at least {tokens}")
+
+    def is_exact(self) -> bool:
+        """Whether every rewrite keeps the logits, up to rounding."""
+        weights = self.source.weights
+        for rewrite in self.rewrites:
+            if not rewrite.is_exact(weights.design):
+                return False
+            weights = rewrite.apply(weights, self.text)
+        return True
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data that identify the conversion: rewrites, source and text."""
+        text = self.text
+        return {
+            "source": {"name": self.source.folder.resolve().name, "weights_sha256": self.source.weights_sha256},
+            "rewrites": [{"rewrite": rewrite.name, **rewrite.dump()} for rewrite in self.rewrites],
+            "text": None
+            if text is None
+            else {"name": text.name, "sha256": text.sha256, "samples": text.samples, "tokens": text.tokens},
+        }
+
+
+class _ConvertedTensors(LazyTensors):
+    """The tensors of a converted model, each made when it is written, with a progress bar."""
+
+    def __init__(self, weights: Weights, advance: Any) -> None:
+        self.weights, self.advance = weights, advance
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """As in `Weights`."""
+        return self.weights.specs
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Make one tensor."""
+        tensor = self.weights.tensor(name)
+        self.advance(tensor.numel() * tensor.element_size())
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        """Their names."""
+        return iter(self.weights.specs)
+
+    def __len__(self) -> int:
+        """The number of tensors."""
+        return len(self.weights.specs)
+
+
+def refuse_existing(out: Path) -> None:
+    """Raise CheckpointError if there is anything at `out`."""
+    if out.exists() or out.is_symlink():
+        raise CheckpointError(f"{out}: exists already; choose another name for the converted model")
+
+
+def convert(conversion: Conversion, out: Path) -> Weights:
+    """Write the converted model as a model folder, whole or not at all; the source is only read.
+
+    Memory: the weights of one layer of the source and of the converted model, and the text's activations. Raises
+    ConfigError for a conversion that is not possible, CheckpointError if `out` exists, MachineError for a full disk.
+    """
+    refuse_existing(out)
+    weights = conversion.plan()
+    source = conversion.source
+    documents = dict(source.documents) | ({} if source.tokenizer is None else source.tokenizer.to_files())
+    documents[CONFIG_FILE] = _json(merged_repeats(weights.design).dump())
+    documents[CONVERSION_FILE] = _json(conversion.describe())
+    if source.imported_config:
+        documents[IMPORTED_FILE] = _json(source.imported_config)
+    total = sum(dtype.itemsize * _numel(shape) for dtype, shape in weights.specs.values())
+    with progress_bar("converting", total, "bytes") as bar:
+        tensors = _ConvertedTensors(weights, bar.advance)
+        write_folder(out, tensors={WEIGHTS_FILE: tensors}, documents=documents, kind="model")
+    return weights
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, indent=2) + "\n"

@@ -1,0 +1,162 @@
+"""Fit a new mixer to the outputs of the one it replaces, on the activations of a calibration text.
+
+    minimize Σ ‖new(x) − old(x)‖² / Σ ‖old(x)‖²   over the parameters of the new mixer, by AdamW
+
+x is what the original model's mixer reads, so the layers are fitted independently of each other: the second stage of
+MOHAWK (Bick et al. 2024), and the attention transfer of LoLCATs (Zhang et al. 2024) with every parameter free.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from heddle.config import DesignError
+from heddle.conversion.activations import CalibrationText, LayerActivations
+from heddle.parts.context.layout import Layout
+from heddle.parts.mixers import Mixer
+from heddle.progress import progress_bar
+from heddle.training.settings import Settings, scheduled_learning_rate
+
+TOKENS_PER_STEP = 2048
+VALIDATION_INTERVAL = 8  # one of so many chunks of the text measures the error and is not fitted to
+TOKENS_PER_DIM = 2  # of the width, at least: fewer tokens do not determine a mixer
+EVALUATION_COUNT = 20  # in all steps, but at least MIN_INTERVAL steps apart
+MIN_INTERVAL = 10
+PATIENCE = 5  # evaluations without a lower error, after which a fit ends
+MAX_GRADIENT_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """The relative squared error of a mixer's output on held-out rows of the text, before and after the fit.
+
+    steps: how many were taken. The error after it is never above the one before it.
+    """
+
+    error_before: float
+    error_after: float
+    steps: int
+
+
+class Chunk(NamedTuple):
+    """Some rows of a text: what the old mixer reads and writes, [rows, T, width] each, and their layout."""
+
+    inputs: Tensor
+    outputs: Tensor
+    layout: Layout
+
+    @property
+    def token_outputs(self) -> Tensor:
+        """The outputs, zero at padding."""
+        return without_padding_rows(self.outputs, self.layout)
+
+
+def check_fit_text(text: CalibrationText, width: int) -> None:
+    """Raises DesignError, which says how much is needed, for a text too short to fit a mixer of this width on."""
+    rows, tokens, needed = sum(len(batch) for batch in text.batches), text.tokens, TOKENS_PER_DIM * width
+    if tokens < needed or rows < 2:
+        raise DesignError(
+            "text",
+            f"has {tokens} tokens in rows of {tokens // max(1, rows)}, but a mixer of width {width} is fitted on "
+            f"at least {needed} tokens in 2 rows; give more text",
+        )
+
+
+def fit_mixer(mixer: Mixer, activations: LayerActivations, settings: Settings) -> FitResult:
+    """Fit a mixer, in place, to the outputs of the mixer of a layer. Equal arguments give equal weights.
+
+    settings: steps, learning_rate, schedule and seed count. The mixer is left with the lowest error it had on the
+    held-out rows, which may be that of its start.
+    """
+    fitted, held_out = fit_chunks(activations)
+    order = _chunk_order(len(fitted), settings)
+    parameters = [parameter for parameter in mixer.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+    scale = 1.0 / (_mean_square(fitted) or 1.0)  # outputs may all be zero
+    error_before = lowest = relative_error(mixer, held_out)
+    best = _copied(mixer)
+    interval = max(MIN_INTERVAL, settings.steps // EVALUATION_COUNT)
+    stale = step = shown = 0
+    with progress_bar(f"fitting layer {activations.index}", settings.steps, "steps") as bar, torch.enable_grad():
+        for step in range(1, settings.steps + 1):
+            for group in optimizer.param_groups:
+                group["lr"] = scheduled_learning_rate(settings, step - 1)
+            chunk = fitted[order[step - 1]]
+            _squared_error(mixer, chunk).mul(scale / chunk.outputs.numel()).backward()
+            torch.nn.utils.clip_grad_norm_(parameters, MAX_GRADIENT_NORM)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if step % interval == 0 or step == settings.steps:
+                error = relative_error(mixer, held_out)
+                if error < lowest:
+                    lowest, best, stale = error, _copied(mixer), 0
+                else:
+                    stale += 1
+                bar.advance(step - shown, f"error {error:.3g}")
+                shown = step
+                if stale == PATIENCE:
+                    break
+    mixer.load_state_dict(best)
+    return FitResult(error_before, lowest, step)
+
+
+def fit_chunks(activations: LayerActivations) -> tuple[list[Chunk], list[Chunk]]:
+    """The text of a layer in chunks of a few rows: those to fit on, and those that measure the error."""
+    rows = sum(len(x) for x in activations.mixer_inputs)
+    chunk_rows = max(1, TOKENS_PER_STEP // activations.mixer_inputs[0].shape[1])
+    chunk_rows = min(chunk_rows, -(-rows // VALIDATION_INTERVAL))
+    chunks = [
+        Chunk(x[start : start + chunk_rows], y[start : start + chunk_rows], rows_of(layout, start, start + chunk_rows))
+        for x, y, layout in zip(activations.mixer_inputs, activations.mixer_outputs, activations.layouts, strict=True)
+        for start in range(0, len(x), chunk_rows)
+    ]
+    held_out = chunks[VALIDATION_INTERVAL - 1 :: VALIDATION_INTERVAL] or chunks[-1:]
+    chosen = {id(chunk) for chunk in held_out}
+    return [chunk for chunk in chunks if id(chunk) not in chosen], held_out
+
+
+def rows_of(layout: Layout, start: int, stop: int) -> Layout:
+    """The layout of some rows."""
+    return layout.map_tensors(lambda x: x[start:stop])
+
+
+@torch.no_grad()
+def relative_error(mixer: Mixer, chunks: Sequence[Chunk]) -> float:
+    """Σ ‖new − old‖² / Σ ‖old‖² over the tokens of some chunks; infinite if it is not a number."""
+    error = sum(float(_squared_error(mixer, chunk)) for chunk in chunks)
+    total = sum(float(chunk.token_outputs.double().square().sum()) for chunk in chunks)
+    ratio = error / (total or 1.0)
+    return ratio if math.isfinite(ratio) else math.inf
+
+
+def without_padding_rows(x: Tensor, layout: Layout) -> Tensor:
+    """x [rows, T, width] with zeros at padding."""
+    return x if layout.padding is None else x.masked_fill(layout.padding[..., None], 0.0)
+
+
+def _squared_error(mixer: Mixer, chunk: Chunk) -> Tensor:
+    dtype = next(mixer.parameters()).dtype
+    output = mixer(chunk.inputs.to(dtype), chunk.layout)[0]
+    return without_padding_rows(output - chunk.outputs.to(dtype), chunk.layout).square().sum()
+
+
+def _mean_square(chunks: Sequence[Chunk]) -> float:
+    total = sum(float(chunk.token_outputs.double().square().sum()) for chunk in chunks)
+    return total / sum(chunk.outputs.numel() for chunk in chunks)
+
+
+def _chunk_order(chunks: int, settings: Settings) -> list[int]:
+    """The chunk of each step: all of them once, in a new order each time round."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    order: list[int] = []
+    while len(order) < settings.steps:
+        order += torch.randperm(chunks, generator=generator, device="cpu").tolist()
+    return order
+
+
+def _copied(mixer: Mixer) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in mixer.state_dict().items()}

@@ -1,0 +1,192 @@
+"""Healing: train a converted model towards the original, in the loop that trains every model.
+
+The loss is the KL from the original's next-token distribution, as in X-EcoMLA (Li et al. 2025,
+https://arxiv.org/abs/2503.11132), the cross-entropy of the text, as for GQA (Ainslie et al. 2023,
+https://arxiv.org/abs/2305.13245) and MHA2MLA (Ji et al. 2025, https://arxiv.org/abs/2502.14837), the error of each
+converted layer (see `heddle.training.distillation`), or a weighted sum of them.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from heddle.conversion.calibration import SAMPLE_SEED
+from heddle.conversion.convert import CONVERSION_FILE, Conversion, convert, refuse_existing
+from heddle.conversion.sources import ConversionSource
+from heddle.conversion.weights import build_model
+from heddle.data.corpus import Corpus
+from heddle.data.samples import CorpusLoader
+from heddle.errors import CheckpointError, ConfigError
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder
+from heddle.progress import print_warning
+from heddle.storage.folder import read_folder, write_folder
+from heddle.storage.manifest import parse_json_object
+from heddle.storage.model import WEIGHTS_FILE, model_tensors
+from heddle.storage.run_log import first_difference, to_plain_json
+from heddle.storage.tensor_header import DTYPES
+from heddle.tokenization.tokenizer import Tokenizer
+from heddle.training.distillation import Distillation
+from heddle.training.init_checkpoint import open_init_checkpoint
+from heddle.training.loop import TrainingJob, TrainingResult, train
+from heddle.training.settings import Settings
+
+MAX_HEALING_RATE = 3e-3
+HEALING_RATE_WIDTH = 96  # up to this width the rate is the largest
+HEALING_BATCH = 8  # rows
+SAVE_EVERY = 50  # steps
+
+
+@dataclass(frozen=True)
+class Original:
+    """The source of a conversion as a teacher."""
+
+    source: ConversionSource
+
+    @property
+    def folder(self) -> Path:
+        """Return where it lies."""
+        return self.source.folder
+
+    @property
+    def config(self) -> ModelConfig:
+        """Return its design."""
+        return self.source.weights.design
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Return its tokenizer."""
+        return self.source.tokenizer
+
+    @property
+    def weights_sha256(self) -> str:
+        """Return a hash of all weights."""
+        return self.source.weights_sha256
+
+    def build_model(self, config: ModelConfig, device: str) -> Decoder:
+        """Build it in float32. config: must be its own."""
+        assert config == self.config
+        return build_model(self.source.weights).float().to(device)
+
+
+def healing_rate(width: int) -> float:
+    """Return the peak learning rate for models of a width: 3e-3 up to 96, above as 1 / width.
+
+    3e-3 is measured at width 96. That the best rate of Adam falls as 1 / width is µP's rule (Yang et al. 2022,
+    https://arxiv.org/abs/2203.03466).
+    """
+    return MAX_HEALING_RATE * min(1.0, HEALING_RATE_WIDTH / width)
+
+
+def healing_settings(
+    tokens: int,
+    sequence_length: int,
+    learning_rate: float,
+    first_sample: int = 0,
+    batch_size: int = HEALING_BATCH,
+    precision: str = "fp32",
+) -> Settings:
+    """Settings of a healing of about `tokens` tokens, with a cosine schedule and the weights' decay off.
+
+    first_sample: how many samples of the order of seed 0 the calibration read; sequence_length must be its own.
+    Raises ConfigError for fewer tokens than one step reads.
+    """
+    steps = tokens // max(1, batch_size * sequence_length)
+    if steps < 1:
+        raise ConfigError(
+            f"healing tokens {tokens}: are less than one step of {batch_size * sequence_length} tokens; give more"
+        )
+    return Settings(
+        steps=steps,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        learning_rate=learning_rate,
+        seed=SAMPLE_SEED,
+        save_every=SAVE_EVERY,
+        precision=precision,
+        schedule="cosine",
+        weight_decay=0.0,
+        first_sample=first_sample,
+    )
+
+
+def healing_job(
+    converted: Path, distillation: Distillation, corpus: Corpus, settings: Settings, out: Path, device: str = "cpu"
+) -> TrainingJob:
+    """Describe the healing of a converted model's folder as a training run in the folder `out`.
+
+    corpus: the one that the calibration read, encoded as far. Warns if its text is too short to read each window once.
+    """
+    start = open_init_checkpoint(converted)
+    if _repeats(corpus, settings):
+        print_warning(
+            f"healing reads {settings.steps * settings.tokens_per_step} tokens, more than the text has after "
+            "calibration, so it reads some again; give more text"
+        )
+    return TrainingJob(
+        config=start.config,
+        source=corpus,
+        settings=settings,
+        out=out,
+        device=device,
+        label="healing",
+        init_checkpoint=start,
+        distillation=distillation,
+    )
+
+
+def heal(
+    converted: Path, distillation: Distillation, corpus: Corpus, settings: Settings, out: Path, device: str = "cpu"
+) -> TrainingResult:
+    """Heal a converted model, or continue a healing; the result is bit-equal however often it was interrupted.
+
+    Raises what `train` raises.
+    """
+    return train(healing_job(converted, distillation, corpus, settings, out, device))
+
+
+def _repeats(corpus: Corpus, settings: Settings) -> bool:
+    """Whether calibration and healing read a window of the text twice."""
+    length, eod_id = settings.sequence_length, corpus.tokenizer.eod_id
+    loader = CorpusLoader(corpus.train, corpus.weights, length, settings.batch_size, settings.seed, eod_id)
+    samples = np.arange(settings.samples_before(settings.steps), dtype=np.int64)
+    windows = np.stack(loader.locate(samples), axis=1)
+    return len(np.unique(windows, axis=0)) < len(windows)
+
+
+def convert_and_heal(
+    conversion: Conversion,
+    distillation: Distillation,
+    corpus: Corpus,
+    settings: Settings,
+    out: Path,
+    device: str = "cpu",
+) -> TrainingResult:
+    """Convert a model, heal it, and write the result as a model folder, whole or not at all.
+
+    The converted model and the run lie in the folder `out`.work beside it, so the same call continues after an
+    interruption. Raises CheckpointError if `out` exists or the work is of another conversion, and what `convert` and
+    `train` raise.
+    """
+    refuse_existing(out)
+    work = out.with_name(f"{out.name}.work")
+    converted = work / "converted"
+    description = conversion.describe()
+    if converted.is_dir():
+        saved = parse_json_object(read_folder(converted).documents.get(CONVERSION_FILE, "").encode())
+        difference = first_difference(saved, to_plain_json(description))
+        if difference:
+            raise CheckpointError(f"{work}: holds another conversion: {difference}; remove it, or choose another name")
+    else:
+        convert(conversion, converted)
+    result = heal(converted, distillation, corpus, settings, work / "heal", device)
+    contents = read_folder(converted)
+    healing = distillation.identity() | settings.identity() | {"text": corpus.hash}
+    documents = dict(contents.documents)
+    documents[CONVERSION_FILE] = json.dumps({**description, "healing": healing}, indent=2) + "\n"
+    dtypes = {name: DTYPES[record.dtype] for name, (_, record) in contents.tensor_records(WEIGHTS_FILE).items()}
+    tensors = {name: tensor.to(dtypes[name]) for name, tensor in model_tensors(result.model).items()}
+    write_folder(out, tensors={WEIGHTS_FILE: tensors}, documents=documents, kind="model")
+    return result

@@ -1,0 +1,1 @@
+"""Softmax attention as latent attention: rotated keys that heads share, and one latent of what is left."""

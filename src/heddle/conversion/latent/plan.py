@@ -1,0 +1,204 @@
+"""How large the rotated part and the latent of each layer become: as asked for, or by least loss under a budget."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from heddle.config import DesignError
+from heddle.conversion.activations import LayerActivations
+from heddle.conversion.latent.factors import AttentionFactors, attention_factors
+from heddle.conversion.latent.norms import fit_norms
+from heddle.conversion.latent.rank import latent_spectrum
+from heddle.conversion.latent.rope import RopeComponents
+from heddle.conversion.latent.statistics import LatentStatistics, latent_statistics
+from heddle.conversion.state_budget import plan_sizes
+from heddle.parts.mixers.attention import AttentionConfig
+from heddle.parts.positions.rope import Rope, RopeConfig
+
+ROPE_SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2)  # of a layer's state, tried for its rotated part
+MIN_OUTPUT = 1e-300  # a layer whose output is zero loses nothing
+ROUNDING = 1e-9  # shares of a budget are rounded down, but not by the rounding of their product
+
+
+FoldedPairs = tuple[tuple[int, ...], ...]  # groups of pairs whose frequencies are made one
+
+
+@dataclass(frozen=True)
+class LatentPlan:
+    """Sizes of one layer. counts: how many components of each group of folded pairs stay rotated."""
+
+    kv_rank: int
+    folded_pairs: FoldedPairs
+    counts: tuple[int, ...]
+    inv_freq: tuple[float, ...]
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated dims of the shared key."""
+        return 2 * sum(self.counts)
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """What a layer loses by the rank of its latent, for one choice of rotated components.
+
+    losses[r]: squared error of the layer's output, relative to its square. constant: 1 if an entry of the latent is
+    constant, else 0.
+    """
+
+    folded_pairs: FoldedPairs
+    counts: tuple[int, ...]
+    inv_freq: tuple[float, ...]
+    losses: tuple[float, ...]
+    constant: int
+
+    def loss(self, state: int) -> float:
+        """The loss with so many elements of state per token; infinite where no latent is left."""
+        rank = self.plan(state).kv_rank - self.constant
+        return self.losses[rank] if rank > 0 else math.inf
+
+    def plan(self, state: int) -> LatentPlan:
+        """The sizes with at most so many elements of state per token."""
+        rank = min(state - 2 * sum(self.counts), len(self.losses) - 1)
+        return LatentPlan(rank, self.folded_pairs, self.counts, self.inv_freq)
+
+
+def state_elements(config: AttentionConfig) -> int:
+    """Elements of state per token of a resolved attention layer."""
+    assert config.kv_heads is not None
+    assert config.head_dim is not None
+    assert config.value_dim is not None
+    return config.kv_heads * (config.head_dim + config.value_dim)
+
+
+def rotary_pair_count(config: AttentionConfig) -> int:
+    """The pairs of each head that RoPE rotates."""
+    position = config.position
+    assert config.head_dim is not None
+    return (position.rotary_dim or config.head_dim) // 2 if isinstance(position, RopeConfig) else 0
+
+
+def fold_pairs(pairs: int, fold: int) -> FoldedPairs:
+    """Neighboring pairs in groups of `fold`; the last group may be smaller."""
+    return tuple(tuple(range(first, min(first + fold, pairs))) for first in range(0, pairs, fold))
+
+
+def measure_layer(
+    config: AttentionConfig, activations: LayerActivations, parameters: Mapping[str, Tensor]
+) -> tuple[AttentionFactors, LatentStatistics]:
+    """The linear maps of a layer and their statistics on a text, on the text's device."""
+    device = activations.mixer_inputs[0].device
+    mixer = {name: value.to(device) for name, value in parameters.items() if name.startswith("mixer.")}
+    factors = attention_factors(config, mixer)
+    if config.qk_norm is not None:
+        factors = fit_norms(factors, config, activations)
+    return factors, latent_statistics(factors, activations.mixer_inputs, activations.layouts)
+
+
+def measure_losses(
+    factors: AttentionFactors, statistics: LatentStatistics, rope_dims: Sequence[int], fold: int, plain: bool
+) -> list[LossCurve]:
+    """A curve for each number of rotated dims. plain: frequencies of plain RoPE, and a latent norm."""
+    curves = []
+    for rope_dim in rope_dims:
+        folded_pairs = plain_folded_pairs(factors.pairs, rope_dim) if plain else fold_pairs(factors.pairs, fold)
+        components = RopeComponents(factors, statistics, folded_pairs)
+        counts = [1] * len(folded_pairs) if plain else components.choose(rope_dim // 2)
+        slots = components.slots(counts)
+        losses = latent_spectrum(factors, slots, statistics).losses + slots.loss
+        relative = losses * statistics.tokens / max(statistics.output, MIN_OUTPUT)
+        inv_freq = tuple(slots.frequencies.tolist())
+        curves.append(LossCurve(folded_pairs, tuple(counts), inv_freq, tuple(relative.tolist()), int(plain)))
+    return curves
+
+
+def plain_folded_pairs(pairs: int, rope_dim: int) -> FoldedPairs:
+    """Every n-th frequency, with the n − 1 after it folded into it: those of plain RoPE of rope_dim dims."""
+    return fold_pairs(pairs, pairs * 2 // rope_dim)
+
+
+def rope_dim_choices(config: AttentionConfig, share: float, plain: bool) -> list[int]:
+    """Numbers of rotated dims to try for a layer that is left this share of its state."""
+    pairs, state = rotary_pair_count(config), state_elements(config) * share
+    if pairs == 0:
+        return [0]
+    if plain:
+        dims = [2 * count for count in range(1, pairs + 1) if plain_position(config, 2 * count) is not None]
+    else:
+        assert config.kv_heads is not None
+        dims = [min(max(2, round(state * part / 2) * 2), 2 * pairs * config.kv_heads) for part in ROPE_SHARES]
+    return sorted({dim for dim in dims if dim < state} or {2})
+
+
+def plan_by_budget(layers: Sequence[Sequence[LossCurve]], states: Sequence[int], share: float) -> list[LatentPlan]:
+    """Share the budget, a share of the sum of the layers' states, among layers. Raises DesignError if it is too small.
+
+    layers: the choices of each.
+    """
+    budget = int(sum(states) * share + ROUNDING)
+    choices = [
+        [(size, loss) for size in range(1, budget + 1) if (loss := _least(layer, size)[0]) < math.inf]
+        for layer in layers
+    ]
+    sizes = plan_sizes(choices, budget) if all(choices) else None
+    if sizes is None:
+        raise DesignError(
+            "state_budget",
+            f"of {share:.3g} leaves {budget} elements per token for {len(states)} layers, too few; raise it",
+        )
+    return [_least(layer, size)[1].plan(size) for layer, size in zip(layers, sizes, strict=True)]
+
+
+def _least(layer: Sequence[LossCurve], state: int) -> tuple[float, LossCurve]:
+    """The least loss of a layer with so many elements, and where it is reached."""
+    return min(((curve.loss(state), curve) for curve in layer), key=lambda pair: pair[0])
+
+
+def plan_uniform(layers: Sequence[Sequence[LossCurve]], states: Sequence[int], share: float) -> list[LatentPlan]:
+    """The same sizes for every layer, whose losses sum to the least."""
+    state = int(min(states) * share + ROUNDING)
+    choices = range(len(layers[0]))
+    best = min(choices, key=lambda choice: sum(layer[choice].loss(state) for layer in layers))
+    if layers[0][best].loss(state) == math.inf:
+        raise DesignError("state_budget", f"of {share:.3g} leaves {state} elements per token and layer; raise it")
+    return [layer[best].plan(state) for layer in layers]
+
+
+def plain_position(config: AttentionConfig, rope_dim: int) -> RopeConfig | None:
+    """RoPE of rope_dim dims with the source's base and scaling; None unless it has every n-th of its frequencies."""
+    position, pairs = config.position, rotary_pair_count(config)
+    if not isinstance(position, RopeConfig) or position.inv_freq is not None or pairs * 2 % rope_dim:
+        return None
+    source, result = Rope(position, 2 * pairs).scaled_frequencies(1), position.replace(rotary_dim=rope_dim)
+    plain = Rope(result, rope_dim).scaled_frequencies(1)
+    expected = source.inv_freq[:: pairs * 2 // rope_dim]
+    is_equal = all(math.isclose(x, y, rel_tol=1e-6) for x, y in zip(plain.inv_freq, expected, strict=True))
+    return result if is_equal and plain.attention_factor == plain.score_scale == 1.0 else None
+
+
+def check_sizes(
+    config: AttentionConfig, width: int, sizes: tuple[int | None, int | None], plain: bool, path: str
+) -> None:
+    """Refuse sizes (kv_rank, rope_dim) that a layer does not have. Raises DesignError with the path of the layer."""
+    kv_rank, rope_dim = sizes
+    pairs, most = rotary_pair_count(config), min(width, state_elements(config))
+    if kv_rank is not None and kv_rank > most:
+        raise DesignError(
+            "kv_rank", f"{kv_rank} is more than the {most} dims that keys and values of {path} have; lower it"
+        )
+    if plain and pairs == 0:
+        raise DesignError(path, "has no RoPE, but every family with latent attention has; leave out exportable")
+    if pairs == 0 and rope_dim is not None:
+        raise DesignError("rope_dim", f"{rope_dim} is asked for, but {path} has no RoPE; leave it out")
+    if pairs > 0 and kv_rank is not None and rope_dim is None:
+        raise DesignError("rope_dim", f"is missing, but {path} has RoPE; give it, or state_budget in place of both")
+    assert config.kv_heads is not None
+    all_rotated = 2 * pairs * config.kv_heads
+    if rope_dim is not None and rope_dim > all_rotated:
+        raise DesignError("rope_dim", f"{rope_dim} is more than the {all_rotated} rotated dims of {path}; lower it")
+    if plain and rope_dim is not None and plain_position(config, rope_dim) is None:
+        fitting = [2 * count for count in range(1, pairs + 1) if plain_position(config, 2 * count) is not None]
+        choices = f"choices: {', '.join(map(str, fitting))}" if fitting else "leave out exportable"
+        raise DesignError("rope_dim", f"{rope_dim} has frequencies that plain RoPE cannot have in {path}; {choices}")

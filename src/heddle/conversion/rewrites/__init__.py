@@ -1,0 +1,1 @@
+"""The rewrites: one file each. A file holds one config, whose `apply` makes the new design and its weights."""

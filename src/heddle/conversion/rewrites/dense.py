@@ -1,0 +1,96 @@
+"""A mixture of equal experts to the feed-forward that each of them is. The inverse of `experts`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heddle.config import DesignError
+from heddle.conversion.activations import CalibrationText
+from heddle.conversion.branches import layer_path, scale_weight
+from heddle.conversion.rewrite import Rewrite, replace_layers
+from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.model.config import LayerConfig, ModelConfig
+from heddle.parts.feedforwards import FeedforwardConfig
+from heddle.parts.feedforwards.gated import GatedConfig
+from heddle.parts.feedforwards.mlp import MLPConfig
+from heddle.parts.feedforwards.moe import MoEConfig
+
+PROJECTIONS = ("gate", "up", "down")
+
+
+class Dense(Rewrite):
+    """Layers whose experts are equal get one feed-forward instead. Layers whose experts differ are refused."""
+
+    def is_exact(self, design: ModelConfig) -> bool:
+        """Always: experts that differ are refused."""
+        return True
+
+    def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
+        """Raises DesignError if experts differ, if their gates do not sum to one number, or if there are none."""
+        changed: dict[int, LayerConfig] = {}
+        scales: dict[int, float] = {}
+        for index in self.selected_layers(source.design):
+            layer = source.design.layers[index]
+            if isinstance(layer.feedforward, MoEConfig):
+                path = f"{layer_path(index)}.feedforward"
+                _check_gates(layer.feedforward, path)
+                _check_equal(source, path)
+                changed[index] = layer.replace(feedforward=_feedforward(layer.feedforward))
+                scales[index] = layer.feedforward.scale
+            elif self.layers is not None:
+                raise DesignError(f"{layer_path(index)}.feedforward", "has no experts; leave this layer out")
+        if not changed:
+            raise DesignError("feedforward", "no layer has experts, so nothing would change; leave it out")
+        return _Dense(source, replace_layers(source.design, changed), scales)
+
+
+class _Dense(ConvertedWeights):
+    def __init__(self, source: Weights, design: ModelConfig, scales: dict[int, float]) -> None:
+        super().__init__(source, design)
+        self.scales = scales
+
+    def convert_layer(self, index: int) -> dict[str, Tensor]:
+        """The first expert, times the sum of the gates."""
+        layer = self.source.layer(index)
+        if index not in self.scales:
+            return layer
+        converted = {name: value for name, value in layer.items() if not name.startswith("feedforward.")}
+        for name in (f"feedforward.{module}.{kind}" for module in PROJECTIONS for kind in ("weight", "bias")):
+            if name in layer:
+                expert = layer[name][0]
+                converted[name] = scale_weight(expert, self.scales[index]) if ".down." in name else expert
+        return converted
+
+
+def _check_gates(config: MoEConfig, path: str) -> None:
+    """Raises DesignError unless the output is the common output of the experts, times a number."""
+    if config.shared is not None:
+        raise DesignError(f"{path}.shared", "a shared expert is added to the others; leave this layer out")
+    if not config.renormalize and config.routing != "topk_softmax":
+        reason = "false lets the sum of the gates vary, so that even equal experts are not one feed-forward"
+        raise DesignError(f"{path}.renormalize", f"{reason}; leave this layer out")
+
+
+def _check_equal(source: Weights, path: str) -> None:
+    """Raises DesignError if the experts of a layer differ."""
+    for name in (f"{path}.{module}.{kind}" for module in PROJECTIONS for kind in ("weight", "bias")):
+        if name not in source.specs:
+            continue
+        experts = source.tensor(name)
+        for number, expert in enumerate(experts):
+            if not torch.equal(expert, experts[0]):
+                reason = f"expert {number} differs from expert 0 in {name.rpartition('feedforward.')[2]}"
+                raise DesignError(path, f"{reason}; only equal experts are one feed-forward, so leave this layer out")
+
+
+def _feedforward(config: MoEConfig) -> FeedforwardConfig:
+    fields: dict[str, Any] = {
+        "hidden": config.hidden,
+        "activation": config.expert_activation,
+        "bias": config.bias is True,
+        "dropout": config.dropout,
+    }
+    return (
+        MLPConfig(**fields) if config.expert == "mlp" else GatedConfig(**fields, limit=config.limit, alpha=config.alpha)
+    )

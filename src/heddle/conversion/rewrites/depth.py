@@ -1,0 +1,97 @@
+"""More layers, which add nothing at first: their last projections are zero (Wu et al. 2024, LLaMA Pro).
+
+A new layer is a copy of the layer below it, so that only what it writes has to be learned. Where a norm follows the
+branch (sandwich, reordered), the gain of that norm is zero instead.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from heddle.config import DesignError, PositiveInt
+from heddle.conversion.activations import CalibrationText
+from heddle.conversion.branches import (
+    branch_names,
+    check_growth,
+    gain_offset,
+    layer_modules,
+    layer_path,
+    modules_of,
+    output_projections,
+)
+from heddle.conversion.rewrite import Rewrite
+from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.model.config import ModelConfig
+
+
+class Depth(Rewrite):
+    """`depth`: the number of layers. `at`: new layers `spread` evenly between the old ones, or all at the `end`."""
+
+    targets: ClassVar[Mapping[str, str]] = {"depth": "depth"}
+    depth: PositiveInt
+    at: Literal["spread", "end"] = "spread"
+
+    def is_exact(self, design: ModelConfig) -> bool:
+        """Always."""
+        return True
+
+    def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
+        """Raises DesignError if the number does not grow, or if no layer of the design can leave the stream alone."""
+        self.refuse_layers("depth")
+        design = source.design
+        check_growth("depth", design.depth, self.depth)
+        if not design.residual.keeps_stream:
+            reason = f"kind {design.residual.kind} changes the stream in every layer, so that no new layer can keep it"
+            raise DesignError("residual", f"{reason}; only a design such as pre_norm can grow")
+        origins = self.layer_sources(design.depth)
+        self._check_indices(design, origins)
+        new_design = design.replace(layers=tuple(design.layers[origin] for origin, _ in origins))
+        return _Deeper(source, new_design, origins)
+
+    def layer_sources(self, depth: int) -> list[tuple[int, bool]]:
+        """For each new layer, the number of the old layer that it is, or copies, and whether it is a copy."""
+        added = self.depth - depth
+        result = []
+        for index in range(depth):
+            at_end = added if index == depth - 1 else 0
+            even = (index + 1) * added // depth - index * added // depth
+            copies = even if self.at == "spread" else at_end
+            result += [(index, False), *[(index, True)] * copies]
+        return result
+
+    def _check_indices(self, design: ModelConfig, origins: list[tuple[int, bool]]) -> None:
+        """Raises DesignError if an old layer, whose formula depends on its number, would get another number."""
+        model = modules_of(design)
+        for new_index, (index, is_copy) in enumerate(origins):
+            mixer = layer_modules(model, index).mixer
+            if mixer is not None and mixer.uses_layer_index and not is_copy and new_index != index:
+                config = design.layers[index].mixer
+                assert config is not None
+                reason = f"kind {config.kind} depends on the number of its layer, which would become {new_index}"
+                raise DesignError(f"{layer_path(index)}.mixer", f"{reason}; give at=end")
+
+
+class _Deeper(ConvertedWeights):
+    def __init__(self, source: Weights, design: ModelConfig, origins: list[tuple[int, bool]]) -> None:
+        super().__init__(source, design)
+        self.origins, self.model = origins, modules_of(source.design)
+
+    def convert_layer(self, index: int) -> dict[str, Tensor]:
+        """An old layer, or a copy of one that writes zero."""
+        origin, is_copy = self.origins[index]
+        layer = self.source.layer(origin)
+        return self._silent(layer, origin) if is_copy else layer
+
+    def _silent(self, layer: dict[str, Tensor], origin: int) -> dict[str, Tensor]:
+        modules, residual = layer_modules(self.model, origin), self.design.residual
+        for branch in branch_names(modules):
+            norm = residual.output_norm(branch)
+            written = output_projections(modules, branch) if norm is None else [f"residual.{norm}"]
+            weight = 0.0 if norm is None else -gain_offset(self.design.norm)
+            for name in written:
+                layer[f"{name}.weight"] = torch.full_like(layer[f"{name}.weight"], weight)
+                if f"{name}.bias" in layer:
+                    layer[f"{name}.bias"] = torch.zeros_like(layer[f"{name}.bias"])
+        return layer

@@ -1,0 +1,100 @@
+"""A feed-forward to a mixture of equal copies of it: sparse upcycling (Komatsuzaki et al. 2023).
+
+The gates of the chosen experts sum to 1, so equal experts compute what the one did. The router is small and random: a
+router of zeros would send every token to the same experts, and the others would never be trained.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from heddle.config import DesignError, PositiveFloat, Width
+from heddle.conversion.activations import CalibrationText
+from heddle.conversion.branches import layer_path
+from heddle.conversion.rewrite import Rewrite, replace_layers
+from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.model.config import LayerConfig, ModelConfig
+from heddle.numerics.philox import ParameterDraws
+from heddle.parts.feedforwards import FeedforwardConfig
+from heddle.parts.feedforwards.gated import GatedConfig
+from heddle.parts.feedforwards.mlp import MLPConfig
+from heddle.parts.feedforwards.moe import MoEConfig
+from heddle.parts.modules.linear import fill_normal
+
+
+class Experts(Rewrite):
+    """`experts` equal experts, of which each token uses `top_k`.
+
+    router_std: of the router's weights; default: the design's `initialization.std`. aux_loss: as in `moe`. seed: of the
+    router. With `top_k: 1` every gate is 1, so that only `aux_loss` would train the router.
+    """
+
+    targets: ClassVar[Mapping[str, str]] = {"experts": "experts"}
+    experts: Width
+    top_k: Width = 2
+    router_std: PositiveFloat | None = None
+    aux_loss: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
+    seed: int = 0
+
+    def is_exact(self, design: ModelConfig) -> bool:
+        """Always."""
+        return True
+
+    def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
+        """Raises DesignError if no reached layer, or a named one, has an `mlp` or `gated` feed-forward."""
+        changed: dict[int, LayerConfig] = {}
+        for index in self.selected_layers(source.design):
+            layer = source.design.layers[index]
+            if isinstance(layer.feedforward, MLPConfig | GatedConfig):
+                changed[index] = layer.replace(feedforward=self.mixture(layer.feedforward))
+            elif self.layers is not None:
+                raise DesignError(f"{layer_path(index)}.feedforward", "is neither mlp nor gated; leave this layer out")
+        if not changed:
+            raise DesignError("feedforward", "no layer has an mlp or gated feed-forward, which experts could copy")
+        design = replace_layers(source.design, changed)
+        std = self.router_std or design.initialization.std
+        return _Experts(source, design, frozenset(changed), self, std)
+
+    def mixture(self, feedforward: FeedforwardConfig) -> MoEConfig:
+        """The design of experts that are copies of a feed-forward."""
+        assert isinstance(feedforward, MLPConfig | GatedConfig)
+        settings: dict[str, Any] = (
+            {} if isinstance(feedforward, MLPConfig) else {"limit": feedforward.limit, "alpha": feedforward.alpha}
+        )
+        return MoEConfig(
+            experts=self.experts,
+            top_k=self.top_k,
+            hidden=feedforward.hidden,
+            expert="mlp" if isinstance(feedforward, MLPConfig) else "gated",
+            activation=feedforward.activation,
+            bias=feedforward.bias,
+            dropout=feedforward.dropout,
+            aux_loss=self.aux_loss,
+            **settings,
+        )
+
+
+class _Experts(ConvertedWeights):
+    def __init__(
+        self, source: Weights, design: ModelConfig, changed: frozenset[int], options: Experts, std: float
+    ) -> None:
+        super().__init__(source, design)
+        self.changed, self.options, self.std = changed, options, std
+
+    def convert_layer(self, index: int) -> dict[str, Tensor]:
+        """Each projection of the feed-forward once for every expert, and a router."""
+        layer = self.source.layer(index)
+        if index not in self.changed:
+            return layer
+        prefix, router = "feedforward.", "feedforward.router.weight"
+        converted = {
+            name: value.expand(self.options.experts, *value.shape) if name.startswith(prefix) else value
+            for name, value in layer.items()
+        }
+        converted[router] = torch.empty(self.options.experts, self.design.width)
+        draws = ParameterDraws(self.options.seed, f"{layer_path(index)}.feedforward.router")
+        fill_normal(converted[router], self.std, draws("weight"))
+        return converted

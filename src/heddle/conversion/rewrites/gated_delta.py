@@ -1,0 +1,37 @@
+"""Full attention becomes the gated delta rule: a state of fixed size in place of a cache (Yang et al. 2024).
+
+Queries, keys, values and outputs start from attention's, as in Mamba in the Llama (Wang et al. 2024) and MOHAWK (Bick
+et al. 2024); key and value heads are repeated for the query heads they serve. The convolution starts as the identity,
+which leaves a quarter less error than a random one; decay, β and the gate start fresh. A gate per channel is taken
+over. Positions are left out: the decay and the convolution tell the order.
+"""
+
+import torch
+from torch import Tensor
+
+from heddle.conversion.mixer_replacement import MixerReplacement, features
+from heddle.parts.mixers import Mixer, MixerConfig
+from heddle.parts.mixers.attention import AttentionConfig
+from heddle.parts.mixers.gated_delta import GatedDelta, GatedDeltaConfig
+
+
+class GatedDeltaReplacement(MixerReplacement):
+    """Full attention to `gated_delta`, fitted to attention's outputs; `keep=1/4` keeps a quarter of the layers."""
+
+    def new_config(self, mixer: AttentionConfig) -> MixerConfig:
+        """As many heads, as wide."""
+        return GatedDeltaConfig(heads=mixer.heads, head_dim=mixer.head_dim, value_dim=mixer.value_dim)
+
+    def missing_features(self, mixer: AttentionConfig) -> list[str]:
+        """Everything but positions and a gate per channel."""
+        has_gate = mixer.gate == "channel"
+        return [
+            name for name in features(mixer) if not name.startswith("position") and not (has_gate and name == "gate")
+        ]
+
+    def first_values(self, mixer: Mixer) -> dict[str, Tensor]:
+        """A convolution that reads the token itself alone."""
+        assert isinstance(mixer, GatedDelta)
+        weight = torch.zeros(sum(mixer.conv_widths), mixer.conv_kernel)
+        weight[:, -1] = 1.0
+        return {"convolution.weight": weight}

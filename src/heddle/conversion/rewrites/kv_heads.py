@@ -1,0 +1,213 @@
+"""Another number of key/value heads: more by repeating them, exact; fewer by letting groups of heads share one, lossy.
+
+`groups` says which heads share: neighbors, those with similar queries or with similar keys and values, those whose
+merging changes the layer's output on the text least, or any (`random`, a control). `merge` says how a group becomes one
+head: see `heddle.conversion.heads.alignment`. `least-squares` also refits the output projection on the text; `fresh`
+gives new initial keys and values (a control).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from heddle.config import DesignError, Width, refuse
+from heddle.conversion.activations import CalibrationText, LayerActivations
+from heddle.conversion.heads.conversion import Grouping, HeadConversion
+from heddle.conversion.heads.merge import Merge
+from heddle.conversion.heads.statistics import build_mixer
+from heddle.conversion.rewrite import Rewrite, replace_layers
+from heddle.conversion.sensitivity import replacement_losses
+from heddle.conversion.state_budget import StateBudget, plan_sizes
+from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.model.config import ModelConfig
+from heddle.parts.context.build import BuildContext
+from heddle.parts.mixers import Mixer
+from heddle.parts.mixers.attention import AttentionConfig
+from heddle.parts.positions import ScoreBiasConfig
+from heddle.parts.positions.relative_bias import RelativeBiasConfig
+
+TOKENS_PER_INPUT = 2  # tokens of text that a layer needs, for each input of its projections
+
+Mixers = Mapping[int, AttentionConfig]  # by the number of the layer
+
+
+class KVHeads(Rewrite):
+    """`attention` with another number of key/value heads: more by repeating (exact), fewer by sharing (lossy).
+
+    kv_heads: of every layer; or state_budget: the share of the state that is left, by which each layer gets its number
+    of heads, so that the loss on the text rises least. similarity: whether heads are compared and aligned on the text,
+    or by their weights. seed: of `random` groups and `fresh` heads.
+    """
+
+    targets: ClassVar[Mapping[str, str]] = {"kv_heads": "kv_heads"}
+    methods: ClassVar[Sequence[Mapping[str, str]]] = (
+        {"groups": "contiguous", "merge": "mean"},
+        {"groups": "contiguous", "merge": "first"},
+        {"groups": "contiguous", "merge": "fresh"},
+        {"groups": "random", "merge": "mean"},
+        {"groups": "similar-queries", "merge": "mean"},
+        {"groups": "similar-keys-values", "merge": "mean"},
+        {"groups": "similar-outputs", "merge": "mean"},
+        {"groups": "similar-outputs", "merge": "aligned"},
+        {"groups": "similar-outputs", "merge": "least-squares"},
+    )
+    kv_heads: Width | None = None
+    state_budget: StateBudget | None = None
+    groups: Grouping = "similar-outputs"
+    merge: Merge = "least-squares"
+    similarity: Literal["text", "weights"] = "text"
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kv_heads is None and self.state_budget is None:
+            refuse("kv_heads", "is missing; give the number of key/value heads, or state_budget")
+        if self.kv_heads is not None and self.state_budget is not None:
+            refuse("kv_heads", "follows from state_budget; keep one of the two")
+        if self.seed and self.groups != "random" and self.merge != "fresh":
+            refuse("seed", "changes random groups and fresh heads only; leave it out")
+        is_on_text = self.groups == "similar-outputs" or self.merge == "least-squares"
+        if self.similarity == "weights" and (is_on_text or not self._converter.compares):
+            reason = (
+                "similar-outputs and least-squares are defined on a text" if is_on_text else "no heads are compared"
+            )
+            refuse("similarity", f"cannot be weights, since {reason}; leave it out")
+        return self
+
+    @property
+    def _converter(self) -> HeadConversion:
+        return HeadConversion(self.groups, self.merge, self.similarity, self.seed)
+
+    @property
+    def needs_text(self) -> bool:
+        """Unless heads are grouped and merged by their weights. Repeating needs none in any case."""
+        return self.state_budget is not None or self._converter.needs_text
+
+    def is_exact(self, design: ModelConfig) -> bool:
+        """If heads are only repeated."""
+        return self.kv_heads is not None and not _merged(self._mixers(design), self.kv_heads)
+
+    def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
+        """Raises DesignError for a number of heads that does not divide, or a layer whose heads cannot be merged."""
+        mixers = self._mixers(source.design)
+        if self.kv_heads is not None:
+            for index, mixer in mixers.items():
+                _check_count(index, mixer, self.kv_heads)
+        reduced = mixers if self.kv_heads is None else _merged(mixers, self.kv_heads)
+        for index, mixer in reduced.items():
+            self._check_reordering(index, mixer)
+            if self.needs_text:
+                _check_text(text, source.design, mixer)
+        counts = self._budgeted(source, text, mixers) if self.kv_heads is None else dict.fromkeys(mixers, self.kv_heads)
+        layers = {
+            index: source.design.layers[index].replace(mixer=mixer.replace(kv_heads=counts[index]))
+            for index, mixer in mixers.items()
+        }
+        return _SharedHeads(source, replace_layers(source.design, layers), text, self._converter)
+
+    def _mixers(self, design: ModelConfig) -> Mixers:
+        """The layers to convert. Raises DesignError for one without softmax attention, or if there is none."""
+        indices, mixers, others = self.selected_layers(design), {}, set()
+        for index in indices:
+            mixer = design.layers[index].mixer
+            if isinstance(mixer, AttentionConfig):
+                mixers[index] = mixer
+            elif mixer is not None:
+                others.add(mixer.kind)
+        if (others and self.layers is not None) or not mixers:
+            kinds = " and ".join(sorted(others)) or "no mixer"
+            raise DesignError("kv_heads", f"converts attention, but these layers have {kinds}; name other layers")
+        return mixers
+
+    def _check_reordering(self, index: int, mixer: AttentionConfig) -> None:
+        """Raises DesignError if heads may change places though their scores depend on their places."""
+        position = mixer.position
+        depends = isinstance(position, ScoreBiasConfig) and not isinstance(position, RelativeBiasConfig)
+        if position is not None and depends and self.groups != "contiguous" and self.kv_heads != 1:
+            reason = f"{position.kind} gives each head by its number another bias, so heads cannot be reordered"
+            raise DesignError(f"layers.{index}.mixer.position", f"{reason}; use groups=contiguous")
+
+    def _budgeted(self, source: Weights, text: CalibrationText | None, mixers: Mixers) -> dict[int, int]:
+        """The heads of each layer under the budget, by what fewer heads in one layer add to the loss on the text."""
+        assert text is not None
+        assert self.state_budget is not None
+        losses: dict[int, dict[int, float]] = {index: {_heads(mixer): 0.0} for index, mixer in mixers.items()}
+        for count in sorted({count for mixer in mixers.values() for count in _divisors(_heads(mixer))[:-1]}):
+            added = replacement_losses(source, text, self._replacement(source, mixers, count))
+            for index, loss in added.items():
+                losses[index][count] = loss
+        widths = {index: (mixer.head_dim or 0) + (mixer.value_dim or 0) for index, mixer in mixers.items()}
+        choices = [[(n * widths[index], loss) for n, loss in sorted(losses[index].items())] for index in mixers]
+        total = sum(sizes[-1][0] for sizes in choices)
+        planned = plan_sizes(choices, int(self.state_budget * total + 1e-9))
+        if planned is None:
+            least = sum(sizes[0][0] for sizes in choices) / total
+            reason = f"{self.state_budget:.4g} of the state is less than one head per layer takes, {least:.4g}"
+            raise DesignError("state_budget", f"{reason}; raise it")
+        return {index: size // widths[index] for index, size in zip(mixers, planned, strict=True)}
+
+    def _replacement(self, source: Weights, mixers: Mixers, count: int) -> Callable[[LayerActivations], Mixer | None]:
+        """Replaces the mixer of a layer by one with `count` key heads, where that is fewer and divides."""
+        design = source.design
+
+        def replace(activations: LayerActivations) -> Mixer | None:
+            index = activations.index
+            if index not in mixers or count not in _divisors(_heads(mixers[index]))[:-1]:
+                return None
+            layer = self._converter.convert(source.layer(index), design, index, count, lambda: activations)
+            context = BuildContext(design.width, design.norm, design.depth, index)
+            return build_mixer(mixers[index].replace(kv_heads=count), context, layer).to(source.dtype)
+
+        return replace
+
+
+class _SharedHeads(ConvertedWeights):
+    def __init__(
+        self, source: Weights, design: ModelConfig, text: CalibrationText | None, converter: HeadConversion
+    ) -> None:
+        super().__init__(source, design, text)
+        self.converter = converter
+
+    def convert_layer(self, index: int) -> dict[str, Tensor]:
+        """The layer with its new number of key heads."""
+        layer, mixer = self.source.layer(index), self.design.layers[index].mixer
+        if mixer == self.source.design.layers[index].mixer:
+            return layer
+        assert isinstance(mixer, AttentionConfig)
+        activations = lambda: self.activations(index)  # noqa: E731
+        return self.converter.convert(layer, self.source.design, index, _heads(mixer), activations)
+
+
+def _heads(mixer: AttentionConfig) -> int:
+    """The key heads of a resolved config."""
+    assert mixer.kv_heads is not None
+    return mixer.kv_heads
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _merged(mixers: Mixers, kv_heads: int) -> Mixers:
+    """The layers whose heads are not just repeated."""
+    return {index: mixer for index, mixer in mixers.items() if kv_heads % _heads(mixer)}
+
+
+def _check_count(index: int, mixer: AttentionConfig, kv_heads: int) -> None:
+    if mixer.heads % kv_heads:
+        *choices, last = map(str, _divisors(mixer.heads))
+        listed = f"{', '.join(choices)} or {last}" if choices else last
+        path = f"layers.{index}.mixer.kv_heads"
+        raise DesignError(path, f"{kv_heads} does not divide heads = {mixer.heads}; give {listed}")
+
+
+def _check_text(text: CalibrationText | None, design: ModelConfig, mixer: AttentionConfig) -> None:
+    """Raises DesignError if there is no text, or less than least squares over a layer's inputs need."""
+    if text is None:
+        raise DesignError("kv_heads", "needs a text to calibrate on; give one, or groups and merge that need none")
+    assert mixer.value_dim is not None
+    needed = TOKENS_PER_INPUT * max(design.width, mixer.heads * mixer.value_dim)
+    if text.tokens < needed:
+        raise DesignError("kv_heads", f"needs a text of {needed} tokens, but there are {text.tokens}; give more text")

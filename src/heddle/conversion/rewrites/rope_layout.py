@@ -1,0 +1,102 @@
+"""RoPE pairs in half or interleaved layout: the rows of W_q and W_k are permuted; every score stays as it was.
+
+Interleaved pairs are the dims (2i, 2i + 1) of a head, half pairs the dims (i, i + rotary_dim/2).
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from heddle.config import DesignError
+from heddle.conversion.activations import CalibrationText
+from heddle.conversion.rewrite import Rewrite, replace_layers
+from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.model.config import LayerConfig, ModelConfig
+from heddle.parts.mixers import MixerConfig
+from heddle.parts.mixers.attention import AttentionConfig
+from heddle.parts.mixers.latent_attention import LatentAttentionConfig
+from heddle.parts.positions.rope import RopeConfig
+
+RotaryMixerConfig = AttentionConfig | LatentAttentionConfig
+
+
+class RopeLayout(Rewrite):
+    """`layout`: the order of RoPE pairs in each head of `attention` and `latent_attention`."""
+
+    targets: ClassVar[Mapping[str, str]] = {"position.layout": "layout"}
+    layout: Literal["half", "interleaved"]
+
+    def is_exact(self, design: ModelConfig) -> bool:
+        """Always."""
+        return True
+
+    def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
+        """Raises DesignError if no layer has RoPE in the other layout."""
+        changed: dict[int, LayerConfig] = {}
+        for index in self.selected_layers(source.design):
+            layer = source.design.layers[index]
+            mixer = rotary_mixer(layer.mixer)
+            if mixer is None or not isinstance(mixer.position, RopeConfig) or mixer.position.layout == self.layout:
+                continue
+            position = mixer.position.replace(layout=self.layout)
+            changed[index] = layer.replace(mixer=mixer.replace(position=position))
+        if not changed:
+            reason = f"no layer has RoPE in another layout than {self.layout}; name the other layout"
+            raise DesignError("position.layout", reason)
+        return _Permuted(source, replace_layers(source.design, changed), frozenset(changed))
+
+
+def rotary_mixer(mixer: MixerConfig | None) -> RotaryMixerConfig | None:
+    """The mixer, if it is one with RoPE whose pairs can be permuted."""
+    is_rotated = isinstance(mixer, RotaryMixerConfig) and isinstance(mixer.position, RopeConfig)
+    return mixer if isinstance(mixer, RotaryMixerConfig) and is_rotated else None
+
+
+class _Permuted(ConvertedWeights):
+    def __init__(self, source: Weights, design: ModelConfig, changed: frozenset[int]) -> None:
+        super().__init__(source, design)
+        self.changed = changed
+
+    def convert_layer(self, index: int) -> dict[str, Tensor]:
+        """The layer with the rotated dims of queries and keys in the other order."""
+        layer = self.source.layer(index)
+        mixer = rotary_mixer(self.source.design.layers[index].mixer)
+        if index not in self.changed or mixer is None:
+            return layer
+        assert isinstance(mixer.position, RopeConfig)
+        order = new_pair_order(mixer.position)
+        if isinstance(mixer, AttentionConfig):
+            assert mixer.head_dim is not None
+            names = {"mixer.q": (0, mixer.head_dim), "mixer.k": (0, mixer.head_dim)}
+            names |= {"mixer.q_norm": (0, mixer.head_dim), "mixer.k_norm": (0, mixer.head_dim)}
+        else:
+            assert mixer.rope_dim is not None
+            query = "mixer.q" if mixer.query_rank is None else "mixer.q_up"
+            names = {query: (mixer.nope_dim, mixer.nope_dim + mixer.rope_dim), "mixer.k_rope": (0, mixer.rope_dim)}
+        for module, (start, head_dim) in names.items():
+            for name in (f"{module}.weight", f"{module}.bias"):
+                if name in layer:
+                    layer[name] = permute_heads(layer[name], head_dim, start, order)
+        return layer
+
+
+def new_pair_order(position: RopeConfig) -> Tensor:
+    """For each rotated dim in the other layout, its index in this layout."""
+    assert position.rotary_dim is not None
+    pairs = torch.arange(position.rotary_dim).view(2, -1)  # half: (first dims, second dims)
+    return pairs.T.flatten() if position.layout == "half" else pairs.view(-1, 2).T.flatten()
+
+
+def permute_heads(x: Tensor, head_dim: int, start: int, order: Tensor) -> Tensor:
+    """Permute dims `start` … of each head of head_dim dims. The dims of all heads are the first dim, or the last one.
+
+    x: a matrix [heads · head_dim, inputs], a bias or gain [heads · head_dim], or gains [heads, head_dim] or [head_dim].
+    """
+    index = torch.arange(head_dim)
+    index[start : start + len(order)] = start + order
+    dim = 1 if x.dim() == 2 and x.shape[-1] == head_dim and x.shape[0] % head_dim else 0
+    heads = x.unflatten(dim, (-1, head_dim))
+    permuted: Tensor = heads.index_select(dim + 1, index.to(x.device)).flatten(dim, dim + 1)
+    return permuted

@@ -1,0 +1,44 @@
+"""The head's weight apart from the embedding's, or one weight for both where they are equal."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from heddle.config import DesignError
+from heddle.conversion.activations import CalibrationText
+from heddle.conversion.rewrite import Rewrite
+from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.model.config import ModelConfig
+
+HEAD, EMBEDDING = "head.weight", "embed.weight"
+
+
+class Tied(Rewrite):
+    """`tied`: whether the head shares the embedding's weight. True is refused where the two differ."""
+
+    targets: ClassVar[Mapping[str, str]] = {"head.tied": "tied"}
+    tied: bool
+
+    def is_exact(self, design: ModelConfig) -> bool:
+        """Always."""
+        return True
+
+    def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
+        """Raises DesignError if nothing would change, or if different weights should become one."""
+        self.refuse_layers("head.tied")
+        head = source.design.head
+        if head.tied == self.tied:
+            state = "tied" if self.tied else "untied"
+            raise DesignError("head.tied", f"the head is {state} already, so nothing would change; leave it out")
+        if self.tied and not torch.equal(source.tensor(HEAD), source.tensor(EMBEDDING)):
+            reason = "the head's weight differs from the embedding's, so that one weight cannot stand for both"
+            raise DesignError("head.tied", f"{reason}; keep them untied")
+        return _Tied(source, source.design.replace(head=head.replace(tied=self.tied)))
+
+
+class _Tied(ConvertedWeights):
+    def convert_other(self, name: str) -> Tensor:
+        """An untied head starts as a copy of the embedding."""
+        return self.source.tensor(EMBEDDING if name == HEAD else name)

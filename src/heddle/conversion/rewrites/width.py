@@ -1,0 +1,167 @@
+"""A wider residual stream whose new dims are zero.
+
+With D dims of D′ not zero the mean square is D/D′ of what it was, so RMSNorm's ε is multiplied by D/D′, its gain by
+√(D/D′). What writes to the stream writes zero to the new dims; what reads it has random weights for them, so that they
+can be learned. Heads, ranks and hidden channels stay.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from heddle.config import DesignError, Width
+from heddle.conversion.activations import CalibrationText
+from heddle.conversion.branches import (
+    branch_names,
+    check_growth,
+    input_projections,
+    layer_modules,
+    layer_path,
+    modules_of,
+    output_projections,
+    scale_weight,
+)
+from heddle.conversion.rewrite import Rewrite
+from heddle.conversion.weights import LAYER_PREFIX, ConvertedWeights, Weights
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder
+from heddle.numerics.philox import ParameterDraws
+from heddle.parts.mixers.attention import Attention
+from heddle.parts.mixers.retention import Retention
+from heddle.parts.modules.linear import fill_normal
+from heddle.parts.norms.rms import RMSConfig, RMSNorm
+from heddle.parts.positions.learned import LearnedConfig
+
+# Norms within a mixer with the ε of the design, and the projections that their inputs are proportional to.
+NORM_INPUTS: dict[type[nn.Module], dict[str, str]] = {
+    Attention: {"q_norm": "q", "k_norm": "k"},
+    Retention: {"norm": "v"},
+}
+
+
+class StreamWidth(Rewrite):
+    """`width`: of the residual stream. `seed`: of the weights that read the new dims."""
+
+    targets: ClassVar[Mapping[str, str]] = {"width": "width"}
+    width: Width
+    seed: int = 0
+
+    def is_exact(self, design: ModelConfig) -> bool:
+        """Always."""
+        return True
+
+    def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
+        """Raises DesignError if the width does not grow, or for a part that depends on the width in another way."""
+        self.refuse_layers("width")
+        design, norm = source.design, source.design.norm
+        check_growth("width", design.width, self.width)
+        if not isinstance(norm, RMSConfig):
+            reason = f"kind {norm.kind} is not scaled by a gain when zeros are added; only a design with rms can grow"
+            raise DesignError("norm", reason)
+        position = design.embedding.position
+        if position is not None and not isinstance(position, LearnedConfig):
+            reason = f"kind {position.kind} adds to every dim what depends on the width, so new dims are not zero"
+            raise DesignError("embedding.position", f"{reason}; leave the width alone")
+        wider_norm = norm.replace(eps=norm.eps * design.width / self.width)
+        head = design.head
+        if design.embedding.scale and head.tied:
+            head = head.replace(scale=head.scale * (self.width / design.width) ** 0.5)
+        return _Wider(source, design.replace(width=self.width, norm=wider_norm, head=head), self.seed)
+
+
+class _Wider(ConvertedWeights):
+    def __init__(self, source: Weights, design: ModelConfig, seed: int) -> None:
+        super().__init__(source, design)
+        self.seed, self.old, self.new = seed, modules_of(source.design), modules_of(design)
+        self.ratio = source.design.width / design.width
+        self.gains = {f"{path}.weight" for path in _grown_norms(self.old, self.new)}
+        self.readers = {"head.weight"}
+        self.scaled = {index: self._check_layer(index) for index in range(design.depth)}
+
+    def _check_layer(self, index: int) -> list[str]:
+        """Note the projections that read the stream, and return those whose output is normalized with the design's ε.
+
+        Raises DesignError for a layer in which more than readers and writers of the stream depend on the width.
+        """
+        old, new, path = layer_modules(self.old, index), layer_modules(self.new, index), layer_path(index)
+        scaled = []
+        for branch in branch_names(new):
+            read = {f"{name}.weight" for name in input_projections(new, branch, path)}
+            written = {f"{name}.{kind}" for name in output_projections(new, branch) for kind in ("weight", "bias")}
+            self.readers |= {f"{path}.{name}" for name in read}
+            for name, parameter in new.get_submodule(branch).named_parameters(prefix=branch):
+                before = old.get_parameter(name).shape
+                grows = [a != b for a, b in zip(before, parameter.shape, strict=True)]
+                if sum(grows) > (name in read) + (name in written) or (name in read and not grows[-1]):
+                    reason = "depends on the width in a way that zeros cannot keep; state its sizes in the design"
+                    raise DesignError(f"{path}.{name}", reason)
+            for norm in _changed_norms(old.get_submodule(branch), new.get_submodule(branch)):
+                owner, _, name = f"{branch}.{norm}".rpartition(".")
+                projection = NORM_INPUTS.get(type(new.get_submodule(owner)), {}).get(name)
+                if projection is None:
+                    reason = "takes its ε from the design's norm, which a wider stream changes"
+                    raise DesignError(f"{path}.{owner}.{name}", f"{reason}; leave the width alone")
+                scaled.append(f"{owner}.{projection}")
+        return scaled
+
+    def convert_layer(self, index: int) -> dict[str, Tensor]:
+        """The layer with zeros written to the new dims."""
+        layer = self.source.layer(index)
+        for name in (f"{path}.{kind}" for path in self.scaled[index] for kind in ("weight", "bias")):
+            if name in layer:
+                layer[name] = scale_weight(layer[name], self.ratio**0.5)
+        prefix = f"{LAYER_PREFIX}{index}."
+        return {name: self._extended(prefix + name, value) for name, value in layer.items()}
+
+    def convert_other(self, name: str) -> Tensor:
+        """Embedding, final norm and head, extended."""
+        value = self.source.tensor(name)
+        if self.source.design.embedding.scale:
+            if name == "embed.weight":
+                value = scale_weight(value, self.ratio**0.5)  # the scale √width grows
+            if name == "head.bias" and self.source.design.head.tied:
+                value = scale_weight(value, self.ratio**0.5)
+        return value if name.startswith("encoder.") else self._extended(name, value)
+
+    def _extended(self, name: str, value: Tensor) -> Tensor:
+        """The value with new dims: zeros, or random numbers where they are multiplied by zeros."""
+        shape = self.specs[name][1]
+        if name in self.gains:
+            assert isinstance(self.design.norm, RMSConfig)
+            offset = self.design.norm.offset
+            gain = torch.ones(shape, dtype=torch.float64, device=value.device)
+            return self._filled(gain, offset + value.double()).mul_(self.ratio**0.5) - offset
+        if tuple(value.shape) == shape:
+            return value
+        if name not in self.readers:
+            return self._filled(value.new_zeros(shape), value)
+        drawn = torch.empty(shape, dtype=value.dtype)
+        fill_normal(drawn, self.design.initialization.std, ParameterDraws(self.seed, "width")(name))
+        return self._filled(drawn.to(value.device), value)
+
+    def _filled(self, result: Tensor, value: Tensor) -> Tensor:
+        """The result with the value in its first dims; a dim of several streams is filled stream by stream."""
+        blocks, index = result, []
+        for dim, (new, old) in enumerate(zip(result.shape, value.shape, strict=True)):
+            streams = old // self.source.design.width if new != old else 1
+            blocks = blocks.unflatten(2 * dim, (streams, new // streams))
+            value = value.unflatten(2 * dim, (streams, old // streams))
+            index += [slice(None), slice(old // streams)]
+        blocks[tuple(index)] = value.to(result.dtype)
+        return result
+
+
+def _changed_norms(old: nn.Module, new: nn.Module) -> list[str]:
+    """The paths of the norms whose ε differs."""
+    before = {path: module.eps for path, module in old.named_modules() if isinstance(module, RMSNorm)}
+    after = {path: module.eps for path, module in new.named_modules() if isinstance(module, RMSNorm)}
+    return [path for path, eps in after.items() if eps != before[path]]
+
+
+def _grown_norms(old: Decoder, new: Decoder) -> list[str]:
+    """The paths of the norms over the stream."""
+    shapes = {name: parameter.shape for name, parameter in old.named_parameters()}
+    paths = _changed_norms(old, new)
+    return [path for path in paths if new.get_parameter(f"{path}.weight").shape != shapes[f"{path}.weight"]]

@@ -1,0 +1,96 @@
+"""Full attention becomes local: a query sees the last `window` tokens, and the cache holds no more.
+
+No weight changes. Where not every layer is converted, those become local whose window alone raises the loss on
+the user's text the least, or whose attention gives the least weight to what the window hides. (The loss chooses
+better: attention that is spread evenly gives much weight to far tokens and needs none of them.) Every mixer that can
+have a window gets one; a smaller window stays. The conversion is exact for texts that fit in the window.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from heddle.config import DesignError, PositiveInt
+from heddle.conversion.activations import CalibrationText, LayerActivations, layer_activations
+from heddle.conversion.rewrite import Rewrite, replace_layers
+from heddle.conversion.sensitivity import LayerCount, count_layers, hidden_attention, replacement_losses, top_layers
+from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.model.config import LayerConfig, ModelConfig
+from heddle.model.decoder import Decoder, Layer, build
+from heddle.parts.mixers import Mixer
+from heddle.progress import print_status, progress_bar
+
+
+class Window(Rewrite):
+    """`window`: the most keys that a query sees, itself included; to each side, where later tokens are seen.
+
+    keep: how many layers stay as they are, or their share (1/4). by: what chooses them, the rise of the loss if
+    a layer alone gets a window, or the weight that attention gives to tokens beyond it.
+    longest_text: the length of the longest text there will be; if it fits in the window, the conversion is exact.
+    """
+
+    targets: ClassVar[Mapping[str, str]] = {"window": "window"}
+    window: PositiveInt
+    keep: LayerCount | None = None
+    by: Literal["loss", "attention"] = "loss"
+    longest_text: PositiveInt | None = None
+
+    @property
+    def needs_text(self) -> bool:
+        """Only to choose layers."""
+        return self.keep is not None
+
+    def is_exact(self, design: ModelConfig) -> bool:
+        """If every text fits in the window."""
+        return self.longest_text is not None and self.longest_text <= self.window
+
+    def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
+        """Raises DesignError if no layer can have a smaller window."""
+        design = source.design
+        changed: dict[int, LayerConfig] = {}
+        for index in self.selected_layers(design):
+            layer = design.layers[index]
+            mixer = None if layer.mixer is None else layer.mixer.with_window(self.window)
+            if mixer != layer.mixer:
+                changed[index] = layer.replace(mixer=mixer)
+        if not changed:
+            reason = f"no layer has attention that sees more than {self.window} tokens; give a smaller window"
+            raise DesignError("window", reason)
+        if self.keep is not None:
+            assert text is not None
+            count = count_layers("keep", self.keep, len(changed))
+            effects = self._effects(source, text, replace_layers(design, changed), frozenset(changed))
+            full = top_layers(effects, count)
+            what = "attention beyond it" if self.by == "attention" else "rise of the loss if it is alone"
+            shown = ", ".join(f"layer {index} {value:.4g}" for index, value in effects.items())
+            print_status(f"window {self.window}: {what}: {shown}; unchanged: {list(full)}")
+            changed = {index: layer for index, layer in changed.items() if index not in full}
+        return ConvertedWeights(source, replace_layers(design, changed))
+
+    def _effects(
+        self, source: Weights, text: CalibrationText, design: ModelConfig, changed: frozenset[int]
+    ) -> dict[int, float]:
+        """How much a window in each layer that could be changed would matter."""
+        if self.by == "loss":
+            windowed = build(design, device="meta").eval()
+            return replacement_losses(
+                source, text, lambda layer: _windowed_mixer(windowed, layer) if layer.index in changed else None
+            )
+        effects = {}
+        with progress_bar("measuring attention", design.depth, "layers") as bar:
+            for activations in layer_activations(source, text):
+                if activations.index in changed:
+                    effects[activations.index] = hidden_attention(activations, self.window)
+                bar.advance(1)
+        return effects
+
+
+def _windowed_mixer(windowed: Decoder, activations: LayerActivations) -> Mixer:
+    """The mixer of a design with windows, with the weights of the layer's own."""
+    layer, original = windowed.layers[activations.index], activations.layer.mixer
+    assert isinstance(layer, Layer)
+    assert original is not None
+    mixer = copy.deepcopy(layer.mixer)
+    assert mixer is not None
+    mixer.load_state_dict(original.state_dict(), assign=True)
+    return mixer

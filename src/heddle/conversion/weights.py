@@ -1,0 +1,143 @@
+"""A design and its parameters by name. Each is read, or made from those of another design, when it is looked up."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from heddle.conversion.activations import CalibrationText, LayerActivations, layer_activations
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder, build
+from heddle.model.initialization import storage_dtype
+
+LAYER_PREFIX = "layers."
+
+TensorSpec = tuple[torch.dtype, tuple[int, ...]]  # the dtype and shape of a parameter
+
+
+class Weights(ABC):
+    """The parameters of a design.
+
+    design: resolved, so that every layer and every default is written out.
+    """
+
+    design: ModelConfig
+
+    @property
+    @abstractmethod
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """The dtype and shape of every parameter, by name. A tied head has no weight of its own."""
+
+    @abstractmethod
+    def tensor(self, name: str) -> Tensor:
+        """Read or make one parameter, such as `layers.3.mixer.q.weight`, in memory of its own."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the embedding, which stands for that of the model."""
+        return self.specs["embed.weight"][0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all parameters."""
+        return tuple(self.specs)
+
+    def layer_names(self, index: int) -> list[str]:
+        """The names of a layer's parameters, relative to it: `mixer.q.weight`."""
+        prefix = f"{LAYER_PREFIX}{index}."
+        return [name.removeprefix(prefix) for name in self.specs if name.startswith(prefix)]
+
+    def layer(self, index: int) -> dict[str, Tensor]:
+        """The parameters of a layer, by their names relative to it."""
+        return {name: self.tensor(f"{LAYER_PREFIX}{index}.{name}") for name in self.layer_names(index)}
+
+
+class ModelWeights(Weights):
+    """The parameters of a model in memory."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.design = model.config.resolved()
+        self._parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """As in `Weights`."""
+        return {name: (value.dtype, tuple(value.shape)) for name, value in self._parameters.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """As in `Weights`."""
+        return self._parameters[name].clone()
+
+
+class ConvertedWeights(Weights):
+    """The parameters of a rewritten design, made layer by layer from those of the source.
+
+    A rewrite overrides `convert_layer` and `convert_other`; what it leaves alone is the source's. Results may have any
+    floating point dtype: they are stored in the source's. text: what `activations` runs the source on.
+    """
+
+    def __init__(self, source: Weights, design: ModelConfig, text: CalibrationText | None = None) -> None:
+        self.source, self.design, self.text = source, design.resolved(), text
+        self._converted: tuple[int, dict[str, Tensor]] | None = None  # the newest layer
+        self._walk: Iterator[LayerActivations] | None = None
+        self._activations: LayerActivations | None = None
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """As in `Weights`."""
+        return parameter_specs(self.design, self.source.dtype)
+
+    def convert_layer(self, index: int) -> dict[str, Tensor]:
+        """The parameters of a layer of the new design, by their names relative to it."""
+        return self.source.layer(index)
+
+    def convert_other(self, name: str) -> Tensor:
+        """A parameter outside the layers: of the embedding, the final norm, the head or the encoder."""
+        return self.source.tensor(name)
+
+    def activations(self, index: int) -> LayerActivations:
+        """What the source's layer reads and writes on the calibration text. In order of the layers each runs once."""
+        assert self.text is not None, f"{type(self).__name__} has no calibration text"
+        if self._activations is None or self._activations.index > index:
+            self._walk, self._activations = layer_activations(self.source, self.text), None
+        assert self._walk is not None
+        while self._activations is None or self._activations.index < index:
+            self._activations = None  # frees the layer before the next one is read
+            self._activations = next(self._walk)
+        return self._activations
+
+    def tensor(self, name: str) -> Tensor:
+        """As in `Weights`: converts the layer of the parameter, if it is not the newest one."""
+        dtype, shape = self.specs[name]
+        if name.startswith(LAYER_PREFIX):
+            number, _, relative = name.removeprefix(LAYER_PREFIX).partition(".")
+            if self._converted is None or self._converted[0] != int(number):
+                self._converted = None  # frees the layer before the next one is made
+                layer, prefix = self.convert_layer(int(number)), f"{LAYER_PREFIX}{number}."
+                self._converted = int(number), {key: x.to(self.specs[prefix + key][0]) for key, x in layer.items()}
+            value = self._converted[1][relative]
+        else:
+            value = self.convert_other(name)
+        assert tuple(value.shape) == shape, f"{type(self).__name__}: {name} is {list(value.shape)}, not {list(shape)}"
+        return value.to(dtype).contiguous()
+
+
+def parameter_specs(design: ModelConfig, dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """The dtype and shape of every parameter of a design that is stored in `dtype`."""
+    model = build(design, device="meta")
+    return {
+        name: (storage_dtype(parameter, dtype), tuple(parameter.shape)) for name, parameter in model.named_parameters()
+    }
+
+
+def build_model(weights: Weights) -> Decoder:
+    """A model in memory with these weights, in eval mode."""
+    model = build(weights.design, device="meta")
+    for name, parameter in list(model.named_parameters()):
+        owner, _, attribute = name.rpartition(".")
+        value = torch.nn.Parameter(weights.tensor(name), parameter.requires_grad)
+        setattr(model.get_submodule(owner), attribute, value)
+    model.tie()
+    return model.eval()

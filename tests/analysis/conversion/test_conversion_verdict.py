@@ -1,0 +1,132 @@
+"""The sentences of a conversion's page, and the differences they rest on."""
+
+import dataclasses
+
+import pytest
+
+from heddle.analysis.conversion.costs import decode_context, state_per_token, state_share
+from heddle.analysis.conversion.differences import (
+    added_loss,
+    added_share,
+    copying_change,
+    copying_share,
+    describe_change,
+    difference,
+    healed_share,
+    needle_gain,
+    ratio,
+)
+from heddle.analysis.conversion.results import CONVERTED, HEALED, ORIGINAL, ConversionResults, parse_results
+from heddle.analysis.conversion.verdict import conversion_verdict, within_tolerance
+from heddle.errors import DataError
+from heddle.storage.run_log import to_plain_json
+from tests.analysis.conversion.conversions import broken, model, results, scores, single, sweep
+from tests.laws.planting import plant
+
+
+def test_results_are_read_back_as_they_were() -> None:
+    for whole in (single(), sweep(), broken()):
+        assert parse_results(to_plain_json(whole.to_plain())) == whole
+
+
+def test_differences_are_paired() -> None:
+    first, second = scores(2.0, 1, 128), scores(2.001, 2, 128)
+    change = difference(second, first)
+    assert change["mean"] == pytest.approx(0.001)
+    # the text alone varies by ± 0.05, of which a paired difference sees nothing
+    assert change["high"] - change["low"] < 1e-9
+    assert describe_change(change) == "worse"
+    assert describe_change(difference(first, second)) == "better"
+    assert describe_change(difference(first, first)) == "equal"
+    assert describe_change(difference(scores(2.0, 1, 128), scores(2.0, 2, 128, noise=0.1))) == "not resolved"
+
+
+def test_other_text_is_refused() -> None:
+    with pytest.raises(DataError, match="measured on different validation windows"):
+        difference(scores(2.0, 1, 128), scores(2.0, 1, 128, size=600))
+
+
+def test_numbers_of_one_conversion() -> None:
+    whole = single()
+    original, converted, healed = whole.models
+    assert added_loss(whole, converted)["mean"] == pytest.approx(0.12, abs=0.01)
+    assert added_share(whole, converted) == pytest.approx(0.06, abs=0.005)
+    assert healed_share(whole, healed) == pytest.approx(0.91, abs=0.02)
+    assert healed_share(whole, converted) is None
+    assert (state_per_token(whole, original), state_share(whole, converted)) == (2304, 0.25)
+    assert decode_context(whole) == 8192
+    assert describe_change(copying_change(whole, converted)) == "worse"
+    assert copying_share(whole, converted) == pytest.approx(0.70, abs=0.02)
+    assert needle_gain(original)["mean"] == pytest.approx(0.5)
+
+
+def test_one_conversion_in_words() -> None:
+    first, second = conversion_verdict(single())
+    assert first.startswith("With a quarter of the state (576 B a token), the model adds 0.12")
+    assert first.endswith("bits per byte (+6.0 %).")
+    assert second.startswith("Healed, it adds 0.011")
+    assert second.endswith("(+0.6 %): healing removed 91 % of the added loss.")
+
+
+def test_an_exact_conversion_in_words() -> None:
+    whole = results([model("original", ORIGINAL, ""), model("converted", CONVERTED, "rope_layout")])
+    assert conversion_verdict(whole) == ["The conversion has the loss of the original."]
+
+
+def test_the_sweep_says_how_small_the_state_can_get() -> None:
+    whole = sweep()
+    first, second = conversion_verdict(whole)
+    assert first.startswith(
+        "The state can shrink to an eighth (288 B a token) before the loss grows by more than 1 %: "
+    )
+    assert "“similar-outputs, aligned, 2 kv heads, healed” adds 0.0030 ±" in first
+    assert second == "No smaller state was measured, so the limit may be lower."
+    before = results([each for each in whole.models if each.stage != HEALED])
+    first, second = conversion_verdict(before)
+    assert first.startswith(
+        "The state can shrink to a quarter (576 B a token) before the loss grows by more than 1 %: "
+    )
+    assert second.startswith("With an eighth of the state (288 B a token), “similar-outputs, aligned, 2 kv heads” adds")
+
+
+def bad_sweep() -> ConversionResults:
+    """Two sizes, both of which cost much."""
+    models = [model("original", ORIGINAL, "")]
+    models += [model(f"mean, {heads}", CONVERTED, "mean", heads, 0.8 / heads) for heads in (8, 2)]
+    return results(models)
+
+
+def test_a_sweep_in_which_everything_hurts() -> None:
+    (sentence,) = conversion_verdict(bad_sweep())
+    assert sentence.startswith(
+        "Every conversion here adds more than 1 % to the loss, or may. The mildest: “mean, 8” adds"
+    )
+
+
+def test_an_interval_beyond_the_tolerance_is_not_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = model("converted", CONVERTED, "mean", 4, 0.018)
+    noise = scores(2.05 + 0.018, 77, len(wide.windows), noise=0.2)
+    wide = dataclasses.replace(wide, windows=noise)
+    whole = results([model("original", ORIGINAL, ""), wide])
+    added, original = added_loss(whole, wide), ratio(whole.original.windows)
+    assert original is not None
+    assert added["mean"] < 0.01 * original < added["high"]
+    assert not within_tolerance(whole, wide)
+    plant(
+        monkeypatch,
+        "analysis.conversion.verdict:within_tolerance",
+        'added["mean"] if added["high"] is None else added["high"]',
+        'added["mean"]',
+    )
+    assert within_tolerance(whole, wide)
+
+
+def test_a_model_without_a_finite_loss_is_no_answer() -> None:
+    assert conversion_verdict(broken()) == ["No converted model gave a finite loss."]
+
+
+def test_an_original_that_recalls_nothing_is_named() -> None:
+    whole = single()
+    original = dataclasses.replace(whole.original, repeated_spans=whole.original.first_spans)
+    whole.models[0] = original
+    assert conversion_verdict(whole)[-1] == "The original hardly copies from its context, so recall says little here."

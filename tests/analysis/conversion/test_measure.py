@@ -1,0 +1,335 @@
+"""What is measured before and after a conversion: the same held-out text, recall without training, errors by layer."""
+
+import copy
+import math
+import random
+import string
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from heddle.analysis.conversion import measure as measure_module
+from heddle.analysis.conversion import run as run_module
+from heddle.analysis.conversion.differences import chance_accuracy, needle_accuracy, ratio
+from heddle.analysis.conversion.layer_errors import layer_errors
+from heddle.analysis.conversion.measure import ModelToMeasure, score_recall
+from heddle.analysis.conversion.results import CONVERTED, HEALED, ORIGINAL, ConversionResults, parse_results
+from heddle.analysis.conversion.run import ConversionRecord, measure_conversion
+from heddle.analysis.conversion.texts import (
+    DEPTHS,
+    LEADING_TOKENS,
+    NEEDLE_TOKENS,
+    MeasurementSettings,
+    MeasurementText,
+)
+from heddle.conversion import weights as weights_module
+from heddle.conversion.rewrites.fold_norms import FoldNorms
+from heddle.conversion.weights import ModelWeights, Weights
+from heddle.data.corpus import Corpus, prepare_corpus
+from heddle.errors import CheckpointError
+from heddle.model.decoder import Decoder
+from heddle.model.load_config import load_config
+from heddle.parts.context.layout import Layout
+from heddle.progress import progress_bar
+from heddle.storage.json_file import read_json_file
+from heddle.training.evaluation.bits_per_byte import bits_and_bytes
+from tests import small
+from tests.conversion.exactness import design, source_model
+from tests.laws.planting import plant
+
+SETTINGS = MeasurementSettings(
+    sequence_length=128,
+    windows=16,
+    batch_size=4,
+    span_rows=6,
+    needle_rows=5,
+    layer_rows=3,
+    speed_contexts=(8, 16),
+    state_contexts=(16, 32),
+)
+VOCABULARY = 272
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Lines of random letters, in which nothing can be predicted but what stood there before."""
+    folder, draw = tmp_path_factory.mktemp("letters"), random.Random(0)
+    for number in range(40):
+        lines = ["".join(draw.choices(string.ascii_letters + string.digits, k=30)) for _ in range(40)]
+        (folder / f"{number}.txt").write_text("\n".join(lines))
+    return prepare_corpus([str(folder)], vocab_size=VOCABULARY, max_train_tokens=None)
+
+
+@pytest.fixture
+def text(letters: Corpus) -> MeasurementText:
+    return MeasurementText(letters, SETTINGS)
+
+
+def make_original() -> Decoder:
+    mixer = {"kind": "attention", "heads": 2, "position": {"kind": "rope"}}
+    return source_model(design(mixer, vocab_size=VOCABULARY)).float()
+
+
+@pytest.fixture
+def original() -> Decoder:
+    return make_original()
+
+
+def noisy(model: Decoder) -> Decoder:
+    """The model with other keys in its second layer."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.get_parameter("layers.1.mixer.k.weight").add_(0.5)
+    return other
+
+
+class Copier(Decoder):
+    """Predicts what followed the longest earlier occurrence of the newest tokens; knows nothing else."""
+
+    def __init__(self) -> None:
+        data = small.design(width=VOCABULARY, head={"tied": False}, vocab_size=VOCABULARY)
+        super().__init__(load_config(data))
+        with torch.no_grad():
+            self.head.weight.copy_(60 * torch.eye(VOCABULARY))
+
+    def forward(self, tokens: Tensor, layout: Layout | None = None, state: Any = None) -> tuple[Tensor, Any]:
+        hidden = torch.zeros(*tokens.shape, VOCABULARY)
+        for row, history in enumerate(tokens.tolist()):
+            for end in range(LEADING_TOKENS, len(history) + 1):
+                recent = history[end - LEADING_TOKENS : end]
+                for start in range(end - LEADING_TOKENS - 1, -1, -1):
+                    if history[start : start + LEADING_TOKENS] == recent:
+                        hidden[row, end - 1, history[start + LEADING_TOKENS]] = 1.0
+                        break
+        return hidden, None
+
+
+def test_the_needles_are_where_they_are_said_to_be(text: MeasurementText) -> None:
+    half = NEEDLE_TOKENS // 2
+    by_depth = {depth: np.concatenate([batch.tokens for batch in rows]) for depth, rows in text.needle_rows}
+    assert set(by_depth) == {*DEPTHS, None}
+    for depth, rows in by_depth.items():
+        assert rows.shape == (SETTINGS.needle_rows, text.row_length + 1)
+        for row in rows:
+            needle = row[-NEEDLE_TOKENS:]
+            hidden = row[:-NEEDLE_TOKENS]
+            starts = [
+                start for start in range(len(hidden) - half) if (hidden[start : start + half] == needle[:half]).all()
+            ]
+            if depth is None:
+                assert starts == []
+            else:
+                assert starts == [round(depth * (text.row_length + 1 - 2 * NEEDLE_TOKENS))]
+    targets = np.concatenate([batch.targets for batch in text.needle_rows[0][1]])
+    assert (targets[:, :-half] == -1).all()
+    assert (targets[:, -half:] == by_depth[DEPTHS[0]][:, -half:]).all()
+
+
+def test_spans_are_repeated_in_held_out_text(text: MeasurementText, letters: Corpus) -> None:
+    spans = text.span_rows
+    rows = np.concatenate([batch.tokens for batch in spans.batches])
+    held_out = letters.validation.read(0, len(letters.validation)).tobytes()
+    for row, first, second in zip(rows, spans.first + 1, spans.second + 1, strict=True):
+        assert first + spans.length < len(row) // 2 < second + spans.length <= len(row)
+        assert (row[first : first + spans.length] == row[second : second + spans.length]).all()
+        assert row[: second - LEADING_TOKENS].tobytes() in held_out
+    again = MeasurementText(letters, SETTINGS).span_rows
+    assert all((a.tokens == b.tokens).all() for a, b in zip(spans.batches, again.batches, strict=True))
+
+
+def test_a_model_that_copies_recalls_everything(text: MeasurementText) -> None:
+    with progress_bar("test", None, "rows") as bar:
+        first, second, needles = score_recall(Copier(), text, bar)
+    blind = math.log2(VOCABULARY)
+    first_loss, second_loss = ratio(first), ratio(second)
+    assert first_loss is not None
+    assert second_loss is not None
+    assert first_loss > 0.7 * blind  # a token of letters has one byte or two
+    assert second_loss < 1e-3
+    recalled = {needle.depth: ratio(needle.correct) for needle in needles}
+    assert [recalled[depth] for depth in DEPTHS] == [1.0] * len(DEPTHS)
+    guessed = recalled[None]
+    assert guessed is not None
+    assert guessed < 0.1
+
+
+@pytest.mark.parametrize(
+    ("function", "old", "new"),
+    [
+        ("measure:score_recall", "(spans.second[rows], second)", "(spans.first[rows], second)"),
+        ("measure:score_recall", "spans.length)", "spans.length) + 1"),
+        (
+            "texts:MeasurementText._needles",
+            "row[start : start + NEEDLE_TOKENS]",
+            "rng.permutation(row)[:16]",
+        ),
+    ],
+    ids=["first occurrence twice", "one token late", "needles of no text"],
+)
+def test_planted_errors_of_recall_are_caught(
+    text: MeasurementText, monkeypatch: pytest.MonkeyPatch, function: str, old: str, new: str
+) -> None:
+    plant(monkeypatch, f"analysis.conversion.{function}", old, new)
+    try:
+        test_a_model_that_copies_recalls_everything(text)
+        test_needles_are_lines_of_the_text(text)
+    except (AssertionError, ValueError, IndexError):
+        return
+    raise AssertionError("the planted error was not caught")
+
+
+def test_needles_are_lines_of_the_text(text: MeasurementText) -> None:
+    validation = text.corpus.validation
+    whole = validation.read(0, len(validation)).tobytes()
+    for batch in text.needle_rows[-1][1]:
+        for row in batch.tokens:
+            assert row[-NEEDLE_TOKENS:].tobytes() in whole
+
+
+def results_of(
+    models: list[tuple[str, str, Decoder, str]], letters: Corpus, path: Path, **settings: Any
+) -> ConversionResults:
+    measured = [ModelToMeasure(name, stage, ModelWeights(m), key, "noise") for name, stage, m, key in models]
+    record = ConversionRecord(path, "heddle convert a b", "a", {"cpu": "x", "threads": 1, "device": "cpu"})
+    return measure_conversion(measured, letters, record, MeasurementSettings(**(vars(SETTINGS) | settings)))
+
+
+@pytest.fixture(scope="module")
+def three(letters: Corpus, tmp_path_factory: pytest.TempPathFactory) -> ConversionResults:
+    original = make_original()
+    models = [
+        ("original", ORIGINAL, original, "a"),
+        ("converted", CONVERTED, noisy(original), "b"),
+        ("healed", HEALED, original, "c"),
+    ]
+    return results_of(models, letters, tmp_path_factory.mktemp("three") / "convert.json")
+
+
+def test_every_model_is_measured_on_the_same_windows(
+    three: ConversionResults, text: MeasurementText, original: Decoder, letters: Corpus
+) -> None:
+    first, second, healed = three.models
+    for scores, expected in zip(
+        first.windows, bits_and_bytes(original, text.windows, letters.tokenizer.byte_lengths), strict=True
+    ):
+        assert scores == pytest.approx(expected, rel=1e-12)
+    for model in three.models:
+        assert [size for _, size in model.windows] == [size for _, size in first.windows]
+        for window, (bits, size) in enumerate(model.windows):
+            parts = [scores[window] for scores in model.positions]
+            assert sum(part for _, part in parts) == size
+            assert math.isclose(sum(part or 0 for part, _ in parts), bits or 0, rel_tol=1e-12)
+    assert healed.windows == first.windows != second.windows
+    assert three.text.windows == len(first.windows)
+    assert three.text.bytes == sum(size for _, size in first.windows)
+    assert first.architecture == "LlamaForCausalLM"
+    # 2 layers, keys and values of 16 float32 numbers
+    assert first.state_bytes == [(context, 2 * 2 * 16 * 4 * context) for context in SETTINGS.state_contexts]
+    assert set(three.speeds) == {first.design_key}
+    assert [len(rounds) for rounds in three.speeds.values()] == [run_module.SPEED_ROUNDS]
+    assert needle_accuracy(first) is not None
+    assert chance_accuracy(first) is not None
+
+
+def test_layer_errors_are_of_the_layer_that_changed(three: ConversionResults) -> None:
+    first, second, healed = three.models
+    assert first.layer_errors == []
+    assert [(error.mixer, error.stream) for error in healed.layer_errors] == [(0.0, 0.0)] * 2
+    errors = [(error.mixer, error.stream) for error in second.layer_errors]
+    assert errors[0] == (0.0, 0.0)
+    assert None not in errors[1]
+    assert min(value for value in errors[1] if value is not None) > 1e-3
+
+
+def test_folded_norms_are_no_error(text: MeasurementText, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer = {"kind": "attention", "heads": 2, "position": {"kind": "rope"}}
+    source = ModelWeights(source_model(design(mixer, vocab_size=VOCABULARY, head={"tied": False})))
+    folded = FoldNorms().apply(source, None)
+
+    def largest() -> float:
+        errors = layer_errors(source, folded, text.layer_rows)
+        assert len(errors) == 2
+        return max(error.mixer or 0.0 for error in errors)
+
+    assert largest() < 1e-10
+    plant(
+        monkeypatch,
+        "analysis.conversion.layer_errors:layer_errors",
+        "outputs = run_layer(layer.index, layer.layer, reference.streams, layouts).mixer_outputs",
+        "outputs = [layer.layer.mixer(x, y)[0] for x, y in zip(reference.mixer_inputs, layouts)]",
+    )
+    assert largest() > 1e-3
+
+
+def test_models_of_other_depth_have_no_layer_errors(original: Decoder, text: MeasurementText) -> None:
+    deeper = source_model(original.config.replace(layers=original.config.layers * 2)).float()
+    assert layer_errors(ModelWeights(original), ModelWeights(deeper), text.layer_rows) == []
+
+
+def test_a_killed_run_continues_where_it_was(
+    original: Decoder, letters: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [("original", ORIGINAL, original, "a"), ("converted", CONVERTED, noisy(original), "b")]
+    measured: list[str] = []
+    build = weights_module.build_model
+
+    def watch(weights: Weights) -> Decoder:
+        measured.append("model")
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return build(weights)
+
+    monkeypatch.setattr(measure_module, "build_model", watch)
+    with pytest.raises(KeyboardInterrupt):
+        results_of(models, letters, tmp_path / "cut.json")
+    assert [model.name for model in parse_results(read_json_file(tmp_path / "cut.json")).models] == ["original"]
+    results = results_of(models, letters, tmp_path / "cut.json")
+    assert len(measured) == 3
+    whole = results_of(models, letters, tmp_path / "whole.json")
+    assert results.models == whole.models
+    saved = parse_results(read_json_file(tmp_path / "cut.json"))
+    assert saved.models == results.models
+    assert saved.speeds == results.speeds
+    count = len(measured)
+    results_of(models, letters, tmp_path / "cut.json")
+    assert len(measured) == count
+    other = results_of([models[0], ("converted", CONVERTED, original, "other weights")], letters, tmp_path / "cut.json")
+    assert other.models[1].windows == other.models[0].windows
+    results_of(models, letters, tmp_path / "cut.json", windows=8)
+    assert len(measured) == count + 3
+
+
+def test_numbers_that_are_not_finite_are_saved_as_none(original: Decoder, letters: Corpus, tmp_path: Path) -> None:
+    broken = copy.deepcopy(original)
+    with torch.no_grad():
+        broken.get_parameter("layers.1.mixer.k.weight").fill_(math.nan)
+    results = results_of(
+        [("original", ORIGINAL, original, "a"), ("converted", CONVERTED, broken, "b")],
+        letters,
+        tmp_path / "convert.json",
+        speed_contexts=(),
+    )
+    assert {bits for bits, _ in results.models[1].windows} == {None}
+    assert parse_results(read_json_file(tmp_path / "convert.json")).models == results.models
+
+
+def test_short_documents_leave_recall_out_and_say_so(tmp_path: Path, original: Decoder) -> None:
+    folder = tmp_path / "short"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(f"a short text {number}")
+    corpus = prepare_corpus([str(folder)], vocab_size=VOCABULARY, max_train_tokens=None)
+    settings = {"sequence_length": 16, "speed_contexts": ()}
+    results = results_of([("original", ORIGINAL, original, "a")], corpus, tmp_path / "convert.json", **settings)
+    assert results.models[0].needles == []
+    assert results.text.note.startswith("Recall was not measured: it needs a held-out document of 66 tokens")
+
+
+def test_a_folder_that_is_a_file_is_refused(original: Decoder, letters: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("x")
+    with pytest.raises(CheckpointError, match="taken: cannot be made a folder"):
+        results_of([("original", ORIGINAL, original, "a")], letters, tmp_path / "taken" / "convert.json")

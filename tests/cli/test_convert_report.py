@@ -1,0 +1,195 @@
+"""`heddle convert` measures what it wrote, compares methods and sizes, and continues after it was killed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from heddle.analysis.conversion import measure as measure_module
+from heddle.analysis.conversion.results import parse_results
+from heddle.cli.main import run_command
+from heddle.conversion import weights as weights_module
+from heddle.conversion.variants import conversion_variants
+from heddle.conversion.weights import Weights
+from heddle.errors import ConfigError
+from heddle.model.decoder import Decoder
+from heddle.storage.json_file import read_json_file
+from heddle.storage.model import load
+from tests import small
+
+QUICK = ["--sequence-length", "16", "--report-tokens", "128", "--calibration-tokens", "256", "--quiet"]
+SPEED = ["--speed-context-length", "4", "--speed-context-length", "8", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text, and a run of four heads that trained on it."""
+    root = tmp_path_factory.mktemp("workspace")
+    small.folder(root / "text")
+    mixer = {"kind": "attention", "heads": 4, "position": {"kind": "rope"}}
+    layer = {"repeat": 2, "mixer": mixer, "feedforward": {"kind": "gated", "hidden": 24}}
+    small.design_file(root / "design.yaml", small.design(layers=[layer]))
+    words = ["train", f"{root}/design.yaml", "--data", f"{root}/text", "--out", f"{root}/run", "--steps", "5"]
+    assert run_command([*words, "--sequence-length", "16", "--batch-size", "4", "--device", "cpu", "--quiet"]) == 0
+    return root
+
+
+def command(workspace: Path, out: Path, *options: str) -> list[str]:
+    return ["convert", f"{workspace}/run", str(out), "--data", f"{workspace}/text", *QUICK, *SPEED, *options]
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Weights]:
+    """The models that were measured; the third time is interrupted."""
+    measured: list[Weights] = []
+
+    def watch(weights: Weights) -> Decoder:
+        measured.append(weights)
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return weights_module.build_model(weights)
+
+    monkeypatch.setattr(measure_module, "build_model", watch)
+    return measured
+
+
+def test_one_conversion_is_measured_before_and_after_healing(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "fewer"
+    target = ["--to", "kv_heads=2,groups=contiguous,merge=mean"]
+    assert run_command(command(workspace, out, *target, "--heal", "256")) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].endswith("bits per byte on held-out text after healing")
+    assert printed[1].startswith("With half of the state (128 B a token), the model ")
+    assert printed[-2:] == [f"report: {out}/convert.html", str(out)]
+    results = parse_results(read_json_file(out / "convert.json"))
+    assert [model.stage for model in results.models] == ["original", "converted", "healed"]
+    keys = [model.key for model in results.models]
+    assert len(set(keys)) == 3
+    assert {len(model.windows) for model in results.models} == {results.text.windows}
+    assert "heddle convert" in (out / "convert.html").read_text(encoding="utf-8")
+    model, tokenizer = load(out)
+    assert tokenizer is not None
+    assert model.config.resolved().layers[0].mixer.dump()["kv_heads"] == 2  # type: ignore[union-attr]
+    assert run_command(command(workspace, out, *target)) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_a_sweep_continues_where_it_was_killed(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], built: list[Weights]
+) -> None:
+    out = tmp_path / "sweep"
+    words = command(workspace, out, "--sweep", "kv_heads=2,1,3,groups=contiguous,merge=mean")
+    assert run_command(words) != 0
+    assert not out.exists()
+    assert len(built) == 3
+    capsys.readouterr()
+    assert run_command(words) == 0
+    assert len(built) == 4  # only the interrupted model is measured again
+    printed = capsys.readouterr().out
+    assert f"report: {out}/convert.html" in printed
+    results = parse_results(read_json_file(out / "convert.json"))
+    names = ["original", *(f"kv_heads={count}, groups=contiguous, merge=mean" for count in (2, 1))]
+    assert [model.name for model in results.models] == names
+    (warning,) = results.warnings
+    assert "kv_heads=3, groups=contiguous, merge=mean was left out" in warning
+    assert "3 does not divide heads = 4" in warning
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sweep"]
+    folders = sorted(folder.name for folder in (out / "models").iterdir())
+    assert folders == [f"kv_heads-{count}-groups-contiguous-merge-mean" for count in (1, 2)]
+    model, _ = load(out / "models" / folders[0])
+    assert model.config.depth == 2
+
+
+def test_methods_are_compared_before_and_after_healing(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dry = ["convert", f"{workspace}/run", "--data", f"{workspace}/text", *QUICK, "--dry-run", "--json"]
+    assert run_command([*dry, "--to", "kv_heads=2", "--method", "all"]) == 0
+    costs = json.loads(capsys.readouterr().out)
+    assert len(costs) == 9
+    assert {table["after"]["state bytes a token"] for table in costs.values()} == {2 * 2 * 2 * 4 * 4}
+    out = tmp_path / "two"
+    words = ["--sweep", "kv_heads=2,groups=contiguous,merge=mean,first", "--heal", "256", "--json"]
+    assert run_command(command(workspace, out, *words)) == 0
+    printed = json.loads(capsys.readouterr().out)
+    models = [(model["method"], model["stage"]) for model in printed["models"]]
+    mean, first = "kv_heads, contiguous, mean", "kv_heads, contiguous, first"
+    stages = ["converted", "healed"]
+    assert models == [("", "original"), *((mean, stage) for stage in stages), *((first, stage) for stage in stages)]
+    names = [f"kv_heads-2-groups-contiguous-merge-{word}" for word in ("first", "mean")]
+    assert sorted(path.name for path in (out / "models").iterdir()) == names
+    aside = tmp_path / "two.work" / "healing"
+    assert sorted(path.name for path in aside.iterdir()) == [f"{name}.work" for name in names]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--to", "kv_heads=2", "--method", "mean"], "--method mean: must be all; for one, give an option"),
+        (["--sweep", "kv_heads=2,2"], "'kv_heads=2': is asked for twice; leave one out"),
+        (["--sweep", "kv_heads=2", "--report-tokens", "0"], "--report-tokens 0: a comparison needs a report"),
+        (["--to", "kv_heads=2", "--report-tokens", "60"], "--report-tokens 60: is less than 4 rows; give at least 64"),
+        (
+            ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--speed-context-length", "0"],
+            "--speed-context-length: must be at least 1",
+        ),
+        (["--sweep", "kv_heads=3,groups=contiguous,merge=mean"], "no conversion is possible: kv_heads=3"),
+    ],
+)
+def test_bad_requests_are_one_sentence_and_write_nothing(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
+) -> None:
+    assert run_command(command(workspace, tmp_path / "out", *options)) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_report_can_be_left_out(workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "bare"
+    words = command(workspace, out, "--to", "kv_heads=2,groups=contiguous,merge=mean", "--report-tokens", "0")
+    assert run_command(words) == 0
+    assert capsys.readouterr().out.splitlines() == [str(out)]
+    assert not (out / "convert.html").exists()
+
+
+def test_a_killed_report_is_finished_by_the_same_command(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    words = command(workspace, out, "--to", "kv_heads=2,groups=contiguous,merge=mean")
+
+    def interrupt(weights: Weights) -> Decoder:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measure_module, "build_model", interrupt)
+        assert run_command(words) != 0
+    before = (out / "model.safetensors").stat().st_mtime_ns
+    assert run_command([*words[:-1], "kv_heads=1,groups=contiguous,merge=mean"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert run_command(words) == 0
+    assert (out / "model.safetensors").stat().st_mtime_ns == before
+    assert (out / "convert.html").is_file()
+
+
+def test_a_sweep_is_every_combination_of_its_values() -> None:
+    variants = conversion_variants([], ["kv_heads=8,4,merge=mean,first", "window=64"])
+    assert [(variant.name, variant.method) for variant in variants] == [
+        ("kv_heads=8, merge=mean", "kv_heads, mean"),
+        ("kv_heads=8, merge=first", "kv_heads, first"),
+        ("kv_heads=4, merge=mean", "kv_heads, mean"),
+        ("kv_heads=4, merge=first", "kv_heads, first"),
+        ("window=64", "window"),
+    ]
+    both = conversion_variants(["position.layout=interleaved"], ["kv_heads=8,4"], all_methods=True)
+    assert len(both) == 18
+    assert {len(variant.rewrites) for variant in both} == {2}
+    assert both[0].file_name == "kv_heads-8-groups-contiguous-merge-mean"
+    layers = conversion_variants([], ["layers.0,2.mixer.kv_heads=2,1"])
+    assert [variant.rewrites[0].layers for variant in layers] == [(0, 2)] * 2
+    with pytest.raises(ConfigError, match="asked for twice"):
+        conversion_variants([], ["kv_heads=8", "kv_heads=8,4"])

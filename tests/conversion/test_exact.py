@@ -1,0 +1,271 @@
+"""Exact rewrites: random designs convert exactly or are refused, and so do chains; planted mistakes are caught."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import heddle
+from heddle.conversion.branches import branch_names, input_projections, layer_modules
+from heddle.conversion.convert import Conversion
+from heddle.conversion.rewrite import Rewrite
+from heddle.conversion.rewrites.dense import Dense
+from heddle.conversion.rewrites.depth import Depth
+from heddle.conversion.rewrites.experts import Experts
+from heddle.conversion.rewrites.fold_norms import FoldNorms
+from heddle.conversion.rewrites.merge_adapters import MergeAdapters
+from heddle.conversion.rewrites.tied import Tied
+from heddle.conversion.rewrites.vocab_size import MASKED_LOGIT, VocabSize
+from heddle.conversion.rewrites.width import StreamWidth
+from heddle.conversion.sources import ConversionSource
+from heddle.conversion.weights import ModelWeights, build_model
+from heddle.errors import CheckpointError, ConfigError
+from heddle.laws.harness import model_under_test, random_tokens
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder, Layer, build
+from heddle.model.lora import add_lora, lora_tensors, merge_lora
+from heddle.storage.adapters import save_lora
+from heddle.tokenization.tokenizer import Tokenizer
+from tests.cases import CASES, case
+from tests.conversion.random_designs import ATTENTION, EXACT, convert_exactly, logits, random_design
+from tests.laws.planting import plant
+
+QUICK, THOROUGH = 8, 200
+# About this share of random designs converts; the others are refused.
+LEAST_SHARE = {
+    "rope_layout": 0.2,
+    "kv_heads": 0.1,
+    "latent_attention": 0.0,
+    "window": 0.2,
+    "experts": 0.3,
+    "dense": 0.3,
+    "width": 0.3,
+}
+
+
+def converted(config: ModelConfig, *rewrites: Rewrite) -> Decoder:
+    """The model after these rewrites."""
+    weights: Any = ModelWeights(model_under_test(config))
+    for rewrite in rewrites:
+        weights = rewrite.apply(weights, None)
+    return build_model(weights)
+
+
+def check_designs(name: str, numbers: range) -> None:
+    """Convert random designs, and count those that are refused."""
+    outcomes = []
+    for number in numbers:
+        config = random_design(number, name in ATTENTION)
+        if rewrites := EXACT[name](config):
+            outcomes.append(convert_exactly(config, rewrites))
+    least = int(LEAST_SHARE.get(name, 0.5) * len(outcomes) / 2)  # few designs may have half of the share
+    assert sum(outcomes) >= least, f"{sum(outcomes)} of {len(outcomes)} convert"
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_random_designs(name: str) -> None:
+    check_designs(name, range(QUICK))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", EXACT)
+def test_many_random_designs(name: str) -> None:
+    check_designs(name, range(QUICK, QUICK + THOROUGH))
+
+
+def chain(number: int) -> tuple[ModelConfig, list[Rewrite]]:
+    """Two or three exact rewrites in random order. Each is made for the design that the ones before it leave."""
+    generator, config = random.Random(f"chain {number}"), random_design(number, number % 2 == 1)
+    rewrites: list[Rewrite] = []
+    weights: Any = ModelWeights(model_under_test(config))
+    for name in generator.sample(sorted(set(EXACT) - {"tied", "dense"}), generator.choice((2, 3))):
+        for rewrite in EXACT[name](weights.design):
+            try:
+                weights = rewrite.apply(weights, None)
+            except ConfigError:
+                continue
+            rewrites.append(rewrite)
+    return config, rewrites
+
+
+def check_chain(number: int) -> None:
+    config, rewrites = chain(number)
+    if rewrites:
+        assert convert_exactly(config, rewrites), [rewrite.name for rewrite in rewrites]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_chains(number: int) -> None:
+    check_chain(number)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(4, 204))
+def test_many_chains(number: int) -> None:
+    check_chain(number)
+
+
+NORMED = {"width": 24, "norm": {"kind": "rms", "eps": 0.1, "offset": 1.0}, "residual": {"kind": "sandwich"}}
+PRE_NORM = {"residual": {"kind": "pre_norm"}}
+WIDER: list[Rewrite] = [StreamWidth(width=48)]
+FOLD: list[Rewrite] = [Tied(tied=False), FoldNorms()]
+FOLDED, WIDTH, DEPTH = "fold_norms:_Folded", "width:_Wider", "depth:_Deeper._silent"
+SILENT = 'torch.full_like(layer[f"{name}.weight"], weight)'
+# The rewrites, what differs from NORMED, and the mistake: a function of `conversion.rewrites`, its text, a wrong text.
+MISTAKES: dict[str, tuple[list[Rewrite], dict[str, Any], str, str, str]] = {
+    "γ stays in the norm": (FOLD, {}, f"{FOLDED}.convert_layer", "torch.full_like(gain, 1.0 - self.offset)",
+                            "gain - self.offset"),
+    "1 + γ is read as γ": (FOLD, {}, f"{FOLDED}._gain", "self.offset + weight.double()", "weight.double()"),
+    "the head is forgotten": (FOLD, {}, f"{FOLDED}.convert_other", '"{HEAD}.weight":', '"head":'),
+    "a reader is missed": (FOLD, {}, "fold_norms:_readers", "branch, path))", "branch, path)[1:])"),
+    "ε is not scaled": (WIDER, {}, "width:StreamWidth.apply", "norm.eps * design.width / self.width",
+                        "norm.eps * (1 - 1e-12)"),
+    "γ is not scaled": (WIDER, {}, f"{WIDTH}._extended", ".mul_(self.ratio**0.5)", ""),
+    "normalized heads are not scaled": (WIDER, {}, f"{WIDTH}.convert_layer", "self.ratio**0.5", "1.0"),
+    "new channels are written": (WIDER, {}, f"{WIDTH}._extended", "name not in self.readers", "False"),
+    "a new layer writes": ([Depth(depth=5)], PRE_NORM, DEPTH, SILENT, 'layer[f"{name}.weight"]'),
+    "a norm after a new branch writes": ([Depth(depth=5)], {}, DEPTH, SILENT, 'layer[f"{name}.weight"]'),
+    "1 + γ is not zero": ([Depth(depth=5)], {}, DEPTH, "-gain_offset(self.design.norm)", "0.0"),
+    "gates do not sum to 1": ([Experts(experts=4)], {}, "experts:Experts.mixture", "top_k=self.top_k,",
+                              "top_k=self.top_k, renormalize=False,"),
+    "rows of ids are shifted": ([VocabSize(vocab_size=72)], {}, "vocab_size:_Vocabulary.convert_other",
+                                "result[: len(value)] = value", "result[: len(value)] = value.roll(1, 0)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_planted_mistakes_are_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewrites, fields, function, old, new = MISTAKES[mistake]
+    layers = case("attention-qk-norm-head").dump()["layers"]
+    config = heddle.load_config(NORMED | {"vocab_size": 61, "layers": layers} | fields)
+    assert convert_exactly(config, rewrites)
+    plant(monkeypatch, f"conversion.rewrites.{function}", old, new)
+    with pytest.raises(AssertionError, match="differ"):
+        convert_exactly(config, rewrites)
+
+
+def read_by(module: nn.Module, wider: nn.Module) -> set[str]:
+    """The parameters of a part whose inputs grow with the model's width."""
+    shapes = dict(wider.named_parameters())
+    return {
+        name
+        for name, value in module.named_parameters()
+        if name.endswith("weight") and value.shape[-1] != shapes[name].shape[-1]
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_state_what_reads_their_input(name: str) -> None:
+    config = case(name).resolved()
+    model = build(config, device="meta")
+    for index in range(config.depth):
+        layer = layer_modules(model, index)
+        wider = Layer(config.layers[index], config.replace(width=2 * config.width), index).to("meta")
+        for branch in branch_names(layer):
+            part = layer.get_submodule(branch)
+            stated = {f"{name}.weight" for name in input_projections(layer, branch, "")}
+            assert {name.removeprefix(f"{branch}.") for name in stated} == read_by(part, wider.get_submodule(branch))
+
+
+def test_masked_ids_have_no_probability() -> None:
+    config = case("attention-gqa")
+    model = converted(config, VocabSize(vocab_size=64))
+    probabilities = logits(model, random_tokens(config, 2, 5)).float().softmax(-1)
+    assert bool((probabilities[..., 61:] == 0).all())
+    assert torch.allclose(probabilities.sum(-1), torch.ones(2, 5))
+    assert bool((model.head.get_parameter("bias")[61:] == MASKED_LOGIT).all())
+    free = logits(converted(config, VocabSize(vocab_size=64, mask=False)), random_tokens(config, 2, 5))
+    assert bool((free[..., 61:] == 0).all())
+    assert not VocabSize(vocab_size=64, mask=False).is_exact(config)
+
+
+def test_fewer_ids_keep_their_logits() -> None:
+    config = case("attention-gqa")
+    tokens = random_tokens(config, 2, 5) % 40
+    cut = converted(config, VocabSize(vocab_size=40))
+    assert torch.equal(logits(cut, tokens), logits(model_under_test(config), tokens)[..., :40])
+
+
+def test_tokens_keep_their_embeddings(tmp_path: Path) -> None:
+    weights = ModelWeights(build(case("attention-gqa").replace(vocab_size=300)))
+    source = ConversionSource(tmp_path, weights, lambda: "", Tokenizer.train(["warp and weft"], 260))
+    assert source.tokenizer is not None
+    tokens = source.tokenizer.vocab_size
+    assert Conversion(source, (VocabSize(vocab_size=tokens),)).plan().design.vocab_size == tokens
+    with pytest.raises(ConfigError, match=f"vocab_size: {tokens - 1} is less than the tokenizer's {tokens} tokens"):
+        Conversion(source, (VocabSize(vocab_size=tokens - 1),)).plan()
+
+
+def test_new_weights_can_be_learned() -> None:
+    """Where a projection writes zeros, something random reads them, else no gradient would ever reach it."""
+    config = case("attention-gqa")
+    for rewrite in (StreamWidth(width=32), Depth(depth=4), Experts(experts=3)):
+        model = converted(config, rewrite)
+        for _ in range(2):  # after one step nothing is zero any more
+            loss = model.head(model(random_tokens(config, 2, 9))[0]).logsumexp(-1).sum()
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            with torch.no_grad():
+                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                    parameter.add_(gradient, alpha=-1e-3)
+        names = [name for name, _ in model.named_parameters()]
+        assert [name for name, gradient in zip(names, gradients, strict=True) if not bool(gradient.any())] == []
+
+
+def test_adapters_are_merged(tmp_path: Path) -> None:
+    for name in ("attention-gqa", "encoder"):
+        model = build(case(name))
+        adapted = add_lora(model, rank=2)
+        for parameter in lora_tensors(adapted).values():
+            parameter.normal_(generator=torch.Generator().manual_seed(3))
+        save_lora(adapted, tmp_path / name)
+        weights = MergeAdapters(folder=str(tmp_path / name)).apply(ModelWeights(model), None)
+        expected = dict(merge_lora(adapted).named_parameters())
+        assert all(torch.equal(weights.tensor(name), expected[name]) for name in weights.names)
+    other = ModelWeights(build(case("attention-gqa"), seed=1))
+    with pytest.raises(CheckpointError, match="were trained on other weights of this design"):
+        MergeAdapters(folder=str(tmp_path / "attention-gqa")).apply(other, None)
+
+
+REFUSALS: dict[str, tuple[str, list[Rewrite], str]] = {
+    "tied already": ("attention-gqa", [Tied(tied=True)], "head.tied: the head is tied already"),
+    "different heads": ("head-untied", [Tied(tied=True)], "head.tied: the head's weight differs from the embedding's"),
+    "final norm of a tied head": ("attention-gqa", [FoldNorms()], "head.tied: the embedding reads the head's weight"),
+    "no biases": ("attention-qk-layer-norm-per-head", [Tied(tied=False), FoldNorms()], "layers.0.mixer.q: has no bias"),
+    "no norms before branches": ("residual-post-norm", [FoldNorms()], "residual: kind post_norm has no norm"),
+    "post-norm does not grow": ("residual-post-norm", [Depth(depth=9)], "residual: kind post_norm changes the stream"),
+    "fewer layers": ("attention-gqa", [Depth(depth=1)], "depth: 1 is less than the 2 of the design"),
+    "layers and a whole": ("attention-gqa", [Depth(depth=9, layers=(0,))], "depth: belongs to the whole design"),
+    "numbered layers": ("differential", [Depth(depth=4)], "layers.1.mixer: kind differential_attention depends on"),
+    "same width": ("attention-gqa", [StreamWidth(width=24)], "width: 24 is what the design has already"),
+    "layer norm": ("delta-convolution-2", [StreamWidth(width=32)], "norm: kind layer is not scaled"),
+    "experts of experts": ("moe", [Experts(experts=4, layers=(0,))], "layers.0.feedforward: is neither mlp nor gated"),
+    "different experts": ("moe", [Dense()], "layers.0.feedforward: expert 1 differs from expert 0"),
+    "no experts": ("attention-gqa", [Dense()], "feedforward: no layer has experts"),
+    "same ids": ("attention-gqa", [VocabSize(vocab_size=61)], "vocab_size: 61 is what the design has already"),
+    "bounded logits": ("head-bias-scale-softcap", [VocabSize(vocab_size=64)], "head.softcap: bounds every logit"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name: str) -> None:
+    design, rewrites, message = REFUSALS[name]
+    with pytest.raises(ConfigError) as caught:
+        converted(case(design), *rewrites)
+    assert str(caught.value).startswith(message)
+
+
+def test_dense_takes_the_scale_of_the_gates() -> None:
+    config = heddle.load_config(
+        case("moe").dump(), ["layers.0.feedforward.scale=1.5", "layers.0.feedforward.bias=true"]
+    )
+    model = model_under_test(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "feedforward" in name and "router" not in name:
+                parameter.copy_(parameter[:1].expand_as(parameter))
+    tokens = random_tokens(config, 2, 9)
+    dense = build_model(Dense().apply(ModelWeights(model), None))
+    assert torch.allclose(logits(dense, tokens), logits(model, tokens), rtol=0, atol=1e-10)

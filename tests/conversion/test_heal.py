@@ -1,0 +1,212 @@
+"""Healing: towards the original, on samples that neither calibration nor evaluation reads, resumed to the bit."""
+
+import dataclasses
+import json
+import random
+import string
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from heddle.cli.main import run_command
+from heddle.conversion.calibration import calibration_from_corpus
+from heddle.conversion.convert import CONVERSION_FILE, Conversion, convert
+from heddle.conversion.heal import Original, convert_and_heal, heal, healing_job, healing_rate, healing_settings
+from heddle.conversion.sources import ConversionSource, open_source
+from heddle.conversion.targets import parse_rewrites
+from heddle.data.corpus import Corpus, prepare_corpus
+from heddle.errors import CheckpointError, ConfigError
+from heddle.storage.folder import read_folder, tensors_sha256
+from heddle.storage.model import WEIGHTS_FILE
+from heddle.storage.run_log import read_log
+from heddle.training.distillation import Distillation, LossWeights
+from heddle.training.loop import TrainingJob, train
+from heddle.training.settings import Settings
+from tests import small
+from tests.laws.planting import plant
+from tests.storage.shared import Died
+
+LENGTH, ROWS, STEPS = 16, 4, 6
+BOTH = LossWeights(logits=1.0, text=0.1, layers=1.0)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return small.corpus(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def folders(texts: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[ConversionSource, Path]:
+    """A run, and its conversion to one pair of keys and values."""
+    folder = tmp_path_factory.mktemp("models")
+    mixer = {"kind": "attention", "heads": 2, "position": {"kind": "rope"}}
+    design = small.design(layers=[{"repeat": 2, "mixer": mixer, "feedforward": {"kind": "gated", "hidden": 24}}])
+    train(small.job(texts, folder / "original", design, steps=60, learning_rate=0.02, save_every=60))
+    source = open_source(folder / "original")
+    convert(Conversion(source, tuple(parse_rewrites(["kv_heads=1,groups=contiguous,merge=mean"]))), folder / "fewer")
+    return source, folder / "fewer"
+
+
+def settings(tokens: int = STEPS * ROWS * LENGTH, first_sample: int = 0) -> Settings:
+    return healing_settings(tokens, LENGTH, 1e-3, first_sample, ROWS)
+
+
+def job(
+    folders: tuple[ConversionSource, Path], texts: Corpus, out: Path, weights: LossWeights = BOTH, first_sample: int = 0
+) -> TrainingJob:
+    source, converted = folders
+    asked = dataclasses.replace(settings(first_sample=first_sample), save_every=2)
+    return healing_job(converted, Distillation(Original(source), weights), texts, asked, out)
+
+
+def test_healing_brings_a_model_closer_to_the_original(
+    folders: tuple[ConversionSource, Path], texts: Corpus, tmp_path: Path
+) -> None:
+    source, converted = folders
+    before = sorted(path.read_bytes() for path in converted.iterdir())
+    more = dataclasses.replace(settings(), steps=40)
+    result = heal(converted, Distillation(Original(source), LossWeights(layers=1.0)), texts, more, tmp_path / "heal")
+    log = read_log(tmp_path / "heal")
+    for name in ("divergence", "layer_error"):
+        first, last = (np.mean([line[name] for line in lines]) for lines in (log[:5], log[-5:]))
+        assert last < 0.5 * first, name
+    assert result.progress.step == 40
+    assert result.model.config.resolved() != source.weights.design
+    assert sorted(path.read_bytes() for path in converted.iterdir()) == before
+
+
+def test_a_healing_stopped_and_resumed_has_the_same_bits(
+    folders: tuple[ConversionSource, Path], texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small.same_after_a_signal(lambda name: job(folders, texts, tmp_path / name, first_sample=5), monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Random letters, so that no two windows are equal."""
+    folder, draw = tmp_path_factory.mktemp("letters"), random.Random(0)
+    for number in range(20):
+        (folder / f"{number:02d}.txt").write_text("".join(draw.choices(string.ascii_letters, k=400)))
+    return prepare_corpus([str(folder)], vocab_size=small.VOCABULARY, max_train_tokens=None)
+
+
+def windows(texts: Corpus, tmp_path: Path, folders: Any, samples: int) -> list[set[bytes]]:
+    """The rows of tokens that calibration, healing and evaluation read."""
+    text = calibration_from_corpus(texts, samples * LENGTH, LENGTH)
+    assert text.samples == samples
+    healing = job(folders, texts, tmp_path / "heal", first_sample=text.samples)
+    batch_at = healing.training_data.train_batches(healing.settings)
+    healed = [batch_at(step).tokens[:, :-1] for step in range(STEPS)]
+    evaluated = [batch.tokens[:, :-1] for batch in healing.training_data.validation_batches(healing.settings, 10**6)]
+    read = [[x.numpy() for x in text.batches], healed, evaluated]
+    return [{row.tobytes() for batch in batches for row in batch} for batches in read]
+
+
+def are_disjoint(parts: list[set[bytes]]) -> bool:
+    return len(set.union(*parts)) == sum(map(len, parts))
+
+
+def test_calibration_healing_and_evaluation_share_no_window(
+    folders: tuple[ConversionSource, Path], letters: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = windows(letters, tmp_path, folders, samples=8)
+    assert [len(part) for part in parts[:2]] == [8, STEPS * ROWS]
+    assert are_disjoint(parts)
+    plant(monkeypatch, "training.settings:Settings.samples_before", "self.first_sample + ", "")
+    assert not are_disjoint(windows(letters, tmp_path, folders, samples=8))
+
+
+def test_the_first_sample_is_part_of_a_run(
+    folders: tuple[ConversionSource, Path], texts: Corpus, tmp_path: Path
+) -> None:
+    train(job(folders, texts, tmp_path))
+    with pytest.raises(CheckpointError, match=r"settings\.first_sample was null, now it is 3"):
+        train(job(folders, texts, tmp_path, first_sample=3))
+
+
+def test_a_text_that_is_read_again_is_named(
+    folders: tuple[ConversionSource, Path], texts: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = sum((len(file) - 1) // LENGTH for file in texts.train)
+    job(folders, texts, tmp_path, first_sample=count - STEPS * ROWS)
+    assert "again" not in capsys.readouterr().err
+    job(folders, texts, tmp_path, first_sample=count - STEPS * ROWS + 1)
+    assert "more than the text has after calibration, so it reads some again; give more text" in capsys.readouterr().err
+
+
+def healed(folders: Any, texts: Corpus, out: Path, to: str = "kv_heads=1,groups=contiguous,merge=mean") -> None:
+    source, asked = folders[0], settings(first_sample=4)
+    conversion = Conversion(source, tuple(parse_rewrites([to])))
+    convert_and_heal(conversion, Distillation(Original(source), BOTH), texts, asked, out)
+
+
+def test_a_conversion_that_died_continues_and_its_folder_is_whole_or_absent(
+    folders: tuple[ConversionSource, Path], texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    healed(folders, texts, whole)
+    for name in ("heddle.conversion.heal.train", "heddle.conversion.heal.write_folder"):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, dying)
+            with pytest.raises(Died):
+                healed(folders, texts, cut)
+        assert not cut.exists()
+    sentence = r'cut\.work: holds another conversion: rewrites\[0\]\.merge was "mean", now it is "first"; remove it'
+    with pytest.raises(CheckpointError, match=sentence):
+        healed(folders, texts, cut, "kv_heads=1,groups=contiguous,merge=first")
+    healed(folders, texts, cut)
+    contents = [read_folder(folder) for folder in (whole, cut)]
+    assert len({tensors_sha256(folder, WEIGHTS_FILE) for folder in contents}) == 1
+    assert contents[0].documents == contents[1].documents
+    healing = json.loads(contents[0].documents[CONVERSION_FILE])["healing"]
+    assert (healing["steps"], healing["first_sample"]) == (STEPS, 4)
+    assert healing["teacher"] == folders[0].weights_sha256
+    with pytest.raises(CheckpointError, match="cut: exists already; choose another name"):
+        healed(folders, texts, cut)
+
+
+def dying(*arguments: Any, **named: Any) -> None:
+    raise Died
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--heal-loss", "text"], "--heal-loss text: says how to heal; give --heal too"),
+        (["--heal", "9"], "healing tokens 9: are less than one step of 2048 tokens; give more"),
+        (["--heal", "4096", "--heal-loss", "logit"], "unknown loss 'logit'; choices: logits, text, layers"),
+        (["--heal", "4096", "--heal-parameters", "some"], "unknown parameters; choices: all, touched"),
+    ],
+)
+def test_a_mistaken_command_is_one_sentence(
+    folders: tuple[ConversionSource, Path], tmp_path: Path, capsys: Any, options: list[str], sentence: str
+) -> None:
+    out = tmp_path / "out"
+    command = ["convert", str(folders[0].folder), str(out), "--to", "kv_heads=1,merge=mean", "--quiet", *options]
+    assert run_command(command) == 2
+    assert capsys.readouterr().err.endswith(f"{sentence}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_rate_falls_with_the_width() -> None:
+    assert [healing_rate(width) for width in (16, 96, 192)] == [3e-3, 3e-3, 1.5e-3]
+
+
+def test_too_few_tokens_are_refused() -> None:
+    with pytest.raises(ConfigError, match="healing tokens 63: are less than one step of 64 tokens; give more"):
+        settings(63)
+    with pytest.raises(ConfigError, match="first_sample -1: must be at least 0"):
+        settings(first_sample=-1)
+
+
+def test_the_text_alone_needs_no_teacher(folders: tuple[ConversionSource, Path], texts: Corpus, tmp_path: Path) -> None:
+    """It is the same run as without one."""
+    by_text = job(folders, texts, tmp_path / "text", LossWeights(logits=0.0, text=1.0))
+    logs = []
+    for name, run in (("text", by_text), ("plain", dataclasses.replace(by_text, out=tmp_path / "plain"))):
+        train(run if name == "text" else dataclasses.replace(run, distillation=None))
+        logs.append([line | {"seconds": 0} for line in read_log(tmp_path / name)])
+    assert logs[0] == logs[1]
+    assert "divergence" not in logs[0][0]

@@ -1,0 +1,143 @@
+"""The chunked divergence from a teacher, and its gradients, against torch's."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from heddle.numerics import cross_entropy
+from heddle.numerics.cross_entropy import OutputHead, TeacherOutput, distillation_sums, loss_sum
+from heddle.numerics.dispatch.flop_counter import count_flops
+from tests.laws.planting import plant
+
+TEXT, LOGITS, VOCABULARY, TOKENS = 0.3, 0.8, 11, 13
+
+
+def draws(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def heads(**fields: Any) -> tuple[Tensor, OutputHead, TeacherOutput, Tensor]:
+    """A model 6 wide, and a teacher 4 wide with a head of its own."""
+    hidden, head = draws(TOKENS, 6), OutputHead(draws(VOCABULARY, 6), draws(VOCABULARY), **fields)
+    teacher = TeacherOutput(draws(TOKENS, 4), OutputHead(draws(VOCABULARY, 4), scale=0.7, softcap=3.0))
+    targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(4))
+    for tensor in (hidden, head.weight, head.bias, teacher.head.weight, teacher.hidden):
+        assert tensor is not None
+        tensor.requires_grad_()
+    return hidden, head, teacher, targets
+
+
+def logits_of(hidden: Tensor, head: OutputHead) -> Tensor:
+    logits = functional.linear(hidden, head.weight, head.bias) * head.scale
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def plain(hidden: Tensor, head: OutputHead, targets: Tensor, teacher: TeacherOutput) -> tuple[Tensor, Tensor, Tensor]:
+    logits, q = logits_of(hidden, head), torch.softmax(logits_of(*teacher), -1).detach()
+    divergence = functional.kl_div(torch.log_softmax(logits, -1), q, reduction="sum")
+    loss = functional.cross_entropy(logits, targets, reduction="sum")
+    return TEXT * loss + LOGITS * divergence, loss, divergence
+
+
+def largest_difference(**fields: Any) -> float:
+    """Of the three sums, and of the gradients of hidden, weight and bias."""
+    sides = []
+    for ours in (True, False):
+        hidden, head, teacher, targets = heads(**fields)
+        sums = (
+            distillation_sums(hidden, head, targets, teacher, TEXT, LOGITS)
+            if ours
+            else plain(hidden, head, targets, teacher)
+        )
+        torch.autograd.backward(sums[0] * 0.37)
+        assert teacher.hidden.grad is None
+        assert teacher.head.weight.grad is None
+        assert head.bias is not None
+        gradients = [x.grad for x in (hidden, head.weight, head.bias) if x.grad is not None]
+        assert len(gradients) == 3
+        sides.append([*(x.detach() for x in sums), *gradients])
+    return max(float((a - b).abs().max()) for a, b in zip(*sides, strict=True))
+
+
+@pytest.mark.parametrize("fields", [{}, {"scale": 0.3}, {"scale": 2.5, "softcap": 0.7}])
+@pytest.mark.parametrize("chunk", [1, 4, 13, 10**6])
+def test_sums_and_gradients_equal_torchs_in_chunks_of_any_size(
+    chunk: int, fields: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", chunk * VOCABULARY)
+    assert largest_difference(**fields) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("log_q.sub_(logits).mul_(q)", "logits.sub(log_q).mul_(logits.softmax(1))"),  # KL(model ‖ teacher)
+        ("divergence += sums.log().sum()", "pass"),
+        ("mul_(text_weight + logits_weight)", "mul_(1.0)"),
+        ("sub_(q, alpha=logits_weight)", "sub_(q, alpha=1.0)"),
+    ],
+)
+def test_planted_bugs_are_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "numerics.cross_entropy:_WeightedSum.forward", old, new)
+    assert largest_difference() > 1e-3
+
+
+def test_the_text_alone_is_the_cross_entropy() -> None:
+    hidden, head, teacher, targets = heads()
+    sums = distillation_sums(hidden, head, targets, teacher, 1.0, 0.0)
+    assert torch.equal(sums.weighted, loss_sum(hidden, head, targets))
+
+
+def test_a_banned_token_leaves_the_divergence_finite() -> None:
+    hidden, head, teacher, targets = heads()
+    banned = torch.zeros(VOCABULARY, dtype=torch.float64)
+    banned[-1] = -math.inf
+    heads_with_ban = [OutputHead(x.weight.detach(), banned) for x in (head, teacher.head)]
+    targets = targets.clamp(max=VOCABULARY - 2)
+    output = TeacherOutput(teacher.hidden, heads_with_ban[1])
+    hidden.grad = None
+    sums = distillation_sums(hidden, heads_with_ban[0], targets, output, 0.0, 1.0)
+    torch.autograd.backward(sums.weighted)
+    fewer = [x.weight.detach()[:-1] for x in (head, teacher.head)]
+    q = torch.softmax(teacher.hidden @ fewer[1].T, -1)
+    expected = functional.kl_div(torch.log_softmax(hidden @ fewer[0].T, -1), q, reduction="sum")
+    assert float(sums.divergence) == pytest.approx(float(expected.detach()), abs=1e-10)
+    assert hidden.grad is not None
+    assert bool(hidden.grad.isfinite().all())
+
+
+def test_operations_of_both_heads_are_counted() -> None:
+    hidden, head, teacher, targets = heads()
+    with count_flops() as flops:
+        distillation_sums(hidden, head, targets, teacher, TEXT, LOGITS)
+    assert flops[0] == 2 * TOKENS * VOCABULARY * (6 + 4)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the elements of the largest tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+@pytest.mark.parametrize("chunk", [4, 10**6])
+def test_all_logits_never_exist_at_once(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, vocabulary, width = 64, 50, 3
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", chunk * vocabulary)
+    hidden, head = draws(tokens, width).requires_grad_(), OutputHead(draws(vocabulary, width).requires_grad_())
+    teacher = TeacherOutput(draws(tokens, width), OutputHead(draws(vocabulary, width)))
+    with LargestTensor() as largest:
+        torch.autograd.backward(distillation_sums(hidden, head, torch.arange(tokens) % 50, teacher, 0.5, 0.5).weighted)
+    assert largest.elements == min(chunk, tokens) * vocabulary
