@@ -10,7 +10,8 @@ from heddle.errors import ConfigError
 from heddle.laws import LAWS, harness, run
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
-from tests.cases import case
+from heddle.model.load_config import load_config
+from tests.cases import DEFAULTS, attention, case, cross, design, layer
 from tests.laws.planting import plant
 
 
@@ -72,6 +73,21 @@ def test_a_violation_says_what_differs_and_by_how_much(monkeypatch: pytest.Monke
     assert not result.passed
     message = r"text of 11 in 11 chunks of 1, cache_length None: token \d+ of row [01] differs by \d\.\de.\d\d"
     assert re.fullmatch(message, result.message)
+
+
+def test_calls_that_must_have_the_same_bits_run_the_same_kernels() -> None:
+    """Experts run other kernels with gradients than without."""
+    experts = {"kind": "moe", "experts": 12, "top_k": 1, "hidden": 6}
+    encoder = DEFAULTS | {"vocab_size": 17, "width": 24, "layers": [layer(attention(3, None), experts)]}
+    (result,) = run(load_config(design(layer(cross(12)), encoder=encoder)), ["cross_attention"])
+    assert result.message == ""
+
+
+def test_experts_whose_activations_are_zero_break_no_law() -> None:
+    """With one hidden unit and relu, many tokens get zeros from every expert they take."""
+    experts = {"kind": "moe", "experts": 2, "top_k": 1, "hidden": 1, "activation": "relu", "bias": False}
+    (result,) = run(load_config(design(layer(attention(2), experts))), ["top_k_routing"])
+    assert result.message == ""
 
 
 def test_other_errors_are_reported_as_violations(monkeypatch: pytest.MonkeyPatch) -> None:

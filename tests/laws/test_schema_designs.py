@@ -1,12 +1,14 @@
-"""Every law on random designs drawn from the published JSON Schema, with layouts made from tensors."""
+"""The laws on random designs drawn from the published JSON Schema, with layouts made from tensors."""
 
 import json
 import os
+import random
 
 import pytest
 
+from tests.cases import case
 from tests.laws.planting import plant
-from tests.schema_designs import COUNTS, violations
+from tests.schema_designs import COUNTS, fields_without_effect, violations
 
 SAMPLE = int(os.environ.get("HEDDLE_SOAK_DESIGNS", "2000"))
 SHARES = 16
@@ -19,9 +21,17 @@ def test_a_few_designs_satisfy_the_laws(number: int) -> None:
 
 
 def test_a_misread_layout_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert violations(0, laws=()) == []
+    assert [violations(number, laws=()) for number in range(4)] == [[]] * 4
     plant(monkeypatch, "parts.context.layout:Layout.of", "None if ids is None else ids.to(target, copy=True)", "None")
-    assert any("by tensors: token " in violation for violation in violations(0, laws=()))
+    broken = [message for number in range(4) for message in violations(number, laws=())]
+    assert any("by tensors: token " in message for message in broken)
+
+
+def test_a_field_without_effect_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = case("layers-feedforward-only")
+    assert fields_without_effect(config, random.Random(0), 100) == []
+    plant(monkeypatch, "model.embedding:Head.forward", "self.scale, self.softcap", "self.scale, None")
+    assert fields_without_effect(config, random.Random(0), 100) == ["head.softcap: no other value has an effect"]
 
 
 def test_the_counts_are_of_designs_without_a_violation() -> None:

@@ -104,13 +104,23 @@ def top_k_routing(config: ModelConfig) -> None:
         if not torch.equal(_statistics(part, row).expert_counts, chosen.sum(0)):
             raise LawViolation("the loads of a row are not those of its tokens, one by one")
         y = part(row, Layout.causal(1, LENGTH))
-        last = mixture.weights[-1]  # of the last projection: no activation can hide it
+        last = mixture.weights[-1]  # of the last projection: only hidden activations of zero can hide it
         for token in range(LENGTH):
             (slope,) = torch.autograd.grad(y[0, token].sum(), last, retain_graph=True)
             met = slope.flatten(1).abs().amax(1) > 0
-            if bool((met & ~chosen[token]).any()) or (not bool(met.any()) and bool(chosen[token].any())):
+            taken, alone = chosen[token], row[:, token : token + 1]
+            if bool((met & ~taken).any()) or not (bool(met.any()) or _shows_nan(part, taken, alone)):
                 raise LawViolation(f"token {token} depends on experts {met.nonzero().flatten().tolist()}, "
-                             f"but took {chosen[token].nonzero().flatten().tolist()}")  # fmt: skip
+                             f"but took {taken.nonzero().flatten().tolist()}")  # fmt: skip
+
+
+@torch.no_grad()
+def _shows_nan(part: Feedforward, experts: Tensor, x: Tensor) -> bool:
+    """Whether NaN in the last projection of these experts, bool [experts], reaches the answer: 0 · NaN is NaN."""
+    poisoned = copy.deepcopy(part)
+    assert poisoned.expert_info is not None
+    poisoned.expert_info.weights[-1][experts] = NAN
+    return not bool(_forward(poisoned, x).isfinite().all())
 
 
 def idle_experts(config: ModelConfig) -> None:

@@ -6,6 +6,7 @@ changes scores, and small heads have too few frequencies. So other numbers are t
 these. A choice, or a part, that makes a field do nothing must refuse it.
 """
 
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
@@ -32,6 +33,7 @@ from heddle.parts.modules.router_statistics import record_router_statistics
 ROWS, LENGTH = 6, 12
 CACHE_LENGTH = 64
 FEW = 3  # values tried beside other numbers
+NEAR, LARGE = 3, 8  # how many configs around a field have their whole numbers multiplied, and by what
 LEAST_CHANGE = 1e-9  # of float64 numbers: more than any rounding
 
 
@@ -76,11 +78,22 @@ def changes(option: Option, behavior: "Behavior", most: int | None = None) -> bo
 
 
 def numbers_with_effect(option: Option, behavior: "Behavior") -> dict[Steps, float] | None:
-    """Numbers around the field whose other values let it change something; None if there are none.
+    """Numbers around the field whose other values let it change something; None if there are none."""
+    for change in _changes_around(option, behavior):
+        other = _behavior_with(change, behavior)
+        if other is not None and changes(option, other, most=FEW):
+            return change
+    return None
 
-    Tried are one number at a time, the smallest first, and all whole numbers doubled, because a width may depend on
-    another; then the same with the field's own config doubled as far as it can be; then each number of the field's own
-    config that cannot be doubled alone, together with one around it.
+
+def _changes_around(option: Option, behavior: "Behavior") -> Iterator[dict[Steps, float]]:
+    """Other values of numbers around a field, the likeliest to show what it does first.
+
+    One number at a time, the smallest first, and all whole numbers doubled, because a width may depend on another. Then
+    one other number at a time beside the whole numbers of the nearest configs multiplied as far as they can be: a head
+    of one pair, a window of one token and a small base together hide what a scaling does. Then one number at a time
+    beside the field's own config doubled as far as it can be. Last, each number of that config which cannot be doubled
+    alone, together with one around it.
     """
     numbers = {
         (*steps, name): value
@@ -92,21 +105,28 @@ def numbers_with_effect(option: Option, behavior: "Behavior") -> dict[Steps, flo
         and name != "vocab_size"  # hides nothing
     }
     smallest_first = sorted(numbers.items(), key=lambda item: (isinstance(item[1], float), item[1]))
-    tried: list[dict[Steps, float]] = [{steps: new} for steps, old in smallest_first for new in far_numbers(old)]
-    tried.append({steps: 2 * number for steps, number in numbers.items() if isinstance(number, int)})
-    own: dict[Steps, float] = {}
+    alone: list[dict[Steps, float]] = [{steps: new} for steps, old in smallest_first for new in far_numbers(old)]
+    yield from alone
+    whole = {steps: number for steps, number in numbers.items() if isinstance(number, int)}
+    yield {steps: 2 * number for steps, number in whole.items()}
+    near = option.around[:NEAR]
+    large = _multiplied({steps: number for steps, number in whole.items() if steps[:-1] in near}, LARGE, behavior)
+    yield from (large | change for change in alone if not large.keys() & change.keys())
+    siblings = {steps: number for steps, number in numbers.items() if steps[:-1] == option.around[0]}
+    own = _multiplied(siblings, 2, behavior)
+    yield from (own | change for change in alone if own)
+    stuck = [steps for steps in siblings if steps not in own]
+    outer = [steps for steps in whole if steps[:-1] != option.around[0]]
+    yield from ({steps: 2 * numbers[steps], other: 2 * numbers[other]} for steps in stuck for other in outer)
+
+
+def _multiplied(numbers: dict[Steps, float], factor: int, behavior: "Behavior") -> dict[Steps, float]:
+    """The numbers times a factor, but for those with which the design, multiplied so far, would be refused."""
+    multiplied: dict[Steps, float] = {}
     for steps, number in numbers.items():
-        if steps[:-1] == option.around[0] and _behavior_with(own | {steps: 2 * number}, behavior) is not None:
-            own[steps] = 2 * number
-    tried += [own | change for change in tried if own]
-    stuck = [steps for steps in numbers if steps[:-1] == option.around[0] and steps not in own]
-    outer = [steps for steps in numbers if steps[:-1] != option.around[0] and isinstance(numbers[steps], int)]
-    tried += [{steps: 2 * numbers[steps], other: 2 * numbers[other]} for steps in stuck for other in outer]
-    for change in tried:
-        other = _behavior_with(change, behavior)
-        if other is not None and changes(option, other, most=FEW):
-            return change
-    return None
+        if _behavior_with(multiplied | {steps: factor * number}, behavior) is not None:
+            multiplied[steps] = factor * number
+    return multiplied
 
 
 def _behavior_with(numbers: dict[Steps, float], behavior: "Behavior") -> "Behavior | None":
@@ -136,8 +156,9 @@ class Behavior:
         if len(self.shapes) != len(other.shapes):
             larger = self if len(self.shapes) > len(other.shapes) else other
             return not larger.has_unused_parameters
-        outputs = ((self.logits, other.logits), (self.training, other.training))
-        return self.shapes != other.shapes or any(_differ(*pair) for pair in outputs)
+        if self.shapes != other.shapes:
+            return True
+        return _differ(self.logits, other.logits) or _differ(self.training, other.training)
 
     def differs_in_detail(self, other: "Behavior") -> bool:
         """Whether the state's size, the rounding or the first weights differ, though outputs do not."""

@@ -17,13 +17,16 @@ from tests.cases import Data, attention, design, layer
 from tests.exchange.transformers.designs import DESIGNS, padded, prompts
 from tests.small import dropping
 
-# The compiler reads the .grad of tensors that are not leaves, and makes an instance of each autograd function it meets.
+# The compiler reads the .grad of tensors that are not leaves, makes an instance of each autograd function it meets, and
+# imports what torch itself has deprecated.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 
 ONE_LAYER = design(layer(attention(2, kv_heads=1)))
+TOLERANCES = {"eager": 1e-10, "inductor": 1e-6}  # of transformers' loss, in float32, which inductor rounds otherwise
 
 
 @pytest.fixture(autouse=True)
@@ -54,13 +57,15 @@ def step(model: HeddleForCausalLM, run: Any, **inputs: Any) -> list[Tensor]:
     return [outputs.loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None), *counts]
 
 
-def check_steps(model: HeddleForCausalLM, all_inputs: list[dict[str, Any]], backend: Any = "eager") -> None:
+def check_steps(
+    model: HeddleForCausalLM, all_inputs: list[dict[str, Any]], backend: Any = "eager", tolerance: float = 1e-10
+) -> None:
     """Compiled and plain training steps are the same."""
     compiled_model = torch.compile(model, backend=backend)
     for inputs in all_inputs:
         expected = step(model, model, **inputs)
         for actual, want in zip(step(model, compiled_model, **inputs), expected, strict=True):
-            torch.testing.assert_close(actual, want, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(actual, want, rtol=tolerance, atol=tolerance)
 
 
 def test_a_training_step_is_one_graph_for_all_lengths() -> None:
@@ -100,13 +105,14 @@ def test_text_is_the_same_when_calls_are_compiled() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", TOLERANCES)
 @pytest.mark.parametrize("name", [*DESIGNS, "dropping"])
 def test_every_kind_of_design(name: str, backend: str) -> None:
     model = built(dropping() if name == "dropping" else DESIGNS[name])
     inputs = padded(prompts())
     packed = {"input_ids": rows(5), "position_ids": torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 0]])}
-    lengths = [{"input_ids": rows(length)} for length in (7, 9, 70)]
-    check_steps(copy.deepcopy(model), [*lengths, inputs, packed], backend)
+    longest = 64 if name == "learned" else 70  # a table of 64 positions
+    lengths = [{"input_ids": rows(length)} for length in (7, 9, longest)]
+    check_steps(copy.deepcopy(model), [*lengths, inputs, packed], backend, TOLERANCES[backend])
     model.heddle_decoder.checkpointing = True
-    check_steps(model, [{"input_ids": rows(7)}], backend)
+    check_steps(model, [{"input_ids": rows(7)}], backend, TOLERANCES[backend])

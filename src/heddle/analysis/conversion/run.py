@@ -137,7 +137,7 @@ def _measure_all_speeds(
     if not settings.speed_contexts:
         return
     missing = sum(SPEED_ROUNDS - len(results.speeds.get(key, [])) for key in weights)
-    with progress_bar("measuring prefill and decode", missing, "designs") as bar:
+    with progress_bar("measuring prefill and decode", missing, "measurements") as bar:
         for number in range(SPEED_ROUNDS):
             for key, design_weights in weights.items():
                 rounds: list[dict[str, Samples]] = results.speeds.setdefault(key, [])
