@@ -428,7 +428,6 @@ CASES: dict[str, Case] = {
                 "rope_parameters.original_max_position_embeddings",  # the one at the top counts
                 "plain:original_max_position_embeddings",
                 "window-part-tied:original_max_position_embeddings",
-                "all-longer:original_max_position_embeddings",
                 "all-shorter:rope_parameters.long_factor",
                 "all-longer:rope_parameters.short_factor",
                 "all-longer-factor:rope_parameters.short_factor",

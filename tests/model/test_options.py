@@ -61,6 +61,19 @@ REFUSED = {
         design(layer(attention(), None, 2), residual={"kind": "parallel", "norms": 2}),
         "residual.norms: 2 is one norm for each branch, but every layer has only one; leave it out",
     ),
+    **{
+        f"one number under the norm of {kind}": (
+            design(layer({"kind": kind, "heads": 24} | fields)),
+            f"layers[0].mixer.{field}: leaves the norm one number of each head, and so at most its sign",
+        )
+        for kind, field, fields in (
+            ("kda", "value_dim", {"conv_kernel": 2}),
+            ("gated_delta", "value_dim", {"conv_kernel": 2}),
+            ("retention", "value_dim", {}),
+            ("differential_attention", "value_dim", {"head_dim": 2, "value_dim": 1}),
+            ("mamba2", "groups", {"groups": 24, "head_dim": 1, "state_size": 2}),
+        )
+    },
     "a cast of heads that are float32": (
         design(layer({"kind": "linear_attention", "heads": 3, "position": {"kind": "rope", "cast": "after"}}, MLP, 2)),
         "layers[0].mixer.position.cast: does nothing here, because features are float32 at least; leave it out",

@@ -129,6 +129,12 @@ def check_double_softmax(normalization: str, head_dim: int) -> None:
         raise DesignError("head_dim", f"{reason}; give at least 2, or another normalization")
 
 
+def check_norm_width(field: str, width: int) -> None:
+    """Refuse a norm over one number, of which it leaves the sign at most. Raises DesignError."""
+    if width == 1:
+        raise DesignError(field, "leaves the norm one number of each head, and so at most its sign; give wider heads")
+
+
 def scale_heads(count: int, factor: float, heads: int, dims: tuple[int, int]) -> tuple[int, int, int]:
     """`count` key and value heads of `dims` dims with about `factor` times the elements per token.
 

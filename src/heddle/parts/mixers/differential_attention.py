@@ -25,7 +25,15 @@ from heddle.parts.context.kv_cache import KVCache
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.shrink import SMALL_WINDOW, ShrinkContext, small_head_count
-from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, merge_heads, scale_heads, split_heads
+from heddle.parts.mixers import (
+    Mixer,
+    MixerConfig,
+    check_head_groups,
+    check_norm_width,
+    merge_heads,
+    scale_heads,
+    split_heads,
+)
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.norms import NormConfig
@@ -151,6 +159,7 @@ class DifferentialAttention(SelfInitialized, Mixer):
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
             nn.Parameter(torch.empty(self.head_dim)) for _ in range(4)
         )
+        check_norm_width("value_dim", self.value_dim)
         self.norm = build_under("norm", (config.norm or context.norm).build, self.value_dim)
         self.position, self.score_bias = build_mixer_position(config.position, self.head_dim, self.heads, self.causal)
 

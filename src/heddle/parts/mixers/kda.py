@@ -18,7 +18,7 @@ from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.recurrent_state import ConvRecurrentState
 from heddle.parts.context.shrink import ShrinkContext, at_most, small_head_count
-from heddle.parts.mixers import MixerConfig, scale_even
+from heddle.parts.mixers import MixerConfig, check_norm_width, scale_even
 from heddle.parts.modules.delta_rule import DeltaRuleMixer
 from heddle.parts.modules.gated_decay import GatedDecay
 from heddle.parts.modules.linear import Linear, fused_projections
@@ -96,6 +96,7 @@ class KDA(DeltaRuleMixer):
         self.gate_up = Linear(rank, value_width)
         self.convolution = ShortConvolution(sum(self.conv_widths), self.conv_kernel)
         self.decay = GatedDecay(self.heads, self.head_dim)
+        check_norm_width("value_dim", self.value_dim)
         self.norm = build_under("norm", (config.norm or context.norm).build, self.value_dim)
         self.out = Linear(value_width, context.width, output_projection=True)
 

@@ -25,7 +25,7 @@ from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.recurrent_state import ConvRecurrentState, without_padding
 from heddle.parts.context.shrink import ShrinkContext, at_most, small_head_count
-from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_head_groups, split_heads
+from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_head_groups, check_norm_width, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.gated_decay import GatedDecay
 from heddle.parts.modules.linear import Linear, SelfInitialized, fused_projections
@@ -116,6 +116,7 @@ class Mamba2(SelfInitialized, RecurrentMixer):
         self.decay = GatedDecay(self.heads, limits=config.time_step_limit)
         self.skip = nn.Parameter(torch.empty(self.heads))  # D
         norm_shape = (value_width, None) if self.groups == 1 else (value_width // self.groups, self.groups)
+        check_norm_width("groups", norm_shape[0])
         self.norm = build_under("norm", (config.norm or context.norm).build, *norm_shape)
         self.out = Linear(value_width, context.width, config.bias, output_projection=True)
 

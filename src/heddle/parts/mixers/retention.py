@@ -25,7 +25,7 @@ from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.recurrent_state import RecurrentState, call_layout, without_padding
 from heddle.parts.context.shrink import ShrinkContext, small_head_count, subsample
-from heddle.parts.mixers import MixerConfig, RecurrentMixer, scale_even, split_heads
+from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_norm_width, scale_even, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.positions import RotationConfig
@@ -120,6 +120,7 @@ class Retention(RecurrentMixer):
         self.k = Linear(context.width, self.heads * self.head_dim)
         self.v = Linear(context.width, self.heads * self.value_dim, value_projection=True)
         self.out = Linear(self.heads * self.value_dim, context.width, output_projection=True)
+        check_norm_width("value_dim", self.value_dim)
         self.norm = context.norm.build(self.value_dim, self.heads)
         self.activation = None if config.gate is None else GATES[config.gate]
         self.gate = None if config.gate is None else Linear(context.width, self.heads * self.value_dim)
