@@ -147,7 +147,7 @@ def _own_kinds(slot: str) -> frozenset[str]:
 @cache
 def kind_class(slot: str, kind: str) -> type[Part]:
     """Return the config class that a kind's file defines."""
-    return _only_part(importlib.import_module(f"heddle.parts.{slot}.{kind}"))
+    return own_class(importlib.import_module(f"heddle.parts.{slot}.{kind}"), Part, "part")
 
 
 def with_implied(alias: str, fields: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
@@ -183,14 +183,13 @@ def is_slot(cls: type[Part]) -> bool:
     return cls is not Part and cls.__module__ == f"heddle.parts.{cls.slot}"
 
 
-def _only_part(module: types.ModuleType) -> type[Part]:
-    own = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Part) and value.__module__ == module.__name__
-    ]
+def own_class(module: types.ModuleType, base: type[C], name: str) -> type[C]:
+    """Return the class derived from `base`, a `name`, that a file defines. Raises ConfigError for none or several."""
+    classes = (value for value in vars(module).values() if isinstance(value, type) and issubclass(value, base))
+    own = [value for value in classes if value.__module__ == module.__name__]
     if len(own) != 1:
-        raise ConfigError(f"{module.__file__}: defines {len(own)} configs of parts; a part's file defines exactly one")
+        reason = f"defines {len(own)} configs of {name}s; a {name}'s file defines exactly one"
+        raise ConfigError(f"{module.__file__}: {reason}")
     return own[0]
 
 
@@ -210,7 +209,7 @@ def load_part(file: Path) -> type[Part]:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"part {file}: failed to run ({type(error).__name__}: {error}); fix the file") from error
-    part = _only_part(module)
+    part = own_class(module, Part, "part")
     if is_kind(part.slot, file.stem):
         raise ConfigError(f"part {file}: {part.slot} has a kind '{file.stem}' already; rename the file")
     sys.modules[name] = sys.modules[f"heddle.parts.{part.slot}.{file.stem}"] = module

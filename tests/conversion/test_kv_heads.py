@@ -359,10 +359,10 @@ def test_weights_are_read_if_asked_for() -> None:
 
 def test_fresh_heads_are_those_of_a_new_model() -> None:
     source = source_model(design(ATTENTION | {"bias": True}))
-    one, two = (
+    by_seed, by_other_seed = (
         converted_model(source, KVHeads(kv_heads=2, groups="contiguous", merge="fresh", seed=seed)) for seed in (0, 1)
     )
-    first, second = (dict(model.layers[0].named_parameters()) for model in (one, two))
+    first, second = (dict(model.layers[0].named_parameters()) for model in (by_seed, by_other_seed))
     assert not torch.equal(first["mixer.k.weight"], second["mixer.k.weight"])
     assert torch.equal(first["mixer.q.weight"], second["mixer.q.weight"])
     std = source.config.initialization.std

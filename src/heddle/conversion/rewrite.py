@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
-from heddle.config import Config, DesignError
+from heddle.config import Config, DesignError, own_class
 from heddle.conversion.activations import CalibrationText
 from heddle.conversion.weights import Weights
 from heddle.errors import ConfigError
@@ -87,16 +87,6 @@ def merged_repeats(design: ModelConfig) -> ModelConfig:
 def rewrites() -> Mapping[str, type[Rewrite]]:
     """Every rewrite by its name, in alphabetical order."""
     names = sorted(file.stem for file in REWRITES_FOLDER.glob("*.py") if not file.stem.startswith("_"))
-    return {name: _only_rewrite(name) for name in names}
-
-
-def _only_rewrite(name: str) -> type[Rewrite]:
-    module = importlib.import_module(f"heddle.conversion.rewrites.{name}")
-    own = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Rewrite) and value.__module__ == module.__name__
-    ]
-    if len(own) != 1:
-        raise ConfigError(f"{module.__file__}: defines {len(own)} rewrites; a rewrite's file defines exactly one")
-    return own[0]
+    folder = "heddle.conversion.rewrites"
+    modules = {name: importlib.import_module(f"{folder}.{name}") for name in names}
+    return {name: own_class(module, Rewrite, "rewrite") for name, module in modules.items()}  # type: ignore[type-abstract]
