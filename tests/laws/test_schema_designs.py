@@ -3,9 +3,12 @@
 import json
 import os
 import random
+from typing import Any
 
 import pytest
 
+from heddle.laws import run
+from heddle.model.load_config import load_config
 from tests.cases import case
 from tests.laws.planting import plant
 from tests.schema_designs import COUNTS, fields_without_effect, violations
@@ -18,6 +21,28 @@ FEW = (2, 3)  # numbers of designs of several kinds
 @pytest.mark.parametrize("number", FEW)
 def test_a_few_designs_satisfy_the_laws(number: int) -> None:
     assert violations(number) == []
+
+
+AXIAL = {"kind": "axial_rope"}
+RELU = {"kind": "linear_attention", "heads": 1, "feature_map": "relu"}
+ALONE = {"kind": "differential_attention", "heads": 3, "head_dim": 8, "window": 1, "position": AXIAL}
+PAIR = {"kind": "pair", "first": ALONE, "second": {"kind": "retention", "heads": 3}}
+
+
+@pytest.mark.parametrize(
+    ("law", "width", "mixers"),
+    [
+        ("receptive_field", 12, [RELU]),
+        ("rotary_invariants", 36, [{"kind": "cross_attention", "heads": 3}, RELU | {"position": AXIAL}]),
+        ("coordinate_shift_invariance", 36, [PAIR]),
+    ],
+)
+def test_a_law_holds_where_features_are_zero_or_a_window_holds_one_token(
+    law: str, width: int, mixers: list[dict[str, Any]]
+) -> None:
+    layers = [{"mixer": mixer} for mixer in mixers]
+    config = load_config({"vocab_size": 37, "width": width, "layers": layers})
+    assert [result.message for result in run(config, [law])] == [""]
 
 
 def test_a_misread_layout_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

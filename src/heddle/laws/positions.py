@@ -24,6 +24,7 @@ from heddle.laws.harness import (
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.parts.context.layout import Layout
+from heddle.parts.mixers import Mixer
 from heddle.parts.positions import Rotation
 
 SHIFTS = (1, 17, 1000)
@@ -63,8 +64,10 @@ def rotary_invariants(config: ModelConfig) -> None:
     forward_no_grad(model, random_tokens(config, 1, 9))
     for handle in handles:
         handle.remove()
-    for module, x in calls:
-        length = x.shape[2]
+    generator = torch.Generator().manual_seed(0)
+    for module, called_with in calls:
+        length = called_with.shape[2]
+        x = normal_tensor(called_with.shape, generator)  # features may be zero, and those a rotation leaves as they are
         rotated = module(x, Layout.causal(1, length))
         at_zero = module(x, Layout(torch.zeros(1, length, dtype=torch.int64), doc_lengths=((length,),)))
         scaled = x * module.attention_factor
@@ -128,9 +131,7 @@ def coordinate_shift_invariance(config: ModelConfig) -> None:
     for by in OFFSETS:
         moved = layout.with_coordinates(coordinates + torch.tensor(by))
         assert_close(forward_no_grad(model, tokens, moved), start, f"all coordinates shifted by {by}")
-    uses_coordinates = any(
-        mixer is not None and mixer.window != 1 and _uses_coordinates(mixer) for mixer in model.mixers()
-    )
+    uses_coordinates = any(mixer is not None and _uses_coordinates(mixer) for mixer in model.mixers())
     for axis, name in enumerate("xy"):
         changed = coordinates.clone()
         changed[0, 4, axis] += 1.5
@@ -149,8 +150,12 @@ def coordinate_shift_invariance(config: ModelConfig) -> None:
             assert_close(hidden, start, f"coordinates of a text in chunks of {sizes}")
 
 
-def _uses_coordinates(mixer: torch.nn.Module) -> bool:
-    return any(isinstance(module, Rotation) and module.axes == 2 for module in mixer.modules())
+def _uses_coordinates(mixer: Mixer) -> bool:
+    """Whether two tokens are rotated by their coordinates. A window of one holds one token; its mixer may be a part."""
+    parts = [module for module in mixer.modules() if isinstance(module, Mixer) and module is not mixer]
+    if parts:
+        return any(map(_uses_coordinates, parts))
+    return mixer.window != 1 and any(isinstance(module, Rotation) and module.axes == 2 for module in mixer.modules())
 
 
 def _default_coordinates(model: Decoder, tokens: Tensor) -> None:
