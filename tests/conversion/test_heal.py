@@ -13,7 +13,15 @@ import pytest
 from heddle.cli.main import run_command
 from heddle.conversion.calibration import calibration_from_corpus
 from heddle.conversion.convert import CONVERSION_FILE, Conversion, convert
-from heddle.conversion.heal import Original, convert_and_heal, heal, healing_job, healing_rate, healing_settings
+from heddle.conversion.heal import (
+    Original,
+    convert_and_heal,
+    heal,
+    healing_job,
+    healing_rate,
+    healing_settings,
+    rate_share,
+)
 from heddle.conversion.sources import ConversionSource, open_source
 from heddle.conversion.targets import parse_rewrites
 from heddle.data.corpus import Corpus, prepare_corpus
@@ -192,6 +200,23 @@ def test_a_mistaken_command_is_one_sentence(
 
 def test_the_rate_falls_with_the_width() -> None:
     assert [healing_rate(width) for width in (16, 96, 192)] == [3e-3, 3e-3, 1.5e-3]
+
+
+def test_the_rate_falls_with_the_loss_that_the_conversion_added(
+    folders: tuple[ConversionSource, Path], texts: Corpus, tmp_path: Path
+) -> None:
+    assert [rate_share(loss) for loss in (-1.0, 0.0, 0.02, 0.5, 2.0, 9.0)] == [0.1, 0.1, 0.1, 0.5, 1.0, 1.0]
+    source, distillation = folders[0], Distillation(Original(folders[0]))
+    rates = {}
+    for target in ("kv_heads=1,groups=contiguous,merge=fresh", "head.tied=false"):
+        conversion = Conversion(source, tuple(parse_rewrites([target])))
+        for name, adapt in (("adapted", True), ("fixed", False)):
+            out = tmp_path / f"{target}-{name}"
+            convert_and_heal(conversion, distillation, texts, settings(), out, adapt_rate=adapt)
+            rates[target, name] = json.loads(read_folder(out).documents[CONVERSION_FILE])["healing"]["learning_rate"]
+    assert rates[("head.tied=false", "adapted")] == 1e-4
+    assert 1e-4 < rates[("kv_heads=1,groups=contiguous,merge=fresh", "adapted")] <= 1e-3
+    assert {rate for (_, name), rate in rates.items() if name == "fixed"} == {1e-3}
 
 
 def test_too_few_tokens_are_refused() -> None:

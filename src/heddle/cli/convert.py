@@ -67,7 +67,9 @@ def convert(  # noqa: PLR0913 - one parameter per option
     heal_lr: Annotated[
         float | None,
         typer.Option(
-            "--heal-lr", metavar="X", help="Its peak learning rate. [0.003 up to a width of 96, then as 1/width]"
+            "--heal-lr",
+            metavar="X",
+            help="Its peak learning rate. [at most 0.003 × 96 / width, less after a small loss]",
         ),
     ] = None,
     report_tokens: ReportTokens = 2**16,
@@ -135,7 +137,9 @@ def convert(  # noqa: PLR0913 - one parameter per option
                 convert_model(conversion, folder)
             else:
                 assert corpus is not None
-                healed = convert_and_heal(conversion, distillation, corpus, settings, folder, runtime.device)
+                healed = convert_and_heal(
+                    conversion, distillation, corpus, settings, folder, runtime.device, heal_lr is None
+                )
                 if not (is_comparison or as_json):
                     print_text(f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing")
 

@@ -7,7 +7,8 @@ converted layer (see `heddle.training.distillation`), or a weighted sum of them.
 """
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,18 +24,24 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.progress import print_warning
 from heddle.storage.folder import read_folder, write_folder
+from heddle.storage.json_file import read_json_file, write_json_file
 from heddle.storage.manifest import parse_json_object
-from heddle.storage.model import WEIGHTS_FILE, model_tensors
+from heddle.storage.model import WEIGHTS_FILE, load, model_tensors
 from heddle.storage.run_log import first_difference, to_plain_json
 from heddle.storage.tensor_header import DTYPES
 from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.distillation import Distillation
+from heddle.training.evaluation.bits_per_byte import bits_and_bytes
 from heddle.training.init_checkpoint import open_init_checkpoint
 from heddle.training.loop import TrainingJob, TrainingResult, train
 from heddle.training.settings import Settings
 
 MAX_HEALING_RATE = 3e-3
 HEALING_RATE_WIDTH = 96  # up to this width the rate is the largest
+LARGE_LOSS = 2.0  # nats a token that a conversion adds; from there on the rate is the largest
+MIN_RATE_SHARE = 0.1
+RATE_ROWS = 16  # of the text, on which the added loss is measured
+RATE_FILE = "rate.json"
 HEALING_BATCH = 8  # rows
 SAVE_EVERY = 50  # steps
 
@@ -72,12 +79,21 @@ class Original:
 
 
 def healing_rate(width: int) -> float:
-    """Return the peak learning rate for models of a width: 3e-3 up to 96, above as 1 / width.
+    """Return the largest peak learning rate for models of a width: 3e-3 up to 96, above as 1 / width.
 
     3e-3 is measured at width 96. That the best rate of Adam falls as 1 / width is µP's rule (Yang et al. 2022,
     https://arxiv.org/abs/2203.03466).
     """
     return MAX_HEALING_RATE * min(1.0, HEALING_RATE_WIDTH / width)
+
+
+def rate_share(added_loss: float) -> float:
+    """Return the share of the largest rate after adding this loss, in nats a token: √(loss / 2), from 0.1 to 1.
+
+    A high rate repairs much and costs something itself: the original, trained on at 3e-3, loses 0.04 bits per byte. Of
+    3e-3, 1e-3 and 3e-4 the first was best after adding 2.2 nats, the second after adding 0.1 (docs/log.md).
+    """
+    return min(1.0, max(MIN_RATE_SHARE, math.sqrt(max(added_loss, 0.0) / LARGE_LOSS)))
 
 
 def healing_settings(
@@ -163,12 +179,13 @@ def convert_and_heal(
     settings: Settings,
     out: Path,
     device: str = "cpu",
+    adapt_rate: bool = True,
 ) -> TrainingResult:
     """Convert a model, heal it, and write the result as a model folder, whole or not at all.
 
-    The converted model and the run lie in the folder `out`.work beside it, so the same call continues after an
-    interruption. Raises CheckpointError if `out` exists or the work is of another conversion, and what `convert` and
-    `train` raise.
+    adapt_rate: multiply the learning rate by `rate_share` of the loss that the conversion added. The converted model
+    and the run lie in the folder `out`.work beside it, so the same call continues after an interruption. Raises
+    CheckpointError if `out` exists or the work is of another conversion, and what `convert` and `train` raise.
     """
     refuse_existing(out)
     work = out.with_name(f"{out.name}.work")
@@ -181,6 +198,9 @@ def convert_and_heal(
             raise CheckpointError(f"{work}: holds another conversion: {difference}; remove it, or choose another name")
     else:
         convert(conversion, converted)
+    if adapt_rate:
+        rate = _adapted_rate(conversion.source, converted, corpus, settings, work / RATE_FILE)
+        settings = replace(settings, learning_rate=rate)
     result = heal(converted, distillation, corpus, settings, work / "heal", device)
     contents = read_folder(converted)
     healing = distillation.identity() | settings.identity() | {"text": corpus.hash}
@@ -190,3 +210,20 @@ def convert_and_heal(
     tensors = {name: tensor.to(dtypes[name]) for name, tensor in model_tensors(result.model).items()}
     write_folder(out, tensors={WEIGHTS_FILE: tensors}, documents=documents, kind="model")
     return result
+
+
+def _adapted_rate(source: ConversionSource, converted: Path, corpus: Corpus, settings: Settings, file: Path) -> float:
+    """Return the learning rate for the loss that a conversion added; measured once, then read from the file."""
+    if file.is_file():
+        return float(read_json_file(file)["learning_rate"])
+    length, eod_id = settings.sequence_length, corpus.tokenizer.eod_id
+    batch = CorpusLoader(corpus.train, corpus.weights, length, RATE_ROWS, SAMPLE_SEED, eod_id).batch(0)
+    bits = [
+        sum(score for score, _ in bits_and_bytes(model.float(), [batch], corpus.tokenizer.byte_lengths))
+        for model in (build_model(source.weights), load(converted)[0])
+    ]
+    added = (bits[1] - bits[0]) * math.log(2) / batch.targets.size
+    share = rate_share(added)
+    content = {"added_nats_per_token": added, "learning_rate": settings.learning_rate * share}
+    write_json_file(file, content)
+    return content["learning_rate"]

@@ -1,7 +1,7 @@
 """How much does a smaller cache cost? Trains two 16-head designs, converts them in many ways, heals some, and tells.
 
-    python examples/conversion/evidence.py runs/conversion            # everything; the same command continues
-    python examples/conversion/evidence.py runs/conversion --report   # only the tables and figures, from what is there
+    python examples/conversion/smaller_caches.py runs/conversion            # everything; the same command continues
+    python examples/conversion/smaller_caches.py runs/conversion --report   # only the tables, from what is there
 
 Every result is a line of `results.jsonl` in the folder. Weights stay there; the recipe, the results and the figures
 are committed.
@@ -12,6 +12,7 @@ import json
 import re
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from heddle.conversion.activations import CalibrationText
 from heddle.conversion.calibration import calibration_from_corpus, calibration_samples
 from heddle.conversion.convert import Conversion
-from heddle.conversion.heal import Original, convert_and_heal, healing_rate, healing_settings
+from heddle.conversion.heal import MIN_RATE_SHARE, Original, convert_and_heal, healing_rate, healing_settings
 from heddle.conversion.sources import open_source
 from heddle.conversion.targets import parse_rewrites
 from heddle.conversion.weights import ModelWeights, Weights, build_model
@@ -47,31 +48,38 @@ EVALUATION_WINDOWS = 256
 KV_HEADS = (8, 4, 2)
 GROUPINGS = ("contiguous", "similar-queries", "similar-keys-values", "similar-outputs")
 MERGES = ("mean", "first", "fresh", "aligned", "least-squares")
-RANDOM_GROUPINGS = 20
+RANDOM_GROUPINGS = {"llama16": (20, 7, 7), "qwen16": (7, 7, 7)}  # of the model of each seed
+OF_INTEREST = {
+    *(("contiguous", merge) for merge in MERGES),
+    *(("similar-outputs", merge) for merge in ("mean", "aligned", "least-squares")),
+}
 STATE_SHARES = (50, 25, 12.5)  # per cent
 HEALING_TOKENS = 393_216  # 5 % of the training tokens
-HEALED = (
-    *(f"kv_heads={kv_heads}" for kv_heads in KV_HEADS),
-    "kv_heads=4,groups=contiguous,merge=mean",
-    *(f"latent_attention,state_budget={share}%" for share in STATE_SHARES),
-    "gated_delta,keep=1",
-)
+HEALED = {
+    "llama16": (
+        *(f"kv_heads={kv_heads}" for kv_heads in KV_HEADS),
+        *(f"kv_heads=4,groups=contiguous,merge={merge}" for merge in ("mean", "first")),
+        *(f"latent_attention,state_budget={share}%" for share in STATE_SHARES),
+    ),
+    "qwen16": ("kv_heads=4", "kv_heads=4,groups=contiguous,merge=mean", "latent_attention,state_budget=25%"),
+}
 RANDOM_SEED = re.compile(r",seed=\d+")
-FROM_SCRATCH = 4  # key/value heads of the target that is trained from scratch
+FROM_SCRATCH = 4  # key/value heads of the first design's target that is trained from scratch
 
 
-def head_targets(kv_heads: int) -> Iterator[str]:
-    """Every grouping and merge of this many key/value heads."""
+def head_targets(kv_heads: int, design: str, seed: int) -> Iterator[str]:
+    """Groupings and merges of this many key/value heads: all of the first model, those of interest of the others."""
     for groups in GROUPINGS:
         for merge in MERGES:
-            yield f"kv_heads={kv_heads},groups={groups},merge={merge}"
-    for seed in range(RANDOM_GROUPINGS):
-        yield f"kv_heads={kv_heads},groups=random,merge=mean,seed={seed}"
+            if (design, seed) == (DESIGNS[0], SEEDS[0]) or (groups, merge) in OF_INTEREST:
+                yield f"kv_heads={kv_heads},groups={groups},merge={merge}"
+    for number in range(RANDOM_GROUPINGS[design][seed]):
+        yield f"kv_heads={kv_heads},groups=random,merge=mean,seed={number}"
 
 
-def targets() -> list[str]:
-    """Every conversion that is measured before healing."""
-    heads = [target for kv_heads in KV_HEADS for target in head_targets(kv_heads)]
+def targets(design: str, seed: int) -> list[str]:
+    """Every conversion of one model that is measured before healing."""
+    heads = [target for kv_heads in KV_HEADS for target in head_targets(kv_heads, design, seed)]
     return heads + [f"latent_attention,state_budget={share}%" for share in STATE_SHARES]
 
 
@@ -127,7 +135,7 @@ def convert_all(run: Path, design: str, seed: int, corpus: Corpus, results: Resu
     model, _ = load(run)
     text, batches = calibration_from_corpus(corpus, CALIBRATION_TOKENS, SEQUENCE_LENGTH), held_out_batches(corpus)
     source = ModelWeights(model)
-    for target in ("", *targets()):
+    for target in ("", *targets(design, seed)):
         key = {"design": design, "seed": seed, "target": target, "stage": "converted"}
         if not results.has(**key):
             converted = model if not target else build_model(rewritten(source, target, text))
@@ -148,7 +156,7 @@ def heal_all(run: Path, design: str, seed: int, corpus: Corpus, results: Results
     rate = healing_rate(source.weights.design.width)
     settings = healing_settings(HEALING_TOKENS, SEQUENCE_LENGTH, rate, samples)
     folder = run.with_name(f"{run.name}.healed")
-    for number, target in enumerate(HEALED):
+    for number, target in enumerate(HEALED[design]):
         key = {"design": design, "seed": seed, "target": target, "stage": "healed"}
         if not results.has(**key):
             conversion = Conversion(source, parse_rewrites([target]), text)
@@ -158,7 +166,8 @@ def heal_all(run: Path, design: str, seed: int, corpus: Corpus, results: Results
     key = {"design": design, "seed": seed, "target": "", "stage": "trained on"}
     if not results.has(**key):
         start = open_init_checkpoint(run)
-        job = TrainingJob(start.config, corpus, settings, folder / "trained-on", init_checkpoint=start)
+        gentle = replace(settings, learning_rate=rate * MIN_RATE_SHARE)  # nothing has to be repaired
+        job = TrainingJob(start.config, corpus, gentle, folder / "trained-on", init_checkpoint=start)
         results.add(key | measure(train(job).model, corpus, batches))
 
 
@@ -229,7 +238,8 @@ def main() -> None:
             run = source_run(arguments.folder, design, seed, corpus)
             convert_all(run, design, seed, corpus, results)
             heal_all(run, design, seed, corpus, results)
-            train_target(arguments.folder, design, seed, corpus, results)
+            if design == DESIGNS[0]:
+                train_target(arguments.folder, design, seed, corpus, results)
             report(results, arguments.folder)
 
 
