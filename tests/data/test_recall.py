@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heddle.data.recall import VALIDATION_SEED, TaskStream, is_recall_argument, parse_recall
-from heddle.data.recall_tasks import IGNORE_INDEX, TASKS, Copying, Induction, Mqar, Needle, Parity, Permutation, Task
+from heddle.data.recall import TASKS, VALIDATION_SEED, Task, TaskStream, is_recall_argument, parse_recall
+from heddle.data.recall_mixture import MqarMixture
+from heddle.data.recall_tasks import IGNORE_INDEX, Copying, Induction, Mqar, Needle, Parity, Permutation
 from heddle.data.sources import parse_source
 from heddle.errors import DataError
 
@@ -22,7 +23,15 @@ TASK_SIZES: list[Task] = [
     Needle(needles=8, words=3, length=33),
     Parity(length=1),
     Permutation(elements=3, length=7),
+    MqarMixture(pairs=8, smallest=1),
 ]
+
+
+def documents_of(task: MqarMixture, row: list[int]) -> list[list[int]]:
+    """The documents of a row. The first two keys in a row tell how many pairs each of them has."""
+    is_key = [token <= task.keys for token in [*row, 1]]
+    pairs = next(start for start in range(2, len(row), 2) if is_key[start] and is_key[start + 1]) // 2
+    return [row[start : start + 3 * pairs] for start in range(0, len(row), 3 * pairs)]
 
 
 def expected_targets(task: Task, row: list[int]) -> list[int]:
@@ -35,6 +44,10 @@ def expected_targets(task: Task, row: list[int]) -> list[int]:
             if row[position] != 0:
                 targets[position] = pairs.pop(row[position])  # each key is queried once
         assert pairs == {}
+    elif isinstance(task, MqarMixture):
+        documents = documents_of(task, row)
+        single = Mqar(len(documents[0]) // 3, task.keys, len(documents[0]))
+        return [target for document in documents for target in expected_targets(single, document)]
     elif isinstance(task, Induction):
         followers: dict[int, int] = {}
         for position, token in enumerate(row):
@@ -107,6 +120,8 @@ def test_rows_never_change() -> None:
     """Written down once: other rows on another machine or release would break every resumed run."""
     assert Mqar(pairs=2, keys=3, length=8).draw_rows(0, np.arange(1))[0].tolist() == [[2, 5, 3, 6, 3, 2, 0, 0]]
     assert Permutation().draw_rows(5, np.arange(1))[0][0, :6].tolist() == [89, 58, 48, 50, 105, 93]
+    mixture = MqarMixture(pairs=2, smallest=1)
+    assert mixture.draw_rows(0, np.arange(2))[0].tolist() == [[1, 5, 1, 2, 5, 2], [2, 5, 3, 8, 3, 2]]
 
 
 @pytest.mark.parametrize("task", [kind() for kind in TASKS.values()], ids=repr)
@@ -118,7 +133,12 @@ def test_blind_picking_does_as_well_as_is_told(task: Task) -> None:
     for row, target in zip(inputs, targets, strict=True):
         asked = target[target >= 0]
         pool: Any = np.arange(task.vocab_size)
-        if isinstance(task, Mqar | Needle):
+        if isinstance(task, MqarMixture):
+            pairs = len(documents_of(task, row.tolist())[0]) // 3
+            right += (draw.permuted(asked.reshape(-1, pairs), axis=1).ravel() == asked).sum()
+            total += len(asked)
+            continue
+        elif isinstance(task, Mqar | Needle):
             pool = asked
         elif isinstance(task, Induction):
             pool = np.unique(row)
@@ -160,6 +180,21 @@ def test_batches_and_validation_rows() -> None:
         task_stream.check_vocab_size(8)
 
 
+def test_rows_of_a_mixture_are_packed_with_documents_of_one_number_of_pairs() -> None:
+    task_stream = parse_recall("recall:mqar_mixture,pairs=8,smallest=2")
+    assert isinstance(task_stream.task, MqarMixture)
+    assert task_stream.task.pair_counts == (2, 4, 8)
+    batch = task_stream.batch(0, 2, 4)
+    assert batch.doc_lengths == ((24,), (6,) * 4, (12,) * 2, (24,))
+    assert ((batch.targets >= 0).sum(1) == 8).all()
+    for row, lengths in zip(batch.tokens[:, :-1].tolist(), batch.doc_lengths, strict=True):
+        assert [len(document) for document in documents_of(task_stream.task, row)] == list(lengths)
+    # short documents have the first keys only, and no number of pairs repeats the rows of another
+    assert {token for token in batch.tokens[1, :-1].tolist() if token <= 16} <= {1, 2, 3, 4}
+    first, second = (task_stream.batch(0, row, 1).tokens[0, :6].tolist() for row in (0, 1))
+    assert first != second
+
+
 def test_arguments() -> None:
     assert is_recall_argument("recall:x")
     assert not is_recall_argument("./recall:x")
@@ -189,6 +224,9 @@ def test_arguments() -> None:
         ("recall:copying,tokens=33", "tokens=33: must be from 1 to 32, half of length = 64"),
         ("recall:needle,needles=33", "needles=33: must be from 1 to 32, a quarter of length = 128"),
         ("recall:parity,length=0", "length=0: must be from 1 to 1048576, tokens of a row"),
+        ("recall:mqar_mixture,pairs=12,smallest=8", "pairs=12: must be smallest=8 times a power of two"),
+        ("recall:mqar_mixture,smallest=0", "smallest=0: must be from 1 to 64, at most pairs = 64"),
+        ("recall:mqar_mixture,pairs=8192", "pairs=8192: must be from 1 to 4096, the largest number of pairs"),
         ("recall:s5,elements=7", "elements=7: must be from 2 to 6"),
     ],
 )

@@ -23,7 +23,7 @@ from heddle.model.decoder import Decoder, build
 from heddle.model.lora import LoraLinear, adapters, add_lora, lora_tensors, merge_lora
 from heddle.storage.adapters import FOLDER_KIND, METADATA_FILE, TENSORS_FILE, load_lora, save_lora
 from heddle.storage.folder import write_folder
-from heddle.training import loop
+from heddle.training import width_transfer
 from heddle.training.loop import train
 from heddle.training.optimizer import build_optimizer
 from heddle.training.settings import OPTIMIZERS
@@ -205,7 +205,9 @@ def test_a_run_goes_on_as_if_never_stopped_and_is_a_plain_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = small.corpus(tmp_path / "texts")
-    monkeypatch.setattr(loop, "build", lambda *arguments, **named: add_lora(build(*arguments, **named), rank=2))
+    monkeypatch.setattr(
+        width_transfer, "build", lambda *arguments, **named: add_lora(build(*arguments, **named), rank=2)
+    )
     small.same_after_a_signal(lambda name: small.job(corpus, tmp_path / name), monkeypatch)
     trained = train(small.job(corpus, tmp_path / "whole")).model
     assert adapters(trained)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from heddle.training.loop import LOSS_DECAY, SmoothedLoss
+from heddle.training.smoothed_loss import LOSS_DECAY, SmoothedLoss
 
 
 def test_the_loss_is_smoothed_over_the_last_steps() -> None:

@@ -33,9 +33,11 @@ from heddle.cli.train_options import (
     Lora,
     LoraTargets,
     TeacherFolder,
+    Transfer,
     distillation_of,
     lora_settings_of,
     tokenizer_of,
+    transfer_width_of,
 )
 from heddle.errors import ConfigError
 from heddle.progress import print_text
@@ -86,6 +88,7 @@ def train(  # noqa: PLR0913 - one parameter per option
     ] = 1,
     lr: Annotated[float, typer.Option("--lr", metavar="X", help="Peak learning rate.")] = 3e-3,
     lr_scale: LrScale = None,
+    transfer: Transfer = None,
     optimizer: OptimizerName = "adamw",
     schedule: Schedule = "wsd",
     warmup: Warmup = None,
@@ -142,6 +145,7 @@ def train(  # noqa: PLR0913 - one parameter per option
             warmup=warmup,
             lr_scale=parse_scales(lr_scale),
             evaluate_every=evaluate_every,
+            transfer_width=transfer_width_of(transfer),
         )
         lora_settings = lora_settings_of(lora, lora_targets, from_)
         init_checkpoint = None if from_ is None else open_init_checkpoint(from_)

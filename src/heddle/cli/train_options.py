@@ -27,6 +27,20 @@ DistillationLoss = Annotated[
     str | None,
     typer.Option("--distill-loss", metavar="NAME[=X],...", help="Weights of logits, text and layers. [logits=1]"),
 ]
+Transfer = Annotated[
+    str | None,
+    typer.Option("--transfer", metavar="width=N", help="The width at which --lr was chosen; weights scale from there."),
+]
+
+
+def transfer_width_of(transfer: str | None) -> int | None:
+    """The width that --transfer names. Raises ConfigError for anything else."""
+    if transfer is None:
+        return None
+    name, _, number = transfer.partition("=")
+    if name != "width" or not number.isdecimal() or not int(number):
+        raise ConfigError(f"--transfer {transfer}: is no width; write width=64, where --lr was chosen at width 64")
+    return int(number)
 
 
 def lora_settings_of(rank: int | None, targets: list[str] | None, checkpoint: Path | None) -> "LoraSettings | None":

@@ -6,12 +6,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from heddle.data.recall_tasks import TASKS, Task
+from heddle.data.recall_mixture import MqarMixture
+from heddle.data.recall_tasks import TASKS as SINGLE_TASKS
+from heddle.data.recall_tasks import Task as SingleTask
 from heddle.data.samples import Batch
 from heddle.errors import DataError, choices_hint
 
 RECALL_PREFIX = "recall:"
 VALIDATION_SEED = -1  # the seed of the validation rows; no training run uses it
+Task = SingleTask | MqarMixture
+TASKS: dict[str, type[Task]] = {**SINGLE_TASKS, "mqar_mixture": MqarMixture}
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,14 @@ class TaskStream:
         return ",".join([RECALL_PREFIX + self.name, *(f"{key}={value}" for key, value in asdict(self.task).items())])
 
     def batch(self, seed: int, first_row: int, num_rows: int) -> Batch:
-        """Rows `first_row` to `first_row + num_rows − 1` of a seed, each one document."""
+        """Rows `first_row` to `first_row + num_rows − 1` of a seed, each one document, or packed with several."""
         sample_indices = np.arange(first_row, first_row + num_rows, dtype=np.int64)
         inputs, labels = self.task.draw_rows(seed, sample_indices)
         tokens = np.pad(inputs, ((0, 0), (0, 1)))  # a last column that no label reads
-        return Batch(tokens, ((self.task.length,),) * num_rows, sample_indices, labels=labels)
+        doc_lengths: tuple[tuple[int, ...], ...] = ((self.task.length,),) * num_rows
+        if isinstance(self.task, MqarMixture):
+            doc_lengths = self.task.doc_lengths(sample_indices)
+        return Batch(tokens, doc_lengths, sample_indices, labels=labels)
 
     def validation_batches(self, num_rows: int, batch_size: int) -> Iterator[Batch]:
         """The first `num_rows` validation rows, the same for every training run."""

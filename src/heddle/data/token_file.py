@@ -8,6 +8,7 @@ uint64.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 from array import array
@@ -136,6 +137,22 @@ class TokenFile:
             raise IndexError(f"document {index} of {self.document_count}")
         stop = int(self.offsets[index + 1]) if index + 1 < self.document_count else self._length
         return self.read(int(self.offsets[index]), stop)
+
+    def select(self, spans: Sequence[tuple[int, int]], byte_lengths: np.ndarray) -> TokenFile:
+        """Return a file of the spans (start, stop), in memory. Each is a document: it begins with the end token.
+
+        byte_lengths: int [vocab], the bytes of each token. The result is of no source.
+        """
+        parts = [self._tokens[start:stop] for start, stop in spans]
+        end = np.array([self.eod_id], dtype=self.dtype)
+        parts = [part if len(part) and part[0] == self.eod_id else np.concatenate([end, part]) for part in parts]
+        result = copy.copy(self)
+        result._tokens = np.concatenate([end[:0], *parts])
+        result._length = len(result._tokens)
+        result.offsets = np.flatnonzero(result._tokens == self.eod_id).astype("<u8")
+        result.document_count, result.source_token_counts = len(result.offsets), ()
+        result.text_bytes = int(np.maximum(byte_lengths[result._tokens], 0).sum())
+        return result
 
     def _map(self, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
         if count == 0:  # an empty range cannot be mapped

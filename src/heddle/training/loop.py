@@ -4,7 +4,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,27 @@ from heddle.data.samples import Batch
 from heddle.errors import ConfigError, MachineError
 from heddle.model.compiled import compiled
 from heddle.model.config import ModelConfig
-from heddle.model.decoder import Decoder, build
+from heddle.model.decoder import Decoder
 from heddle.model.lora import add_lora
 from heddle.signals import Interrupted, StopRequest, catch_stop_signals
 from heddle.storage.lock import RunLock
 from heddle.storage.run_log import RunLog, open_run
 from heddle.training.checkpoint import TrainingProgress, resume_run, save_run
 from heddle.training.distillation import Distillation, Teacher
+from heddle.training.evaluation.bits_per_byte import TokenObserver
+from heddle.training.evaluation.budget import EarlyStop, EvaluationBudget
 from heddle.training.evaluation.scores import Scores, ratio_of_sums
 from heddle.training.init_checkpoint import InitCheckpoint, LoraSettings
 from heddle.training.optimizer import Optimizer, build_optimizer
 from heddle.training.settings import Settings, scheduled_learning_rate
+from heddle.training.smoothed_loss import SmoothedLoss
 from heddle.training.step import BatchResult, accumulate_gradients, apply_gradients
 from heddle.training.training_data import ChatData, TaskData, TaskSource, TextData, TrainingData
+from heddle.training.width_transfer import WidthTransfer, transfer_over_width
 
 MAX_CONSECUTIVE_SKIPS = 10
 FINAL_EVALUATION_TOKENS = 2**16  # held-out tokens of the evaluation at the end
 INTERIM_EVALUATION_TOKENS = 2**14  # and of an evaluation during training
-LOSS_DECAY = 0.9  # of the smoothed loss beside the progress bar, per step
 RATE_STEPS = 100  # the rate beside the progress bar is that of the median of the last steps
 
 
@@ -72,6 +76,7 @@ class TrainingJob:
 
     source: the data. out: the run's folder. label: of the progress bar. environment: plain values for run.json.
     init_checkpoint: starts from its weights. lora: trains only adapters. distillation: trains towards a teacher.
+    evaluation: how much evaluations read, and whether a solved task ends the training. observer: of the last one.
     """
 
     config: ModelConfig
@@ -84,6 +89,8 @@ class TrainingJob:
     init_checkpoint: InitCheckpoint | None = None
     lora: LoraSettings | None = None
     distillation: Distillation | None = None
+    evaluation: EvaluationBudget = field(default_factory=EvaluationBudget)
+    observer: TokenObserver | None = None
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -113,11 +120,18 @@ class TrainingJob:
             "distillation": None if self.distillation is None else self.distillation.identity(),
         }
 
+    @cached_property
+    def width_transfer(self) -> WidthTransfer:
+        """Return what changes where the learning rate was chosen at another width."""
+        return transfer_over_width(self.config, self.settings.transfer_width, self.settings.optimizer)
+
     def build_model(self) -> Decoder:
         """Build the model as it is before the first step."""
-        seed = self.settings.seed
+        seed, width = self.settings.seed, self.settings.transfer_width
         if self.init_checkpoint is None:
-            model = build(self.config, device=self.device, seed=seed)
+            model = self.width_transfer.build_model(self.device, seed)
+        elif width is not None:
+            raise ConfigError(f"transfer_width {width}: scales fresh weights, and these are trained; leave it out")
         else:
             model = self.init_checkpoint.build_model(self.config, self.device)
         return model if self.lora is None else add_lora(model, self.lora.targets, self.lora.rank, seed=seed)
@@ -149,7 +163,8 @@ def train(job: TrainingJob) -> TrainingResult:
             "heddle.training.step"
         )
     teacher = job.build_teacher(model)
-    optimizer = build_optimizer(model, settings.weight_decay, settings.optimizer, settings.lr_scale)
+    scales = job.width_transfer.scales
+    optimizer = build_optimizer(model, settings.weight_decay, settings.optimizer, settings.lr_scale, scales)
     with RunLock(job.out), catch_stop_signals() as stop_request:
         open_run(job.out, job.identity(), {"data_report": training_data.report(), **(job.environment or {})})
         torch.manual_seed(settings.seed)
@@ -162,7 +177,8 @@ def train(job: TrainingJob) -> TrainingResult:
             tokens_per_second = _train_steps(job, state)
         finally:
             log.close()
-        scores = evaluate(model, job, stop_request=stop_request)
+        final_tokens = job.evaluation.final_tokens or FINAL_EVALUATION_TOKENS
+        scores = evaluate(model, job, final_tokens, stop_request, job.observer)
         if not math.isfinite(ratio_of_sums(scores)):
             raise Diverged(
                 f"{job.out}: after {settings.steps} steps the loss on held-out text is not finite; "
@@ -172,14 +188,18 @@ def train(job: TrainingJob) -> TrainingResult:
 
 
 def evaluate(
-    model: Decoder, job: TrainingJob, tokens: int = FINAL_EVALUATION_TOKENS, stop_request: StopRequest | None = None
+    model: Decoder,
+    job: TrainingJob,
+    tokens: int = FINAL_EVALUATION_TOKENS,
+    stop_request: StopRequest | None = None,
+    observer: TokenObserver | None = None,
 ) -> Scores:
     """Evaluate a model on about `tokens` held-out tokens; the scores are those of each window or row.
 
-    Raises Interrupted, between batches, when a stop is requested.
+    observer: receives the token losses of text. Raises Interrupted, between batches, when a stop is requested.
     """
-    batches = job.training_data.validation_batches(job.settings, tokens)
-    return job.training_data.evaluate(model, _until_stopped(batches, stop_request), job.autocast)
+    batches = _until_stopped(job.training_data.validation_batches(job.settings, tokens), stop_request)
+    return job.training_data.evaluate(model, batches, job.autocast, observer)
 
 
 def _until_stopped(batches: Iterable[Batch], stop_request: StopRequest | None) -> Iterator[Batch]:
@@ -206,17 +226,18 @@ def _train_steps(job: TrainingJob, state: _LoopState) -> float:
     """Take all remaining steps and return the median tokens per second."""
     settings, progress = job.settings, state.progress
     seconds: list[float] = []
-    loss = SmoothedLoss()
+    loss, early_stop = SmoothedLoss(), EarlyStop.of_run(job.evaluation, job.out)
     total_tokens, tokens_done = (count * settings.tokens_per_step for count in (settings.steps, progress.step))
     with display.progress_bar(job.label, total_tokens, "tokens", tokens_done) as bar:
-        while progress.step < settings.steps:
+        while progress.step < settings.steps and not early_stop.is_over:
             line = _step(job, state)
             seconds.append(line["seconds"])
+            early_stop.add(line)
             state.log.write(line)
             rate = settings.tokens_per_step / statistics.median(seconds[-RATE_STEPS:])
             bar.advance(settings.tokens_per_step, loss.note(line), rate)
             _stop_if_diverged(job, state)
-            finished = progress.step == settings.steps
+            finished = progress.step == settings.steps or early_stop.is_over
             due = settings.save_every is not None and progress.step % settings.save_every == 0
             if finished or due or state.stop_request.signal_number is not None:
                 state.log.sync()
@@ -257,9 +278,9 @@ def _step(job: TrainingJob, state: _LoopState) -> dict[str, Any]:
     }
     interval = settings.evaluate_every
     if interval is not None and (progress.step % interval == 0 or progress.step == settings.steps):
-        scores = evaluate(state.model, job, INTERIM_EVALUATION_TOKENS)
+        scores = evaluate(state.model, job, job.evaluation.interim_tokens or INTERIM_EVALUATION_TOKENS)
         line[f"validation_{job.training_data.metric}"] = ratio_of_sums(scores)
-    return {key: value if _is_loggable(value) else None for key, value in line.items()}
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in line.items()}
 
 
 def _router_log(batch_result: BatchResult) -> dict[str, Any]:
@@ -268,26 +289,6 @@ def _router_log(batch_result: BatchResult) -> dict[str, Any]:
         return {}
     summaries = {path: metrics.summary() for path, metrics in batch_result.router_metrics.items()}
     return {"aux_loss": float(batch_result.aux_loss), "experts": summaries}
-
-
-def _is_loggable(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-class SmoothedLoss:
-    """The text beside the progress bar: the training loss, smoothed, since one step's loss depends on its batch."""
-
-    def __init__(self) -> None:
-        self.total = self.weight = 0.0
-
-    def note(self, line: dict[str, Any]) -> str:
-        """The mean of the losses so far, in which each step weighs `LOSS_DECAY` times the next."""
-        if line["loss"] is None:
-            return f"step {line['step']} skipped: its loss is not finite"
-        bits = line.get("bits_per_byte")
-        self.total = LOSS_DECAY * self.total + (line["loss"] if bits is None else bits)
-        self.weight = LOSS_DECAY * self.weight + 1
-        return f"{self.total / self.weight:.3f} {'nats per answer' if bits is None else 'bits per byte'}"
 
 
 def _stop_if_diverged(job: TrainingJob, state: _LoopState) -> None:

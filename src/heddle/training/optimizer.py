@@ -9,7 +9,7 @@ learning rate r serves both. r is the learning rate of the step times the factor
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,21 @@ from heddle.model.decoder import Decoder
 from heddle.parts.modules.linear import SelfInitialized
 
 LearningRateScales = Sequence[tuple[str, float]]  # (path, factor); the last path that matches a parameter counts
+EPSILON = 1e-8  # AdamW's ε
+
+
+class ParameterScale(NamedTuple):
+    """Factors of a parameter's initial standard deviation, of its learning rate, and of AdamW's ε.
+
+    Weight decay is divided by the learning rate's factor, so that the rate times the decay stays.
+    """
+
+    initial_std: float = 1.0
+    learning_rate: float = 1.0
+    epsilon: float = 1.0
+
+
+_GroupOptions = tuple[tuple[str, float], ...]  # what the tensors of a parameter group share
 
 
 class Optimizer:
@@ -71,28 +86,36 @@ class Optimizer:
 
 
 def build_optimizer(
-    model: Decoder, weight_decay: float, kind: str = "adamw", lr_scale: LearningRateScales = ()
+    model: Decoder,
+    weight_decay: float,
+    kind: str = "adamw",
+    lr_scale: LearningRateScales = (),
+    scales: Mapping[str, ParameterScale] | None = None,
 ) -> Optimizer:
     """Build AdamW (betas 0.9 and 0.95); kind 'muon' adds Muon (momentum 0.95, Nesterov) for the layers' matrices.
 
     Weight decay applies to parameters with two or more dims that are not biases. Parameters with a factor of 0 are
-    frozen. A stack of matrices [n, out, in] counts as n matrices. Raises ConfigError as `learning_rate_factors` does.
+    frozen. A stack of matrices [n, out, in] counts as n matrices. scales: further factors, by parameter. Raises
+    ConfigError as `learning_rate_factors` does.
     """
     factor_by_name = learning_rate_factors(model, lr_scale)
     trainable = {name: parameter for name, parameter in model.named_parameters() if factor_by_name.get(name, 0.0) > 0.0}
     matrices = matrix_parameters(model) if kind == "muon" else frozenset()
     updated_tensors: dict[str, Tensor] = {}
-    # (weight decay, learning rate factor) -> tensors, for AdamW and for Muon
-    adamw_groups: dict[tuple[float, float], list[Tensor]] = {}
-    muon_groups: dict[tuple[float, float], list[Tensor]] = {}
+    adamw_groups: dict[_GroupOptions, list[Tensor]] = {}
+    muon_groups: dict[_GroupOptions, list[Tensor]] = {}
     decayed = {name for name, parameter in trainable.items() if parameter.dim() >= 2 and not name.endswith(".bias")}
     for name, parameter in sorted(trainable.items(), key=lambda item: item[0] not in decayed):
         is_stack = name in matrices and parameter.dim() > 2
         tensors = _slices(name, parameter) if is_stack else {name: parameter}
         updated_tensors |= tensors
-        group_key = (weight_decay if name in decayed else 0.0, factor_by_name[name])
-        groups = muon_groups if name in matrices else adamw_groups
-        groups.setdefault(group_key, []).extend(tensors.values())
+        scale = (scales or {}).get(name, ParameterScale())
+        decay = weight_decay / scale.learning_rate if name in decayed else 0.0
+        options = (("weight_decay", decay), ("factor", factor_by_name[name] * scale.learning_rate))
+        if name in matrices:
+            muon_groups.setdefault(options, []).extend(tensors.values())
+        else:
+            adamw_groups.setdefault((*options, ("eps", EPSILON * scale.epsilon)), []).extend(tensors.values())
     optimizers: list[torch.optim.Optimizer] = []
     if adamw_groups:
         fused = model.embed.weight.device.type in ("cpu", "cuda")
@@ -103,11 +126,8 @@ def build_optimizer(
     return Optimizer(trainable, optimizers, updated_tensors)
 
 
-def _param_groups(groups: Mapping[tuple[float, float], list[Tensor]]) -> list[dict[str, Any]]:
-    return [
-        {"params": tensors, "weight_decay": weight_decay, "factor": factor}
-        for (weight_decay, factor), tensors in groups.items()
-    ]
+def _param_groups(groups: Mapping[_GroupOptions, list[Tensor]]) -> list[dict[str, Any]]:
+    return [{"params": tensors, **dict(options)} for options, tensors in groups.items()]
 
 
 def _slice_name(name: str, index: int) -> str:

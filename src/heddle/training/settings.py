@@ -23,7 +23,8 @@ class Settings:
     counts. save_every: steps between checkpoints (None: only the end). evaluate_every: steps between evaluations on a
     part of the held-out data (None: only the end). max_gradient_norm: gradients are clipped to it. precision: 'bf16'
     runs the forward pass under autocast; weights stay float32. first_sample: which sample of the data's order, from 0,
-    the first step begins with.
+    the first step begins with. transfer_width: the width at which the learning rate was chosen; rates, first values
+    and decay of each weight follow from the model's width (`heddle.training.width_transfer`). None: they do not.
     """
 
     steps: int
@@ -44,10 +45,11 @@ class Settings:
     max_gradient_norm: float = 1.0
     evaluate_every: int | None = None
     first_sample: int = 0
+    transfer_width: int | None = None
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "sequence_length", "gradient_accumulation_steps")
-        for name in (*counts, "save_every", "evaluate_every"):
+        for name in (*counts, "save_every", "evaluate_every", "transfer_width"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MAX_COUNT:
                 raise ConfigError(f"{name} {value}: must be {'at least 1' if value < 1 else 'at most 10^12'}")
@@ -84,8 +86,9 @@ class Settings:
     def identity(self) -> dict[str, Any]:
         """Return what two runs must share to be the same run. How often a run saves is not part of it."""
         fields = {name: value for name, value in asdict(self).items() if name != "save_every"}
-        if not self.first_sample:
-            del fields["first_sample"]  # runs that began before this setting existed have none
+        for name in ("first_sample", "transfer_width"):  # runs that began before these settings existed have none
+            if not fields[name]:
+                del fields[name]
         return fields
 
 

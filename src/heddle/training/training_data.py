@@ -16,7 +16,7 @@ from heddle.data.samples import Batch, CorpusLoader, evaluation_windows
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
 from heddle.tokenization.tokenizer import Tokenizer
-from heddle.training.evaluation.bits_per_byte import bits_and_bytes
+from heddle.training.evaluation.bits_per_byte import TokenObserver, bits_and_bytes
 from heddle.training.evaluation.scores import Scores
 from heddle.training.evaluation.task_accuracy import correct_predictions
 from heddle.training.settings import Settings
@@ -55,8 +55,17 @@ class TrainingData(Protocol):
     def validation_batches(self, settings: Settings, tokens: int) -> Iterable[Batch]:
         """Return batches of about `tokens` tokens that no step trains on."""
 
-    def evaluate(self, model: Decoder, batches: Iterable[Batch], autocast: torch.dtype | None) -> Scores:
-        """Return the metric's numerator and denominator for each window or row."""
+    def evaluate(
+        self,
+        model: Decoder,
+        batches: Iterable[Batch],
+        autocast: torch.dtype | None,
+        observer: TokenObserver | None = None,
+    ) -> Scores:
+        """Return the metric's numerator and denominator for each window or row.
+
+        observer: receives the token losses of each batch of text; a task has none.
+        """
 
 
 @dataclass(frozen=True)
@@ -105,9 +114,15 @@ class TextData:
         validation_tokens = -(-len(validation) // batch_tokens) * batch_tokens  # in whole batches
         return itertools.islice(windows, 0, None, max(1, validation_tokens // tokens))
 
-    def evaluate(self, model: Decoder, batches: Iterable[Batch], autocast: torch.dtype | None) -> Scores:
+    def evaluate(
+        self,
+        model: Decoder,
+        batches: Iterable[Batch],
+        autocast: torch.dtype | None,
+        observer: TokenObserver | None = None,
+    ) -> Scores:
         """Return the bits and bytes of each window."""
-        return bits_and_bytes(model, batches, self.tokenizer.byte_lengths, autocast)
+        return bits_and_bytes(model, batches, self.tokenizer.byte_lengths, autocast, observer)
 
 
 @dataclass(frozen=True)
@@ -163,9 +178,15 @@ class ChatData:
         """Return rows of held-out conversations."""
         return self.chat.validation_batches(tokens // settings.sequence_length, settings.batch_size)
 
-    def evaluate(self, model: Decoder, batches: Iterable[Batch], autocast: torch.dtype | None) -> Scores:
+    def evaluate(
+        self,
+        model: Decoder,
+        batches: Iterable[Batch],
+        autocast: torch.dtype | None,
+        observer: TokenObserver | None = None,
+    ) -> Scores:
         """Return the bits and bytes of the assistant's text in each row."""
-        return bits_and_bytes(model, batches, self._byte_lengths, autocast)
+        return bits_and_bytes(model, batches, self._byte_lengths, autocast, observer)
 
     @property
     def _byte_lengths(self) -> np.ndarray:
@@ -246,7 +267,13 @@ class TaskData:
         """Return the first held-out rows."""
         return self.source.validation_batches(max(1, tokens // settings.sequence_length), settings.batch_size)
 
-    def evaluate(self, model: Decoder, batches: Iterable[Batch], autocast: torch.dtype | None) -> Scores:
+    def evaluate(
+        self,
+        model: Decoder,
+        batches: Iterable[Batch],
+        autocast: torch.dtype | None,
+        observer: TokenObserver | None = None,
+    ) -> Scores:
         """Return the right answers and scored targets of each row."""
         return correct_predictions(model, batches, autocast)
 

@@ -22,6 +22,7 @@ class MixerConfig(Part, ABC):
     """Config of a mixer."""
 
     slot: ClassVar[str] = "mixers"
+    width_fields: ClassVar[tuple[str, ...]] = ("heads", "kv_heads", "key_heads")  # they grow with the model's width
 
     def resolved(self, context: BuildContext) -> Self:
         """The same config with every default written out that depends on the context or on other fields."""
@@ -62,6 +63,24 @@ class MixerConfig(Part, ABC):
     def with_state_scaled(self, factor: float, width: int) -> Self:
         """The same config with about `factor` times the state in a model of this width; itself if no field sets it."""
         return self
+
+    def at_width(self, width: int, new_width: int) -> Self:
+        """A resolved config for a model of another width: `width_fields` grow in proportion, and no other field does.
+
+        Key heads that are 1 for several heads stay 1. Raises DesignError if a number would not be whole, or if the
+        mixer is another one with other numbers of heads.
+        """
+        several_heads = self.head_shape(width)[0] > 1
+        changes = {}
+        for name in self.width_fields:
+            value = getattr(self, name) if name in type(self).model_fields else None
+            if value is None or (value == 1 and several_heads):
+                continue
+            if value * new_width % width:
+                reason = f"{value} at width = {width} is no whole number at {new_width}; choose another width"
+                raise DesignError(name, reason)
+            changes[name] = value * new_width // width
+        return self.replace(**changes)
 
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The numbers of heads, before and after `shrunk`, that must divide the model's width."""

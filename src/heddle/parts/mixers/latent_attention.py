@@ -36,6 +36,7 @@ class LatentAttentionConfig(MixerConfig):
     """Fields of `latent_attention`. None or false: off, or the default named in the comment."""
 
     aliases = ("mla",)
+    width_fields = ("heads", "kv_rank", "query_rank")
 
     heads: Width
     kv_rank: Width  # width of the latent of keys and values

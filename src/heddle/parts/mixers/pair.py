@@ -65,6 +65,12 @@ class PairConfig(MixerConfig):
         first, second = self.first.with_state_scaled(factor, width), self.second.with_state_scaled(factor, width)
         return self.replace(first=first, second=second)
 
+    def at_width(self, width: int, new_width: int) -> Self:
+        """Both at the other width."""
+        first = build_under("first", self.first.at_width, width, new_width)
+        second = build_under("second", self.second.at_width, width, new_width)
+        return self.replace(first=first, second=second)
+
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """Those of both."""
         return self.first.head_counts() + self.second.head_counts()

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heddle.config import Width, build_under, refuse
+from heddle.config import DesignError, Width, build_under, refuse
 from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.philox import ParameterDraws
@@ -76,6 +76,11 @@ class RetentionConfig(MixerConfig):
         """Keys of another width; values stay as wide as they were."""
         dim = self.head_dim or width // self.heads
         return self.replace(head_dim=scale_even(dim, factor), value_dim=self.value_dim or dim)
+
+    def at_width(self, width: int, new_width: int) -> Self:
+        """Raises DesignError: γ_h depends on h, so other numbers of heads are another mixer."""
+        reason = "retention has other decays with other numbers of heads, so it has no version at another width"
+        raise DesignError("", f"{reason}; choose another mixer")
 
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The heads, if their width follows from the model's."""

@@ -1,8 +1,8 @@
 """Bits per byte: `Σ loss / ln 2 / Σ bytes` over the tokens of a text. End tokens add neither bits nor bytes."""
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -31,27 +31,54 @@ class EvaluationBatch(Protocol):
     def targets(self) -> np.ndarray: ...
 
 
+_Evaluated = TypeVar("_Evaluated", bound=EvaluationBatch)
+
+
+class TokenScores(NamedTuple):
+    """Of every target of a batch: its loss in nats, float64 [B, T], and its bytes, int64 [B, T].
+
+    Both are 0 where nothing is scored. An end token has no loss, and 0 or −1 bytes. correct: bool [B, T], whether the
+    target is the most likely token of the whole vocabulary; None unless it was asked for.
+    """
+
+    nats: Tensor
+    sizes: Tensor
+    correct: Tensor | None = None
+
+
+# Called with each batch of an evaluation and the scores of its tokens.
+TokenObserver = Callable[[EvaluationBatch, TokenScores], None]
+
+
 def bits_and_bytes(
-    model: Decoder, batches: Iterable[EvaluationBatch], byte_lengths: np.ndarray, autocast: torch.dtype | None = None
+    model: Decoder,
+    batches: Iterable[EvaluationBatch],
+    byte_lengths: np.ndarray,
+    autocast: torch.dtype | None = None,
+    observer: TokenObserver | None = None,
 ) -> Scores:
     """Return (bits, bytes) of each row. Runs in eval mode and restores the model's mode.
 
     byte_lengths: int [vocab], the bytes of each token. Tokens of 0 or −1 bytes (end tokens) add no bits.
     """
     scores: Scores = []
-    for nats, sizes in token_nats_and_bytes(model, batches, byte_lengths, autocast):
-        sums = zip(nats.sum(1) / math.log(2), sizes.sum(1), strict=True)
+    for batch, tokens in token_scores(model, batches, byte_lengths, autocast):
+        sums = zip(tokens.nats.sum(1) / math.log(2), tokens.sizes.sum(1), strict=True)
         scores += [(float(row_bits), int(row_bytes)) for row_bits, row_bytes in sums]
+        if observer is not None:
+            observer(batch, tokens)
     return scores
 
 
-def token_nats_and_bytes(
-    model: Decoder, batches: Iterable[EvaluationBatch], byte_lengths: np.ndarray, autocast: torch.dtype | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (loss in nats, float64 [B, T]; bytes, int64 [B, T]) of every target of a batch, as `bits_and_bytes` does.
-
-    Both are 0 where nothing is scored. An end token has no loss, and 0 or −1 bytes.
-    """
+def token_scores(
+    model: Decoder,
+    batches: Iterable[_Evaluated],
+    byte_lengths: np.ndarray,
+    autocast: torch.dtype | None = None,
+    *,
+    with_correct: bool = False,
+) -> Iterator[tuple[_Evaluated, TokenScores]]:
+    """Yield each batch and the scores of its tokens, which `bits_and_bytes` adds up. with_correct: with `correct`."""
     device = model.embed.weight.device
     token_bytes = torch.from_numpy(np.asarray(byte_lengths, dtype=np.int64)).to(device)
     was_training = model.training
@@ -61,12 +88,21 @@ def token_nats_and_bytes(
             tokens = torch.tensor(batch.tokens, device=device)  # a copy, since the array may be read-only
             targets = torch.tensor(batch.targets, device=device)
             layout = Layout.packed(batch.doc_lengths, targets.shape[1], device)
+            correct = torch.zeros_like(targets, dtype=torch.bool) if with_correct else None
             with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
                 hidden, _ = model(tokens[:, :-1], layout)
                 scored = targets >= 0
                 nats = torch.zeros(targets.shape, dtype=torch.float64, device=device)
                 nats[scored] = token_losses(hidden[scored], model.head.output_head, targets[scored]).double()
-            scored_bytes = token_bytes[targets.clamp(min=0)] * scored
-            yield nats * (scored_bytes > 0), scored_bytes
+                if correct is not None:
+                    correct[scored] = model.head(hidden[scored]).argmax(-1) == targets[scored]
+            sizes = token_bytes[targets.clamp(min=0)] * scored
+            yield batch, TokenScores(nats * (sizes > 0), sizes, correct)
     finally:
         model.train(was_training)
+
+
+def token_bits(scores: TokenScores) -> np.ndarray:
+    """Return the loss of each token in bits, float64 [B, T]."""
+    bits: np.ndarray = scores.nats.cpu().numpy() / math.log(2)
+    return bits

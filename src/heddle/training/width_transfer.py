@@ -1,0 +1,109 @@
+"""Transfer of the learning rate over width: a rate that was chosen for a narrow model serves a wide one.
+
+The spectral condition (Yang, Simon & Bernstein 2023), which is µP (Yang et al. 2022, table 3) for every shape: a matrix
+and its updates keep the spectral norm sqrt(outputs / inputs). With m_in and m_out, the ratios of a matrix's inputs and
+outputs to those of the base width, and 1 for sizes that do not grow:
+
+    initial std    1 / sqrt(m_in), but 1 / m_in where the outputs do not grow
+    AdamW's rate   1 / m_in;   ε in proportion to the gradient's elements, m_in / (ratio of the number of elements)
+    Muon's rate    sqrt(m_out / m_in) / sqrt(ratio of the larger side), because Muon's update grows with that side
+
+Norms, biases, convolutions and lookups read nothing that grows, so m_in is 1. Weight decay is divided by the rate's
+factor: rate times decay stays (Wang & Aitchison 2024). A tied head has the embedding's weight, so its logits are
+divided by m instead (`head.scale`); `embedding.scale` multiplies by sqrt(m), which weight and rate take back.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from heddle.config import DesignError
+from heddle.errors import ConfigError
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder, build
+from heddle.model.width_scaling import scale_to_width
+from heddle.training.optimizer import ParameterScale, matrix_parameters
+
+
+@dataclass(frozen=True)
+class WidthTransfer:
+    """What changes in a training because its learning rate was chosen at another width.
+
+    config: the design, with the factor of a tied head's logits. scales: by the name of a parameter; others keep theirs.
+    """
+
+    config: ModelConfig
+    scales: dict[str, ParameterScale]
+
+    def build_model(self, device: torch.device | str = "cpu", seed: int = 0) -> Decoder:
+        """Build the model: the weights that the seed draws, each times its factor."""
+        model = build(self.config, device=device, seed=seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name in self.scales:
+                    parameter.mul_(self.scales[name].initial_std)
+        return model
+
+
+def transfer_over_width(config: ModelConfig, base_width: int | None, optimizer: str = "adamw") -> WidthTransfer:
+    """Derive the factors of a design from the shapes of its parameters, here and at the base width.
+
+    base_width: None, or the design's own width, changes nothing. Raises ConfigError naming a part or a parameter that
+    the rules do not cover.
+    """
+    if base_width is None or base_width == config.width:
+        return WidthTransfer(config, {})
+    try:
+        base = build(scale_to_width(config, base_width), device="meta")
+    except DesignError as error:
+        raise ConfigError(f"transfer_width {base_width}: {error}") from None
+    model = build(config, device="meta")
+    base_shapes = {name: parameter.shape for name, parameter in base.named_parameters()}
+    matrices = matrix_parameters(model) | {"head.weight"}
+    muon_matrices = matrix_parameters(model) if optimizer == "muon" else frozenset()
+    ratio = config.width / base_width
+    scales = {}
+    for name, parameter in model.named_parameters():
+        if name not in base_shapes or len(base_shapes[name]) != parameter.dim():
+            raise ConfigError(f"transfer_width {base_width}: {name} is another parameter at that width; choose another")
+        base_shape = base_shapes[name]
+        if name in matrices:
+            _check_proportion(name, parameter.shape, base_shape, ratio, base_width)
+            scales[name] = _matrix_scale(parameter.shape, base_shape, name in muon_matrices)
+        else:
+            scales[name] = ParameterScale(epsilon=math.prod(base_shape) / math.prod(parameter.shape))
+    input_factor = math.sqrt(ratio) if config.embedding.scale else 1.0
+    scales["embed.weight"] = _behind_factor(scales["embed.weight"], input_factor)
+    if not config.head.tied:
+        return WidthTransfer(config, scales)
+    head_factor = input_factor / ratio
+    if config.head.bias:
+        scales["head.bias"] = _behind_factor(scales["head.bias"], head_factor)
+    return WidthTransfer(config.replace(head=config.head.replace(scale=config.head.scale * head_factor)), scales)
+
+
+def _check_proportion(name: str, shape: torch.Size, base_shape: torch.Size, ratio: float, base_width: int) -> None:
+    """Refuse a matrix with a size that neither stays nor grows with the width, up to the rounding of a hidden size."""
+    for size, base_size in zip(shape, base_shape, strict=True):
+        if size != base_size and abs(size - ratio * base_size) > max(1.0, ratio):
+            raise ConfigError(
+                f"transfer_width {base_width}: {name} is {list(base_shape)} there and {list(shape)} here, in no "
+                f"proportion to the width; leave transfer_width out, or replace this part"
+            )
+
+
+def _matrix_scale(shape: torch.Size, base_shape: torch.Size, muon: bool) -> ParameterScale:
+    """Factors of a matrix [..., outputs, inputs]."""
+    inputs, outputs = shape[-1] / base_shape[-1], shape[-2] / base_shape[-2]
+    elements = math.prod(shape) / math.prod(base_shape)
+    initial_std = 1 / inputs if outputs == 1.0 else inputs**-0.5
+    if muon:
+        larger_side = max(shape[-2:]) / max(base_shape[-2:])
+        return ParameterScale(initial_std, math.sqrt(outputs / inputs / larger_side))
+    return ParameterScale(initial_std, 1 / inputs, inputs / elements)
+
+
+def _behind_factor(scale: ParameterScale, factor: float) -> ParameterScale:
+    """Factors of a parameter whose output is multiplied by a factor that the base width does not have."""
+    return ParameterScale(scale.initial_std / factor, scale.learning_rate / factor, scale.epsilon * factor)
