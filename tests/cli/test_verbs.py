@@ -52,7 +52,9 @@ def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     listed = re.findall(r"^  (\w+)  ", out.partition("Commands:")[2], re.MULTILINE)
     named = [command.__name__.rstrip("_") for command in COMMANDS]
     assert (
-        listed == named == ["show", "check", "train", "compare", "generate", "convert", "inspect", "import", "export"]
+        listed
+        == named
+        == ["show", "check", "train", "compare", "ladder", "generate", "convert", "inspect", "import", "export"]
     )
     assert call(capsys)[0] == out
     assert call(capsys, "--version")[0] == f"heddle {__version__}\n"

@@ -21,6 +21,7 @@ from heddle.cli.export import export
 from heddle.cli.generate import generate
 from heddle.cli.import_ import import_
 from heddle.cli.inspect import inspect
+from heddle.cli.ladder import ladder
 from heddle.cli.show import show
 from heddle.cli.train import train
 from heddle.errors import HeddleError, is_out_of_memory
@@ -39,6 +40,7 @@ COMMANDS: dict[Callable[..., None], str] = {
     check: "Run the correctness tests on a design.",
     train: "Train a design, or resume a run.",
     compare: "Train designs side by side and report.",
+    ladder: "Train designs at several sizes; predict more.",
     generate: "Generate text from prompts.",
     convert: "Convert a trained model to another design.",
     inspect: "Plot attention maps.",

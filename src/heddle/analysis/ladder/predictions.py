@@ -1,0 +1,209 @@
+"""What the curves of a ladder say: the loss at a target, the cost of equal loss, where curves cross, a self-test.
+
+Everything is a share or a quantile of draws of curves. A 95 % interval of a curve covers where it may lie; that of a
+measurement also covers how far a new point, of as many seeds as the others, may lie from its curve.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from heddle.analysis.ladder.curves import Array, SizeLosses, curve_loss
+from heddle.analysis.ladder.fit import MAX_EXTRAPOLATION, MIN_SIZES, LadderFit, fit_ladder
+from heddle.errors import DataError
+
+CONFIDENCE = 0.95
+GRID_POINTS = 121  # sizes or costs, evenly in log
+SMALL_SHARE = (1 - CONFIDENCE) / 2  # of the draws: what is rarer is ruled out
+
+
+@dataclass(frozen=True)
+class LadderPoints:
+    """What is measured of the designs, and what their training costs.
+
+    losses: by design. costs: by design, (sizes, training FLOPs) of the trained sizes and up to 30 × the largest.
+    seed_deviation: of a point's log loss, as `fit_ladder` takes it.
+    """
+
+    losses: Mapping[str, SizeLosses]
+    costs: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    seed_deviation: float
+
+    def cost(self, name: str, sizes: Array | float) -> Array:
+        """The training FLOPs of a design at some sizes, between those that were counted a power law."""
+        counted_sizes, counted_costs = (np.log(values) for values in self.costs[name])
+        return np.asarray(np.exp(_interpolate(np.log(sizes), counted_sizes, counted_costs)))
+
+    def size_of_cost(self, name: str, costs: Array | float) -> Array:
+        """The size at which a design's training has this cost."""
+        counted_sizes, counted_costs = (np.log(values) for values in self.costs[name])
+        return np.asarray(np.exp(_interpolate(np.log(costs), counted_costs, counted_sizes)))
+
+    def limit(self, name: str) -> float:
+        """The largest size of a design for which anything is predicted."""
+        return MAX_EXTRAPOLATION * max(self.losses[name].sizes)
+
+
+def _interpolate(x: Any, known_x: Array, known_y: Array) -> Array:
+    """Linear, also beyond the last known points: rounding may put a limit just outside."""
+    last = len(known_x) - 2
+    index = np.clip(np.searchsorted(known_x, x) - 1, 0, last)
+    slope = (known_y[index + 1] - known_y[index]) / (known_x[index + 1] - known_x[index])
+    return np.asarray(known_y[index] + slope * (x - known_x[index]))
+
+
+def interval(values: Array) -> tuple[float, float, float]:
+    """The median and the ends of the 95 % interval of draws; an end may be infinite."""
+    low, middle, high = np.quantile(values, [SMALL_SHARE, 0.5, 1 - SMALL_SHARE], method="nearest")
+    return float(middle), float(low), float(high)
+
+
+def predict_loss(fit: LadderFit, points: LadderPoints, name: str, size: float) -> dict[str, Any]:
+    """The loss of a design at a size: median, interval of the curve and of a measurement, and what each form says.
+
+    Beyond 30 times the largest size there is no number, and `reason` says so.
+    """
+    if size > points.limit(name) * (1 + 1e-9):
+        largest = max(points.losses[name].sizes)
+        reason = (
+            f"is {size / largest:.0f} times the largest size of {name}; beyond {MAX_EXTRAPOLATION} times nothing is "
+            "predicted, so train larger sizes"
+        )
+        return {"size": size, "loss": None, "curve": None, "measurement": None, "forms": [], "reason": reason}
+    losses = fit.losses(name, size)
+    loss, *curve = interval(losses)
+    _, *measurement = interval(losses * np.exp(fit.noise[name]))
+    x = math.log(size / fit.center)
+    forms = [
+        {"form": form.form, "loss": float(curve_loss(np.array(form.coefficients[name]), x)), "weight": form.weight}
+        for form in fit.forms
+        if name in form.coefficients
+    ]
+    return {"size": size, "loss": loss, "curve": curve, "measurement": measurement, "forms": forms, "reason": None}
+
+
+def cost_for_equal_loss(
+    fit: LadderFit, points: LadderPoints, name: str, baseline: str, size: float
+) -> dict[str, Any] | None:
+    """The training FLOPs that a design needs for the baseline's loss at `size`, relative to the baseline's.
+
+    low, high: None where the interval has no end between the design's smallest size and 30 times its largest; `least`
+    and `most` are the ratios there. None where the baseline has no prediction at this size.
+    """
+    if size > points.limit(baseline) * (1 + 1e-9):
+        return None
+    sizes = np.geomspace(min(points.losses[name].sizes), points.limit(name), GRID_POINTS)
+    # draws may rise or level off outside of their own span, so the first size that is good enough counts
+    table = np.stack([fit.losses(name, each) for each in sizes], axis=1)
+    goals = fit.losses(baseline, size)
+    ratios = points.cost(name, _first_reached(sizes, table, goals)) / points.cost(baseline, size)
+    ratios[table[:, 0] <= goals] = 0.0
+    ratios[table.min(axis=1) > goals] = math.inf
+    middle, low, high = interval(ratios)
+    ends = points.cost(name, sizes[[0, -1]]) / points.cost(baseline, size)
+    return {
+        "design": name,
+        "baseline": baseline,
+        "size": size,
+        "ratio": middle if 0 < middle < math.inf else None,
+        "low": low if low > 0 else None,
+        "high": high if high < math.inf else None,
+        "least": float(ends[0]),
+        "most": float(ends[1]),
+        "is_less": middle == 0,
+    }
+
+
+def _first_reached(sizes: Array, table: Array, goals: Array) -> Array:
+    """For each draw the first size whose loss is at most its goal, by log-linear interpolation [draws]."""
+    below = table <= goals[:, None]
+    index = np.clip(below.argmax(axis=1), 1, len(sizes) - 1)
+    rows = np.arange(len(goals))
+    before, after = table[rows, index - 1], table[rows, index]
+    share = np.clip((before - goals) / np.maximum(before - after, 1e-300), 0, 1)
+    return np.asarray(np.exp((1 - share) * np.log(sizes[index - 1]) + share * np.log(sizes[index])))
+
+
+def crossing(fit: LadderFit, points: LadderPoints, name: str, baseline: str) -> dict[str, Any]:
+    """At which training FLOPs the curves of two designs cross, if they do.
+
+    better, worse, crosses: shares of the draws in which the design is better (worse) at every cost, or becomes so at
+    one. cost, low, high: of the first crossing among the draws that cross; an end is None where so many draws have no
+    crossing that it may lie anywhere, or nowhere. costs: the range that is looked at.
+    """
+    first = max(float(points.cost(each, min(points.losses[each].sizes))) for each in (name, baseline))
+    last = min(float(points.cost(each, points.limit(each))) for each in (name, baseline))
+    result: dict[str, Any] = {"design": name, "baseline": baseline, "costs": (first, last)}
+    if first >= last:
+        return result | dict.fromkeys(("better", "worse", "crosses", "cost", "low", "high"))
+    costs = np.geomspace(first, last, GRID_POINTS)
+    differences = np.stack(
+        [
+            fit.losses(name, float(points.size_of_cost(name, cost)))
+            - fit.losses(baseline, float(points.size_of_cost(baseline, cost)))
+            for cost in costs
+        ],
+        axis=1,
+    )
+    crosses, crossed = _first_zero(costs, differences)
+    is_bounded = float((~crosses).mean()) <= SMALL_SHARE
+    middle, low, high = interval(crossed) if len(crossed) else (None, None, None)
+    return result | {
+        "better": float((~crosses & (differences[:, 0] < 0)).mean()),
+        "worse": float((~crosses & (differences[:, 0] >= 0)).mean()),
+        "crosses": float(crosses.mean()),
+        "cost": middle,
+        "low": low if is_bounded else None,
+        "high": high if is_bounded else None,
+    }
+
+
+def _first_zero(costs: Array, differences: Array) -> tuple[npt.NDArray[np.bool_], Array]:
+    """In which draws [draws] the differences [draws, costs] change sign, and at which cost they first do there."""
+    changes = np.signbit(differences[:, 1:]) != np.signbit(differences[:, :-1])
+    crosses = changes.any(axis=1)
+    rows, index = np.flatnonzero(crosses), changes.argmax(axis=1)[crosses]
+    before, after = differences[rows, index], differences[rows, index + 1]
+    share = before / np.where(before == after, 1.0, before - after)
+    return crosses, np.asarray(np.exp((1 - share) * np.log(costs[index]) + share * np.log(costs[index + 1])))
+
+
+def hold_out(points: LadderPoints, share_irreducible: bool = True) -> list[dict[str, Any]]:
+    """The self-test: each design's largest size predicted from all others, beside what was measured there.
+
+    within: whether the measurement lies in its 95 % interval. Empty where too few sizes are left to fit.
+    """
+    without = {name: _without_largest(each) for name, each in points.losses.items()}
+    if min(len(each.sizes) for each in without.values()) < MIN_SIZES:
+        return []
+    rest = LadderPoints(without, points.costs, points.seed_deviation)
+    try:
+        fit = fit_ladder(without, points.seed_deviation, share_irreducible)
+    except DataError:
+        return []
+    tests = []
+    for name, each in points.losses.items():
+        index = int(np.argmax(each.sizes))
+        predicted = predict_loss(fit, rest, name, each.sizes[index])
+        if predicted["measurement"] is not None:
+            low, high = predicted["measurement"]
+            tests.append(
+                {
+                    "design": name,
+                    **predicted,
+                    "measured": each.losses[index],
+                    "within": low <= each.losses[index] <= high,
+                }
+            )
+    return tests
+
+
+def _without_largest(losses: SizeLosses) -> SizeLosses:
+    index = int(np.argmax(losses.sizes))
+    return SizeLosses(
+        *([*values[:index], *values[index + 1 :]] for values in (losses.sizes, losses.losses, losses.seeds))
+    )
