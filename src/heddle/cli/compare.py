@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from heddle.cli.durations import parse_stopping
 from heddle.cli.options import (
     Data,
     Device,
@@ -28,17 +29,23 @@ from heddle.cli.options import (
     open_session,
     parse_scales,
 )
+from heddle.cli.train_options import Transfer, transfer_width_of
 from heddle.errors import ConfigError
-from heddle.progress import print_text, terminal_safe
+from heddle.progress import print_status, print_text, print_warning, terminal_safe
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
 if TYPE_CHECKING:
     from heddle.analysis.comparison.plan import ComparisonPlan
+    from heddle.analysis.comparison.tuning_fields import TuningPlan
+    from heddle.analysis.live import LivePage
 
 DEFAULT_TOKENS = 100_000
+DEFAULT_TUNING_BUDGET = "1"  # as much training as the comparison itself
+MAX_WORKERS = 64
 
 
 def compare(  # noqa: PLR0913 - one parameter per option
+    context: typer.Context,
     designs: Annotated[
         list[str],
         typer.Argument(metavar="DESIGN|FIELD=VALUE", help="The first is the baseline; overrides apply to all."),
@@ -74,26 +81,54 @@ def compare(  # noqa: PLR0913 - one parameter per option
     seeds: Annotated[
         int, typer.Option("--seeds", metavar="N", help="Runs of each design, with random seeds 0 to N-1.")
     ] = 3,
+    until_resolved: Annotated[
+        float | None,
+        typer.Option(
+            "--until-resolved", metavar="X", help="Then more seeds, until each difference to the best is known to ± X."
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="TIME", help="Of all training until resolved: 90s, 30m, 2h.")
+    ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", help="Sequences per step.")] = 4,
     sequence_length: Annotated[int, typer.Option("--sequence-length", metavar="N", help="Tokens per sequence.")] = 256,
     lr: Annotated[float, typer.Option("--lr", metavar="X", help="Peak learning rate.")] = 3e-3,
     lr_scale: LrScale = None,
+    transfer: Transfer = None,
     optimizer: OptimizerName = "adamw",
     schedule: Schedule = "wsd",
     warmup: Warmup = None,
+    tune: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tune", metavar="FIELD=VALUES", help="Tune for each design: lr=0.001..0.02 or lr=0.001,0.004; repeatable."
+        ),
+    ] = None,
+    tune_budget: Annotated[
+        str | None,
+        typer.Option("--tune-budget", metavar="X", help="Of the comparison's training, or a time such as 10m. [1]"),
+    ] = None,
     speed_context_length: Annotated[
         list[int] | None,
         typer.Option("--speed-context-length", metavar="N", help="Context length for the speed test; repeatable."),
     ] = None,
     recall: Annotated[
-        str, typer.Option("--recall", metavar="NAME", help="Recall tasks to test: mqar, all or none.")
-    ] = "mqar",
+        str, typer.Option("--recall", metavar="NAMES", help="Recall tasks: auto, all, none, curve, mqar, parity …")
+    ] = "auto",
     extrapolate: Annotated[
         int, typer.Option("--extrapolate", metavar="N", help="Test texts up to N sequence lengths: 1 (off), 2, 4, 8 …")
     ] = 8,
     device: Device = "auto",
     precision: Precision = "fp32",
     threads: Threads = None,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", metavar="N", help="Runs at the same time. [one per CPU thread, at most 4]"),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", metavar="N", help="Port of the live report on 127.0.0.1. [any free one]")
+    ] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the live report in the browser.")] = False,
     part: PartFile = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -105,19 +140,23 @@ def compare(  # noqa: PLR0913 - one parameter per option
         from heddle.analysis.comparison.probes import select_probes
         from heddle.analysis.comparison.run import compare as run
         from heddle.analysis.comparison.terminal import print_report
+        from heddle.analysis.comparison.tuning_fields import tuned_paths
         from heddle.analysis.comparison.variation import parse_varied_fields
         from heddle.tokenization.tokenizer import Tokenizer
 
         budget_kind, budget_value = _budget(tokens, seconds, flops)
         if not 1 <= seeds <= 100:
             raise ConfigError(f"--seeds {seeds}: must be from 1 to 100")
+        half_width, time_budget = parse_stopping(until_resolved, budget, seeds)
         recall_probes = select_probes(recall)
         if tokenizer is not None:
             Tokenizer.load(tokenizer)  # one that cannot be read must not become part of a comparison
         sources = [design for design in designs if "=" not in design or Path(design).exists()]
         overrides = [design for design in designs if design not in sources]
         scales = parse_scales(lr_scale)
-        entries = load_entries(sources, overrides, varied_fields=parse_varied_fields(vary or []), scales=scales)
+        tuning = _tuning(context, tune, tune_budget)
+        paths = (*scales, *(tuned_paths(tuning.fields) if tuning is not None else ()))
+        entries = load_entries(sources, overrides, varied_fields=parse_varied_fields(vary or []), scales=paths)
         baseline_name = choose_baseline(entries, baseline)
         vocabulary = tokenizer or shared_vocab_size(entries, vocab_size, DEFAULT_VOCAB_SIZE)
         if equal is not None:
@@ -147,14 +186,57 @@ def compare(  # noqa: PLR0913 - one parameter per option
             speed_contexts=tuple(sorted(set(speed_context_length or [512, 2048, 8192]))),
             recall_probes=recall_probes,
             max_length_multiple=extrapolate,
+            tuning=tuning,
+            until_resolved=half_width,
+            time_budget=time_budget,
+            transfer_width=transfer_width_of(transfer),
         )
         _check(plan)
-        report = run(plan, out, runtime, shlex.join(["heddle", *sys.argv[1:]]))
+        if workers is not None and not 1 <= workers <= MAX_WORKERS:
+            raise ConfigError(f"--workers {workers}: must be from 1 to {MAX_WORKERS}")
+        live = _serve(stack, port, open_page) if not quiet or open_page or port is not None else None
+        report = run(plan, out, runtime, shlex.join(["heddle", *sys.argv[1:]]), workers=workers, live=live)
     if as_json:
         print_text(json.dumps(report, indent=2))
     else:
         print_report(_terminal_safe(report))
         print_text(f"report: {out / 'report.html'}")
+
+
+def _serve(stack: ExitStack, port: int | None, open_page: bool) -> "LivePage | None":
+    """The live report, until the stack closes; None where this machine has no loopback address and nobody asked."""
+    import webbrowser
+
+    from heddle.analysis.live import LivePage
+
+    try:
+        live = stack.enter_context(LivePage(port or 0))
+    except ConfigError as error:
+        if port is not None:
+            raise ConfigError(f"--{error}") from error
+        print_warning(f"the report is not live: {error}")
+        return None
+    print_status(f"the report is live at {live.address}")
+    if open_page:
+        webbrowser.open(live.address)
+    return live
+
+
+def _tuning(context: typer.Context, tune: list[str] | None, budget: str | None) -> "TuningPlan | None":
+    """What is tuned, or None. An option that a tuned field replaces is refused, since it would have no effect."""
+    from heddle.analysis.comparison.tuning_fields import TuningPlan, parse_tuned_fields, parse_tuning_budget
+
+    if not tune:
+        if budget is not None:
+            raise ConfigError(f"--tune-budget {budget}: nothing is tuned; name a field with --tune")
+        return None
+    fields = parse_tuned_fields(tune)
+    for field in fields:
+        source = context.get_parameter_source(field.name)
+        if source is not None and source.name == "COMMANDLINE":
+            flag = f"--{field.name.replace('_', '-')}"
+            raise ConfigError(f"{flag} and --tune {field.name}: both set {field.name}; leave one out")
+    return TuningPlan(fields, *parse_tuning_budget(budget or DEFAULT_TUNING_BUDGET))
 
 
 def _terminal_safe(data: Any) -> Any:
@@ -194,6 +276,7 @@ def _equalize(
 
 def _check(plan: "ComparisonPlan") -> None:
     """Raise ConfigError for a setting that training would refuse, before any training starts."""
+    from heddle.analysis.comparison.tuning import check_tuning
     from heddle.training.settings import Settings
 
     Settings(
@@ -212,3 +295,4 @@ def _check(plan: "ComparisonPlan") -> None:
         raise ConfigError(f"--extrapolate {multiple}: must be a power of two; 1 turns the test off")
     if min(plan.speed_contexts) < 1:
         raise ConfigError("--speed-context-length: must be at least 1")
+    check_tuning(plan)

@@ -7,8 +7,9 @@ import numpy as np
 
 from heddle.analysis.comparison.effects import field_effects
 from heddle.analysis.comparison.extrapolation import length_changes, result_summary
+from heddle.analysis.comparison.pairs import pair_report
 from heddle.analysis.comparison.probes import RECALL_PROBES
-from heddle.analysis.comparison.statistics import mean_bits_per_byte, paired_difference
+from heddle.analysis.comparison.statistics import mean_bits_per_byte
 from heddle.analysis.comparison.verdict import verdict_sentences
 from heddle.training.evaluation.length_extrapolation import ExtrapolationResult
 
@@ -68,6 +69,8 @@ def design(name: str, traits: tuple[float, float, int, int, int, int], seeds: li
         "varied_fields": {},
         "width": {"original": 128, "trained": 128},
         "summary": SUMMARIES.get(name, "6 layers, width 128"),
+        "windows": [],
+        "kernels": {"training": {"attention": ["triangle"]}, "decoding": {"attention": ["unmasked"]}},
         "parameters": 1_310_000 + 17_000 * index,
         "active_parameters": 1_310_000 + 17_000 * index,
         "flops_per_token": 3.1e6 + 5e4 * index,
@@ -144,6 +147,8 @@ def make_report(
             "sequence_length": 256,
             "seeds": list(range(seeds)),
         },
+        "workers": {"count": 2, "threads": 1},
+        "progress": {"is_complete": True, "stages": [], "stop_reason": None},
         "warnings": ["window-tiny: its window of 512 is at least the training context of 256; it was never limited."],
         "baseline": designs[0]["name"],
         "equal_size": None,
@@ -164,15 +169,10 @@ def make_report(
 
 def finish(report: dict[str, Any]) -> dict[str, Any]:
     """Compute again what follows from the runs: means, differences, effects and the verdict."""
-    base = next(row for row in report["designs"] if row["name"] == report["baseline"])
     for row in report["designs"]:
         row["bits_per_byte"] = mean_bits_per_byte(row["runs"])
         row["extrapolation"] = length_changes(row["runs"], report["extrapolation"]["multiples"])
-    report["differences"] = [
-        {"design": row["name"], "baseline": report["baseline"], **paired_difference(row["runs"], base["runs"])}
-        for row in report["designs"]
-        if row is not base
-    ]
+    report |= pair_report({row["name"]: row["runs"] for row in report["designs"]}, report["baseline"])
     report["effects"] = field_effects(report["designs"], report["baseline"])
     report["verdict"] = verdict_sentences(report)
     return report

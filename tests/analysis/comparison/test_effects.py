@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from heddle.analysis.comparison.effects import field_effects, parse_number
-from heddle.analysis.comparison.statistics import mean_bits_per_byte, seed_half_width, text_half_width
+from heddle.analysis.comparison.statistics import mean_bits_per_byte, t_quantile, text_half_width
 from tests.analysis.comparison import reports
 
 FIELDS = {"layers.*.mixer.kv_heads": ("1", "2", "4"), "residual.kind": ("pre_norm", "parallel")}
@@ -66,7 +66,14 @@ def test_each_value_has_a_row_with_its_difference() -> None:
     assert text is not None
     difference = first["difference"]
     assert difference["mean"] == pytest.approx(np.mean(seeds))
-    half = float(np.hypot(seed_half_width(seeds), text))
+    # five rows hold at once; a third of the variance is the row's own, the rest from the residuals of all six designs
+    losses = np.array([[run["bits_per_byte"] for run in design["runs"]] for design in report["designs"]])
+    residuals = losses - losses.mean(0) - losses.mean(1, keepdims=True) + losses.mean()
+    variance = np.var(seeds, ddof=1) / 3 + 2 / 3 * (residuals**2).sum() / 10
+    degrees = 0.9 / ((1 / 9) / 2 + (8 / 9) / 10)
+    confidence = 0.95 ** (1 / 5)
+    text *= t_quantile(confidence, 20) / t_quantile(0.95, 20)
+    half = float(np.hypot(t_quantile(confidence, degrees) * np.sqrt(variance / 3), text))
     assert difference["high"] - difference["low"] == pytest.approx(2 * half)
     assert (difference["pairs"], difference["resolved"]) == (3, True)
     assert difference["method"].endswith("Averaged over 2 choices of the other fields.")

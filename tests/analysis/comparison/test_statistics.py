@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from heddle.analysis.comparison import statistics
-from heddle.analysis.comparison.statistics import mean_bits_per_byte, paired_difference, t_quantile, text_half_width
+from heddle.analysis.comparison.statistics import (
+    mean_bits_per_byte,
+    paired_difference,
+    run_seconds,
+    t_quantile,
+    text_half_width,
+)
 from heddle.errors import DataError
 from tests.analysis.comparison import reports
 
@@ -189,6 +195,13 @@ def test_nothing_finished_gives_nulls() -> None:
         "high": None,
         "resolved": False,
         "pairs": 0,
+        "final": True,
         "method": "No seed was finished by both designs, so there is no difference to give.",
     }
     assert report["verdict"] == ["No design finished a run, so nothing can be compared."]
+
+
+def test_the_time_of_a_run_is_that_of_its_process_where_it_is_known() -> None:
+    assert run_seconds({"wall_seconds": 9.0, "seconds": 4.0}) == 9.0
+    assert run_seconds({"seconds": 4.0}) == 4.0
+    assert run_seconds({"status": "diverged", "seconds": None}) == 0.0

@@ -6,8 +6,12 @@ import pytest
 
 from heddle.analysis.comparison import verdict
 from heddle.analysis.comparison.formatting import judgment
+from heddle.analysis.comparison.pairs import Judging, pair_report
+from heddle.analysis.comparison.resolution import need_words
 from heddle.analysis.comparison.verdict import verdict_sentences
 from tests.analysis.comparison import reports
+
+LUCK = reports.TINY["gqa-tiny"][1:]
 
 
 def shifted(offsets: dict[str, float], seeds: int = 3) -> dict[str, Any]:
@@ -35,6 +39,36 @@ def test_verdict_claims_a_lead_only_where_it_is_resolved() -> None:
     assert pair == (
         "No lead is resolved: mha-tiny 2.249 and gqa-tiny 2.258 bits per byte, a difference of −0.009 ± 0.015."
     )
+
+
+def test_what_is_not_resolved_comes_with_what_would_resolve_it() -> None:
+    pair = reports.make_report({name: reports.TINY[name] for name in ("mha-tiny", "gqa-tiny")})
+    assert pair["verdict"][1:3] == [
+        "A tie within ± 0.025; a true difference of 0.020 would be resolved four times in five.",
+        "± 0.01 needs 7 seeds of each, 3 min more.",
+    ]
+    several = reports.make_report({"a": reports.TINY["mha-tiny"], "b": reports.TINY["gqa-tiny"], "c": (0.3, *LUCK)})
+    assert several["verdict"][1].startswith("A tie with a: b within ± 0.0")
+    assert not any("tie" in sentence for sentence in shifted({"a": 0.0, "b": -0.1})["verdict"])
+    assert not any("tie within" in sentence for sentence in reports.make_report(seeds=1)["verdict"])
+
+
+def test_the_text_is_named_where_it_is_the_larger_part() -> None:
+    [needed] = [row["needs"] for row in reports.make_report()["pairs"] if not row["resolved"]]
+    assert need_words(needed[1]) == (
+        "± 0.005 needs 1.3 times the held-out text, which is the larger part, and 37 seeds of each, 25 min more"
+    )
+    assert need_words({"half_width": 0.02, "seeds": None, "seconds": None, "text_factor": 1.0}) == (
+        "± 0.02 needs more than 100 seeds of each"
+    )
+
+
+def test_a_comparison_that_is_not_finished_judges_nothing() -> None:
+    report = shifted({"a": 0.0, "b": -0.1, "c": 0.1})
+    report |= pair_report({row["name"]: row["runs"] for row in report["designs"]}, "a", Judging(is_final=False))
+    assert [judgment(row) for row in report["differences"]] == ["so far", "so far"]
+    first = verdict_sentences(report)[0]
+    assert first.startswith("No lead is resolved: b 1.900, a 2.000 and c 2.100")
 
 
 def test_equal_designs_tie() -> None:
@@ -130,7 +164,7 @@ def test_designs_are_compared_with_the_baseline() -> None:
     assert verdict.compare_with_baseline(report, baseline) == []
     assert verdict.compare_with_baseline(report, gqa) == [
         "a quarter of its state at 8k", "2.0 times its decoding speed at 8k", "1.1 times its training speed",
-        "+0.009 ± 0.015 bits per byte: not resolved", "90 % right answers on MQAR, against 100 %",
+        "+0.009 ± 0.013 bits per byte: not resolved", "90 % right answers on MQAR, against 100 %",
     ]  # fmt: skip
     assert verdict.compare_with_baseline(reports.hollow(), reports.hollow()["designs"][1]) == []
 

@@ -13,8 +13,8 @@ from heddle.analysis.conversion.results import (
     LayerError,
     MeasuredText,
     ModelResult,
-    NeedleScores,
 )
+from heddle.training.evaluation.text_recall import NeedleScores
 
 WINDOWS, POSITIONS = 128, [(0, 16), (16, 32), (32, 64), (64, 128), (128, 256)]
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9, None)

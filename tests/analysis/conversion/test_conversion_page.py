@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from heddle.analysis.conversion.differences import ratio
 from heddle.analysis.conversion.results import CONVERTED, ORIGINAL, ConversionResults
 from heddle.analysis.conversion.verdict import conversion_verdict
 from heddle.analysis.pages.conversion import conversion_page, page_context, write_conversion_page
 from heddle.analysis.pages.conversion_summary import model_styles
 from heddle.analysis.pages.figures.conversion import sweep_chart
 from heddle.analysis.pages.figures.svg import Scale, linear_ticks, symlog_ticks
+from heddle.training.evaluation.scores import finite_ratio
 from tests.analysis.conversion.conversions import broken, model, results, single, sweep
 from tests.html_page import Page
 
@@ -40,7 +40,7 @@ def test_the_page_says_everything(make: Callable[[], ConversionResults]) -> None
     for sentence in (*conversion_verdict(whole), whole.command, whole.text.sha256, whole.hardware["cpu"]):
         assert sentence in page
     for each in whole.models:
-        loss = ratio(each.windows)
+        loss = finite_ratio(each.windows)
         assert each.name in page
         assert each.summary in page
         assert loss is None or f"{loss:.3f}" in page

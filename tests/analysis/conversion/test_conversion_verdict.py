@@ -14,12 +14,12 @@ from heddle.analysis.conversion.differences import (
     difference,
     healed_share,
     needle_gain,
-    ratio,
 )
 from heddle.analysis.conversion.results import CONVERTED, HEALED, ORIGINAL, ConversionResults, parse_results
 from heddle.analysis.conversion.verdict import conversion_verdict, within_tolerance
 from heddle.errors import DataError
 from heddle.storage.run_log import to_plain_json
+from heddle.training.evaluation.scores import finite_ratio
 from tests.analysis.conversion.conversions import broken, model, results, scores, single, sweep
 from tests.laws.planting import plant
 
@@ -108,7 +108,7 @@ def test_an_interval_beyond_the_tolerance_is_not_within_it(monkeypatch: pytest.M
     noise = scores(2.05 + 0.018, 77, len(wide.windows), noise=0.2)
     wide = dataclasses.replace(wide, windows=noise)
     whole = results([model("original", ORIGINAL, ""), wide])
-    added, original = added_loss(whole, wide), ratio(whole.original.windows)
+    added, original = added_loss(whole, wide), finite_ratio(whole.original.windows)
     assert original is not None
     assert added["mean"] < 0.01 * original < added["high"]
     assert not within_tolerance(whole, wide)

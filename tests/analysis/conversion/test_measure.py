@@ -14,18 +14,12 @@ from torch import Tensor
 
 from heddle.analysis.conversion import measure as measure_module
 from heddle.analysis.conversion import run as run_module
-from heddle.analysis.conversion.differences import chance_accuracy, needle_accuracy, ratio
+from heddle.analysis.conversion.differences import chance_accuracy, needle_accuracy
 from heddle.analysis.conversion.layer_errors import layer_errors
 from heddle.analysis.conversion.measure import ModelToMeasure, score_recall
 from heddle.analysis.conversion.results import CONVERTED, HEALED, ORIGINAL, ConversionResults, parse_results
 from heddle.analysis.conversion.run import ConversionRecord, measure_conversion
-from heddle.analysis.conversion.texts import (
-    DEPTHS,
-    LEADING_TOKENS,
-    NEEDLE_TOKENS,
-    MeasurementSettings,
-    MeasurementText,
-)
+from heddle.analysis.conversion.texts import MeasurementSettings, MeasurementText
 from heddle.conversion import weights as weights_module
 from heddle.conversion.rewrites.fold_norms import FoldNorms
 from heddle.conversion.weights import ModelWeights, Weights
@@ -37,6 +31,8 @@ from heddle.parts.context.layout import Layout
 from heddle.progress import progress_bar
 from heddle.storage.json_file import read_json_file
 from heddle.training.evaluation.bits_per_byte import bits_and_bytes
+from heddle.training.evaluation.scores import finite_ratio
+from heddle.training.evaluation.text_recall import DEPTHS, LEADING_TOKENS, NEEDLE_TOKENS
 from tests import small
 from tests.conversion.exactness import design, source_model
 from tests.laws.planting import plant
@@ -51,6 +47,7 @@ SETTINGS = MeasurementSettings(
     speed_contexts=(8, 16),
     state_contexts=(16, 32),
 )
+
 VOCABULARY = 272
 
 
@@ -110,10 +107,10 @@ class Copier(Decoder):
 
 def test_the_needles_are_where_they_are_said_to_be(text: MeasurementText) -> None:
     half = NEEDLE_TOKENS // 2
-    by_depth = {depth: np.concatenate([batch.tokens for batch in rows]) for depth, rows in text.needle_rows}
+    by_depth = {depth: np.concatenate([batch.tokens for batch in rows]) for depth, rows in text.recall.needle_rows}
     assert set(by_depth) == {*DEPTHS, None}
     for depth, rows in by_depth.items():
-        assert rows.shape == (SETTINGS.needle_rows, text.row_length + 1)
+        assert rows.shape == (SETTINGS.needle_rows, text.recall.row_length + 1)
         for row in rows:
             needle = row[-NEEDLE_TOKENS:]
             hidden = row[:-NEEDLE_TOKENS]
@@ -123,21 +120,21 @@ def test_the_needles_are_where_they_are_said_to_be(text: MeasurementText) -> Non
             if depth is None:
                 assert starts == []
             else:
-                assert starts == [round(depth * (text.row_length + 1 - 2 * NEEDLE_TOKENS))]
-    targets = np.concatenate([batch.targets for batch in text.needle_rows[0][1]])
+                assert starts == [round(depth * (text.recall.row_length + 1 - 2 * NEEDLE_TOKENS))]
+    targets = np.concatenate([batch.targets for batch in text.recall.needle_rows[0][1]])
     assert (targets[:, :-half] == -1).all()
     assert (targets[:, -half:] == by_depth[DEPTHS[0]][:, -half:]).all()
 
 
 def test_spans_are_repeated_in_held_out_text(text: MeasurementText, letters: Corpus) -> None:
-    spans = text.span_rows
+    spans = text.recall.span_rows
     rows = np.concatenate([batch.tokens for batch in spans.batches])
     held_out = letters.validation.read(0, len(letters.validation)).tobytes()
     for row, first, second in zip(rows, spans.first + 1, spans.second + 1, strict=True):
         assert first + spans.length < len(row) // 2 < second + spans.length <= len(row)
         assert (row[first : first + spans.length] == row[second : second + spans.length]).all()
         assert row[: second - LEADING_TOKENS].tobytes() in held_out
-    again = MeasurementText(letters, SETTINGS).span_rows
+    again = MeasurementText(letters, SETTINGS).recall.span_rows
     assert all((a.tokens == b.tokens).all() for a, b in zip(spans.batches, again.batches, strict=True))
 
 
@@ -145,12 +142,12 @@ def test_a_model_that_copies_recalls_everything(text: MeasurementText) -> None:
     with progress_bar("test", None, "rows") as bar:
         first, second, needles = score_recall(Copier(), text, bar)
     blind = math.log2(VOCABULARY)
-    first_loss, second_loss = ratio(first), ratio(second)
+    first_loss, second_loss = finite_ratio(first), finite_ratio(second)
     assert first_loss is not None
     assert second_loss is not None
     assert first_loss > 0.7 * blind  # a token of letters has one byte or two
     assert second_loss < 1e-3
-    recalled = {needle.depth: ratio(needle.correct) for needle in needles}
+    recalled = {needle.depth: finite_ratio(needle.correct) for needle in needles}
     assert [recalled[depth] for depth in DEPTHS] == [1.0] * len(DEPTHS)
     guessed = recalled[None]
     assert guessed is not None
@@ -160,10 +157,10 @@ def test_a_model_that_copies_recalls_everything(text: MeasurementText) -> None:
 @pytest.mark.parametrize(
     ("function", "old", "new"),
     [
-        ("measure:score_recall", "(spans.second[rows], second)", "(spans.first[rows], second)"),
-        ("measure:score_recall", "spans.length)", "spans.length) + 1"),
+        ("score_text_recall", "(spans.second[rows], second)", "(spans.first[rows], second)"),
+        ("score_text_recall", "spans.length)", "spans.length) + 1"),
         (
-            "texts:MeasurementText._needles",
+            "TextRecall._draw_needles",
             "row[start : start + NEEDLE_TOKENS]",
             "rng.permutation(row)[:16]",
         ),
@@ -173,7 +170,7 @@ def test_a_model_that_copies_recalls_everything(text: MeasurementText) -> None:
 def test_planted_errors_of_recall_are_caught(
     text: MeasurementText, monkeypatch: pytest.MonkeyPatch, function: str, old: str, new: str
 ) -> None:
-    plant(monkeypatch, f"analysis.conversion.{function}", old, new)
+    plant(monkeypatch, f"training.evaluation.text_recall:{function}", old, new)
     try:
         test_a_model_that_copies_recalls_everything(text)
         test_needles_are_lines_of_the_text(text)
@@ -185,7 +182,7 @@ def test_planted_errors_of_recall_are_caught(
 def test_needles_are_lines_of_the_text(text: MeasurementText) -> None:
     validation = text.corpus.validation
     whole = validation.read(0, len(validation)).tobytes()
-    for batch in text.needle_rows[-1][1]:
+    for batch in text.recall.needle_rows[-1][1]:
         for row in batch.tokens:
             assert row[-NEEDLE_TOKENS:].tobytes() in whole
 

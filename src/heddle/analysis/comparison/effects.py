@@ -6,23 +6,66 @@ covers the luck of training and the choice of text, but no other choice of the o
 fields is what both changes together do beyond the sum of each alone:
 
     (y[a, b] − y[a₀, b]) − (y[a, b₀] − y[a₀, b₀])       where a₀, b₀ are the baseline's values
+
+Of one varied field the differences are those of the designs. Of several, the rows of all fields and interactions hold
+at once: Student's t at the level 1 − 0.95^(1/rows) (Šidák 1967), with a spread estimated as in `simultaneous`.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 
 from heddle.analysis.comparison.lookup import Design, mean_loss
-from heddle.analysis.comparison.statistics import Run, finished_runs, paired_difference
+from heddle.analysis.comparison.pairs import Judging, pair_report
+from heddle.analysis.comparison.simultaneous import (
+    ALPHA,
+    PairStatistics,
+    moderated_degrees,
+    pair_statistics,
+    pooling_weight,
+)
+from heddle.analysis.comparison.statistics import Run, finished_runs, paired_difference, t_quantile
 from heddle.analysis.comparison.variation import short_titles
 
 FieldLabels = dict[str, str]  # the value of each varied field, as its label
 
 
-def field_effects(designs: Sequence[Design], baseline: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Rows:
+    """All rows of a report, judged at once. statistics: of the designs; differences: of one field, by design."""
+
+    designs: Sequence[Design]
+    base: FieldLabels
+    judging: Judging
+    statistics: PairStatistics
+    count: int
+    differences: dict[str, Any] | None
+
+    def half_width(self, contrast: PairStatistics, parts: float) -> float | None:
+        """Half of the interval of a contrast between sums of designs; None where there is none.
+
+        contrast: of its two sides as if they were designs; parts: the sum of its squared weights.
+        """
+        seeds = int(contrast.seeds[0, 1])
+        text = contrast.text_error[0, 1] * self._critical(ALPHA, contrast.text_degrees)
+        if seeds < 2:
+            return None if math.isnan(text) else float(text)
+        weight = float(pooling_weight(seeds))
+        own, designs = float(contrast.variance[0, 1]), len(self.statistics.names)
+        variance = weight * own + (1 - weight) * parts * self.statistics.run_variance
+        degrees = float(moderated_degrees(designs, seeds, self.statistics.pooled_degrees))
+        seed = self._critical(self.judging.level(seeds), degrees) * math.sqrt(variance / seeds)
+        return math.hypot(seed, 0.0 if math.isnan(text) else text)
+
+    def _critical(self, alpha: float, degrees: float) -> float:
+        return math.nan if math.isnan(degrees) else t_quantile((1 - alpha) ** (1 / self.count), degrees)
+
+
+def field_effects(designs: Sequence[Design], baseline: str, judging: Judging | None = None) -> dict[str, Any]:
     """{"fields": [...], "interactions": [...]} from the designs' `varied_fields` and `runs`, as plain data.
 
     A field has its path, title, the baseline's value and its values. A value has its label, its number (or None), the
@@ -34,28 +77,45 @@ def field_effects(designs: Sequence[Design], baseline: str) -> dict[str, Any]:
     title_of = short_titles(paths)
     base = next(design["varied_fields"] for design in designs if design["name"] == baseline)
     labels_of = {path: list(dict.fromkeys(design["varied_fields"][path] for design in designs)) for path in paths}
+    varied = [path for path in paths if len(labels_of[path]) > 1]
+    if not varied:
+        return {"fields": [], "interactions": []}
+    rows = _all_rows(designs, baseline, {path: labels_of[path] for path in varied}, judging or Judging())
     fields = [
         {
             "path": path,
             "title": title_of[path],
             "baseline": base[path],
-            "values": [_value_effect(designs, path, label, base[path]) for label in labels_of[path]],
+            "values": [_value_effect(rows, path, label) for label in labels_of[path]],
         }
-        for path in paths
-        if len(labels_of[path]) > 1
+        for path in varied
     ]
     interactions = [
         {
             "paths": list(pair),
             "titles": [title_of[path] for path in pair],
             "cells": [
-                _interaction_cell(designs, dict(zip(pair, labels, strict=True)), base)
+                _interaction_cell(rows, dict(zip(pair, labels, strict=True)))
                 for labels in product(*(labels_of[path] for path in pair))
             ],
         }
-        for pair in combinations([field["path"] for field in fields], 2)
+        for pair in combinations(varied, 2)
     ]
     return {"fields": fields, "interactions": interactions}
+
+
+def _all_rows(designs: Sequence[Design], baseline: str, labels_of: dict[str, list[str]], judging: Judging) -> _Rows:
+    changes = [len(labels) - 1 for labels in labels_of.values()]
+    count = sum(changes) + sum(first * second for first, second in combinations(changes, 2))
+    runs = {design["name"]: design["runs"] for design in designs}
+    differences = None
+    if len(changes) == 1:
+        rows = pair_report(runs, baseline, judging)["differences"]
+        differences = {
+            row["design"]: {key: row[key] for key in row if key not in ("design", "baseline")} for row in rows
+        }
+    base = next(design["varied_fields"] for design in designs if design["name"] == baseline)
+    return _Rows(designs, base, judging, pair_statistics(runs), count, differences)
 
 
 def parse_number(label: str) -> float | None:
@@ -67,27 +127,34 @@ def parse_number(label: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _value_effect(designs: Sequence[Design], path: str, label: str, baseline_label: str) -> dict[str, Any]:
-    with_value = _with_labels(designs, {path: label})
-    reference = _with_labels(designs, {path: baseline_label})
+def _value_effect(rows: _Rows, path: str, label: str) -> dict[str, Any]:
+    with_value = _with_labels(rows.designs, {path: label})
+    reference = _with_labels(rows.designs, {path: rows.base[path]})
+    difference = None
+    if label != rows.base[path]:
+        if rows.differences is not None and len(with_value) == 1:
+            difference = rows.differences[with_value[0]["name"]]
+        else:
+            difference = _contrast(rows, [with_value], [reference])
     return {
         "label": label,
         "number": parse_number(label),
         "designs": [design["name"] for design in with_value],
         "mean": _mean(with_value),
-        "difference": None if label == baseline_label else _contrast([with_value], [reference]),
+        "difference": difference,
     }
 
 
-def _interaction_cell(designs: Sequence[Design], labels: FieldLabels, base: FieldLabels) -> dict[str, Any]:
+def _interaction_cell(rows: _Rows, labels: FieldLabels) -> dict[str, Any]:
     (first, first_label), (second, second_label) = labels.items()
+    designs, base = rows.designs, rows.base
     both = _with_labels(designs, labels)
     interaction = None
     if first_label != base[first] and second_label != base[second]:
         neither = _with_labels(designs, {first: base[first], second: base[second]})
         first_alone = _with_labels(designs, {first: first_label, second: base[second]})
         second_alone = _with_labels(designs, {first: base[first], second: second_label})
-        interaction = _contrast([both, neither], [first_alone, second_alone])
+        interaction = _contrast(rows, [both, neither], [first_alone, second_alone])
     return {"values": [first_label, second_label], "mean": _mean(both), "interaction": interaction}
 
 
@@ -101,7 +168,7 @@ def _mean(designs: Sequence[Design]) -> float | None:
     return float(np.mean(means)) if means else None
 
 
-def _contrast(plus: Sequence[Sequence[Design]], minus: Sequence[Sequence[Design]]) -> dict[str, Any]:
+def _contrast(rows: _Rows, plus: Sequence[Sequence[Design]], minus: Sequence[Sequence[Design]]) -> dict[str, Any]:
     """The paired difference between two sums of groups of designs, averaged over the other fields.
 
     The designs at one index of all groups are equal in the other fields; without one of their runs the seed is left
@@ -123,6 +190,19 @@ def _contrast(plus: Sequence[Sequence[Design]], minus: Sequence[Sequence[Design]
             minus_runs.append(_sum_as_run(seed, averages[len(plus) :]))
     difference = paired_difference(plus_runs, minus_runs)
     method = difference["method"]
+    if rows.count > 1:
+        method += f" It holds for all {rows.count} rows of the varied fields at once."
+    if difference["mean"] is not None:
+        half = rows.half_width(
+            pair_statistics({"plus": plus_runs, "minus": minus_runs}), (len(plus) + len(minus)) / count
+        )
+        mean = difference["mean"]
+        difference |= {
+            "low": None if half is None else mean - half,
+            "high": None if half is None else mean + half,
+            "resolved": half is not None and half < abs(mean) and rows.judging.is_final,
+        }
+    difference |= {"final": rows.judging.is_final}
     if count > 1:
         method += f" Averaged over {count} choices of the other fields."
     if missing:

@@ -20,20 +20,23 @@ def result_summary(result: ExtrapolationResult) -> dict[str, Any]:
     }
 
 
-def plan_summary(plan: ExtrapolationPlan, corpus: Corpus) -> dict[str, Any]:
+def plan_summary(plan: ExtrapolationPlan, corpus: Corpus | None) -> dict[str, Any]:
     """What was read, as plain data for the report.
 
-    `multiples` is empty where nothing was read; `note` says why less was read than was asked for.
+    corpus: None until it is prepared. `multiples` is empty where nothing was read; `note` says why less was read than
+    was asked for.
     """
-    byte_lengths = corpus.tokenizer.byte_lengths
-    targets = [corpus.validation.read(start + 1, start + plan.span_length + 1) for start in plan.starts]
+    size = 0
+    if corpus is not None:
+        targets = [corpus.validation.read(start + 1, start + plan.span_length + 1) for start in plan.starts]
+        size = sum(int(corpus.tokenizer.byte_lengths[tokens].sum()) for tokens in targets)
     return {
         "sequence_length": plan.sequence_length,
         "multiples": list(plan.multiples),
         "spans": len(plan.starts),
         "documents": plan.document_count,
         "tokens": len(plan.starts) * plan.span_length,
-        "bytes": int(sum(byte_lengths[tokens].sum() for tokens in targets)),
+        "bytes": size,
         "note": plan.note,
     }
 

@@ -80,6 +80,14 @@ def format_signed(value: float, digits: int = 3) -> str:
     return text if any(digit in "123456789" for digit in text) else text[1:]
 
 
+def format_bound(value: float) -> str:
+    """An upper bound of bits per byte, rounded up to three decimals, or to two digits below 0.001."""
+    if value <= 0:
+        return "0"
+    digits = 3 if value >= 0.001 else 1 - math.floor(math.log10(value))
+    return f"{math.ceil(value * 10**digits - 1e-9) / 10**digits:.{digits}f}"
+
+
 def format_share(part: float, whole: float) -> str:
     """`part` as a share of `whole`, to be followed by "of": "a quarter", "38 %", "2.3 times"."""
     ratio = part / whole
@@ -94,11 +102,15 @@ def format_share(part: float, whole: float) -> str:
 def judgment(difference: Mapping[str, Any] | None) -> str:
     """What the interval of a difference supports: "better", "worse", "equal", "not resolved" or "not measured".
 
+    "so far": the planned runs of a comparison are not all there, so nothing is judged.
+
     "equal": every pair of runs gave the same number. With a single pair of runs ", one seed" is added to "better" and
     "worse".
     """
     if difference is None or difference["mean"] is None:
         return "not measured"
+    if not difference.get("final", True):
+        return "so far"
     if not difference["resolved"]:
         return "equal" if difference["mean"] == 0 and half_width(difference) == 0 else "not resolved"
     word = "better" if difference["mean"] < 0 else "worse"

@@ -34,11 +34,14 @@ def mean_loss(design: Design) -> float | None:
 
 
 def ranked_designs(report: Report) -> list[Design]:
-    """The designs, lowest bits per byte first, those without a finished run last."""
+    """The designs, lowest bits per byte first, those without a finished run last.
 
-    def key(design: Design) -> float:
+    The leader is first: where seeds were bought of some designs only, their means are over different seeds.
+    """
+
+    def key(design: Design) -> tuple[bool, float]:
         mean = mean_loss(design)
-        return math.inf if mean is None else mean
+        return design["name"] != report["leader"], math.inf if mean is None else mean
 
     return sorted(report["designs"], key=key)
 
@@ -52,6 +55,11 @@ def baseline_design(report: Report) -> Design:
 def difference_to_baseline(report: Report, name: str) -> Mapping[str, Any] | None:
     """The paired difference of a design to the baseline; None for the baseline itself."""
     return next((row for row in report["differences"] if row["design"] == name), None)
+
+
+def differences_to_leader(report: Report) -> list[Mapping[str, Any]]:
+    """The rows of the pairs of the leader (their `design`) and another (their `reference`), nearest first."""
+    return [row for row in report["pairs"] if row["design"] == report["leader"]]
 
 
 def recall_accuracy(design: Design, probe: str) -> float | None:

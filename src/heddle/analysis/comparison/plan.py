@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from heddle.analysis.comparison.tuning_fields import TuningPlan
 from heddle.analysis.comparison.variation import Variant, VariedField, enumerate_variants
 from heddle.config import DesignError
 from heddle.errors import ConfigError, choices_hint
@@ -14,8 +15,10 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.training.optimizer import LearningRateScales, learning_rate_factors
+from heddle.training.width_transfer import transfer_over_width
 
 BUDGET_KINDS = ("tokens", "seconds", "flops")
+MAY_CHANGE = ("baseline", "until_resolved", "time_budget")
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,32 @@ class ComparisonPlan:
     threads: int | None
     part_files: tuple[str, ...]
     speed_contexts: tuple[int, ...]  # context lengths at which speed is measured
-    recall_probes: tuple[str, ...]  # names of RECALL_PROBES
+    recall_probes: tuple[str, ...]  # "auto", "curve" or names of RECALL_PROBES
     max_length_multiple: int  # longest text read after training, in sequence lengths; 1: none is read
+    until_resolved: float | None = None  # more seeds, until every design is resolved or a tie within ± this
+    time_budget: float | None = None  # seconds of training, for these seeds
+    tuning: TuningPlan | None = None  # training fields that are tuned for each design before
+    transfer_width: int | None = None  # the width at which the learning rate was chosen
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError naming a design to which the learning rate of another width does not transfer."""
+        for entry in self.entries:
+            config = entry.config if entry.config.vocab_size else entry.config.replace(vocab_size=1)
+            try:
+                transfer_over_width(config, self.transfer_width, self.optimizer)
+            except ConfigError as error:
+                raise ConfigError(f"{entry.name}: {error}") from None
 
     def identity(self) -> dict[str, Any]:
-        """What must be equal for a comparison to be continued. The baseline is left out: it affects no run."""
+        """What must be equal for a comparison to be continued.
+
+        The baseline is left out, since it affects no run, and so is when to stop: `growth` holds what of it may change.
+        """
         identity = asdict(self) | {"entries": {entry.name: entry.config.dump() for entry in self.entries}}
-        return {name: value for name, value in identity.items() if name != "baseline"}
+        for name in ("tuning", "transfer_width"):  # comparisons that began before they existed have none
+            if identity[name] is None:
+                del identity[name]
+        return {name: value for name, value in identity.items() if name not in MAY_CHANGE}
 
 
 def load_entries(
@@ -212,6 +234,7 @@ def plan_warnings(
         sentences.append(f"The designs differ in size: {large} has {excess:.0%} more parameters than {small}.")
     if trained and max(trained.values()) > available_tokens:
         sentences.append(f"The text was read more than once: it has {available_tokens:,} training tokens.")
-    if len(set(trained.values())) > 1:
+    is_rounded = plan.tuning is not None and plan.budget_kind == "tokens"  # to whole steps of the tuned batch sizes
+    if len(set(trained.values())) > 1 and not is_rounded:
         sentences.append("The designs saw different amounts of text: each had the same budget of time or operations.")
     return sentences

@@ -9,12 +9,18 @@ alike.
 from dataclasses import dataclass
 from typing import Any
 
+from heddle.analysis.comparison.evaluations import Evaluations, plan_evaluations
 from heddle.data.recall import TaskStream, parse_recall
 from heddle.errors import ConfigError, choices_hint
 from heddle.model.config import LayerConfig, ModelConfig
+from heddle.training.evaluation.budget import EvaluationBudget
 from heddle.training.settings import Settings
 
 MAX_REPEAT = 2
+SOLVED_ACCURACY = 0.995  # in two evaluations in a row
+HOPELESS_SHARE = 0.1  # of the way from guessing to a perfect score, after HOPELESS_STEPS of all steps
+HOPELESS_STEPS = 2 / 3  # softmax attention leaves guessing after 0.4 of MQAR's steps, the gated delta rule after 0.3
+FINAL_TOKENS = 2**14  # of the evaluation at the end
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,20 @@ class RecallProbe:
             batch_size=self.batch_size,
             sequence_length=self.task_stream.task.length,
             learning_rate=self.learning_rate,
-            evaluate_every=max(1, self.steps // 10),
+            evaluate_every=self._evaluations.interval,
         )
+
+    @property
+    def _evaluations(self) -> Evaluations:
+        return plan_evaluations(self.steps, self.batch_size * self.task_stream.task.length)
+
+    def evaluation(self) -> EvaluationBudget:
+        """What each evaluation reads, and the accuracies at which a copy needs no more training, or is given up."""
+        tokens = max(1, self._evaluations.batches) * self.batch_size * self.task_stream.task.length
+        chance = self.task_stream.task.chance_accuracy
+        hopeless_accuracy = chance + HOPELESS_SHARE * (1 - chance)
+        hopeless_steps = round(HOPELESS_STEPS * self.steps)
+        return EvaluationBudget(tokens, FINAL_TOKENS, SOLVED_ACCURACY, hopeless_accuracy, hopeless_steps)
 
     def small_copy(self, config: ModelConfig) -> ModelConfig:
         """The small copy of a design. Raises DesignError where it cannot be built."""
@@ -86,15 +104,37 @@ RECALL_PROBES = {
     "parity": RecallProbe("Parity", "recall:parity", "Is the number of ones so far odd?", 450, mixers_only=False),
     "s5": RecallProbe("S5", "recall:s5", "In which order are 5 items after each permutation?", 450, mixers_only=False),
 }
-DEFAULT_PROBE = "mqar"
-PROBE_SETS = {DEFAULT_PROBE: (DEFAULT_PROBE,), "all": tuple(RECALL_PROBES), "none": ()}
+AUTO, CURVE = "auto", "curve"
+CURVE_PROBE = RecallProbe(
+    "MQAR by pairs",
+    "recall:mqar_mixture",
+    "4, 8, 16, 32 or 64 keys are shown with their values. Which value belongs to each key?",
+    450,
+    batch_size=16,
+)
+PROBE_SETS: dict[str, tuple[str, ...]] = {AUTO: (AUTO,), "all": tuple(RECALL_PROBES), "none": ()}
+PROBE_SETS |= {name: (name,) for name in (CURVE, *RECALL_PROBES)}
 
 
-def select_probes(name: str) -> tuple[str, ...]:
-    """The names of a set of probes: mqar, all or none. Raises ConfigError for another name."""
-    if name not in PROBE_SETS:
-        raise ConfigError(f"recall {name}: unknown choice; {choices_hint(name, PROBE_SETS)}")
-    return PROBE_SETS[name]
+def find_probe(name: str) -> RecallProbe:
+    """The probe of a name."""
+    return CURVE_PROBE if name == CURVE else RECALL_PROBES[name]
+
+
+def select_probes(names: str) -> tuple[str, ...]:
+    """The probes of names with commas between them: auto, all, none, curve or tasks; "auto" stays as it is.
+
+    Raises ConfigError for another name, for a name given twice, and for auto, all or none beside others of them.
+    """
+    parts = names.split(",")
+    for part in parts:
+        if part not in PROBE_SETS:
+            raise ConfigError(f"recall {part}: unknown choice; {choices_hint(part, PROBE_SETS)}")
+    probes = tuple(probe for part in parts for probe in PROBE_SETS[part])
+    others = [part for part in parts if part != CURVE]
+    if len(set(probes)) < len(probes) or (len(others) > 1 and not set(others).isdisjoint({AUTO, "all", "none"})):
+        raise ConfigError(f"recall {names}: names a task twice, or auto, all or none beside others; keep one of them")
+    return probes
 
 
 def shorten_layers(layers: list[LayerConfig]) -> tuple[LayerConfig, ...]:

@@ -1,50 +1,69 @@
-"""Run a comparison: train every design on the same text in the same order, measure it, and write the report."""
+"""Run a comparison: train every design on the same text in the same order, measure it, and write the report.
 
-from collections.abc import Callable, Sequence
+The report is written before the first training, and again after each task.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median_high
 from typing import Any
 
-import torch
-
-from heddle import __version__
-from heddle.analysis.comparison.effects import field_effects
-from heddle.analysis.comparison.equal_state import parse_state_context
-from heddle.analysis.comparison.extrapolation import length_changes, plan_summary
-from heddle.analysis.comparison.plan import ComparisonPlan, DesignEntry, plan_warnings
-from heddle.analysis.comparison.probes import RECALL_PROBES
-from heddle.analysis.comparison.statistics import mean_bits_per_byte, paired_difference
+from heddle import progress
+from heddle.analysis.comparison.formatting import format_bits
+from heddle.analysis.comparison.growth import check_plan, saved_runs
+from heddle.analysis.comparison.plan import ComparisonPlan, DesignEntry
+from heddle.analysis.comparison.report import comparison_report, design_facts
+from heddle.analysis.comparison.results import Results
+from heddle.analysis.comparison.schedule import Schedule, choose_schedule
 from heddle.analysis.comparison.tasks import (
+    SPEED_ROUNDS,
     Comparison,
-    measure_recall,
-    measure_speeds_in_rounds,
-    train_design,
+    choose_recall_tasks,
+    recall_result,
+    recall_task,
+    run_result,
+    speed_result,
+    speed_task,
     training_steps,
+    training_task,
 )
-from heddle.analysis.comparison.verdict import verdict_sentences
-from heddle.analysis.pages.report import write_report
+from heddle.analysis.comparison.text_profile import count_recall_rows, describe_profile
+from heddle.analysis.comparison.tuning import final_task, finish_tuning, shared_task, start_tuning
+from heddle.analysis.comparison.tuning_report import needs_shared_run, shared_value_matters
+from heddle.analysis.live import LivePage
+from heddle.analysis.pages.report import report_json, report_page, write_report
+from heddle.analysis.workers import Result, Task, default_workers, run_tasks
 from heddle.data.corpus import Corpus, check_tokenizer_fits, prepare_corpus
 from heddle.data.samples import check_token_count
-from heddle.errors import CheckpointError
-from heddle.model.config import ModelConfig
-from heddle.model.size import Size, describe, size, state_bytes
+from heddle.errors import CheckpointError, HeddleError
 from heddle.runtime import Runtime
 from heddle.storage.json_file import read_json_file, write_json_file
 from heddle.storage.lock import RunLock
 from heddle.storage.run_log import first_difference, to_plain_json
 from heddle.training.evaluation.length_extrapolation import plan_extrapolation
 
-STATE_CONTEXTS = tuple(1024 * 2**i for i in range(8))  # 1k … 128k
 PLAN_FILE, DATA_FILE = "plan.json", "data.json"
+REPORT_FILES = ("report.json", "report.html")
+SLOW_REPORT_SECONDS, MAX_REPORT_SHARE = 1.0, 0.05
 
 
-def compare(plan: ComparisonPlan, out: Path, runtime: Runtime, command: str) -> dict[str, Any]:
-    """Run what is not done yet of a plan in the folder `out`; write report.json and report.html, return the report.
+def compare(
+    plan: ComparisonPlan,
+    out: Path,
+    runtime: Runtime,
+    command: str,
+    *,
+    workers: int | None = None,
+    live: LivePage | None = None,
+) -> dict[str, Any]:
+    """Run what is not done yet of a plan in the folder `out`; return the report, which is rewritten on the way.
 
-    command: what the user called, for the report. Raises CheckpointError where the folder has other content or another
-    comparison, Interrupted after a signal, once the current run has been saved.
+    command: what the user called, for the report. workers: processes that train at the same time; None: one per
+    thread, at most 4, on a CPU whose threads nobody chose. live: shows the report while it grows. Raises
+    CheckpointError where the folder has other content or another comparison, and Interrupted after a signal, once the
+    current runs have been saved.
     """
     with RunLock(out):
         if not (out / PLAN_FILE).is_file():
@@ -53,155 +72,229 @@ def compare(plan: ComparisonPlan, out: Path, runtime: Runtime, command: str) -> 
                 raise CheckpointError(
                     f"{out}: holds something else ({sorted(others)[0]}); choose an empty or new folder"
                 )
-        _check_identity(out / PLAN_FILE, plan.identity(), _name_budget)
-        token_limit = int(plan.budget_value) if plan.budget_kind == "tokens" else None
-        tokenizer = None if plan.tokenizer is None else Path(plan.tokenizer)
-        corpus = prepare_corpus(
-            plan.data, vocab_size=plan.vocab_size, max_train_tokens=token_limit, tokenizer=tokenizer
-        )
-        for entry in plan.entries:
-            check_tokenizer_fits(corpus.tokenizer, entry.config.vocab_size)
-        check_token_count(corpus.train, plan.sequence_length, plan.batch_size)
-        _check_identity(
-            out / DATA_FILE, {"data": {"hash": corpus.hash, "tokens": [len(file) for file in corpus.train]}}
-        )
-        comparison = Comparison(plan, corpus, out, runtime, command)
-        steps = {entry.name: training_steps(comparison, entry) for entry in plan.entries}
-        trained_tokens = min(steps.values()) * plan.batch_size * plan.sequence_length
+        is_anytime = check_plan(out / PLAN_FILE, plan)
+        names = [entry.name for entry in plan.entries]
+        results = Results(names, SPEED_ROUNDS, len(plan.recall_probes), is_anytime=is_anytime)
+        count = _count_workers(plan, runtime) if workers is None else workers
+        comparison = Comparison(plan, None, out, runtime, command, workers=count)
+        writer = _Writer(comparison, results, live)
+        schedule = choose_schedule(plan, count, saved_runs(out, names))
+        results.pending = list(schedule.next_runs(results.runs))
+        with _first_report(writer):
+            writer.comparison = comparison = replace(comparison, corpus=_prepare_text(comparison))
+            results.steps = {entry.name: training_steps(comparison, entry) for entry in plan.entries}
+        trained_tokens = min(results.steps.values()) * plan.batch_size * plan.sequence_length
         extrapolation = plan_extrapolation(
-            corpus.validation, plan.sequence_length, plan.max_length_multiple, trained_tokens
+            comparison.text.validation, plan.sequence_length, plan.max_length_multiple, trained_tokens
         )
-        comparison = replace(comparison, extrapolation=extrapolation)
-        runs: dict[str, list[dict[str, Any]]] = {entry.name: [] for entry in plan.entries}
-        for seed in plan.seeds:
-            for entry in plan.entries:
-                runs[entry.name].append(train_design(comparison, entry, seed, steps[entry.name]))
-        speeds = measure_speeds_in_rounds(comparison)
-        recalls = {entry.name: measure_recall(comparison, entry) for entry in plan.entries}
-        designs = [
-            _design_report(comparison, entry, runs[entry.name], speeds[entry.name] | {"recall": recalls[entry.name]})
-            for entry in plan.entries
-        ]
-        report = _report(comparison, designs)
-        write_report(report, out)
+        rows = count_recall_rows(plan.sequence_length, trained_tokens) if plan.recall_probes else 0
+        writer.comparison = comparison = replace(comparison, extrapolation=extrapolation, text_recall_rows=rows)
+        results.task_choices = choose_recall_tasks(comparison, results.steps)
+        results.probes = sum(not choice.reason for choice in results.task_choices)
+        writer.find_facts()
+        if plan.tuning is not None:
+            _tune(writer)
+        _train(writer, schedule)
+        _train_at_shared_values(writer)
+        _measure_speeds(writer)
+        _measure_recall(writer)
+        results.is_complete = True
+        return writer.write()
+
+
+def _count_workers(plan: ComparisonPlan, runtime: Runtime) -> int:
+    """Several workers of few threads are faster than one; but a time budget is the time of a machine of its own."""
+    if plan.threads is not None or plan.budget_kind == "seconds":
+        return 1
+    return default_workers(runtime.threads, runtime.device)
+
+
+class _Writer:
+    """Writes the report of a comparison in its present state, and shows it on the live page."""
+
+    def __init__(self, comparison: Comparison, results: Results, live: LivePage | None) -> None:
+        self.comparison, self.results, self.live = comparison, results, live
+        self.seconds = self.written_at = 0.0
+        self.find_facts()
+
+    def find_facts(self) -> None:
+        """Compute what needs no training; again once the vocabulary is known."""
+        entries = self.comparison.plan.entries
+        self.results.facts = {entry.name: design_facts(self.comparison, entry) for entry in entries}
+        if self.comparison.corpus is not None:
+            length = self.comparison.plan.sequence_length
+            self.results.loss_groups = describe_profile(self.comparison.corpus, length)
+
+    def write(self) -> dict[str, Any]:
+        """Write the report, show it, and return it."""
+        started = time.monotonic()
+        report = comparison_report(self.comparison, self.results)
+        write_report(report, self.comparison.out)
+        if self.live is not None:
+            self.live.publish(
+                lambda revision: report_page(report, revision), lambda: report_json(report), report["progress"]
+            )
+        self.written_at = time.monotonic()
+        self.seconds = self.written_at - started
         return report
 
+    def update(self) -> None:
+        """Write the report after a task, but not all the time where it has very many designs."""
+        if self.seconds < max(SLOW_REPORT_SECONDS, MAX_REPORT_SHARE * (time.monotonic() - self.written_at)):
+            self.write()
 
-def _check_identity(
-    path: Path, identity: dict[str, Any], named: Callable[[dict[str, Any]], dict[str, Any]] = dict
-) -> None:
-    """Write the identity of a new comparison; compare that of a continued one with the file.
 
-    named: gives the fields the names by which the user knows them.
+@contextmanager
+def _first_report(writer: _Writer) -> Iterator[None]:
+    """Write the report of a new comparison before the block, in which its text is prepared, which may take a while.
+
+    Where the block refuses the text or the budget, no report remains.
     """
+    files = [writer.comparison.out / name for name in REPORT_FILES]
+    if any(file.exists() for file in files):
+        yield
+        return
+    writer.write()
+    try:
+        yield
+    except HeddleError:
+        for file in files:
+            file.unlink(missing_ok=True)
+        raise
+
+
+def _prepare_text(comparison: Comparison) -> Corpus:
+    """Read the text, and check it against the designs and the folder."""
+    plan = comparison.plan
+    corpus = prepare_corpus(
+        plan.data,
+        vocab_size=plan.vocab_size,
+        max_train_tokens=int(plan.budget_value) if plan.budget_kind == "tokens" else None,
+        tokenizer=None if plan.tokenizer is None else Path(plan.tokenizer),
+    )
+    for entry in plan.entries:
+        check_tokenizer_fits(corpus.tokenizer, entry.config.vocab_size)
+    check_token_count(corpus.train, plan.sequence_length, plan.batch_size)
+    text = {"hash": corpus.hash, "tokens": [len(file) for file in corpus.train]}
+    _check_identity(comparison.out / DATA_FILE, {"data": text})
+    return corpus
+
+
+def _train(writer: _Writer, schedule: Schedule) -> None:
+    """Train as the schedule says, one batch of runs after another."""
+    comparison, results = writer.comparison, writer.results
+    entries = {entry.name: entry for entry in comparison.plan.entries}
+    while True:
+        results.pending = list(schedule.next_runs(results.runs))
+        results.stop_reason = schedule.reason
+        if not results.pending:
+            return
+        tasks = {_training_task(writer, entries[name], seed): (name, seed) for name, seed in results.pending}
+
+        def add(task: Task, result: Result, tasks: dict[Task, tuple[str, int]] = tasks) -> None:
+            name, seed = tasks[task]
+            results.add_run(name, run_result(seed, result))
+            if result["status"] == "done":
+                total = results.finished_runs + len(results.pending)
+                bits = format_bits(result["bits_per_byte"])
+                progress.print_status(f"{task.label}: {bits} bits per byte (run {results.finished_runs} of {total})")
+
+        _run(writer, list(tasks), comparison.workers, add)
+
+
+def _training_task(writer: _Writer, entry: DesignEntry, seed: int) -> Task:
+    """A run of the comparison, at the design's own best values where they were tuned."""
+    comparison, results = writer.comparison, writer.results
+    if results.tuning is None:
+        return training_task(comparison, entry, seed, results.steps[entry.name])
+    return final_task(comparison, results.tuning, entry, seed)
+
+
+def _tune(writer: _Writer) -> None:
+    """Find each design's best values of the tuned fields."""
+    comparison = writer.comparison
+    tuning = writer.results.tuning = start_tuning(comparison, writer.results.steps)
+    finish_tuning(comparison, tuning, lambda tasks, add: _run(writer, tasks, comparison.workers, add))
+
+
+def _train_at_shared_values(writer: _Writer) -> None:
+    """Where tuning suggests that one shared value answers otherwise, run what is needed to know."""
+    comparison, results, tuning = writer.comparison, writer.results, writer.results.tuning
+    if tuning is None:
+        return
+    shared_runs: dict[str, list[dict[str, Any]]] = {}
+    if shared_value_matters(tuning, results.runs):
+        entries = [entry for entry in comparison.plan.entries if needs_shared_run(tuning, entry.name)]
+        shared_runs = {name: [] if any(name == entry.name for entry in entries) else list(runs)
+                       for name, runs in results.runs.items()}  # fmt: skip
+        tasks = {
+            shared_task(comparison, tuning, entry, run["seed"]): (entry.name, run["seed"])
+            for entry in entries
+            for run in results.runs[entry.name]
+        }
+
+        def add(task: Task, result: Result) -> None:
+            name, seed = tasks[task]
+            shared_runs[name].append(run_result(seed, result))
+
+        _run(writer, list(tasks), comparison.workers, add)
+    results.shared_runs = shared_runs
+
+
+def _measure_speeds(writer: _Writer) -> None:
+    """Measure speeds in rounds, with nothing else running."""
+    comparison, results = writer.comparison, writer.results
+    tasks = {
+        speed_task(comparison, entry, number): entry.name
+        for number in range(1, SPEED_ROUNDS + 1)
+        for entry in comparison.plan.entries
+    }
+    _run(writer, list(tasks), 1, lambda task, result: results.speeds[tasks[task]].append(speed_result(result)))
+
+
+def _measure_recall(writer: _Writer) -> None:
+    comparison, results = writer.comparison, writer.results
+    trained = [choice for choice in results.task_choices if not choice.reason]
+    order = [choice.probe for choice in trained]
+    tasks = {
+        recall_task(comparison, entry, choice.probe): (entry.name, choice)
+        for entry in comparison.plan.entries
+        for choice in trained
+        if choice.copies[entry.name] == entry.name
+    }
+
+    def add(task: Task, result: Result) -> None:
+        owner, choice = tasks[task]
+        probe_result = recall_result(result)
+        for name in (name for name, copied in choice.copies.items() if copied == owner):
+            finished = results.recall[name] | {choice.probe: probe_result}
+            results.recall[name] = {probe: finished[probe] for probe in order if probe in finished}
+
+    _run(writer, list(tasks), comparison.workers, add)
+
+
+def _run(writer: _Writer, tasks: list[Task], workers: int, add: Callable[[Task, Result], None]) -> None:
+    """Add the results of tasks, those that were saved before at first; the report is written after each new one."""
+    for task in tasks:
+        saved = task.saved_result()
+        if saved is not None:
+            add(task, saved)
+    waiting = [task for task in tasks if not task.result_file.is_file()]
+    if waiting:
+        writer.update()
+
+    def add_and_write(task: Task, result: Result) -> None:
+        add(task, result)
+        writer.update()
+
+    run_tasks(waiting, workers, add_and_write)
+
+
+def _check_identity(path: Path, identity: dict[str, Any]) -> None:
+    """Write the identity of a new comparison's text; compare that of a continued one with the file."""
     if not path.is_file():
         write_json_file(path, to_plain_json(identity))
         return
-    difference = first_difference(named(read_json_file(path)), named(to_plain_json(identity)))
+    difference = first_difference(read_json_file(path), to_plain_json(identity))
     if difference:
         raise CheckpointError(f"{path.parent}: holds another comparison: {difference}; use the same, or another folder")
-
-
-def _name_budget(identity: dict[str, Any]) -> dict[str, Any]:
-    """The identity with the budget under its kind, `tokens` say, instead of kind and value."""
-    others = {name: value for name, value in identity.items() if not name.startswith("budget_")}
-    return {str(identity["budget_kind"]): identity["budget_value"]} | others
-
-
-def _report(comparison: Comparison, designs: list[dict[str, Any]]) -> dict[str, Any]:
-    plan, corpus = comparison.plan, comparison.corpus
-    baseline = plan.baseline or plan.entries[0].name
-    runs = {design["name"]: design["runs"] for design in designs}
-    trained_tokens = {name: max((run["train_tokens"] or 0) for run in of_design) for name, of_design in runs.items()}
-    parameters = {design["name"]: design["parameters"] for design in designs}
-    report: dict[str, Any] = {
-        "heddle": __version__,
-        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": comparison.command,
-        "hardware": comparison.runtime.describe() | {"torch": torch.__version__},
-        "data": _data_report(corpus),
-        "budget": {
-            "kind": plan.budget_kind,
-            "value": plan.budget_value,
-            "batch_size": plan.batch_size,
-            "sequence_length": plan.sequence_length,
-            "seeds": list(plan.seeds),
-        },
-        "warnings": plan_warnings(plan, parameters, trained_tokens, sum(len(file) for file in corpus.train)),
-        "baseline": baseline,
-        "recall": {name: RECALL_PROBES[name].summary() for name in plan.recall_probes},
-        "extrapolation": plan_summary(comparison.extrapolation, corpus),
-        "designs": designs,
-        "differences": [
-            {"design": name, "baseline": baseline, **paired_difference(runs[name], runs[baseline])}
-            for name in runs
-            if name != baseline
-        ],
-        "effects": field_effects(designs, baseline),
-        "equal_size": plan.equal_size,
-    }
-    report["verdict"] = verdict_sentences(report)
-    return report
-
-
-def _data_report(corpus: Corpus) -> dict[str, Any]:
-    return {
-        "name": corpus.name,
-        "hash": corpus.hash,
-        "train_bytes": sum(source["train"]["bytes"] for source in corpus.report["sources"]),
-        "train_tokens": sum(len(file) for file in corpus.train),
-        "validation_bytes": corpus.report["validation"]["bytes"],
-        "vocab_size": corpus.tokenizer.vocab_size,
-        "report": corpus.report,
-    }
-
-
-def _design_report(
-    comparison: Comparison, entry: DesignEntry, runs: list[dict[str, Any]], measured: dict[str, Any]
-) -> dict[str, Any]:
-    config = comparison.config(entry)
-    model_size = size(config, comparison.plan.sequence_length)
-    dtype = torch.float32 if comparison.plan.precision == "fp32" else torch.bfloat16
-    finished = [run for run in runs if run["status"] == "done"]
-    equal_context = parse_state_context(comparison.plan.equal_size or "", comparison.plan.sequence_length)
-    return {
-        "name": entry.name,
-        "source": entry.source,
-        "varied_fields": dict(entry.varied_fields),
-        "width": {"original": entry.original_width or config.width, "trained": config.width},
-        "scaled_fields": list(entry.scaled_fields),
-        "equal_state_bytes": None if equal_context is None else state_bytes(config, equal_context, dtype=dtype),
-        "summary": summarize_design(config, model_size),
-        "parameters": model_size.parameters,
-        "active_parameters": model_size.active_parameters,
-        "flops_per_token": model_size.flops_per_token,
-        "runs": runs,
-        "bits_per_byte": mean_bits_per_byte(runs),
-        "train_tokens_per_second": _median([run["train_tokens_per_second"] for run in finished]),
-        "train_speed_range": _outer_range([run["train_speed_range"] for run in finished]),
-        "peak_memory_bytes": _median([run["peak_memory_bytes"] for run in finished]),
-        "state_bytes": [(context, state_bytes(config, context, dtype=dtype)) for context in STATE_CONTEXTS],
-        "prefill": measured["prefill"],
-        "decode": measured["decode"],
-        "recall": measured["recall"],
-        "extrapolation": length_changes(runs, comparison.extrapolation.multiples),
-    }
-
-
-def _median(values: list[float]) -> float | None:
-    return median_high(values) if values else None
-
-
-def _outer_range(ranges: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """The range that contains all of the ranges."""
-    return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None
-
-
-def summarize_design(config: ModelConfig, model_size: Size) -> str:
-    """A design in one line: depth, width, and each different layer."""
-    layers = [f"{layer.count} × [{layer.mixer}; {layer.feedforward}]" for layer in model_size.layers]
-    head = "tied" if config.head.tied else "untied"
-    return (
-        f"{config.depth} layers, width {config.width}, vocabulary {config.vocab_size} ({head}), residual "
-        f"{describe(config.residual.dump())}, norm {describe(config.norm.dump())}: {', '.join(layers)}"
-    )

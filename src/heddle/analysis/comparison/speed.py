@@ -1,4 +1,4 @@
-"""Speed of a design with fresh weights: tokens per second of prefill and decode at several context lengths.
+"""Speed of a design with fresh weights: seconds of a training step, prefill and decode at several context lengths.
 
 A machine is not equally fast at all times. So designs are measured in rounds, each design once a round, and a speed
 comes with its range over all rounds. Ranges that overlap support no ratio.
@@ -7,21 +7,28 @@ comes with its range over all rounds. Ranges that overlap support no ratio.
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
 from heddle.analysis.comparison.statistics import quartiles
+from heddle.data.corpus import Corpus
+from heddle.data.samples import CorpusLoader
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.state import State
 from heddle.numerics.linear import packed_weights
+from heddle.training.loop import TrainingJob
+from heddle.training.optimizer import build_optimizer
+from heddle.training.step import accumulate_gradients, apply_gradients
 
 DECODED_TOKENS = 16
 MAX_PREFILLS = 2
 REPEAT_LIMIT_SECONDS = 2.0  # once its prefills took this long together, a context is not prefilled again
+MEASURED_STEPS, WARMUP_STEPS = 5, 2
 
-
+Value = TypeVar("Value")
 Samples = list[tuple[int, list[float]]]  # (context, tokens per second, one number for each measurement)
 
 
@@ -42,15 +49,35 @@ def measure_speeds(config: ModelConfig, contexts: Sequence[int], device: str, dt
     return speeds
 
 
+def time_training_steps(job: TrainingJob, corpus: Corpus) -> list[float]:
+    """Seconds of a few steps of a training, without evaluations, on a model that is thrown away."""
+    settings = job.settings
+    loader = CorpusLoader(
+        corpus.train, corpus.weights, settings.sequence_length, settings.batch_size, 0, corpus.tokenizer.eod_id
+    )
+    model = build(job.config, device=job.device).train()
+    optimizer = build_optimizer(model, settings.weight_decay, settings.optimizer, settings.lr_scale)
+    times = []
+    for number in range(WARMUP_STEPS + MEASURED_STEPS):
+
+        def step(number: int = number) -> None:
+            parts = settings.gradient_accumulation_steps
+            result = accumulate_gradients(model, loader.batch(number), (0, number), parts, job.autocast)
+            apply_gradients(model, optimizer, result, 1e-4, settings.max_gradient_norm)
+
+        times.append(time_call(step, model)[0])
+    return times[WARMUP_STEPS:]
+
+
 def summarize_speeds(rounds: Sequence[dict[str, Samples]]) -> dict[str, list[tuple[int, float, float, float]]]:
-    """{"prefill": [(context, median, low, high)], "decode": ...} of several rounds, each in a process of its own.
+    """{"train": [(context, median, low, high)], "prefill": …, "decode": …} of several rounds, each in its own process.
 
     low, high: the lowest and highest quartile of any round, so that a machine that was busy during one of them widens
     the range.
     """
     summary: dict[str, list[tuple[int, float, float, float]]] = {}
-    for phase in ("prefill", "decode"):
-        by_context = [dict(speeds[phase]) for speeds in rounds]
+    for phase in ("train", "prefill", "decode"):
+        by_context = [dict(speeds.get(phase, [])) for speeds in rounds]  # conversions train nothing
         summary[phase] = []
         for context in sorted({context for speeds in by_context for context in speeds}):
             samples = [speeds[context] for speeds in by_context if context in speeds]
@@ -99,7 +126,7 @@ def _timed_decode(model: Decoder, state: State) -> list[float]:
     return times
 
 
-def time_call(call: Callable[[], State], model: Decoder) -> tuple[float, State]:
+def time_call(call: Callable[[], Value], model: Decoder) -> tuple[float, Value]:
     """(seconds, result) of a call; the device's queue is empty before and after."""
     synchronize(model)
     start = time.perf_counter()

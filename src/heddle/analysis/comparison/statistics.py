@@ -39,7 +39,7 @@ VALIDATION_WINDOWS = TextSampling("a block bootstrap over validation windows")
 TEXT_SPANS = TextSampling("a bootstrap over spans of text", 1)  # far apart, most of them in different documents
 
 
-def t_quantile(confidence: float, degrees_of_freedom: int) -> float:
+def t_quantile(confidence: float, degrees_of_freedom: float) -> float:
     """The t that Student's |T| with these degrees of freedom does not exceed with probability `confidence`."""
     from scipy.special import stdtrit
 
@@ -63,6 +63,22 @@ def text_half_width(bits: Windows, sizes: Windows, block_length: int | None = No
     each other; block_length is ⌈windows^(1/3)⌉ by default. Its standard deviation is multiplied by a t quantile of
     (blocks − 1) degrees of freedom, so that few windows give a wide interval. It is deterministic.
     """
+    resampled = resampled_ratios(bits, sizes, block_length)
+    if resampled is None:
+        return None
+    return t_quantile(CONFIDENCE, resampled.degrees) * resampled.scale * float(resampled.values.std())
+
+
+class ResampledRatios(NamedTuple):
+    """sum(bits) / sum(sizes) on resampled text, [resamples]; scale × its standard deviation is the standard error."""
+
+    values: npt.NDArray[np.float64]
+    scale: float
+    degrees: int
+
+
+def resampled_ratios(bits: Windows, sizes: Windows, block_length: int | None = None) -> ResampledRatios | None:
+    """The bootstrap of `text_half_width`; None below four windows. It draws the same blocks for any bits."""
     windows = len(bits)
     if windows < 4:
         return None
@@ -71,13 +87,18 @@ def text_half_width(bits: Windows, sizes: Windows, block_length: int | None = No
     members = (np.arange(windows)[:, None] + np.arange(block_length)) % windows
     starts = np.random.default_rng(BOOTSTRAP_SEED).integers(windows, size=(RESAMPLES, blocks))
     ratios = bits[members].sum(1)[starts].sum(1) / sizes[members].sum(1)[starts].sum(1)
-    return t_quantile(CONFIDENCE, blocks - 1) * float(ratios.std()) * math.sqrt(blocks / (blocks - 1))
+    return ResampledRatios(ratios, math.sqrt(blocks / (blocks - 1)), blocks - 1)
 
 
 def finished_runs(runs: Sequence[Run]) -> list[Run]:
     """The runs that finished with a finite number."""
     scored = [run for run in runs if run["status"] == "done" and run["bits_per_byte"] is not None]
     return [run for run in scored if math.isfinite(run["bits_per_byte"])]
+
+
+def run_seconds(run: Run) -> float:
+    """The time of a run from the start of its last process to its end, or of its steps; 0 where it has neither."""
+    return float(run.get("wall_seconds") or run.get("seconds") or 0.0)
 
 
 def mean_bits_per_byte(runs: Sequence[Run]) -> dict[str, Any]:
@@ -95,7 +116,7 @@ def mean_bits_per_byte(runs: Sequence[Run]) -> dict[str, Any]:
     mean = float(np.mean(values))
     if len(values) > 1:
         return _interval(mean, seed_half_width(values)) | {"basis": f"{len(values)} seeds{missing}"}
-    windows = _windows(finished[0])
+    windows = run_windows(finished[0])
     half = None if windows is None else text_half_width(windows[:, 0], windows[:, 1])
     basis = "1 seed, no interval" if half is None else "1 seed, text only"
     return _interval(mean, half) | {"basis": basis + missing}
@@ -123,8 +144,8 @@ def paired_difference(
     half = math.hypot(seed_half_width(differences), text or 0.0) if len(pairs) > 1 else text
     interval = _interval(float(np.mean(differences)), half)
     resolved = half is not None and not interval["low"] <= 0 <= interval["high"]
-    method = _describe_method(len(pairs), text is not None, sampling)
-    method += _describe_unpaired([seed for seed in all_seeds if seed not in seeds])
+    method = describe_method(len(pairs), text is not None, sampling)
+    method += describe_unpaired([seed for seed in all_seeds if seed not in seeds])
     return interval | {"resolved": resolved, "pairs": len(pairs), "method": method}
 
 
@@ -145,7 +166,7 @@ def _interval(mean: float, half: float | None) -> dict[str, Any]:
     return {"mean": mean, "low": mean - half, "high": mean + half}
 
 
-def _windows(run: Run) -> Windows | None:
+def run_windows(run: Run) -> Windows | None:
     """[windows, 2]: bits and bytes of each validation window, or None where the run has none."""
     table = np.asarray(run.get("windows") or [], dtype=np.float64)
     return table if table.ndim == 2 and len(table) and np.isfinite(table).all() else None
@@ -155,7 +176,7 @@ def _text_half_width_of_pairs(pairs: Sequence[tuple[Run, Run]], sampling: TextSa
     """The half-width that the choice of text gives to the difference averaged over the seeds."""
     tables = []
     for run, reference in pairs:
-        windows, reference_windows = _windows(run), _windows(reference)
+        windows, reference_windows = run_windows(run), run_windows(reference)
         if windows is None or reference_windows is None:
             return None
         if windows.shape != reference_windows.shape or not np.array_equal(windows[:, 1], reference_windows[:, 1]):
@@ -170,7 +191,8 @@ def _text_half_width_of_pairs(pairs: Sequence[tuple[Run, Run]], sampling: TextSa
     return text_half_width(bits, sizes, sampling.block_length)
 
 
-def _describe_unpaired(seeds: Sequence[int]) -> str:
+def describe_unpaired(seeds: Sequence[int]) -> str:
+    """A sentence on the seeds that one side of a pair did not finish; empty where there are none."""
     if not seeds:
         return ""
     names = ("seeds " if len(seeds) > 1 else "seed ") + ", ".join(str(seed) for seed in seeds)
@@ -180,15 +202,18 @@ def _describe_unpaired(seeds: Sequence[int]) -> str:
     )
 
 
-def _describe_method(pairs: int, text: bool, sampling: TextSampling) -> str:
+def describe_method(pairs: int, text: bool, sampling: TextSampling, designs: int = 2) -> str:
+    """How an interval over `pairs` seeds was computed, of a pair or of all pairs of several designs at once."""
     if pairs == 1 and not text:
         return f"One seed and too little text for {sampling.description}: no interval can be given."
+    at_once = f" for all pairs of {designs} designs at once" if designs > 2 else ""
     if pairs == 1:
         return (
-            f"One seed: the 95 % interval ({sampling.description}) covers the choice of text "
+            f"One seed: the 95 % interval{at_once} ({sampling.description}) covers the choice of text "
             "but not the luck of training. Another seed may give a result outside it."
         )
-    method = f"95 % interval: Student t over {pairs} differences paired by seed"
+    statistic = "studentized range" if designs > 2 else "Student t"
+    method = f"95 % interval{at_once}: {statistic} over {pairs} differences paired by seed"
     method += f", widened by {sampling.description}." if text else ", on this text only."
     if pairs == 2:
         method += " With two seeds it is very wide; a third seed narrows it most."

@@ -1,7 +1,7 @@
 """Rows and columns that the terminal and the report's page share: costs, effects of varied fields, equal sizes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from heddle.analysis.comparison.formatting import (
@@ -15,7 +15,7 @@ from heddle.analysis.comparison.formatting import (
     format_signed,
     judgment,
 )
-from heddle.analysis.comparison.lookup import Report, baseline_design, shared_context, value_at
+from heddle.analysis.comparison.lookup import Report, baseline_design, range_at, shared_context, value_at
 
 # of each kind of size: its key in a design's report, and its name in a sentence
 SIZE_WORDS = {
@@ -27,18 +27,31 @@ SIZE_WORDS = {
 
 @dataclass(frozen=True)
 class CostColumn:
-    """A cost of all designs. context: where it was measured; values: by the design's name."""
+    """A cost of all designs. context: where it was measured; values: by the design's name.
+
+    ranges: of the measurements of a speed, (low, high) by the design's name; none for what is counted.
+    """
 
     name: str
     context: int | None
     format: Formatter
     less_is_better: bool
     values: Mapping[str, float | None]
+    ranges: Mapping[str, tuple[float, float] | None] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
         """ "State at 8k"."""
         return self.name if self.context is None else f"{self.name} at {format_context(self.context)}"
+
+    def range_text(self, name: str) -> str:
+        """The range of a design's measurements: "16.8 to 17.6 k"; "" where it has none."""
+        ends = self.ranges.get(name)
+        if ends is None:
+            return ""
+        low, high = (format_number(end) for end in ends)
+        unit = high.partition(" ")[2]
+        return f"{low.removesuffix(f' {unit}')} to {high}"  # "16.8 to 17.6 k"
 
 
 @dataclass(frozen=True)
@@ -58,11 +71,13 @@ def cost_columns(report: Report) -> list[CostColumn]:
     state_context, decode_context = shared_context(designs, "state_bytes"), shared_context(designs, "decode")
     states = {design["name"]: value_at(design["state_bytes"], state_context) for design in designs}
     decode_speed = {design["name"]: value_at(design["decode"], decode_context) for design in designs}
+    training_ranges = {design["name"]: design["train_speed_range"] for design in designs}
+    decode_ranges = {design["name"]: range_at(design["decode"], decode_context) for design in designs}
     return [
-        CostColumn("Training", None, format_rate, False, training_speed),
+        CostColumn("Training", None, format_rate, False, training_speed, training_ranges),
         CostColumn("Peak memory", None, format_bytes, True, peak_memory),
         CostColumn("State", state_context, format_bytes, True, states),
-        CostColumn("Decode", decode_context, format_rate, False, decode_speed),
+        CostColumn("Decode", decode_context, format_rate, False, decode_speed, decode_ranges),
     ]
 
 

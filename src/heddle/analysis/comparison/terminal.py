@@ -5,6 +5,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from heddle.analysis.comparison.abilities import left_out_sentences
 from heddle.analysis.comparison.formatting import (
     format_bits,
     format_context,
@@ -24,6 +25,8 @@ from heddle.analysis.comparison.lookup import (
     ranked_designs,
     recall_accuracy,
 )
+from heddle.analysis.comparison.recall_curve import curve_sentence
+from heddle.analysis.comparison.resolution import resolution_table
 from heddle.analysis.comparison.tables import CostColumn, TextTable, cost_columns, effect_table, equal_size_table
 
 JUDGMENT_STYLES = {"better": "bold green", "worse": "bold red"}
@@ -51,7 +54,14 @@ def report_tables(report: Report) -> RenderableType:
         sizes = equal_size_table(report)
         titled = TextTable(["equal size: design", *sizes.header[1:]], sizes.rows)
         parts += [_text_table(titled), Text()]
+    unresolved = resolution_table(report)
+    if unresolved is not None:
+        parts += [_text_table(unresolved), Text()]
     parts += [Text(sentence) for sentence in report["verdict"]]
+    parts += [Text(sentence) for sentence in (curve_sentence(report), *left_out_sentences(report)) if sentence]
+    parts += [Text(sentence) for sentence in (report.get("tuning") or {}).get("sentences", ())]
+    if report["progress"]["stop_reason"]:
+        parts.append(Text(report["progress"]["stop_reason"]))
     if report["warnings"]:
         parts.append(Text("\nCaveats:", style="bold yellow"))
         parts += [Text(f"• {warning}") for warning in report["warnings"]]
@@ -98,7 +108,7 @@ def _design_table(report: Report) -> Table:
         if probe is not None:
             cells.append(Text(format_percent(recall_accuracy(design, probe[0]))))
         # the header already has the unit of speeds
-        cells += [Text(column.format(column.values[design["name"]]).replace(" tok/s", "")) for column in costs]
+        cells += [_cost_cell(column, design["name"]) for column in costs]
         table.add_row(name, loss, *cells)
     return table
 
@@ -111,6 +121,13 @@ def _cost_header(column: CostColumn) -> Text:
     if column.context is not None:
         lines.append(f"at {format_context(column.context)}")
     return Text("\n" * (HEADER_LINES - len(lines)) + "\n".join(lines))
+
+
+def _cost_cell(column: CostColumn, name: str) -> Text:
+    """The value, and below it the range of its measurements where it has one."""
+    cell, ends = Text(column.format(column.values[name]).replace(" tok/s", "")), column.range_text(name)
+    # on two lines: beside each other they leave no room for the other costs
+    return cell.append("\n" + ends.replace(" to ", "–\n"), style="dim") if ends else cell
 
 
 def _difference_cell(report: Report, design: Design) -> Text:

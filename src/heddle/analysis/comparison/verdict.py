@@ -20,6 +20,7 @@ from heddle.analysis.comparison.lookup import (
     Report,
     baseline_design,
     difference_to_baseline,
+    differences_to_leader,
     first_probe,
     mean_loss,
     missing_reason,
@@ -29,7 +30,8 @@ from heddle.analysis.comparison.lookup import (
     shared_context,
     value_at,
 )
-from heddle.analysis.comparison.statistics import finished_runs, paired_difference, ranges_overlap
+from heddle.analysis.comparison.resolution import resolution_sentences
+from heddle.analysis.comparison.statistics import finished_runs, ranges_overlap
 
 SAME_SPEED = "no measured difference in {}: the measurements overlap"
 SOLVED_SHARE = 0.9  # of the way from chance to a perfect score: from there on a task counts as learned
@@ -38,23 +40,29 @@ SOLVED_SHARE = 0.9  # of the way from chance to a perfect score: from there on a
 def verdict_sentences(report: Report) -> list[str]:
     """A few sentences to read first: loss and its certainty, state, recall, longer texts, failures.
 
-    "Lowest" is said of the measured means, "resolved" only where the paired interval excludes 0.
+    "Lowest" is said of the measured means, "resolved" only where the interval for all pairs at once excludes 0.
     """
     ranking = [design for design in ranked_designs(report) if mean_loss(design) is not None]
     if not ranking:
         return ["No design finished a run, so nothing can be compared."]
-    sentences = [_lowest_loss(ranking), *_single_seed_warning(ranking), *_state_costs(report, ranking)]
+    sentences = [
+        _lowest_loss(report, ranking),
+        *resolution_sentences(report),
+        *_single_seed_warning(ranking),
+        *_state_costs(report, ranking),
+    ]
     return [*sentences, *recall_verdict(report), *length_verdict(report), *_failures(report)]
 
 
-def _lowest_loss(ranking: list[Design]) -> str:
+def _lowest_loss(report: Report, ranking: list[Design]) -> str:
     best, *others = ranking
     loss = format_bits(mean_loss(best))
     if not others:
         return f"{best['name']} reaches {loss} bits per byte; there is no second design to compare it with."
     if all(mean_loss(design) == mean_loss(best) for design in others):
         return f"{join_names([design['name'] for design in ranking], 8)} tie: each reaches {loss} bits per byte."
-    differences = {design["name"]: paired_difference(best["runs"], design["runs"]) for design in others}
+    by_name = {row["reference"]: row for row in differences_to_leader(report)}
+    differences = {design["name"]: by_name[design["name"]] for design in others}
     resolved = [name for name, row in differences.items() if row["resolved"] and row["mean"] < 0]
     unresolved = [name for name in differences if name not in resolved]
     start, word = f"{best['name']} has the lowest bits per byte, {loss}", "resolved"

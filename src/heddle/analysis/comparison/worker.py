@@ -1,7 +1,6 @@
 """Worker process of a comparison: `python -m heddle.analysis.comparison.worker TASK.json RESULT.json`.
 
-TASK.json describes one task ("train", "calibrate", "speed" or "recall"). RESULT.json receives its result, or the reason
-why there is none.
+TASK.json describes one task, whose name is in TASKS. RESULT.json receives its result, or the reason why there is none.
 """
 
 import ctypes
@@ -14,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from heddle.runtime import Runtime
     from heddle.training.loop import TrainingJob
 
-CALIBRATION_STEPS = 8
-WARMUP_STEPS = 2  # of these, not timed
-
 
 def main() -> None:
     """Run the task of this process. After a signal exit with 130 or 143, without a result."""
+    started = time.monotonic()
     task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     _exit_with_parent(task["parent_pid"])
     from heddle.signals import Interrupted
     from heddle.storage.json_file import write_json_file
 
     try:
-        with progress.quiet() if task["quiet"] else nullcontext():
+        # several workers share one terminal, so only one that is alone draws a progress bar
+        with progress.quiet() if task["quiet"] or not task["alone"] else nullcontext():
             result, exit_code = perform_task(task)
     except Interrupted as interrupted:
-        progress.print_status(f"{task['label']}: {interrupted}")
+        if not task["quiet"]:
+            progress.print_status(f"{task['label']}: {interrupted}")
         sys.exit(interrupted.exit_code)
-    write_json_file(Path(sys.argv[2]), result)
+    write_json_file(Path(sys.argv[2]), result | {"wall_seconds": time.monotonic() - started})
     sys.exit(exit_code)
 
 
@@ -92,8 +92,10 @@ def _environment(task: dict[str, Any], runtime: "Runtime") -> dict[str, Any]:
 
 def _text_job(task: dict[str, Any]) -> tuple["TrainingJob", "Corpus"]:
     """The training job of a design on the comparison's text."""
+    from heddle.analysis.comparison.evaluations import interim_tokens
     from heddle.data.corpus import prepare_corpus
     from heddle.model.load_config import load_config
+    from heddle.training.evaluation.budget import EvaluationBudget
     from heddle.training.loop import TrainingJob
     from heddle.training.settings import Settings
 
@@ -105,16 +107,47 @@ def _text_job(task: dict[str, Any]) -> tuple["TrainingJob", "Corpus"]:
             max_train_tokens=task["max_train_tokens"],
             tokenizer=None if task["tokenizer"] is None else Path(task["tokenizer"]),
         )
+    settings = Settings(**task["settings"])
+    source = _held_out_part(corpus, task.get("held_out"), settings.sequence_length)
     job = TrainingJob(
         config=load_config(task["design"]),
-        source=corpus,
-        settings=Settings(**task["settings"]),
+        source=source,
+        settings=settings,
         out=Path(task["out"]),
         device=runtime.device,
         label=task["label"],
         environment=_environment(task, runtime),
+        evaluation=EvaluationBudget(interim_tokens=interim_tokens(settings, len(source.validation))),
     )
     return job, corpus
+
+
+def _held_out_part(corpus: "Corpus", part: str | None, sequence_length: int) -> "Corpus":
+    """The corpus with the "tuning" or the "final" part of its held-out text; None: with all of it."""
+    from dataclasses import replace
+
+    from heddle.data.held_out import split_held_out
+
+    if part is None:
+        return corpus
+    tuning, final = split_held_out(corpus.validation, sequence_length, corpus.tokenizer.byte_lengths)
+    return replace(corpus, validation=tuning if part == "tuning" else final)
+
+
+def _tune(task: dict[str, Any]) -> dict[str, Any]:
+    """Train at values that are tried; only the score at the end counts."""
+    from heddle.storage.run_log import read_log
+    from heddle.training.loop import train
+
+    job, _ = _text_job(task)
+    trained = train(job)
+    return {
+        "seed": job.settings.seed,
+        "status": "done",
+        "bits_per_byte": trained.bits_per_byte,
+        "train_tokens": trained.progress.step * job.settings.tokens_per_step,
+        "seconds": sum(line["seconds"] for line in read_log(job.out)),
+    }
 
 
 def _train(task: dict[str, Any]) -> dict[str, Any]:
@@ -122,6 +155,7 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
 
     from heddle.analysis.comparison.extrapolation import result_summary
     from heddle.analysis.comparison.statistics import quartiles
+    from heddle.analysis.comparison.text_profile import measure_text_recall, start_profile
     from heddle.generation.generate import sample_text
     from heddle.storage.run_log import read_log
     from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan, evaluate_extrapolation
@@ -129,12 +163,13 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
     from heddle.training.router_metrics import recent_router_summary
 
     job, corpus = _text_job(task)
-    settings = job.settings
-    trained = train(job)
+    settings, profile = job.settings, start_profile(corpus, job.settings.sequence_length)
+    trained = train(replace(job, observer=profile.add))
     log = read_log(job.out)
     seconds = [line["seconds"] for line in log]
     curve = [(line["tokens"], line["validation_bits_per_byte"]) for line in log if "validation_bits_per_byte" in line]
     rates = sorted(settings.tokens_per_step / second for second in seconds)
+    trained_tokens = trained.progress.step * settings.tokens_per_step
     peak_memory = torch.cuda.max_memory_allocated() if job.device == "cuda" else _peak_memory()
     plan = ExtrapolationPlan(**task["extrapolation"])
     extrapolation = evaluate_extrapolation(
@@ -144,15 +179,17 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
         "seed": settings.seed,
         "status": "done",
         "bits_per_byte": trained.bits_per_byte,
-        "train_tokens": trained.progress.step * settings.tokens_per_step,
+        "train_tokens": trained_tokens,
         "seconds": sum(seconds),
         "train_tokens_per_second": settings.tokens_per_step / statistics.median(seconds),
         "train_speed_range": quartiles(rates),
         "peak_memory_bytes": peak_memory,
         "skipped_steps": trained.progress.skipped_steps,
         "experts": recent_router_summary(log),
-        "curve": end_at(curve, trained.bits_per_byte),
+        "curve": end_at(curve, trained.bits_per_byte) or [(trained_tokens, trained.bits_per_byte)],
         "windows": trained.scores,
+        "loss_profile": profile.summary(),
+        "text_recall": measure_text_recall(trained.model, corpus, settings, task["text_recall_rows"], job.autocast),
         "extrapolation": [result_summary(result) for result in extrapolation],
         "sample": sample_text(trained.model, corpus.tokenizer, settings.sequence_length),
     }
@@ -176,37 +213,41 @@ def _peak_memory() -> int:
 
 def _calibrate(task: dict[str, Any]) -> dict[str, Any]:
     """Seconds of one training step: the median of a few steps on a model that is thrown away."""
-    from heddle.data.samples import CorpusLoader
-    from heddle.model.decoder import build
-    from heddle.training.optimizer import build_optimizer
-    from heddle.training.step import accumulate_gradients, apply_gradients
+    from heddle.analysis.comparison.speed import time_training_steps
 
     job, corpus = _text_job(task)
-    settings = job.settings
-    loader = CorpusLoader(
-        corpus.train, corpus.weights, settings.sequence_length, settings.batch_size, 0, corpus.tokenizer.eod_id
-    )
-    model = build(job.config, device=job.device).train()
-    optimizer = build_optimizer(model, settings.weight_decay, settings.optimizer, settings.lr_scale)
-    times = []
-    for step in range(CALIBRATION_STEPS):
-        start = time.perf_counter()
-        result = accumulate_gradients(
-            model, loader.batch(step), (0, step), settings.gradient_accumulation_steps, job.autocast
-        )
-        apply_gradients(model, optimizer, result, 1e-4, settings.max_gradient_norm)
-        times.append(time.perf_counter() - start)
-    return {"status": "done", "seconds_per_step": statistics.median(times[WARMUP_STEPS:])}
+    return {"status": "done", "seconds_per_step": statistics.median(time_training_steps(job, corpus))}
+
+
+def _loss(task: dict[str, Any]) -> dict[str, Any]:
+    """Train for nothing but the loss on held-out text."""
+    from heddle.storage.run_log import read_log
+    from heddle.training.loop import train
+
+    job, _ = _text_job(task)
+    trained = train(job)
+    return {
+        "seed": job.settings.seed,
+        "status": "done",
+        "bits_per_byte": trained.bits_per_byte,
+        "train_tokens": trained.progress.step * job.settings.tokens_per_step,
+        "seconds": sum(line["seconds"] for line in read_log(job.out)),
+        "windows": trained.scores,
+    }
 
 
 def _recall(task: dict[str, Any]) -> dict[str, Any]:
-    """Train a small copy of the design on a probe's task; like any run it saves, and continues after an interrupt."""
-    from heddle.analysis.comparison.probes import RECALL_PROBES
+    """Train a small copy of the design on a probe's task, until it is solved or the budget is spent.
+
+    Like any run it saves, and continues after an interrupt.
+    """
+    from heddle.analysis.comparison.probes import CURVE, find_probe
+    from heddle.analysis.comparison.recall_curve import accuracy_by_pairs
     from heddle.model.load_config import load_config
     from heddle.storage.run_log import read_log
     from heddle.training.loop import TrainingJob, train
 
-    runtime, probe = _set_up(task), RECALL_PROBES[task["probe"]]
+    runtime, probe = _set_up(task), find_probe(task["probe"])
     job = TrainingJob(
         config=probe.small_copy(load_config(task["design"])),
         source=probe.task_stream,
@@ -215,31 +256,36 @@ def _recall(task: dict[str, Any]) -> dict[str, Any]:
         device=runtime.device,
         label=task["label"],
         environment=_environment(task, runtime),
+        evaluation=probe.evaluation(),
     )
     trained = train(job)
     log = read_log(job.out)
+    curve = [(line["tokens"], line["validation_accuracy"]) for line in log if "validation_accuracy" in line]
     return {
         "status": "done",
         "accuracy": trained.task_accuracy,
+        "steps": trained.progress.step,
         "scored": sum(scored for _, scored in trained.scores),
         "seconds": sum(line["seconds"] for line in log),
-        "curve": [(line["tokens"], line["validation_accuracy"]) for line in log if "validation_accuracy" in line],
+        "curve": curve or [(trained.progress.step * job.settings.tokens_per_step, trained.task_accuracy)],
+        **({"by_pairs": accuracy_by_pairs(trained.scores)} if task["probe"] == CURVE else {}),
     }
 
 
 def _speed(task: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from heddle.analysis.comparison.speed import measure_speeds
-    from heddle.model.load_config import load_config
+    from heddle.analysis.comparison.speed import measure_speeds, time_training_steps
 
-    runtime = _set_up(task)
-    dtype = torch.float32 if task["settings"]["precision"] == "fp32" else torch.bfloat16
-    speeds = measure_speeds(load_config(task["design"]), task["speed_contexts"], runtime.device, dtype)
-    return {"status": "done", **speeds}
+    job, corpus = _text_job(task)
+    settings = job.settings
+    rates = [settings.tokens_per_step / seconds for seconds in time_training_steps(job, corpus)]
+    dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
+    speeds = measure_speeds(job.config, task["speed_contexts"], job.device, dtype)
+    return {"status": "done", "train": [(settings.sequence_length, rates)], **speeds}
 
 
-TASKS = {"train": _train, "calibrate": _calibrate, "speed": _speed, "recall": _recall}
+TASKS = {"train": _train, "tune": _tune, "calibrate": _calibrate, "speed": _speed, "recall": _recall, "loss": _loss}
 
 if __name__ == "__main__":
     main()

@@ -6,7 +6,7 @@ or of seeds.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,23 +21,14 @@ from heddle.analysis.conversion.results import (
     CONVERTED,
     HEALED,
     ConversionResults,
-    FiniteScores,
     ModelResult,
-    NeedleScores,
 )
+from heddle.training.evaluation.scores import FiniteScores, finite_ratio
+from heddle.training.evaluation.text_recall import NeedleScores
 
 ROUNDING = 1e-5  # bits per byte; a smaller change is one of float32
 Difference = Mapping[str, Any]  # mean, low, high, resolved
 FixedScores = tuple[tuple[float | None, int], ...]  # FiniteScores that can be cached
-
-
-def ratio(scores: Iterable[tuple[float | None, int]]) -> float | None:
-    """The sum of the numerators over that of the denominators; None without them, or where a number is not finite."""
-    pairs = list(scores)
-    denominator = sum(size for _, size in pairs)
-    if not denominator or any(score is None for score, _ in pairs):
-        return None
-    return sum(score for score, _ in pairs if score is not None) / denominator
 
 
 def difference(
@@ -55,7 +46,7 @@ def _difference(scores: FixedScores, reference: FixedScores, sampling: TextSampl
 
 def _run(scores: Sequence[tuple[float | None, int]]) -> dict[str, Any]:
     """The scores in the form of a run of a comparison."""
-    return {"seed": 0, "status": "done", "bits_per_byte": ratio(scores), "windows": scores}
+    return {"seed": 0, "status": "done", "bits_per_byte": finite_ratio(scores), "windows": scores}
 
 
 def added_loss(results: ConversionResults, model: ModelResult) -> Difference:
@@ -65,7 +56,7 @@ def added_loss(results: ConversionResults, model: ModelResult) -> Difference:
 
 def added_share(results: ConversionResults, model: ModelResult) -> float | None:
     """The added loss as a share of the original's loss."""
-    return share_of(added_loss(results, model)["mean"], ratio(results.original.windows))
+    return share_of(added_loss(results, model)["mean"], finite_ratio(results.original.windows))
 
 
 def describe_change(change: Difference) -> str:
@@ -133,12 +124,12 @@ def hidden_needles(model: ModelResult) -> Sequence[NeedleScores]:
 
 def chance_accuracy(model: ModelResult) -> float | None:
     """The share of right answers without the needles: what can be guessed from the query."""
-    return ratio(pair for needle in model.needles if needle.depth is None for pair in needle.correct)
+    return finite_ratio(pair for needle in model.needles if needle.depth is None for pair in needle.correct)
 
 
 def needle_accuracy(model: ModelResult) -> float | None:
     """The share of right answers over all depths."""
-    return ratio(pair for needle in hidden_needles(model) for pair in needle.correct)
+    return finite_ratio(pair for needle in hidden_needles(model) for pair in needle.correct)
 
 
 def needle_gain(model: ModelResult) -> Difference:

@@ -7,10 +7,10 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from heddle.analysis.comparison.speed import Samples
+from heddle.training.evaluation.scores import FiniteScores
+from heddle.training.evaluation.text_recall import NeedleScores
 
 ORIGINAL, CONVERTED, HEALED = "original", "converted", "healed"
-# (bits or right answers, bytes or scored tokens) of each window or row; None where the model gave no finite number
-FiniteScores = list[tuple[float | None, int]]
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,6 @@ class LayerError:
     layer: int
     mixer: float | None
     stream: float | None
-
-
-@dataclass(frozen=True)
-class NeedleScores:
-    """What was recalled of the needles at one depth of the context. depth: 0 to 1; None: the needles were left out."""
-
-    depth: float | None
-    losses: FiniteScores
-    correct: FiniteScores
 
 
 @dataclass(frozen=True)

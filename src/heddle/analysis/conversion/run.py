@@ -19,12 +19,13 @@ from heddle.analysis.conversion.results import (
     ModelResult,
     parse_results,
 )
-from heddle.analysis.conversion.texts import NEEDLE_TOKENS, MeasurementSettings, MeasurementText
+from heddle.analysis.conversion.texts import MeasurementSettings, MeasurementText
 from heddle.data.corpus import Corpus
 from heddle.errors import CheckpointError, DataError
 from heddle.progress import progress_bar
 from heddle.storage.json_file import read_json_file, write_json_file
 from heddle.storage.run_log import to_plain_json
+from heddle.training.evaluation.text_recall import NEEDLE_TOKENS
 
 SPEED_ROUNDS = 2
 REMEDY = "free some space or choose another folder"
@@ -78,7 +79,7 @@ def measure_conversion(
 
 
 def _new_results(text: MeasurementText, record: ConversionRecord) -> ConversionResults:
-    corpus = text.corpus
+    corpus, recall = text.corpus, text.recall
     measured_text = MeasuredText(
         name=corpus.name,
         sha256=corpus.hash,
@@ -86,12 +87,12 @@ def _new_results(text: MeasurementText, record: ConversionRecord) -> ConversionR
         windows=text.window_count,
         bytes=text.text_bytes,
         positions=text.position_ranges,
-        row_length=text.row_length,
-        span_rows=text.settings.span_rows if text.row_length else 0,
-        span_length=text.span_length,
-        needle_rows=text.settings.needle_rows if text.row_length else 0,
+        row_length=recall.row_length,
+        span_rows=recall.spans if recall.row_length else 0,
+        span_length=recall.span_length,
+        needle_rows=recall.needles if recall.row_length else 0,
         needle_length=NEEDLE_TOKENS,
-        note=text.note,
+        note=recall.note,
     )
     return ConversionResults(
         heddle=__version__,

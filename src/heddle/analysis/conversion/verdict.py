@@ -14,9 +14,9 @@ from heddle.analysis.conversion.differences import (
     copying_gain,
     describe_change,
     healed_share,
-    ratio,
 )
 from heddle.analysis.conversion.results import HEALED, ConversionResults, ModelResult
+from heddle.training.evaluation.scores import finite_ratio
 
 TOLERANCE = 0.01  # of the original's loss; below it, the page says that a conversion does not hurt
 
@@ -35,7 +35,7 @@ def conversion_verdict(results: ConversionResults) -> list[str]:
 
 def within_tolerance(results: ConversionResults, model: ModelResult) -> bool:
     """Whether the whole interval of the added loss is below TOLERANCE of the original's loss."""
-    added, original = added_loss(results, model), ratio(results.original.windows)
+    added, original = added_loss(results, model), finite_ratio(results.original.windows)
     if added["mean"] is None or original is None:
         return False
     return bool((added["mean"] if added["high"] is None else added["high"]) <= TOLERANCE * original)

@@ -23,12 +23,12 @@ from heddle.analysis.conversion.differences import (
     describe_change,
     healed_share,
     needle_accuracy,
-    ratio,
 )
 from heddle.analysis.conversion.results import HEALED, ORIGINAL, ConversionResults, ModelResult
 from heddle.analysis.conversion.verdict import format_signed_percent
 from heddle.analysis.pages.design_styles import COLOR_COUNT, DASHES, MARKERS, DesignStyle
 from heddle.analysis.pages.summary import INTERVAL_MARGIN, Bar, DifferenceCell, Interval
+from heddle.training.evaluation.scores import finite_ratio
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def summary_rows(results: ConversionResults) -> list[ModelRow]:
     """The original, then the others: of several conversions the larger states first, and of each the lower loss."""
 
     def order(model: ModelResult) -> tuple[float, float]:
-        loss = ratio(model.windows)
+        loss = finite_ratio(model.windows)
         return -(state_per_token(results, model) or 0.0), float("inf") if loss is None else loss
 
     converted = results.converted_models
@@ -81,7 +81,7 @@ def _summary_row(results: ConversionResults, model: ModelResult, scale: float) -
         style=model_styles(results)[model.name],
         size=f"{format_number(model.parameters)} parameters",
         stage=f"{model.stage}{healed}",
-        loss=format_bits(ratio(model.windows)),
+        loss=format_bits(finite_ratio(model.windows)),
         difference=None if is_original else _difference_cell(added_loss(results, model), scale),
         percent="" if is_original else format_signed_percent(added_share(results, model)),
         costs=[*_recall_bars(results, model), *_cost_bars(results, model)],

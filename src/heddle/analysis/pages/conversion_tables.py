@@ -27,11 +27,11 @@ from heddle.analysis.conversion.differences import (
     healed_share,
     hidden_needles,
     needle_gain,
-    ratio,
 )
 from heddle.analysis.conversion.results import CONVERTED, HEALED, ORIGINAL, ConversionResults, ModelResult
 from heddle.analysis.conversion.verdict import format_signed_percent
 from heddle.analysis.pages.sections import HeatCell, HeatMap
+from heddle.training.evaluation.scores import finite_ratio
 
 HEAT = 55  # the strongest background, in percent
 
@@ -72,7 +72,7 @@ def position_table(results: ConversionResults) -> HeatMap:
         for model in results.converted_models
     }
     largest = max((abs(c["mean"]) for row in changes.values() for c in row if c["mean"] is not None), default=0.0)
-    rows = [(original.name, [HeatCell(format_bits(ratio(scores)), 0) for scores in original.positions])]
+    rows = [(original.name, [HeatCell(format_bits(finite_ratio(scores)), 0) for scores in original.positions])]
     for name, row in changes.items():
         cells = []
         for change in row:
@@ -108,8 +108,8 @@ def copying_table(results: ConversionResults) -> TextTable:
         rows.append(
             [
                 model.name,
-                format_bits(ratio(model.first_spans)),
-                format_bits(ratio(model.repeated_spans)),
+                format_bits(finite_ratio(model.first_spans)),
+                format_bits(finite_ratio(model.repeated_spans)),
                 format_difference(copying_gain(model)),
                 "" if is_original else format_difference(change),
                 "original" if is_original else describe_change(change),
@@ -128,10 +128,10 @@ def needle_table(results: ConversionResults) -> HeatMap:
         chance = chance_accuracy(model) or 0.0
         cells = []
         for needle in hidden_needles(model):
-            accuracy = ratio(needle.correct)
+            accuracy = finite_ratio(needle.correct)
             above = 0.0 if accuracy is None or chance >= 1 else max(0.0, (accuracy - chance) / (1 - chance))
             cells.append(
-                HeatCell(format_percent(accuracy), HEAT * above, (f"{format_bits(ratio(needle.losses))} bits",))
+                HeatCell(format_percent(accuracy), HEAT * above, (f"{format_bits(finite_ratio(needle.losses))} bits",))
             )
         gain = needle_gain(model)
         half = half_width(gain)

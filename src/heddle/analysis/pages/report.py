@@ -9,12 +9,16 @@ from typing import Any
 
 from heddle.analysis.comparison.formatting import join_names
 from heddle.analysis.comparison.lookup import Report
+from heddle.analysis.comparison.resolution import resolution_table
 from heddle.analysis.pages import experts, sections, summary
+from heddle.analysis.pages.abilities import ability_tables, profile_cards
 from heddle.analysis.pages.design_styles import design_styles
 from heddle.analysis.pages.figures.effects import effect_figures
 from heddle.analysis.pages.figures.lengths import length_figure
 from heddle.analysis.pages.figures.overview import overview_figures
+from heddle.analysis.pages.figures.tuning import tuning_figures
 from heddle.analysis.pages.render import render
+from heddle.analysis.pages.tuning import tuning_section
 from heddle.errors import MachineError
 from heddle.storage.atomic import write_file
 
@@ -28,15 +32,18 @@ def write_report(report: dict[str, Any], folder: Path) -> Path:
     The same report gives the same bytes. Numbers that are not finite become null. Raises MachineError where the folder
     cannot be written.
     """
-    finite = _finite(report)
-    text = json.dumps(finite, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MachineError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from error
-    write_file(folder / "report.json", text, WRITE_REMEDY)
-    write_file(folder / "report.html", report_page(finite), WRITE_REMEDY)
+    write_file(folder / "report.json", report_json(report), WRITE_REMEDY)
+    write_file(folder / "report.html", report_page(report), WRITE_REMEDY)
     return folder / "report.html"
+
+
+def report_json(report: Report) -> str:
+    """The text of report.json."""
+    return json.dumps(_finite(report), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:
@@ -48,9 +55,12 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def report_page(report: Report) -> str:
-    """The report as one HTML document."""
-    return render("report.html", **report_context(report), plotly=plotly_script())
+def report_page(report: Report, revision: int | None = None) -> str:
+    """The report as one HTML document.
+
+    revision: of a page that `LivePage` serves, and that asks for newer ones; None for a file, which asks for nothing.
+    """
+    return render("report.html", **report_context(_finite(report)), plotly=plotly_script(), revision=revision)
 
 
 def plotly_script() -> str:
@@ -72,17 +82,21 @@ def report_context(report: Report) -> dict[str, Any]:
         "verdict": verdict,
         "is_long_verdict": sum(len(text) for text, _ in verdict[0]) > LONG_VERDICT,
         "summary": summary.summary_table(report),
+        "resolution": resolution_table(report),
         "overview": sections.overview_cards(report, figures),
         "effects": sections.effect_cards(report),
         "interactions": sections.interaction_tables(report),
         "equal_size": sections.equal_size(report),
+        "tuning": tuning_section(report),
         "lengths": sections.length_rows(report),
         "refusals": sections.refusals(report),
         "recall": sections.recall_rows(report),
+        "abilities": ability_tables(report),
+        "profile": profile_cards(report),
         "experts": experts.expert_cards(report),
         "designs": sections.design_cards(report),
         "methods": sections.difference_methods(report),
-        "figures": {**figures, **effect_figures(report), "lengths": length_figure(report)},
+        "figures": {**figures, **effect_figures(report), **tuning_figures(report), "lengths": length_figure(report)},
     }
 
 

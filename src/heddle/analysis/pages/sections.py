@@ -18,6 +18,7 @@ from heddle.analysis.comparison.formatting import (
     judgment,
 )
 from heddle.analysis.comparison.lookup import (
+    Design,
     Report,
     difference_to_baseline,
     mean_loss,
@@ -228,6 +229,7 @@ def design_cards(report: Report) -> list[dict[str, Any]]:
         {
             "design": design,
             "state_growth": describe_state_growth(design),
+            "kernels": kernel_sentences(design),
             "relative_to_baseline": compare_with_baseline(report, design),
             "runs": TextTable(
                 ["", "bits per byte", "tokens", "time"],
@@ -250,10 +252,21 @@ def design_cards(report: Report) -> list[dict[str, Any]]:
     ]
 
 
+def kernel_sentences(design: Design) -> list[str]:
+    """Of each phase the kernels of the mixers' operations: "Kernels in training: attention torch, delta chunked"."""
+    phrases = []
+    for phase, operations in design["kernels"].items():
+        names = [f"{operation} {' and '.join(kernels)}" for operation, kernels in operations.items()]
+        phrases += [f"Kernels in {phase}: {', '.join(names)}"] if names else []
+    return phrases
+
+
 def difference_methods(report: Report) -> list[tuple[str, str]]:
     """(designs, method) of each method by which differences were computed."""
-    methods = dict.fromkeys(row["method"] for row in report["differences"])
+    is_partial = not report["progress"]["is_complete"]
+    differences = [row for row in report["differences"] if not is_partial or row["mean"] is not None]
+    methods = dict.fromkeys(row["method"] for row in differences)
     return [
-        (join_names([row["design"] for row in report["differences"] if row["method"] == method], 12), method)
+        (join_names([row["design"] for row in differences if row["method"] == method], 12), method)
         for method in methods
     ]

@@ -27,12 +27,16 @@ INTERVAL_MARGIN = 1.08  # room around the largest interval
 
 @dataclass(frozen=True)
 class Bar:
-    """A number in a cell with a bar below it. percent: the bar's length, None without a bar."""
+    """A number in a cell with a bar below it. percent: the bar's length, None without a bar.
+
+    ends: the range of a speed's measurements, as text. note: in the header.
+    """
 
     title: str
     text: str
     percent: float | None
-    note: str = ""  # in the header
+    note: str = ""
+    ends: str = ""
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,5 @@ def _cost(column: CostColumn, name: str) -> Bar:
     value = column.values[name]
     largest = max((known for known in column.values.values() if known is not None), default=0.0)
     percent = 100 * value / largest if value is not None and largest else None
-    return Bar(
-        column.title, column.format(value), percent, "less is better" if column.less_is_better else "more is better"
-    )
+    note = "less is better" if column.less_is_better else "more is better"
+    return Bar(column.title, column.format(value), percent, note, column.range_text(name))

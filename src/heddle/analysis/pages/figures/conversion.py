@@ -12,7 +12,7 @@ from heddle.analysis.comparison.formatting import (
     format_percent,
 )
 from heddle.analysis.conversion.costs import speeds_of, state_context, state_per_token
-from heddle.analysis.conversion.differences import added_loss, added_share, describe_change, difference, ratio
+from heddle.analysis.conversion.differences import added_loss, added_share, describe_change, difference
 from heddle.analysis.conversion.results import CONVERTED, ORIGINAL, ConversionResults, ModelResult
 from heddle.analysis.conversion.verdict import TOLERANCE, format_signed_percent
 from heddle.analysis.pages.conversion_summary import model_styles
@@ -23,11 +23,13 @@ from heddle.analysis.pages.figures.svg import (
     Scale,
     Series,
     Value,
+    line_chart,
     linear_ticks,
     scaled_lines,
     symlog_ticks,
     value_range,
 )
+from heddle.training.evaluation.scores import finite_ratio
 
 MAX_LINES = 7  # more lines are told by the table alone
 LINEAR_LIMIT = 8  # an added loss of more than so many times the tolerance is drawn on a stretched scale
@@ -38,7 +40,7 @@ def sweep_chart(results: ConversionResults) -> Chart | None:
     conversions = [model for model in results.converted_models if model.stage == CONVERTED]
     if len({state_per_token(results, model) for model in conversions} - {None}) < 2:
         return None
-    tolerance = TOLERANCE * (ratio(results.original.windows) or 1.0)
+    tolerance = TOLERANCE * (finite_ratio(results.original.windows) or 1.0)
     styles = model_styles(results)
     groups: dict[tuple[str, str], list[ModelResult]] = {}
     for model in results.converted_models:
@@ -100,7 +102,7 @@ def position_chart(results: ConversionResults) -> Chart | None:
     def values(model: ModelResult) -> list[Value]:
         rows = []
         for index, (scores, reference) in enumerate(zip(model.positions, results.original.positions, strict=True)):
-            loss, change = ratio(scores), difference(scores, reference)
+            loss, change = finite_ratio(scores), difference(scores, reference)
             if loss is not None:
                 half = 0.0 if change["low"] is None else (change["high"] - change["low"]) / 2
                 title = f"{model.name}, positions {ranges[index][0]} to {ranges[index][1] - 1}: {format_bits(loss)}"
@@ -182,12 +184,5 @@ def _model_chart(
     ]
     low, high = value_range(series)
     y_scale = Scale(low if lowest is None else lowest, high)
-    return Chart(
-        label=f"{titles[1]} over {titles[0]}",
-        x_title=titles[0],
-        y_title=titles[1],
-        x_ticks=x_ticks,
-        y_ticks=linear_ticks(y_scale, None if lowest is None else format_number),
-        lines=scaled_lines(series, x_scale, y_scale),
-        dotted=[],
-    )
+    y_text = None if lowest is None else format_number
+    return line_chart(series, x_scale, x_ticks, titles, y_scale=y_scale, y_text=y_text)

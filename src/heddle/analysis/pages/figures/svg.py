@@ -43,7 +43,7 @@ class ChartLine:
     """Points in the style of a model.
 
     name: in the legend, "" for a line that is not listed. has_line: whether a line connects the points. filled:
-    whether the markers are.
+    whether the markers are. is_curve: whether it has no markers, and a band for its intervals.
     """
 
     name: str
@@ -51,11 +51,20 @@ class ChartLine:
     points: list[ChartPoint]
     has_line: bool = True
     filled: bool = True
+    is_curve: bool = False
 
     @property
     def path(self) -> str:
         """The corners of the line as SVG's points."""
         return " ".join(f"{point.x:.2f},{point.y:.2f}" for point in self.points)
+
+    @property
+    def band(self) -> str:
+        """The corners of a curve's band as SVG's points; "" without one."""
+        ends = [(point.x, point.low, point.high) for point in self.points if self.is_curve]
+        lower = [f"{x:.2f},{low:.2f}" for x, low, _ in ends if low is not None]
+        upper = [f"{x:.2f},{high:.2f}" for x, _, high in reversed(ends) if high is not None]
+        return " ".join([*lower, *upper])
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,7 @@ class Series:
     values: Sequence[Value]
     has_line: bool = True
     filled: bool = True
+    is_curve: bool = False
 
 
 def scaled_lines(series: Iterable[Series], x_scale: Scale, y_scale: Scale) -> list[ChartLine]:
@@ -113,7 +123,7 @@ def scaled_lines(series: Iterable[Series], x_scale: Scale, y_scale: Scale) -> li
             for value in each.values
             if math.isfinite(value.y)
         ]
-        lines.append(ChartLine(each.name, each.style, points, each.has_line, each.filled))
+        lines.append(ChartLine(each.name, each.style, points, each.has_line, each.filled, each.is_curve))
     return lines
 
 
@@ -147,3 +157,29 @@ def symlog_ticks(scale: Scale) -> list[tuple[float, str]]:
         if math.isfinite(percent) and all(abs(percent - other) >= MIN_DISTANCE for other, _ in ticks):
             ticks.append((percent, f"{value:g}".replace("-", "−")))
     return ticks
+
+
+def line_chart(
+    series: Sequence[Series],
+    x_scale: Scale,
+    x_ticks: list[tuple[float, str]],
+    titles: tuple[str, str],
+    *,
+    y_scale: Scale | None = None,
+    y_text: Callable[[float], str] | None = None,
+    dotted: Sequence[tuple[float, str]] = (),
+) -> Chart:
+    """A chart of lines. titles: of the two axes. y_scale: by default it shows all values.
+
+    dotted: (value, text) of dotted lines across the plot.
+    """
+    y_scale = y_scale or Scale(*value_range(series, [value for value, _ in dotted]))
+    return Chart(
+        label=f"{titles[1]} over {titles[0]}",
+        x_title=titles[0],
+        y_title=titles[1],
+        x_ticks=x_ticks,
+        y_ticks=linear_ticks(y_scale, y_text),
+        lines=scaled_lines(series, x_scale, y_scale),
+        dotted=[(100 - y_scale.percent(value), text) for value, text in dotted],
+    )

@@ -2,7 +2,7 @@
 (() => {
   "use strict";
   const root = document.documentElement;
-  const figures = JSON.parse(document.getElementById("figure-data").textContent);
+  let figures = {};
   const hiddenDesigns = new Set();
   const fullRangeFigures = new Set();
   const cssColor = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
@@ -45,21 +45,30 @@
 
   const toggle = (set, key) => {
     if (!set.delete(key)) set.add(key);
-    draw();
-    return set.has(key);
+    show();
   };
-  for (const button of document.querySelectorAll("[data-design]"))
-    button.addEventListener("click", () =>
-      button.setAttribute("aria-pressed", String(!toggle(hiddenDesigns, Number(button.dataset.design)))));
-  for (const button of document.querySelectorAll("[data-full-range]"))
-    button.addEventListener("click", () =>
-      button.setAttribute("aria-pressed", String(toggle(fullRangeFigures, button.dataset.fullRange))));
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("[data-design], [data-full-range]");
+    if (button?.dataset.design) toggle(hiddenDesigns, Number(button.dataset.design));
+    if (button?.dataset.fullRange) toggle(fullRangeFigures, button.dataset.fullRange);
+  });
+
+  // The content as it is in the page; on a page that follows a command it is replaced now and then.
+  const show = () => {
+    figures = JSON.parse(document.getElementById("figure-data").textContent);
+    for (const element of document.querySelectorAll(".needs-script")) element.hidden = false;
+    for (const button of document.querySelectorAll("[data-design]"))
+      button.setAttribute("aria-pressed", String(!hiddenDesigns.has(Number(button.dataset.design))));
+    for (const button of document.querySelectorAll("[data-full-range]"))
+      button.setAttribute("aria-pressed", String(fullRangeFigures.has(button.dataset.fullRange)));
+    draw();
+  };
+  addEventListener("heddle-content", show);
 
   // Print in the light scheme.
   const setPaper = (on) => () => { root.classList.toggle("paper", on); draw(); };
   addEventListener("beforeprint", setPaper(true));
   addEventListener("afterprint", setPaper(false));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  for (const element of document.querySelectorAll(".needs-script")) element.hidden = false;
-  draw();
+  show();
 })();

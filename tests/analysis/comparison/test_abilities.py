@@ -1,0 +1,257 @@
+"""Which recall tasks are trained and drawn, and the curve over pairs: the rules, on designs and invented results."""
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from heddle.analysis.comparison.abilities import (
+    TaskChoice,
+    choose_tasks,
+    describe_results,
+    keeps_every_token,
+    left_out_sentences,
+    summarize_abilities,
+)
+from heddle.analysis.comparison.probes import CURVE_PROBE, RECALL_PROBES, select_probes
+from heddle.analysis.comparison.recall_curve import (
+    accuracy_by_pairs,
+    curve_points,
+    curve_sentence,
+    curve_summary,
+    curve_table,
+    describe_curve_cost,
+    most_pairs,
+)
+from heddle.analysis.comparison.terminal import print_report
+from heddle.errors import ConfigError
+from heddle.model.config import ModelConfig
+from heddle.training.evaluation.budget import EarlyStop
+from tests import small
+from tests.analysis.comparison import reports
+from tests.laws.planting import plant
+
+LONG_TRAINING = 1e9  # tokens: every task is affordable
+
+
+def design(**mixer: Any) -> ModelConfig:
+    data = small.design(vocab_size=300)
+    data["layers"] = [{"mixer": {"heads": 2, **mixer}, "feedforward": {"kind": "mlp", "hidden": 8}}]
+    return small.config(data)
+
+
+def full(**fields: Any) -> ModelConfig:
+    return design(kind="attention", position={"kind": "rope"}, **fields)
+
+
+def recurrent() -> ModelConfig:
+    return design(kind="linear_attention", head_dim=8, feature_map="elu")
+
+
+def reasons(train_tokens: float = LONG_TRAINING, **configs: ModelConfig) -> dict[str, str]:
+    return {choice.probe: choice.reason for choice in choose_tasks(configs, ("auto",), train_tokens)}
+
+
+def test_designs_that_keep_all_tokens_are_not_tested() -> None:
+    assert keeps_every_token(full(), 36)
+    assert keeps_every_token(full(window=36), 36)
+    assert not keeps_every_token(full(window=8), 36)
+    assert not keeps_every_token(recurrent(), 36)
+    alike = reasons(a=full(), b=full(kv_heads=1))
+    assert set(alike) == set(RECALL_PROBES)
+    assert alike["mqar"] == "every design keeps all 36 tokens of a row"
+    assert all(alike.values())
+    # a window that hides tokens, or a state of fixed size, may differ
+    for other in (full(window=8), recurrent()):
+        mixed = reasons(a=full(), b=other)
+        assert [name for name, reason in mixed.items() if not reason] == [n for n in RECALL_PROBES if n != "s5"]
+        assert mixed["s5"] == "no kind of mixer learns it within this budget"
+
+
+def test_equal_copies_are_trained_once() -> None:
+    wide = full(window=8).replace(layers=tuple(layer.replace(feedforward=None) for layer in full(window=8).layers))
+    choices = {choice.probe: choice for choice in choose_tasks({"a": full(window=8), "b": wide}, ("auto",), 1e9)}
+    assert choices["mqar"].reason == "the small copies of all designs are equal"  # they have no feed-forwards
+    assert not choices["parity"].reason
+    assert choices["parity"].copies == {"a": "a", "b": "b"}
+    three = {"a": full(window=8), "b": wide, "c": recurrent()}
+    [choice] = [choice for choice in choose_tasks(three, ("auto",), 1e9) if choice.probe == "mqar"]
+    assert (choice.copies, choice.reason) == ({"a": "a", "b": "a", "c": "c"}, "")
+
+
+def test_a_short_training_affords_short_rows_only() -> None:
+    affordable = reasons(300_000, a=full(), b=recurrent())
+    assert not affordable["mqar"]
+    assert affordable["parity"] == "all tests together may read 2 times what the trainings of a design read"
+    tested = [name for name, reason in reasons(500_000, a=full(), b=recurrent()).items() if not reason]
+    assert tested == ["mqar", "parity"]  # 0.5 and 0.5 million tokens; the others have longer rows
+    assert not reasons(a=full(), b=recurrent())["needle"]
+
+
+def test_a_budget_that_is_spent_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "analysis.comparison.abilities:choose_tasks", "affordable -= 0 if choice.reason else", "_ =")
+    with pytest.raises(AssertionError):
+        test_a_short_training_affords_short_rows_only()
+
+
+def test_requested_tasks_are_always_trained() -> None:
+    for choice in choose_tasks({"a": full(), "b": full(kv_heads=1)}, select_probes("all"), 10):
+        assert choice.reason == ""
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "outcome"),
+    [
+        ({"a": 1.0, "b": 0.1}, ""),
+        ({"a": 0.6, "b": 0.4}, ""),
+        ({"a": 1.0, "b": 0.97}, "every design learned it (97 % to 100 %)"),
+        ({"a": 1.0, "b": 1.0}, "every design learned it (100 %)"),
+        ({"a": 0.1, "b": 0.12}, "no design learned it within the budget (10 % to 12 %, guessing 8.3 %)"),
+        ({"a": 0.5, "b": 0.52}, "all designs are alike (50 % to 52 %, guessing 8.3 %)"),
+        ({"a": 1.0, "b": None}, ""),
+        ({"a": 1.0}, ""),
+    ],
+)
+def test_only_what_tells_designs_apart_is_drawn(accuracies: dict[str, float | None], outcome: str) -> None:
+    assert describe_results(accuracies, 1 / 12) == outcome
+
+
+def report_of(is_auto: bool = True) -> dict[str, Any]:
+    choices = [TaskChoice("mqar", {}), TaskChoice("parity", {}), TaskChoice("s5", {}, "it is too hard")]
+    results = {"a": {"mqar": 1.0, "parity": 0.5}, "b": {"mqar": 0.1, "parity": 0.51}}
+    designs = [
+        {"name": name, "recall": {probe: {"accuracy": value} for probe, value in measured.items()}}
+        for name, measured in results.items()
+    ]
+    return {"designs": designs} | summarize_abilities(choices, designs, is_auto)
+
+
+def test_the_report_has_what_is_drawn_and_why_the_rest_is_not() -> None:
+    report = report_of()
+    assert list(report["recall"]) == ["mqar"]
+    assert [(row["name"], row["accuracies"]) for row in report["recall_left_out"]] == [
+        ("parity", {"a": 0.5, "b": 0.51}),
+        ("s5", {}),
+    ]
+    assert left_out_sentences(report) == [
+        "Parity: tested, not drawn, because no design learned it within the budget (50 % to 51 %, guessing 50 %).",
+        "S5: not tested, because it is too hard.",
+    ]
+    assert list(report_of(is_auto=False)["recall"]) == ["mqar", "parity"]
+    # what is not finished is not judged
+    report["designs"][0]["recall"] = {}
+    unfinished = summarize_abilities([TaskChoice("parity", {})], report["designs"], is_auto=True)
+    assert (list(unfinished["recall"]), unfinished["recall_left_out"]) == (["parity"], [])
+
+
+def test_several_tasks_may_be_named() -> None:
+    assert select_probes("auto") == ("auto",)
+    assert select_probes("mqar,parity") == ("mqar", "parity")
+    assert select_probes("auto,curve") == ("auto", "curve")
+    for names in ("mqar,mqar", "auto,mqar", "all,none", "none,s5"):
+        with pytest.raises(ConfigError, match=f"recall {names}: names a task twice, or auto, all or none beside"):
+            select_probes(names)
+
+
+def early_stop(accuracies: list[float], interval: int = 45) -> tuple[int, bool] | None:
+    """(the step at which a probe's training ends, whether it is hopeless)."""
+    check = EarlyStop(RECALL_PROBES["mqar"].evaluation())
+    for number, accuracy in enumerate(accuracies, 1):
+        check.add({"step": interval * number, "validation_accuracy": accuracy})
+        if check.is_over:
+            return interval * number, check.is_hopeless
+    return None
+
+
+def test_a_training_ends_where_the_task_is_solved_or_hopeless() -> None:
+    assert early_stop([0.1, 0.99, 1, 1, 1]) == (180, False)
+    assert early_stop([0.1, 1, 0.9, 1, 1]) == (225, False)
+    assert early_stop([0.08] * 10) == (315, True)
+    assert early_stop([0.08] * 5 + [0.3] * 5) is None  # it learns late
+
+
+def test_hopeless_only_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "training.evaluation.budget:EarlyStop.add", 'line["step"] >= budget.hopeless_steps', "True")
+    with pytest.raises(AssertionError):
+        test_a_training_ends_where_the_task_is_solved_or_hopeless()
+
+
+def test_the_curve_counts_each_number_of_pairs() -> None:
+    counts = curve_summary()["pairs"]
+    assert counts == [4, 8, 16, 32, 64]
+    rows = [(float(10 * (row % 5)), 64) for row in range(23)]
+    points = accuracy_by_pairs(rows)
+    assert [pairs for pairs, _, _ in points] == counts
+    assert [accuracy for _, accuracy, _ in points] == pytest.approx([0, 10 / 64, 20 / 64, 30 / 64, 40 / 64])
+    assert [scored for _, _, scored in points] == [320, 320, 320, 256, 256]
+    # the rows of the task are in the same order
+    batch = CURVE_PROBE.task_stream.batch(0, 0, 5)
+    assert [lengths[0] // 3 for lengths in batch.doc_lengths] == counts
+
+
+def test_planted_order_of_rows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "analysis.comparison.recall_curve:accuracy_by_pairs", "counts, rows", "counts, rows[::-1]")
+    with pytest.raises(AssertionError):
+        test_the_curve_counts_each_number_of_pairs()
+
+
+def curve_report() -> dict[str, Any]:
+    accuracies: dict[str, list[float | None]] = {
+        "full": [1, 1, 1, 1, 0.99],
+        "small": [1, 0.98, 0.5, 1, 0.1],
+        "linear": [0.3] * 5,
+        "failed": [None] * 5,
+    }
+    designs = [
+        {
+            "name": name,
+            "recall_curve": [
+                {"pairs": pairs, "accuracy": value, "scored": 64, "state_bytes": size * pairs}
+                for pairs, value in zip(curve_summary()["pairs"], values, strict=True)
+            ],
+        }
+        for size, (name, values) in enumerate(accuracies.items(), 1)
+    ]
+    return {"recall_curve": curve_summary(), "designs": designs, "baseline": "full"}
+
+
+def test_the_curve_in_words_and_numbers() -> None:
+    report = curve_report()
+    assert curve_sentence(report) == "Pairs recalled, of up to 64: full 64, small 8 and linear none."
+    table = curve_table(report)
+    assert table.rows[1] == ["small", "100 %", "98 %", "50 %", "100 %", "10 %", "8", "128 B"]
+    assert table.rows[-1] == ["guessing", "25 %", "12 %", "6.2 %", "3.1 %", "1.6 %", "", ""]
+    chances = curve_summary()["chance_by_pairs"]
+    assert [most_pairs(design["recall_curve"], chances) for design in report["designs"]] == [64, 8, 0, None]
+    assert curve_sentence({"designs": []}) == ""
+
+
+def test_the_state_of_the_curve_is_that_of_the_copy() -> None:
+    config = full()
+    [first, *_, last] = curve_points(config, {"by_pairs": accuracy_by_pairs([(1.0, 64)] * 5)})
+    assert (first["pairs"], last["pairs"], last["scored"]) == (4, 64, 64)
+    layers = CURVE_PROBE.small_copy(config).depth
+    per_token = layers * 2 * config.width * 4  # keys and values of float32
+    assert last["state_bytes"] - first["state_bytes"] == pytest.approx((128 - 8) * per_token, rel=0.3)
+    constant = {point["state_bytes"] for point in curve_points(recurrent(), {})}
+    assert len(constant) == 1
+    text = describe_curve_cost({"a": config}, 1e12)
+    assert text.startswith("recall curve: 1 small copies read up to 1.38 M tokens each, ")
+    assert np.isfinite(float(text.split("each, ")[1].split(" ")[0]))
+
+
+def test_the_terminal_says_what_is_not_drawn() -> None:
+    report = reports.make_report() | {"recall_left_out": report_of()["recall_left_out"]}
+    report["recall_curve"] = curve_summary()
+    for design in report["designs"]:
+        design["recall_curve"] = curve_report()["designs"][1]["recall_curve"]
+    console = Console(width=300, file=io.StringIO())
+    print_report(report, console)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "S5: not tested, because it is too hard." in text
+    assert "Pairs recalled, of up to 64: mha-tiny 8," in text
+    assert "20.8–" in text  # the range of a speed
+    assert "21.8 k" in text

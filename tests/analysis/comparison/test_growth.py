@@ -1,0 +1,219 @@
+"""Comparisons that grow in place and that stop when they are resolved; their workers give results fixed in advance."""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from heddle.analysis import workers as processes
+from heddle.analysis.comparison import run as comparison_run
+from heddle.cli.main import run_command
+from heddle.signals import Interrupted
+from heddle.storage.json_file import write_json_file
+from tests import small
+from tests.analysis.comparison import reports
+
+LOSSES = {"a": 2.0, "b": 2.001, "c": 2.3, "d": 2.0}
+OPTIONS = ["--sequence-length", "32", "--batch-size", "16", "--device", "cpu", "--workers", "1", "--recall", "none"]
+OPTIONS += ["--speed-context-length", "24", "--extrapolate", "1", "--tokens", "5200", "--quiet"]
+
+
+class Ended:
+    """A process that has ended."""
+
+    def poll(self) -> int:
+        return 0
+
+
+class Workers:
+    """Takes the place of worker processes: the loss of a run follows from its design and seed."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.stops_before: str | None = None
+        template = reports.make_report({"a": reports.TINY["mha-tiny"]}, seeds=1)["designs"][0]["runs"][0]
+        self.template = {**template, "extrapolation": []}
+
+    def start(self, request: Path, target: Path) -> Ended:
+        task = json.loads(request.read_text(encoding="utf-8"))
+        if target.stem == self.stops_before:
+            raise Interrupted(15)
+        self.ran.append(target.stem)
+        if task["task"] != "train":
+            write_json_file(target, {"status": "done", "train": [], "prefill": [], "decode": []})
+            return Ended()
+        name, seed = target.stem.split("-seed")
+        rng = np.random.default_rng([zlib.crc32(name.encode()), int(seed)])
+        loss = LOSSES[name] + np.random.default_rng(int(seed)).normal(0, 0.05) + rng.normal(0, 0.004)
+        windows = [[loss * 1000, 1000]] * 16
+        result = {"seed": int(seed), "bits_per_byte": loss, "windows": windows, "seconds": 2.0}
+        write_json_file(target, self.template | result)
+        return Ended()
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
+    workers = Workers()
+    monkeypatch.setattr(processes, "start_worker", workers.start)
+    monkeypatch.setattr(comparison_run._Writer, "update", lambda self: None)  # the report at the end is enough
+    return workers
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("growth")
+    (root / "text").mkdir()
+    for number in range(20):
+        (root / "text" / f"{number}.txt").write_text(f"the {number}th cloth is blue and long. " * 500, encoding="utf-8")
+    for name in LOSSES:
+        small.design_file(root / f"{name}.yaml")
+    return root
+
+
+def command(folder: Path, out: Path, *options: str, designs: str = "ab") -> list[str]:
+    files = [f"{folder}/{design}.yaml" for design in designs]
+    return ["compare", *files, "--data", f"{folder}/text", "--out", str(out), *OPTIONS, *options]
+
+
+def trained(workers: Workers) -> list[str]:
+    """The training runs since the last call."""
+    names = [name for name in workers.ran if "-seed" in name]
+    workers.ran = []
+    return names
+
+
+def read_report(out: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    return report
+
+
+def test_a_comparison_grows_by_seeds_and_designs(folder: Path, tmp_path: Path, workers: Workers) -> None:
+    assert run_command(command(folder, tmp_path, "--seeds", "2")) == 0
+    assert trained(workers) == ["a-seed0", "b-seed0", "a-seed1", "b-seed1"]
+    fixed = read_report(tmp_path)["differences"][0]
+    assert "at whatever number of seeds" not in fixed["method"]
+    assert run_command(command(folder, tmp_path, "--seeds", "4", designs="abc")) == 0
+    assert trained(workers) == ["c-seed0", "c-seed1", "a-seed2", "b-seed2", "c-seed2", "a-seed3", "b-seed3", "c-seed3"]
+    grown = read_report(tmp_path)
+    assert [len(design["runs"]) for design in grown["designs"]] == [4, 4, 4]
+    # seeds were added after a look at the first
+    assert all("at whatever number of seeds" in row["method"] for row in grown["pairs"])
+    # and that stays so
+    assert run_command(command(folder, tmp_path, "--seeds", "4", designs="abc")) == 0
+    assert trained(workers) == []
+    assert read_report(tmp_path)["pairs"] == grown["pairs"]
+
+
+def test_designs_that_are_added_do_not_change_how_it_stops(folder: Path, tmp_path: Path, workers: Workers) -> None:
+    assert run_command(command(folder, tmp_path, "--seeds", "2")) == 0
+    assert run_command(command(folder, tmp_path, "--seeds", "2", designs="abc")) == 0
+    assert not any("at whatever number" in row["method"] for row in read_report(tmp_path)["pairs"])
+
+
+def test_seeds_added_before_the_first_look_are_no_second_look(folder: Path, tmp_path: Path, workers: Workers) -> None:
+    workers.stops_before = "b-seed1"
+    assert run_command(command(folder, tmp_path, "--seeds", "2")) == 143
+    workers.stops_before = None
+    assert run_command(command(folder, tmp_path, "--seeds", "3")) == 0
+    assert not any("at whatever number" in row["method"] for row in read_report(tmp_path)["pairs"])
+
+
+def test_nothing_is_removed_silently(
+    folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(command(folder, tmp_path, "--seeds", "2", designs="abc")) == 0
+    before = (tmp_path / "plan.json").read_bytes()
+    capsys.readouterr()
+    for options, designs, says in (
+        (("--seeds", "1"), "abc", "seeds was [0, 1], now it is [0]; use the same"),
+        (("--seeds", "2"), "ab", "c is in it too; use the same, or another folder"),
+        (("--seeds", "3", "--lr", "0.1"), "abc", "learning_rate was 0.003, now it is 0.1"),
+        (("--seeds", "2", "width=32"), "abcd", "entries.a.width was 16, now it is 32"),
+    ):
+        assert run_command(command(folder, tmp_path, *options, designs=designs)) == 2
+        err = capsys.readouterr().err
+        assert says in err
+        assert err.count("\n") == 1
+    assert (tmp_path / "plan.json").read_bytes() == before
+    trained(workers)
+    flops = [word if word != "--tokens" else "--flops" for word in command(folder, tmp_path / "flops", "--seeds", "2")]
+    flops[flops.index("5200")] = "1e10"
+    assert run_command(flops) == 0
+    flops.insert(1, f"{folder}/c.yaml")
+    assert run_command([*flops, "--baseline", "a"]) == 2
+    assert "designs can be added only where the budget is in tokens" in capsys.readouterr().err
+
+
+def until(folder: Path, out: Path, *options: str, designs: str = "abc") -> list[str]:
+    return command(folder, out, "--until-resolved", "0.006", *options, designs=designs)
+
+
+def test_until_resolved(folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(until(folder, tmp_path)) == 0
+    names = trained(workers)
+    assert names[:9] == [f"{name}-seed{seed}" for seed in range(3) for name in "abc"]
+    counts = {name: sum(run.startswith(name) for run in names) for name in "abc"}
+    assert counts["a"] == counts["b"] > counts["c"]
+    report = read_report(tmp_path)
+    assert report["progress"]["stop_reason"] == (
+        f"Each design is resolved from {report['leader']} or a tie within ± 0.006, so no more seeds were bought."
+    )
+    assert report["progress"]["stop_reason"] in " ".join(capsys.readouterr().out.split())
+    assert [len(design["runs"]) for design in report["designs"]] == [counts[name] for name in "abc"]
+    [tie] = [row for row in report["pairs"] if not row["resolved"]]
+    assert tie["tie_within"] <= 0.006
+    # the same again buys nothing; a smaller width buys more, and nothing twice
+    assert run_command(until(folder, tmp_path)) == 0
+    assert trained(workers) == []
+    assert run_command(until(folder, tmp_path, "--budget", "2m", "--until-resolved", "0.004")) == 0
+    more = trained(workers)
+    assert more
+    assert not set(more) & set(names)
+
+
+def test_until_resolved_continues_after_an_interrupt(folder: Path, tmp_path: Path, workers: Workers) -> None:
+    assert run_command(until(folder, tmp_path / "whole")) == 0
+    names = trained(workers)
+    out = tmp_path / "ended"
+    for number in (4, len(names) - 3):
+        workers.stops_before = names[number]
+        assert run_command(until(folder, out)) == 143
+    workers.stops_before = None
+    assert run_command(until(folder, out)) == 0
+    assert trained(workers) == names
+    assert read_report(out)["pairs"] == read_report(tmp_path / "whole")["pairs"]
+
+
+def test_a_fixed_comparison_may_continue_until_resolved_and_not_back(
+    folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(command(folder, tmp_path, "--seeds", "3", designs="abc")) == 0
+    trained(workers)
+    assert run_command(until(folder, tmp_path, "--budget", "40s")) == 0
+    assert trained(workers)[0].endswith("-seed3")
+    capsys.readouterr()
+    assert run_command(command(folder, tmp_path, "--seeds", "3", designs="abc")) == 2
+    assert "its seeds were bought until resolved (± 0.006)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--until-resolved", "0"), "--until-resolved 0: must be a number of bits per byte above 0"),
+        (("--until-resolved", "nan"), "--until-resolved nan: must be a number of bits per byte above 0"),
+        (("--budget", "30m"), "--budget 30m: limits --until-resolved; give both, or neither"),
+        (("--until-resolved", "0.1", "--budget", "soon"), "--budget soon: must be a time above 0, such as 90s"),
+        (("--until-resolved", "0.1", "--budget", "0h"), "--budget 0h: must be a time above 0, such as 90s"),
+        (("--until-resolved", "0.1", "--seeds", "1"), "--seeds 1: must be at least 2 with --until-resolved"),
+    ],
+)
+def test_impossible_stops_are_refused(
+    options: tuple[str, ...], says: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(command(folder, tmp_path, *options)) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert err.count("\n") == 1

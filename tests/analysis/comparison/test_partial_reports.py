@@ -1,0 +1,163 @@
+"""Reports of a comparison that still runs: each stage says what is finished, and no unfinished mean looks final."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heddle.analysis.comparison.plan import ComparisonPlan, DesignEntry
+from heddle.analysis.comparison.report import comparison_report, design_facts
+from heddle.analysis.comparison.results import Results
+from heddle.analysis.comparison.tasks import Comparison
+from heddle.analysis.comparison.terminal import print_report
+from heddle.analysis.pages.report import report_page
+from heddle.runtime import set_up_runtime
+from tests import small
+from tests.analysis.comparison import reports
+from tests.html_page import Page
+
+NAMES = ("full", "local")
+SPEEDS = {"train": [(32, [900.0, 950.0])], "prefill": [(32, [4e4])], "decode": [(32, [300.0, 310.0])]}
+
+
+class Running:
+    """A comparison of two designs on two seeds, which a test takes through its stages without any training."""
+
+    def __init__(self, folder: Path) -> None:
+        local = small.design()
+        local["layers"][0]["mixer"]["window"] = 4
+        entries = (
+            DesignEntry("full", "full.yaml", small.config(small.design())),
+            DesignEntry("local", "local.yaml", small.config(local)),
+        )
+        plan = ComparisonPlan(
+            entries=entries, data=("text",), budget_kind="tokens", budget_value=10_240.0, seeds=(0, 1), batch_size=8,
+            sequence_length=32, learning_rate=1e-3, optimizer="adamw", schedule="wsd", warmup=None, lr_scale=(),
+            precision="fp32", vocab_size=300, tokenizer=None, device="cpu", threads=1, part_files=(),
+            speed_contexts=(32,), recall_probes=("mqar",), max_length_multiple=1,
+        )  # fmt: skip
+        self.comparison = Comparison(plan, None, folder, set_up_runtime("cpu", 1), "heddle compare", workers=2)
+        self.results = Results(NAMES, speed_rounds=2, probes=1)
+        self.results.facts = {entry.name: design_facts(self.comparison, entry) for entry in entries}
+        self.results.steps = dict.fromkeys(NAMES, 40)
+        self.results.pending = [(name, seed) for seed in (0, 1) for name in NAMES]
+        designs = reports.make_report(dict.fromkeys(NAMES, reports.TINY["gqa-tiny"]), seeds=2)["designs"]
+        self.runs = {design["name"]: design["runs"] for design in designs}
+
+    def finish(self, name: str, seed: int) -> None:
+        """Add the result of a training."""
+        self.results.add_run(name, self.runs[name][seed])
+
+    def report(self) -> dict[str, Any]:
+        """The report as it is now; its page and its tables can be made."""
+        report = comparison_report(self.comparison, self.results)
+        print_report(report)
+        page = Page(report_page(report)).text()
+        for words in ("None", "NaN", "nan"):
+            assert words not in page
+        return report
+
+
+def check_unequal_seeds(running: Running) -> None:
+    """With seed 1 of one design still to come, both are compared on seed 0 alone."""
+    for name, seed in (("full", 0), ("local", 0), ("full", 1)):
+        running.finish(name, seed)
+    report = running.report()
+    [difference] = report["differences"]
+    assert difference["pairs"] == 1
+    assert "Left out" not in difference["method"]
+    full, local = (design["bits_per_byte"] for design in report["designs"])
+    assert full["mean"] == running.runs["full"][0]["bits_per_byte"]
+    assert difference["mean"] == pytest.approx(local["mean"] - full["mean"])
+    assert [len(design["runs"]) for design in report["designs"]] == [2, 1]
+    assert local["basis"] == "1 seed, text only, 1 to come"
+
+
+def test_before_the_text_is_prepared(tmp_path: Path) -> None:
+    running = Running(tmp_path)
+    running.results.steps = {}
+    report = running.report()
+    assert report["progress"] == {
+        "is_complete": False,
+        "stages": [
+            {"title": "training runs", "finished": 0, "planned": 4},
+            {"title": "speed measurements", "finished": 0, "planned": 4},
+            {"title": "recall tests", "finished": 0, "planned": 2},
+        ],
+        "stop_reason": None,
+    }
+    assert report["verdict"] == ["Nothing is trained yet: 0 of 4 runs are done. The page has what needs no training."]
+    for design in report["designs"]:
+        assert design["bits_per_byte"] == {"mean": None, "low": None, "high": None, "basis": "2 runs to come"}
+        assert design["flops_per_token"] > 0
+        assert len(design["state_bytes"]) == 8
+        assert design["kernels"]["training"]["attention"]
+    assert [design["windows"] for design in report["designs"]] == [[], [4]]
+    text = Page(report_page(report)).text()
+    assert "0 of 4 training runs" in text
+    assert "text is being prepared" in text
+    assert "Not measured yet." in text
+    assert "Not trained yet." in text
+    assert "Kernels in training: attention" in text
+
+
+def test_each_stage_says_what_is_finished(tmp_path: Path) -> None:
+    running = Running(tmp_path)
+    running.finish("local", 0)
+    report = running.report()
+    assert report["verdict"] == ["1 of 4 runs are done; designs are compared once each has finished the same seed."]
+    assert report["designs"][1]["bits_per_byte"]["basis"] == "1 seed, text only, 1 to come"
+    running.finish("full", 0)
+    report = running.report()
+    assert report["verdict"][0].startswith("So far (2 of 4 runs are done): ")
+    assert "on one seed" in report["verdict"][0] or "one seed" in " ".join(report["verdict"])
+    assert report["differences"][0]["pairs"] == 1
+    running.finish("local", 1)
+    running.finish("full", 1)
+    report = running.report()
+    assert report["differences"][0]["pairs"] == 2
+    assert not report["verdict"][0].startswith("So far")
+    assert not report["progress"]["is_complete"]
+    assert [design["train_tokens_per_second"] for design in report["designs"]] == [None, None]
+    for name in NAMES:
+        running.results.speeds[name].append(SPEEDS)
+        running.results.recall[name]["mqar"] = reports.recall(0, 0)
+    report = running.report()
+    assert [stage["finished"] for stage in report["progress"]["stages"]] == [4, 2, 2]
+    assert report["designs"][0]["train_tokens_per_second"] == 925.0
+    running.results.is_complete = True
+    report = running.report()
+    assert 'class="progress"' not in report_page(report)
+    assert "to come" not in Page(report_page(report)).text()
+
+
+def test_designs_are_compared_on_the_same_seeds(tmp_path: Path) -> None:
+    check_unequal_seeds(Running(tmp_path))
+
+
+def test_a_mean_over_other_seeds_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Results, "comparable_runs", lambda results, name: results.runs[name])
+    with pytest.raises(AssertionError):
+        check_unequal_seeds(Running(tmp_path))
+
+
+def test_a_run_that_failed_is_not_to_come(tmp_path: Path) -> None:
+    running = Running(tmp_path)
+    reports.diverge(running.runs["local"][1])
+    for name, seed in running.results.pending:
+        running.finish(name, seed)
+    report = running.report()
+    assert report["designs"][1]["bits_per_byte"]["basis"] == "1 seed, text only, 1 of 2 did not finish"
+    assert "Left out" in report["differences"][0]["method"]
+
+
+def test_only_a_served_page_asks_for_newer_versions(tmp_path: Path) -> None:
+    report = Running(tmp_path).report()
+    file, served = report_page(report), report_page(report, 7)
+    assert "connect-src" not in file
+    assert "/status.json" not in file
+    assert "it writes this file again" in Page(file).text()
+    assert "connect-src 'self'; script-src" in served
+    assert '<body data-revision="7">' in served
+    assert "/status.json" in served
+    assert "This page follows the command" in Page(served).text()

@@ -1,0 +1,142 @@
+"""The sections on what designs can do and where their loss lies: what the page says, draws, and leaves out."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from heddle.analysis.comparison.recall_curve import curve_summary
+from heddle.analysis.comparison.text_profile import profile_rows, recall_in_text
+from heddle.analysis.pages import report as report_module
+from heddle.analysis.pages.abilities import ability_tables, profile_cards
+from heddle.analysis.pages.figures.abilities import frontier_chart, recall_curve_chart
+from heddle.analysis.pages.report import report_page
+from heddle.analysis.pages.summary import summary_table
+from tests.analysis.comparison import reports
+from tests.analysis.comparison.test_text_profile import make_run
+from tests.html_page import Page
+
+
+@pytest.fixture(autouse=True)
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves plotly's five megabytes out."""
+    monkeypatch.setattr(report_module, "plotly_script", lambda: "/* plotly */")
+
+
+def whole(designs: int = 4) -> dict[str, Any]:
+    """A report with a curve, recall in text and a profile."""
+    report = reports.make_report(dict(list(reports.TINY.items())[:designs]))
+    measured = {
+        design["name"]: [
+            make_run(seed, right=0.5 - 0.1 * index, guessed=0.1, copied=0.3 - 0.1 * index, rare=0.1 * index)
+            for seed in range(3)
+        ]
+        for index, design in enumerate(report["designs"])
+    }
+    reference = measured[report["baseline"]]
+    report["recall_left_out"] = [{"name": "s5", "title": "S5", "reason": "it is <hard>", "accuracies": {}}]
+    report["recall_curve"] = curve_summary()
+    report["loss_profile"] = {
+        "positions": [[0, 16]],
+        "frequencies": [
+            {"share": 0.1, "tokens": 3, "examples": ["␣the", "<b>"]},
+            {"share": 0.9, "tokens": 260, "examples": ["↵"]},
+        ],
+    }
+    report["text_recall"] = {
+        "row_length": 256,
+        "spans": 16,
+        "needles": 8,
+        "depths": [0.1, 0.5, 0.9],
+        "span_length": 32,
+        "query_tokens": 8,
+        "note": "",
+    }
+    for index, design in enumerate(report["designs"]):
+        runs = measured[design["name"]]
+        design["loss_profile"] = {name: profile_rows(runs, reference, name) for name in ("positions", "frequencies")}
+        design["text_recall"] = recall_in_text(runs, reference)
+        design["recall_curve"] = [
+            {"pairs": pairs, "accuracy": 1.0 if pairs < 64 >> index else 0.1, "scored": 64, "state_bytes": 100 << index}
+            for pairs in curve_summary()["pairs"]
+        ]
+    return report
+
+
+def test_the_page_shows_what_designs_can_do() -> None:
+    text = Page(report_page(whole())).text()
+    for words in (
+        "What the designs can do",
+        "S5: not tested, because it is <hard>.",
+        "Pairs recalled, of up to 64: mha-tiny 32, gqa-tiny 16, window-tiny 8 and hybrid-delta-tiny 4.",
+        "In held-out text",
+        "The trained models read 8 rows of 256 tokens",
+        "copies less",
+    ):
+        assert words in text, words
+
+
+def test_the_page_shows_where_the_loss_lies() -> None:
+    text = Page(report_page(whole())).text()
+    assert "Loss by position" in text
+    assert "Loss by frequency of the token" in text
+    assert "␣the <b>" in text
+    assert "+0.100 ± 0.000 worse" in text
+
+
+def test_needles_stand_beside_their_control() -> None:
+    section = ability_tables(whole())
+    assert section.text_table is not None
+    first, second, *_ = section.text_table.rows
+    assert first[:3] == ["mha-tiny", "50 %", "10 %"]
+    assert first[3].startswith("+40")
+    assert " ± " in first[3]
+    assert first[-1] == "baseline"
+    assert second[-1].endswith("copies less")
+
+
+def test_a_report_without_them_has_no_section() -> None:
+    report = reports.make_report()
+    report["recall"] = {}
+    page = report_page(report)
+    assert "What the designs can do" not in page
+    assert "Where the loss lies" not in page
+    assert profile_cards(report) == []
+    for design in report["designs"]:  # planned, and not measured yet
+        design.update(text_recall=None, loss_profile={"positions": [], "frequencies": []}, recall_curve=[])
+    report.update(text_recall=whole()["text_recall"], loss_profile=whole()["loss_profile"])
+    report["recall_curve"] = curve_summary()
+    assert "Where the loss lies" not in report_page(report)
+
+
+def test_the_frontier_has_a_point_for_each_state() -> None:
+    report = whole()
+    frontier, curve = frontier_chart(report), recall_curve_chart(report)
+    assert frontier is not None
+    assert curve is not None
+    assert [len(line.points) for line in frontier.lines] == [1] * 4
+    assert [line.points[0].x for line in frontier.lines] == sorted(line.points[0].x for line in frontier.lines)
+    assert [len(line.points) for line in curve.lines] == [5] * 4
+    equal = copy.deepcopy(report)
+    for design in equal["designs"]:
+        for point in design["recall_curve"]:
+            point["state_bytes"] = 100
+    assert frontier_chart(equal) is None  # one state is no frontier
+
+
+def test_one_design_has_no_differences() -> None:
+    report = whole(designs=1)
+    [position, frequency] = profile_cards(report)
+    assert position.chart is not None
+    assert position.chart.dotted == []
+    assert frequency.chart is not None
+    assert frequency.chart.y_title == "bits per byte"
+    assert report_page(report)
+
+
+def test_every_speed_has_its_range() -> None:
+    report = reports.make_report()
+    rows = {row.name: row for row in summary_table(report).rows}
+    costs = {cost.title: cost.ends for cost in rows["mha-tiny"].costs}
+    assert costs == {"Training": "20.8 to 21.8 k", "Peak memory": "", "State at 8k": "", "Decode at 8k": "120 to 128"}
+    assert "20.8 to 21.8 k" in Page(report_page(report)).text()
