@@ -22,7 +22,6 @@ ELSEWHERE = {
     "norm": "the norm of a design",
     "position": "the position of an embedding",
     "scale": "of an embedding or a head",
-    "shared": "a value or a loss that designs share",
     "bias": "of a head",
     "softcap": "of a head",
     "top_k": "a setting of sampling",

@@ -113,7 +113,7 @@ def test_an_ambiguous_name_is_refused(tmp_path: Path) -> None:
     part = (
         "from heddle.parts.norms import NormConfig\nfrom heddle.parts.norms.rms import RMS\n\n"
         "class SecondConfig(NormConfig):\n    aliases = ('rmsnorm',)\n\n"
-        "    def build(self, width, heads=None):\n        raise NotImplementedError\n"
+        "    def build(self, width, heads=None):\n        return None\n"
     ).replace("from heddle.parts.norms.rms import RMS\n", "")
     (tmp_path / "second_rms.py").write_text(part)
     load_part(tmp_path / "second_rms.py")

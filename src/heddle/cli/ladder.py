@@ -111,7 +111,7 @@ def ladder(  # noqa: PLR0913 - one parameter per option
             sizes=parse_sizes(sizes),
             seeds=seeds,
             target=None if target is None else parse_count("--target", target),
-            share_irreducible=irreducible == "shared",
+            share_irreducible=irreducible != "separate",
             threads=threads,
             settings=LadderSettings(
                 data=tuple(data or ["stdlib"]),

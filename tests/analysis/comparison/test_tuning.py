@@ -108,7 +108,7 @@ def test_each_design_is_trained_at_its_own_best(
     assert compare(*RATES) == 0
     tuning = read_report(tmp_path / "out")["tuning"]
     assert {design["name"]: design["best"] for design in tuning["designs"]} == {"full": [0.002], "local": [0.008]}
-    trials = [task for task in workers.requests.values() if task["task"] == "tune"]
+    trials = [task for task in workers.requests.values() if task["task"] == "loss"]
     runs = {stem: task for stem, task in workers.requests.items() if task["task"] == "train"}
     assert len(trials) == tuning["budget"]["runs"]
     assert tuning["budget"]["whole_runs"] <= 3 * 2 * 2
@@ -142,12 +142,12 @@ def test_a_shared_value_is_run_where_it_may_answer_otherwise(
     """At 0.004 both are a step from their best, at 0.002 or 0.008 one of them is two steps away."""
     assert compare("--tune", "lr=0.002,0.008", "--tune-budget", "6") == 0
     report = read_report(tmp_path / "out")
-    shared = report["tuning"]["shared"]
+    shared = report["tuning"]["shared_values"]
     assert shared["values"] in ([0.002], [0.008])
     behind = "local" if shared["values"] == [0.002] else "full"
     assert sorted(stem for stem in workers.requests if "shared" in stem) == [f"{behind}-shared-seed{n}" for n in (0, 1)]
     [pair] = shared["pairs"]
-    assert abs(pair["shared"]["mean"]) == pytest.approx(0.2, abs=0.01)
+    assert abs(pair["at_shared_values"]["mean"]) == pytest.approx(0.2, abs=0.01)
     assert abs(pair["own"]["mean"]) < 0.01
     assert "would have answered otherwise" in report["tuning"]["sentences"][-1]
 
@@ -223,7 +223,7 @@ def test_trials_and_runs_are_scored_on_different_text(
     assert compare("--tune", "batch_size=4,8", "--tune-budget", "6") == 0
     corpus = prepare_corpus([str(folder / "text")], vocab_size=small.VOCABULARY, max_train_tokens=12900)
     tuning, final = split_held_out(corpus.validation, 32, corpus.tokenizer.byte_lengths)
-    requests = {task["settings"]["batch_size"]: task for task in workers.requests.values() if task["task"] == "tune"}
+    requests = {task["settings"]["batch_size"]: task for task in workers.requests.values() if task["task"] == "loss"}
     assert {4, 8} <= set(requests)
     assert requests[4]["settings"]["steps"] == 2 * requests[8]["settings"]["steps"]
     run = workers.requests["full-seed0"]

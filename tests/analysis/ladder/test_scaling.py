@@ -64,6 +64,17 @@ def test_the_nearest_heads_elsewhere(kind: str, width: int, fields: dict[str, in
     assert scaled.width == width
 
 
+def test_parts_of_a_pair_and_groups_of_any_name_follow() -> None:
+    mamba2 = {"kind": "mamba2", "heads": 4, "groups": 2, "head_dim": 16}
+    pair = {"kind": "pair", "first": mamba2, "second": {"kind": "attention", "heads": 4, "kv_heads": 1}}
+    config = load_config({"vocab_size": VOCABULARY, "width": 32, "layers": [{"mixer": pair}]})
+    mixer = design_at_width(config, 24).layers[0].mixer
+    assert mixer is not None
+    first, second = (mixer.dump()[name] for name in ("first", "second"))
+    assert {name: first[name] for name in ("heads", "groups", "head_dim")} == {"heads": 4, "groups": 2, "head_dim": 12}
+    assert {name: second[name] for name in ("heads", "kv_heads")} == {"heads": 3, "kv_heads": 1}
+
+
 @pytest.mark.parametrize("kind", ["gqa", "hybrid_mla"])
 def test_the_nearest_size_is_that_of_every_width(kind: str) -> None:
     scale = DesignScale(kind, preset(kind), 64)

@@ -33,7 +33,7 @@ def test_a_shared_value_that_answers_otherwise() -> None:
     assert "lr 0.002 (mha-tiny and hybrid-delta-tiny), lr 0.004 (gqa-tiny) and lr 0.008 (window-tiny)" in chosen
     assert "All designs were run at the best shared values too, lr 0.004, on the same seeds, and would have" in shared
     assert "mha-tiny − gqa-tiny is +0.031 ± 0.015 (worse) there and −0.009 ± 0.015 (not resolved)" in shared
-    pair = report["tuning"]["shared"]["pairs"][0]
+    pair = report["tuning"]["shared_values"]["pairs"][0]
     assert pair["designs"] == NAMES[:2]
     assert pair["own"]["mean"] == pytest.approx(-0.009, abs=0.001)
     text = Page(report_page(report)).text()
@@ -113,4 +113,4 @@ def test_the_report_is_plain_data() -> None:
     report: dict[str, Any] = with_tuning(reports.make_report())["tuning"]
     again = json.loads(json.dumps(report))
     assert again["designs"] == report["designs"]
-    assert again["shared"]["pairs"] == report["shared"]["pairs"]
+    assert again["shared_values"]["pairs"] == report["shared_values"]["pairs"]

@@ -171,7 +171,7 @@ def _trial_task(comparison: Comparison, tuning: Tuning, entry: DesignEntry, tria
     task = tuned_task(comparison, tuning, entry, trial.candidate, trial.seed, fraction=trial.fraction)
     settings = {**task.request["settings"], "save_every": None, "evaluate_every": None}
     task = _renamed(task, f"{entry.name}, {text}", stem)
-    return replace(task, request={**task.request, "task": "tune", "held_out": "tuning", "settings": settings})
+    return replace(task, request={**task.request, "task": "loss", "held_out": "tuning", "settings": settings})
 
 
 def tuned_task(

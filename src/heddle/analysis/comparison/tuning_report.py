@@ -45,7 +45,7 @@ def tuning_report(tuning: Tuning, runs: Runs, shared_runs: Runs | None) -> dict[
             for rung in state.rungs
         ],
         "designs": [_design_report(tuning, name) for name in tuning.search.designs],
-        "shared": {
+        "shared_values": {
             "values": list(shared),
             "text": describe_candidate(names, shared),
             "runs": None if shared_runs is None else _scores(shared_runs),
@@ -120,7 +120,7 @@ def _pairs(runs: Runs, shared_runs: Runs) -> list[dict[str, Any]]:
         {
             "designs": [first, second],
             "own": paired_difference(runs[first], runs[second]),
-            "shared": paired_difference(shared_runs[first], shared_runs[second]),
+            "at_shared_values": paired_difference(shared_runs[first], shared_runs[second]),
         }
         for first, second in combinations(runs, 2)
     ]
@@ -145,12 +145,12 @@ def _sentences(report: Mapping[str, Any]) -> list[str]:
             f"Not tried next to the best value on the longest runs: {join_names(parts, 8)}. "
             "A larger budget may find a better one."
         )
-    return sentences if report["shared"]["runs"] is None else [*sentences, _shared_sentence(report)]
+    return sentences if report["shared_values"]["runs"] is None else [*sentences, _shared_sentence(report)]
 
 
 def _shared_sentence(report: Mapping[str, Any]) -> str:
     """Whether one shared value would have given another answer."""
-    shared = report["shared"]
+    shared = report["shared_values"]
     if len(report["designs"]) == 1:
         return "There is no second design that could share its values."
     if all(design["best"] == shared["values"] for design in report["designs"]):
@@ -160,14 +160,14 @@ def _shared_sentence(report: Mapping[str, Any]) -> str:
             f"With the best shared values, {shared['text']}, this comparison would likely answer the same: in the "
             "trials, on one seed, they change no order, and no difference by more than its interval here."
         )
-    changed = [pair for pair in shared["pairs"] if judgment(pair["own"]) != judgment(pair["shared"])]
+    changed = [pair for pair in shared["pairs"] if judgment(pair["own"]) != judgment(pair["at_shared_values"])]
     start = f"All designs were run at the best shared values too, {shared['text']}, on the same seeds"
     if not changed:
         return f"{start}: no answer changes."
     parts = [
-        f"{pair['designs'][0]} − {pair['designs'][1]} is {format_difference(pair['shared'])} "
-        f"({judgment(pair['shared'])}) there and {format_difference(pair['own'])} ({judgment(pair['own'])}) with "
-        "each at its best"
+        f"{pair['designs'][0]} − {pair['designs'][1]} is {format_difference(pair['at_shared_values'])} "
+        f"({judgment(pair['at_shared_values'])}) there and {format_difference(pair['own'])} "
+        f"({judgment(pair['own'])}) with each at its best"
         for pair in changed[:MAX_PAIRS]
     ]
     more = f"; and {len(changed) - MAX_PAIRS} more pairs" if len(changed) > MAX_PAIRS else ""

@@ -134,22 +134,6 @@ def _held_out_part(corpus: "Corpus", part: str | None, sequence_length: int) -> 
     return replace(corpus, validation=tuning if part == "tuning" else final)
 
 
-def _tune(task: dict[str, Any]) -> dict[str, Any]:
-    """Train at values that are tried; only the score at the end counts."""
-    from heddle.storage.run_log import read_log
-    from heddle.training.loop import train
-
-    job, _ = _text_job(task)
-    trained = train(job)
-    return {
-        "seed": job.settings.seed,
-        "status": "done",
-        "bits_per_byte": trained.bits_per_byte,
-        "train_tokens": trained.progress.step * job.settings.tokens_per_step,
-        "seconds": sum(line["seconds"] for line in read_log(job.out)),
-    }
-
-
 def _train(task: dict[str, Any]) -> dict[str, Any]:
     import torch
 
@@ -220,7 +204,7 @@ def _calibrate(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loss(task: dict[str, Any]) -> dict[str, Any]:
-    """Train for nothing but the loss on held-out text."""
+    """Train for nothing but the loss on held-out text: a trial of tuning, or a size of a ladder."""
     from heddle.storage.run_log import read_log
     from heddle.training.loop import train
 
@@ -285,7 +269,7 @@ def _speed(task: dict[str, Any]) -> dict[str, Any]:
     return {"status": "done", "train": [(settings.sequence_length, rates)], **speeds}
 
 
-TASKS = {"train": _train, "tune": _tune, "calibrate": _calibrate, "speed": _speed, "recall": _recall, "loss": _loss}
+TASKS = {"train": _train, "calibrate": _calibrate, "speed": _speed, "recall": _recall, "loss": _loss}
 
 if __name__ == "__main__":
     main()

@@ -11,10 +11,9 @@ one reason why Kaplan et al. (2020) found another law than Hoffmann et al. (2022
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
 
 from heddle.analysis.comparison.equal_size import with_width
 from heddle.config import DesignError
@@ -23,14 +22,10 @@ from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import flops_per_token, parameter_counts
 from heddle.model.width_scaling import scale_to_width
-from heddle.parts.mixers import MixerConfig
 
 MAX_WIDTH_FACTOR = 64  # times the design's own width
 MAX_SIZE_RATIO = 1.6  # of a size to the one that was asked for, or the inverse
 NEAREST_WIDTHS = 4  # widths that are tried to each side: sizes do not grow evenly where numbers of heads change
-HEAD_WIDTH_FIELDS = ("head_dim", "value_dim", "nope_dim", "rope_dim")
-KEY_HEAD_FIELDS = ("kv_heads", "key_heads", "groups")
-RANK_FIELDS = ("kv_rank", "query_rank")
 
 
 @dataclass(frozen=True)
@@ -127,41 +122,7 @@ def design_at_width(config: ModelConfig, width: int) -> ModelConfig:
 def _scale_layer(layer: LayerConfig, width: int, new_width: int) -> LayerConfig:
     if layer.layers is not None:
         return layer.replace(layers=tuple(_scale_layer(inner, width, new_width) for inner in layer.layers))
-    return layer if layer.mixer is None else layer.replace(mixer=_scale_mixer(layer.mixer, width, new_width))
-
-
-def _scale_mixer(mixer: MixerConfig, width: int, new_width: int) -> MixerConfig:
-    """The mixer with the number of heads that leaves their widths nearest to what they were."""
-    values: dict[str, Any] = {name: getattr(mixer, name) for name in type(mixer).model_fields}
-    changes: dict[str, Any] = {
-        name: _scale_mixer(value, width, new_width) for name, value in values.items() if isinstance(value, MixerConfig)
-    }
-    if isinstance(heads := values.get("heads"), int):
-        ratio = new_width / width
-        new_heads = _nearest_heads(heads, _group_size(values, heads), ratio, new_width)
-        dims = ratio * heads / new_heads  # of the widths of heads
-        changes |= _scaled(values, HEAD_WIDTH_FIELDS, lambda dim: max(2, 2 * round(dim * dims / 2)))
-        changes |= _scaled(values, RANK_FIELDS, lambda rank: max(1, round(rank * ratio)))
-        changes |= _scaled(values, KEY_HEAD_FIELDS, lambda count: max(1, count * new_heads // heads))
-        changes["heads"] = new_heads
-    return mixer.replace(**changes)
-
-
-def _scaled(values: dict[str, Any], names: tuple[str, ...], scale: Callable[[int], int]) -> dict[str, int]:
-    return {name: scale(values[name]) for name in names if isinstance(values.get(name), int)}
-
-
-def _group_size(values: dict[str, Any], heads: int) -> int:
-    """Heads in each of several groups that share keys; 1 where all heads share one group, which any number may."""
-    groups = [values[name] for name in KEY_HEAD_FIELDS if isinstance(values.get(name), int) and values[name] > 1]
-    return math.lcm(*(heads // count for count in groups)) if groups else 1
-
-
-def _nearest_heads(heads: int, group_size: int, ratio: float, width: int) -> int:
-    """The number nearest, as a ratio, to heads · ratio that has whole groups and divides the width into even parts."""
-    counts = range(group_size, width // 2 + 1, group_size)
-    choices = [count for count in counts if width % (2 * count) == 0 and count >= min(2, heads)]
-    return min(choices or [heads], key=lambda count: abs(math.log(count / (heads * ratio))))
+    return layer if layer.mixer is None else layer.replace(mixer=layer.mixer.near_width(width, new_width))
 
 
 def _width_step(config: ModelConfig) -> int:

@@ -4,6 +4,7 @@ Every mixer keeps one law: a sequence cut anywhere, with the state carried over,
 sequence. Training passes no state, prefill passes an empty one, and decoding passes the state back token by token.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
@@ -23,6 +24,8 @@ class MixerConfig(Part, ABC):
 
     slot: ClassVar[str] = "mixers"
     width_fields: ClassVar[tuple[str, ...]] = ("heads", "kv_heads", "key_heads")  # they grow with the model's width
+    key_head_fields: ClassVar[tuple[str, ...]] = ("kv_heads", "key_heads")  # numbers of groups of heads that share keys
+    head_width_fields: ClassVar[tuple[str, ...]] = ("head_dim", "value_dim")  # widths of one head
 
     def resolved(self, context: BuildContext) -> Self:
         """The same config with every default written out that depends on the context or on other fields."""
@@ -81,6 +84,26 @@ class MixerConfig(Part, ABC):
                 raise DesignError(name, reason)
             changes[name] = value * new_width // width
         return self.replace(**changes)
+
+    def near_width(self, width: int, new_width: int) -> Self:
+        """A resolved config for a model of another width, where `at_width` leaves no whole numbers of heads.
+
+        It has the number of heads that leaves their widths nearest to what they were, in whole groups of heads that
+        share keys. Other `width_fields` are in proportion, rounded.
+        """
+        numbers = {name: value for name in type(self).model_fields if type(value := getattr(self, name)) is int}
+        if "heads" not in numbers:
+            return self
+        heads, ratio = numbers["heads"], new_width / width
+        key_heads = {name: numbers[name] for name in self.key_head_fields if name in numbers}
+        group_size = math.lcm(*(heads // count for count in key_heads.values() if count > 1))
+        new_heads = nearest_head_count(heads, group_size, ratio, new_width)
+        dims = ratio * heads / new_heads
+        ranks = set(self.width_fields) - {"heads", *self.key_head_fields}
+        changes = {name: max(1, round(numbers[name] * ratio)) for name in ranks & numbers.keys()}
+        changes |= {name: scale_even(numbers[name], dims) for name in self.head_width_fields if name in numbers}
+        changes |= {name: max(1, count * new_heads // heads) for name, count in key_heads.items()}
+        return self.replace(**changes, heads=new_heads)
 
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The numbers of heads, before and after `shrunk`, that must divide the model's width."""
@@ -170,6 +193,13 @@ def scale_heads(count: int, factor: float, heads: int, dims: tuple[int, int]) ->
     if abs(key_dim + value_dim - exact) > 0.01 * exact:  # an odd width, which is slower, only where it is needed
         value_dim = max(1, round(exact) - key_dim)
     return number, key_dim, value_dim
+
+
+def nearest_head_count(heads: int, group_size: int, ratio: float, width: int) -> int:
+    """The number nearest, as a ratio, to heads · ratio that has whole groups and divides the width into even parts."""
+    counts = range(group_size, width // 2 + 1, group_size)
+    choices = [count for count in counts if width % (2 * count) == 0 and count >= min(2, heads)]
+    return min(choices or [heads], key=lambda count: abs(math.log(count / (heads * ratio))))
 
 
 def scale_even(dims: int, factor: float) -> int:

@@ -37,6 +37,7 @@ class LatentAttentionConfig(MixerConfig):
 
     aliases = ("mla",)
     width_fields = ("heads", "kv_rank", "query_rank")
+    head_width_fields = ("nope_dim", "rope_dim", "value_dim")
 
     heads: Width
     kv_rank: Width  # width of the latent of keys and values

@@ -38,6 +38,8 @@ TimeStep = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 class Mamba2Config(MixerConfig):
     """Fields of `mamba2`. None: off, or the default named in the comment."""
 
+    key_head_fields = ("groups",)
+
     heads: Width
     head_dim: Width | None = None  # default: 2 width / heads, which is the paper's expansion by 2
     state_size: Width = 128  # width of q and k, the paper's N

@@ -71,6 +71,11 @@ class PairConfig(MixerConfig):
         second = build_under("second", self.second.at_width, width, new_width)
         return self.replace(first=first, second=second)
 
+    def near_width(self, width: int, new_width: int) -> Self:
+        """Both near the other width."""
+        first, second = self.first.near_width(width, new_width), self.second.near_width(width, new_width)
+        return self.replace(first=first, second=second)
+
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """Those of both."""
         return self.first.head_counts() + self.second.head_counts()

@@ -59,7 +59,7 @@ def _tuning_figure(report: Report, index: int) -> Figure | None:
     if not field["is_number"]:
         layout["xaxis"] = axis(plotly_text(field["name"])) | {"type": "category", "showline": True}
     else:
-        layout["shapes"] = [dotted_line(tuning["shared"]["values"][index], color="soft", vertical=True)]
+        layout["shapes"] = [dotted_line(tuning["shared_values"]["values"][index], color="soft", vertical=True)]
     layout["yaxis"]["range"] = _loss_range([y for trace in data for y in trace["y"]])
     return {"data": data, "layout": layout}
 
