@@ -1,1 +1,4 @@
-"""Runs on several processes: none so far. Only this package and storage may import `torch.distributed`."""
+"""Training steps on several ranks, and what a training takes on many GPUs.
+
+Only this package and storage may import `torch.distributed`.
+"""

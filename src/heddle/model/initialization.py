@@ -20,16 +20,27 @@ def initialize(model: "Decoder", seed: int, include: Callable[[SelfInitialized],
     The values depend on the seed and on each parameter's name alone, not on other parameters or the device.
     """
     for name, module in model.named_modules():
-        stack = model if model.encoder is None or not name.startswith("encoder.") else model.encoder
-        config = stack.config.initialization
-        if not isinstance(module, SelfInitialized):
-            if next(module.parameters(recurse=False), None) is not None:
-                raise TypeError(f"{name}: owns parameters but is no SelfInitialized, so nothing initializes them")
-            continue
-        scales = stack.config.residual.initial_scales(stack.config.depth) if config.depth_scaled else InitialScales()
-        module.value_scale, module.output_scale = scales
-        if include(module):
-            module.init_weights(config.std, ParameterDraws(seed, name))
+        initialize_module(model, name, module, seed, include)
+
+
+def initialize_module(
+    model: "Decoder",
+    name: str,
+    module: nn.Module,
+    seed: int,
+    include: Callable[[SelfInitialized], bool] = lambda module: True,
+) -> None:
+    """Initialize the parameters that one module of a model owns, if there are any."""
+    stack = model if model.encoder is None or not name.startswith("encoder.") else model.encoder
+    config = stack.config.initialization
+    if not isinstance(module, SelfInitialized):
+        if next(module.parameters(recurse=False), None) is not None:
+            raise TypeError(f"{name}: owns parameters but is no SelfInitialized, so nothing initializes them")
+        return
+    scales = stack.config.residual.initial_scales(stack.config.depth) if config.depth_scaled else InitialScales()
+    module.value_scale, module.output_scale = scales
+    if include(module):
+        module.init_weights(config.std, ParameterDraws(seed, name))
 
 
 def storage_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
@@ -42,5 +53,14 @@ def materialize(model: "Decoder", dtype: torch.dtype, device: torch.device | str
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             values = torch.empty(parameter.shape, dtype=storage_dtype(parameter, dtype), device=device)
+            setattr(module, name, nn.Parameter(values, parameter.requires_grad))
+    model.tie()
+
+
+def cast_parameters(model: "Decoder", dtype: torch.dtype) -> None:
+    """Store every parameter of a model as one of `dtype` stores it, rounded. A tied head stays tied."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            values = parameter.detach().to(storage_dtype(parameter, dtype))
             setattr(module, name, nn.Parameter(values, parameter.requires_grad))
     model.tie()

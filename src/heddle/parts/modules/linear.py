@@ -1,7 +1,10 @@
 """Modules that initialize their own parameters. `Linear` is the projection that all parts use."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import ClassVar, cast
 
 import torch
@@ -9,6 +12,8 @@ from torch import Tensor, nn
 
 from heddle.numerics.linear import linear, linears
 from heddle.numerics.philox import ParameterDraws, RandomStream
+
+_rows_to_fill: ContextVar[Mapping[int, slice]] = ContextVar("rows_to_fill", default=MappingProxyType({}))
 
 
 class SelfInitialized(nn.Module, ABC):
@@ -32,13 +37,27 @@ def fill_normal(
 ) -> None:
     """Fill with normal numbers around `mean`, each rounded to float32 for any dtype and device of the parameter.
 
-    Element i is the stream's element `start + i`, so a slice of a parameter's rows can be filled alone.
+    Element i is the stream's element `start + i`. Within `fill_rows`, only the named rows are drawn and filled.
     """
-    values = torch.empty(parameter.numel(), dtype=torch.float32, device="cpu")
-    for first, numbers in stream.normal_chunks(start, start + len(values)):
-        values[first - start : first - start + len(numbers)] = numbers.mul_(std)
+    rows = _rows_to_fill.get().get(id(parameter), slice(0, len(parameter)))
+    part = parameter[rows]
+    first_element = start + rows.start * (parameter.numel() // max(1, len(parameter)))
+    values = torch.empty(part.numel(), dtype=torch.float32, device="cpu")
+    for first, numbers in stream.normal_chunks(first_element, first_element + len(values)):
+        values[first - first_element : first - first_element + len(numbers)] = numbers.mul_(std)
+    part_mean = mean.expand(parameter.shape)[rows] if isinstance(mean, Tensor) else mean
     with torch.no_grad():
-        parameter.copy_(values.view(parameter.shape).add_(mean))
+        part.copy_(values.view(part.shape).add_(part_mean))
+
+
+@contextmanager
+def fill_rows(rows: Mapping[int, slice]) -> Iterator[None]:
+    """Within the block, `fill_normal` fills these rows alone; `rows` by the id() of a parameter, steps of 1."""
+    token = _rows_to_fill.set(rows)
+    try:
+        yield
+    finally:
+        _rows_to_fill.reset(token)
 
 
 class Linear(SelfInitialized, nn.Linear):

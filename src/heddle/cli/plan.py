@@ -1,0 +1,200 @@
+"""`heddle plan`: what a training takes on many GPUs: memory, communication, speed; nothing is run."""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from heddle.cli.options import DesignArgument, Json, Overrides, PartFile, with_vocab_size
+from heddle.errors import ConfigError
+from heddle.progress import format_amount, format_duration
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from heddle.distributed.planning.plan import Candidate, Plan
+
+MAX_LAYOUTS = 6
+VOCAB_SIZE = 32_000
+_GIB = 2**30
+_DAY = 86_400
+
+
+def plan(  # noqa: PLR0913 - one parameter per option
+    design: DesignArgument,
+    overrides: Overrides = None,
+    gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="How many GPUs.")] = 8,
+    gpu: Annotated[
+        str, typer.Option("--gpu", metavar="NAME", help="a100-40gb, a100, h100, h800, h200 or b200.")
+    ] = "h100",
+    sequence_length: Annotated[
+        int, typer.Option("--sequence-length", metavar="N", help="Tokens of each sequence.")
+    ] = 4096,
+    batch_size: Annotated[
+        int | None,
+        typer.Option("--batch-size", metavar="N", help="Sequences of a step on all GPUs. [one micro-batch on each]"),
+    ] = None,
+    tokens: Annotated[
+        float | None, typer.Option("--tokens", metavar="N", help="Tokens of the training, such as 2e12, for its time.")
+    ] = None,
+    part: PartFile = None,
+    as_json: Json = False,
+) -> None:
+    """Print the fastest layouts of ranks that fit, and why others do not.
+
+    Memory, communication and FLOPs follow from the design. The speed is what published trainings reached; see
+    docs/plan.md for how far it was right.
+    """
+    if tokens is not None and not 0 < tokens < float("inf"):
+        raise ConfigError(f"--tokens {tokens}: must be a number above 0, such as 2e12")
+    from heddle.config import load_part
+    from heddle.distributed.planning.gpus import find_gpu
+    from heddle.distributed.planning.plan import plan_training
+    from heddle.model.load_config import load_config, read_design
+
+    for file in part or []:
+        load_part(file)
+    data = read_design(design, overrides or [])
+    spec = find_gpu(gpu)
+    config = with_vocab_size(load_config(data), VOCAB_SIZE)
+    result = plan_training(config, spec, gpus, sequence_length, batch_size)
+    facts = _facts(result, gpu, tokens)
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _print(design, facts)
+
+
+def _facts(plan: "Plan", gpu: str, tokens: float | None) -> dict[str, Any]:
+    """Everything the command prints, as plain data. Bytes, seconds, FLOPs."""
+    from heddle.distributed.planning.plan import USABLE
+
+    cost = plan.cost
+    return {
+        "parameters": cost.parameters,
+        "active_parameters": cost.active_parameters,
+        "flops_per_token": 3 * cost.forward_flops / cost.sequence_length,
+        "sequence_length": cost.sequence_length,
+        "gpus": plan.gpus,
+        "gpu": gpu,
+        "usable_memory": USABLE * plan.gpu.memory * _GIB,
+        "layouts": [_candidate_facts(plan, candidate, tokens) for candidate in plan.candidates],
+        "too_large": [_candidate_facts(plan, candidate, tokens) for candidate in plan.too_large],
+    }
+
+
+def _candidate_facts(plan: "Plan", candidate: "Candidate", tokens: float | None) -> dict[str, Any]:
+    layout, time = candidate.layout, candidate.time
+    causal, full = plan.utilization(candidate)
+    return {
+        "data_parallel_replicate_degree": layout.replicate,
+        "data_parallel_shard_degree": layout.shard,
+        "micro_batch_size": layout.rows,
+        "accumulation": layout.accumulation,
+        "batch_size": layout.rows * layout.accumulation * layout.gpus,
+        "reduce_once": layout.reduce_once,
+        "recompute": layout.recompute,
+        "memory": candidate.memory,
+        "memory_total": candidate.bytes,
+        "collectives": [
+            {"name": each.name, "ranks": each.ranks, "bytes": each.bytes} for each in candidate.collectives
+        ],
+        "seconds": {
+            "products": time.products,
+            "attention": time.attention,
+            "communication": time.communication,
+            "optimizer": time.optimizer,
+            "step": time.seconds,
+        },
+        "tokens_per_second_per_gpu": candidate.tokens_per_second,
+        "mfu": causal,
+        "mfu_full_attention": full,
+        "training_seconds": None if tokens is None else tokens / candidate.tokens_per_second / layout.gpus,
+    }
+
+
+def _print(design: str, facts: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True, width=110)
+    console.print(
+        f"{design}: {facts['parameters']:,} parameters, {facts['flops_per_token'] / 1e9:,.1f} GFLOPs a trained token; "
+        f"{facts['gpus']:,} × {facts['gpu']}, sequences of {facts['sequence_length']:,}\n",
+        markup=False,
+    )
+    if facts["layouts"]:
+        _print_layouts(console, facts)
+        _print_best(console, facts["layouts"][0])
+    _print_too_large(console, facts)
+    if not facts["layouts"]:
+        console.print("no layout fits; take more or larger GPUs, or shorter sequences")
+
+
+def _print_too_large(console: "Console", facts: dict[str, Any]) -> None:
+    """The largest shard degree that does not fit, and what it would need; smaller ones need more."""
+    if not facts["too_large"]:
+        return
+    nearest = min(facts["too_large"], key=lambda each: each["memory_total"])
+    largest = max(nearest["memory"], key=nearest["memory"].get)
+    degrees = sorted(each["data_parallel_shard_degree"] for each in facts["too_large"])
+    others = f" (nor do {', '.join(f'{degree:,}' for degree in degrees[:-1])})" if len(degrees) > 1 else ""
+    console.print(
+        f"shard degree {degrees[-1]:,} does not fit{others}: with one row on each GPU and layers recomputed it needs "
+        f"{nearest['memory_total'] / _GIB:,.1f} GiB of {facts['usable_memory'] / _GIB:,.1f} usable ones, "
+        f"{nearest['memory'][largest] / _GIB:,.1f} of them {largest}",
+        markup=False,
+    )
+
+
+def _print_layouts(console: "Console", facts: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in (
+        "replicate",
+        "shard",
+        "rows",
+        "accumulation",
+        "reduce",
+        "recompute",
+        "GiB",
+        "tokens/s a GPU",
+        "MFU",
+        "tokens/s",
+    ):
+        table.add_column(name, justify="right")
+    has_time = facts["layouts"][0]["training_seconds"] is not None
+    if has_time:
+        table.add_column("time", justify="right")
+    for each in facts["layouts"][:MAX_LAYOUTS]:
+        seconds = each["training_seconds"]
+        table.add_row(
+            f"{each['data_parallel_replicate_degree']:,}",
+            f"{each['data_parallel_shard_degree']:,}",
+            str(each["micro_batch_size"]),
+            str(each["accumulation"]),
+            "once" if each["reduce_once"] else "each",
+            each["recompute"],
+            f"{each['memory_total'] / _GIB:,.1f}",
+            f"{each['tokens_per_second_per_gpu']:,.0f}",
+            f"{each['mfu']:.1%}",
+            f"{each['tokens_per_second_per_gpu'] * facts['gpus']:,.0f}",
+            *([f"{seconds / _DAY:,.1f} days" if seconds > 2 * _DAY else format_duration(seconds)] if has_time else []),
+        )
+    console.print(table)
+
+
+def _print_best(console: "Console", best: dict[str, Any]) -> None:
+    memory = ", ".join(f"{name} {size / _GIB:,.1f}" for name, size in best["memory"].items())
+    console.print(f"\nthe first: GiB of a rank: {memory}", markup=False)
+    for each in best["collectives"]:
+        console.print(f"  {each['name']} over {each['ranks']:,} ranks: {format_amount(each['bytes'], 'bytes')} a step")
+    seconds = best["seconds"]
+    console.print(
+        f"  a step takes {seconds['step']:.2f} s: products {seconds['products']:.2f}, attention "
+        f"{seconds['attention']:.2f}, communication {seconds['communication']:.2f} (most of it behind products), "
+        f"optimizer {seconds['optimizer']:.2f}"
+    )
+    console.print(
+        f"  MFU counts causal attention; with full attention, as torchtitan counts, {best['mfu_full_attention']:.1%}\n"
+    )

@@ -1,0 +1,1 @@
+"""What a training costs on many GPUs, before any of them is rented: memory, communication, speed."""

@@ -1,0 +1,40 @@
+"""GPUs by their makers' data sheets, and the speeds that published trainings reached on them."""
+
+from dataclasses import dataclass
+
+from heddle.errors import ConfigError, choices_hint
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU in a node of eight. Speeds are peaks of the data sheet.
+
+    tflops: dense products in bfloat16, 10^12 FLOPs a second. memory: GiB. bandwidth: of its memory, GB/s. link: to
+    the others of its node, network: to other nodes, both GB/s in each direction.
+    """
+
+    tflops: float
+    memory: float
+    bandwidth: float
+    link: float
+    network: float
+    gpus_per_node: int = 8
+
+
+GPUS = {
+    "a100-40gb": Gpu(tflops=312, memory=39.4, bandwidth=1555, link=300, network=25),
+    "a100": Gpu(tflops=312, memory=79.2, bandwidth=2039, link=300, network=25),
+    "h100": Gpu(tflops=989, memory=79.2, bandwidth=3350, link=450, network=50),
+    "h800": Gpu(tflops=989, memory=79.2, bandwidth=3350, link=200, network=50),
+    "h200": Gpu(tflops=989, memory=139.8, bandwidth=4800, link=450, network=50),
+    "b200": Gpu(tflops=2250, memory=178.4, bandwidth=8000, link=900, network=50),
+}
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of a name. Raises ConfigError for an unknown one."""
+    if name not in GPUS:
+        raise ConfigError(f"gpu {name}: unknown GPU; {choices_hint(name, GPUS)}")
+    return GPUS[name]

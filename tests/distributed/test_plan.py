@@ -1,0 +1,171 @@
+"""The planner agrees with published trainings, its bytes with counted ones, and its refusals are sentences."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from heddle.cli.main import run_command
+from heddle.distributed.planning.collectives import collectives
+from heddle.distributed.planning.costs import ModelCost, model_cost
+from heddle.distributed.planning.gpus import GIB, GPUS
+from heddle.distributed.planning.memory import rank_memory
+from heddle.distributed.planning.plan import USABLE, plan_training
+from heddle.distributed.planning.ranks import RankLayout
+from heddle.distributed.planning.throughput import AMPERE, HOPPER, tokens_per_second
+from heddle.errors import ConfigError
+from heddle.model.load_config import load_config
+from heddle.model.size import size
+from tests.distributed.fit_speeds import fit, speeds_in
+from tests.distributed.published import mpt_design, mpt_runs, published_design, published_runs
+from tests.distributed.validation import flops, memory, speed_errors
+
+LLAMA_8B = "meta-llama/Llama-3.1-8B-Instruct"
+
+
+def llama_cost(sequence_length: int = 8192) -> ModelCost:
+    return model_cost(published_design(LLAMA_8B), sequence_length)
+
+
+def test_flops_are_the_published_ones() -> None:
+    errors = sorted(abs(flops(row).error) for row in published_runs("flops"))
+    assert errors[-2] < 0.005
+    assert errors[-1] < 0.04
+
+
+@pytest.mark.parametrize("row", published_runs("memory"), ids=lambda row: f"{row['gpus']}-{row['gib']}")
+def test_memory_is_within_15_percent_of_the_published(row: dict[str, float]) -> None:
+    assert abs(memory(row).error) < 0.15
+
+
+def test_throughput_of_trainings_that_were_not_fitted() -> None:
+    fitted, others = speed_errors()
+    assert len(fitted) + len(others) == 216
+    assert np.median(np.abs(others)) < 0.25
+
+
+def test_the_constants_are_the_fitted_ones() -> None:
+    fitted = fit(mpt_runs()[::2])
+    for gpu, constants in (("a100", AMPERE), ("h100", HOPPER)):
+        expected = speeds_in(fitted, gpu)
+        assert np.allclose(list(vars(constants).values()), list(vars(expected).values()), rtol=0.02)
+
+
+def test_the_designs_have_the_published_parameters() -> None:
+    for row in mpt_runs()[::9]:
+        design = mpt_design(row["model"], int(row["sequence_length"]))
+        assert size(design, context_length=8).parameters == int(row["parameters"])
+
+
+def test_bytes_of_collectives_are_those_of_a_traced_training() -> None:
+    """Four layers of Llama 3 8B under fully_shard on 64 ranks, counted call by call by a fake process group."""
+    layers = [{"repeat": 4, **_llama_layer()}]
+    config = load_config({"vocab_size": 128256, "width": 4096, "layers": layers, "head": {"tied": False}})
+    cost = model_cost(config, 128)
+    total = {each.name: each.bytes for each in collectives(cost, RankLayout(1, 64, rows=1))}
+    assert total == {"all_gather": 5_591_146_496, "reduce_scatter": 7_692_500_992}
+
+
+def _llama_layer() -> dict[str, object]:
+    mixer = {"kind": "attention", "heads": 32, "kv_heads": 8, "position": {"kind": "rope"}}
+    return {"mixer": mixer, "feedforward": {"kind": "gated", "hidden": 14336}}
+
+
+def test_a_state_takes_sixteen_bytes_a_parameter() -> None:
+    cost = llama_cost()
+    held = [rank_memory(cost, RankLayout(1, shard, rows=1)) for shard in (8, 128)]
+    state = [memory["parameters"] + memory["gradients"] + memory["moments"] for memory in held]
+    assert state[0] - state[1] == pytest.approx(16 * cost.parameters * (1 / 8 - 1 / 128), rel=1e-6)
+    assert {name: value for name, value in held[0].items() if held[1][name] != value}.keys() == {
+        "parameters", "gradients", "moments",
+    }  # fmt: skip
+
+
+def test_what_each_choice_changes() -> None:
+    cost = llama_cost(2048)
+    plain = RankLayout(1, 8, rows=1)
+    recomputed = RankLayout(1, 8, rows=1, recompute="layers")
+    assert rank_memory(cost, recomputed)["activations"] < 0.3 * rank_memory(cost, plain)["activations"]
+    gpu = GPUS["h100"]
+    assert 0.7 < tokens_per_second(cost, recomputed, gpu) / tokens_per_second(cost, plain, gpu) < 0.8
+    replicated = {each.name: each for each in collectives(cost, RankLayout(4, 8, rows=1))}
+    assert replicated["all_reduce"].bytes == 4 * cost.parameters / 8
+    assert replicated["all_reduce"].traffic == 2 * replicated["all_reduce"].bytes * 3 / 4
+    once = {each.name: each.bytes for each in collectives(cost, RankLayout(1, 8, 1, accumulation=4, reduce_once=True))}
+    each = {each.name: each.bytes for each in collectives(cost, RankLayout(1, 8, 1, accumulation=4))}
+    assert once["all_gather"] == each["all_gather"]
+    assert 4 * once["reduce_scatter"] == each["reduce_scatter"]
+
+
+def test_planted_peaks_of_sparse_products_make_throughput_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, gpu in GPUS.items():
+        monkeypatch.setitem(GPUS, name, replace(gpu, tflops=2 * gpu.tflops))
+    _, others = speed_errors()
+    assert np.median(np.abs(others)) > 0.25
+
+
+def test_planted_attention_that_is_not_halved_makes_flops_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    doubled = property(lambda cost: cost.head_flops + sum(x.count * (x.flops + x.attention_flops) for x in cost.layers))
+    monkeypatch.setattr(ModelCost, "forward_flops", doubled)
+    assert max(abs(flops(row).error) for row in published_runs("flops")) > 0.04
+
+
+def test_a_plan_is_ranked_and_fits() -> None:
+    plan = plan_training(published_design(LLAMA_8B), GPUS["h100"], 64, sequence_length=8192)
+    rates = [candidate.tokens_per_second for candidate in plan.candidates]
+    assert rates == sorted(rates, reverse=True)
+    assert all(candidate.layout.gpus == 64 for candidate in plan.candidates)
+    assert all(candidate.bytes <= USABLE * plan.gpu.memory * GIB for candidate in plan.candidates)
+    assert [candidate.layout.shard for candidate in plan.too_large] == [1, 2]
+    causal, full = plan.utilization(plan.candidates[0])
+    assert causal < full < 1
+
+
+def test_every_kind_of_mixer_has_a_plan() -> None:
+    for name in ("mha", "mla", "linear", "retention", "gated_delta", "moe", "hybrid", "local_global"):
+        config = load_config(f"preset:{name}-tiny", ["vocab_size=1024"])
+        plan = plan_training(config, GPUS["h200"], 2, sequence_length=256)
+        assert plan.candidates, name
+        assert plan.cost.parameters == size(config, context_length=8).parameters
+
+
+def test_a_step_of_many_sequences_is_cut_into_micro_batches() -> None:
+    plan = plan_training(published_design(LLAMA_8B), GPUS["h100"], 64, sequence_length=8192, batch_size=1024)
+    for candidate in plan.candidates:
+        layout = candidate.layout
+        assert layout.rows * layout.accumulation * layout.gpus == 1024
+
+
+def test_refusals() -> None:
+    config = published_design(LLAMA_8B)
+    with pytest.raises(ConfigError, match="batch_size 100: each of 64 GPUs needs as many sequences; take 64 or 128"):
+        plan_training(config, GPUS["h100"], 64, batch_size=100)
+    with pytest.raises(ConfigError, match="gpus 0: must be between 1"):
+        plan_training(config, GPUS["h100"], 0)
+    with pytest.raises(ConfigError, match="sequence_length 0: must be at least 1"):
+        plan_training(config, GPUS["h100"], 8, sequence_length=0)
+    with pytest.raises(ConfigError, match="rows 0: must be at least 1"):
+        RankLayout(1, 1, rows=0)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    design = ["preset:gqa-tiny", "width=16384", "layers.0.repeat=126", "layers.0.mixer.heads=128"]
+    sizes = ["layers.0.mixer.kv_heads=8", "layers.0.feedforward.hidden=53248", "vocab_size=128256"]
+    assert run_command(["plan", *design, *sizes, "--gpus", "16384", "--gpu", "h100", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["parameters"] > 400e9
+    assert len(facts["layouts"]) + len(facts["too_large"]) >= 10
+    assert run_command(["plan", "preset:mla-small", "--gpus", "16", "--gpu", "a100", "--tokens", "1e10"]) == 0
+    printed = capsys.readouterr().out
+    assert "tokens/s a GPU" in printed
+    assert "all_gather over 16 ranks" in printed
+    assert run_command(["plan", *design, *sizes, "--gpus", "8"]) == 0
+    assert "no layout fits; take more or larger GPUs, or shorter sequences" in capsys.readouterr().out
+
+
+def test_the_command_refuses_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["plan", "preset:gqa-tiny", "--gpu", "h10"]) == 2
+    assert "gpu h10: unknown GPU; did you mean 'h100'?" in capsys.readouterr().err
+    assert run_command(["plan", "preset:gqa-tiny", "--tokens", "-1"]) == 2
+    assert "--tokens -1.0: must be a number above 0" in capsys.readouterr().err
