@@ -87,12 +87,34 @@ def test_a_tied_head_divides_its_logits() -> None:
     """The weight stays that of an embedding. A bias is divided like the logits, so its rate grows."""
     config = load_config(wide_design(head={"tied": True, "bias": True, "scale": 0.5}))
     transfer = transfer_over_width(config, BASE)
-    assert transfer.config.head.scale == 0.5 / 4
+    assert transfer.config.head.scale == 0.5
+    assert transfer.config.head.width_scale == 1 / 4
     assert transfer.scales["embed.weight"] == ParameterScale(epsilon=1 / 4)
     assert transfer.scales["head.bias"] == ParameterScale(4.0, 4.0, 1 / 4)
     grown = transfer_over_width(config.replace(embedding=config.embedding.replace(scale=True)), BASE)
-    assert grown.config.head.scale == 0.5 / 2  # rows and their rates are halved, because sqrt(width) doubled
+    assert grown.config.head.width_scale == 1 / 2  # rows and their rates are halved, because sqrt(width) doubled
     assert grown.scales["embed.weight"] == ParameterScale(1 / 2, 1 / 2, 1 / 2)
+
+
+@pytest.mark.parametrize("embedding_scale", [True, False])
+def test_transfer_is_applied_once_however_often_it_is_asked(embedding_scale: bool) -> None:
+    """A run's design carries its factor: another transfer replaces it, at any width, and at the base width drops it."""
+    data = wide_design(head={"tied": True, "scale": 0.5}, embedding={"scale": embedding_scale})
+    config = load_config(data)
+    transfer = transfer_over_width(config, BASE)
+    of_a_run = load_config(transfer.config.dump())
+    assert transfer_over_width(of_a_run, BASE) == transfer
+    assert transfer_over_width(of_a_run, 32).config == transfer_over_width(config, 32).config
+    assert transfer_over_width(of_a_run, WIDTH).config == config
+    assert transfer_over_width(of_a_run, None).config == of_a_run
+    wider = scale_to_width(of_a_run, 128)
+    assert transfer_over_width(wider, BASE).config == transfer_over_width(scale_to_width(config, 128), BASE).config
+
+
+def test_a_design_with_its_factor_is_exported_and_built_as_the_product() -> None:
+    config = load_config(wide_design(head={"tied": True, "scale": 0.5, "width_scale": 0.25}))
+    assert config.resolved() == load_config(wide_design(head={"tied": True, "scale": 0.125})).resolved()
+    assert build(config, device="meta").head.scale == 0.125
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -237,7 +259,7 @@ def test_a_run_at_another_width_resumes_and_is_saved_with_its_logits(
 ) -> None:
     small.same_after_a_signal(lambda name: small.job(texts, tmp_path / name, transfer_width=32), monkeypatch)
     init_checkpoint = open_init_checkpoint(tmp_path / "whole")
-    assert init_checkpoint.config.head.scale == 2.0
+    assert init_checkpoint.config.head.width_scale == 2.0
     job = small.job(texts, tmp_path / "from", transfer_width=32)
     job = dataclasses.replace(job, config=init_checkpoint.config, init_checkpoint=init_checkpoint)
     with pytest.raises(

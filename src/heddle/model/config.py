@@ -28,12 +28,20 @@ class EmbeddingConfig(Config):
 
 
 class HeadConfig(Config):
-    """`tied` shares the embedding's weight. Logits are `cap · tanh(scale · (W h + b) / cap)` with `softcap` as cap."""
+    """`tied` shares the embedding's weight. Logits are `cap · tanh(scale · (W h + b) / cap)` with `softcap` as cap.
+
+    width_scale: another factor of the logits, which a transfer over width sets; the next one replaces it.
+    """
 
     tied: bool = True
     bias: bool = False
     scale: PositiveFloat = 1.0  # Cohere's logit_scale
     softcap: PositiveFloat | None = None  # Gemma 2
+    width_scale: PositiveFloat | None = None
+
+    def resolved(self) -> Self:
+        """One factor of the logits: the product."""
+        return self if self.width_scale is None else self.replace(scale=self.scale * self.width_scale, width_scale=None)
 
 
 class InitializationConfig(Config):
@@ -182,7 +190,8 @@ class ModelConfig(Config):
             feedforward = None if feedforward is None else feedforward.resolved(context)
             layers.append(LayerConfig(mixer=mixer, feedforward=feedforward))
         encoder = None if self.encoder is None else self.encoder.resolved()
-        return self.replace(layers=tuple(layers[index] for index in self.layer_order), encoder=encoder)
+        layers_in_order = tuple(layers[index] for index in self.layer_order)
+        return self.replace(layers=layers_in_order, encoder=encoder, head=self.head.resolved())
 
     def expand(self) -> Iterator[tuple[str, LayerConfig]]:
         """Yield each single layer from the bottom up, with the path of its entry."""

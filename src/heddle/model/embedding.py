@@ -8,8 +8,9 @@ from torch.nn import functional
 
 from heddle.config import build_under
 from heddle.model.config import EmbeddingConfig, HeadConfig
-from heddle.numerics.cross_entropy import OutputHead, scale_and_cap
+from heddle.numerics.cross_entropy import OutputHead
 from heddle.numerics.linear import linear
+from heddle.numerics.loss_steps import scale_and_cap
 from heddle.numerics.philox import ParameterDraws
 from heddle.parts.context.layout import Layout
 from heddle.parts.modules.dropout import Dropout
@@ -69,7 +70,7 @@ class Head(SelfInitialized):
         super().__init__()
         self.weight = weight
         self.bias = nn.Parameter(torch.empty(weight.shape[0])) if config.bias else None
-        self.tied, self.scale, self.softcap = config.tied, config.scale, config.softcap
+        self.tied, self.scale, self.softcap = config.tied, config.resolved().scale, config.softcap
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Draw an untied weight from normal(0, std) and set the bias to zero."""

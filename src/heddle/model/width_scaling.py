@@ -11,10 +11,11 @@ from heddle.model.config import LayerConfig, ModelConfig
 def scale_to_width(config: ModelConfig, width: int) -> ModelConfig:
     """Return the resolved design at another width; hidden channels are rounded to whole numbers.
 
-    Raises DesignError for a design with an encoder, and where a part has no version of that width.
+    The head keeps both factors of its logits, so that a transfer over width replaces its own. Raises DesignError for a
+    design with an encoder, and where a part has no version of that width.
     """
     if width == config.width:
-        return config.resolved()
+        return config.resolved().replace(head=config.head)
     if config.encoder is not None:
         raise DesignError("encoder", "is not scaled to another width; leave it out")
     resolved = config.resolved()
@@ -24,7 +25,7 @@ def scale_to_width(config: ModelConfig, width: int) -> ModelConfig:
     }
     first_index = [layer.index for layer in config.distinct_layers]
     layers = tuple(scaled[first_index[index]] for index in config.layer_order)
-    return resolved.replace(width=width, layers=layers)
+    return resolved.replace(width=width, layers=layers, head=config.head)
 
 
 def _scale_layer(layer: LayerConfig, width: int, new_width: int) -> LayerConfig:

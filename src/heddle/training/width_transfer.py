@@ -10,7 +10,8 @@ outputs to those of the base width, and 1 for sizes that do not grow:
 
 Norms, biases, convolutions and lookups read nothing that grows, so m_in is 1. Weight decay is divided by the rate's
 factor: rate times decay stays (Wang & Aitchison 2024). A tied head has the embedding's weight, so its logits are
-divided by m instead (`head.scale`); `embedding.scale` multiplies by sqrt(m), which weight and rate take back.
+divided by m instead (`head.width_scale`, which the design of a run keeps, and which another transfer replaces);
+`embedding.scale` multiplies by sqrt(m), which weight and rate take back.
 """
 
 import math
@@ -49,10 +50,13 @@ class WidthTransfer:
 def transfer_over_width(config: ModelConfig, base_width: int | None, optimizer: str = "adamw") -> WidthTransfer:
     """Derive the factors of a design from the shapes of its parameters, here and at the base width.
 
-    base_width: None, or the design's own width, changes nothing. Raises ConfigError naming a part or a parameter that
-    the rules do not cover.
+    base_width: None changes nothing; the design's own width only takes back an earlier transfer. Raises ConfigError
+    naming a part or a parameter that the rules do not cover.
     """
-    if base_width is None or base_width == config.width:
+    if base_width is None:
+        return WidthTransfer(config, {})
+    config = config.replace(head=config.head.replace(width_scale=None))
+    if base_width == config.width:
         return WidthTransfer(config, {})
     try:
         base = build(scale_to_width(config, base_width), device="meta")
@@ -80,7 +84,7 @@ def transfer_over_width(config: ModelConfig, base_width: int | None, optimizer: 
     head_factor = input_factor / ratio
     if config.head.bias:
         scales["head.bias"] = _behind_factor(scales["head.bias"], head_factor)
-    return WidthTransfer(config.replace(head=config.head.replace(scale=config.head.scale * head_factor)), scales)
+    return WidthTransfer(config.replace(head=config.head.replace(width_scale=head_factor)), scales)
 
 
 def _check_proportion(name: str, shape: torch.Size, base_shape: torch.Size, ratio: float, base_width: int) -> None:
