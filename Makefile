@@ -16,7 +16,7 @@ RUN := .venv/bin/python
 export PYTHON TORCH_INDEX PIP_ARGS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help compare compare-all ablation test quick soak bench clean core dev
+.PHONY: help compare compare-all ablation test quick soak bench evidence clean core dev
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -57,9 +57,12 @@ soak: dev ## run only the long tests (HEDDLE_SOAK_DESIGNS=2000: more random desi
 bench: dev ## run every benchmark in turn
 	@$(RUN) -m benchmarks.run_all
 
+evidence: core ## run every row of docs/evidence.md: about an hour of one core; continues where it stopped
+	@$(RUN) -m evidence --workers $(WORKERS)
+
 clean: ## remove .venv, caches and build outputs, but not runs/
 	@rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
-	@find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	@find src tests benchmarks evidence -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 core dev:
 	@sh tools/install.sh $@

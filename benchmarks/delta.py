@@ -38,8 +38,9 @@ def delta_inputs(length: int) -> tuple[DeltaInputs, Tensor]:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, length, WIDTH, generator=generator) for _ in range(3))
     log_decay, beta = (torch.rand(1, HEADS, length, generator=generator) for _ in range(2))
-    tensors = [x.requires_grad_() for x in (l2_normalize(q), l2_normalize(k), v, -log_decay[..., None], beta)]
-    return DeltaInputs(*tensors), torch.zeros(1, HEADS, WIDTH, WIDTH)
+    tensors = (l2_normalize(q), l2_normalize(k), v, -log_decay[..., None], beta)
+    q, k, v, log_decay, beta = (x.requires_grad_() for x in tensors)
+    return DeltaInputs(q, k, v, log_decay, beta), torch.zeros(1, HEADS, WIDTH, WIDTH)
 
 
 def heddle_rule(kernel: str, length: int) -> Call:

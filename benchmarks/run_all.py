@@ -6,12 +6,13 @@ from pathlib import Path
 
 from benchmarks.harness import ROOT
 
-SHARED = {"__init__", "harness", "peers", "run_all"}
+SHARED = {"__init__", "harness", "peers", "run_all", "gpu_models", "gpu_operations", "gpu_setup"}
+ON_A_GPU = {"gpu"}  # run it by itself
 
 
 def main() -> None:
     """Run all benchmarks, even if some fail. Exit with 1 if any failed."""
-    names = sorted(file.stem for file in Path(__file__).parent.glob("*.py") if file.stem not in SHARED)
+    names = sorted(file.stem for file in Path(__file__).parent.glob("*.py") if file.stem not in SHARED | ON_A_GPU)
     failed = []
     for name in names:
         print(f"benchmarks.{name}", flush=True)

@@ -396,6 +396,7 @@ CASES |= {
     "head-bias-scale-softcap": design(
         layer(attention(), repeat=2), head={"tied": False, "bias": True, "scale": 0.7, "softcap": 1.5}
     ),
+    "head-width-scale": design(layer(attention()), head={"width_scale": 0.5}),
     "head-tied-bias": design(layer(attention(kv_heads=2)), head={"bias": True}),
 }
 

@@ -18,18 +18,23 @@ settings.load_profile("heddle")
 
 
 @pytest.fixture(autouse=True)
+def _reset_globals() -> None:
+    reset_globals()
+
+
 def reset_globals() -> None:
-    """Reset global state before each test.
+    """Reset global state, as before each test.
 
     PyTorch fills `empty` with NaN (integers with their largest value) only in deterministic mode. On a CPU that mode
-    costs no time and refuses few operations, such as `put_`. On a GPU it refuses kernels that heddle uses, so it is
-    off there.
+    costs no time and refuses few operations, such as `put_`. It is on whether or not the machine has a GPU: the tests
+    run on the CPU. What runs on a GPU (`benchmarks/gpu.py`) is no test.
     """
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_float32_matmul_precision("highest")  # a command may have changed it
     torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(not torch.cuda.is_available())
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # a command may clear it
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

@@ -80,9 +80,9 @@ def design_file(path: Path, data: dict[str, Any] | None = None) -> Path:
     return path
 
 
-def corpus(path: Path) -> Corpus:
+def corpus(path: Path, documents: int = 30, size: int = 500) -> Corpus:
     """The folder of short texts, tokenized."""
-    return prepare_corpus([str(folder(path))], vocab_size=VOCABULARY, max_train_tokens=None)
+    return prepare_corpus([str(folder(path, documents, size))], vocab_size=VOCABULARY, max_train_tokens=None)
 
 
 def job(texts: Corpus, out: Path, data: dict[str, Any] | None = None, steps: int = 8, **settings: Any) -> TrainingJob:

@@ -19,13 +19,17 @@ LARGER: dict[str, str] = {
     "heddle.cli.inspect.inspect": "one parameter per option",
     "heddle.cli.ladder.ladder": "one parameter per option",
     "heddle.cli.show.show": "one parameter per option",
+    "heddle.cli.plan.plan": "one parameter per option",
     "heddle.cli.train.train": "one parameter per option",
     "heddle.generation.generate.generate": "the public name takes its settings by keyword",
     "heddle.exchange.transformers.modeling.HeddleForCausalLM.forward": "transformers reads its signature",
 }
 
 # Modules on floors 1 to 3 that may take any keyword, each with its reason.
-TAKES_ANY_KEYWORD = {"heddle.numerics.kernels": "heddle.kernels(attention='reference'): one keyword per operation"}
+TAKES_ANY_KEYWORD = {
+    "heddle.numerics.kernels": "heddle.kernels(attention='reference'): one keyword per operation",
+    "heddle.numerics.dispatch.operation": "a kernel whose call is recorded takes what the kernel takes",
+}
 
 FLOORS_1_TO_3 = {"numerics", "parts", "model"}
 FORBIDDEN_CALLS = {

@@ -1,4 +1,4 @@
-"""Write the generated documentation: docs/parts/, two pages of docs/huggingface/ and the tables of docs/laws.md.
+"""Write the generated documentation: docs/parts/, two pages of docs/huggingface/, tables of docs/laws.md and plan.md.
 
     python tools/make_docs.py
 
@@ -38,6 +38,7 @@ from heddle.model.load_config import DEFAULTS  # noqa: E402
 from heddle.numerics.kernels import OPERATIONS  # noqa: E402
 from heddle.parts.scalings import LongContextFactor  # noqa: E402
 from tests.cases import CASES, case  # noqa: E402
+from tests.distributed import validation  # noqa: E402
 from tests.laws.test_planted import BUGS  # noqa: E402
 from tools import family_facts, published_facts  # noqa: E402
 from tools.markdown import joined, prose, table  # noqa: E402
@@ -102,6 +103,11 @@ def pages() -> dict[Path, str]:
         blocks = [block for kind in own_kinds(slot) for block in kind_blocks(slot, kind)]
         contents_of[folder / f"{slot}.md"] = joined(f"# {slot.capitalize()}", WRITTEN, prose(slot_doc(slot)), *blocks)
     contents_of[ROOT / "docs/huggingface/families.md"] = family_facts.page(WRITTEN)
+    plan = ROOT / "docs/plan.md"
+    text = plan.read_text(encoding="utf-8")
+    for name, (header, rows) in validation.tables().items():
+        text = between(text, name, table(header, rows))
+    contents_of[plan] = text
     contents_of[ROOT / "docs/huggingface/published.md"] = published_facts.page(WRITTEN)
     contents_of[folder / "kernels.md"] = joined("# Kernels", WRITTEN, kernels_intro(), *kernel_blocks())
     return contents_of
@@ -112,7 +118,7 @@ def between(text: str, name: str, table: str) -> str:
     start, end = MARKS[0].format(name), MARKS[1]
     before, mark, rest = text.partition(start)
     if not mark or end not in rest:
-        raise ValueError(f"no marks for '{name}' in docs/laws.md")
+        raise ValueError(f"no marks for '{name}'")
     return f"{before}{start}\n{table}\n{end}{rest.partition(end)[2]}"
 
 

@@ -19,7 +19,7 @@ def reasons(function: Any) -> list[str]:
     for cell in function.__closure__ or ():
         if isinstance(cell.cell_contents, types.FunctionType):
             texts += reasons(cell.cell_contents)
-    for called in re.findall(r"return (_\w+)\(facts\)", inspect.getsource(function)):
+    for called in re.findall(r"return (_\w+|\w+_unsupported)\(facts\)", inspect.getsource(function)):
         texts += reasons(function.__globals__[called])
     return list(dict.fromkeys(texts))
 

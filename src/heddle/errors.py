@@ -60,6 +60,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return named or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
 
 
+def nondeterministic_operation(error: BaseException) -> str | None:
+    """Name what torch refused because it was asked for deterministic algorithms; None for another error."""
+    operation, refused, _ = str(error).partition(" does not have a deterministic implementation")
+    return operation.rpartition("\n")[2] if refused and isinstance(error, RuntimeError) else None
+
+
 def describe_path(path: str | Path) -> str:
     """Say what stands at a path, links followed: "is a folder", "is a named pipe", "does not exist"."""
     try:

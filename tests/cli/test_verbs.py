@@ -54,7 +54,20 @@ def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         listed
         == named
-        == ["show", "check", "train", "compare", "ladder", "generate", "convert", "inspect", "import", "export"]
+        == [
+            "show",
+            "check",
+            "doctor",
+            "train",
+            "compare",
+            "ladder",
+            "plan",
+            "generate",
+            "convert",
+            "inspect",
+            "import",
+            "export",
+        ]
     )
     assert call(capsys)[0] == out
     assert call(capsys, "--version")[0] == f"heddle {__version__}\n"

@@ -9,7 +9,7 @@ import pytest
 
 from heddle import progress
 from heddle.data import cache as cache_module
-from heddle.data.cache import DataCache, default_cache_folder
+from heddle.data.cache import DataCache, default_cache_folder, use_own_compile_cache
 from heddle.data.corpus import prepare_corpus
 from heddle.errors import CheckpointError, MachineError
 from heddle.storage.json_file import read_json_file, write_json_file
@@ -24,6 +24,18 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert default_cache_folder() == tmp_path / "xdg/heddle"
     monkeypatch.setenv("HEDDLE_CACHE", str(tmp_path / "own"))
     assert default_cache_folder() == tmp_path / "own"
+
+
+def test_compiled_kernels_lie_in_the_cache_unless_the_user_chose_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEDDLE_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    use_own_compile_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    use_own_compile_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
 
 
 def test_what_a_killed_process_left_is_removed_after_an_hour(tmp_path: Path) -> None:

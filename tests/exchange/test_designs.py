@@ -2,7 +2,9 @@
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -16,7 +18,13 @@ from tests.covering import attempt, fits, sites
 from tests.exchange.hf_models import AutoModelForCausalLM, our_logits, their_logits
 from tests.pairs import Draft, catalogue
 
-DESIGNS = 100
+DESIGNS, MANY_DESIGNS = 50, 400  # the second number in the soak
+PROFILE: dict[str, Any] = {
+    "deadline": None,
+    "derandomize": True,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+}
 
 
 @st.composite
@@ -34,9 +42,8 @@ def designs(draw: st.DrawFn) -> ModelConfig:
     return attempted
 
 
-@settings(max_examples=DESIGNS, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-@given(designs())
-def test_any_design_computes_alike_in_transformers(design: ModelConfig) -> None:
+def check_in_transformers(design: ModelConfig) -> None:
+    """The design is exported, read by transformers and by heddle, and computes the same logits in both."""
     model = heddle.build(design, seed=3).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -54,3 +61,16 @@ def test_any_design_computes_alike_in_transformers(design: ModelConfig) -> None:
     want = our_logits(model, tokens, layout)[real]
     torch.testing.assert_close(their_logits(theirs, tokens, real.long())[real], want, rtol=0, atol=1e-5)
     torch.testing.assert_close(their_logits(theirs, tokens[:1]), our_logits(model, tokens[:1]), rtol=0, atol=1e-5)
+
+
+@settings(max_examples=DESIGNS, **PROFILE)
+@given(designs())
+def test_any_design_computes_alike_in_transformers(design: ModelConfig) -> None:
+    check_in_transformers(design)
+
+
+@pytest.mark.soak
+@settings(max_examples=MANY_DESIGNS, **PROFILE)
+@given(designs())
+def test_many_designs_compute_alike_in_transformers(design: ModelConfig) -> None:
+    check_in_transformers(design)

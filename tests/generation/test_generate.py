@@ -46,7 +46,7 @@ def test_the_texts_above_vary() -> None:
 def test_padding_on_the_wrong_side_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     model = amplify_layers(build_double("attention-gqa"))
     padded = Layout.padded
-    monkeypatch.setattr(Layout, "padded", lambda lengths, side, device, start: padded([max(lengths)] * len(lengths)))
+    monkeypatch.setattr(Layout, "padded", lambda lengths, length, **_: padded([length] * len(lengths)))
     assert generate(model, PROMPTS, max_new_tokens=STEPS) != [greedy_loop(model, prompt, STEPS) for prompt in PROMPTS]
 
 

@@ -7,6 +7,15 @@ from heddle.model.config import ModelConfig
 
 OPTIONS = "options_have_effect"  # takes as long as all others, since it builds the design anew for each of its fields
 OTHERS = [name for name in LAWS if name != OPTIONS]
+# What these look at is one part at a time, whatever stands beside it.
+OF_ONE_PART = [
+    "kernel_equivalence", "low_precision", "extreme_inputs", "bfloat16_kernels", "finite_differences",
+    "rotary_invariants", "coordinate_shift_invariance", "dtype_round_trip",
+    "residual_identity", "drop_path_rates", "drop_path_scaling",
+    "expert_permutation", "token_permutation", "top_k_routing", "idle_experts", "routing_ties", "load_balancing",
+    "router_precision", "complete_initialization", "seeded_initialization",
+]  # fmt: skip
+OF_PAIRS = [name for name in OTHERS if name not in OF_ONE_PART]
 
 
 def violations_of(config: ModelConfig, names: Iterable[str] | None = None) -> list[str]:

@@ -102,18 +102,29 @@ ENTRIES: st.SearchStrategy[Data] = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=15, deadline=None)
-@given(
-    st.lists(ENTRIES, min_size=1, max_size=3),
-    st.sampled_from([None, 0.0, 0.3]),
-    st.booleans(),
-    st.sampled_from([None, {"kind": "sinusoidal"}]),
-)
-def test_random_designs(entries: list[Data], drop_path: float | None, tied: bool, position: Data | None) -> None:
+@st.composite
+def random_designs(draw: st.DrawFn) -> ModelConfig:
+    """Nested and repeated layers, with or without what belongs to a whole design."""
+    entries = draw(st.lists(ENTRIES, min_size=1, max_size=3))
+    drop_path, tied = draw(st.sampled_from([None, 0.0, 0.3])), draw(st.booleans())
+    position = draw(st.sampled_from([None, {"kind": "sinusoidal"}]))
     fields: dict[str, Any] = {"head": {"tied": tied}, "embedding": {"position": position}}
     if drop_path is not None and load_config(design(*entries)).depth > 1:
         fields["residual"] = {"kind": "pre_norm", "drop_path": drop_path}
-    check_against_full_model(load_config(design(*entries, **fields)))
+    return load_config(design(*entries, **fields))
+
+
+@settings(max_examples=8, deadline=None)
+@given(random_designs())
+def test_random_designs(config: ModelConfig) -> None:
+    check_against_full_model(config)
+
+
+@pytest.mark.soak
+@settings(max_examples=60, deadline=None)
+@given(random_designs())
+def test_many_random_designs(config: ModelConfig) -> None:
+    check_against_full_model(config)
 
 
 def test_distinct_layers_are_counted_in_order_of_occurrence() -> None:

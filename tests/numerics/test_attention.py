@@ -13,6 +13,7 @@ from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
 from heddle.numerics.attention.observer import Observation, notify_observer, observing_attention
 from heddle.numerics.attention.score_modifiers import ScoreModifiers
 from heddle.numerics.attention.softmax import ATTENTION, attention, attention_flops, reference, softmax_weights
+from heddle.numerics.dispatch.device_size import DeviceSize
 from heddle.numerics.kernels import kernels
 from heddle.parts.context.layout import Layout
 from tests.numerics.oracle import is_visible, loop_attention, loop_weights
@@ -60,7 +61,8 @@ CASES: dict[str, Callable[[], AttentionMask]] = {
     "padded with a window": lambda: padded(3),
     "padded and bidirectional": lambda: padded(causal=False),
 }
-KERNELS = [kernel.name for kernel in ATTENTION.kernels]
+CUDA_KERNELS = {"flash", "flex", "products", "varlen"}  # see tests/accelerator
+KERNELS = [kernel.name for kernel in ATTENTION.kernels if kernel.name not in CUDA_KERNELS]
 OPTIONS = {
     "plain": (None, False, False),
     "softcap": (0.4, False, False),
@@ -159,6 +161,12 @@ def test_every_kernel_supports_some_case() -> None:
         "unmasked",
     }
     assert {kernel for kernel, _, option in supported_cases() if option == "bias"} == set(KERNELS[:-1]) - {"causal"}
+
+
+@pytest.mark.parametrize("kernel", sorted(CUDA_KERNELS))
+def test_kernels_of_cuda_do_not_serve_a_cpu(kernel: str) -> None:
+    with kernels(attention=kernel), pytest.raises(ConfigError, match=f"attention={kernel}: .* because it is for CUDA$"):
+        attention(*draw(tail(9, 9), Shape()), tail(9, 9), 0.3)
 
 
 @pytest.mark.parametrize(("kernel", "case", "option"), supported_cases())
@@ -305,7 +313,7 @@ def test_a_bias_far_from_the_first_position_is_not_rounded(kernel: str, dtype: t
 
 
 def test_a_bias_of_many_queries_is_built_one_tile_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heddle.numerics.attention.softmax.MAX_BIAS_ELEMENTS", 4 * 40 * 17)
+    monkeypatch.setattr("heddle.numerics.attention.softmax.MAX_BIAS_ELEMENTS", DeviceSize(4 * 40 * 17, 0))
     mask, modifiers = tail(40, 40), options("bias and sink")
     q, k, v = (x.detach() for x in draw(mask, Shape()))
     bias_sizes: list[int] = []

@@ -11,12 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from heddle.errors import ConfigError
 from heddle.numerics.kernels import kernels
-from heddle.numerics.recurrent import chunked_sums
+from heddle.numerics.recurrent import batched_chunks, chunked_sums
 from heddle.numerics.recurrent.causal_sums import CAUSAL_SUMS, causal_means, causal_sums, causal_sums_flops
 from heddle.numerics.recurrent.chunked_sums import CallLayout, safe_reciprocal
 
 BATCH, HEADS, D_K, D_V = 2, 3, 4, 5
-KERNELS = [kernel.name for kernel in CAUSAL_SUMS.kernels]
+KERNELS = [kernel.name for kernel in CAUSAL_SUMS.kernels if kernel.name != "fla"]
+EMPTY = ("batched", "none")  # all chunks at once are at least one
 DECAYS = {"no decay": None, "decay": [0.0, -0.03, -2.0]}
 
 
@@ -90,12 +91,16 @@ def decay_of(name: str) -> Tensor | None:
 def set_chunks(patch: pytest.MonkeyPatch, chunk: int, chunks: int) -> None:
     """Set the number of tokens per chunk, and of chunks per group."""
     patch.setattr(chunked_sums, "CHUNK_TOKENS", chunk)
+    patch.setattr(batched_chunks, "CHUNK_TOKENS", chunk)
+    patch.setattr(batched_chunks, "SUM_BLOCK", max(2, chunks))
     patch.setattr(chunked_sums, "MAX_PAIRS", chunk * chunk * BATCH * HEADS * chunks)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kernel", ["reference", "recurrent"])
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [(kernel, name) for kernel in ("reference", "recurrent", "batched") for name in CASES if (kernel, name) != EMPTY],
+)
 def test_plain_kernels_equal_the_loop(kernel: str, name: str, decay: str) -> None:
     inputs, log_decay = draw(CASES[name]), decay_of(decay)
     sources = [*inputs, *([] if log_decay is None else [log_decay])]
@@ -121,14 +126,17 @@ def test_plain_kernels_equal_the_loop(kernel: str, name: str, decay: str) -> Non
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if len(case.is_token[0]) > 1])
 @pytest.mark.parametrize(("chunk", "chunks"), [(1, 3), (3, 1), (3, 2), (4, 9), (11, 1), (64, 1)])
-def test_chunks_equal_the_loop(chunk: int, chunks: int, name: str, decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["chunked", "batched"])
+def test_chunks_equal_the_loop(
+    kernel: str, chunk: int, chunks: int, name: str, decay: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_chunks(monkeypatch, chunk, chunks)
     inputs, log_decay = draw(CASES[name]), decay_of(decay)
     inputs[3] = torch.zeros_like(inputs[3])
     sources = [*inputs[:3], *([] if log_decay is None else [log_decay])]
     expected, _ = loop(inputs, log_decay, CASES[name])
     q, k, v, _ = inputs
-    with kernels(causal_sums="chunked"):
+    with kernels(causal_sums=kernel):
         actual, _ = causal_sums(q, masked(k, CASES[name]), v, log_decay, layout_of(CASES[name]))
     probe = torch.randn_like(expected)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
@@ -139,13 +147,14 @@ def test_chunks_equal_the_loop(chunk: int, chunks: int, name: str, decay: str, m
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if len(case.is_token[0]) > 1])
-def test_chunks_continue_a_state(name: str, decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["chunked", "batched"])
+def test_chunks_continue_a_state(kernel: str, name: str, decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     set_chunks(monkeypatch, 3, 2)
     inputs, log_decay = [x.detach() for x in draw(CASES[name])], decay_of(decay)
     with torch.no_grad():
         expected = loop(inputs, log_decay, CASES[name])
         q, k, v, state = inputs
-        with kernels(causal_sums="chunked"):
+        with kernels(causal_sums=kernel):
             actual = causal_sums(q, masked(k, CASES[name]), v, log_decay, layout_of(CASES[name]), state)
     for actual_part, expected_part in zip(actual, expected, strict=True):
         torch.testing.assert_close(actual_part, expected_part, rtol=0, atol=1e-12)
@@ -170,38 +179,45 @@ def test_kernels_agree_over_many_tokens_and_stay_finite() -> None:
     length, log_decay = 16384, torch.tensor([0.0, math.log1p(-(2.0**-5)), -80.0])
     q, k, v = (torch.randn(1, HEADS, length, 2).abs() for _ in range(3))
     results = {}
-    for kernel in ("recurrent", "chunked"):
+    for kernel in ("recurrent", "chunked", "batched"):
         with torch.no_grad(), kernels(causal_sums=kernel):
             results[kernel] = causal_sums(q, k, v, log_decay, CallLayout(), torch.zeros(1, HEADS, 2, 2))
-    for chunked, recurrent in zip(results["chunked"], results["recurrent"], strict=True):
-        assert chunked is not None
-        assert recurrent is not None
-        assert bool(chunked.isfinite().all())
-        torch.testing.assert_close(chunked, recurrent, rtol=1e-4, atol=1e-5)
+    for kernel in ("chunked", "batched"):
+        for actual, recurrent in zip(results[kernel], results["recurrent"], strict=True):
+            assert actual is not None
+            assert recurrent is not None
+            assert bool(actual.isfinite().all())
+            torch.testing.assert_close(actual, recurrent, rtol=1e-4, atol=1e-5)
 
 
-def test_later_tokens_change_no_earlier_bit_across_chunks() -> None:
+@pytest.mark.parametrize("kernel", ["chunked", "batched"])
+def test_later_tokens_change_no_earlier_bit_across_chunks(kernel: str) -> None:
     q, k, v, _ = (x.detach() for x in draw(even(150)))
     log_decay = decay_of("decay")
-    before, _ = causal_sums(q, k, v, log_decay, CallLayout())
+    with kernels(causal_sums=kernel):
+        before, _ = causal_sums(q, k, v, log_decay, CallLayout())
     for start in (1, 63, 64, 65, 149):
         other_q, other_k, other_v = (
             torch.cat((x[:, :, :start], torch.randn_like(x[:, :, start:])), dim=2) for x in (q, k, v)
         )
-        after, _ = causal_sums(other_q, other_k, other_v, log_decay, CallLayout())
+        with kernels(causal_sums=kernel):
+            after, _ = causal_sums(other_q, other_k, other_v, log_decay, CallLayout())
         assert torch.equal(after[:, :, :start], before[:, :, :start])
 
 
-def test_documents_change_no_bit_of_each_other_across_chunks() -> None:
+@pytest.mark.parametrize("kernel", ["chunked", "batched"])
+def test_documents_change_no_bit_of_each_other_across_chunks(kernel: str) -> None:
     bounds = [0, 3, 64, 70, 128, 150]
     case = Case(even(150).is_token, [[i for i, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b)]] * BATCH)
     q, k, v, _ = (x.detach() for x in draw(case))
-    before, _ = causal_sums(q, k, v, decay_of("decay"), layout_of(case))
+    with kernels(causal_sums=kernel):
+        before, _ = causal_sums(q, k, v, decay_of("decay"), layout_of(case))
     for start, stop in pairwise(bounds):
         inside = torch.zeros(150, dtype=torch.bool)
         inside[start:stop] = True
         other_q, other_k, other_v = (torch.where(inside[:, None], torch.randn_like(x), x) for x in (q, k, v))
-        after, _ = causal_sums(other_q, other_k, other_v, decay_of("decay"), layout_of(case))
+        with kernels(causal_sums=kernel):
+            after, _ = causal_sums(other_q, other_k, other_v, decay_of("decay"), layout_of(case))
         assert torch.equal(after[:, :, ~inside], before[:, :, ~inside])
 
 

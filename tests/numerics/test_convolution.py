@@ -58,7 +58,7 @@ def test_one_document(length: int, kernel_size: int) -> None:
     x, weight, conv_state = random(2, length, kernel_size)
     is_token = torch.ones(2, length, dtype=torch.bool)
     expected, next_state = by_hand(x, weight, conv_state, is_token, is_token.long() * 0)
-    for kernel in ("shifted", "reference", *(["step"] if length == 1 else [])):
+    for kernel in ("shifted", "reference", *(["step"] if length == 1 else []), *(["grouped"] if length else [])):
         torch.testing.assert_close(run(kernel, x, weight, conv_state, None), expected, rtol=0, atol=1e-14)
     assert torch.equal(next_conv_state(x, conv_state, None), next_state)
     if length:
@@ -92,12 +92,12 @@ def test_packed_documents(kernel_size: int) -> None:
         find_tokens_near_starts(doc_lengths, kernel_size, x.device),
     )
     expected, next_state = by_hand(x, weight, conv_state, is_token, call_segment_ids)
-    for kernel in ("patched", "reference"):
+    for kernel in ("patched", "grouped", "reference"):
         torch.testing.assert_close(run(kernel, x, weight, conv_state, taps), expected, rtol=0, atol=1e-14)
     assert torch.equal(next_conv_state(x, conv_state, taps), next_state)
 
 
-@pytest.mark.parametrize("kernel", ["shifted", "patched", "reference"])
+@pytest.mark.parametrize("kernel", ["shifted", "patched", "grouped", "reference"])
 def test_gradients(kernel: str) -> None:
     doc_lengths, kernel_size = [[2, 1, 6]], 4
     call_segment_ids = torch.tensor([[0, 0, 1, 2, 2, 2, 2, 2, 2]])

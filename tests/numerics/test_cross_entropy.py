@@ -11,7 +11,9 @@ from torch.nn import functional
 
 from heddle.numerics import cross_entropy
 from heddle.numerics.cross_entropy import OutputHead
+from heddle.numerics.dispatch.device_size import DeviceSize
 from heddle.numerics.dispatch.flop_counter import count_flops
+from heddle.numerics.kernels import kernels
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -51,7 +53,7 @@ def agrees(loss: Loss, scale: float = 0.37, **kind: Any) -> bool:
 def test_values_and_gradients_equal_the_definition_in_chunks_of_any_size(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", chunk * 11)
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", DeviceSize(chunk * 11, chunk * 11))
     assert agrees(loss_sum)
     hidden, weight, targets = inputs()
     losses = cross_entropy.token_losses(hidden, OutputHead(weight), targets)
@@ -59,15 +61,17 @@ def test_values_and_gradients_equal_the_definition_in_chunks_of_any_size(
     torch.testing.assert_close(losses.sum(), plain(hidden, weight, targets), rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("kernel", ["chunked", "fused", "reference"])
 @pytest.mark.parametrize("fields", [{"scale": 0.3}, {"softcap": 1.5}, {"scale": 2.5, "softcap": 0.7}, {}])
-def test_bias_scale_and_softcap(fields: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", 4 * 11)
+def test_bias_scale_and_softcap(fields: dict[str, float], kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", DeviceSize(4 * 11, 4 * 11))
     results = []
     for side in ("torch", "heddle"):
         hidden, weight, targets = inputs()
         bias = torch.linspace(-1.0, 1.0, 11, dtype=torch.float64).requires_grad_()
         if side == "heddle":
-            value = cross_entropy.loss_sum(hidden, OutputHead(weight, bias, **fields), targets)
+            with kernels(linear_cross_entropy=kernel):
+                value = cross_entropy.loss_sum(hidden, OutputHead(weight, bias, **fields), targets)
         else:
             logits = (hidden @ weight.T + bias) * fields.get("scale", 1.0)
             if "softcap" in fields:

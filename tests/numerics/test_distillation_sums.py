@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heddle.numerics import cross_entropy
 from heddle.numerics.cross_entropy import OutputHead, TeacherOutput, distillation_sums, loss_sum
+from heddle.numerics.dispatch.device_size import DeviceSize
 from heddle.numerics.dispatch.flop_counter import count_flops
+from heddle.numerics.kernels import kernels
 from tests.laws.planting import plant
 
 TEXT, LOGITS, VOCABULARY, TOKENS = 0.3, 0.8, 11, 13
@@ -45,16 +47,17 @@ def plain(hidden: Tensor, head: OutputHead, targets: Tensor, teacher: TeacherOut
     return TEXT * loss + LOGITS * divergence, loss, divergence
 
 
-def largest_difference(**fields: Any) -> float:
+def largest_difference(kernel: str = "chunked", **fields: Any) -> float:
     """Of the three sums, and of the gradients of hidden, weight and bias."""
     sides = []
     for ours in (True, False):
         hidden, head, teacher, targets = heads(**fields)
-        sums = (
-            distillation_sums(hidden, head, targets, teacher, TEXT, LOGITS)
-            if ours
-            else plain(hidden, head, targets, teacher)
-        )
+        with kernels(linear_cross_entropy=kernel):
+            sums = (
+                distillation_sums(hidden, head, targets, teacher, TEXT, LOGITS)
+                if ours
+                else plain(hidden, head, targets, teacher)
+            )
         torch.autograd.backward(sums[0] * 0.37)
         assert teacher.hidden.grad is None
         assert teacher.head.weight.grad is None
@@ -66,26 +69,44 @@ def largest_difference(**fields: Any) -> float:
 
 
 @pytest.mark.parametrize("fields", [{}, {"scale": 0.3}, {"scale": 2.5, "softcap": 0.7}])
+@pytest.mark.parametrize("kernel", ["chunked", "fused", "reference"])
 @pytest.mark.parametrize("chunk", [1, 4, 13, 10**6])
 def test_sums_and_gradients_equal_torchs_in_chunks_of_any_size(
-    chunk: int, fields: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    chunk: int, kernel: str, fields: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", chunk * VOCABULARY)
-    assert largest_difference(**fields) <= 1e-10
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", DeviceSize(chunk * VOCABULARY, chunk * VOCABULARY))
+    assert largest_difference(kernel, **fields) <= 1e-10
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
         ("log_q.sub_(logits).mul_(q)", "logits.sub(log_q).mul_(logits.softmax(1))"),  # KL(model ‖ teacher)
-        ("divergence += sums.log().sum()", "pass"),
+        ("divergence += exp_sums.log().sum()", "pass"),
         ("mul_(text_weight + logits_weight)", "mul_(1.0)"),
         ("sub_(q, alpha=logits_weight)", "sub_(q, alpha=1.0)"),
     ],
 )
 def test_planted_bugs_are_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.cross_entropy:_WeightedSum.forward", old, new)
+    plant(monkeypatch, "numerics.loss_steps:step_in_place", old, new)
     assert largest_difference() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("(log_q - logits + log_sums) * q", "(logits - log_sums - log_q) * (logits - log_sums).exp()"),
+        ("log_q - logits + log_sums", "log_q - logits"),
+        ("(text_weight + logits_weight)", "1.0"),
+        ("is_target.to(sum_dtype) * text_weight", "is_target * text_weight"),  # in float32
+        ("- logits_weight * q", "- q"),
+        ("grad * scale", "grad"),
+        ("1.0 - (logits / softcap) ** 2", "1.0"),
+    ],
+)
+def test_planted_bugs_in_the_fused_step_are_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "numerics.loss_steps:_chunk_sums", old, new)
+    assert largest_difference("fused", scale=2.5, softcap=0.7) > 1e-9
 
 
 def test_the_text_alone_is_the_cross_entropy() -> None:
@@ -94,7 +115,8 @@ def test_the_text_alone_is_the_cross_entropy() -> None:
     assert torch.equal(sums.weighted, loss_sum(hidden, head, targets))
 
 
-def test_a_banned_token_leaves_the_divergence_finite() -> None:
+@pytest.mark.parametrize("kernel", ["chunked", "fused"])
+def test_a_banned_token_leaves_the_divergence_finite(kernel: str) -> None:
     hidden, head, teacher, targets = heads()
     banned = torch.zeros(VOCABULARY, dtype=torch.float64)
     banned[-1] = -math.inf
@@ -102,7 +124,8 @@ def test_a_banned_token_leaves_the_divergence_finite() -> None:
     targets = targets.clamp(max=VOCABULARY - 2)
     output = TeacherOutput(teacher.hidden, heads_with_ban[1])
     hidden.grad = None
-    sums = distillation_sums(hidden, heads_with_ban[0], targets, output, 0.0, 1.0)
+    with kernels(linear_cross_entropy=kernel):
+        sums = distillation_sums(hidden, heads_with_ban[0], targets, output, 0.0, 1.0)
     torch.autograd.backward(sums.weighted)
     fewer = [x.weight.detach()[:-1] for x in (head, teacher.head)]
     q = torch.softmax(teacher.hidden @ fewer[1].T, -1)
@@ -135,7 +158,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("chunk", [4, 10**6])
 def test_all_logits_never_exist_at_once(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, vocabulary, width = 64, 50, 3
-    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", chunk * vocabulary)
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", DeviceSize(chunk * vocabulary, chunk * vocabulary))
     hidden, head = draws(tokens, width).requires_grad_(), OutputHead(draws(vocabulary, width).requires_grad_())
     teacher = TeacherOutput(draws(tokens, width), OutputHead(draws(vocabulary, width)))
     with LargestTensor() as largest:

@@ -12,10 +12,12 @@ from heddle.numerics import activations
 from heddle.numerics.activations import Activation, glu
 from heddle.numerics.dispatch.flop_counter import count_flops
 from heddle.numerics.dispatch.operation import record_choices
+from heddle.numerics.experts import grouped
 from heddle.numerics.experts.mixture import EXPERTS, experts_flops, run_experts
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
 from heddle.numerics.kernels import kernels
 from heddle.numerics.linear import PackedWeightCache, packed_weights
+from tests.laws.planting import plant
 
 EXPERTS_, WIDTH, HIDDEN = 5, 16, 8
 KERNELS = [kernel.name for kernel in EXPERTS.kernels]
@@ -99,7 +101,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["sorted", "reference"])
+@pytest.mark.parametrize("kernel", ["sorted", "blockwise", "reference"])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_and_their_gradients(name: str, kernel: str) -> None:
     gated, bias, top_k, drop_some, with_dropout = CASES[name]
@@ -116,6 +118,58 @@ def test_kernels_and_their_gradients(name: str, kernel: str) -> None:
         gradients(actual, learned), gradients(expected, learned), strict=True
     ):
         assert_close(actual_gradient, expected_gradient, 1e-12)
+
+
+@pytest.mark.parametrize("block_rows", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_of_any_size(name: str, block_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "MIN_BLOCK_ROWS", block_rows)
+    test_kernels_and_their_gradients(name, "blockwise")
+
+
+@pytest.mark.parametrize(
+    ("function", "old", "new"),
+    [
+        ("_rows_in_blocks", "right=True", "right=False"),  # a block that starts where one ends is the next expert's
+        ("_rows_in_blocks", "- (counts.cumsum(0) - counts)", ""),
+        ("_rows_in_blocks", "assignment < 0, row", "assignment < -1, row"),  # unused rows are not cleared
+        ("_MoveRows.backward", ".sum(1)", ".select(1, 0)"),
+        ("_BlockLinear.backward", "index_add(0, expert_of_block, wide)", "index_copy(0, expert_of_block, wide)"),
+    ],
+)
+def test_planted_bugs_in_blocks_are_caught(function: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, f"numerics.experts.grouped:{function}", old, new)
+    with pytest.raises((AssertionError, RuntimeError)):
+        test_blocks_of_any_size("gated with biases", 2, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_in_lower_precision(dtype: torch.dtype) -> None:
+    """The error is at most twice that of the reference in the same precision."""
+    inputs = torch.randn(40, WIDTH).to(dtype)
+
+    def all_gradients(kernel: str, precision: torch.dtype) -> list[Tensor]:
+        weights = make_weights(True, True, dtype).map(lambda weight: weight.to(precision).requires_grad_())
+        x, assignment = inputs.to(precision).requires_grad_(), make_assignment(40, 3, dtype=precision)
+        with kernels(experts=kernel):
+            y = run_experts(x, assignment, weights, glu(functional.silu))
+        return gradients(y, [x, *(weight for weight in weights if weight is not None)])
+
+    exact = all_gradients("reference", torch.float64)
+    for blockwise, plain_loop, answer in zip(
+        all_gradients("blockwise", dtype), all_gradients("reference", dtype), exact, strict=True
+    ):
+        assert (blockwise - answer).norm() <= 2 * (plain_loop - answer).norm()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does it
+def test_no_kernel_of_an_accelerator_reads_a_number_of_rows() -> None:
+    """In a graph there are no numbers of rows: what reads one cannot be traced."""
+    assignment = make_assignment(40, 2)
+    for dtype, bound in ((torch.float64, 1e-12), (torch.bfloat16, 0.1)):
+        x, weights = torch.randn(40, WIDTH).to(dtype), make_weights(True, True, dtype)
+        compiled = torch.compile(run_experts, fullgraph=True, backend="eager")
+        assert_close(compiled(x, assignment, weights, TANH), run_experts(x, assignment, weights, TANH), bound)
 
 
 LIMIT, ALPHA = 0.9, 1.3  # some inputs are above the limit, some below
@@ -146,7 +200,7 @@ def test_clamped_swiglu_equals_its_formula_and_its_gradients_finite_differences(
         torch.testing.assert_close(gradient, (ahead - behind) / 2e-6, rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("kernel", ["per_expert", "sorted", "reference"])
+@pytest.mark.parametrize("kernel", ["per_expert", "sorted", "blockwise", "reference"])
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0]])
 def test_clamped_experts(name: str, kernel: str) -> None:
     _, bias, top_k, drop_some, with_dropout = CASES[name]
@@ -157,7 +211,7 @@ def test_clamped_experts(name: str, kernel: str) -> None:
     assert_close(actual, plain(x, assignment, weights, scalars), 1e-12)
 
 
-@pytest.mark.parametrize("kernel", ["sorted", "grouped"])
+@pytest.mark.parametrize("kernel", ["sorted", "grouped", "blockwise"])
 def test_gradients_of_clamped_experts(kernel: str) -> None:
     dtype = torch.float32 if kernel == "grouped" else torch.float64
     x = torch.randn(11, WIDTH, dtype=dtype)
@@ -205,7 +259,7 @@ def test_grouped(name: str, dtype: torch.dtype, bound: float) -> None:
         assert_close(actual_gradient, expected_gradient, bound)
 
 
-@pytest.mark.parametrize("kernel", ["sorted", "grouped", "reference"])
+@pytest.mark.parametrize("kernel", ["sorted", "grouped", "blockwise", "reference"])
 def test_an_expert_without_tokens_has_a_gradient_of_zero(kernel: str) -> None:
     weights = make_weights(True, True, torch.float32)
     for weight in weights:
@@ -223,7 +277,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero(kernel: str) -> None:
         assert bool(gradient.isfinite().all())
 
 
-@pytest.mark.parametrize("kernel", ["sorted", "reference", "per_expert"])
+@pytest.mark.parametrize("kernel", ["sorted", "blockwise", "reference", "per_expert"])
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_all_assignments_dropped_or_no_tokens(kernel: str, tokens: int) -> None:
     weights, x = make_weights(True, True), torch.randn(tokens, WIDTH, dtype=torch.float64)
@@ -302,7 +356,12 @@ def test_kernels_give_the_reason_why_they_do_not_support_a_call() -> None:
 
 @pytest.mark.parametrize(
     ("device", "dtype", "kernel"),
-    [("cpu", torch.float32, "sorted"), ("cuda", torch.bfloat16, "grouped"), ("cuda", torch.float64, "reference")],
+    [
+        ("cpu", torch.float32, "sorted"),
+        ("cuda", torch.bfloat16, "grouped"),
+        ("cuda", torch.float32, "blockwise"),
+        ("cuda", torch.float64, "blockwise"),
+    ],
 )
 def test_the_kernel_depends_on_the_device_and_dtype(device: str, dtype: torch.dtype, kernel: str) -> None:
     weights = make_weights(True, False, dtype).map(lambda weight: weight.to("meta"))

@@ -64,6 +64,11 @@ def random(
     ), normal(rows, heads, d_k, d_v)
 
 
+def narrowed(inputs: DeltaInputs) -> DeltaInputs:
+    q, k, v, log_decay, beta = (x.float() for x in inputs[:5])
+    return DeltaInputs(q, k, v, log_decay, beta)
+
+
 def run(kernel: str, inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     with kernels(delta=kernel):
         return gated_delta_rule(inputs, state.clone())
@@ -78,14 +83,14 @@ LENGTHS = [1, 2, 7, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * CHUNK_
 def test_values_equal_the_papers_recurrence(length: int, packed: bool, channels: int) -> None:
     inputs, state = random(length, packed, channels=channels)
     expected = paper(inputs, state)
-    for kernel in ("reference", "chunked", *(["step"] if length == 1 else [])):
+    for kernel in ("reference", "chunked", "batched", *(["step"] if length == 1 else [])):
         for actual_part, expected_part in zip(run(kernel, inputs, state), expected, strict=True):
             torch.testing.assert_close(actual_part, expected_part, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("channels", [1, 4])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kernel", ["reference", "chunked"])
+@pytest.mark.parametrize("kernel", ["reference", "chunked", "batched"])
 def test_gradients_equal_the_papers_recurrence(kernel: str, packed: bool, channels: int) -> None:
     inputs, state = random(CHUNK_TOKENS + 9, packed, (1, 1, 2, 4, 3), channels)
     tensors = [x.requires_grad_() for x in (*inputs[:5], state)]
@@ -119,8 +124,9 @@ def test_a_token_that_changes_nothing() -> None:
     with_no_ops = inputs._replace(
         beta=inputs.beta.masked_fill(still, 0.0), log_decay=inputs.log_decay.masked_fill(still[:, None], 0.0)
     )
-    without = DeltaInputs(*(x[:, :, ~still] for x in with_no_ops[:5]))
-    for kernel in ("reference", "chunked"):
+    q, k, v, log_decay, beta = (x[:, :, ~still] for x in with_no_ops[:5])
+    without = DeltaInputs(q, k, v, log_decay, beta)
+    for kernel in ("reference", "chunked", "batched"):
         torch.testing.assert_close(
             run(kernel, with_no_ops, state)[1], run(kernel, without, state)[1], rtol=0, atol=1e-12
         )
@@ -137,12 +143,13 @@ def test_equal_keys_and_extreme_gates_stay_exact(decay: float, channels: int) ->
         log_decay=inputs.log_decay * 0 + decay,
     )
     expected = run("reference", inputs, state)
-    narrow = DeltaInputs(*(x.float() for x in inputs[:5]))
-    for actual_part, single_precision, expected_part in zip(
-        run("chunked", inputs, state), run("chunked", narrow, state.float()), expected, strict=True
-    ):
-        torch.testing.assert_close(actual_part, expected_part, rtol=0, atol=1e-12)
-        torch.testing.assert_close(single_precision.double(), expected_part, rtol=0, atol=2e-5)
+    narrow = narrowed(inputs)
+    for kernel in ("chunked", "batched"):
+        for actual_part, single_precision, expected_part in zip(
+            run(kernel, inputs, state), run(kernel, narrow, state.float()), expected, strict=True
+        ):
+            torch.testing.assert_close(actual_part, expected_part, rtol=0, atol=1e-12)
+            torch.testing.assert_close(single_precision.double(), expected_part, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("channels", [1, 5])
@@ -153,8 +160,9 @@ def test_a_sudden_strong_decay_costs_no_precision(channels: int) -> None:
     log_decay[:, :, 5] = -3e4
     inputs = inputs._replace(log_decay=log_decay)
     expected, _ = run("reference", inputs, state)
-    actual, _ = run("chunked", DeltaInputs(*(x.float() for x in inputs[:5])), state.float())
-    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=2e-6)
+    for kernel in ("chunked", "batched"):
+        actual, _ = run(kernel, narrowed(inputs), state.float())
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=2e-6)
 
 
 def test_channels_that_decay_at_one_rate_equal_one_decay_per_head() -> None:
@@ -167,9 +175,10 @@ def test_channels_that_decay_at_one_rate_equal_one_decay_per_head() -> None:
 def test_16384_tokens_stay_finite_and_equal() -> None:
     inputs, state = random(16384, shape=(1, 1, 1, 4, 3))
     inputs = inputs._replace(log_decay=inputs.log_decay * 1e-4)
-    narrow = DeltaInputs(*(x.float() for x in inputs[:5]))
+    narrow = narrowed(inputs)
     expected = run("chunked", inputs, state)
-    for actual in (run("chunked", narrow, state.float()), run("reference", narrow, state.float())):
+    for kernel in ("chunked", "batched", "reference"):
+        actual = run(kernel, narrow, state.float())
         for actual_part, expected_part in zip(actual, expected, strict=True):
             torch.testing.assert_close(actual_part.double(), expected_part, rtol=0, atol=1e-4)
 
@@ -205,7 +214,7 @@ def test_flops_are_those_that_torch_counts_in_the_reference() -> None:
 
 def test_products_stay_in_float32_under_autocast() -> None:
     inputs, state = random(CHUNK_TOKENS + 2)
-    narrow = DeltaInputs(*(x.float() for x in inputs[:5]))
+    narrow = narrowed(inputs)
     expected = gated_delta_rule(narrow, state.float())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = gated_delta_rule(narrow, state.float())

@@ -10,14 +10,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from heddle.numerics.attention import latent
-from heddle.numerics.attention.latent import LATENT, latent_attention_facts
+from heddle.numerics.attention.latent import LATENT, LatentAttentionFacts, latent_attention_facts
 from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
+from heddle.numerics.dispatch.device_size import DeviceSize
 from heddle.numerics.dispatch.flop_counter import count_flops
+from heddle.numerics.dispatch.operation import record_choices
 from heddle.numerics.kernels import kernels
 from heddle.parts.context.layout import Layout
 from tests.numerics.oracle import loop_attention
 
-KERNELS = {kernel.name: kernel.run for kernel in LATENT.kernels}
+KERNELS = {kernel.name: kernel.run for kernel in LATENT.kernels if kernel.name != "flash_mla"}
 HEADS, NOPE, ROPE, RANK, VALUE = 3, 7, 4, 6, 5
 SCALE = 0.3
 
@@ -77,8 +79,8 @@ def by_loops(inputs: list[Tensor], mask: AttentionMask) -> Tensor:
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run with tiles that hold all keys and queries, and with tiles of only a few."""
     if request.param == "tiles":
-        for name, value in {"MIN_TILE": 2, "MAX_TILE_ELEMENTS": 72}.items():
-            monkeypatch.setattr(latent, name, value)
+        monkeypatch.setattr(latent, "MIN_TILE", 2)
+        monkeypatch.setattr(latent, "MAX_TILE_ELEMENTS", DeviceSize(72, 72))
 
 
 @pytest.mark.usefixtures("tiles")
@@ -164,11 +166,17 @@ def test_flops_are_those_that_torch_counts(kernel: str) -> None:
     assert counter.get_total_flops() == flops[0]
 
 
+def facts_of(inputs: list[Tensor]) -> LatentAttentionFacts:
+    q_nope, q_rope, latents, k_up, v_up = inputs
+    return latent_attention_facts(q_nope, q_rope, latents, k_up, v_up)
+
+
 def chosen_kernel(queries: int, keys: int, heads: int = 12) -> str:
     """The kernel chosen for latents of width 256 + 32 and heads of width 64."""
     shapes = [(1, heads, queries, 64), (1, heads, queries, 32), (1, 1, keys, 288), (heads * 64, 256), (heads * 64, 256)]
     inputs = [torch.empty(shape, device="meta") for shape in shapes]
-    return LATENT.first_supported(latent_attention_facts(*inputs)).name
+    with record_choices("cpu"):
+        return LATENT.first_supported(facts_of(inputs)).name
 
 
 @pytest.mark.parametrize(
@@ -201,16 +209,17 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_a_chunk_after_a_long_state_never_expands_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"MIN_TILE": 16, "MAX_TILE_ELEMENTS": 2**13, "MAX_EXPANDED_ELEMENTS": 2**13}.items():
-        monkeypatch.setattr(latent, name, value)
+    monkeypatch.setattr(latent, "MIN_TILE", 16)
+    for name in ("MAX_TILE_ELEMENTS", "MAX_EXPANDED_ELEMENTS"):
+        monkeypatch.setattr(latent, name, DeviceSize(2**13, 2**13))
     largest_tensor = {}
     for keys in (1024, 4096):
         mask = tail(256, keys, batch=1)
         shapes = [(1, 3, 256, 8), (1, 3, 256, 4), (1, 1, keys, 36), (3 * 8, 32), (3 * 8, 32)]
         inputs = [torch.randn(shape) for shape in shapes]
-        assert LATENT.first_supported(latent_attention_facts(*inputs)).name == "tiled"
+        assert LATENT.first_supported(facts_of(inputs)).name == "tiled"
         with LargestTensor() as largest:
-            LATENT.first_supported(latent_attention_facts(*inputs)).run(*inputs, mask, SCALE)
+            LATENT.first_supported(facts_of(inputs)).run(*inputs, mask, SCALE)
         largest_tensor[keys] = largest.elements
     assert largest_tensor[4096] == largest_tensor[1024] <= 2**13 + 256 * 3 * 12  # queries and outputs are not tiled
     with LargestTensor() as largest:

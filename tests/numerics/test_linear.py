@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from heddle.errors import ConfigError
 from heddle.numerics.dispatch.flop_counter import count_flops
+from heddle.numerics.dispatch.operation import record_choices
 from heddle.numerics.kernels import kernels
 from heddle.numerics.linear import (
     MAX_PACKED_ROWS,
@@ -107,3 +108,15 @@ def test_errors_suggest_the_nearest_name() -> None:
         kernels(linear="matrx").__enter__()
     with pytest.raises(ConfigError, match="did you mean 'attention'"):
         kernels(atention="tiles").__enter__()
+
+
+@pytest.mark.parametrize("rows", [1, 4, MAX_PACKED_ROWS])
+def test_packed_weights_are_never_used_on_another_device(rows: int) -> None:
+    x, weight = torch.randn(rows, 512), torch.randn(2048, 512)
+    for device, kernel in (("cuda", "matrix"), ("mps", "matrix"), ("cpu", "packed")):
+        cache: PackedWeightCache = {}
+        with record_choices(device) as choices, packed_weights(cache):
+            linear(x, weight)
+            linears(x, [(weight, None), (weight, None)])
+        assert {choice.kernel for choice in choices} == {kernel}
+        assert bool(cache) == (device == "cpu")

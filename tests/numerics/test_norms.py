@@ -1,14 +1,17 @@
 """Norms against plain loops, in every kernel and precision, with inputs from tiny to huge."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError
+from heddle.numerics.dispatch.operation import record_choices
 from heddle.numerics.kernels import kernels
-from heddle.numerics.norms import layer_norm, reference, rms_norm
+from heddle.numerics.norms import layer_norm, layer_norm_reference, reference, rms_norm
+from tests.laws.planting import plant
 
 
 def rms_loop(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -30,7 +33,7 @@ def layer_loop(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e-3, 1.0, 1e4])
-@pytest.mark.parametrize("kernel", ["fused", "reference"])
+@pytest.mark.parametrize("kernel", ["fused", "normalized", "reference"])
 @pytest.mark.parametrize(("offset", "cast"), [(0.0, "before"), (0.0, "after"), (1.0, "after"), (1.0, "before")])
 def test_rms_norm(size: float, kernel: str, offset: float, cast: str) -> None:
     x, weight = torch.randn(3, 5, 11, dtype=torch.float64) * size, torch.randn(11, dtype=torch.float64)
@@ -41,6 +44,70 @@ def test_rms_norm(size: float, kernel: str, offset: float, cast: str) -> None:
         return
     with kernels(rms_norm=kernel):
         torch.testing.assert_close(rms_norm(x, weight, 1e-5, offset, cast), expected, rtol=1e-12, atol=1e-30)
+
+
+NARROW = [torch.bfloat16, torch.float16]
+VARIANTS = [(0.0, "before"), (1.0, "before"), (0.0, "after"), (1.0, "after")]
+
+
+@pytest.mark.parametrize("heads", [None, 5])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, None])
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize(("offset", "cast"), VARIANTS)
+def test_norms_of_accelerators_round_as_the_reference(
+    offset: float, cast: str, dtype: torch.dtype, weight_dtype: torch.dtype | None, heads: int | None
+) -> None:
+    """Statistics in float32, rounded where the reference rounds: equal in bits, whatever the dtype of the weight."""
+    x = torch.randn(3, 5, 32).to(dtype).requires_grad_()
+    weight = torch.randn((32,) if heads is None else (heads, 32)).to(weight_dtype or dtype)
+    expected = reference(x, weight, 1e-5, offset, cast)
+    with record_choices("cuda") as choices:
+        actual = rms_norm(x, weight, 1e-5, offset, cast)
+    assert choices[0].kernel in ("fused", "normalized")
+    assert torch.equal(actual, expected)
+    gradients = [torch.autograd.grad(y.float().sum(), x)[0].double() for y in (actual, expected)]
+    torch.testing.assert_close(*gradients, rtol=0.02, atol=0.05)
+
+
+def test_a_cpu_computes_narrow_norms_in_steps() -> None:
+    x, weight = torch.randn(3, 32).bfloat16(), torch.randn(32).bfloat16()
+    with record_choices("cpu") as choices:
+        rms_norm(x, weight, 1e-5, 0.0, "after")
+        layer_norm(x, weight, None, 1e-5)
+    assert [choice.kernel for choice in choices] == ["steps", "steps"]
+
+
+def check_all_variants() -> None:
+    for (offset, cast), weight_dtype, heads in product(VARIANTS, (None, torch.float32), (None, 5)):
+        test_norms_of_accelerators_round_as_the_reference(offset, cast, torch.bfloat16, weight_dtype, heads)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("(weight + offset if offset else weight).to(x.dtype)", "(weight + offset)"),
+        ("gamma + offset", "gamma"),
+        ("gamma * functional", "functional"),
+        ("wide = at_least_float32(x)", "wide = x"),
+        ('if cast == "before"', "if True"),
+    ],
+)
+def test_planted_bugs_in_norms_are_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "numerics.norms:_normalized", old, new)
+    with pytest.raises(AssertionError):
+        check_all_variants()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *NARROW])
+def test_layer_norms_of_accelerators(dtype: torch.dtype) -> None:
+    x, (weight, bias) = torch.randn(3, 5, 32).to(dtype), torch.randn(2, 32).to(dtype)
+    exact = layer_loop(x.double(), weight.double(), bias.double(), 1e-5)
+    with record_choices("cuda") as choices:
+        actual = layer_norm(x, weight, bias, 1e-5)
+        layer_norm(x, weight.float() if dtype != torch.float32 else weight.double(), None, 1e-5)
+    assert [choice.kernel for choice in choices] == ["fused", "reference"]
+    error, allowed = (float((y.double() - exact).norm()) for y in (actual, layer_norm_reference(x, weight, bias, 1e-5)))
+    assert error <= 2 * allowed + 1e-12
 
 
 def test_rms_of_the_output_is_one() -> None:

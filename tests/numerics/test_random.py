@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from heddle.numerics import random as module
+from heddle.numerics.philox import RandomStream
 from heddle.numerics.random import RandomKey, TensorSlice, uniform, uniform_double, use_random_key
 
 CPU = torch.device("cpu")
@@ -77,14 +78,14 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_numbers_for_sampling_have_53_bits() -> None:
     """Tokens less likely than 6e-8, the finest step of 24 bits, can be drawn."""
-    numbers = uniform_double(3, 0, torch.arange(200_000))
+    numbers = uniform_double(RandomStream.of(3, 0, 0), torch.arange(200_000))
     assert 0.0 <= float(numbers.min()) < 1e-4
     assert 1 - 1e-4 < float(numbers.max()) < 1.0
     assert bool((numbers * 2.0**53 == (numbers * 2.0**53).floor()).all())
     assert int(((numbers * 2.0**53).long() % 2**29 != 0).sum()) > 199_000
-    assert torch.equal(uniform_double(3, 0, torch.tensor([77, 5])), numbers[[77, 5]])
-    assert not torch.equal(uniform_double(4, 0, torch.arange(9)), numbers[:9])
-    assert not torch.equal(uniform_double(3, 1, torch.arange(9)), numbers[:9])
+    assert torch.equal(uniform_double(RandomStream.of(3, 0, 0), torch.tensor([77, 5])), numbers[[77, 5]])
+    assert not torch.equal(uniform_double(RandomStream.of(4, 0, 0), torch.arange(9)), numbers[:9])
+    assert not torch.equal(uniform_double(RandomStream.of(3, 0, 1), torch.arange(9)), numbers[:9])
 
 
 def test_the_key_is_reset_after_its_block() -> None:

@@ -123,6 +123,38 @@ def test_equal_scores_go_to_the_lowest(dtype: torch.dtype) -> None:
     ]  # three groups have a score of 2
 
 
+def by_loops(row: list[float], k: int) -> list[int]:
+    """NaN first, then the highest; of equal ones the lowest index."""
+    order = sorted(range(len(row)), key=lambda i: (not math.isnan(row[i]), 0 if math.isnan(row[i]) else -row[i], i))
+    return order[:k]
+
+
+def topk_is_right() -> bool:
+    """Rows of few distinct values, among them NaN, both zeros and infinities, as one launch and in order."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor([math.nan, -math.inf, math.inf, 0.0, -0.0, 1.0, 2.0])
+    rows = values[torch.randint(0, len(values), (300, 9), generator=generator)]
+    rows = torch.cat((rows, torch.full((1, 9), -math.inf), torch.full((1, 9), math.nan)))
+    return all(stable_topk(rows, k).tolist() == [by_loops(row, k) for row in rows.tolist()] for k in range(1, 10))
+
+
+def test_topk_equals_loops_with_ties_and_numbers_that_are_not_finite() -> None:
+    assert topk_is_right()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("scores.sort(dim=-1, descending=True, stable=True)", "scores.topk(k)"),
+        ("descending=True", "descending=False"),
+        ("[..., :k]", "[..., -k:]"),
+    ],
+)
+def test_a_planted_mistake_in_topk_is_detected(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "numerics.experts.routing:stable_topk", old, new)
+    assert not topk_is_right()
+
+
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e4])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_of_any_size(name: str, size: float) -> None:

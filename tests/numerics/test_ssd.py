@@ -57,7 +57,8 @@ def run(kernel: str, inputs: SSDInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def narrowed(inputs: SSDInputs) -> SSDInputs:
-    return SSDInputs(*(x.float() for x in inputs[:6]))
+    q, k, v, log_decay, time_step, skip = (x.float() for x in inputs[:6])
+    return SSDInputs(q, k, v, log_decay, time_step, skip)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -65,13 +66,13 @@ def narrowed(inputs: SSDInputs) -> SSDInputs:
 def test_values_equal_the_papers_recurrence(length: int, packed: bool) -> None:
     inputs, state = random(length, packed)
     expected = paper(inputs, state)
-    for kernel in ("reference", "chunked", *(["step"] if length == 1 else [])):
+    for kernel in ("reference", "chunked", "batched", *(["step"] if length == 1 else [])):
         for actual_part, expected_part in zip(run(kernel, inputs, state), expected, strict=True):
             torch.testing.assert_close(actual_part, expected_part, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kernel", ["reference", "chunked"])
+@pytest.mark.parametrize("kernel", ["reference", "chunked", "batched"])
 def test_gradients_equal_the_papers_recurrence(kernel: str, packed: bool) -> None:
     inputs, state = random(CHUNK_TOKENS + 9, packed, (1, 1, 2, 4, 3))
     tensors = [x.requires_grad_() for x in (*inputs[:6], state)]
@@ -90,14 +91,15 @@ def test_no_token() -> None:
     assert torch.equal(after, state)
 
 
+@pytest.mark.parametrize("kernel", ["chunked", "batched"])
 @pytest.mark.parametrize("decay", [0.0, -1e-6, -5.0, -1e4, -1e30])
-def test_extreme_decays_stay_exact(decay: float) -> None:
+def test_extreme_decays_stay_exact(decay: float, kernel: str) -> None:
     inputs, state = random(2 * CHUNK_TOKENS)
     inputs = inputs._replace(log_decay=inputs.log_decay * 0 + decay)
     expected = run("reference", inputs, state)
     for actual, atol in (
-        (run("chunked", inputs, state), 1e-12),
-        (run("chunked", narrowed(inputs), state.float()), 2e-4),
+        (run(kernel, inputs, state), 1e-12),
+        (run(kernel, narrowed(inputs), state.float()), 2e-4),
     ):
         for actual_part, expected_part in zip(actual, expected, strict=True):
             torch.testing.assert_close(actual_part.double(), expected_part, rtol=0, atol=atol)
@@ -110,8 +112,9 @@ def test_a_sudden_strong_decay_costs_no_precision() -> None:
     log_decay[:, :, 5] = -3e4
     inputs = inputs._replace(log_decay=log_decay)
     expected, _ = run("reference", inputs, state)
-    actual, _ = run("chunked", narrowed(inputs), state.float())
-    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-4)
+    for kernel in ("chunked", "batched"):
+        actual, _ = run(kernel, narrowed(inputs), state.float())
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-4)
     assert float(expected.abs().max()) > 10
 
 

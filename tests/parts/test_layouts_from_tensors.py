@@ -271,7 +271,7 @@ BUGS: list[tuple[str, str, str, Callable[[], object]]] = [
      lambda: test_a_longer_neighbor_changes_no_text("dynamic ntk")),
     ("parts.context.position_table:PositionTable.extend", "check = check and", "check = False and",
      lambda: test_a_call_that_does_not_go_on_is_refused("hybrid", *NOT_NEXT)),
-    ("parts.context.position_table:PositionTable.select", "if self.text_lengths is None:", "if True:",
+    ("parts.context.position_table:PositionTable.select", "table if texts is None else", "table if True else",
      lambda: test_a_state_knows_the_length_of_each_text("longrope")),
 ]  # fmt: skip
 

@@ -14,7 +14,7 @@ from heddle.laws import LAWS
 from heddle.laws.harness import forward_in_chunks, forward_no_grad, model_under_test, new_state, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.numerics.recurrent import chunked_sums, gated_delta, ssd
+from heddle.numerics.recurrent import batched_chunks, chunked_sums, gated_delta, ssd
 from heddle.parts.context.layout import Layout
 from heddle.parts.mixers import Mixer
 from tests.cases import LINEAR, RETENTION, ROPE, case, design, layer
@@ -150,8 +150,10 @@ RECURRENT = [
 )
 def test_laws_hold_over_many_chunks(law: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The laws' texts are shorter than a chunk; here a chunk has three tokens, and a group two chunks."""
-    for module in (chunked_sums, gated_delta, ssd):
+    for module in (batched_chunks, chunked_sums, gated_delta, ssd):
         monkeypatch.setattr(module, "CHUNK_TOKENS", 3)
+    monkeypatch.setattr(batched_chunks, "SUM_BLOCK", 2)
+    monkeypatch.setattr(batched_chunks, "SCAN_BLOCK", 2)
     monkeypatch.setattr(chunked_sums, "MAX_PAIRS", 120)
     LAWS[law].check(case(name))
 

@@ -20,7 +20,8 @@ from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.evaluation.bits_per_byte import bits_and_bytes
 from heddle.training.loop import TrainingJob, train
 from heddle.training.settings import Settings
-from heddle.training.step import BatchResult, accumulate_gradients
+from heddle.training.step import accumulate_gradients
+from heddle.training.step_result import BatchResult
 from tests import small
 from tests.data import chats
 

@@ -28,7 +28,8 @@ from heddle.training.checkpoint import resume_run
 from heddle.training.loop import train
 from heddle.training.optimizer import build_optimizer
 from heddle.training.router_metrics import RouterMetrics, recent_router_summary
-from heddle.training.step import BatchResult, accumulate_gradients, apply_gradients
+from heddle.training.step import accumulate_gradients, apply_gradients
+from heddle.training.step_result import BatchResult
 from tests import small
 
 KEY = (5, 7)

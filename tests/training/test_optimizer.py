@@ -12,9 +12,11 @@ from torch import Tensor
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
+from heddle.training.muon import StackedMuon
 from heddle.training.optimizer import Optimizer, build_optimizer, learning_rate_factors
 from heddle.training.settings import OPTIMIZERS
-from heddle.training.step import BatchResult, apply_gradients
+from heddle.training.step import apply_gradients
+from heddle.training.step_result import BatchResult
 from tests import small
 from tests.cases import CASES
 
@@ -308,5 +310,39 @@ def test_where_all_matrices_are_frozen_muon_has_nothing_to_do() -> None:
     parts = build_optimizer(model(), DECAY, "muon", [("layers", 0.0)]).optimizers
     assert [type(part) for part in parts] == [torch.optim.AdamW]
     only = build_optimizer(model(), DECAY, "muon", [("*", 0.0), ("layers.*.mixer.q.weight", 1.0)])
-    assert [type(part) for part in only.optimizers] == [torch.optim.Muon]
+    assert [type(part) for part in only.optimizers] == [StackedMuon]
     assert isinstance(only, Optimizer)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_skips_a_bad_step_by_itself(kind: str, bad: float) -> None:
+    """As on a GPU: nothing is read, and weights, moments and step counts stay, bit for bit."""
+    decoder, undisturbed = model(), model()
+    optimizer, other = build_optimizer(decoder, DECAY, kind), build_optimizer(undisturbed, DECAY, kind)
+    assert optimizer.skips_on_device
+    for step in range(3):
+        draw_gradients(decoder, step)
+        optimizer.step(RATE, torch.tensor(0.0))
+        draw_gradients(undisturbed, step)
+        other.step(RATE)
+        before = contents(decoder, optimizer)
+        draw_gradients(decoder, step + 9)
+        for parameter in decoder.parameters():
+            assert parameter.grad is not None
+            parameter.grad.view(-1)[-1] = bad
+        optimizer.step(RATE, torch.tensor(1.0))
+        assert all(torch.equal(a, b) for a, b in zip(before, contents(decoder, optimizer), strict=True))
+        assert all(parameter.grad is None for parameter in decoder.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, contents(undisturbed, other), strict=True))
+
+
+def contents(decoder: Decoder, optimizer: Optimizer) -> list[Tensor]:
+    """Copies of the weights and of all that the optimizer stores."""
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    return [tensor.detach().clone() for tensor in (*decoder.parameters(), *state)]
+
+
+def test_where_the_optimizer_is_not_fused_a_bad_step_is_read() -> None:
+    decoder = build(small.config(), device="meta")
+    assert not build_optimizer(decoder, DECAY).skips_on_device

@@ -30,7 +30,14 @@ from heddle.training.settings import SCHEDULES, Settings, scheduled_learning_rat
         ({"lr_scale": [("embed", -1.0)]}, "lr_scale embed=-1: the factor must be a number of at least 0"),
         ({"lr_scale": [("embed", float("nan"))]}, "lr_scale embed=nan: the factor must be a number"),
         ({"lr_scale": [("head", 1.0), ("embed", float("inf"))]}, "lr_scale embed=inf: the factor must be"),
-        ({"precision": "fp8"}, "precision fp8: unknown precision; choices: fp32, bf16"),
+        ({"precision": "fp8"}, "precision fp8: unknown precision; choices: fp32, bf16, bf16-params"),
+        ({"stochastic_rounding": True, "precision": "bf16"}, "stochastic_rounding: rounds bfloat16 weights, and with"),
+        ({"fp8": True}, "fp8: what is not multiplied in float8 is in bfloat16; set precision bf16 or bf16-params"),
+        (
+            {"fp8": True, "precision": "bf16", "sequence_length": 9, "batch_size": 8, "gradient_accumulation_steps": 2},
+            "fp8: needs a multiple of 16 tokens at a time, and batch_size · sequence_length / "
+            "gradient_accumulation_steps is 36; change one of them",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named(wrong: dict[str, Any], says: str) -> None:

@@ -10,19 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heddle.cli.durations import parse_stopping
+from heddle.cli.durations import parse_budget, parse_stopping
 from heddle.cli.options import (
+    CudaOptions,
     Data,
+    Deterministic,
     Device,
     Json,
     LrScale,
     OptimizerName,
     PartFile,
-    Precision,
     Quiet,
     Schedule,
+    Tf32,
     Threads,
     TokenizerFile,
+    TrainingPrecision,
     VocabSize,
     Warmup,
     dtype_of,
@@ -39,7 +42,6 @@ if TYPE_CHECKING:
     from heddle.analysis.comparison.tuning_fields import TuningPlan
     from heddle.analysis.live import LivePage
 
-DEFAULT_TOKENS = 100_000
 DEFAULT_TUNING_BUDGET = "1"  # as much training as the comparison itself
 MAX_WORKERS = 64
 
@@ -119,7 +121,9 @@ def compare(  # noqa: PLR0913 - one parameter per option
         int, typer.Option("--extrapolate", metavar="N", help="Test texts up to N sequence lengths: 1 (off), 2, 4, 8 …")
     ] = 8,
     device: Device = "auto",
-    precision: Precision = "fp32",
+    precision: TrainingPrecision = "fp32",
+    tf32: Tf32 = False,
+    deterministic: Deterministic = False,
     threads: Threads = None,
     workers: Annotated[
         int | None,
@@ -135,7 +139,8 @@ def compare(  # noqa: PLR0913 - one parameter per option
 ) -> None:
     """Train designs on the same text in the same order, measure them, and write report.html and report.json."""
     with ExitStack() as stack:
-        runtime = open_session(stack, device=device, threads=threads, parts=part, quiet=quiet)
+        cuda = CudaOptions(tf32, deterministic)
+        runtime = open_session(stack, device=device, threads=threads, parts=part, quiet=quiet, cuda=cuda)
         from heddle.analysis.comparison.plan import ComparisonPlan, choose_baseline, load_entries, shared_vocab_size
         from heddle.analysis.comparison.probes import select_probes
         from heddle.analysis.comparison.run import compare as run
@@ -144,7 +149,7 @@ def compare(  # noqa: PLR0913 - one parameter per option
         from heddle.analysis.comparison.variation import parse_varied_fields
         from heddle.tokenization.tokenizer import Tokenizer
 
-        budget_kind, budget_value = _budget(tokens, seconds, flops)
+        budget_kind, budget_value = parse_budget(tokens, seconds, flops)
         if not 1 <= seeds <= 100:
             raise ConfigError(f"--seeds {seeds}: must be from 1 to 100")
         half_width, time_budget = parse_stopping(until_resolved, budget, seeds)
@@ -190,6 +195,8 @@ def compare(  # noqa: PLR0913 - one parameter per option
             until_resolved=half_width,
             time_budget=time_budget,
             transfer_width=transfer_width_of(transfer),
+            tf32=tf32,
+            deterministic=deterministic,
         )
         _check(plan)
         if workers is not None and not 1 <= workers <= MAX_WORKERS:
@@ -246,19 +253,6 @@ def _terminal_safe(data: Any) -> Any:
     if isinstance(data, list | tuple):
         return [_terminal_safe(value) for value in data]
     return terminal_safe(data) if isinstance(data, str) else data
-
-
-def _budget(tokens: int | None, seconds: float | None, flops: float | None) -> tuple[str, float]:
-    """The unit of the training budget ("tokens", "seconds" or "flops") and its amount, for each run."""
-    options = {"tokens": tokens, "seconds": seconds, "flops": flops}
-    budgets: dict[str, float] = {kind: value for kind, value in options.items() if value is not None}
-    if len(budgets) > 1:
-        flags = " and ".join(f"--{kind}" for kind in budgets)
-        raise ConfigError(f"{flags}: all set the length of the training; give one of them")
-    kind, value = next(iter(budgets.items()), ("tokens", float(DEFAULT_TOKENS)))
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"--{kind} {value:g}: must be a number above 0")
-    return kind, value
 
 
 def _equalize(

@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heddle.cli.options import Device, Json, Kernel, PartFile, Precision, Quiet, Threads, dtype_of, open_session
+from heddle.cli.options import (
+    CudaOptions,
+    Deterministic,
+    Device,
+    Json,
+    Kernel,
+    PartFile,
+    Precision,
+    Quiet,
+    Tf32,
+    Threads,
+    dtype_of,
+    open_session,
+)
 from heddle.errors import CheckpointError, DataError
 from heddle.progress import print_status, print_text
 
@@ -44,6 +57,8 @@ def generate(  # noqa: PLR0913 - one parameter per option
     ] = 4,
     device: Device = "auto",
     precision: Precision = "fp32",
+    tf32: Tf32 = False,
+    deterministic: Deterministic = False,
     threads: Threads = None,
     kernel: Kernel = None,
     part: PartFile = None,
@@ -52,7 +67,10 @@ def generate(  # noqa: PLR0913 - one parameter per option
 ) -> None:
     """Continue prompts. The text of one prompt is streamed; the texts of several are printed when all are done."""
     with ExitStack() as stack:
-        runtime = open_session(stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet)
+        cuda = CudaOptions(tf32, deterministic)
+        runtime = open_session(
+            stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet, cuda=cuda
+        )
         from heddle.generation.generate import generate as generate_texts
         from heddle.storage.model import load
 

@@ -17,14 +17,16 @@ from heddle import __version__
 from heddle.cli.check import check
 from heddle.cli.compare import compare
 from heddle.cli.convert import convert
+from heddle.cli.doctor import doctor
 from heddle.cli.export import export
 from heddle.cli.generate import generate
 from heddle.cli.import_ import import_
 from heddle.cli.inspect import inspect
 from heddle.cli.ladder import ladder
+from heddle.cli.plan import plan
 from heddle.cli.show import show
 from heddle.cli.train import train
-from heddle.errors import HeddleError, is_out_of_memory
+from heddle.errors import ConfigError, HeddleError, is_out_of_memory, nondeterministic_operation
 from heddle.progress import printable
 from heddle.signals import Interrupted, interrupted_on_stop_signals
 
@@ -38,9 +40,11 @@ app = typer.Typer(
 COMMANDS: dict[Callable[..., None], str] = {
     show: "Print a design's layers, parameters and costs.",
     check: "Run the correctness tests on a design.",
+    doctor: "Print this machine's limits and kernels.",
     train: "Train a design, or resume a run.",
     compare: "Train designs side by side and report.",
     ladder: "Train designs at several sizes; predict more.",
+    plan: "Predict memory and speed on many GPUs.",
     generate: "Generate text from prompts.",
     convert: "Convert a trained model to another design.",
     inspect: "Plot attention maps.",
@@ -100,6 +104,7 @@ def run_command(arguments: list[str]) -> int:
 
 def _run_command(arguments: list[str]) -> int:
     try:
+        _check_one_process()
         result = app(arguments or ["--help"], prog_name="heddle", standalone_mode=False)
         sys.stdout.flush()
     except HeddleError as error:
@@ -120,6 +125,15 @@ def _run_command(arguments: list[str]) -> int:
     except BaseException as error:
         return _handle_other(error)
     return result if isinstance(result, int) else 0
+
+
+def _check_one_process() -> None:
+    """Raise ConfigError under torchrun: each of its processes would do the same work and write the same files."""
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise ConfigError(
+            f"WORLD_SIZE {os.environ['WORLD_SIZE']}: a command runs in one process; start it without torchrun, or "
+            "train on several with a loop of your own (docs/ranks.md)"
+        )
 
 
 def _flush_or_discard() -> None:
@@ -146,6 +160,9 @@ def _handle_other(error: BaseException) -> int:
         return code
     if is_out_of_memory(error):
         return _print_error("out of memory; try a smaller batch size, sequence length or design", 1)
+    if (operation := nondeterministic_operation(error)) is not None:
+        remedy = "leave --deterministic out, or use --device cpu"
+        return _print_error(f"--deterministic: torch has no deterministic form of {operation} here; {remedy}", 1)
     raise error
 
 

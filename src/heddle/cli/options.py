@@ -1,8 +1,9 @@
 """Options that several commands share, and what they set up."""
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -35,9 +36,17 @@ VocabSize = Annotated[
     int | None,
     typer.Option("--vocab-size", metavar="N", help="Tokenizer size, if the design sets no vocab_size. [4096]"),
 ]
-Device = Annotated[str, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda or mps.")]
+Device = Annotated[str, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:N or mps.")]
 Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads. [torch's default]")]
 Precision = Annotated[str, typer.Option("--precision", metavar="NAME", help="fp32 or bf16.")]
+TrainingPrecision = Annotated[
+    str,
+    typer.Option("--precision", metavar="NAME", help="fp32, bf16 (autocast) or bf16-params (weights, too)."),
+]
+Tf32 = Annotated[bool, typer.Option("--tf32", help="On CUDA: float32 products in TF32, faster and less precise.")]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="Equal bits on CUDA, too: slower; refuses what cannot be.")
+]
 Kernel = Annotated[
     list[str] | None,
     typer.Option("--kernel", metavar="OPERATION=KERNEL", help="Force a kernel: attention=reference; repeatable."),
@@ -59,6 +68,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress on stderr.")]
 
 
+class CudaOptions(NamedTuple):
+    """How a GPU computes: --tf32 and --deterministic."""
+
+    tf32: bool = False
+    deterministic: bool = False
+
+
 def open_session(
     stack: ExitStack,
     *,
@@ -67,10 +83,12 @@ def open_session(
     kernels: list[str] | None = None,
     parts: list[Path] | None = None,
     quiet: bool = False,
+    cuda: CudaOptions | None = None,
 ) -> "Runtime":
     """Set up the process for a command. `stack` undoes it when it closes."""
     from heddle import progress
     from heddle.config import load_part
+    from heddle.data.cache import use_own_compile_cache
     from heddle.numerics.kernels import kernels as force_kernels
     from heddle.runtime import set_up_runtime
 
@@ -78,7 +96,13 @@ def open_session(
         stack.enter_context(progress.quiet())
     for file in parts or []:
         load_part(file)
-    runtime = set_up_runtime(device, threads)
+    cuda = cuda or CudaOptions()
+    if cuda.deterministic:  # cuBLAS reads it when a process first uses the GPU
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    use_own_compile_cache()
+    runtime = set_up_runtime(device, threads, cuda.tf32, cuda.deterministic)
+    if cuda.tf32:
+        progress.print_status(f"{runtime.device}: float32 products in TF32, with 10 bits of mantissa instead of 23")
     stack.enter_context(force_kernels(**parse_kernels(kernels)))
     return runtime
 

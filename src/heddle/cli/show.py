@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from heddle.model.config import ModelConfig
+    from heddle.model.decoder import Decoder
 
 CONTEXT_LENGTHS = [2048, 8192, 32768, 131072]
 MAX_COUNT = 10**9
@@ -72,12 +73,12 @@ def show(  # noqa: PLR0913 - one parameter per option
     from heddle.exchange.imported_checkpoint import imported_family
     from heddle.model.limits import refuse_overflow
     from heddle.numerics.kernels import kernels
-    from heddle.runtime import resolve_device
+    from heddle.runtime import device_name
 
     with kernels(**parse_kernels(kernel)), refuse_overflow():
         config = with_vocab_size(load_config(data), DEFAULT_VOCAB_SIZE)
-        device_name = resolve_device(device)
-        facts = measure(config, context_lengths, batch_size, dtype_of(precision), device_name, encoder_length)
+        # Kernels are chosen as on the device, which this machine need not have.
+        facts = measure(config, context_lengths, batch_size, dtype_of(precision), device_name(device), encoder_length)
         facts["exports_as"] = match_report(config, imported_family(design)).lines()
     if as_json:
         print(json.dumps(facts, indent=2))
@@ -94,26 +95,12 @@ def measure(
     encoder_length: int | None = None,
 ) -> dict[str, Any]:
     """Everything `show` prints, as plain data. encoder_length None: as many tokens as each context."""
-    from heddle.model.size import build_distinct_layers, measure_kernel_choices, measure_size
+    from heddle.model.size import build_distinct_layers, measure_size
 
     model = build_distinct_layers(config, dtype)
     sizes = [measure_size(model, length, batch_size, encoder_length) for length in context_lengths]
     first = sizes[0]
-    phases = {"training": (context_lengths[0], -1), "decode": (1, context_lengths[0])}
-    kernels = {}
-    for phase, (queries, cached_tokens) in phases.items():
-        if cached_tokens >= 0 and first.state_bytes == 0:
-            continue
-        counts = measure_kernel_choices(model, queries, cached_tokens, device, encoder_length)
-        kernels[phase] = [
-            {
-                "operation": choice.operation,
-                "kernel": choice.kernel,
-                "calls": calls,
-                "rejected": [list(pair) for pair in choice.rejected],
-            }
-            for choice, calls in counts.items()
-        ]
+    kernels = kernels_by_phase(model, context_lengths[0], device, encoder_length)
     return {
         "design": config.dump(),
         "parameters": first.parameters,
@@ -133,8 +120,33 @@ def measure(
             }
             for context in sizes
         ],
+        "device": device,
         "kernels": kernels,
     }
+
+
+def kernels_by_phase(
+    model: "Decoder", context_length: int, device: str, encoder_length: int | None = None
+) -> dict[str, list[dict[str, Any]]]:
+    """The kernels of a meta model on a device, as plain data: in training, and in decoding if it has a state."""
+    from heddle.model.size import measure_kernel_choices
+
+    phases = {"training": (context_length, -1), "decode": (1, context_length)}
+    kernels = {}
+    for phase, (queries, cached_tokens) in phases.items():
+        if cached_tokens >= 0 and not model.causal:
+            continue
+        counts = measure_kernel_choices(model, queries, cached_tokens, device, encoder_length)
+        kernels[phase] = [
+            {
+                "operation": choice.operation,
+                "kernel": choice.kernel,
+                "calls": calls,
+                "rejected": [list(pair) for pair in choice.rejected],
+            }
+            for choice, calls in counts.items()
+        ]
+    return kernels
 
 
 def _print_facts(design: str, facts: dict[str, Any]) -> None:
@@ -155,13 +167,18 @@ def _print_facts(design: str, facts: dict[str, Any]) -> None:
     console.print()
     for line in facts["exports_as"]:
         console.print(terminal_safe(line), markup=False, soft_wrap=True)
-    for phase, choices in facts["kernels"].items():
-        console.print(f"\nkernels in {phase}")
+    print_kernels(facts["kernels"])
+
+
+def print_kernels(phases: dict[str, list[dict[str, Any]]]) -> None:
+    """Print the kernel of each operation in each phase, and why better ones were rejected."""
+    for phase, choices in phases.items():
+        print(f"\nkernels in {phase}")
         for choice in choices:
             calls = "1 call" if choice["calls"] == 1 else f"{choice['calls']} calls"
-            console.print(f"  {choice['operation']} = {choice['kernel']}, {calls}")
+            print(f"  {choice['operation']} = {choice['kernel']}, {calls}")
             for kernel, reason in choice["rejected"]:
-                console.print(terminal_safe(f"      not {kernel}: {reason}"), markup=False, soft_wrap=True)
+                print(terminal_safe(f"      not {kernel}: {reason}"))
 
 
 def _print_layers(console: "Console", facts: dict[str, Any]) -> None:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from heddle.cli.options import (
+    CudaOptions,
     Data,
+    Deterministic,
     Device,
     Json,
     Kernel,
@@ -17,11 +19,12 @@ from heddle.cli.options import (
     OptimizerName,
     Overrides,
     PartFile,
-    Precision,
     Quiet,
     Schedule,
+    Tf32,
     Threads,
     TokenizerFile,
+    TrainingPrecision,
     VocabSize,
     Warmup,
     open_session,
@@ -29,13 +32,17 @@ from heddle.cli.options import (
     with_vocab_size,
 )
 from heddle.cli.train_options import (
+    CompileModel,
     DistillationLoss,
+    Fp8,
     Lora,
     LoraTargets,
+    StochasticRounding,
     TeacherFolder,
     Transfer,
     distillation_of,
     lora_settings_of,
+    steps_of,
     tokenizer_of,
     transfer_width_of,
 )
@@ -51,10 +58,10 @@ if TYPE_CHECKING:
     from heddle.tokenization.tokenizer import Tokenizer
     from heddle.training.distillation import Distillation
     from heddle.training.init_checkpoint import InitCheckpoint
-    from heddle.training.loop import TrainingJob, TrainingResult
+    from heddle.training.loop import TrainingJob
     from heddle.training.settings import Settings
+    from heddle.training.training_result import TrainingResult
 
-DEFAULT_STEPS = 500
 DEFAULT_SEQUENCE_LENGTH = 256
 
 
@@ -101,12 +108,16 @@ def train(  # noqa: PLR0913 - one parameter per option
     evaluate_every: Annotated[
         int | None, typer.Option("--evaluate-every", metavar="N", help="Steps between evaluations.")
     ] = None,
-    compile_model: Annotated[bool, typer.Option("--compile", help="Compile each layer with torch.compile.")] = False,
+    compile_model: CompileModel = None,
     checkpoint_activations: Annotated[
         bool, typer.Option("--checkpoint-activations", help="Recompute activations in backward; saves memory.")
     ] = False,
     device: Device = "auto",
-    precision: Precision = "fp32",
+    precision: TrainingPrecision = "fp32",
+    stochastic_rounding: StochasticRounding = False,
+    fp8: Fp8 = False,
+    tf32: Tf32 = False,
+    deterministic: Deterministic = False,
     threads: Threads = None,
     kernel: Kernel = None,
     part: PartFile = None,
@@ -119,7 +130,11 @@ def train(  # noqa: PLR0913 - one parameter per option
     recall:mqar,pairs=8 on a synthetic recall task, and prints the accuracy.
     """
     with ExitStack() as stack:
-        runtime = open_session(stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet)
+        cuda = CudaOptions(tf32, deterministic)
+        runtime = open_session(
+            stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet, cuda=cuda
+        )
+        from heddle.model.compiled import should_compile
         from heddle.runtime import versions
         from heddle.training.init_checkpoint import open_init_checkpoint
         from heddle.training.loop import TrainingJob
@@ -130,7 +145,7 @@ def train(  # noqa: PLR0913 - one parameter per option
         length = DEFAULT_SEQUENCE_LENGTH if sequence_length is None else sequence_length
         length = length if task is None else task.task.length
         settings = Settings(
-            steps=_steps(steps, tokens, batch_size * length),
+            steps=steps_of(steps, tokens, batch_size * length),
             batch_size=batch_size,
             sequence_length=length,
             learning_rate=lr,
@@ -138,7 +153,9 @@ def train(  # noqa: PLR0913 - one parameter per option
             save_every=save_every,
             gradient_accumulation_steps=gradient_accumulation_steps,
             precision=precision,
-            compile=compile_model,
+            stochastic_rounding=stochastic_rounding,
+            fp8=fp8,
+            compile=should_compile(runtime.device) if compile_model is None else compile_model,
             checkpoint_activations=checkpoint_activations,
             optimizer=optimizer,
             schedule=schedule,
@@ -246,16 +263,6 @@ def _open_data(
     loaded = Tokenizer.load(tokenizer) if isinstance(tokenizer, Path) else tokenizer
     check_tokenizer_fits(loaded, sizes[0])
     return prepare_chat(data, loaded, settings.sequence_length, documents)
-
-
-def _steps(steps: int | None, tokens: int | None, tokens_per_step: int) -> int:
-    if steps is not None and tokens is not None:
-        raise ConfigError("--steps and --tokens: both set the length of the training; give one of them")
-    if tokens is None:
-        return DEFAULT_STEPS if steps is None else steps
-    if tokens < max(1, tokens_per_step):
-        raise ConfigError(f"--tokens {tokens}: is less than one step of {tokens_per_step} tokens; give more")
-    return tokens // max(1, tokens_per_step)
 
 
 def _report(training: "TrainingResult", job: "TrainingJob", as_json: bool) -> None:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from heddle.training.distillation import Distillation
     from heddle.training.init_checkpoint import InitCheckpoint, LoraSettings
 
+DEFAULT_STEPS = 500
+
 Lora = Annotated[
     int | None, typer.Option("--lora", metavar="RANK", help="With --from: train only LoRA adapters of this rank.")
 ]
@@ -27,10 +29,29 @@ DistillationLoss = Annotated[
     str | None,
     typer.Option("--distill-loss", metavar="NAME[=X],...", help="Weights of logits, text and layers. [logits=1]"),
 ]
+CompileModel = Annotated[
+    bool | None,
+    typer.Option("--compile/--no-compile", help="Compile each layer with torch.compile. [where it pays: on CUDA]"),
+]
+StochasticRounding = Annotated[
+    bool, typer.Option("--stochastic-rounding", help="With bf16-params: round at random, without float32 copies.")
+]
+Fp8 = Annotated[bool, typer.Option("--fp8", help="With bf16: projections in float8, by torchao on a recent GPU.")]
 Transfer = Annotated[
     str | None,
     typer.Option("--transfer", metavar="width=N", help="The width at which --lr was chosen; weights scale from there."),
 ]
+
+
+def steps_of(steps: int | None, tokens: int | None, tokens_per_step: int) -> int:
+    """The number of steps that --steps or --tokens gives. Raises ConfigError for both, or too few tokens."""
+    if steps is not None and tokens is not None:
+        raise ConfigError("--steps and --tokens: both set the length of the training; give one of them")
+    if tokens is None:
+        return DEFAULT_STEPS if steps is None else steps
+    if tokens < max(1, tokens_per_step):
+        raise ConfigError(f"--tokens {tokens}: is less than one step of {tokens_per_step} tokens; give more")
+    return tokens // max(1, tokens_per_step)
 
 
 def transfer_width_of(transfer: str | None) -> int | None:

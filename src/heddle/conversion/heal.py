@@ -33,8 +33,9 @@ from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.distillation import Distillation
 from heddle.training.evaluation.bits_per_byte import bits_and_bytes
 from heddle.training.init_checkpoint import open_init_checkpoint
-from heddle.training.loop import TrainingJob, TrainingResult, train
+from heddle.training.loop import TrainingJob, train
 from heddle.training.settings import Settings
+from heddle.training.training_result import TrainingResult
 
 MAX_HEALING_RATE = 3e-3
 HEALING_RATE_WIDTH = 96  # up to this width the rate is the largest

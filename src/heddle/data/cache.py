@@ -71,6 +71,18 @@ def default_cache_folder() -> Path:
     return (Path(xdg_cache_home) if xdg_cache_home else Path.home() / ".cache") / "heddle"
 
 
+def use_own_compile_cache() -> None:
+    """Let torch store compiled kernels in the cache folder, for this process and those it starts.
+
+    torch's own choice is a folder of a known name in /tmp, which others may make first and fill with code.
+    $TORCHINDUCTOR_CACHE_DIR goes before; a user without a home has torch's choice.
+    """
+    try:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_cache_folder() / "compiled"))
+    except RuntimeError:  # of Path.home
+        return
+
+
 def json_sha256(values: Any) -> str:
     """SHA-256 of plain values as JSON, in hexadecimal."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

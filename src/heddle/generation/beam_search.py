@@ -15,6 +15,7 @@ from torch import Tensor
 from heddle.generation.model_runner import GenerationRequest, ModelRunner, NewTokens, eval_mode
 from heddle.generation.prefill import prefill
 from heddle.model.decoder import Decoder
+from heddle.numerics.dispatch.transfer import tensor_of
 
 TokenSequence = tuple[int, ...]
 
@@ -91,7 +92,8 @@ def beam_search(model: Decoder, request: GenerationRequest, num_beams: int) -> N
             active = unfinished
             if not active or step + 1 == request.max_new_tokens:
                 break
-            last_tokens = torch.tensor([[sequence[-1]] for search in active for sequence in search.sequences])
-            all_hidden, state = runner.forward(last_tokens.to(hidden.device), None, state.select(state_rows))
+            last_tokens = [sequence[-1] for search in active for sequence in search.sequences]
+            tokens = tensor_of(last_tokens, torch.int64, hidden.device)[:, None]
+            all_hidden, state = runner.forward(tokens, None, state.select(state_rows))
             hidden = all_hidden[:, -1]
     yield [(row, token) for row, search in enumerate(searches) for token in search.result()]

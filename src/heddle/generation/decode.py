@@ -1,8 +1,33 @@
 """Autoregressive decoding: prefill, then one forward pass per new token of every row."""
 
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
 from heddle.generation.model_runner import GenerationRequest, ModelRunner, NewTokens, eval_mode
+from heddle.generation.pinned_decoding import pinned_steps
 from heddle.generation.prefill import prefill
+from heddle.generation.sampling import check_chosen
 from heddle.model.decoder import Decoder
+from heddle.model.state import State
+from heddle.numerics.dispatch.device_size import DeviceSize
+from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
+
+# Steps between two reads of the tokens. On a GPU each read waits for all steps before it; steps after a row's end are
+# dropped. On a CPU a read costs nothing, and text is shown token by token.
+STEPS_PER_READ = DeviceSize(cpu=1, accelerator=16)
+MIN_GRAPH_TOKENS = 4  # recording a graph takes about as long as a step
+
+
+class DecodingFacts(NamedTuple):
+    """What decides how tokens are decoded. refusal: why a graph could not be recorded, once it was tried."""
+
+    device: str
+    tokens: int
+    refusal: str | None = None
 
 
 def decode(model: Decoder, request: GenerationRequest, finished: list[bool]) -> NewTokens:
@@ -10,10 +35,53 @@ def decode(model: Decoder, request: GenerationRequest, finished: list[bool]) -> 
     runner = ModelRunner(model)
     with eval_mode(model):
         hidden, state = prefill(runner, request)
-        for step in range(request.max_new_tokens):
-            tokens = request.sampler.sample(runner.logits(hidden, request), step)
-            yield list(enumerate(tokens.tolist()))
-            if all(finished) or step + 1 == request.max_new_tokens:
-                return
-            all_hidden, state = runner.forward(tokens[:, None], None, state)
+        facts, block_size = DecodingFacts(device_type(hidden), request.max_new_tokens), STEPS_PER_READ.on(hidden)
+        steps = DECODING.choose(facts).run(runner, request, hidden, state)
+        while block := list(islice(steps, block_size)):
+            for tokens in torch.stack(block).tolist():
+                check_chosen(tokens)
+                yield list(enumerate(tokens))
+                if all(finished):
+                    return
+
+
+def _eager_steps(runner: ModelRunner, request: GenerationRequest, hidden: Tensor, state: State) -> Iterator[Tensor]:
+    """Yield the next tokens of all rows, int64 [B], at each step; −1 where logits are not finite."""
+    for step in range(request.max_new_tokens):
+        position = torch.full((), step, device=hidden.device)
+        tokens = request.sampler.choose(runner.logits(hidden, request), position)
+        yield tokens
+        if step + 1 < request.max_new_tokens:
+            all_hidden, state = runner.forward(tokens.clamp(min=0)[:, None], None, state)
             hidden = all_hidden[:, -1]
+
+
+def _graph_steps(runner: ModelRunner, request: GenerationRequest, hidden: Tensor, state: State) -> Iterator[Tensor]:
+    """As `_eager_steps`, by the replays of a graph."""
+
+    def on_refusal(reason: str) -> None:  # the choice that the text is decoded by, for whoever records choices
+        DECODING.choose(DecodingFacts(device_type(hidden), request.max_new_tokens, reason))
+
+    yield from pinned_steps(runner, request, hidden, state, on_refusal)
+
+
+def _graph_unsupported(facts: DecodingFacts) -> str | None:
+    if facts.tokens < MIN_GRAPH_TOKENS:
+        return f"recording a graph does not pay for fewer than {MIN_GRAPH_TOKENS} tokens"
+    return _pinned_unsupported(facts) or facts.refusal
+
+
+def _pinned_unsupported(facts: DecodingFacts) -> str | None:
+    return (
+        None if facts.device == "cuda" else "it is for CUDA: elsewhere it would read slots without tokens for nothing"
+    )
+
+
+DECODING = Operation(
+    "decoding",
+    (
+        Kernel("graph", _graph_steps, _graph_unsupported),
+        Kernel("pinned", pinned_steps, _pinned_unsupported),
+        Kernel("eager", _eager_steps, lambda facts: None),
+    ),
+)

@@ -1,16 +1,18 @@
 """Run a model for generation: forward passes without gradients, and logits over the tokens it may generate."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from heddle.generation.sampling import Sampler
 from heddle.model.decoder import Decoder
 from heddle.model.state import State
+from heddle.numerics.dispatch.transfer import Constants
 from heddle.numerics.linear import PackedWeightCache, packed_weights
 from heddle.parts.context.encoder_output import EncoderOutput
 from heddle.parts.context.layout import Layout
@@ -47,24 +49,29 @@ class ModelRunner:
     def __init__(self, model: Decoder) -> None:
         self.model = model
         self.packed_weights: PackedWeightCache = {}
+        self.constants = Constants()
 
     def forward(self, tokens: Tensor, layout: Layout | None, state: State) -> tuple[Tensor, State]:
         """tokens int64 [B, T] -> hidden [B, T, width] and the new state."""
         # Entered at each call: a generator that yields inside these blocks would leave them active in its caller.
-        with torch.no_grad(), packed_weights(self.packed_weights):
+        with torch.no_grad(), self._packing():
             hidden, new_state = self.model(tokens, layout, state)
         assert new_state is not None
         return hidden, new_state
 
     def logits(self, hidden: Tensor, request: GenerationRequest) -> Tensor:
         """hidden [..., width] -> logits [..., vocab], cut to the request's vocab_limit; -inf for unused tokens."""
-        with torch.no_grad(), packed_weights(self.packed_weights):
+        with torch.no_grad(), self._packing():
             logits: Tensor = self.model.head(hidden)
         logits = logits[..., : request.vocab_limit]
         if request.unused_token_ids:
-            unused = torch.tensor(request.unused_token_ids, device=logits.device)
+            unused = self.constants.tensor(request.unused_token_ids, torch.int64, logits.device)
             logits = logits.index_fill(-1, unused, -torch.inf)
         return logits
+
+    def _packing(self) -> AbstractContextManager[None]:
+        """A compiled graph cannot set the context, and holds no packed weight."""
+        return nullcontext() if is_compiling() else packed_weights(self.packed_weights)
 
 
 @contextmanager

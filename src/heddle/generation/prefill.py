@@ -10,8 +10,11 @@ from heddle.errors import ConfigError
 from heddle.generation.model_runner import GenerationRequest, ModelRunner, eval_mode
 from heddle.model.decoder import LENGTH_DEPENDENT, Decoder
 from heddle.model.state import State
+from heddle.numerics.dispatch.device_size import DeviceSize
+from heddle.numerics.dispatch.transfer import to_device
 from heddle.parts.context.layout import Layout
 
+LENGTH_STEP = DeviceSize(cpu=1, accelerator=64)  # the lengths that uneven prompts are padded to are multiples of it
 MIN_SHARED_TOKENS = 16  # reading a shorter common beginning once saves less than the extra call costs
 
 
@@ -49,10 +52,11 @@ def prefill(runner: ModelRunner, request: GenerationRequest, rollback: int = 0) 
     remaining = [list(prompt[shared:]) for prompt in prompts]
     lengths = [len(row) for row in remaining]
     longest = max(lengths)
-    tokens = _token_tensor([[0] * (longest - len(row)) + row for row in remaining], model)
     layout = None
-    if min(lengths) < longest:
-        layout = Layout.padded(lengths, side="left", device=tokens.device, start=shared)
+    if min(lengths) < longest:  # these lengths would hardly ever come again
+        longest = padded_length(longest, LENGTH_STEP.on(model.embed.weight))
+        layout = Layout.padded(lengths, longest, side="left", device=model.embed.weight.device, start=shared)
+    tokens = _token_tensor([[0] * (longest - len(row)) + row for row in remaining], model)
     hidden, state = runner.forward(tokens, layout, state)
     return hidden[:, -1], state
 
@@ -71,6 +75,17 @@ def prefill_prefix(model: Decoder, tokens: Sequence[int]) -> Prefix:
     return Prefix(model, tuple(tokens), state)
 
 
+def padded_length(longest: int, step: int) -> int:
+    """The length that uneven prompts are padded to: a multiple of `step`, at most a quarter more for long ones.
+
+    There are few such lengths, so that a GPU's kernels, which are set up for each shape, find theirs again.
+    """
+    if step == 1:
+        return longest
+    multiple = max(step, 1 << max(0, longest.bit_length() - 3))
+    return -(-longest // multiple) * multiple
+
+
 def validate_prompt(tokens: list[int], model: Decoder) -> list[int]:
     """Return the tokens of a prompt. Raises ConfigError if it is empty or a token is outside the vocabulary."""
     vocab_size = model.embed.weight.shape[0]
@@ -86,4 +101,4 @@ def _common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:
 
 
 def _token_tensor(rows: Sequence[Sequence[int]], model: Decoder) -> Tensor:
-    return torch.tensor([list(row) for row in rows], device=model.embed.weight.device)
+    return to_device(torch.tensor([list(row) for row in rows], device="cpu"), model.embed.weight.device)

@@ -1,14 +1,18 @@
 """Choose the next token: greedy, or sampled after temperature, top-k and top-p (Holtzman et al. 2020)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from heddle.errors import ConfigError, MachineError
+from heddle.numerics.philox import RandomStream
 from heddle.numerics.random import uniform_double
+
+LOGITS_NOT_FINITE = "generation: the model's logits are not numbers; its weights or its state are damaged"
+NOT_FINITE = -1  # stands for the token of a row whose logits are not finite
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class Sampler:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    _streams: dict[int, RandomStream] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < math.inf:
@@ -38,26 +43,41 @@ class Sampler:
 
         Raises MachineError if a row's highest logit is not a finite number; −inf excludes a token.
         """
+        tokens = self.choose(logits, torch.full((), step, device=logits.device))
+        check_chosen(tokens.tolist())
+        return tokens
+
+    def choose(self, logits: Tensor, position: Tensor) -> Tensor:
+        """As `sample` for the token at `position` (int64 []) of the new text, but without waiting for the device.
+
+        The token of a row whose highest logit is not a finite number is NOT_FINITE: see `check_chosen`.
+        """
+        highest = logits.amax(-1)
         if self.temperature == 0.0:
-            return _argmax(logits)
-        probabilities, order = self._filtered_probabilities(logits)
-        rows = torch.arange(logits.shape[0], device=logits.device)
-        uniforms = self.uniform(rows, torch.full_like(rows, step), site=0)[:, None]
-        return order.gather(-1, _inverse_cdf(probabilities, uniforms)).squeeze(-1)
+            tokens = _argmax(logits, highest)
+        else:
+            probabilities, order = self._filtered_probabilities(logits)
+            rows = torch.arange(logits.shape[0], device=logits.device)
+            uniforms = self.uniform(rows, position, site=0)[:, None]
+            tokens = order.gather(-1, _inverse_cdf(probabilities, uniforms)).squeeze(-1)
+        return torch.where(highest.isfinite(), tokens, NOT_FINITE)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The distribution `sample` draws from: logits [..., vocab] -> float64 of that shape; one-hot if greedy.
 
-        Raises MachineError as `sample` does.
+        Where a row's highest logit is not a finite number, no number of its distribution means anything: see
+        `all_finite`.
         """
         if self.temperature == 0.0:
-            return functional.one_hot(_argmax(logits), logits.shape[-1]).double()
+            return functional.one_hot(_argmax(logits, logits.amax(-1)), logits.shape[-1]).double()
         probabilities, order = self._filtered_probabilities(logits.flatten(0, -2))
         return torch.zeros_like(probabilities).scatter(-1, order, probabilities).view(logits.shape)
 
     def uniform(self, rows: Tensor, positions: Tensor, site: int) -> Tensor:
         """float64 in [0, 1) of 53 bits: a function of seed, row in the batch, position in the new text, and `site`."""
-        return uniform_double(self.seed, site, rows * 2**32 + positions)
+        if site not in self._streams:  # a graph that is traced finds the stream of its first call
+            self._streams[site] = RandomStream.of(self.seed, 0, site)
+        return uniform_double(self._streams[site], rows * 2**32 + positions)
 
     def draw(self, weights: Tensor, rows: Tensor, positions: Tensor, site: int) -> Tensor:
         """Draw tokens int64 [B] in proportion to weights float64 [B, vocab]; random numbers as in `uniform`."""
@@ -65,7 +85,6 @@ class Sampler:
 
     def _filtered_probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities after top-k and top-p, highest first, zero where filtered out; and the tokens in that order."""
-        _check_finite(logits.amax(-1))
         sorted_logits, order = logits.double().sort(dim=-1, descending=True, stable=True)
         highest = sorted_logits[:, :1]
         # Dividing the difference from the highest logit stays finite at tiny temperatures.
@@ -79,17 +98,21 @@ class Sampler:
         return weights / weights.sum(-1, keepdim=True), order
 
 
-def _check_finite(highest: Tensor) -> None:
-    if not bool(highest.isfinite().all()):
-        raise MachineError("generation: the model's logits are not numbers; its weights or its state are damaged")
+def check_chosen(tokens: list[int]) -> None:
+    """Raise MachineError if a token of `Sampler.choose` stands for logits that are not finite."""
+    if NOT_FINITE in tokens:
+        raise MachineError(LOGITS_NOT_FINITE)
 
 
-def _argmax(logits: Tensor) -> Tensor:
+def all_finite(logits: Tensor) -> Tensor:
+    """Whether the highest logit of each row is a finite number, bool []."""
+    return logits.amax(-1).isfinite().all()
+
+
+def _argmax(logits: Tensor, highest: Tensor) -> Tensor:
     """The lowest index of the highest of logits [..., vocab]."""
-    highest = logits.amax(-1, keepdim=True)
-    _check_finite(highest)
     # torch.argmax may return any of several equal entries; on this 0/1 mask it returns the first.
-    return (logits == highest).to(torch.uint8).argmax(-1)
+    return (logits == highest[..., None]).to(torch.uint8).argmax(-1)
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:

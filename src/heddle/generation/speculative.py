@@ -15,10 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, MachineError
 from heddle.generation.model_runner import GenerationRequest, ModelRunner, NewTokens, eval_mode
 from heddle.generation.prefill import prefill
+from heddle.generation.sampling import LOGITS_NOT_FINITE, all_finite
 from heddle.model.decoder import Decoder
+from heddle.numerics.dispatch.transfer import tensor_of
 
 PROPOSE, VERIFY, NEXT = 1, 2, 3  # sites of random numbers: draws for one position that must be independent
 
@@ -72,14 +74,18 @@ class RollbackRunner:
         hidden, self.state = self.runner.forward(tokens, None, self.state)
         return self.runner.logits(hidden, self.request)
 
-    def accept(self, tokens: Tensor, accepted: Tensor) -> None:
-        """Of the round's tokens [B, T], all read by now, keep each row's first and the `accepted` [B] after it."""
-        longest, rejected = int(accepted.max()) + 1, tokens.shape[1] - 1 - accepted
-        if not bool(rejected.any()):
+    def accept(self, tokens: Tensor, accepted: Tensor, counts: list[int]) -> None:
+        """Of the round's tokens [B, T], all read by now, keep each row's first and the `accepted` [B] after it.
+
+        counts: the numbers of `accepted`.
+        """
+        rejected = [tokens.shape[1] - 1 - count for count in counts]
+        if not any(rejected):
             return
         if self.round_start is None:
             self.state = self.state.rollback(rejected)
             return
+        longest = max(counts) + 1
         layout = self.round_start.table.next_layout(longest, accepted + 1)
         _, self.state = self.runner.forward(tokens[:, :longest], layout, self.round_start)
 
@@ -97,37 +103,55 @@ def speculative_decode(
     with eval_mode(model, config.draft_model):
         target = RollbackRunner(model, request, config.speculative_tokens)
         draft = RollbackRunner(config.draft_model, _draft_request(request, config), config.speculative_tokens)
-        rows = torch.arange(len(request.prompt_ids), device=target.hidden.device)
-        emitted = torch.zeros_like(rows)
-        p = sampler.probabilities(target.runner.logits(target.hidden, request))
-        last_tokens = sampler.draw(p, rows, emitted, NEXT)
-        yield list(zip(rows.tolist(), last_tokens.tolist(), strict=True))
-        emitted = emitted + 1
+        device = target.hidden.device
+        rows, emitted = list(range(len(request.prompt_ids))), [0] * len(request.prompt_ids)
+        logits = target.runner.logits(target.hidden, request)
+        last_tokens = sampler.draw(sampler.probabilities(logits), *_drawn_for(rows, emitted, device), NEXT)
+        yield list(zip(rows, _read(all_finite(logits), last_tokens)[0], strict=True))
+        emitted = [1] * len(rows)
         while True:
             active = [
-                index
-                for index, row in enumerate(rows.tolist())
-                if not finished[row] and emitted[index] < request.max_new_tokens
+                index for index, row in enumerate(rows) if not finished[row] and emitted[index] < request.max_new_tokens
             ]
             if not active:
                 return
             if len(active) < len(rows):
-                rows, emitted, last_tokens = rows[active], emitted[active], last_tokens[active]
+                rows, emitted = [rows[index] for index in active], [emitted[index] for index in active]
+                last_tokens = last_tokens[active]
                 target.select(active)
                 draft.select(active)
             # All rows propose equally many tokens, so the row closest to its limit decides how many.
-            count = min(config.speculative_tokens, request.max_new_tokens - int(emitted.max()) - 1)
+            count = min(config.speculative_tokens, request.max_new_tokens - max(emitted) - 1)
             target.begin_round()
             draft.begin_round()
-            tokens, q = _propose(draft, request, rows, emitted, last_tokens, count)
+            drawn_for = _drawn_for(rows, emitted, device)
+            tokens, q, finite = _propose(draft, request, drawn_for, last_tokens, count)
             logits = target.forward(tokens)
-            accepted, last_tokens = _verify(sampler.probabilities(logits), q, tokens[:, 1:], request, rows, emitted)
-            target.accept(tokens, accepted)
-            draft.accept(tokens, accepted)
+            accepted, last_tokens = _verify(sampler.probabilities(logits), q, tokens[:, 1:], request, drawn_for)
+            # The only wait for what was drawn; rolling back waits once more for each of the two states.
+            finite = finite & all_finite(logits)
+            counts, ends, *proposed = _read(finite, accepted, last_tokens, *tokens[:, 1:].unbind(1))
+            target.accept(tokens, accepted, counts)
+            draft.accept(tokens, accepted, counts)
             if config.on_round is not None:
-                config.on_round(_round_counts(logits, accepted, count, request))
-            yield _emitted_tokens(rows, tokens, accepted, last_tokens)
-            emitted = emitted + accepted + 1
+                config.on_round(_round_counts(logits, accepted, counts, count, request))
+            texts = [[step[i] for step in proposed[:length]] + [ends[i]] for i, length in enumerate(counts)]
+            yield [(row, token) for row, text in zip(rows, texts, strict=True) for token in text]
+            emitted = [before + len(text) for before, text in zip(emitted, texts, strict=True)]
+
+
+def _drawn_for(rows: list[int], emitted: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows and positions int64 [B] as tensors, which random numbers depend on."""
+    drawn_for = tensor_of([*rows, *emitted], torch.int64, device)
+    return drawn_for[: len(rows)], drawn_for[len(rows) :]
+
+
+def _read(finite: Tensor, *tensors: Tensor) -> list[list[int]]:
+    """The values of tensors int64 [B], in one read. Raises MachineError unless `finite` [] is true."""
+    *values, are_finite = torch.stack((*tensors, finite.expand_as(tensors[0]).long())).tolist()
+    if not all(are_finite):
+        raise MachineError(LOGITS_NOT_FINITE)
+    return values
 
 
 def _draft_request(request: GenerationRequest, config: SpeculativeConfig) -> GenerationRequest:
@@ -137,30 +161,38 @@ def _draft_request(request: GenerationRequest, config: SpeculativeConfig) -> Gen
 
 
 def _propose(
-    draft: RollbackRunner, request: GenerationRequest, rows: Tensor, emitted: Tensor, last_tokens: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
+    draft: RollbackRunner,
+    request: GenerationRequest,
+    drawn_for: tuple[Tensor, Tensor],
+    last_tokens: Tensor,
+    count: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The last tokens and `count` proposed ones [B, 1 + count], and the draft's distributions q [B, count, vocab].
+
+    Also whether the draft's logits are finite, bool [].
 
     The draft also reads the last proposed token: if all are accepted, the next round continues after it.
     """
-    tokens, distributions = [last_tokens], []
+    rows, emitted = drawn_for
+    tokens, distributions, finite = [last_tokens], [], torch.ones((), dtype=torch.bool, device=rows.device)
     for index in range(count):
         logits = draft.forward(tokens[-1][:, None])[:, -1]
+        finite = finite & all_finite(logits)
         distributions.append(request.sampler.probabilities(logits))
         tokens.append(request.sampler.draw(distributions[-1], rows, emitted + index, PROPOSE))
     logits = draft.forward(tokens[-1][:, None])
     empty = logits.new_zeros(len(rows), 0, logits.shape[-1]).double()
-    return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1) if distributions else empty
+    return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1) if distributions else empty, finite
 
 
 def _verify(
-    p: Tensor, q: Tensor, proposed: Tensor, request: GenerationRequest, rows: Tensor, emitted: Tensor
+    p: Tensor, q: Tensor, proposed: Tensor, request: GenerationRequest, drawn_for: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """How many of the proposed tokens [B, k] each row accepts [B], and the token after those [B].
 
     p: the model's distributions [B, k + 1, vocab]; q: the draft's [B, k, vocab].
     """
-    count = proposed.shape[1]
+    count, (rows, emitted) = proposed.shape[1], drawn_for
     index = proposed[..., None]
     positions = emitted[:, None] + torch.arange(count, device=emitted.device)
     uniforms = request.sampler.uniform(rows[:, None].expand_as(positions), positions, VERIFY)
@@ -173,14 +205,10 @@ def _verify(
     return accepted, request.sampler.draw(residual, rows, emitted + accepted, NEXT)
 
 
-def _emitted_tokens(rows: Tensor, tokens: Tensor, accepted: Tensor, last_tokens: Tensor) -> list[tuple[int, int]]:
-    """Each row's accepted tokens and the token drawn after them."""
-    per_row = zip(rows.tolist(), tokens.tolist(), accepted.tolist(), last_tokens.tolist(), strict=True)
-    return [(row, token) for row, proposed, count, last in per_row for token in (*proposed[1 : count + 1], last)]
-
-
-def _round_counts(logits: Tensor, accepted: Tensor, proposed: int, request: GenerationRequest) -> SpeculativeRound:
-    rows, total = len(accepted), int(accepted.sum())
+def _round_counts(
+    logits: Tensor, accepted: Tensor, counts: list[int], proposed: int, request: GenerationRequest
+) -> SpeculativeRound:
+    rows, total = len(counts), sum(counts)
     return SpeculativeRound(rows * proposed, total, rows + total, _near_ties(logits, accepted, request))
 
 

@@ -90,7 +90,7 @@ def config_round_trip(config: ModelConfig) -> None:
 def state_dict_completeness(config: ModelConfig) -> None:
     """A state dict loaded into a model of another seed gives the same bits."""
     model = model_under_test(config)
-    other = build(config, dtype=torch.float64, seed=5).eval()
+    other = build(config, dtype=torch.float64, device=torch.get_default_device(), seed=5).eval()
     other.load_state_dict(model.state_dict())
     tokens = random_tokens(config, 2, 7)
     assert_close(

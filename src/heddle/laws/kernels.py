@@ -24,6 +24,7 @@ from heddle.laws.harness import (
 )
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
+from heddle.numerics.cross_entropy import loss_sum
 from heddle.numerics.dispatch.operation import record_choices
 from heddle.numerics.kernels import OPERATIONS, kernels
 from heddle.parts.context.layout import Layout
@@ -82,6 +83,7 @@ def _runs(config: ModelConfig, model: Decoder) -> Iterator[tuple[str, Run]]:
     }
     for name, layout in layouts.items():
         yield name, _training_run(model, tokens, layout)
+    yield "the loss", _loss_run(model, tokens)
     if model.causal:
 
         def decode() -> tuple[Tensor, Gradients]:
@@ -97,6 +99,22 @@ def _training_run(model: Decoder, tokens: Tensor, layout: Layout | None) -> Run:
         real = None if layout is None else layout.positions >= 0
         values = hidden.detach() if real is None else hidden.detach() * real[..., None]
         return values, gradients(model, probe_loss(hidden, real))
+
+    return run
+
+
+def _loss_run(model: Decoder, tokens: Tensor) -> Run:
+    """The loss of fixed hidden states and its gradients: those of hidden states are the values."""
+    shape, head = (*tokens.shape, model.embed.weight.shape[1]), model.head.output_head
+    states = torch.randn(shape, dtype=head.weight.dtype, generator=torch.Generator().manual_seed(0), device="cpu")
+    hidden = states.to(head.weight.device).requires_grad_()
+    tensors = {"states": hidden, "weight": head.weight, "bias": head.bias}
+    learned = {name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad}
+
+    def run() -> tuple[Tensor, Gradients]:
+        loss = loss_sum(hidden.flatten(0, 1), head, tokens.flatten())
+        grads = dict(zip(learned, torch.autograd.grad(loss, list(learned.values())), strict=True))
+        return grads.pop("states"), grads | {"loss": loss.detach()}
 
     return run
 

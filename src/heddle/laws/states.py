@@ -29,6 +29,8 @@ from heddle.parts.context.layout import Layout
 from heddle.parts.mixers import Mixer
 
 ROLLBACK = 3  # tokens that ring buffers can roll back
+# Tokens taken back of each row, and read after that. At last all rows are equally long again.
+ROLLBACKS = (([0, 1, 2], 4), ([3, 0, 1], 3), ([3, 3, 3], 2), ([2, 2, 0], 2), ([0, 2, 2], 2))
 ROWS = 3
 
 
@@ -175,7 +177,7 @@ def state_rollback(config: ModelConfig) -> None:
     for name, layout in starts.items():
         twin = ReferenceState(model, ROWS, None if layout is None else turn + 20, rollback=ROLLBACK)
         twin.feed(random_tokens(config, ROWS, turn + 2), f"{name} rows", layout)
-        for number, (back, count) in enumerate((([0, 1, 2], 4), ([3, 0, 1], 3), ([3, 3, 3], 2), ([2, 2, 0], 1))):
+        for number, (back, count) in enumerate(ROLLBACKS):
             twin.rollback(back)  # the first time right after a ring buffer wrapped around
             twin.feed(random_tokens(config, ROWS, count, seed=number), f"{name} rows after {back} were rolled back")
     _rollback_before_wraparound(model, config, turn)

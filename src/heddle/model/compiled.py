@@ -2,12 +2,22 @@
 
 import copy
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from heddle.model.decoder import Decoder
 from heddle.parts.modules.eager import eager_methods
+
+
+def should_compile(device: str) -> bool:
+    """Whether to compile layers on a device, such as "cuda:1", where nobody chose: on CUDA, with Triton installed.
+
+    There the time of eager layers is that of thousands of launches. On a CPU, compiling takes longer than it saves in
+    most runs.
+    """
+    return device.partition(":")[0] == "cuda" and find_spec("triton") is not None
 
 
 def compiled(model: Decoder, backend: str | Callable[..., Any] | None = None) -> Decoder:

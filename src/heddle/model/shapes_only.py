@@ -224,8 +224,10 @@ def _product(x: Tensor, left: Tensor, right: Tensor, *, beta: float = 1.0, alpha
     return left.new_empty([*left.shape[:-1], right.shape[-1]]) if x.is_meta and left.is_meta else None
 
 
-def _matmul(left: Tensor, right: Tensor) -> Tensor | None:
-    return left.new_empty([*left.shape[:-1], right.shape[-1]]) if left.is_meta and right.is_meta else None
+def _matmul(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None) -> Tensor | None:
+    if not left.is_meta or not right.is_meta:
+        return None
+    return left.new_empty([*left.shape[:-1], right.shape[-1]], dtype=out_dtype or left.dtype)
 
 
 def _layer_norm(x: Tensor, shape: list[int], *_: Any) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -1,13 +1,14 @@
 """The state of a model: one table of positions, shared by all layers, and the state of each mixer."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError
+from heddle.numerics.dispatch.transfer import to_device
 from heddle.parts.context.mixer_state import MixerState
 from heddle.parts.context.position_table import PositionTable
 
@@ -32,7 +33,7 @@ class State:
 
     def fork(self) -> "State":
         """Return an independent copy. This handle stays valid."""
-        return self.select(torch.arange(self.table.batch, device=self.table.token_counts.device))
+        return self.select(range(self.table.batch))
 
     def select(self, rows: Sequence[int] | Tensor) -> "State":
         """Return a copy with these rows, in this order. A row may be repeated (beam search) or left out.
@@ -40,11 +41,35 @@ class State:
         Raises ConfigError for a row that does not exist. This handle stays valid.
         """
         self.check_not_consumed()
-        index = torch.as_tensor(rows, dtype=torch.int64, device=self.table.token_counts.device)
+        index = torch.as_tensor(rows, dtype=torch.int64).cpu()  # checked on the host: it may wait for a tensor, no more
         if index.dim() != 1 or index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= self.table.batch:
             raise ConfigError(f"rows: {index.tolist()} must be indices from 0 to {self.table.batch - 1}")
-        copies = [None if layer is None else layer.map(lambda _, x: x.index_select(0, index)) for layer in self.layers]
-        return State(self.table.select(index), copies, self.fingerprint)
+        target = to_device(index, self.table.token_counts.device)
+        copies = [None if layer is None else layer.map(lambda _, x: x.index_select(0, target)) for layer in self.layers]
+        return State(self.table.select(target, index.tolist()), copies, self.fingerprint)
+
+    def pinned(self, max_tokens: int) -> "State":
+        """The state with facts that hold for every next token until a row has `max_tokens`. Consumes this handle.
+
+        Each call of one token then takes the same operations on tensors of the same shapes, whatever the state holds:
+        one graph serves all of them. It attends to `max_tokens` slots. Raises ConfigError for more than the state's
+        cache length.
+        """
+        self.check_not_consumed()
+        table = self.table.pinned(max_tokens)
+        self.consumed = True
+        return State(table, self.layers, self.fingerprint)
+
+    def advance(self, read: Callable[["State"], "State"]) -> None:
+        """Replace a pinned state in place by `read` of it, a call of one token. This handle stays valid.
+
+        Every tensor stays where it is, so that a graph recorded over them finds the state of the next token in them.
+        """
+        self.check_not_consumed()
+        newer = read(replace(self))
+        for target, source in zip(self.tensors().values(), newer.tensors().values(), strict=True):
+            if target is not source:
+                target.copy_(source)
 
     def can_roll_back(self, tokens: int) -> bool:
         """Whether `rollback` can take back this many tokens of every row now."""
@@ -68,18 +93,20 @@ class State:
         """
         self.check_not_consumed()
         token_counts = self.table.token_counts
-        removed = torch.as_tensor(tokens, device=token_counts.device)
+        if not isinstance(tokens, Tensor):  # numbers of the host, which the host need not read again
+            tokens = torch.as_tensor(tokens, device="cpu")
+        removed = to_device(tokens, token_counts.device)
         if removed.dtype.is_floating_point or (removed.dim() and removed.shape != token_counts.shape):
             reason = f"{tokens} is neither a whole number nor one for each of {len(token_counts)} rows"
             raise ConfigError(f"rollback: {reason}")
         removed = removed.to(torch.int64).broadcast_to(token_counts.shape)
-        most = int(removed.max())
+        most = int(tokens.max())
         if not self.can_roll_back(most):
             raise ConfigError(
                 f"rollback: {self._blocker(most)} cannot take back {most} tokens; fork the state before and read the "
                 "tokens again, or, if only windows are in the way, create the state with a larger rollback"
             )
-        table, removed_slots = self.table.rolled_back(removed)
+        table, removed_slots = self.table.rolled_back(removed, most)
         self.consumed = True
         layers = [None if layer is None else layer.rolled_back(table, removed_slots) for layer in self.layers]
         return State(table, layers, self.fingerprint)

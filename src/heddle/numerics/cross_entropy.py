@@ -2,24 +2,39 @@
 
     loss = Σ_n [ logsumexp_v(z_nv) − z_{n, target_n} ],   z_nv = cap · tanh(scale · (h_n · W_v + b_v) / cap)
 
-The gradient is computed in the forward pass, while a chunk's logits exist, so that each logit is computed once.
+The gradient is computed in the forward pass, while a chunk's logits exist, so that each logit is computed once. Each
+chunk adds to the gradient of the weight, so an accelerator computes few, large ones: 2^29 logits take 1 GB in bfloat16,
+and as much for their gradient. Where elementwise steps are not compiled, float32 logits take 2 GB more.
 
 Distillation adds the divergence from a teacher's distribution q (Hinton et al. 2015, temperature 1):
 
     KL = Σ_n Σ_v q_nv · (log q_nv − log p_nv),   d(a · loss + b · KL) / dz = (a + b) · p − a · onehot(target) − b · q
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import functional
 
+from heddle.numerics.dispatch.device_size import DeviceSize
 from heddle.numerics.dispatch.flop_counter import add_flops
+from heddle.numerics.dispatch.operation import Kernel, Operation, device_type, has_triton
+from heddle.numerics.liger import liger_loss_sum, liger_unsupported
 from heddle.numerics.linear import linear_flops
+from heddle.numerics.loss_steps import (
+    ChunkOptions,
+    compiled_step,
+    fused_step,
+    scale_and_cap,
+    step_in_place,
+)
 from heddle.numerics.norms import at_least_float32
 
-CHUNK_ELEMENTS = 2**24  # logits that exist at one time: 64 MB in float32
+CHUNK_ELEMENTS = DeviceSize(2**24, 2**29)  # logits that exist at one time: 64 MB in float32 on a CPU
+CHUNK_MULTIPLE = DeviceSize(1, 128)  # tokens: accelerators multiply tiles of so many rows
 
 
 class OutputHead(NamedTuple):
@@ -38,19 +53,28 @@ class TeacherOutput(NamedTuple):
     head: OutputHead
 
 
+class Objective(NamedTuple):
+    """What is summed: `text_weight` · cross-entropy + `logits_weight` · divergence from the teacher, if any."""
+
+    teacher: TeacherOutput | None = None
+    text_weight: float = 1.0
+    logits_weight: float = 0.0
+
+
+class LossFacts(NamedTuple):
+    """What decides the kernel of the loss."""
+
+    device: str
+    scale: float
+    teacher: bool
+
+
 class DistillationSums(NamedTuple):
     """Sums over tokens, in nats; scalars. Only `weighted` has gradients."""
 
     weighted: Tensor
     cross_entropy: Tensor
     divergence: Tensor
-
-
-def scale_and_cap(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Multiply logits by `scale`, then bound them by `softcap · tanh(· / softcap)`."""
-    if scale != 1.0:
-        logits = logits * scale
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def reference(hidden: Tensor, head: OutputHead, targets: Tensor) -> Tensor:
@@ -73,8 +97,7 @@ def loss_sum(hidden: Tensor, head: OutputHead, targets: Tensor) -> Tensor:
     Within `torch.autocast`, products run in its dtype, sums and exponentials in float32.
     """
     _count_flops(hidden, head)
-    no_teacher = None, 1.0, 0.0
-    return _sums(hidden, head, targets, no_teacher)[0]
+    return _sums(hidden, head, targets, Objective())[0]
 
 
 def distillation_sums(
@@ -86,17 +109,54 @@ def distillation_sums(
     """
     _count_flops(hidden, head)
     _count_flops(*teacher)
-    return DistillationSums(*_sums(hidden, head, targets, (teacher, text_weight, logits_weight)))
+    return DistillationSums(*_sums(hidden, head, targets, Objective(teacher, text_weight, logits_weight)))
 
 
 def _count_flops(hidden: Tensor, head: OutputHead) -> None:
     add_flops(linear_flops(hidden.shape[0], head.weight.shape[1], head.weight.shape[0]))
 
 
-def _sums(hidden: Tensor, head: OutputHead, targets: Tensor, teaching: tuple[Any, ...]) -> tuple[Tensor, ...]:
+def _sums(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objective) -> tuple[Tensor, ...]:
+    facts = LossFacts(device_type(hidden), head.scale, objective.teacher is not None)
+    sums: tuple[Tensor, ...] = LINEAR_CROSS_ENTROPY.choose(facts).run(hidden, head, targets, objective)
+    return sums
+
+
+def reference_sums(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objective) -> tuple[Tensor, ...]:
+    """The sums of `_WeightedSum`, by autograd. All logits exist at once."""
+    teacher, text_weight, logits_weight = objective
+    total = reference(hidden, head, targets).sum()
+    if teacher is None:
+        return (total,)
+    logits, teacher_logits = (
+        scale_and_cap(at_least_float32(functional.linear(x, end.weight, end.bias)), end.scale, end.softcap)
+        for x, end in ((hidden, head), teacher)
+    )
+    q = teacher_logits.detach().softmax(-1)
+    divergence = functional.kl_div(logits.log_softmax(-1), q, reduction="sum")
+    return text_weight * total + logits_weight * divergence, total.detach(), divergence.detach()
+
+
+def _chunked(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objective) -> tuple[Tensor, ...]:
+    return _weighted_sum(step_in_place, hidden, head, targets, objective)
+
+
+def _fused(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objective) -> tuple[Tensor, ...]:
+    compiles = hidden.device.type == "cuda" and has_triton() and not is_compiling()
+    return _weighted_sum(compiled_step() if compiles else fused_step, hidden, head, targets, objective)
+
+
+def _by_liger(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objective) -> tuple[Tensor, ...]:
+    return (liger_loss_sum(hidden, head.weight, head.bias, targets, head.softcap),)
+
+
+def _weighted_sum(
+    step: Callable[..., Any], hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objective
+) -> tuple[Tensor, ...]:
     device = hidden.device.type
-    product_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    options = product_dtype, head.scale, head.softcap, *teaching
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    product_dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+    options = step, product_dtype, head.scale, head.softcap, *objective
     sums: tuple[Tensor, ...] = _WeightedSum.apply(hidden, head.weight, head.bias, targets, options)
     return sums
 
@@ -111,63 +171,45 @@ def _log_probabilities(
 
 
 def _chunk_size(weight: Tensor) -> int:
-    return max(1, CHUNK_ELEMENTS // weight.shape[0])
+    size, multiple = max(1, CHUNK_ELEMENTS.on(weight) // weight.shape[0]), CHUNK_MULTIPLE.on(weight)
+    return max(size - size % multiple, min(size, multiple))
 
 
 class _WeightedSum(torch.autograd.Function):
+    """The first option, `step`, computes one chunk's sums, and the gradients of its logits and of the bias."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
-        product_dtype, scale, softcap, teacher, text_weight, logits_weight = options
+        step, product_dtype, scale, softcap, teacher, text_weight, logits_weight = options
         sum_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         cast_weight, cast_hidden = weight.to(product_dtype), hidden.to(product_dtype)
-        total, divergence = (torch.zeros((), dtype=sum_dtype, device=hidden.device) for _ in range(2))
+        totals = [torch.zeros((), dtype=sum_dtype, device=hidden.device) for _ in range(2)]
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_bias = bias is not None and needs_bias
         grad_hidden = torch.empty_like(cast_hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if bias is not None and needs_bias else None
+        needed = needs_hidden or needs_weight or needs_bias, needs_bias
+        chunk_options = ChunkOptions(scale, softcap, text_weight, logits_weight, product_dtype, needed)
         chunk_size = _chunk_size(weight)
         for start in range(0, hidden.shape[0], chunk_size):
             chunk = slice(start, start + chunk_size)
             hidden_chunk, target = cast_hidden[chunk], targets[chunk, None]
-            raw = (hidden_chunk @ cast_weight.T).to(sum_dtype)
-            logits = scale_and_cap(raw if bias is None else raw.add_(bias), scale, softcap)
-            cap_derivative = None if softcap is None else 1.0 - (logits / softcap) ** 2
-            target_logits = logits.gather(1, target)
-            max_logits = logits.amax(1, keepdim=True)
-            logits.sub_(max_logits)
-            if teacher is not None:
-                log_q = _log_probabilities(teacher, chunk, product_dtype, sum_dtype)
-                q = log_q.exp()
-                # where q is 0 its term is 0, even if a banned token has a logit of minus infinity
-                divergence += log_q.sub_(logits).mul_(q).masked_fill_(q == 0, 0.0).sum()
-            exponentials = logits.exp_()
-            sums = exponentials.sum(1, keepdim=True)
-            if teacher is not None:
-                divergence += sums.log().sum()
-            total += (sums.log() + max_logits - target_logits).sum()
-            if grad_hidden is None and grad_weight is None and grad_bias is None:
-                continue
-            grad_logits = exponentials.div_(sums)  # softmax
-            if teacher is not None:
-                grad_logits.mul_(text_weight + logits_weight).sub_(q, alpha=logits_weight)
-            grad_logits.scatter_add_(1, target, torch.full_like(target_logits, -text_weight))
-            if cap_derivative is not None:
-                grad_logits.mul_(cap_derivative)
-            if scale != 1.0:
-                grad_logits.mul_(scale)
+            log_q = None if teacher is None else _log_probabilities(teacher, chunk, product_dtype, sum_dtype)
+            grad_logits, chunk_grad_bias = step(
+                hidden_chunk @ cast_weight.T, bias, target, log_q, chunk_options, totals
+            )
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
-            grad_logits = grad_logits.to(product_dtype)
+                grad_bias += chunk_grad_bias
             if grad_hidden is not None:
                 torch.mm(grad_logits, cast_weight, out=grad_hidden[chunk])
-            if grad_weight is not None and product_dtype == sum_dtype:
-                grad_weight.addmm_(grad_logits.T, hidden_chunk)
-            elif grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden_chunk
+            if grad_weight is not None:
+                _add_product(grad_weight, grad_logits.T, hidden_chunk)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
+        total, divergence = totals
         if teacher is None:
             return (total,)
         ctx.mark_non_differentiable(total, divergence)
@@ -181,3 +223,36 @@ class _WeightedSum(torch.autograd.Function):
         pairs = zip(other_grads, dtypes, strict=True)
         scaled_grads = (None if gradient is None else (gradient * grad_loss).to(dtype) for gradient, dtype in pairs)
         return None if grad_hidden is None else grad_hidden.to(hidden_dtype) * grad_loss, *scaled_grads, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in total's dtype."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.device.type == "cuda" and not is_compiling():  # one pass over total, and no rounding of the product
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+def _chunked_unsupported(facts: LossFacts) -> str | None:
+    return "each elementwise step reads and writes all logits" if facts.device == "cuda" and has_triton() else None
+
+
+def _liger_kernel_unsupported(facts: LossFacts) -> str | None:
+    if facts.device != "cuda":
+        return "it is for CUDA"
+    if facts.teacher:
+        return "there is a teacher"
+    return "the head scales its logits" if facts.scale != 1.0 else liger_unsupported()
+
+
+LINEAR_CROSS_ENTROPY = Operation(
+    "linear_cross_entropy",
+    (
+        Kernel("chunked", _chunked, _chunked_unsupported, traceable=False),
+        Kernel("fused", _fused, lambda facts: None),
+        Kernel("liger", _by_liger, _liger_kernel_unsupported, traceable=False),
+        Kernel("reference", reference_sums, lambda facts: None),
+    ),
+)

@@ -5,10 +5,11 @@ from typing import Any
 
 from heddle.numerics.attention.latent import LATENT
 from heddle.numerics.attention.softmax import ATTENTION
+from heddle.numerics.cross_entropy import LINEAR_CROSS_ENTROPY
 from heddle.numerics.dispatch.operation import Operation, force_kernels
 from heddle.numerics.experts.mixture import EXPERTS
 from heddle.numerics.linear import LINEAR
-from heddle.numerics.norms import RMS_NORM
+from heddle.numerics.norms import LAYER_NORM, RMS_NORM
 from heddle.numerics.recurrent.causal_sums import CAUSAL_MEANS, CAUSAL_SUMS
 from heddle.numerics.recurrent.convolution import CONVOLUTION
 from heddle.numerics.recurrent.double_softmax import DOUBLE_SOFTMAX
@@ -26,7 +27,9 @@ _ALL: tuple[Operation[Any], ...] = (
     DOUBLE_SOFTMAX,
     EXPERTS,
     LATENT,
+    LAYER_NORM,
     LINEAR,
+    LINEAR_CROSS_ENTROPY,
     RMS_NORM,
     SSD,
 )

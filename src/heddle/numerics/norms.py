@@ -10,16 +10,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.numerics.dispatch.operation import Kernel, Operation
+from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
 
 
-class RMSNormFacts(NamedTuple):
-    """What decides the kernel of RMSNorm."""
+class LayerNormFacts(NamedTuple):
+    """What decides the kernel of LayerNorm."""
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
     weight_dims: int
+    device: str
+
+
+class RMSNormFacts(NamedTuple):
+    """What decides the kernel of RMSNorm. cast: as in `reference`."""
+
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    weight_dims: int
+    device: str
     offset: float
+    cast: str
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -49,14 +60,34 @@ def reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast: 
 
 
 def _fused(x: Tensor, weight: Tensor, eps: float, offset: float, cast: str) -> Tensor:
-    return functional.rms_norm(x, weight.shape, weight, eps)
+    y = functional.rms_norm(x, weight.shape, weight, eps)
+    return y if y.dtype == x.dtype else y.to(x.dtype)
+
+
+def _normalized(x: Tensor, weight: Tensor, eps: float, offset: float, cast: str) -> Tensor:
+    """torch's fused norm without a weight, then the weight in the dtype in which `reference` applies it.
+
+    torch computes in float32 and rounds once, as the reference does. Autocast may widen its result: `to` narrows it.
+    """
+    if cast == "before":
+        y = functional.rms_norm(x, x.shape[-1:], None, eps).to(x.dtype)
+        return (weight + offset if offset else weight).to(x.dtype) * y
+    wide = at_least_float32(x)
+    gamma = weight.to(wide.dtype)
+    gamma = gamma + offset if offset else gamma
+    if weight.dim() == 1:
+        return functional.rms_norm(wide, weight.shape, gamma, eps).to(x.dtype)
+    return (gamma * functional.rms_norm(wide, wide.shape[-1:], None, eps)).to(x.dtype)
 
 
 def _fused_unsupported(facts: RMSNormFacts) -> str | None:
     if facts.offset:
         return "the weight has an offset"
     if facts.dtype not in (torch.float32, torch.float64):
-        return f"{facts.dtype} must be cast to float32 for the statistics, and back before or after the weight"
+        if facts.device == "cpu":
+            return f"{facts.dtype} must be cast to float32 for the statistics, and a CPU does it in steps"
+        if facts.cast == "before":
+            return f"the result is cast back to {facts.dtype} before the weight"
     if facts.weight_dims > 1:
         return "each head has its own weight"
     if facts.weight_dtype != facts.dtype:
@@ -64,17 +95,53 @@ def _fused_unsupported(facts: RMSNormFacts) -> str | None:
     return None
 
 
-RMS_NORM = Operation(
+def _steps_unsupported(facts: RMSNormFacts | LayerNormFacts) -> str | None:
+    return None if facts.device == "cpu" else "each step is a launch"
+
+
+RMS_NORM: Operation[RMSNormFacts] = Operation(
     "rms_norm",
-    (Kernel("fused", _fused, _fused_unsupported), Kernel("reference", reference, lambda facts: None)),
+    (
+        Kernel("fused", _fused, _fused_unsupported),
+        Kernel("steps", reference, _steps_unsupported),
+        Kernel("normalized", _normalized, lambda facts: None),
+        Kernel("reference", reference, lambda facts: None),
+    ),
 )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast: str = "before") -> Tensor:
     """RMSNorm over the last dimension. The arguments are described in `reference`."""
-    kernel = RMS_NORM.choose(RMSNormFacts(x.dtype, weight.dtype, weight.dim(), offset))
-    y: Tensor = kernel.run(x, weight, eps, offset, cast)
+    facts = RMSNormFacts(x.dtype, weight.dtype, weight.dim(), device_type(x), offset, cast)
+    y: Tensor = RMS_NORM.choose(facts).run(x, weight, eps, offset, cast)
     return y
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm in at least float32, step by step. The arguments are described in `layer_norm`."""
+    wide = at_least_float32(x)
+    y = functional.layer_norm(wide, wide.shape[-1:], None, None, eps) * weight.to(wide.dtype)
+    return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype)
+
+
+def _fused_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    return functional.layer_norm(x, weight.shape, weight, bias, eps).to(x.dtype)
+
+
+def _fused_layer_norm_unsupported(facts: LayerNormFacts) -> str | None:
+    if facts.weight_dims > 1:
+        return "each head has its own weight"
+    return None if facts.weight_dtype == facts.dtype else "x and the weight differ in dtype"
+
+
+LAYER_NORM: Operation[LayerNormFacts] = Operation(
+    "layer_norm",
+    (
+        Kernel("steps", layer_norm_reference, _steps_unsupported),
+        Kernel("fused", _fused_layer_norm, _fused_layer_norm_unsupported),
+        Kernel("reference", layer_norm_reference, lambda facts: None),
+    ),
+)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -82,6 +149,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
     x [..., width], weight and bias [width] (or [heads, width]), bias may be None -> x's shape and dtype.
     """
-    wide = at_least_float32(x)
-    y = functional.layer_norm(wide, wide.shape[-1:], None, None, eps) * weight.to(wide.dtype)
-    return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype)
+    kernel = LAYER_NORM.choose(LayerNormFacts(x.dtype, weight.dtype, weight.dim(), device_type(x)))
+    y: Tensor = kernel.run(x, weight, bias, eps)
+    return y

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from heddle.numerics.dispatch.transfer import to_device
 from heddle.numerics.philox import CHUNK, WORD, RandomStream, philox
 
 
@@ -51,8 +52,8 @@ def uniform(shape: tuple[int, ...], site: int, device: torch.device, tensor_slic
     """
     key = _key.get()
     if key is None:
-        key = RandomKey(int(torch.randint(2**62, ()).item()), 0, torch.arange(shape[0]))
-    samples = key.sample_indices.to(device=device, dtype=torch.int64)
+        key = RandomKey(int(torch.randint(2**62, (), device="cpu").item()), 0, torch.arange(shape[0], device=device))
+    samples = to_device(key.sample_indices, device).to(torch.int64)
     stream_key = RandomStream.of(key.seed, key.step, site).key
     if tensor_slice is None:
         words = _words_of_all_cells(samples, torch.Size(shape[1:]).numel(), stream_key)
@@ -61,10 +62,10 @@ def uniform(shape: tuple[int, ...], site: int, device: torch.device, tensor_slic
     return words.view(shape)
 
 
-def uniform_double(seed: int, site: int, samples: Tensor) -> Tensor:
+def uniform_double(stream: RandomStream, samples: Tensor) -> Tensor:
     """Numbers in [0, 1), float64 of all 53 bits, one for each of `samples` int64 [N], which index what is drawn for."""
     zero = torch.zeros_like(samples)
-    high, low, _, _ = philox((zero, zero, samples & WORD, samples >> 32 & WORD), RandomStream.of(seed, 0, site).key)
+    high, low, _, _ = philox((zero, zero, samples & WORD, samples >> 32 & WORD), stream.key)
     return ((high >> 5).double() * 2.0**26 + (low >> 6).double()) * 2.0**-53
 
 

@@ -8,6 +8,8 @@ model's bfloat16.
 import torch
 from torch import Tensor
 
+from heddle.numerics.dispatch.transfer import Constants, tensor_of
+
 
 def inverse_frequencies(dim: int, base: float) -> list[float]:
     """`θ_i = base^(-2i/dim)` for i in 0 … dim/2 − 1, in Python's float64."""
@@ -23,23 +25,28 @@ def pos_freqs(dim: int, base: float, dtype: torch.dtype) -> Tensor:
     return base ** (torch.arange(0, dim, 2, dtype=dtype, device="cpu") / dim)
 
 
+def angle_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which angles are computed for a table of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def rotary_table(
     positions: Tensor, inv_freq: list[float] | Tensor, dtype: torch.dtype, attention_factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Positions [B, T] -> `attention_factor` times cosine and sine [B, 1, T, pairs], in `dtype`, for x [B, H, T, d].
 
-    inv_freq: of all tokens, or a tensor with those of each, [B, T or 1, pairs]. Coordinates on several axes,
+    inv_freq: of all tokens (a list, or [pairs]), or those of each, [B, T or 1, pairs]. Coordinates on several axes,
     [B, T, axes] and of any sign, give [B, 1, T, axes, pairs]. As in transformers, inv_freq is rounded to float32 before
     it is multiplied, and the table is cast to a narrower dtype only after the cosine. Padding (position −1) is rotated
     like position 0; its result is never used.
     """
-    angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = angle_dtype(dtype)
     if isinstance(inv_freq, Tensor):
-        frequency = inv_freq.to(angle_dtype)[:, None]
+        frequency = inv_freq.to(wide) if inv_freq.dim() == 1 else inv_freq.to(wide)[:, None]
     else:
-        frequency = torch.tensor(inv_freq, dtype=angle_dtype, device=positions.device)
+        frequency = tensor_of(inv_freq, wide, positions.device)
     clamped = positions.clamp(min=0) if positions.dim() == 2 else positions
-    angle = clamped.to(angle_dtype)[:, None, ..., None] * frequency
+    angle = clamped.to(wide)[:, None, ..., None] * frequency
     return (angle.cos() * attention_factor).to(dtype), (angle.sin() * attention_factor).to(dtype)
 
 
@@ -59,12 +66,14 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     return y if unrotated is None else torch.cat((y, unrotated), dim=-1)
 
 
-def sinusoidal_embedding(positions: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+def sinusoidal_embedding(positions: Tensor, dim: int, dtype: torch.dtype, constants: Constants | None = None) -> Tensor:
     """Sinusoidal position embedding (Vaswani et al. 2017): positions [B, T] -> [B, T, dim].
 
     `PE[p, 2i] = sin(p / 10000^(2i/dim))`, `PE[p, 2i+1] = cos(…)`. `PE[p + k]` is a fixed rotation of `PE[p]`.
+    constants: store the frequencies from one call to the next.
     """
-    angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    frequency = torch.tensor(inverse_frequencies(dim, 10000.0), dtype=angle_dtype, device=positions.device)
-    angle = positions.clamp(min=0).to(angle_dtype)[..., None] * frequency
+    wide = angle_dtype(dtype)
+    frequencies = tuple(inverse_frequencies(dim, 10000.0))
+    frequency = (constants or Constants()).tensor(frequencies, wide, positions.device)
+    angle = positions.clamp(min=0).to(wide)[..., None] * frequency
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2).to(dtype)

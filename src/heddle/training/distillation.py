@@ -223,7 +223,7 @@ class Teacher:
                 hook = self.model.layers[index].register_forward_hook(_recorder(index, pairs))
                 stack.callback(hook.remove)
             hidden, _ = self.model(tokens, layout)
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=tokens.device)
         for pair in pairs:  # each layer's graph is freed before the next layer runs
             new_stream, _ = model.layers[pair.layer_index](pair.stream, pair.layout)
             error = _squared_error(new_stream, pair.new_stream, pair.layout.padding)
@@ -231,7 +231,7 @@ class Teacher:
             if error.requires_grad:
                 with torch.autocast(error.device.type, enabled=False):  # a backward pass must not cast again
                     torch.autograd.backward(self.weights.layers * error)
-            total += error.detach().double().cpu()
+            total += error.detach().double()
         return TeacherResult(self, hidden, total)
 
 

@@ -1,8 +1,13 @@
-"""The training loop: batch, gradients, update, log, checkpoint. A resumed run is bit-equal to an uninterrupted one."""
+"""The training loop: batch, gradients, update, log, checkpoint.
+
+A resumed run is bit-equal to an uninterrupted one on a CPU, and on CUDA where the process asked torch for deterministic
+algorithms (`heddle.runtime`). On an accelerator the host queues a step before it reads the numbers of the one before.
+"""
 
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -19,7 +24,9 @@ from heddle.errors import ConfigError, MachineError
 from heddle.model.compiled import compiled
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
+from heddle.model.initialization import cast_parameters
 from heddle.model.lora import add_lora
+from heddle.numerics.dispatch.transfer import UNPINNED
 from heddle.signals import Interrupted, StopRequest, catch_stop_signals
 from heddle.storage.lock import RunLock
 from heddle.storage.run_log import RunLog, open_run
@@ -28,46 +35,27 @@ from heddle.training.distillation import Distillation, Teacher
 from heddle.training.evaluation.bits_per_byte import TokenObserver
 from heddle.training.evaluation.budget import EarlyStop, EvaluationBudget
 from heddle.training.evaluation.scores import Scores, ratio_of_sums
+from heddle.training.float8 import float8_copy
 from heddle.training.init_checkpoint import InitCheckpoint, LoraSettings
 from heddle.training.optimizer import Optimizer, build_optimizer
+from heddle.training.prefetch import prepared_batches
 from heddle.training.settings import Settings, scheduled_learning_rate
 from heddle.training.smoothed_loss import SmoothedLoss
-from heddle.training.step import BatchResult, accumulate_gradients, apply_gradients
+from heddle.training.step import PreparedBatch, accumulate_gradients, apply_gradients
+from heddle.training.step_log import QueuedStep, finite, log_line, peak_memory, peak_note
 from heddle.training.training_data import ChatData, TaskData, TaskSource, TextData, TrainingData
+from heddle.training.training_result import TrainingResult
 from heddle.training.width_transfer import WidthTransfer, transfer_over_width
 
 MAX_CONSECUTIVE_SKIPS = 10
 FINAL_EVALUATION_TOKENS = 2**16  # held-out tokens of the evaluation at the end
 INTERIM_EVALUATION_TOKENS = 2**14  # and of an evaluation during training
+_QUEUED_STEPS = 1  # on an accelerator: a step is queued before the one before it is read
 RATE_STEPS = 100  # the rate beside the progress bar is that of the median of the last steps
 
 
 class Diverged(MachineError):
     """Too many consecutive steps had a loss or gradient that was not finite."""
-
-
-@dataclass(frozen=True)
-class TrainingResult:
-    """A finished run.
-
-    scores: of the final evaluation, (bits, bytes) of each window of text or (right answers, scored targets) of each
-    row of a task. tokens_per_second: of the median step, without evaluations and checkpoints.
-    """
-
-    model: Decoder
-    scores: Scores
-    progress: TrainingProgress
-    tokens_per_second: float
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Return the bits per byte of the held-out text. Only for text and chats."""
-        return ratio_of_sums(self.scores)
-
-    @property
-    def task_accuracy(self) -> float:
-        """Return the fraction of a task's held-out targets that the model predicts right. Only for tasks."""
-        return ratio_of_sums(self.scores)
 
 
 @dataclass(frozen=True)
@@ -95,7 +83,7 @@ class TrainingJob:
     @property
     def autocast(self) -> torch.dtype | None:
         """Return the dtype of autocast, or None for float32."""
-        return torch.bfloat16 if self.settings.precision == "bf16" else None
+        return None if self.settings.precision == "fp32" else torch.bfloat16
 
     @property
     def training_data(self) -> TrainingData:
@@ -134,6 +122,8 @@ class TrainingJob:
             raise ConfigError(f"transfer_width {width}: scales fresh weights, and these are trained; leave it out")
         else:
             model = self.init_checkpoint.build_model(self.config, self.device)
+        if self.settings.precision == "bf16-params":
+            cast_parameters(model, torch.bfloat16)
         return model if self.lora is None else add_lora(model, self.lora.targets, self.lora.rank, seed=seed)
 
     def build_teacher(self, model: Decoder) -> Teacher | None:
@@ -164,15 +154,19 @@ def train(job: TrainingJob) -> TrainingResult:
         )
     teacher = job.build_teacher(model)
     scales = job.width_transfer.scales
-    optimizer = build_optimizer(model, settings.weight_decay, settings.optimizer, settings.lr_scale, scales)
+    rounding = settings.stochastic_rounding
+    optimizer = build_optimizer(model, settings.weight_decay, settings.optimizer, settings.lr_scale, scales, rounding)
+    forward_model = float8_copy(model) if settings.fp8 else model
     with RunLock(job.out), catch_stop_signals() as stop_request:
-        open_run(job.out, job.identity(), {"data_report": training_data.report(), **(job.environment or {})})
+        environment = {"memory": optimizer.memory(), **(job.environment or {})}
+        open_run(job.out, job.identity(), {"data_report": training_data.report(), **environment})
         torch.manual_seed(settings.seed)
         log = RunLog(job.out)
         progress = resume_run(job.out, model, optimizer, log)
-        forward_model = compiled(model) if settings.compile else model
+        forward_model = compiled(forward_model) if settings.compile else forward_model
         forward_model.checkpointing = settings.checkpoint_activations
-        state = _LoopState(model, forward_model, teacher, optimizer, batch_at, progress, log, stop_request)
+        unread = 0 if torch.device(job.device).type in UNPINNED else _QUEUED_STEPS
+        state = _LoopState(model, forward_model, teacher, optimizer, batch_at, progress, log, stop_request, unread)
         try:
             tokens_per_second = _train_steps(job, state)
         finally:
@@ -213,13 +207,16 @@ def _until_stopped(batches: Iterable[Batch], stop_request: StopRequest | None) -
 @dataclass
 class _LoopState:
     model: Decoder
-    forward_model: Decoder  # the model itself, or the compiled one that shares its parameters
+    forward_model: Decoder  # the model itself, or a compiled or float8 copy that shares its parameters
     teacher: Teacher | None
     optimizer: Optimizer
     batch_at: Callable[[int], Batch]
     progress: TrainingProgress
     log: RunLog
     stop_request: StopRequest
+    max_queued: int  # steps that are queued before the first of them is read
+    queued: deque[QueuedStep] = field(default_factory=deque)
+    last_read: float = 0.0  # when the numbers of the step before were read
 
 
 def _train_steps(job: TrainingJob, state: _LoopState) -> float:
@@ -228,18 +225,31 @@ def _train_steps(job: TrainingJob, state: _LoopState) -> float:
     seconds: list[float] = []
     loss, early_stop = SmoothedLoss(), EarlyStop.of_run(job.evaluation, job.out)
     total_tokens, tokens_done = (count * settings.tokens_per_step for count in (settings.steps, progress.step))
-    with display.progress_bar(job.label, total_tokens, "tokens", tokens_done) as bar:
-        while progress.step < settings.steps and not early_stop.is_over:
-            line = _step(job, state)
+
+    def read_steps(unread: int) -> None:
+        while len(state.queued) > unread:
+            line = _read_step(job, state)
             seconds.append(line["seconds"])
             early_stop.add(line)
             state.log.write(line)
             rate = settings.tokens_per_step / statistics.median(seconds[-RATE_STEPS:])
-            bar.advance(settings.tokens_per_step, loss.note(line), rate)
+            bar.advance(settings.tokens_per_step, loss.note(line) + peak_note(line), rate)
             _stop_if_diverged(job, state)
+
+    ahead = state.model.embed.weight.device if state.max_queued else None
+    with (
+        display.progress_bar(job.label, total_tokens, "tokens", tokens_done) as bar,
+        prepared_batches(state.batch_at, settings, ahead) as take,
+    ):
+        while progress.step < settings.steps and not early_stop.is_over:
+            state.queued.append(_queue_step(job, state, take))
+            must_save = settings.is_save_step(progress.step)
+            read_steps(0 if must_save or settings.is_evaluation_step(progress.step) else state.max_queued)
+            if state.stop_request.signal_number is not None:
+                read_steps(0)
             finished = progress.step == settings.steps or early_stop.is_over
-            due = settings.save_every is not None and progress.step % settings.save_every == 0
-            if finished or due or state.stop_request.signal_number is not None:
+            if finished or must_save or state.stop_request.signal_number is not None:
+                read_steps(0)
                 state.log.sync()
                 tokenizer, documents = job.training_data.tokenizer, job.documents
                 save_run(job.out, state.model, state.optimizer, progress, tokenizer, documents, state.log.position)
@@ -249,52 +259,41 @@ def _train_steps(job: TrainingJob, state: _LoopState) -> float:
     return settings.tokens_per_step / statistics.median(seconds) if seconds else math.nan
 
 
-def _step(job: TrainingJob, state: _LoopState) -> dict[str, Any]:
-    """Take one step and return its line of the log, in which numbers that are not finite are null."""
-    settings, progress = job.settings, state.progress
-    started = time.perf_counter()
-    batch = state.batch_at(progress.step)
-    key = (settings.seed, progress.step)
+def _queue_step(job: TrainingJob, state: _LoopState, take: Callable[[int], Batch | PreparedBatch]) -> QueuedStep:
+    """Queue one step on the device. Nothing is read where the optimizer skips bad steps on the device."""
+    settings, progress, started = job.settings, state.progress, time.perf_counter()
+    batch, key = take(progress.step), (settings.seed, progress.step)
     batch_result = accumulate_gradients(
         state.forward_model, batch, key, settings.gradient_accumulation_steps, job.autocast, state.teacher
     )
     rate = scheduled_learning_rate(settings, progress.step)
+    state.optimizer.key = key
     result = apply_gradients(state.model, state.optimizer, batch_result, rate, settings.max_gradient_norm)
-    seconds = time.perf_counter() - started
     progress.step += 1
-    progress.skipped_steps += result.skipped
-    progress.consecutive_skips = progress.consecutive_skips + 1 if result.skipped else 0
-    line: dict[str, Any] = {
-        "step": progress.step,
-        "tokens": progress.step * settings.tokens_per_step,
-        "loss": result.loss,
-        **job.training_data.step_metrics(batch, result.loss),
-        **{name: float(value) for name, value in batch_result.distillation.items()},
-        **_router_log(batch_result),
-        "gradient_norm": result.gradient_norm,
-        "learning_rate": rate,
-        "skipped": result.skipped,
-        "seconds": round(seconds, 6),
-    }
-    interval = settings.evaluate_every
-    if interval is not None and (progress.step % interval == 0 or progress.step == settings.steps):
+    host_batch = batch.batch if isinstance(batch, PreparedBatch) else batch
+    return QueuedStep(progress.step, host_batch, result, rate, started)
+
+
+def _read_step(job: TrainingJob, state: _LoopState) -> dict[str, Any]:
+    """Read the numbers of the first step that is queued, and return its line of the log."""
+    settings, progress, step = job.settings, state.progress, state.queued.popleft()
+    numbers = step.result.read()
+    progress.skipped_steps += numbers.skipped
+    progress.consecutive_skips = progress.consecutive_skips + 1 if numbers.skipped else 0
+    metrics = job.training_data.step_metrics(step.batch, numbers.loss)
+    line = log_line(step, numbers, step.number * settings.tokens_per_step, metrics, state.last_read)
+    line |= peak_memory(state.model.embed.weight.device)
+    if settings.is_evaluation_step(step.number):
         scores = evaluate(state.model, job, job.evaluation.interim_tokens or INTERIM_EVALUATION_TOKENS)
         line[f"validation_{job.training_data.metric}"] = ratio_of_sums(scores)
-    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in line.items()}
-
-
-def _router_log(batch_result: BatchResult) -> dict[str, Any]:
-    """Return the metrics of experts for the log; nothing for a design without experts."""
-    if not batch_result.router_metrics:
-        return {}
-    summaries = {path: metrics.summary() for path, metrics in batch_result.router_metrics.items()}
-    return {"aux_loss": float(batch_result.aux_loss), "experts": summaries}
+    state.last_read = time.perf_counter()
+    return finite(line)
 
 
 def _stop_if_diverged(job: TrainingJob, state: _LoopState) -> None:
-    progress = state.progress
+    progress, step = state.progress, state.progress.step - len(state.queued)
     if progress.consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
         raise Diverged(
-            f"{job.out}: {progress.consecutive_skips} steps in a row, up to step {progress.step}, were skipped because "
+            f"{job.out}: {progress.consecutive_skips} steps in a row, up to step {step}, were skipped because "
             f"their loss or gradient was not finite; try a learning rate below {job.settings.learning_rate:g}"
         )

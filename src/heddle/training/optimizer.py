@@ -8,18 +8,23 @@ U has singular values near 1. Muon's update is scaled as in Liu et al. (2025): i
 learning rate r serves both. r is the learning rate of the step times the factor of the parameter's path.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from heddle.distributed.ranks import held_rows, local_part
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
 from heddle.parts.modules.linear import SelfInitialized
+from heddle.training.master_weights import MasterWeights, memory_of
+from heddle.training.muon import StackedMuon
 
 LearningRateScales = Sequence[tuple[str, float]]  # (path, factor); the last path that matches a parameter counts
 EPSILON = 1e-8  # AdamW's ε
+_UNFUSED = ("mps", "meta")  # without the fused AdamW, or never run with it
 
 
 class ParameterScale(NamedTuple):
@@ -40,8 +45,9 @@ class Optimizer:
     """One or two torch optimizers over the trainable parameters.
 
     trainable: the parameters by name. optimizers: AdamW, Muon or both; each parameter group has a `factor` of the
-    learning rate. updated_tensors: what they update, by name: parameters, and for stacked matrices each slice, as
-    `name.index`.
+    learning rate. updated_tensors: what they update, by name: parameters, or the float32 copies of bfloat16 ones, and
+    for stacked matrices each slice, as `name.index`. masters: these copies. key: (seed, step) of the next update, from
+    which stochastic rounding draws.
     """
 
     def __init__(
@@ -49,8 +55,11 @@ class Optimizer:
         trainable: dict[str, nn.Parameter],
         optimizers: Sequence[torch.optim.Optimizer],
         updated_tensors: dict[str, Tensor],
+        masters: MasterWeights,
     ) -> None:
         self.trainable, self.optimizers, self.updated_tensors = trainable, optimizers, updated_tensors
+        self.masters, self.key = masters, (0, 0)
+        self._weights: dict[str, nn.Parameter] = {**trainable, **masters.copies}
         self._optimizer_of = {
             id(tensor): optimizer
             for optimizer in optimizers
@@ -60,29 +69,68 @@ class Optimizer:
 
     @property
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer state (moments, step counts) of each updated tensor, by the tensor's name."""
+        """Return the state (moments, step counts, `master` copies) of each updated tensor, by the tensor's name."""
         states = {
-            name: self._optimizer_of[id(tensor)].state.get(tensor) for name, tensor in self.updated_tensors.items()
+            name: dict(self._optimizer_of[id(tensor)].state.get(tensor) or {})
+            for name, tensor in self.updated_tensors.items()
         }
+        for name, copy in self.masters.state.items():
+            states.setdefault(name, {})["master"] = copy
         return {name: state for name, state in states.items() if state}
 
     def load_state(self, state: Mapping[str, dict[str, Tensor]]) -> None:
         """Load what `state` returned. Names that this optimizer does not update are ignored."""
+        self.masters.load_state({name: values["master"] for name, values in state.items() if "master" in values})
         for name, tensor in self.updated_tensors.items():
-            if name in state:
-                self._optimizer_of[id(tensor)].state[tensor] = dict(state[name])
+            values = {key: value for key, value in state.get(name, {}).items() if key != "master"}
+            if values:
+                self._optimizer_of[id(tensor)].state[tensor] = values
 
-    def step(self, learning_rate: float) -> None:
-        """Update the weights, each at the learning rate times its factor, and clear the gradients."""
-        for name, parameter in self.trainable.items():
-            if name not in self.updated_tensors and parameter.grad is not None:
-                for index, gradient in enumerate(parameter.grad.flatten(0, -3).unbind()):
-                    self.updated_tensors[_slice_name(name, index)].grad = gradient
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether `step` takes `found_inf`: each update is skipped on the device, without a wait of the host."""
+        return all(isinstance(part, StackedMuon) or part.defaults["fused"] for part in self.optimizers)
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of the trainable weights, of their gradients, and of copies and moments between steps."""
+        weights = memory_of(self.trainable.values())
+        moments = sum(
+            memory_of(group["params"]) * (1 if isinstance(part, StackedMuon) else 2)
+            for part in self.optimizers
+            for group in part.param_groups
+        )
+        return {"weights": weights, "gradients": weights, "optimizer": memory_of(self.masters.state.values()) + moments}
+
+    def take_gradients(self) -> list[nn.Parameter]:
+        """Return the tensors whose gradients are to be clipped, before a step: float32 copies get theirs here."""
+        self.masters.take_gradients()
+        return list(self._weights.values())
+
+    def step(self, learning_rate: float, found_inf: Tensor | None = None) -> None:
+        """Update the weights, each at the learning rate times its factor, and clear the gradients.
+
+        found_inf: float32 [] on the weights' device. 1 leaves weights, moments and step counts as they are, whatever
+        the gradients; needs `skips_on_device`.
+        """
+        assert found_inf is None or self.skips_on_device
+        for name, weight in zip(self._weights, self.take_gradients(), strict=True):
+            if name not in self.updated_tensors and weight.grad is not None:
+                for slice_name, gradient in _slices(name, weight.grad).items():
+                    self.updated_tensors[slice_name].grad = gradient
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * group["factor"]
+            optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # where torch's fused optimizers read it
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        self.masters.write_back(self.key)
+        self.discard_gradients()
+
+    def discard_gradients(self) -> None:
+        """Drop all gradients, as after a step that is skipped."""
+        self.masters.discard_gradients()
+        for parameter in self.trainable.values():
+            parameter.grad = None
 
 
 def build_optimizer(
@@ -91,23 +139,26 @@ def build_optimizer(
     kind: str = "adamw",
     lr_scale: LearningRateScales = (),
     scales: Mapping[str, ParameterScale] | None = None,
+    stochastic_rounding: bool = False,
 ) -> Optimizer:
     """Build AdamW (betas 0.9 and 0.95); kind 'muon' adds Muon (momentum 0.95, Nesterov) for the layers' matrices.
 
     Weight decay applies to parameters with two or more dims that are not biases. Parameters with a factor of 0 are
-    frozen. A stack of matrices [n, out, in] counts as n matrices. scales: further factors, by parameter. Raises
+    frozen. A stack of matrices [n, out, in] counts as n matrices. scales: further factors, by parameter. bfloat16
+    parameters have float32 copies, with stochastic_rounding only during an update; moments are float32. Raises
     ConfigError as `learning_rate_factors` does.
     """
     factor_by_name = learning_rate_factors(model, lr_scale)
     trainable = {name: parameter for name, parameter in model.named_parameters() if factor_by_name.get(name, 0.0) > 0.0}
     matrices = matrix_parameters(model) if kind == "muon" else frozenset()
+    masters = MasterWeights(trainable, stochastic_rounding)
     updated_tensors: dict[str, Tensor] = {}
     adamw_groups: dict[_GroupOptions, list[Tensor]] = {}
     muon_groups: dict[_GroupOptions, list[Tensor]] = {}
     decayed = {name for name, parameter in trainable.items() if parameter.dim() >= 2 and not name.endswith(".bias")}
     for name, parameter in sorted(trainable.items(), key=lambda item: item[0] not in decayed):
-        is_stack = name in matrices and parameter.dim() > 2
-        tensors = _slices(name, parameter) if is_stack else {name: parameter}
+        is_stack, weight = name in matrices and parameter.dim() > 2, masters.copies.get(name, parameter)
+        tensors = _slices(name, weight) if is_stack else {name: weight}
         updated_tensors |= tensors
         scale = (scales or {}).get(name, ParameterScale())
         decay = weight_decay / scale.learning_rate if name in decayed else 0.0
@@ -118,12 +169,13 @@ def build_optimizer(
             adamw_groups.setdefault((*options, ("eps", EPSILON * scale.epsilon)), []).extend(tensors.values())
     optimizers: list[torch.optim.Optimizer] = []
     if adamw_groups:
-        fused = model.embed.weight.device.type in ("cpu", "cuda")
+        fused = model.embed.weight.device.type not in _UNFUSED
         optimizers.append(torch.optim.AdamW(_param_groups(adamw_groups), lr=0.0, betas=(0.9, 0.95), fused=fused))
     if muon_groups:
         adjust = "match_rms_adamw"
-        optimizers.append(torch.optim.Muon(_param_groups(muon_groups), lr=0.0, momentum=0.95, adjust_lr_fn=adjust))
-    return Optimizer(trainable, optimizers, updated_tensors)
+        optimizers.append(StackedMuon(_param_groups(muon_groups), lr=0.0, momentum=0.95, adjust_lr_fn=adjust))
+    masters.free()
+    return Optimizer(trainable, optimizers, updated_tensors, masters)
 
 
 def _param_groups(groups: Mapping[_GroupOptions, list[Tensor]]) -> list[dict[str, Any]]:
@@ -135,8 +187,10 @@ def _slice_name(name: str, index: int) -> str:
 
 
 def _slices(name: str, stack: Tensor) -> dict[str, Tensor]:
-    """Return each matrix of a stack by name; they share the stack's storage."""
-    return {_slice_name(name, index): matrix for index, matrix in enumerate(stack.detach().flatten(0, -3).unbind())}
+    """Return each matrix of a stack by name, of a sharded one those on this rank; they share the stack's storage."""
+    matrices = local_part(stack.detach()).flatten(0, -3)
+    first = held_rows(stack).start * math.prod(stack.shape[1:-2])
+    return {_slice_name(name, first + index): matrix for index, matrix in enumerate(matrices.unbind())}
 
 
 def matrix_parameters(model: Decoder) -> frozenset[str]:

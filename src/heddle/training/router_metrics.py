@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from heddle.data.samples import Batch
+from heddle.distributed.ranks import Ranks
 from heddle.model.decoder import Decoder
 from heddle.parts.modules.router_statistics import RouterStatistics
 
@@ -44,7 +45,7 @@ class RouterMetricsCollector:
     def __init__(self, model: Decoder, batch: Batch) -> None:
         self.model = model
         self.metrics: dict[str, RouterMetrics] = {}  # by the mixture's path
-        self.aux_loss = torch.zeros((), dtype=torch.float64)  # mean over tokens
+        self.aux_loss = torch.zeros((), dtype=torch.float64, device=model.embed.weight.device)  # mean over tokens
         self._tokens = sum(map(sum, batch.doc_lengths))
         self._source_tokens = 0 if batch.encoder_tokens is None else int((batch.encoder_tokens >= 0).sum())
 
@@ -71,8 +72,14 @@ class RouterMetricsCollector:
                 share = entry.aux_loss / (self._source_tokens if name.startswith("encoder.") else self._tokens)
                 aux_loss = share if aux_loss is None else aux_loss + share
         if aux_loss is not None:
-            self.aux_loss += aux_loss.detach().double().cpu()
+            self.aux_loss += aux_loss.detach().double()
         return aux_loss
+
+    def sum_over(self, ranks: Ranks) -> None:
+        """Add the sums of the other ranks."""
+        self.aux_loss = ranks.sum(self.aux_loss)
+        for name in sorted(self.metrics):
+            self.metrics[name] = RouterMetrics(*(ranks.sum(value) for value in self.metrics[name]))
 
 
 def recent_router_summary(log: Sequence[dict[str, Any]]) -> RouterSummary | None:

@@ -9,8 +9,10 @@ from heddle.errors import ConfigError
 
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("wsd", "cosine", "linear")
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "bf16-params")
+_LATER_FIELDS = ("first_sample", "transfer_width", "stochastic_rounding", "fp8")  # earlier runs do not have them
 MAX_COUNT = 10**12
+FLOAT8_MULTIPLE = 16  # what sizes of float8 matrices must be multiples of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +24,11 @@ class Settings:
     all, at least 10). lr_scale: pairs (path, factor of the learning rate); the last path that matches a parameter
     counts. save_every: steps between checkpoints (None: only the end). evaluate_every: steps between evaluations on a
     part of the held-out data (None: only the end). max_gradient_norm: gradients are clipped to it. precision: 'bf16'
-    runs the forward pass under autocast; weights stay float32. first_sample: which sample of the data's order, from 0,
-    the first step begins with. transfer_width: the width at which the learning rate was chosen; rates, first values
-    and decay of each weight follow from the model's width (`heddle.training.width_transfer`). None: they do not.
+    runs the forward pass under autocast; weights stay float32. 'bf16-params' stores weights and gradients in bfloat16,
+    and updates float32 copies of the weights; with stochastic_rounding there are no copies. fp8: projections multiply
+    in float8. first_sample: which sample of the data's order, from 0, the first step begins with. transfer_width: the
+    width at which the learning rate was chosen; rates, first values and decay of each weight follow from the model's
+    width (`heddle.training.width_transfer`). None: they do not.
     """
 
     steps: int
@@ -35,6 +39,8 @@ class Settings:
     save_every: int | None = None
     gradient_accumulation_steps: int = 1
     precision: str = "fp32"
+    stochastic_rounding: bool = False
+    fp8: bool = False
     compile: bool = False
     checkpoint_activations: bool = False
     optimizer: str = "adamw"
@@ -73,6 +79,19 @@ class Settings:
         for name, choices in choices_of.items():
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(f"{name} {value}: unknown {name}; choices: {', '.join(choices)}")
+        if self.stochastic_rounding and self.precision != "bf16-params":
+            raise ConfigError(
+                f"stochastic_rounding: rounds bfloat16 weights, and with precision {self.precision} there are none; "
+                "set precision bf16-params"
+            )
+        if self.fp8 and self.precision == "fp32":
+            raise ConfigError("fp8: what is not multiplied in float8 is in bfloat16; set precision bf16 or bf16-params")
+        rows = self.tokens_per_step // self.gradient_accumulation_steps
+        if self.fp8 and rows % FLOAT8_MULTIPLE:
+            raise ConfigError(
+                f"fp8: needs a multiple of {FLOAT8_MULTIPLE} tokens at a time, and batch_size · sequence_length / "
+                f"gradient_accumulation_steps is {rows}; change one of them"
+            )
 
     @property
     def tokens_per_step(self) -> int:
@@ -83,10 +102,19 @@ class Settings:
         """Return the index of the first sample of a step, counted from 0."""
         return self.first_sample + step * self.batch_size
 
+    def is_save_step(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step, counted from 1; after the last one there is always one."""
+        return step == self.steps or (self.save_every is not None and step % self.save_every == 0)
+
+    def is_evaluation_step(self, step: int) -> bool:
+        """Whether an evaluation follows a step, counted from 1."""
+        interval = self.evaluate_every
+        return interval is not None and (step == self.steps or step % interval == 0)
+
     def identity(self) -> dict[str, Any]:
         """Return what two runs must share to be the same run. How often a run saves is not part of it."""
         fields = {name: value for name, value in asdict(self).items() if name != "save_every"}
-        for name in ("first_sample", "transfer_width"):  # runs that began before these settings existed have none
+        for name in _LATER_FIELDS:
             if not fields[name]:
                 del fields[name]
         return fields

@@ -74,6 +74,8 @@ class ComparisonPlan:
     time_budget: float | None = None  # seconds of training, for these seeds
     tuning: TuningPlan | None = None  # training fields that are tuned for each design before
     transfer_width: int | None = None  # the width at which the learning rate was chosen
+    tf32: bool = False  # float32 products on CUDA
+    deterministic: bool = False  # equal bits on CUDA, too
 
     def __post_init__(self) -> None:
         """Raise ConfigError naming a design to which the learning rate of another width does not transfer."""
@@ -90,8 +92,8 @@ class ComparisonPlan:
         The baseline is left out, since it affects no run, and so is when to stop: `growth` holds what of it may change.
         """
         identity = asdict(self) | {"entries": {entry.name: entry.config.dump() for entry in self.entries}}
-        for name in ("tuning", "transfer_width"):  # comparisons that began before they existed have none
-            if identity[name] is None:
+        for name in ("tuning", "transfer_width", "tf32", "deterministic"):  # earlier comparisons have none
+            if not identity[name]:
                 del identity[name]
         return {name: value for name, value in identity.items() if name not in MAY_CHANGE}
 

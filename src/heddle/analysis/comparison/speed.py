@@ -17,6 +17,7 @@ from heddle.data.samples import CorpusLoader
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
+from heddle.model.initialization import cast_parameters
 from heddle.model.state import State
 from heddle.numerics.linear import packed_weights
 from heddle.training.loop import TrainingJob
@@ -56,6 +57,8 @@ def time_training_steps(job: TrainingJob, corpus: Corpus) -> list[float]:
         corpus.train, corpus.weights, settings.sequence_length, settings.batch_size, 0, corpus.tokenizer.eod_id
     )
     model = build(job.config, device=job.device).train()
+    if settings.precision == "bf16-params":
+        cast_parameters(model, torch.bfloat16)
     optimizer = build_optimizer(model, settings.weight_decay, settings.optimizer, settings.lr_scale)
     times = []
     for number in range(WARMUP_STEPS + MEASURED_STEPS):

@@ -206,6 +206,8 @@ def _task(comparison: Comparison, entry: DesignEntry, name: str, kind: str, desc
         "max_train_tokens": int(plan.budget_value) if plan.budget_kind == "tokens" else None,
         "settings": asdict(comparison.settings(seed, steps)),
         "device": plan.device,
+        "tf32": plan.tf32,
+        "deterministic": plan.deterministic,
         "threads": plan.threads if kind in ("calibrate", "speed") else comparison.threads_per_run,
         "part_files": plan.part_files,
         "speed_contexts": plan.speed_contexts,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heddle import progress
-from heddle.errors import HeddleError, is_out_of_memory
+from heddle.errors import HeddleError, is_out_of_memory, nondeterministic_operation
 
 if TYPE_CHECKING:
     from heddle.data.corpus import Corpus
@@ -60,9 +60,13 @@ def perform_task(task: dict[str, Any]) -> tuple[dict[str, Any], int]:
     except HeddleError as error:
         return {"status": "failed", "message": str(error), "stops_all": True}, error.exit_code
     except Exception as error:
-        if not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            return {"status": "failed", "message": "out of memory", "stops_all": False}, 1
+        operation = nondeterministic_operation(error)
+        if operation is None:
             raise
-        return {"status": "failed", "message": "out of memory", "stops_all": False}, 1
+        message = f"deterministic: torch has no deterministic form of {operation}; leave it out, or use another device"
+        return {"status": "failed", "message": message, "stops_all": True}, 1
 
 
 def _exit_with_parent(parent_pid: int) -> None:
@@ -81,7 +85,8 @@ def _set_up(task: dict[str, Any]) -> "Runtime":
 
     for file in task["part_files"]:
         load_part(Path(file))
-    return set_up_runtime(task["device"], task["threads"])
+    tf32, deterministic = task.get("tf32", False), task.get("deterministic", False)  # a ladder has neither
+    return set_up_runtime(task["device"], task["threads"], tf32, deterministic)
 
 
 def _environment(task: dict[str, Any], runtime: "Runtime") -> dict[str, Any]:
@@ -154,7 +159,7 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
     curve = [(line["tokens"], line["validation_bits_per_byte"]) for line in log if "validation_bits_per_byte" in line]
     rates = sorted(settings.tokens_per_step / second for second in seconds)
     trained_tokens = trained.progress.step * settings.tokens_per_step
-    peak_memory = torch.cuda.max_memory_allocated() if job.device == "cuda" else _peak_memory()
+    peak_memory = torch.cuda.max_memory_allocated() if job.device.startswith("cuda") else _peak_memory()
     plan = ExtrapolationPlan(**task["extrapolation"])
     extrapolation = evaluate_extrapolation(
         trained.model, corpus.validation, plan, corpus.tokenizer.byte_lengths, job.autocast

@@ -4,10 +4,14 @@ A query at position i sees a key at position j if both are tokens (position ≥ 
 the window allows it: causal `0 ≤ i − j < w` (w keys including itself), bidirectional `|i − j| ≤ w` (w on each side).
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,15 @@ class AttentionMask:
     all_visible: bool = False
     doc_lengths: tuple[tuple[int, ...], ...] | None = None
     may_have_padding: bool = False
+    cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def cached(self, key: Any, make: Callable[[], V]) -> V:
+        """`make()`, computed for the first layer that asks and stored for the others. `replace` starts anew."""
+        if key not in self.cache:
+            with torch.inference_mode(False):  # a mask made in inference may be used in training afterwards
+                self.cache[key] = make()
+        value: V = self.cache[key]
+        return value
 
     def for_queries(self, queries: slice) -> "AttentionMask":
         """The mask of some of the queries, without the static facts."""
@@ -62,6 +75,14 @@ class AttentionMask:
         if self.q_segment_ids is not None and self.k_segment_ids is not None:
             visible = visible & (self.q_segment_ids[:, queries, None] == self.k_segment_ids[:, None, keys])
         return visible
+
+
+def zero_unused_slots(k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+    """Zero the key and value slots that hold no token: NaN there would reach a result, as 0 · NaN is NaN."""
+    if not mask.may_have_padding:
+        return k, v
+    unused = (mask.k_positions < 0)[:, None, :, None]
+    return k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
 
 
 def visible_pairs(queries: int, keys: int, window: int | None, causal: bool) -> int:

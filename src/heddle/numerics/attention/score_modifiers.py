@@ -24,6 +24,17 @@ class ScoreBiasFunction(Protocol):
         """offsets int64 [...] -> the bias of each head at each offset, [H, ...], in at least float32."""
 
 
+class LinearBias(NamedTuple):
+    """−slope_h · |i − j| (ALiBi), with the slope of each head [H]. A kernel may compute it from the slopes."""
+
+    slopes: Tensor
+
+    def __call__(self, offsets: Tensor, /) -> Tensor:
+        """offsets int64 [...] -> [H, ...]."""
+        slopes = self.slopes.view(-1, *(1 for _ in offsets.shape))
+        return slopes * -offsets.abs().to(slopes.dtype)
+
+
 class ScoreModifiers(NamedTuple):
     """`softcap` bounds the scores. `score_bias` is added to them. `sink` [H] is one logit per head without a value."""
 

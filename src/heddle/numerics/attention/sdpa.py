@@ -2,8 +2,14 @@
 
 A sink is a logit s_h that is added to the softmax's denominator and has no value (gpt-oss). It is written as one extra
 key, which is exact and differentiable: q' = [q, s / scale], the sink's key is one-hot in the last dimension, all other
-keys are zero there, and its value is zero. On a CPU without gradients the kernel returns its log-sum-exp L, and nothing
+keys are zero there, and its value is zero. Where a kernel returns its log-sum-exp L and no gradient is needed, nothing
 is copied: y' = y · sigmoid(L − s).
+
+On CUDA torch's function chooses by itself among four kernels. cuDNN's plans anew for each new length (0.02–1 s), and
+gave NaN gradients with a mask (pytorch#196678); the efficient one has no grouped heads; the plain one writes T × S
+scores, and serves whatever no other does. So torch chooses only for causal rows that are trained, whose shape stays.
+Elsewhere operators of one kernel are called by name. `sdpa_kernel` is no way to name one: it sets switches of the whole
+process, which other threads see.
 """
 
 import torch
@@ -11,6 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from heddle.numerics.dispatch.operation import device_type
+
+WIDTH_STEP = 8  # CUDA's fused kernels take heads whose widths are multiples of it
+BIAS_STEP = 16  # the efficient kernel reads rows of a bias that start at multiples of it
 
 
 def sdpa(
@@ -44,8 +53,60 @@ def sdpa(
     return y[:, :, 1:] if causal else y
 
 
+def in_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the dtype that autocast gives torch's own function. Operators called by name do not cast."""
+    dtype = compute_dtype(q)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def compute_dtype(q: Tensor) -> torch.dtype:
+    """The dtype in which attention to q is computed: that of autocast within its block, else q's own."""
+    device = q.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device) or not _casts(q):
+        return q.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def _casts(q: Tensor) -> bool:
+    """Whether autocast changes the dtype: it leaves float64 alone."""
+    return q.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, sink: Tensor | None = None) -> Tensor:
+    """torch's flash kernel for CUDA, by name: it plans nothing for a new length. Arguments as in `sdpa`, no mask."""
+    d_v = v.shape[-1]
+    q, k, v = _pad_to_equal_widths(*in_autocast_dtype(q, k, v))
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention
+    y, logsumexp = kernel(q, k, v, 0.0, causal, scale=scale)[:2]
+    y = y[..., :d_v]
+    return y if sink is None else with_sink(y, logsumexp, sink)
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool) -> Tensor:
+    """torch's efficient kernel for CUDA, by name. Keys and values are repeated for the heads of a group."""
+    repeats, d_v = q.shape[1] // k.shape[1], v.shape[-1]
+    q, k, v = (functional.pad(x, (0, -x.shape[-1] % WIDTH_STEP)) for x in in_autocast_dtype(q, k, v))
+    if repeats > 1:
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    if mask is not None:
+        keys = mask.shape[-1]
+        if mask.dtype == torch.bool:
+            mask = q.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
+        bias = functional.pad(mask.to(q.dtype), (0, -keys % BIAS_STEP))
+        mask = bias[..., :keys].expand(*q.shape[:3], keys)
+    with_logsumexp = torch.is_grad_enabled()
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    y: Tensor = kernel(q, k, v, mask, with_logsumexp, 0.0, causal, scale=scale)[0]
+    return y[..., :d_v]
+
+
 def _torch_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool) -> Tensor:
     d_v = v.shape[-1]
+    torch_chooses = causal and compute_dtype(q) != torch.float32
+    if device_type(q) == "cuda" and q.dtype != torch.float64 and not torch_chooses:
+        return _efficient(q, k, v, scale, mask, causal)
+    if mask is not None and mask.is_floating_point() and device_type(q) != "cpu":
+        mask = mask.to(q.dtype)  # a CPU's kernel reads a float32 bias as such; others refuse it, or misread it
     q, k, v = _pad_to_equal_widths(q, k, v)
     y = functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -64,10 +125,15 @@ def _sdpa_then_sink(
         bias = q.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     y: Tensor
-    log_sum_exp: Tensor
-    y, log_sum_exp = kernel(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
-    output_share = (log_sum_exp[..., None] - sink.to(log_sum_exp.dtype)).sigmoid()
-    return (y[..., :d_v] * output_share).to(q.dtype)
+    logsumexp: Tensor
+    y, logsumexp = kernel(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    return with_sink(y[..., :d_v], logsumexp, sink)
+
+
+def with_sink(y: Tensor, logsumexp: Tensor, sink: Tensor) -> Tensor:
+    """The output of attention without a sink, times what the sink [B, H, T, 1] leaves of the softmax."""
+    output_share = (logsumexp[..., : y.shape[2], None] - sink.to(logsumexp.dtype)).sigmoid()
+    return (y * output_share).to(y.dtype)
 
 
 def _pad_to_equal_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,24 +19,33 @@ from heddle.numerics.attention.facts import (
     attention_facts,
     blocks_unsupported,
     causal_unsupported,
+    flash_unsupported,
+    flex_unsupported,
     folded_unsupported,
     per_document_unsupported,
+    products_unsupported,
     triangle_unsupported,
     unmasked_unsupported,
+    varlen_unsupported,
     without_dropout,
 )
-from heddle.numerics.attention.mask import AttentionMask, visible_pairs
+from heddle.numerics.attention.flex import flex_attention
+from heddle.numerics.attention.mask import AttentionMask, visible_pairs, zero_unused_slots
 from heddle.numerics.attention.observer import Observation, notify_observer
+from heddle.numerics.attention.products import masked_products, unmasked_attention
 from heddle.numerics.attention.score_modifiers import NO_MODIFIERS, BlockModifiers, ScoreModifiers
-from heddle.numerics.attention.sdpa import sdpa
+from heddle.numerics.attention.sdpa import flash, sdpa
 from heddle.numerics.attention.sliding_window import Band, sliding_window_attention
-from heddle.numerics.attention.tiled import causal_attention, masked_attention, unmasked_attention
+from heddle.numerics.attention.tiled import causal_attention, masked_attention
+from heddle.numerics.attention.varlen import varlen_attention
+from heddle.numerics.dispatch.device_size import DeviceSize
 from heddle.numerics.dispatch.flop_counter import add_flops, counts_flops
 from heddle.numerics.dispatch.operation import Kernel, Operation
 from heddle.numerics.norms import at_least_float32
 
 MASK_TILE = 512  # queries whose mask is materialized at one time
-MAX_BIAS_ELEMENTS = 2**24  # elements of a score bias that are materialized at one time
+# Elements of a score bias that are materialized at one time.
+MAX_BIAS_ELEMENTS = DeviceSize(cpu=2**24, accelerator=2**26)
 
 WeightDropout = Callable[[Tensor], Tensor]
 
@@ -56,7 +65,7 @@ def reference(
     modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> Tensor:
     """Attend by a grouped einsum. `dropout` is applied to the weights [B, H, T, S]."""
-    k, v = _zero_unused_slots(k, v, mask)
+    k, v = zero_unused_slots(k, v, mask)
     weights = softmax_weights(q, k, mask, scale, modifiers)
     if dropout is not None:
         weights = dropout(weights)
@@ -86,14 +95,6 @@ def softmax_weights(
     if sink is not None:
         scores = torch.cat((scores, sink.to(scores.dtype)), dim=-1)
     return scores.softmax(-1)[..., : k.shape[2]].masked_fill(empty[:, 0], 0.0)
-
-
-def _zero_unused_slots(k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
-    """Zero the key and value slots that hold no token: NaN there would reach a result, as 0 · NaN is NaN."""
-    if not mask.may_have_padding:
-        return k, v
-    unused = (mask.k_positions < 0)[:, None, :, None]
-    return k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
 
 
 def _unmasked(
@@ -131,6 +132,35 @@ def _triangle(
     return causal_attention(q, k, v, scale, modifiers)
 
 
+def _products(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, modifiers: ScoreModifiers = NO_MODIFIERS
+) -> Tensor:
+    return masked_products(q, k, v, mask, scale, modifiers)
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, modifiers: ScoreModifiers = NO_MODIFIERS
+) -> Tensor:
+    """A single query's heads are folded into queries, so that the keys of a group are read once."""
+    sink, shape = modifiers.sink_per_query(q), q.shape
+    if shape[2] == 1:
+        q = q.reshape(shape[0], k.shape[1], -1, shape[3])
+        sink = None if sink is None else sink.reshape(*q.shape[:3], 1)
+    return flash(q, k, v, scale, causal=not mask.all_visible, sink=sink).reshape(*shape[:3], v.shape[3])
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, modifiers: ScoreModifiers = NO_MODIFIERS
+) -> Tensor:
+    return varlen_attention(q, k, v, mask, scale, modifiers.sink_per_query(q))
+
+
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, modifiers: ScoreModifiers = NO_MODIFIERS
+) -> Tensor:
+    return flex_attention(q, k, v, mask, scale, modifiers)
+
+
 def _per_document(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, modifiers: ScoreModifiers = NO_MODIFIERS
 ) -> Tensor:
@@ -142,13 +172,13 @@ def _per_document(
     static_mask = replace(mask, doc_lengths=None, q_segment_ids=None, k_segment_ids=None, contiguous=True)
     out = []
     for doc_q, doc_k, doc_v in zip(*split, strict=True):
-        heads_first = [x.transpose(0, 1)[None] for x in (doc_q, doc_k, doc_v)]
+        q, k, v = (x.transpose(0, 1)[None] for x in (doc_q, doc_k, doc_v))
         positions = torch.arange(doc_q.shape[0], device=q.device)[None]
         single_token = doc_q.shape[0] == 1
         doc_mask = replace(static_mask, q_positions=positions, k_positions=positions, all_visible=single_token)
-        facts = attention_facts(heads_first[0], heads_first[1], doc_mask, dropout=False, modifiers=modifiers)
-        kernel = ATTENTION.first_supported(facts)
-        out.append(kernel.run(*heads_first, doc_mask, scale, modifiers=modifiers)[0].transpose(0, 1))
+        facts = attention_facts(q, k, v, doc_mask, dropout=False, modifiers=modifiers)
+        kernel = ATTENTION.first_supported(replace(facts, fixed_shape=False))
+        out.append(kernel.run(q, k, v, doc_mask, scale, modifiers=modifiers)[0].transpose(0, 1))
     return torch.cat(out).view(rows, length, q.shape[1], v.shape[-1]).transpose(1, 2)
 
 
@@ -163,21 +193,23 @@ def _tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, modifiers: ScoreModifiers = NO_MODIFIERS
 ) -> Tensor:
     """Materialize the mask for one tile of queries at a time."""
-    k, v = _zero_unused_slots(k, v, mask)
+    k, v = zero_unused_slots(k, v, mask)
     distinct_rows, tile_size, out = mask.collapse_equal_rows(), MASK_TILE, []
     if modifiers.score_bias is not None:
         bias_per_query = len(distinct_rows.k_positions) * q.shape[1] * k.shape[2]
-        tile_size = max(MAX_UNMASKED_ROWS, min(MASK_TILE, MAX_BIAS_ELEMENTS // max(1, bias_per_query)))
+        tile_size = max(MAX_UNMASKED_ROWS, min(MASK_TILE, MAX_BIAS_ELEMENTS.on(q) // max(1, bias_per_query)))
     for query_range in _query_ranges(q.shape[2], tile_size):
         if modifiers.softcap is not None:
             out.append(reference(q[:, :, query_range], k, v, mask.for_queries(query_range), scale, modifiers=modifiers))
             continue
+        bias, tile_q = modifiers.bias(distinct_rows.for_queries(query_range)), q[:, :, query_range]
+        if mask.all_visible:  # padding among the queries too, though their rows may differ in it
+            out.append(sdpa(tile_q, k, v, scale, bias, sink=modifiers.sink_per_query(tile_q)))
+            continue
         visible = distinct_rows.materialize(query_range)[:, None]
-        bias = modifiers.bias(distinct_rows.for_queries(query_range))
         # torch's kernels give zeros or NaN for rows without visible keys: such a row sees every key, then becomes zero.
         empty = ~visible.any(-1, keepdim=True)
         attn_mask = visible | empty if bias is None else bias.masked_fill(~(visible | empty), float("-inf"))
-        tile_q = q[:, :, query_range]
         y = sdpa(tile_q, k, v, scale, attn_mask, sink=modifiers.sink_per_query(tile_q))
         out.append(y.masked_fill(empty, 0.0))
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
@@ -197,8 +229,12 @@ ATTENTION = Operation(
     (
         Kernel("unmasked", _unmasked, without_dropout(unmasked_unsupported), traceable=False),
         Kernel("folded", _folded, without_dropout(folded_unsupported), traceable=False),
+        Kernel("flash", _flash, without_dropout(flash_unsupported)),
+        Kernel("products", _products, without_dropout(products_unsupported)),
+        Kernel("varlen", _varlen, without_dropout(varlen_unsupported), traceable=False),
         Kernel("triangle", _triangle, without_dropout(triangle_unsupported), traceable=False),
         Kernel("causal", _causal, without_dropout(causal_unsupported)),
+        Kernel("flex", _flex, without_dropout(flex_unsupported)),
         Kernel("per_document", _per_document, without_dropout(per_document_unsupported), traceable=False),
         Kernel("blocks", _blocks, without_dropout(blocks_unsupported), traceable=False),
         Kernel("tiles", _tiles, without_dropout(lambda facts: None)),
@@ -225,7 +261,7 @@ def attention(
         pairs = visible_pairs(q.shape[2], k.shape[2], mask.window, mask.causal)
         add_flops(attention_flops(pairs, q.shape[0], q.shape[1], q.shape[3] + v.shape[3]))
     notify_observer(lambda: Observation(softmax_weights(q, k, mask, scale, modifiers), k.shape[1]))
-    kernel = ATTENTION.choose(attention_facts(q, k, mask, dropout is not None, modifiers))
+    kernel = ATTENTION.choose(attention_facts(q, k, v, mask, dropout is not None, modifiers))
     dropout_args = () if dropout is None else (dropout,)
     y: Tensor = kernel.run(q, k, v, mask, scale, *dropout_args, modifiers=modifiers)
     return y

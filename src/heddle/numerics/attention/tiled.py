@@ -12,7 +12,8 @@ tile of queries is multiplied only by the keys it may see. The heads of a group 
 Nothing of size T×S is saved: the backward pass recomputes P tile by tile. Narrow dtypes are computed in float32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import torch
@@ -25,11 +26,12 @@ from heddle.numerics.attention.score_modifiers import (
     BlockModifiers,
     ScoreModifiers,
 )
-from heddle.numerics.norms import at_least_float32
+from heddle.numerics.dispatch.device_size import DeviceSize
+from heddle.numerics.norms import at_least_float32, without_autocast
 
 QUERY_TILE = 64  # queries per tile; up to twice as many run as one tile
-KEY_BLOCK = 64  # products run over whole blocks of keys, so that their sizes repeat from token to token
-MAX_WEIGHTS = 2**20  # weights of a masked call that exist at one time: 4 MB in float32, which fit a CPU cache
+# Weights of a masked call that exist at one time: 4 MB in float32, which fit a CPU's cache, or 256 MB.
+MAX_WEIGHTS = DeviceSize(cpu=2**20, accelerator=2**26)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, modifiers: ScoreModifiers = NO_MODIFIERS) -> Tensor:
@@ -58,25 +60,6 @@ def masked_attention(
     inputs = (folded, k.flatten(0, 1), v.flatten(0, 1), sink, bias)
     y: Tensor = _MaskedAttention.apply(*inputs, hidden, blocks, scale, modifiers.softcap)
     return y.view(*q.shape[:3], v.shape[3])
-
-
-def unmasked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
-    """Attention of few queries that see every key: K qᵀ, softmax, P V. Keys are read in memory order.
-
-    q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v] -> [B, H, T, d_v]. bias [B or 1, H, T, S] is added to scores.
-    Products run over whole blocks of keys, and the remaining keys are summed elementwise: for each new length oneDNN
-    sets up a new primitive, which costs a decoding step more than its products.
-    """
-    folded = (q * scale).reshape(k.shape[0] * k.shape[1], -1, q.shape[3])
-    k, v = k.flatten(0, 1), v.flatten(0, 1)
-    aligned = k.shape[1] - k.shape[1] % KEY_BLOCK
-    scores = torch.bmm(k[:, :aligned], folded.transpose(1, 2)).transpose(1, 2)
-    scores = torch.cat((scores, (folded[:, :, None] * k[:, None, aligned:]).sum(-1)), dim=2)
-    if bias is not None:
-        scores = scores + bias.expand(q.shape[0], -1, -1, -1).reshape(scores.shape)
-    weights = scores.softmax(-1)
-    remainder = (weights[:, :, aligned:, None] * v[:, None, aligned:]).sum(2)
-    return (torch.bmm(weights[:, :, :aligned], v[:, :aligned]) + remainder).view(*q.shape[:3], v.shape[2])
 
 
 def _with_sink_row(x: Tensor, sink: Tensor | None) -> Tensor:
@@ -170,11 +153,22 @@ def _sum_by_offset(gradient: Tensor, heads: int, keys: int) -> Tensor:
     return by_key[:, :keys].flip(1)
 
 
+def _without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward or backward step of a function, with autocast disabled on the device of its first tensor."""
+
+    @wraps(step)
+    def run(ctx: Any, *inputs: Any) -> Any:
+        with without_autocast(inputs[0]):
+            return step(ctx, *inputs)
+
+    return run
+
+
 class _CausalAttention(torch.autograd.Function):
     """q [B, H, T, d_k], k [B, G, S, d_k], v [B, G, S, d_v], sink [B, H, T, 1], table [H, S]. Runs tile by tile."""
 
     @staticmethod
-    @torch.autocast("cpu", enabled=False)
+    @_without_autocast
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         q, k, v, sink, table, ctx.scale, ctx.cap = inputs
         ctx.save_for_backward(q, k, v, sink, table)
@@ -194,7 +188,7 @@ class _CausalAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autocast("cpu", enabled=False)
+    @_without_autocast
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, table = ctx.saved_tensors
         keys, values = (_with_sink_row(x.flatten(0, 1), sink) for x in (k, v))
@@ -245,7 +239,7 @@ class _MaskedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    @torch.autocast("cpu", enabled=False)
+    @_without_autocast
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         q, k, v, sink, bias, hidden, ctx.blocks, ctx.scale, ctx.cap = inputs
         ctx.save_for_backward(q, k, v, sink, bias, hidden)
@@ -258,7 +252,7 @@ class _MaskedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autocast("cpu", enabled=False)
+    @_without_autocast
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, bias, hidden = ctx.saved_tensors
         grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
@@ -294,7 +288,7 @@ def _part_modifiers(
 
 
 def _parts(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Split N into parts whose weights fit a CPU cache."""
-    part_size = max(1, MAX_WEIGHTS // max(1, q.shape[1] * k.shape[1]))
+    """Split N into parts of at most MAX_WEIGHTS weights."""
+    part_size = max(1, MAX_WEIGHTS.on(q) // max(1, q.shape[1] * k.shape[1]))
     for start in range(0, q.shape[0], part_size):
         yield slice(start, min(start + part_size, q.shape[0]))

@@ -3,9 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
@@ -15,12 +18,19 @@ Facts = TypeVar("Facts")
 
 _forced: ContextVar[Mapping[str, str] | None] = ContextVar("forced", default=None)
 _recorded: ContextVar[list["KernelChoice"] | None] = ContextVar("recorded", default=None)
+_calls: ContextVar[list["KernelCall"] | None] = ContextVar("calls", default=None)
 _assumed_device: ContextVar[str | None] = ContextVar("assumed_device", default=None)
 
 
 def device_type(tensor: Tensor) -> str:
     """The tensor's device type, such as "cpu". Within `record_choices`, the device that meta tensors stand for."""
     return (None if is_compiling() else _assumed_device.get()) or tensor.device.type
+
+
+@cache
+def has_triton() -> bool:
+    """Whether torch can compile for this machine's GPU. Assumed where there is none: then a choice is only told."""
+    return not torch.cuda.is_available() or find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,19 @@ class KernelChoice(NamedTuple):
     operation: str
     kernel: str
     rejected: tuple[tuple[str, str], ...]
+
+
+class KernelCall(NamedTuple):
+    """One call: the facts that chose a kernel, and the arguments that were passed, `kernel.run(*arguments, **options)`.
+
+    gradients: whether they were enabled.
+    """
+
+    operation: str
+    facts: Any
+    gradients: bool
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -68,11 +91,19 @@ class Operation(Generic[Facts]):
                 recorded = _recorded.get()
                 if recorded is not None:
                     recorded.append(KernelChoice(self.name, kernel.name, tuple(rejected)))
-                return kernel
+                calls = _calls.get()
+                return kernel if calls is None else self._recording(kernel, facts, calls)
             if forced is not None:
                 raise ConfigError(f"kernel {self.name}={forced}: cannot serve here, because {reason}")
             rejected.append((kernel.name, reason))
         raise AssertionError(f"no kernel of {self.name} supports {facts}")
+
+    def _recording(self, kernel: Kernel[Facts], facts: Facts, calls: list[KernelCall]) -> Kernel[Facts]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            calls.append(KernelCall(self.name, facts, torch.is_grad_enabled(), arguments, options))
+            return kernel.run(*arguments, **options)
+
+        return replace(kernel, run=run)
 
     def can_use(self, name: str, facts: Facts) -> bool:
         """Whether the kernel of this name supports the facts and no other kernel is forced."""
@@ -104,11 +135,25 @@ def force_kernels(kernel_names: Mapping[str, str], operations: Mapping[str, Oper
 
 @contextmanager
 def record_choices(device: str) -> Iterator[list[KernelChoice]]:
-    """Yield a list that collects every kernel choice in the block. Meta tensors stand for tensors on `device`."""
+    """Yield a list that collects every kernel choice in the block. Meta tensors stand for tensors on `device`.
+
+    device: a name such as "cuda" or "cuda:1".
+    """
     choices: list[KernelChoice] = []
-    token, device_token = _recorded.set(choices), _assumed_device.set(device)
+    token, device_token = _recorded.set(choices), _assumed_device.set(device.partition(":")[0])
     try:
         yield choices
     finally:
         _recorded.reset(token)
         _assumed_device.reset(device_token)
+
+
+@contextmanager
+def record_calls() -> Iterator[list[KernelCall]]:
+    """Yield a list that collects the calls of kernels in the block. Kernels that other kernels call are left out."""
+    calls: list[KernelCall] = []
+    token = _calls.set(calls)
+    try:
+        yield calls
+    finally:
+        _calls.reset(token)

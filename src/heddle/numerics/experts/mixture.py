@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from heddle.numerics.activations import Activation
 from heddle.numerics.dispatch.flop_counter import add_flops
 from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
+from heddle.numerics.experts.grouped import blockwise, grouped
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights, SortedExperts, hidden_activation
 from heddle.numerics.linear import (
     MAX_PACKED_ROWS,
@@ -114,37 +116,6 @@ def _sorted(x: Tensor, assignment: ExpertAssignment, weights: ExpertWeights, act
     return y
 
 
-def _grouped(x: Tensor, assignment: ExpertAssignment, weights: ExpertWeights, activation: Activation) -> Tensor:
-    """One grouped product of all experts per projection. The offsets of their rows stay on the device.
-
-    torch's product leaves arbitrary values in the rows after the last offset, which are the dropped assignments.
-    """
-    num_experts, top_k = weights.up.shape[0], assignment.expert_indices.shape[1]
-    flat_experts = assignment.expert_indices.reshape(-1)
-    order = torch.where(flat_experts < 0, num_experts, flat_experts).argsort(stable=True)
-    row_of_assignment = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    sorted_experts = flat_experts.index_select(0, order)
-    counts = torch.zeros(num_experts, dtype=torch.int32, device=x.device)
-    counts.scatter_add_(0, flat_experts.clamp(min=0), (flat_experts >= 0).int())
-    offsets = counts.cumsum(0, dtype=torch.int32)
-
-    def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = torch._grouped_mm(rows, weight.mT, offs=offsets)
-        return y if bias is None else zero_dropped(y + bias.index_select(0, sorted_experts.clamp(min=0)))
-
-    def zero_dropped(rows: Tensor) -> Tensor:  # this also stops their gradients
-        return rows if assignment.none_dropped else rows.masked_fill((sorted_experts < 0)[:, None], 0.0)
-
-    rows = zero_dropped(x[:, None].expand(-1, top_k, -1).reshape(len(flat_experts), -1).index_select(0, order))
-    dropout_mask = assignment.dropout_mask
-    if dropout_mask is not None:
-        dropout_mask = dropout_mask.flatten(0, 1).index_select(0, order)
-    gate = None if weights.gate is None else grouped_linear(rows, weights.gate, weights.gate_bias)
-    hidden = hidden_activation(grouped_linear(rows, weights.up, weights.up_bias), gate, dropout_mask, activation)
-    y = zero_dropped(grouped_linear(hidden, weights.down, weights.down_bias)).index_select(0, row_of_assignment)
-    return torch.bmm(assignment.gates[:, None].to(y.dtype), y.unflatten(0, (-1, top_k))).squeeze(1)
-
-
 def _per_expert_unsupported(facts: ExpertsFacts) -> str | None:
     if facts.gradients:
         return "gradients are wanted"
@@ -164,6 +135,8 @@ def _grouped_unsupported(facts: ExpertsFacts) -> str | None:
         return f"torch's grouped product takes no {facts.dtype}"
     if facts.device not in ("cpu", "cuda"):
         return f"torch has no grouped product for {facts.device}"
+    if facts.dtype != torch.bfloat16 and (facts.device == "cuda" or is_compiling()):
+        return "torch's grouped product reads the offsets on the host unless rows are in bfloat16"
     if not facts.assignments:
         return "there is no token"
     return None if facts.aligned else "rows of a weight do not start at multiples of 16 bytes"
@@ -172,10 +145,11 @@ def _grouped_unsupported(facts: ExpertsFacts) -> str | None:
 EXPERTS = Operation(
     "experts",
     (
-        Kernel("per_expert", _per_expert, _per_expert_unsupported),
-        Kernel("sorted", _sorted, _sorted_unsupported),
-        Kernel("grouped", _grouped, _grouped_unsupported),
-        Kernel("reference", reference, lambda facts: None),
+        Kernel("per_expert", _per_expert, _per_expert_unsupported, traceable=False),
+        Kernel("sorted", _sorted, _sorted_unsupported, traceable=False),
+        Kernel("grouped", grouped, _grouped_unsupported),
+        Kernel("blockwise", blockwise, lambda facts: None),
+        Kernel("reference", reference, lambda facts: None, traceable=False),
     ),
 )
 

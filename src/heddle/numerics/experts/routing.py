@@ -2,7 +2,7 @@
 
 Let l be the router's logits and s the scores: softmax(l), sigmoid(l) or l itself. A token selects the k experts with
 the largest s + b. The balancing bias b is used for selection only. Of equal scores the lowest index wins, on every
-device: `torch.topk` guarantees no order, `torch.argmax` does. With groups, the best groups are selected first, and then
+device: `torch.topk` guarantees no order, a stable sort does. With groups, the best groups are selected first, and then
 experts of these groups. The gates are the scores s of the selected experts, or renormalized to sum to 1, computed as
 
     softmax over the selected experts, l_i − log Σ_selected exp(l_j)      (for the sigmoid, with log sigmoid(l) for l)
@@ -90,13 +90,13 @@ def select_experts(scores: Tensor, config: RoutingConfig) -> Tensor:
 
 
 def stable_topk(scores: Tensor, k: int) -> Tensor:
-    """Indices of the k highest of scores [..., n], int64 [..., k], highest first; equal scores in order of index."""
-    remaining, indices = scores, list[Tensor]()
-    for step in range(k):
-        if step:
-            remaining = remaining.scatter(-1, indices[-1], float("-inf"))
-        indices.append(remaining.argmax(-1, keepdim=True))
-    return torch.cat(indices, dim=-1)
+    """Indices of the k highest of scores [..., n], int64 [..., k], highest first; equal scores in order of index.
+
+    NaN counts as highest. One launch for any k: a launch per selected expert would be most of a decoded token's.
+    """
+    if k == 1:
+        return scores.argmax(-1, keepdim=True)
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 def within_capacity(

@@ -1,8 +1,9 @@
-"""Decaying sums over earlier tokens: `S_t = γ S_{t−1} + k_t v_tᵀ`, `y_t = q_tᵀ S_t`, by three equivalent kernels.
+"""Decaying sums over earlier tokens: `S_t = γ S_{t−1} + k_t v_tᵀ`, `y_t = q_tᵀ S_t`, by equivalent kernels.
 
     reference   y_i = Σ_{j ≤ i} γ^{n_i − n_j} (q_i·k_j) v_j            (Katharopoulos et al. 2020; Sun et al. 2023)
     recurrent   one token after the other
     chunked     pairs within a chunk, a state from chunk to chunk
+    batched     all chunks at once; fla: the same by that library
 
 q, k [B, H, T, d_k], v [B, H, T, d_v] -> y [B, H, T, d_v] and S [B, H, d_k, d_v], in at least float32. n counts tokens
 without padding: padding neither decays nor adds (its k must be zero). A new document starts from S = 0. γ ≤ 1 is only
@@ -10,15 +11,15 @@ raised to powers ≥ 0, so nothing overflows at any length. `causal_means` divid
 `y_t = q_tᵀ S_t / q_tᵀ z_t`, z_t = Σ k_j. The mean is zero where the weights are zero.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from heddle.numerics.dispatch.flop_counter import add_flops
-from heddle.numerics.dispatch.operation import Kernel, Operation
+from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
 from heddle.numerics.norms import at_least_float32, without_autocast
+from heddle.numerics.recurrent import fla
+from heddle.numerics.recurrent.batched_chunks import batched_sums
 from heddle.numerics.recurrent.chunked_sums import (
     CallLayout,
     chunk_weight,
@@ -26,15 +27,9 @@ from heddle.numerics.recurrent.chunked_sums import (
     decay_weights,
     safe_reciprocal,
     scale_by,
+    token_log_decays,
 )
-
-
-class CausalSumFacts(NamedTuple):
-    """What decides the kernel."""
-
-    tokens: int
-    gradients: bool
-    has_state: bool
+from heddle.numerics.recurrent.recurrence import RecurrenceFacts, loop_unsupported
 
 
 def causal_sums_flops(tokens: int, batch: int, heads: int, widths: tuple[int, int]) -> int:
@@ -82,26 +77,58 @@ def _state_decay(layout: CallLayout, length: int, log_decay: Tensor | None, like
     return decay_weights(layout, slice(0, length), 1, log_decay, like).state_decay
 
 
-def _chunked_unsupported(facts: CausalSumFacts) -> str | None:
+def _batched(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, layout: CallLayout, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    decays = None if log_decay is None else token_log_decays(log_decay, layout, q.shape[2])
+    return batched_sums(q, k, v, decays, layout.call_segment_ids, state)
+
+
+def _chunked_unsupported(facts: RecurrenceFacts) -> str | None:
     if facts.tokens < 2:
         return "one token is one step of the recurrence"
-    return "it passes no gradients through a state" if facts.has_state and facts.gradients else None
+    if facts.has_state and facts.gradients:
+        return "it passes no gradients through a state"
+    return loop_unsupported(facts)
+
+
+def _recurrent_unsupported(facts: RecurrenceFacts) -> str | None:
+    if facts.tokens < 2:
+        return None
+    return loop_unsupported(facts)
+
+
+def _batched_unsupported(facts: RecurrenceFacts) -> str | None:
+    return None if facts.tokens else "there is no token"
 
 
 CAUSAL_SUMS = Operation(
     "causal_sums",
     (
         Kernel("chunked", chunked_sums, _chunked_unsupported),
-        Kernel("recurrent", _recurrent, lambda facts: None),
+        Kernel("fla", fla.fla_causal_sums, fla.fla_unsupported, traceable=False),
+        Kernel("recurrent", _recurrent, _recurrent_unsupported),
+        Kernel("batched", _batched, _batched_unsupported),
         Kernel("reference", reference, lambda facts: None),
     ),
 )
 
 
-def _facts(inputs: tuple[Tensor | None, ...], state: Tensor | None) -> CausalSumFacts:
-    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, state))
-    assert inputs[0] is not None
-    return CausalSumFacts(inputs[0].shape[2], gradients, state is not None)
+def causal_sum_facts(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, layout: CallLayout, state: Tensor | None
+) -> RecurrenceFacts:
+    """What decides the kernel of these sums."""
+    inputs = (q, k, v, log_decay, state)
+    return RecurrenceFacts(
+        q.shape[2],
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs),
+        state is not None,
+        device_type(q),
+        v.dtype,
+        q.shape[3],
+        layout.call_segment_ids is not None,
+        layout.cu_seqlens is not None,
+    )
 
 
 def causal_sums(
@@ -112,7 +139,7 @@ def causal_sums(
     y [B, H, T, d_v] is in at least float32. The new state is None if `state` is None. k must be zero at padding.
     """
     add_flops(causal_sums_flops(q.shape[2], q.shape[0], q.shape[1], (q.shape[3], v.shape[3])))
-    kernel = CAUSAL_SUMS.choose(_facts((q, k, v, log_decay), state))
+    kernel = CAUSAL_SUMS.choose(causal_sum_facts(q, k, v, log_decay, layout, state))
     with without_autocast(q):
         y, new_state = kernel.run(q, k, v, log_decay, layout, zero_state(q, v.shape[3]) if state is None else state)
     return y, None if state is None else new_state
@@ -124,11 +151,11 @@ def divide_by_weights(weighted_sums: Tensor) -> Tensor:
 
 
 def append_ones(v: Tensor) -> Tensor:
-    """v [..., d_v] -> [..., d_v + 1] in at least float32. The column of ones sums the weights."""
-    return functional.pad(at_least_float32(v), (0, 1), value=1.0)
+    """v [..., d_v] -> [..., d_v + 1] in its dtype. The column of ones sums the weights."""
+    return functional.pad(v, (0, 1), value=1.0)
 
 
-def _reference_means(
+def _means_of_sums(
     q: Tensor, k: Tensor, v: Tensor, layout: CallLayout, state: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     sums, new_state = causal_sums(q, k, append_ones(v), None, layout, state)
@@ -141,11 +168,16 @@ def _chunked_means(q: Tensor, k: Tensor, v: Tensor, layout: CallLayout, state: T
         return chunked_sums(q, k, v, None, layout, zero_state(q, v.shape[3] + 1) if state is None else state)
 
 
+def _quotient_unsupported(facts: RecurrenceFacts) -> str | None:
+    return "chunks are divided one by one on a CPU" if facts.device == "cpu" else None
+
+
 CAUSAL_MEANS = Operation(
     "causal_means",
     (
         Kernel("chunked", _chunked_means, _chunked_unsupported),
-        Kernel("reference", _reference_means, lambda facts: None),
+        Kernel("quotient", _means_of_sums, _quotient_unsupported),
+        Kernel("reference", _means_of_sums, lambda facts: None),
     ),
 )
 
@@ -157,5 +189,5 @@ def causal_means(
 
     The last column of a state is z. There is no decay. Everything else is as in `causal_sums`.
     """
-    y, new_state = CAUSAL_MEANS.choose(_facts((q, k, v), state)).run(q, k, v, layout, state)
+    y, new_state = CAUSAL_MEANS.choose(causal_sum_facts(q, k, v, None, layout, state)).run(q, k, v, layout, state)
     return y, None if state is None else new_state

@@ -74,7 +74,13 @@ def channel_decays(
             torch.cat((first_end + second_to[..., -1:, :], second_end), dim=-2),
         )
     products, from_start, to_end = products[..., 0, :size, :size], to_token[..., 0, :size, :], to_end[..., 0, :size, :]
-    from_start, to_end = from_start.exp(), to_end.exp()
+    return mask_documents(products, from_start.exp(), to_end.exp(), call_segment_ids)
+
+
+def mask_documents(
+    products: Tensor, from_start: Tensor, to_end: Tensor, call_segment_ids: Tensor | None
+) -> tuple[Tensor, ChunkDecays]:
+    """P and the decays of each channel, from those of one document: a token reads and writes its own document only."""
     whole_chunk = from_start[..., -1, :, None]
     visible = _visible(call_segment_ids, from_start)
     if visible is not None:
@@ -97,7 +103,7 @@ def _visible(call_segment_ids: Tensor | None, log_decay: Tensor) -> Tensor | Non
     """
     if call_segment_ids is None:
         return None
-    (batch, *_, chunks, size, _) = log_decay.shape
+    batch, (chunks, size) = call_segment_ids.shape[0], log_decay.shape[3:5]
     padding = call_segment_ids[:, -1:].expand(batch, chunks * size - call_segment_ids.shape[1])
     padded_ids = torch.cat((call_segment_ids.new_zeros(batch, 1), call_segment_ids, padding), dim=1)
     segment_ids = padded_ids.unfold(1, size + 1, size)

@@ -23,10 +23,12 @@ class CallLayout(NamedTuple):
 
     cumulative_tokens: int64 [B, T], number of tokens up to and including this one, without padding. None: no padding.
     call_segment_ids: int64 [B, T], each token's document; 0 continues the state's document. None: all are 0.
+    cu_seqlens: where documents end, for libraries (`fla.CuSeqlens`). None: not known to the host.
     """
 
     cumulative_tokens: Tensor | None = None
     call_segment_ids: Tensor | None = None
+    cu_seqlens: tuple[Tensor, Tensor] | None = None
 
 
 class DecayWeights(NamedTuple):
@@ -42,6 +44,15 @@ class DecayWeights(NamedTuple):
     from_state: Tensor | None
     into_state: Tensor | None
     state_decay: Tensor | None
+
+
+def token_log_decays(log_decay: Tensor, layout: CallLayout, length: int) -> Tensor:
+    """log γ [H] for each token, zero at padding, [B|1, H, T, 1]."""
+    rates = log_decay[None, :, None, None]
+    if layout.cumulative_tokens is None:
+        return rates.expand(-1, -1, length, -1)
+    is_token = layout.cumulative_tokens.diff(dim=1, prepend=torch.zeros_like(layout.cumulative_tokens[:, :1]))
+    return rates * is_token[:, None, :, None]
 
 
 def _token_counts(layout: CallLayout, span: slice, chunk_tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:

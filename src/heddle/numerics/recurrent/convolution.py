@@ -9,10 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn import functional
 
 from heddle.numerics.dispatch.flop_counter import add_flops
-from heddle.numerics.dispatch.operation import Kernel, Operation
-from heddle.numerics.norms import without_autocast
+from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
+from heddle.numerics.dispatch.transfer import to_device
+from heddle.numerics.norms import at_least_float32, without_autocast
+from heddle.numerics.recurrent import causal_conv1d as causal_conv1d_library
+
+_LIBRARY = "causal_conv1d"  # the name of its kernel
 
 
 class Taps(NamedTuple):
@@ -22,19 +28,32 @@ class Taps(NamedTuple):
     entry is for the token that follows the call.
     near_starts: int64 [2, N], row and position of every token that has fewer than kernel_size − 1 earlier tokens of its
     document in this call. None if that is unknown or there is padding.
+    segment_ids: int64 [B, T], each token's document. None if there is padding.
     """
 
     input_indices: Tensor
     near_starts: Tensor | None = None
+    segment_ids: Tensor | None = None
 
 
 class ConvolutionFacts(NamedTuple):
-    """What decides the kernel: tokens, and whether there are gradients, taps and the tokens near document starts."""
+    """What decides the kernel.
+
+    taps: whether there is padding or several documents. near_starts: whether the tokens near document starts are known.
+    packed: whether the documents are, and there is no padding. compiled: whether a graph is being traced.
+    """
 
     tokens: int
     gradients: bool
     taps: bool
     near_starts: bool
+    packed: bool = False
+    has_state: bool = False
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    channels: int = 1
+    kernel_size: int = 4
+    compiled: bool = False
 
 
 def convolution_flops(tokens: int, channels: int, kernel_size: int) -> int:
@@ -70,7 +89,7 @@ def find_tokens_near_starts(doc_lengths: Sequence[Sequence[int]], kernel_size: i
         for doc_length in row_lengths:
             indices += [(row, doc_start + position) for position in range(min(doc_length, kernel_size - 1))]
             doc_start += doc_length
-    return torch.tensor(indices, dtype=torch.int64, device="cpu").view(-1, 2).t().to(device)
+    return to_device(torch.tensor(indices, dtype=torch.int64, device="cpu").view(-1, 2).t(), device)
 
 
 def reference(x: Tensor, weight: Tensor, conv_state: Tensor | None, taps: Taps | None) -> Tensor:
@@ -108,11 +127,31 @@ def _shifted(x: Tensor, weight: Tensor, conv_state: Tensor | None, taps: Taps | 
 def _patched(x: Tensor, weight: Tensor, conv_state: Tensor | None, taps: Taps | None) -> Tensor:
     """Compute each row as one document, then recompute the few tokens near the start of a document."""
     assert taps is not None
+    return _with_starts(_shifted(x, weight, conv_state, None), x, weight, conv_state, taps)
+
+
+def _with_starts(y: Tensor, x: Tensor, weight: Tensor, conv_state: Tensor | None, taps: Taps) -> Tensor:
+    """y of rows computed as one document, with the tokens near the start of a document recomputed."""
     assert taps.near_starts is not None
     rows, positions = taps.near_starts
     inputs = _with_conv_state(x, weight, conv_state)
     corrected = _convolve_gathered(inputs, weight, rows, taps.input_indices[rows, positions])
-    return _shifted(x, weight, conv_state, None).index_put((rows, positions), corrected)
+    return y.index_put((rows, positions), corrected)
+
+
+def _grouped(x: Tensor, weight: Tensor, conv_state: Tensor | None, taps: Taps | None) -> Tensor:
+    """torch's convolution with a group for each channel, in few launches.
+
+    The copy with tokens last keeps it from kernels that round float32 to TF32.
+    """
+    inputs = (x if conv_state is None else torch.cat((conv_state, x), dim=1)).mT.contiguous()
+    padding = weight.shape[1] - 1 if conv_state is None else 0
+    y = functional.conv1d(inputs, weight[:, None], padding=padding, groups=x.shape[2])[..., : x.shape[1]].mT
+    return y if taps is None else _with_starts(y, x, weight, conv_state, taps)
+
+
+def _library(x: Tensor, weight: Tensor, conv_state: Tensor | None, taps: Taps | None) -> Tensor:
+    return at_least_float32(causal_conv1d_library.run_conv(x, weight, conv_state, taps and taps.segment_ids))
 
 
 class _ShiftedSum(torch.autograd.Function):
@@ -142,23 +181,39 @@ class _ShiftedSum(torch.autograd.Function):
 def _step_unsupported(facts: ConvolutionFacts) -> str | None:
     if facts.tokens != 1:
         return f"it takes one token, here are {facts.tokens}"
-    return "gradients are wanted" if facts.gradients else _shifted_unsupported(facts)
+    return "gradients are wanted" if facts.gradients else _documents_unsupported(facts)
 
 
-def _shifted_unsupported(facts: ConvolutionFacts) -> str | None:
+def _documents_unsupported(facts: ConvolutionFacts) -> str | None:
     return "there are several documents or padding" if facts.taps else None
 
 
+def _shifted_unsupported(facts: ConvolutionFacts) -> str | None:
+    if facts.device != "cpu" and not facts.compiled:
+        return "each tap is a launch on an accelerator"
+    return _documents_unsupported(facts)
+
+
 def _patched_unsupported(facts: ConvolutionFacts) -> str | None:
+    if facts.device != "cpu" and not facts.compiled:
+        return "each tap is a launch on an accelerator"
     return None if facts.near_starts else "document lengths are unknown, or there is padding"
+
+
+def _grouped_unsupported(facts: ConvolutionFacts) -> str | None:
+    if facts.taps and not facts.near_starts:
+        return "document lengths are unknown, or there is padding"
+    return None if facts.tokens else "there is no token"
 
 
 CONVOLUTION = Operation(
     "convolution",
     (
         Kernel("step", _step, _step_unsupported),
+        Kernel(_LIBRARY, _library, causal_conv1d_library.conv_unsupported, traceable=False),
         Kernel("shifted", _shifted, _shifted_unsupported),
         Kernel("patched", _patched, _patched_unsupported),
+        Kernel("grouped", _grouped, _grouped_unsupported),
         Kernel("reference", reference, lambda facts: None),
     ),
 )
@@ -168,12 +223,26 @@ def causal_conv1d(x: Tensor, weight: Tensor, conv_state: Tensor | None, taps: Ta
     """x [B, T, C], weight [C, kernel_size], conv_state [B, kernel_size − 1, C] or None (zeros) -> [B, T, C].
 
     The last column of the weight is for the token itself. `taps` are required for padding or several documents. Padding
-    yields zeros.
+    yields zeros. The result is in at least float32.
     """
     add_flops(convolution_flops(x.shape[0] * x.shape[1], *weight.shape))
-    gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    facts = ConvolutionFacts(x.shape[1], gradients, taps is not None, taps is not None and taps.near_starts is not None)
+    facts = ConvolutionFacts(
+        x.shape[1],
+        torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad),
+        taps is not None,
+        taps is not None and taps.near_starts is not None,
+        taps is not None and taps.segment_ids is not None,
+        conv_state is not None,
+        device_type(x),
+        x.dtype,
+        weight.shape[0],
+        weight.shape[1],
+        is_compiling(),
+    )
     kernel = CONVOLUTION.choose(facts)
+    if kernel.name != _LIBRARY:  # the library computes in float32 whatever it reads
+        x = at_least_float32(x)
+        weight, conv_state = weight.to(x.dtype), None if conv_state is None else conv_state.to(x.dtype)
     with without_autocast(x):
         y: Tensor = kernel.run(x, weight, conv_state, taps)
     return y

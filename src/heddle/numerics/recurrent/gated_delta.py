@@ -13,6 +13,7 @@ Q Kᵀ ⊙ D stands for Σ_c q_ic k_jc D_ijc where α has channels. Only N and S
 product over all chunks. Everything is in at least float32.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,10 @@ from torch.nn import functional
 
 from heddle.numerics.dispatch.flop_counter import add_flops
 from heddle.numerics.norms import at_least_float32
+from heddle.numerics.recurrent import batched_chunks, fla
+from heddle.numerics.recurrent.batched_chunks import from_chunks, scan_transitions, to_chunks
 from heddle.numerics.recurrent.chunk_decays import ChunkDecays, channel_decays, head_decays, split_chunks
-from heddle.numerics.recurrent.recurrence import recurrence_operation, run_recurrence
+from heddle.numerics.recurrent.recurrence import RecurrenceKernels, recurrence_operation, run_recurrence
 
 CHUNK_TOKENS = 32  # a longer chunk costs more arithmetic for pairs, a shorter one a longer recurrence
 EPS = 1e-6  # added inside the square root when keys and queries are normalized, as in Qwen3-Next and the authors' code
@@ -34,6 +37,7 @@ class DeltaInputs(NamedTuple):
     log_decay: log α, finite, ≤ 0, [B, H, T, 1] or per channel [B, H, T, d_k]. Head h reads keys and queries of group
     h // (H/G). A token with beta and log_decay of 0 leaves the state unchanged.
     call_segment_ids: int64 [B, T], each token's document; 0 continues the state's document. None: all are 0.
+    cu_seqlens: where documents end, for libraries (`fla.CuSeqlens`). dtype: of the projections (None: that of v).
     """
 
     q: Tensor
@@ -42,6 +46,8 @@ class DeltaInputs(NamedTuple):
     log_decay: Tensor
     beta: Tensor
     call_segment_ids: Tensor | None = None
+    cu_seqlens: fla.CuSeqlens | None = None
+    dtype: torch.dtype | None = None
 
 
 def delta_rule_flops(tokens: int, heads: int, d_k: int, d_v: int) -> int:
@@ -91,7 +97,7 @@ def _chunked(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     log_decay, beta = (split_chunks(x, groups, chunks) for x in (inputs.log_decay, inputs.beta[..., None]))
     query_pairs, key_pairs, decay = _decayed_pairs(q, k, log_decay, inputs.call_segment_ids)
     right_hand_side = torch.cat((v * beta, k * (decay.from_start * beta)), dim=-1)
-    solution: Tensor = _TriangularSolve.apply(key_pairs * beta, right_hand_side)
+    solution: Tensor = _TriangularSolve.apply(key_pairs * beta, right_hand_side, _unit_triangular_inverse)
     written, states = [], [state.flatten(0, 1)]
     per_chunk = (solution[..., :d_v], solution[..., d_v:], (k * decay.to_end).mT, decay.whole_chunk)
     steps = (x.flatten(0, 2).unbind(1) for x in per_chunk)
@@ -101,6 +107,32 @@ def _chunked(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     states_before, written_values = (torch.stack(x, dim=1).unflatten(0, v.shape[:3]) for x in (states[:-1], written))
     out = (q * decay.from_start) @ states_before + query_pairs @ written_values
     return out.flatten(3, 4).flatten(1, 2)[:, :, :length], states[-1].view(state.shape)
+
+
+def _batched(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_chunked`, but a scan gives the states: S' = (d_last − K̃ᵀ W) S + K̃ᵀ U. The sign of W is changed."""
+    groups, length, d_v = inputs.k.shape[1], *inputs.v.shape[2:]
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.beta[..., None])
+    q, k, v, log_decay, beta = (to_chunks(x, groups, min(batched_chunks.CHUNK_TOKENS, length)) for x in tensors)
+    rows = torch.stack((q, k))
+    if log_decay.shape[-1] == 1:
+        pair_decay, decay = head_decays(log_decay, inputs.call_segment_ids)
+        pairs = (rows @ k.mT) * pair_decay
+    else:
+        pairs, decay = batched_chunks.channel_pairs(rows, k, log_decay, inputs.call_segment_ids)
+    (query_pairs, key_pairs), (q, decayed_k) = pairs.unbind(), (rows * decay.from_start).unbind()
+    right_hand_side = torch.cat((v, decayed_k.neg()), dim=-1) * beta
+    invert = batched_chunks.unit_triangular_inverse
+    solution: Tensor = _TriangularSolve.apply(key_pairs * beta, right_hand_side, invert)
+    widths = (d_v, k.shape[-1])
+    added, erased = ((k * decay.to_end).mT @ solution).split(widths, dim=-1)
+    unchanged = torch.eye(k.shape[-1], dtype=state.dtype, device=state.device)
+    transitions = torch.addcmul(erased, unchanged, decay.whole_chunk)
+    before, last = scan_transitions(transitions.flatten(0, 2), added.flatten(0, 2), state.flatten(0, 1))
+    before = before.unflatten(0, v.shape[:3])
+    values, state_reads = solution.split(widths, dim=-1)
+    out = q @ before + query_pairs @ (values + state_reads @ before)
+    return from_chunks(out, length), last.view(state.shape)
 
 
 def _decayed_pairs(
@@ -115,20 +147,23 @@ def _decayed_pairs(
 
 
 class _TriangularSolve(torch.autograd.Function):
-    """(I + tril(A, −1))⁻¹ B by matrix products only, in half the time of torch's triangular solver on a CPU."""
+    """(I + tril(A, −1))⁻¹ B by matrix products only, in half the time of torch's triangular solver on a CPU.
+
+    `invert` computes the inverse from A.
+    """
 
     @staticmethod
-    def forward(ctx: Any, system: Tensor, right_hand_side: Tensor) -> Tensor:
-        inverse = _unit_triangular_inverse(system)
+    def forward(ctx: Any, system: Tensor, right_hand_side: Tensor, invert: Callable[[Tensor], Tensor]) -> Tensor:
+        inverse = invert(system)
         solution = inverse @ right_hand_side
         ctx.save_for_backward(inverse, solution)
         return solution
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         inverse, solution = ctx.saved_tensors
         grad_right_hand_side = inverse.mT @ gradients[0]
-        return (grad_right_hand_side @ solution.mT).tril(-1).neg_(), grad_right_hand_side
+        return (grad_right_hand_side @ solution.mT).tril(-1).neg_(), grad_right_hand_side, None
 
 
 def _unit_triangular_inverse(system: Tensor) -> Tensor:
@@ -155,7 +190,7 @@ def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
     return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-DELTA_RULE = recurrence_operation("delta", _step, _chunked, reference)
+DELTA_RULE = recurrence_operation("delta", RecurrenceKernels(_step, _chunked, fla.fla_delta_rule, _batched, reference))
 
 
 def gated_delta_rule(inputs: DeltaInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from heddle.numerics.dispatch.flop_counter import add_flops
 from heddle.numerics.dispatch.operation import Kernel, Operation
 from heddle.numerics.norms import at_least_float32, without_autocast
-from heddle.numerics.recurrent.causal_sums import CAUSAL_SUMS, CausalSumFacts, causal_sums_flops, zero_state
+from heddle.numerics.recurrent.causal_sums import CAUSAL_SUMS, causal_sum_facts, causal_sums_flops, zero_state
 from heddle.numerics.recurrent.chunked_sums import CallLayout
 
 
@@ -98,10 +98,11 @@ def _both_directions(q: Tensor, k: Tensor, v: Tensor, call_segment_ids: Tensor |
     """The sum up to each token plus the sum from it on, minus its own term. Linear in T for any number of documents."""
     assert call_segment_ids is not None
     state = zero_state(q, v.shape[3])
-    kernel = CAUSAL_SUMS.first_supported(CausalSumFacts(q.shape[2], gradients=True, has_state=False))
+    layout = CallLayout(None, call_segment_ids)
+    kernel = CAUSAL_SUMS.first_supported(causal_sum_facts(q, k, v, None, layout, None))
     up_to_token: Tensor
     from_token: Tensor
-    up_to_token, _ = kernel.run(q, k, v, None, CallLayout(None, call_segment_ids), state)
+    up_to_token, _ = kernel.run(q, k, v, None, layout, state)
     reversed_inputs = [x.flip(2) for x in (q, k, v)]
     from_token, _ = kernel.run(*reversed_inputs, None, CallLayout(None, call_segment_ids.flip(1)), state)
     return up_to_token + from_token.flip(2) - (q * k).sum(-1, keepdim=True) * v

@@ -9,21 +9,32 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from heddle.numerics.dispatch.operation import Kernel, Operation
+from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
 from heddle.numerics.norms import without_autocast
+from heddle.numerics.recurrent import fla
 
 RecurrenceKernel = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 
 
 class RecurrenceFacts(NamedTuple):
-    """What decides the kernel of a recurrence: the number of tokens, and whether gradients are required."""
+    """What decides the kernel of a recurrence.
+
+    gradients: whether they are required. dtype: of the projections that gave the inputs. key_width: d_k.
+    has_documents: whether a row may hold several. has_cu_seqlens: whether their ends are known to the host.
+    """
 
     tokens: int
     gradients: bool
+    has_state: bool = False
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    key_width: int = 1
+    has_documents: bool = False
+    has_cu_seqlens: bool = False
 
 
 class RecurrenceInputs(Protocol):
-    """A named tuple of tensors, or None, with keys k [B, G, T, d_k] and values v [B, H, T, d_v] among them."""
+    """A named tuple with keys k [B, G, T, d_k] and values v [B, H, T, d_v] among its tensors."""
 
     @property
     def k(self) -> Tensor: ...
@@ -31,7 +42,16 @@ class RecurrenceInputs(Protocol):
     @property
     def v(self) -> Tensor: ...
 
-    def __iter__(self) -> Iterator[Tensor | None]: ...
+    @property
+    def call_segment_ids(self) -> Tensor | None: ...
+
+    @property
+    def cu_seqlens(self) -> fla.CuSeqlens | None: ...
+
+    @property
+    def dtype(self) -> torch.dtype | None: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 def _step_unsupported(facts: RecurrenceFacts) -> str | None:
@@ -40,20 +60,45 @@ def _step_unsupported(facts: RecurrenceFacts) -> str | None:
     return "gradients are wanted" if facts.gradients else None
 
 
+def loop_unsupported(facts: RecurrenceFacts) -> str | None:
+    """Why a kernel with a loop over chunks or tokens cannot run."""
+    return None if facts.device == "cpu" else "each round of its loop is several launches on an accelerator"
+
+
 def _chunked_unsupported(facts: RecurrenceFacts) -> str | None:
+    if not facts.tokens:
+        return "there is no token"
+    return loop_unsupported(facts)
+
+
+def _batched_unsupported(facts: RecurrenceFacts) -> str | None:
     return None if facts.tokens else "there is no token"
 
 
-def recurrence_operation(
-    name: str, step: RecurrenceKernel, chunked: RecurrenceKernel, reference: RecurrenceKernel
-) -> Operation[RecurrenceFacts]:
-    """The operation: `step` for one token without gradients, `chunked` for one token or more, `reference` for any."""
+class RecurrenceKernels(NamedTuple):
+    """The kernels of a recurrence.
+
+    step: for one token without gradients. chunked: chunk after chunk, for a CPU. fla: by that library, for a GPU.
+    batched: all chunks in few launches. reference: token after token.
+    """
+
+    step: RecurrenceKernel
+    chunked: RecurrenceKernel
+    fla: RecurrenceKernel
+    batched: RecurrenceKernel
+    reference: RecurrenceKernel
+
+
+def recurrence_operation(name: str, kernels: RecurrenceKernels) -> Operation[RecurrenceFacts]:
+    """The operation with these kernels, the first that supports a call first."""
     return Operation(
         name,
         (
-            Kernel("step", step, _step_unsupported),
-            Kernel("chunked", chunked, _chunked_unsupported),
-            Kernel("reference", reference, lambda facts: None),
+            Kernel("step", kernels.step, _step_unsupported),
+            Kernel("chunked", kernels.chunked, _chunked_unsupported),
+            Kernel("fla", kernels.fla, fla.fla_unsupported, traceable=False),
+            Kernel("batched", kernels.batched, _batched_unsupported),
+            Kernel("reference", kernels.reference, lambda facts: None),
         ),
     )
 
@@ -66,8 +111,18 @@ def run_recurrence(
     Inputs in half precision give an output and a state in float32, under autocast too. May update the state in place.
     """
     v = inputs.v
-    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    kernel = operation.choose(RecurrenceFacts(v.shape[2], gradients))
+    gradients = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    facts = RecurrenceFacts(
+        v.shape[2],
+        gradients,
+        state is not None,
+        device_type(v),
+        inputs.dtype or v.dtype,
+        inputs.k.shape[3],
+        inputs.call_segment_ids is not None,
+        inputs.cu_seqlens is not None,
+    )
+    kernel = operation.choose(facts)
     if state is None:
         wide = torch.promote_types(v.dtype, torch.float32)
         state = v.new_zeros(*v.shape[:2], inputs.k.shape[3], v.shape[3], dtype=wide)

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from heddle.numerics.dispatch.flop_counter import add_flops
 from heddle.numerics.norms import without_autocast
+from heddle.numerics.recurrent import fla
+from heddle.numerics.recurrent.batched_chunks import batched_sums
 from heddle.numerics.recurrent.causal_sums import causal_sums_flops
 from heddle.numerics.recurrent.chunk_decays import head_decays, split_chunks
-from heddle.numerics.recurrent.recurrence import recurrence_operation, run_recurrence
+from heddle.numerics.recurrent.recurrence import RecurrenceKernels, recurrence_operation, run_recurrence
 
 CHUNK_TOKENS = 64  # a longer chunk costs more arithmetic for pairs, a shorter one a longer recurrence
 
@@ -30,6 +32,7 @@ class SSDInputs(NamedTuple):
     log_decay (log α, finite, ≤ 0) and time_step (Δ) [B, H, T, 1]. Head h reads queries and keys of group h // (H/G). A
     token with log_decay of 0 and k or v of 0 leaves the state unchanged.
     call_segment_ids: int64 [B, T], each token's document; 0 continues the state's document. None: all are 0.
+    cu_seqlens: where documents end, for libraries (`fla.CuSeqlens`). dtype: of the projections (None: that of v).
     """
 
     q: Tensor
@@ -39,6 +42,8 @@ class SSDInputs(NamedTuple):
     time_step: Tensor
     skip: Tensor
     call_segment_ids: Tensor | None = None
+    cu_seqlens: fla.CuSeqlens | None = None
+    dtype: torch.dtype | None = None
 
 
 def reference(inputs: SSDInputs, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +91,12 @@ def _chunked(inputs: SSDInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     return y.flatten(3, 4).flatten(1, 2)[:, :, :length], states[-1].flatten(1, 2)
 
 
-SSD = recurrence_operation("ssd", _step, _chunked, reference)
+def _batched(inputs: SSDInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    weighted = inputs.v * inputs.time_step
+    return batched_sums(inputs.q, inputs.k, weighted, inputs.log_decay, inputs.call_segment_ids, state)
+
+
+SSD = recurrence_operation("ssd", RecurrenceKernels(_step, _chunked, fla.fla_ssd, _batched, reference))
 
 
 def state_space_duality(inputs: SSDInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:

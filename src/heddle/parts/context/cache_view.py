@@ -43,7 +43,11 @@ class SlotMapping:
         if layout.length == 1 and not layout.has_padding:
             rows = torch.arange(table.batch, device=arrivals.device)
             return SlotMapping(None, rows, arrivals[:, 0] % size, torch.zeros_like(rows))
-        rows, tokens = keep.nonzero(as_tuple=True)
+        if layout.row_tokens is None:
+            rows, tokens = keep.nonzero(as_tuple=True)
+        else:  # their number is known, so the host does not wait for it
+            written = sum(min(tokens_of_row, size) for tokens_of_row in layout.row_tokens)
+            rows, tokens = keep.nonzero_static(size=written).unbind(1)
         return SlotMapping(None, rows, arrivals[rows, tokens] % size, tokens)
 
     def write(self, target: Tensor, source: Tensor) -> None:

@@ -121,7 +121,9 @@ def _mask_of_cache(view: CacheView, layout: Layout, window: int | None, slots: i
             contiguous=contiguous and not wrapped,
             all_visible=single_query and (window is None or used <= window),
             doc_lengths=layout.packed_lengths if view.before.max_tokens == 0 and layout.length == used else None,
-            may_have_padding=not view.equal_lengths,
+            # Unused slots are zero already. Zeroing them again is for safety; in a pinned state, each step would copy
+            # its whole cache for it.
+            may_have_padding=not view.equal_lengths and not view.after.is_pinned,
         )
 
     return view.cached(("cache mask", slots, used, window), make)

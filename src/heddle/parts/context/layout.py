@@ -15,6 +15,7 @@ from torch import Tensor
 from heddle.errors import ConfigError
 from heddle.numerics.attention.backend import AttentionBackend
 from heddle.numerics.attention.mask import AttentionMask
+from heddle.numerics.dispatch.transfer import tensor_of, to_device
 from heddle.parts.context.encoder_output import EncoderOutput
 from heddle.parts.context.layout_facts import MAX_POSITION, check_layout_tensors, layout_facts
 
@@ -76,9 +77,9 @@ class Layout:
         facts = layout_facts(positions.to(torch.int64), ids)
         return replace(
             raw,
-            positions=positions.to(target, torch.int64, copy=True),  # whoever changes the tensors afterwards
-            segment_ids=None if ids is None else ids.to(target, copy=True),  # would change what was checked
-            coordinates=None if coordinates is None else coordinates.to(target),
+            positions=to_device(positions.to(torch.int64, copy=True), target),  # whoever changes the tensors afterwards
+            segment_ids=None if ids is None else to_device(ids.clone(), target),  # would change what was checked
+            coordinates=None if coordinates is None else to_device(coordinates, target),
             is_checked=True,
             **facts._asdict(),
         )
@@ -128,7 +129,7 @@ class Layout:
         if side not in ("left", "right") or not lengths or max(lengths) > width or min(lengths) < 0:
             raise ConfigError(f"layout: cannot pad rows of {list(lengths)} tokens to {width} on the side '{side}'")
         index = torch.arange(width, device=device).expand(len(lengths), width)
-        count = torch.tensor(list(lengths), device=device)[:, None]
+        count = tensor_of(lengths, torch.int64, device)[:, None]
         positions = index - (width - count) if side == "left" else index
         is_token = positions >= 0 if side == "left" else index < count
         if not 0 <= start <= MAX_POSITION:
@@ -157,17 +158,17 @@ class Layout:
             raise ConfigError(f"layout: doc_lengths {rows} must be positive and sum {bound}")
         if all(len(row) == 1 for row in rows) and not any(unused):
             return Layout.causal(len(rows), width, device=device)
-        # Built on the CPU, where many small tensors are cheap, then moved as two tensors.
+        # Built on the CPU, where many small tensors are cheap, then moved at once.
         doc_positions = [torch.arange(size, device="cpu") for row in rows for size in row]
         doc_ids = torch.tensor([doc_id for row in rows for doc_id in range(len(row))], device="cpu")
         sizes = torch.tensor([size for row in rows for size in row], device="cpu")
         is_token = torch.arange(width, device="cpu") < width - torch.tensor(unused, device="cpu")[:, None]
         positions = torch.full(is_token.shape, -1, device="cpu").masked_scatter_(is_token, torch.cat(doc_positions))
         segment_ids = torch.zeros_like(positions).masked_scatter_(is_token, torch.repeat_interleave(doc_ids, sizes))
-        target = torch.get_default_device() if device is None else device
+        positions, segment_ids = to_device(torch.stack((positions, segment_ids)), device)
         return Layout(
-            positions.to(target),
-            segment_ids.to(target),
+            positions,
+            segment_ids,
             doc_lengths=tuple(map(tuple, rows)),
             max_position=max(map(max, rows)) - 1,
             has_padding=any(unused),
@@ -198,6 +199,13 @@ class Layout:
         if self.doc_lengths is not None:
             return self.doc_lengths
         return self.cached("text lengths", lambda: layout_facts(self.positions, self.segment_ids).doc_lengths)
+
+    @property
+    def row_tokens(self) -> tuple[int, ...] | None:
+        """The tokens of each row, padding left out, if they are known on the host."""
+        if self.start is not None or not self.has_padding:
+            return (self.length,) * self.batch
+        return None if self.doc_lengths is None else tuple(map(sum, self.doc_lengths))
 
     @property
     def packed_lengths(self) -> tuple[tuple[int, ...], ...] | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from heddle.errors import ConfigError
 from heddle.parts.context.cache_view import CacheView, SlotMapping
+from heddle.parts.context.continuation import is_no_continuation, refuse_layout
 from heddle.parts.context.layout import Layout
 
 INITIAL_SLOTS = 64  # of a state without a cache length
@@ -30,6 +31,8 @@ class PositionTable:
     document at positions 0, 1, ….
     rollback: how many tokens can be taken back at a time, for which ring buffers have that many extra slots.
     rollback_left: how many can be taken back now. peak_tokens: the most tokens that a row ever had.
+    max_position: no position is larger. None: not known.
+    is_pinned: the facts are those of a table with `max_tokens`, whatever it holds: see `pinned`.
     text_lengths: the final length of each row's text, for rotary embeddings that depend on it (None: cache_length).
     """
 
@@ -45,6 +48,8 @@ class PositionTable:
     rollback: int = 0
     rollback_left: int = 0
     peak_tokens: int = 0
+    max_position: int | None = -1
+    is_pinned: bool = False
     text_lengths: tuple[int, ...] | None = None
 
     @staticmethod
@@ -59,12 +64,19 @@ class PositionTable:
         if lookback is not None and cache_length is not None:
             size = min(size, cache_length)
         positions = torch.full((batch, size), -1, dtype=torch.int32, device=device)
-        last_token = torch.tensor([[-1, 0]], device=device).expand(batch, 2).clone()
+        last_token = PositionTable._no_tokens(batch, device)
         token_counts = torch.zeros(batch, dtype=torch.int64, device=device)
         segment_ids = torch.zeros_like(positions)
         return PositionTable(
             positions, segment_ids, token_counts, last_token, lookback, cache_length, rollback=rollback
         )
+
+    @staticmethod
+    def _no_tokens(batch: int, device: torch.device | str) -> Tensor:
+        """The `last_token` of empty rows."""
+        last_token = torch.zeros(batch, 2, dtype=torch.int64, device=device)
+        last_token[:, 0] = -1
+        return last_token
 
     def with_text_lengths(self, text_lengths: Sequence[int] | None) -> "PositionTable":
         """The table with these final lengths. Raises ConfigError unless there is a positive one for each row."""
@@ -113,18 +125,33 @@ class PositionTable:
             )
         return (self.cache_length,) * self.batch
 
-    def select(self, index: Tensor) -> "PositionTable":
-        """A copy of the rows of `index` (int64)."""
-        table = self.map(lambda x: x.index_select(0, index))._counted()
-        if self.text_lengths is None:
-            return table
-        return replace(table, text_lengths=tuple(self.text_lengths[row] for row in index.tolist()))
+    def pinned(self, max_tokens: int) -> "PositionTable":
+        """The table with room for `max_tokens`, and with facts that hold for each next token until a row has so many.
+
+        Slots are written and read by token counts on the device, so that every next token takes the same operations.
+        Raises ConfigError for more tokens than `cache_length`.
+        """
+        self._check_capacity(max_tokens)
+        before = max_tokens - 1  # what a row has at most when a call of one token begins
+        max_position = None if self.max_position is None else self.max_position + before - self.max_tokens
+        table = replace(self._grown(max_tokens), max_tokens=before, equal_lengths=False, contiguous=False)
+        return replace(table, is_pinned=True, peak_tokens=before, rollback_left=0, max_position=max_position)
+
+    def select(self, index: Tensor, rows: Sequence[int]) -> "PositionTable":
+        """A copy of the rows of `index` (int64), whose values are `rows`."""
+        table, texts = self.map(lambda x: x.index_select(0, index)), self.text_lengths
+        if not self.equal_lengths:
+            table = table._counted()
+        return table if texts is None else replace(table, text_lengths=tuple(texts[row] for row in rows))
 
     def _counted(self) -> "PositionTable":
         """The same table with `max_tokens`, `equal_lengths` and `contiguous` read off `token_counts`."""
-        least, most = torch.stack((self.token_counts.amin(), self.token_counts.amax())).tolist()
+        return self._with_lengths(*torch.stack((self.token_counts.amin(), self.token_counts.amax())).tolist())
+
+    def _with_lengths(self, least: int, most: int) -> "PositionTable":
         equal = least == most
-        return replace(self, max_tokens=most, equal_lengths=equal, contiguous=self.contiguous and equal)
+        contiguous = self.contiguous and equal
+        return replace(self, max_tokens=most, equal_lengths=equal, contiguous=contiguous, is_pinned=False)
 
     def can_roll_back(self, tokens: int) -> bool:
         """Whether the table still has the token before the last `tokens` of each row."""
@@ -147,7 +174,9 @@ class PositionTable:
         if token_counts is not None:
             positions = torch.where(ahead <= token_counts[:, None], positions, -1)
         segment_ids = self.last_token[:, 1:].expand(self.batch, length)
-        return Layout(positions, segment_ids, has_padding=token_counts is not None, is_checked=True)
+        newest = None if self.max_position is None else self.max_position + length
+        has_padding = token_counts is not None
+        return Layout(positions, segment_ids, max_position=newest, has_padding=has_padding, is_checked=True)
 
     def extend(self, layout: Layout, check: bool = True) -> "tuple[PositionTable, Layout]":
         """Write the tokens of a call; returns the new table and the layout with its `cache_view` set.
@@ -162,27 +191,32 @@ class PositionTable:
         arrivals, counts = self._arrivals(layout)
         equal = self.equal_lengths and not layout.has_padding
         max_tokens, fewest = self.max_tokens + layout.length, layout.length
-        # With padding the number of new tokens is a value on the device, and so are a row's newest token and the first
-        # of a layout from outside. Only then they are read, once for each call.
+        # With padding of unknown length the number of new tokens is a value on the device, and so are a row's newest
+        # token and the first of a layout from outside. Only then they are read, once for each call.
         check = check and not continues and self.max_tokens > 0
-        if layout.length and (check or layout.has_padding):
-            is_wrong = self._is_no_continuation(layout, arrivals) if check else torch.zeros_like(counts)
+        row_tokens = layout.row_tokens if self.equal_lengths else None
+        if row_tokens is not None:
+            max_tokens, fewest = self.max_tokens + max(row_tokens), min(row_tokens)
+        if layout.length and (check or (layout.has_padding and row_tokens is None)):
+            is_wrong = (
+                is_no_continuation(self.token_counts, self.last_token, layout, arrivals)
+                if check
+                else torch.zeros_like(counts)
+            )
             added = counts - self.token_counts
             max_tokens, fewest, wrong = torch.stack((counts.amax(), added.amin(), is_wrong.amax().long())).tolist()
             if wrong:
-                self._refuse_layout(layout, arrivals, is_wrong)
-        if self.cache_length is not None and max_tokens > self.cache_length:
-            raise ConfigError(
-                f"state: cache_length {self.cache_length} is too small for {max_tokens} tokens; "
-                "give init_state a larger one"
-            )
+                refuse_layout(self.last_token, layout, arrivals, is_wrong)
+        self._check_capacity(max_tokens)
         before = self._grown(max_tokens)
         contiguous = continues and equal
         last = before._last_token(layout, arrivals)
         left = min(self.rollback, self.rollback_left + fewest)
         peak = max(self.peak_tokens, max_tokens)
+        newest = layout.max_position if layout.start is None else layout.start + layout.length - 1
+        newest = None if newest is None or self.max_position is None else max(newest, self.max_position)
         after = replace(before, token_counts=counts, last_token=last, max_tokens=max_tokens, equal_lengths=equal)
-        after = replace(after, contiguous=contiguous, rollback_left=left, peak_tokens=peak)
+        after = replace(after, contiguous=contiguous, rollback_left=left, peak_tokens=peak, max_position=newest)
         if self.lookback is not None:  # a ring buffer overwrites slots that are still read through `before`
             after = replace(after, positions=before.positions.clone(), segment_ids=before.segment_ids.clone())
         mapping = SlotMapping.of(before, layout, arrivals, counts, before.size)
@@ -191,18 +225,19 @@ class PositionTable:
         view = CacheView(before, after, arrivals, layout)
         return after, replace(layout, cache_view=view, cache={})
 
-    def rolled_back(self, tokens: Tensor) -> "tuple[PositionTable, Callable[[int], Tensor]]":
-        """Take back the last `tokens` [B] of each row, in place; returns the new table and `freed`.
+    def rolled_back(self, tokens: Tensor, most: int) -> "tuple[PositionTable, Callable[[int], Tensor]]":
+        """Take back the last `tokens` [B] of each row, at most `most`, in place; returns the new table and `freed`.
 
         freed(slots) is bool [B, slots], True at the slots of removed tokens in a buffer of that size.
         Raises ConfigError if a row has fewer tokens.
         """
-        most = int(tokens.max())
-        if bool(((tokens < 0) | (tokens > self.token_counts)).any()):
+        counts, newest = self.token_counts - tokens, self.token_counts - 1
+        is_wrong = ((tokens < 0) | (counts < 0)).any()
+        least, longest, wrong = torch.stack((counts.amin(), counts.amax(), is_wrong.long())).tolist()
+        if wrong:
             raise ConfigError(
                 f"rollback: cannot take back {tokens.tolist()} tokens of rows that hold {self.token_counts.tolist()}"
             )
-        counts, newest = self.token_counts - tokens, self.token_counts - 1
 
         def freed(size: int) -> Tensor:
             slots = torch.arange(size, device=counts.device)
@@ -214,9 +249,17 @@ class PositionTable:
         self.segment_ids.masked_fill_(unused, 0)
         slot = ((counts - 1) % self.size)[:, None]
         stored = torch.cat((self.positions.gather(1, slot), self.segment_ids.gather(1, slot)), dim=1).long()
-        last = torch.where((counts > 0)[:, None], stored, torch.tensor([-1, 0], device=counts.device))
+        last = torch.where((counts > 0)[:, None], stored, PositionTable._no_tokens(self.batch, counts.device))
         left = max(0, self.rollback_left - most)
-        return replace(self, token_counts=counts, last_token=last, rollback_left=left)._counted(), freed
+        table = replace(self, token_counts=counts, last_token=last, rollback_left=left)
+        return table._with_lengths(least, longest), freed
+
+    def _check_capacity(self, max_tokens: int) -> None:
+        if self.cache_length is not None and max_tokens > self.cache_length:
+            raise ConfigError(
+                f"state: cache_length {self.cache_length} is too small for {max_tokens} tokens; "
+                "give init_state a larger one"
+            )
 
     def _arrivals(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """The arrival number of each token [B, T] (−1 for padding), and the token counts after the call [B]."""
@@ -226,33 +269,6 @@ class PositionTable:
         is_token = layout.positions >= 0
         arrivals = self.token_counts[:, None] + is_token.cumsum(1) - 1
         return torch.where(is_token, arrivals, -1), self.token_counts + is_token.sum(1)
-
-    def _is_no_continuation(self, layout: Layout, arrivals: Tensor) -> Tensor:
-        """int64 [B], 1 for a row whose first new token can follow neither in its document nor as a later document."""
-        position, segment = self._first_tokens(layout, arrivals)
-        last_position, last_segment = self.last_token.unbind(1)
-        is_same = segment == last_segment
-        is_wrong = (segment < last_segment) | (is_same & (position != last_position + 1))
-        return (is_wrong & (arrivals.amax(1) >= 0) & (self.token_counts > 0)).long()
-
-    @staticmethod
-    def _first_tokens(layout: Layout, arrivals: Tensor) -> tuple[Tensor, Tensor]:
-        """Position and segment id [B] of the first new token of each row."""
-        first = (arrivals >= 0).int().argmax(1, keepdim=True)
-        return layout.positions.gather(1, first)[:, 0], layout.dense_segment_ids.gather(1, first)[:, 0]
-
-    def _refuse_layout(self, layout: Layout, arrivals: Tensor, is_wrong: Tensor) -> None:
-        row = int(is_wrong.argmax())
-        position, segment = (int(values[row]) for values in self._first_tokens(layout, arrivals))
-        last_position, last_segment = self.last_token[row].tolist()
-        is_earlier = segment < last_segment
-        name, value, last = (
-            ("segment id", segment, last_segment) if is_earlier else ("position", position, last_position)
-        )
-        raise ConfigError(
-            f"layout: {name} {value} in row {row} follows {last}, the state's newest; a call goes on in the document "
-            "of that token, at the next position, or begins one with a higher segment id"
-        )
 
     def _last_token(self, layout: Layout, arrivals: Tensor) -> Tensor:
         if layout.length == 0:

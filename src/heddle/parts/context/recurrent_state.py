@@ -1,11 +1,16 @@
 """States of recurrent mixers: one matrix for each head, whatever the length of the text."""
 
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from heddle.numerics.dispatch.operation import device_type
+from heddle.numerics.dispatch.transfer import to_device
 from heddle.numerics.norms import at_least_float32
+from heddle.numerics.recurrent import fla
 from heddle.numerics.recurrent.chunked_sums import CallLayout
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import MixerState, StateSpec
@@ -48,9 +53,27 @@ def call_layout(layout: Layout) -> CallLayout:
 
     def make() -> CallLayout:
         cumulative_tokens = None if layout.padding is None else (~layout.padding).cumsum(1)
-        return CallLayout(cumulative_tokens, layout.call_segment_ids)
+        return CallLayout(cumulative_tokens, layout.call_segment_ids, call_cu_seqlens(layout))
 
     return layout.cached("call layout", make)
+
+
+def call_cu_seqlens(layout: Layout) -> tuple[Tensor, Tensor] | None:
+    """Where the documents of all rows end, from 0 on, int64 [N + 1]: on the device and on the host.
+
+    None if a row is one document, if the host does not know the lengths, or if no library on the device reads them.
+    """
+    lengths = layout.packed_lengths
+    if lengths is None or layout.call_segment_ids is None or is_compiling():
+        return None
+    if device_type(layout.positions) != "cuda" or fla.functions() is None:
+        return None
+
+    def make() -> tuple[Tensor, Tensor]:
+        ends = torch.tensor([0, *accumulate(chain.from_iterable(lengths))], device="cpu")
+        return to_device(ends, layout.positions.device), ends
+
+    return layout.cached("cu_seqlens", make)
 
 
 def without_padding(x: Tensor, layout: Layout) -> Tensor:

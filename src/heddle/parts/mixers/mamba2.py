@@ -23,7 +23,7 @@ from heddle.numerics.recurrent.ssd import SSDInputs, state_space_duality
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
-from heddle.parts.context.recurrent_state import ConvRecurrentState, without_padding
+from heddle.parts.context.recurrent_state import ConvRecurrentState, call_cu_seqlens, without_padding
 from heddle.parts.context.shrink import ShrinkContext, at_most, small_head_count
 from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_head_groups, check_norm_width, split_heads
 from heddle.parts.modules.eager import eager
@@ -157,6 +157,8 @@ class Mamba2(SelfInitialized, RecurrentMixer):
             time_step,
             self.skip.to(v.dtype),
             layout.call_segment_ids,
+            call_cu_seqlens(layout),
+            vkq.dtype,
         )
         if state is None:
             notify_implied_weights(

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from heddle.config import DesignError, Width, build_under, refuse
 from heddle.numerics.attention.observer import notify_implied_weights
+from heddle.numerics.dispatch.transfer import Constants
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.philox import ParameterDraws
 from heddle.numerics.recurrent.causal_sums import causal_sums
@@ -133,6 +134,7 @@ class Retention(RecurrentMixer):
         factors = config.decay if isinstance(config.decay, tuple) else None
         default = tuple(math.log1p(-(2.0 ** (-5 - head))) for head in range(self.heads))
         self.log_decays = default if factors is None else tuple(math.log(factor) for factor in factors)
+        self._constants = Constants()
         position = config.position
         self.position = None if position is None else build_under("position", position.build, self.head_dim)
         if self.position is not None:
@@ -160,18 +162,16 @@ class Retention(RecurrentMixer):
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: RecurrentState | None
     ) -> tuple[Tensor, RecurrentState | None]:
         sums = None if state is None else state.kv_sums
-        k, log_decay = without_padding(k, layout), self._log_decay(q, layout)
+        k, log_decay = without_padding(k, layout), self._log_decay(q)
         notify_implied_weights(
             lambda one_hot: causal_sums(q, k, one_hot, log_decay, call_layout(layout), None)[0], v, layout.padding
         )
         y, sums = causal_sums(q, k, v, log_decay, call_layout(layout), sums)
         return y, None if sums is None else RecurrentState(sums)
 
-    def _log_decay(self, q: Tensor, layout: Layout) -> Tensor:
-        """log γ [H]. The tensor of fixed factors is built once for all layers that share them."""
+    def _log_decay(self, q: Tensor) -> Tensor:
+        """log γ [H]."""
         if self.decay is not None:
             log_decay: Tensor = self.decay()
             return log_decay
-        like = at_least_float32(q[:0])
-        make = lambda: torch.tensor(self.log_decays, dtype=like.dtype, device=like.device)  # noqa: E731
-        return layout.cached(("log decay", self.log_decays, like.dtype), make)
+        return self._constants.tensor(self.log_decays, at_least_float32(q[:0]).dtype, q.device)

@@ -9,7 +9,7 @@ from heddle.numerics.norms import at_least_float32
 from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule, l2_normalize
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
-from heddle.parts.context.recurrent_state import ConvRecurrentState, without_padding
+from heddle.parts.context.recurrent_state import ConvRecurrentState, call_cu_seqlens, without_padding
 from heddle.parts.mixers import RecurrentMixer, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear
@@ -59,6 +59,8 @@ class DeltaRuleMixer(RecurrentMixer, ABC):
             without_padding(log_decay, layout),  # padding, whose keys and values are zero, does not decay the state
             at_least_float32(beta).sigmoid().transpose(1, 2),
             layout.call_segment_ids,
+            call_cu_seqlens(layout),
+            qkv.dtype,
         )
         if state is None:
             notify_implied_weights(

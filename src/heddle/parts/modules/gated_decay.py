@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from heddle.numerics.norms import at_least_float32
@@ -35,8 +36,13 @@ class GatedDecay(SelfInitialized):
     def forward(self, a: Tensor) -> tuple[Tensor, Tensor]:
         """a [B, T, heads · channels] -> log α and Δ [B, heads, T, channels], in at least float32."""
         rate, bias = at_least_float32(self.rate), at_least_float32(self.bias)
-        time_step = functional.softplus(at_least_float32(a) + bias).unflatten(-1, (len(rate), -1))
+        time_step = _softplus(at_least_float32(a) + bias).unflatten(-1, (len(rate), -1))
         if self.limits is not None:
             time_step = time_step.clamp(*self.limits)
         log_decay = -rate.exp()[:, None] * time_step
         return log_decay.transpose(1, 2), time_step.transpose(1, 2)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)). For its gradient torch's compiler expects other strides than torch's kernel returns."""
+    return torch.logaddexp(x, torch.zeros_like(x)) if is_compiling() else functional.softplus(x)

@@ -5,9 +5,9 @@ y_t = SiLU(b + Σ_s w_s ⊙ x_{t−s}),   s from 0 to kernel − 1, within t's d
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional
 
-from heddle.numerics.norms import at_least_float32
 from heddle.numerics.philox import ParameterDraws
 from heddle.numerics.recurrent.convolution import (
     Taps,
@@ -42,9 +42,7 @@ class ShortConvolution(SelfInitialized):
 
         It depends on the layout, so call it from a method marked as `eager`.
         """
-        wide = at_least_float32(x)
-        weight = self.weight.to(wide.dtype)
-        y = causal_conv1d(wide, weight, None if conv_state is None else conv_state.to(wide.dtype), self._taps(layout))
+        y = causal_conv1d(x, self.weight, conv_state, self._taps(layout))
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
             y = y if layout.padding is None else y.masked_fill(layout.padding[..., None], 0.0)
@@ -66,8 +64,10 @@ def _taps(layout: Layout, kernel: int) -> Taps | None:
         return None
     zeros = torch.zeros_like(layout.positions)
     index = find_input_indices(layout.positions >= 0, zeros if segment_ids is None else segment_ids, kernel)
-    known = padding is None and layout.doc_lengths is not None
+    # A graph that read the lengths would serve these documents alone.
+    known = padding is None and layout.doc_lengths is not None and not is_compiling()
     return Taps(
         index,
         find_tokens_near_starts(layout.doc_lengths, kernel, index.device) if known and layout.doc_lengths else None,
+        segment_ids if padding is None else None,
     )

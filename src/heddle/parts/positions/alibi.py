@@ -4,9 +4,9 @@ Slopes are fixed to `2^(−8h/heads)` for query heads h = 1 … heads. A bidirec
 """
 
 import torch
-from torch import Tensor
 
-from heddle.numerics.attention.score_modifiers import ScoreBiasFunction
+from heddle.numerics.attention.score_modifiers import LinearBias, ScoreBiasFunction
+from heddle.numerics.dispatch.transfer import Constants
 from heddle.parts.context.layout import Layout
 from heddle.parts.positions import ScoreBias, ScoreBiasConfig
 
@@ -25,14 +25,9 @@ class Alibi(ScoreBias):
     def __init__(self, slopes: tuple[float, ...]) -> None:
         super().__init__()
         self.slopes = slopes
+        self._constants = Constants()
 
     def forward(self, layout: Layout, dtype: torch.dtype) -> ScoreBiasFunction:
-        """−slope_h · |i − j|; the slopes are made a tensor once per call."""
+        """−slope_h · |i − j|."""
         wide = torch.promote_types(dtype, torch.float32)
-        make = lambda: torch.tensor(self.slopes, dtype=wide, device=layout.positions.device)  # noqa: E731
-        slopes = layout.cached(("slopes", self.slopes, wide), make)
-
-        def bias(offsets: Tensor, /) -> Tensor:
-            return slopes.view(-1, *(1 for _ in offsets.shape)) * -offsets.abs().to(wide)
-
-        return bias
+        return LinearBias(self._constants.tensor(self.slopes, wide, layout.positions.device))

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from heddle.config import DesignError, FiniteFloat, PositiveFloat, Width
 from heddle.errors import ConfigError
-from heddle.numerics.rotary import apply_rotary, inverse_frequencies, rotary_table
+from heddle.numerics.dispatch.transfer import Constants
+from heddle.numerics.rotary import angle_dtype, apply_rotary, inverse_frequencies, rotary_table
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.shrink import subsample
 from heddle.parts.modules.eager import layout_dependent
@@ -68,6 +69,7 @@ class AxialRope(Rotation):
         super().__init__()
         self.layout, self.rotary_dim = config.layout, dim
         self.inv_freq = tuple(config.inv_freq or inverse_frequencies(dim // 2, config.base))
+        self._constants = Constants()
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """x [B, H, T, head_dim] -> the same shape; the table of angles is built once for all layers."""
@@ -82,7 +84,9 @@ class AxialRope(Rotation):
         return layout.cached(key, lambda: self._make_table(layout.axial_positions, dtype))
 
     def _make_table(self, coordinates: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        cosine, sine = rotary_table(coordinates, list(self.inv_freq), self.table_dtype(dtype, coordinates.device))
+        wide = self.table_dtype(dtype, coordinates.device)
+        inv_freq = self._constants.tensor(self.inv_freq, angle_dtype(wide), coordinates.device)
+        cosine, sine = rotary_table(coordinates, inv_freq, wide)
         return cosine.to(dtype), sine.to(dtype)
 
 

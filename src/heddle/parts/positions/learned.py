@@ -48,12 +48,10 @@ class Learned(SelfInitialized, AdditivePosition):
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """x [B, T, width] -> x + weight[positions]. Raises ConfigError for a position beyond the table."""
         length = self.weight.shape[0]
-        if layout.start is not None:
-            newest = layout.start + layout.length - 1
-        elif layout.max_position is not None:
-            newest = layout.max_position
-        else:  # the largest position is known only on the device
+        newest = layout.max_position if layout.start is None else layout.start + layout.length - 1
+        if layout.start is None and (newest is None or newest >= length):  # the exact one is known only on the device
             newest = int(layout.positions.max()) if layout.positions.numel() else -1
+        assert newest is not None
         if newest >= length:
             raise ConfigError(
                 f"embedding.position: position {newest} is beyond the {length} learned positions; "

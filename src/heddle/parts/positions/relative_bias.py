@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from heddle.config import DesignError, Width
 from heddle.numerics.attention.score_modifiers import ScoreBiasFunction
+from heddle.numerics.dispatch.transfer import Constants
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.philox import ParameterDraws
 from heddle.parts.context.layout import Layout
@@ -70,6 +71,7 @@ class RelativeBias(SelfInitialized, ScoreBias):
         self.max_distance = config.max_distance
         self.key = (config.buckets if causal else config.buckets // 2, config.max_distance, causal)
         self.by_offset = buckets_by_offset(*self.key)  # here, because a traced graph could not compute them
+        self._constants = Constants()
         self.weight = nn.Parameter(torch.empty(heads, config.buckets))
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
@@ -78,8 +80,8 @@ class RelativeBias(SelfInitialized, ScoreBias):
 
     def forward(self, layout: Layout, dtype: torch.dtype) -> ScoreBiasFunction:
         """b_h[bucket(i − j)], in the dtype of the weight, or float32 if that is wider."""
-        make = lambda: torch.tensor(self.by_offset, device=layout.positions.device)  # noqa: E731
-        buckets, limit = layout.cached(("buckets", self.key), make), self.max_distance
+        buckets = self._constants.tensor(self.by_offset, torch.int64, layout.positions.device)
+        limit = self.max_distance
         by_offset = at_least_float32(self.weight)[:, buckets]
 
         def bias(offsets: Tensor, /) -> Tensor:

@@ -12,7 +12,8 @@ from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import DesignError, FiniteFloat, PositiveFloat, Width, build_under, refuse
-from heddle.numerics.rotary import apply_rotary, pos_freqs, rotary_table
+from heddle.numerics.dispatch.transfer import Constants, to_device
+from heddle.numerics.rotary import angle_dtype, apply_rotary, pos_freqs, rotary_table
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.shrink import subsample
 from heddle.parts.modules.eager import layout_dependent
@@ -85,6 +86,7 @@ class Rope(Rotation):
         self.length_dependent = config.scaling is not None and config.scaling.length_dependent
         self.config, self.dim = config, dim
         self._frequencies: dict[tuple[int, torch.dtype], ScaledFrequencies] = {}
+        self._constants = Constants()
         _, self.attention_factor, self.score_scale = self.scaled_frequencies(1)
         self.scaled_frequencies(1, torch.float32)  # here, because a traced graph could not compute them
 
@@ -107,7 +109,7 @@ class Rope(Rotation):
     @layout_dependent
     def _table(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         wide = self.table_dtype(dtype, layout.positions.device)
-        inv_freq, by_text = self._inv_freq(layout, torch.float64 if wide == torch.float64 else torch.float32)
+        inv_freq, by_text = self._inv_freq(layout, angle_dtype(wide))
         key = ("rope", inv_freq, by_text, self.attention_factor, dtype, self.float64_angles)
         return layout.cached(key, lambda: self._make_table(layout, inv_freq, by_text, dtype))
 
@@ -123,8 +125,12 @@ class Rope(Rotation):
     def _make_table(
         self, layout: Layout, inv_freq: InvFreq, by_text: tuple[tuple[InvFreq, ...], ...] | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        frequencies = list(inv_freq) if by_text is None else _by_token(by_text, layout)
-        wide = self.table_dtype(dtype, layout.positions.device)
+        device = layout.positions.device
+        wide = self.table_dtype(dtype, device)
+        if by_text is None:
+            frequencies = self._constants.tensor(inv_freq, angle_dtype(wide), device)
+        else:
+            frequencies = _by_token(by_text, layout)
         cosine, sine = rotary_table(layout.positions, frequencies, wide, self.attention_factor)
         return cosine.to(dtype), sine.to(dtype)
 
@@ -133,7 +139,7 @@ def _by_token(texts_of_rows: tuple[tuple[InvFreq, ...], ...], layout: Layout) ->
     """The inverse frequencies of each row's texts -> of each token [B, T, pairs], or of each row [B, 1, pairs]."""
     texts = max(map(len, texts_of_rows))
     filled = [[*row, *[row[0]] * (texts - len(row))] for row in texts_of_rows]  # no token reads what is filled up
-    table = torch.tensor(filled, dtype=torch.float64, device="cpu").to(layout.positions.device)
+    table = to_device(torch.tensor(filled, dtype=torch.float64, device="cpu"), layout.positions.device)
     if texts == 1:
         return table
     assert layout.call_segment_ids is not None

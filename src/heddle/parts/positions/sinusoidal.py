@@ -6,6 +6,7 @@
 from torch import Tensor
 
 from heddle.config import DesignError
+from heddle.numerics.dispatch.transfer import Constants
 from heddle.numerics.rotary import sinusoidal_embedding
 from heddle.parts.context.layout import Layout
 from heddle.parts.positions import AdditivePosition, AdditivePositionConfig
@@ -24,6 +25,10 @@ class SinusoidalConfig(AdditivePositionConfig):
 class Sinusoidal(AdditivePosition):
     """The module."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._constants = Constants()
+
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """x [B, T, width] -> x + PE[positions]."""
-        return x + sinusoidal_embedding(layout.positions, x.shape[-1], x.dtype)
+        return x + sinusoidal_embedding(layout.positions, x.shape[-1], x.dtype, self._constants)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from heddle.model.decoder import Decoder
 from heddle.numerics.cross_entropy import token_losses
+from heddle.numerics.dispatch.transfer import to_device
 from heddle.parts.context.layout import Layout
 from heddle.training.evaluation.scores import Scores
 
@@ -63,8 +64,8 @@ def bits_and_bytes(
     """
     scores: Scores = []
     for batch, tokens in token_scores(model, batches, byte_lengths, autocast):
-        sums = zip(tokens.nats.sum(1) / math.log(2), tokens.sizes.sum(1), strict=True)
-        scores += [(float(row_bits), int(row_bytes)) for row_bits, row_bytes in sums]
+        sums = torch.stack((tokens.nats.sum(1) / math.log(2), tokens.sizes.sum(1).double()), dim=1)
+        scores += [(row_bits, int(row_bytes)) for row_bits, row_bytes in sums.tolist()]
         if observer is not None:
             observer(batch, tokens)
     return scores
@@ -80,23 +81,24 @@ def token_scores(
 ) -> Iterator[tuple[_Evaluated, TokenScores]]:
     """Yield each batch and the scores of its tokens, which `bits_and_bytes` adds up. with_correct: with `correct`."""
     device = model.embed.weight.device
-    token_bytes = torch.from_numpy(np.asarray(byte_lengths, dtype=np.int64)).to(device)
+    token_bytes = to_device(torch.from_numpy(np.asarray(byte_lengths, dtype=np.int64)), device)
     was_training = model.training
     model.eval()
     try:
         for batch in batches:
-            tokens = torch.tensor(batch.tokens, device=device)  # a copy, since the array may be read-only
-            targets = torch.tensor(batch.targets, device=device)
+            # Copies, since the arrays may be read-only. Scored targets are counted on the host, which has them.
+            on_host = (batch.tokens, batch.targets, np.flatnonzero(np.asarray(batch.targets) >= 0))
+            tokens, targets, scored = (to_device(torch.tensor(array, device="cpu"), device) for array in on_host)
             layout = Layout.packed(batch.doc_lengths, targets.shape[1], device)
             correct = torch.zeros_like(targets, dtype=torch.bool) if with_correct else None
             with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
                 hidden, _ = model(tokens[:, :-1], layout)
-                scored = targets >= 0
+                hidden, target_tokens = hidden.flatten(0, 1)[scored], targets.flatten()[scored]
                 nats = torch.zeros(targets.shape, dtype=torch.float64, device=device)
-                nats[scored] = token_losses(hidden[scored], model.head.output_head, targets[scored]).double()
+                nats.view(-1)[scored] = token_losses(hidden, model.head.output_head, target_tokens).double()
                 if correct is not None:
-                    correct[scored] = model.head(hidden[scored]).argmax(-1) == targets[scored]
-            sizes = token_bytes[targets.clamp(min=0)] * scored
+                    correct.view(-1)[scored] = model.head(hidden).argmax(-1) == target_tokens
+            sizes = token_bytes[targets.clamp(min=0)] * (targets >= 0)
             yield batch, TokenScores(nats * (sizes > 0), sizes, correct)
     finally:
         model.train(was_training)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from heddle.model.decoder import Decoder
+from heddle.numerics.dispatch.transfer import to_device
 from heddle.parts.context.layout import Layout
 from heddle.training.evaluation.bits_per_byte import EvaluationBatch
 from heddle.training.evaluation.scores import Scores
@@ -27,18 +28,18 @@ def correct_predictions(model: Decoder, batches: Iterable[TaskBatch], autocast: 
     scores: Scores = []
     try:
         for batch in batches:
-            tokens = torch.tensor(batch.tokens, device=device)
-            targets = torch.tensor(batch.targets, device=device)
+            on_host = (batch.tokens, batch.targets, np.flatnonzero(np.asarray(batch.targets) >= 0))
+            tokens, targets, scored = (to_device(torch.tensor(array, device="cpu"), device) for array in on_host)
             layout = Layout.packed(batch.doc_lengths, device=device)
             if batch.coordinates is not None:
-                layout = layout.with_coordinates(torch.tensor(batch.coordinates, device=device))
+                layout = layout.with_coordinates(to_device(torch.tensor(batch.coordinates, device="cpu"), device))
             with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
                 hidden, _ = model(tokens[:, :-1], layout)
                 correct = torch.zeros_like(targets, dtype=torch.bool)
-                scored = targets >= 0
-                correct[scored] = model.head(hidden[scored]).argmax(-1) == targets[scored]
-            sums = zip(correct.sum(1), scored.sum(1), strict=True)
-            scores += [(float(num_correct), int(num_scored)) for num_correct, num_scored in sums]
+                predictions = model.head(hidden.flatten(0, 1)[scored]).argmax(-1)
+                correct.view(-1)[scored] = predictions == targets.flatten()[scored]
+            sums = torch.stack((correct.sum(1), (targets >= 0).sum(1)), dim=1)
+            scores += [(float(num_correct), num_scored) for num_correct, num_scored in sums.tolist()]
     finally:
         model.train(was_training)
     return scores

@@ -1,0 +1,222 @@
+"""`heddle doctor`: what this machine offers, and which kernel each operation of a design takes on a device, and why."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from getpass import getuser
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import gettempdir
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from heddle.cli.options import Json, PartFile, Precision, dtype_of, with_vocab_size
+from heddle.cli.show import print_kernels
+from heddle.progress import format_amount, printable
+from heddle.tokenization import DEFAULT_VOCAB_SIZE
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_DESIGNS = ("preset:gqa-small", "preset:gated_delta-small")
+CONTEXT_LENGTH = 2048
+MEASUREMENTS = 5  # repetitions of each measured limit, of which the fastest counts
+LABEL_WIDTH = 12
+
+
+class OptionalPackage(NamedTuple):
+    """A package that some kernels need: the module to import, and what it computes."""
+
+    module: str
+    purpose: str
+
+
+OPTIONAL_PACKAGES = {
+    "triton": OptionalPackage("triton", "what torch.compile generates for a GPU"),
+    "flash-linear-attention": OptionalPackage("fla", "linear attention, retention, delta rules, Mamba-2"),
+    "causal-conv1d": OptionalPackage("causal_conv1d", "short convolutions"),
+    "liger-kernel": OptionalPackage("liger_kernel", "the vocabulary loss"),
+    "flash-mla": OptionalPackage("flash_mla", "decoding with latent attention"),
+    "torchao": OptionalPackage("torchao", "products in FP8"),
+}
+
+
+def doctor(
+    designs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="DESIGN", help="Files, preset:NAME or folders. [gqa and gated_delta presets]"),
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda or mps; it need not be in this machine.")
+    ] = "auto",
+    gpu: Annotated[bool, typer.Option("--gpu", help="The same as --device cuda.")] = False,
+    precision: Precision = "bf16",
+    part: PartFile = None,
+    as_json: Json = False,
+) -> None:
+    """Print the limits of this machine, the packages that kernels need, and the kernel that each operation takes.
+
+    It works without a GPU: kernels are then chosen as on one, and nothing runs there.
+    """
+    from heddle.config import load_part
+
+    for file in part or []:
+        load_part(file)
+    dtype = dtype_of(precision)
+    facts = machine_facts("cuda" if gpu else device)
+    facts["precision"] = precision
+    facts["designs"] = {
+        design: kernel_facts(design, dtype, facts["device"]) for design in dict.fromkeys(designs or DEFAULT_DESIGNS)
+    }
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _print_facts(facts)
+
+
+def machine_facts(device: str) -> dict[str, Any]:
+    """Device, hardware, versions, measured limits, optional packages and the folder of compiled code, as plain data."""
+    from heddle.runtime import device_name, hardware, is_available, versions
+
+    name = device_name(device)
+    available = is_available(name)
+    return {
+        "device": name,
+        "available": available,
+        "hardware": hardware() | _gpu_facts(),
+        "versions": versions() | _torch_builds(),
+        "limits": measure_limits(name if available else "cpu"),
+        "packages": {package: package_state(package) for package in OPTIONAL_PACKAGES},
+        "compile_cache": _compile_cache(),
+    }
+
+
+def kernel_facts(design: str, dtype: "torch.dtype", device: str) -> dict[str, list[dict[str, Any]]]:
+    """By phase, the kernel of each operation of a design on a device, and why better ones were rejected."""
+    from heddle.cli.show import kernels_by_phase
+    from heddle.model.load_config import load_config
+    from heddle.model.size import build_distinct_layers
+
+    config = with_vocab_size(load_config(design), DEFAULT_VOCAB_SIZE)
+    return kernels_by_phase(build_distinct_layers(config, dtype), CONTEXT_LENGTH, device)
+
+
+def package_state(package: str) -> dict[str, str]:
+    """What a package of `OPTIONAL_PACKAGES` is for, and its version, or why it cannot be used, in one sentence."""
+    module, purpose = OPTIONAL_PACKAGES[package]
+    state = {"purpose": purpose}
+    try:
+        state["version"] = version(package)
+    except PackageNotFoundError:
+        return state | {"unusable": "not installed"}
+    try:
+        import_module(module)
+    except Exception as error:  # a package for another device may fail in any way when it is imported
+        reason = (str(error).splitlines() or [""])[0]
+        state["unusable"] = f"its import fails: {type(error).__name__}: {reason}"
+    return state
+
+
+def measure_limits(device: str) -> dict[str, float]:
+    """What this device reaches: bytes per second of a copy, FLOP/s of square products, seconds of a small operation."""
+    import torch
+
+    small = device == "cpu"
+    size, width = (2**24, 512) if small else (2**30, 8192)
+    source = torch.empty(size, dtype=torch.uint8, device=device).zero_()
+    target, little = torch.empty_like(source), torch.zeros(1, device=device)
+    limits = {"copy_bytes_per_second": 2 * size / _seconds(lambda: target.copy_(source), device)}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        x = torch.ones(width, width, dtype=dtype, device=device)
+        limits[f"{name}_flops_per_second"] = 2 * width**3 / _seconds(partial(torch.mm, x, x), device)
+    launches = 200
+    limits["launch_seconds"] = _seconds(lambda: [little.add_(1.0) for _ in range(launches)], device) / launches
+    return limits
+
+
+def _seconds(call: Callable[[], object], device: str) -> float:
+    """The fastest of several calls."""
+    import torch
+
+    synchronize: Callable[[], None] = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(
+        device, lambda: None
+    )
+    fastest = float("inf")
+    for _ in range(MEASUREMENTS + 1):
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        fastest = min(fastest, time.perf_counter() - start)
+    return fastest
+
+
+def _gpu_facts() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpus": torch.cuda.device_count(),
+        "gpu_memory_bytes": properties.total_memory,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+    }
+
+
+def _torch_builds() -> dict[str, str]:
+    """The versions of CUDA and cuDNN that torch was built with, or none."""
+    import torch
+
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return {"cuda": torch.version.cuda or "none", "cudnn": "none" if cudnn is None else str(cudnn)}
+
+
+def _compile_cache() -> str:
+    """The folder as torch names it; torch's own function would import the compiler, which takes seconds."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return folder or str(Path(gettempdir()) / f"torchinductor_{getuser()}")
+
+
+def _print_facts(facts: dict[str, Any]) -> None:
+    for label, text in _lines(facts):
+        print(f"{label:{LABEL_WIDTH}}{printable(text)}")
+    for design, phases in facts["designs"].items():
+        print(f"\n{printable(design)}, {CONTEXT_LENGTH:,} tokens in {facts['precision']} on {facts['device']}")
+        print_kernels(phases)
+
+
+def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The lines about the machine, each with its label."""
+    hardware, limits, device = facts["hardware"], facts["limits"], facts["device"]
+    lines = [("device", _describe_device(facts))]
+    lines.append(("machine", f"{hardware['cpu']}, {hardware['cores']} cores, "
+                  f"{format_amount(hardware['memory_bytes'], 'bytes')} of memory"))  # fmt: skip
+    lines.append(("versions", ", ".join(f"{name} {number}" for name, number in facts["versions"].items())))
+    measured = device if facts["available"] else "cpu"
+    lines.append(("limits", f"copies {limits['copy_bytes_per_second'] / 1e9:,.0f} GB/s, products "
+                  f"{limits['bf16_flops_per_second'] / 1e12:,.1f} TFLOP/s in bf16 and "
+                  f"{limits['fp32_flops_per_second'] / 1e12:,.1f} in fp32, a launch "
+                  f"{limits['launch_seconds'] * 1e6:,.1f} µs; measured on {measured}"))  # fmt: skip
+    lines.append(("compile", f"cache in {facts['compile_cache']}"))
+    for name, state in facts["packages"].items():
+        usable = "unusable" not in state
+        text = f"{name} {state['version']}" if usable else f"{name}: {state['unusable']}"
+        lines.append(("packages" if name == next(iter(facts["packages"])) else "", f"{text} ({state['purpose']})"))
+    return lines
+
+
+def _describe_device(facts: dict[str, Any]) -> str:
+    hardware, device = facts["hardware"], facts["device"]
+    if not facts["available"]:
+        return f"{device}: torch finds none on this machine; kernels are chosen as on one, and nothing runs there"
+    if device != "cuda":
+        return f"{device}"
+    memory = format_amount(hardware["gpu_memory_bytes"], "bytes")
+    count = "" if hardware["gpus"] == 1 else f"{hardware['gpus']} × "
+    gpu, capability = hardware["gpu"], hardware["compute_capability"]
+    return f"cuda: {count}{gpu}, {memory}, compute capability {capability}"

@@ -1,0 +1,87 @@
+"""Decoding on a GPU: every token takes the same kernels over the same tensors, so that one graph serves all of them.
+
+The state is pinned (`State.pinned`): its facts hold for all next tokens until a row has `limit` of them, and attention
+reads `limit` slots. The limit doubles when it is reached. The first token of each limit runs without a graph: it grows
+the caches and loads the kernels. The others replay what was captured after it. The host waits for none of them: tokens
+are chosen on the device, and read in blocks.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from heddle.generation.capture import Step, capture
+from heddle.generation.model_runner import GenerationRequest, ModelRunner
+from heddle.model.state import State
+
+MIN_LIMIT = 256  # slots that attention reads at least
+
+
+class PinnedDecoder:
+    """The tensors of a decoding that every step reads and writes in place.
+
+    tokens: int64 [B], the newest of each row. position: int64 [], their index in the new text. state: of all earlier
+    tokens.
+    """
+
+    def __init__(self, runner: ModelRunner, request: GenerationRequest, tokens: Tensor, state: State) -> None:
+        self.runner, self.request = runner, request
+        self.tokens, self.state = tokens.clone(), state
+        self.position = torch.zeros((), dtype=torch.int64, device=tokens.device)
+
+    def grow(self, limit: int) -> None:
+        """Choose a token like `step`, in a state that from now on has room for `limit` tokens of a row."""
+        self.state = self._read_tokens(self.state.pinned(limit)).pinned(limit)
+
+    def step(self) -> None:
+        """Read the newest tokens and choose the next ones, in place."""
+        self.state.advance(self._read_tokens)
+
+    def _read_tokens(self, state: State) -> State:
+        hidden, new_state = self.runner.forward(self.tokens.clamp(min=0)[:, None], None, state)
+        self.position.add_(1)
+        logits = self.runner.logits(hidden[:, -1], self.request)
+        self.tokens.copy_(self.request.sampler.choose(logits, self.position))
+        return new_state
+
+
+def next_limit(tokens: int, capacity: int) -> int:
+    """The slots that attention reads once rows have `tokens`: a power of two above it, at most the capacity."""
+    return min(capacity, max(MIN_LIMIT, 1 << tokens.bit_length()))
+
+
+def pinned_steps(
+    runner: ModelRunner,
+    request: GenerationRequest,
+    hidden: Tensor,
+    state: State,
+    on_refusal: Callable[[str], None] | None = None,
+) -> Iterator[Tensor]:
+    """Yield the next tokens of all rows, int64 [B], at each step; −1 where logits are not finite.
+
+    on_refusal gets the reason, once, if no graph can be recorded; then every step runs as the first one. None: no graph
+    is tried.
+    """
+    tokens = request.sampler.choose(
+        runner.logits(hidden, request), torch.zeros((), dtype=torch.int64, device=hidden.device)
+    )
+    yield tokens
+    count = limit = state.table.max_tokens
+    capacity = count + request.max_new_tokens - 1
+    decoder = PinnedDecoder(runner, request, tokens, state)
+    replay: Step | None = None
+    for _ in range(request.max_new_tokens - 1):
+        if count == limit:
+            limit, replay = next_limit(count, capacity), None
+            decoder.grow(limit)
+        else:
+            if replay is None and on_refusal is not None:
+                try:
+                    replay = capture(decoder.step)
+                except RuntimeError as error:
+                    on_refusal(str(error).strip().split("\n")[0])
+                    on_refusal = None
+            (replay or decoder.step)()
+        count += 1
+        yield decoder.tokens.clone()

@@ -1,0 +1,112 @@
+"""Adapter to flash-linear-attention (`fla`): Triton kernels of recurrences for a GPU, in half precision.
+
+Its tensors are [B, T, H, d] where heddle's are [B, H, T, d]. In both a state is [B, H, d_k, d_v] and decays are
+logarithms. Queries are scaled before the call, so fla's own scale is 1. Documents become one row with `cu_seqlens`,
+also given on the host, where fla plans its chunks: else it would wait for the device. Signatures are those of 0.5.2.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from heddle.numerics.recurrent.chunked_sums import CallLayout, token_log_decays
+
+if TYPE_CHECKING:
+    from heddle.numerics.recurrent.gated_delta import DeltaInputs
+    from heddle.numerics.recurrent.recurrence import RecurrenceFacts
+    from heddle.numerics.recurrent.ssd import SSDInputs
+
+DTYPES = (torch.float16, torch.bfloat16)
+MAX_KEY_WIDTH = 256
+FUNCTIONS = {
+    "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
+    "chunk_kda": "fla.ops.kda",
+    "chunk_simple_gla": "fla.ops.simple_gla",
+}
+
+CuSeqlens = tuple[Tensor, Tensor]  # the ends of all documents, from 0 on, int64 [N + 1]: on the device, on the host
+
+
+@cache
+def functions() -> dict[str, Callable[..., Any]] | None:
+    """fla's functions by name. None if it is not installed, or finds no GPU for its kernels."""
+    try:
+        return {name: getattr(import_module(module), name) for name, module in FUNCTIONS.items()}
+    except (ImportError, RuntimeError):
+        return None
+
+
+def fla_unsupported(facts: "RecurrenceFacts") -> str | None:
+    """Why fla cannot compute a call, or None."""
+    if facts.device != "cuda":
+        return "it needs a CUDA device"
+    if facts.tokens < 2:
+        return "one token is one step of the recurrence"
+    if facts.dtype not in DTYPES:
+        return f"it multiplies in half precision, and the projections are in {facts.dtype}"
+    if facts.key_width > MAX_KEY_WIDTH:
+        return f"keys are {facts.key_width} wide, more than {MAX_KEY_WIDTH}"
+    if facts.has_documents and (facts.has_state or not facts.has_cu_seqlens):
+        return "documents follow a state or padding"
+    return "flash-linear-attention is not installed" if functions() is None else None
+
+
+def fla_delta_rule(inputs: "DeltaInputs", state: Tensor) -> tuple[Tensor, Tensor]:
+    """`gated_delta.gated_delta_rule` by fla: with a decay per head, or per channel (Kimi Delta Attention)."""
+    per_head = inputs.log_decay.shape[3] == 1
+    log_decay = inputs.log_decay.squeeze(3) if per_head else inputs.log_decay
+    return _run(
+        "chunk_gated_delta_rule" if per_head else "chunk_kda",
+        {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": log_decay, "beta": inputs.beta},
+        inputs.dtype or inputs.v.dtype,
+        inputs.cu_seqlens,
+        state,
+    )
+
+
+def fla_ssd(inputs: "SSDInputs", state: Tensor) -> tuple[Tensor, Tensor]:
+    """`ssd.state_space_duality` by fla, without the skip connection. Each head gets a copy of its group's q and k."""
+    repeats = inputs.v.shape[1] // inputs.k.shape[1]
+    q, k = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (inputs.q, inputs.k))
+    tensors = {"q": q, "k": k, "v": inputs.v * inputs.time_step, "g": inputs.log_decay.squeeze(3)}
+    return _run("chunk_simple_gla", tensors, inputs.dtype or inputs.v.dtype, inputs.cu_seqlens, state)
+
+
+def fla_causal_sums(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, layout: CallLayout, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`causal_sums.causal_sums` by fla. Constant decays are one number per head, unless they learn or skip padding."""
+    tensors = {"q": q, "k": k, "v": v}
+    if log_decay is not None and (log_decay.requires_grad or layout.cumulative_tokens is not None):
+        tensors["g"] = token_log_decays(log_decay, layout, q.shape[2]).squeeze(3).expand(q.shape[:3])
+    elif log_decay is not None:
+        tensors["g_gamma"] = log_decay
+    return _run("chunk_simple_gla", tensors, v.dtype, layout.cu_seqlens, state)
+
+
+def _run(
+    name: str, tensors: dict[str, Tensor], dtype: torch.dtype, cu_seqlens: CuSeqlens | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Call a function of fla. `tensors` are [B, H, T, ...], or [H] for "g_gamma"; q, k and v are rounded to `dtype`."""
+    library = functions()
+    assert library is not None
+    batch, _, length, _ = tensors["v"].shape
+    arguments: dict[str, Any] = {}
+    for key, x in tensors.items():
+        narrow = x.to(dtype) if key in ("q", "k", "v") else x.float()
+        rows = narrow if key == "g_gamma" else narrow.transpose(1, 2)
+        arguments[key] = rows if cu_seqlens is None or key == "g_gamma" else rows.flatten(0, 1)[None]
+    if cu_seqlens is None:
+        arguments["initial_state"] = state.float()
+    else:
+        arguments["cu_seqlens"], arguments["cu_seqlens_cpu"] = cu_seqlens
+    y, last = library[name](**arguments, scale=1.0, output_final_state=True)
+    if cu_seqlens is not None:
+        row_ends = torch.arange(length, batch * length + 1, length, device=y.device)
+        last = last[torch.searchsorted(cu_seqlens[0], row_ends) - 1]
+        y = y.view(batch, length, *y.shape[2:])
+    return y.transpose(1, 2).to(state.dtype), last.to(state.dtype)

@@ -1,0 +1,46 @@
+"""`benchmarks.gpu` runs to its end on a CPU at toy sizes, and says what it left out."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.gpu_setup import Comparison, Setup
+
+
+def test_every_section_runs_at_toy_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "gpu.json"
+    gpu.main(["--toy", "--device", "cpu", "--out", str(out)])
+    content = json.loads(out.read_text(encoding="utf-8"))
+    assert {row["section"] for row in content["results"]} == set(gpu.SECTIONS)
+    assert [row for row in content["results"] if "left out" in row or row.get("met") is False] == []
+    assert content["device"] == "cpu"
+    assert content["toy"]
+    assert set(content["unusable"]) >= {"flash-linear-attention", "liger-kernel"}
+    cases = {row["case"] for row in content["results"]}
+    assert {"attention, soft cap", "training, mla, toy", "decoding, gqa, batch 32, after 32", "Muon step"} <= cases
+    printed = capsys.readouterr().out
+    assert all(case in printed for case in cases)
+
+
+def test_a_section_runs_alone_and_no_case_starts_without_time(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    gpu.main(["--toy", "--device", "cpu", "--sections", "loss", "--minutes", "0", "--out", str(out)])
+    rows = json.loads(out.read_text(encoding="utf-8"))["results"]
+    assert [(row["section"], row["left out"]) for row in rows] == [("loss", "no time left")]
+
+
+def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--sections", "trian"])
+    assert "unknown section 'trian'; choices: limits, ops" in capsys.readouterr().err
+
+
+def test_a_slower_peer_has_a_ratio_above_one() -> None:
+    setup = Setup("cpu", False, float("inf"))
+    calls = {"heddle": lambda: sum(range(1000)), "slow": lambda: sum(range(100_000))}
+    row = Comparison("sums", lambda: calls, goal=2.0, work=("sums per second", 1.0)).measure(setup)
+    assert row["ratio to slow"] > 2.0
+    assert row["met"]
+    assert row["sums per second"] == 1.0 / row["heddle seconds"]

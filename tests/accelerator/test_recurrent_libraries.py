@@ -1,0 +1,313 @@
+"""Recurrences by libraries: the adapters against stand-ins that have the libraries' signatures and compute loops.
+
+Choices are made as on CUDA, and tensors are on the CPU. Inputs are exact in bfloat16, so results differ by the rounding
+of the output.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from heddle.laws.harness import model_under_test, random_tokens
+from heddle.numerics.dispatch.operation import record_choices
+from heddle.numerics.kernels import kernels
+from heddle.numerics.recurrent import causal_conv1d as conv_library
+from heddle.numerics.recurrent import fla
+from heddle.numerics.recurrent.causal_sums import causal_means, causal_sums
+from heddle.numerics.recurrent.chunked_sums import CallLayout
+from heddle.numerics.recurrent.convolution import (
+    ConvolutionFacts,
+    Taps,
+    causal_conv1d,
+    find_input_indices,
+    find_tokens_near_starts,
+)
+from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule
+from heddle.numerics.recurrent.recurrence import RecurrenceFacts
+from heddle.numerics.recurrent.ssd import SSDInputs, state_space_duality
+from heddle.parts.context.layout import Layout
+from heddle.parts.context.recurrent_state import call_cu_seqlens
+from tests.cases import case
+from tests.laws.planting import plant
+
+BATCH, HEADS, GROUPS, LENGTH, D_K, D_V = 2, 4, 2, 11, 6, 5
+DOCUMENTS = [[3, 1, 7], [11]]
+TOLERANCE = 2e-2  # bfloat16 has 8 bits
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Libraries are found in the folder of stand-ins."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "stand_ins"))
+    caches = fla.functions, conv_library.conv_function
+    for function in caches:
+        function.cache_clear()
+    yield
+    for function in caches:
+        function.cache_clear()
+    for name in [name for name in sys.modules if name.split(".")[0] in ("fla", "causal_conv1d")]:
+        del sys.modules[name]
+
+
+def exact(*shape: int) -> Tensor:
+    """Normal numbers that bfloat16 holds, in float32."""
+    return torch.randn(shape).bfloat16().float()
+
+
+def delta_inputs(channels: int, documents: bool) -> DeltaInputs:
+    q, k = (exact(BATCH, GROUPS, LENGTH, D_K) / 4 for _ in range(2))
+    layout = Layout.packed(DOCUMENTS) if documents else None
+    with record_choices("cuda"):
+        bounds = None if layout is None else call_cu_seqlens(layout)
+    return DeltaInputs(
+        q,
+        k,
+        exact(BATCH, HEADS, LENGTH, D_V),
+        -torch.randn(BATCH, HEADS, LENGTH, channels).square(),
+        torch.rand(BATCH, HEADS, LENGTH),
+        None if layout is None else layout.call_segment_ids,
+        bounds,
+        torch.bfloat16,
+    )
+
+
+def ssd_inputs(documents: bool) -> SSDInputs:
+    q, k, v, log_decay, beta, ids, bounds, dtype = delta_inputs(1, documents)
+    time_step = torch.full_like(beta, 0.5)[..., None]
+    return SSDInputs(q, k, v, log_decay, time_step, torch.randn(HEADS), ids, bounds, dtype)
+
+
+Run = Callable[[], tuple[Tensor, Tensor | None]]
+
+
+def with_gradients(inputs: DeltaInputs | SSDInputs) -> list[Tensor]:
+    return [x.requires_grad_() for x in inputs[:5]]
+
+
+def results(run: Run, tensors: list[Tensor]) -> list[Tensor | None]:
+    """The output and the state of a call, and the gradients of the inputs."""
+    y, state = run()
+    probe = torch.linspace(-1.0, 1.0, y.numel()).view_as(y)
+    return [y, state, *torch.autograd.grad((y * probe).sum(), tensors, allow_unused=True)]
+
+
+def assert_near(actual: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    for got, want in zip(actual, expected, strict=True):
+        assert (got is None) == (want is None)
+        if got is not None and want is not None:
+            torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def compare(operation: str, kernel: str, run: Run, tensors: list[Tensor]) -> None:
+    """The library is chosen, and gives what the reference gives."""
+    with record_choices("cuda") as choices:
+        actual = results(run, tensors)
+    assert [choice.kernel for choice in choices if choice.operation == operation] == [kernel]
+    with kernels(**{operation: "reference"}):
+        expected = results(run, tensors)
+    assert_near(actual, expected)
+
+
+def check_delta(channels: int, documents: bool, has_state: bool) -> None:
+    inputs = delta_inputs(channels, documents)
+    state = exact(BATCH, HEADS, D_K, D_V) if has_state else None
+    tensors = with_gradients(inputs)
+    compare("delta", "fla", lambda: gated_delta_rule(inputs, state), tensors)
+
+
+CALLS = [(False, False), (False, True), (True, False)]
+
+
+def check_all(check: Callable[[bool, bool], None]) -> None:
+    for documents, has_state in CALLS:
+        check(documents, has_state)
+
+
+@pytest.mark.parametrize(("documents", "has_state"), CALLS)
+@pytest.mark.parametrize("channels", [1, D_K])
+def test_the_gated_delta_rule(channels: int, documents: bool, has_state: bool) -> None:
+    check_delta(channels, documents, has_state)
+
+
+@pytest.mark.parametrize(("documents", "has_state"), CALLS)
+def test_state_space_duality(documents: bool, has_state: bool) -> None:
+    inputs = ssd_inputs(documents)
+    state = exact(BATCH, HEADS, D_K, D_V) if has_state else None
+    compare("ssd", "fla", lambda: state_space_duality(inputs, state), with_gradients(inputs))
+
+
+@pytest.mark.parametrize(("documents", "has_state"), CALLS)
+@pytest.mark.parametrize("decay", ["none", "fixed", "learned", "padding"])
+def test_causal_sums(decay: str, documents: bool, has_state: bool) -> None:
+    q, k = (exact(BATCH, HEADS, LENGTH, D_K).div(4).requires_grad_() for _ in range(2))
+    v = torch.randn(BATCH, HEADS, LENGTH, D_V).bfloat16().requires_grad_()
+    rates = None if decay == "none" else -torch.linspace(0.0, 1.0, HEADS)
+    layout = Layout.packed(DOCUMENTS) if documents else Layout.causal(BATCH, LENGTH)
+    with record_choices("cuda"):
+        bounds = call_cu_seqlens(layout)
+    is_token, counts = torch.ones(BATCH, LENGTH), None
+    if decay == "padding":
+        is_token = torch.rand(BATCH, LENGTH) > 0.3
+        counts = is_token.cumsum(1)
+    if decay == "learned" and rates is not None:
+        rates.requires_grad_()
+    call = CallLayout(counts, layout.call_segment_ids, bounds)
+    state = exact(BATCH, HEADS, D_K, D_V) if has_state else torch.zeros(BATCH, HEADS, D_K, D_V)
+    sources = [q, k, v, *([rates] if rates is not None and rates.requires_grad else [])]
+
+    def run() -> tuple[Tensor, Tensor]:
+        y, after = causal_sums(q, k * is_token[:, None, :, None], v, rates, call, state if has_state else None)
+        return y, state if after is None else after
+
+    with record_choices("cuda") as choices:
+        got = results(run, sources)
+    assert [choice.kernel for choice in choices] == ["fla"]
+    with kernels(causal_sums="reference"):
+        want = results(run, sources)
+    assert_near(got, want)
+
+
+def test_causal_means_divide_sums_by_the_library() -> None:
+    q, k = (exact(BATCH, HEADS, LENGTH, D_K).abs() + 0.5 for _ in range(2))
+    v = torch.randn(BATCH, HEADS, LENGTH, D_V).bfloat16()
+    with record_choices("cuda") as choices:
+        y, _ = causal_means(q, k, v, CallLayout())
+    assert [(choice.operation, choice.kernel) for choice in choices] == [
+        ("causal_means", "quotient"),
+        ("causal_sums", "fla"),
+    ]
+    assert_near([y], [causal_means(q, k, v, CallLayout())[0]])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"g": log_decay, "beta": inputs.beta', '"g": inputs.beta, "beta": log_decay'),
+        ('"q": inputs.q, "k": inputs.k', '"q": inputs.k, "k": inputs.q'),
+        ('"g": log_decay,', '"g": log_decay.exp(),'),
+    ],
+)
+def test_a_swapped_argument_of_the_delta_rule_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "numerics.recurrent.fla:fla_delta_rule", old, new)
+    with pytest.raises(AssertionError):
+        check_delta(1, False, False)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("scale=1.0, ", ""),
+        ('arguments["initial_state"] = state.float()', 'arguments["initial_state"] = None'),
+        ("y = y.view(batch, length, *y.shape[2:])", "y = y.view(length, batch, *y.shape[2:]).transpose(0, 1)"),
+        (
+            'arguments["cu_seqlens"], arguments["cu_seqlens_cpu"] = cu_seqlens',
+            'arguments["cu_seqlens"] = cu_seqlens[0]',
+        ),
+        ("row_ends) - 1", "row_ends) - 2"),
+    ],
+)
+def test_a_wrong_call_of_fla_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "numerics.recurrent.fla:_run", old, new)
+    with pytest.raises((AssertionError, ValueError)):
+        check_all(lambda documents, has_state: check_delta(1, documents, has_state))
+
+
+FACTS = RecurrenceFacts(8, True, device="cuda", dtype=torch.bfloat16, key_width=64)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (FACTS, None),
+        (FACTS._replace(device="cpu"), "it needs a CUDA device"),
+        (
+            FACTS._replace(dtype=torch.float32),
+            "it multiplies in half precision, and the projections are in torch.float32",
+        ),
+        (FACTS._replace(key_width=320), "keys are 320 wide, more than 256"),
+        (FACTS._replace(tokens=1), "one token is one step of the recurrence"),
+        (FACTS._replace(has_documents=True), "documents follow a state or padding"),
+        (FACTS._replace(has_documents=True, has_cu_seqlens=True), None),
+        (
+            FACTS._replace(has_documents=True, has_cu_seqlens=True, has_state=True),
+            "documents follow a state or padding",
+        ),
+    ],
+)
+def test_why_fla_is_not_chosen(facts: RecurrenceFacts, reason: str | None) -> None:
+    assert fla.fla_unsupported(facts) == reason
+
+
+def check_convolution(dtype: torch.dtype, documents: bool, has_state: bool) -> None:
+    channels, kernel_size = 16, 3
+    layout = Layout.packed(DOCUMENTS) if documents else Layout.causal(BATCH, LENGTH)
+    ids, taps = layout.call_segment_ids, None
+    if ids is not None:
+        starts = find_tokens_near_starts(DOCUMENTS, kernel_size, ids.device)
+        taps = Taps(find_input_indices(ids >= 0, ids, kernel_size), starts, ids)
+    x, weight = exact(BATCH, LENGTH, channels).to(dtype), exact(channels, kernel_size)
+    state = exact(BATCH, kernel_size - 1, channels).to(dtype) if has_state else None
+    sources = [x.requires_grad_(), weight.requires_grad_(), *([state.requires_grad_()] if state is not None else [])]
+    compare("convolution", "causal_conv1d", lambda: (causal_conv1d(x, weight, state, taps), None), sources)
+
+
+@pytest.mark.parametrize(("documents", "has_state"), CALLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_short_convolution(dtype: torch.dtype, documents: bool, has_state: bool) -> None:
+    check_convolution(dtype, documents, has_state)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("None if segment_ids is None else segment_ids.int()", "None"),
+        ("conv_state.to(x.dtype).contiguous().mT", "conv_state.flip(1).to(x.dtype).contiguous().mT"),
+        ("return y.mT", "return y.mT.flip(1)"),
+    ],
+)
+def test_a_wrong_call_of_causal_conv1d_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "numerics.recurrent.causal_conv1d:run_conv", old, new)
+    with pytest.raises(AssertionError):
+        check_all(lambda documents, has_state: check_convolution(torch.float32, documents, has_state))
+
+
+CONVOLUTION_FACTS = ConvolutionFacts(8, True, False, False, device="cuda", dtype=torch.bfloat16, channels=16)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (CONVOLUTION_FACTS, None),
+        (CONVOLUTION_FACTS._replace(device="mps"), "it needs a CUDA device"),
+        (CONVOLUTION_FACTS._replace(dtype=torch.float64), "its dtypes end at float32, here is torch.float64"),
+        (CONVOLUTION_FACTS._replace(channels=12), "it takes 2 to 4 tokens of a multiple of 8 channels, here 4 of 12"),
+        (CONVOLUTION_FACTS._replace(kernel_size=5), "it takes 2 to 4 tokens of a multiple of 8 channels, here 5 of 16"),
+        (CONVOLUTION_FACTS._replace(taps=True), "documents follow a state or padding"),
+        (CONVOLUTION_FACTS._replace(taps=True, packed=True), None),
+    ],
+)
+def test_why_causal_conv1d_is_not_chosen(facts: ConvolutionFacts, reason: str | None) -> None:
+    assert conv_library.conv_unsupported(facts) == reason
+
+
+@pytest.mark.parametrize("name", ["delta-key-heads", "kda-own-widths", "mamba2-groups", "retention-rope-gate"])
+def test_models_pass_documents_and_their_dtype(name: str) -> None:
+    """A model in bfloat16 whose mixers call the library, on packed rows, is as near to float64 as without it."""
+    config = case(name)
+    layout = Layout.packed([[9, 1, 6], [16]])
+    tokens = random_tokens(config, 2, 16)
+    model = model_under_test(config, torch.bfloat16)
+    with torch.no_grad():
+        exact_output = copy.deepcopy(model).to(torch.float64)(tokens, layout)[0]
+        plain = model(tokens, layout)[0]
+        with record_choices("cuda") as choices, kernels(attention="reference"):
+            got = model(tokens, replace(layout, cache={}))[0]
+    assert "fla" in {choice.kernel for choice in choices}
+    errors = [float((x.double() - exact_output).square().mean()) for x in (got, plain)]
+    assert errors[0] <= 4 * errors[1] + 1e-6 * float(exact_output.square().mean())
