@@ -177,7 +177,10 @@ def _torch_builds() -> dict[str, str]:
 
 
 def _compile_cache() -> str:
-    """The folder as torch names it; torch's own function would import the compiler, which takes seconds."""
+    """The folder that commands give torch; without a home torch's own, whose function imports the compiler."""
+    from heddle.data.cache import use_own_compile_cache
+
+    use_own_compile_cache()
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     return folder or str(Path(gettempdir()) / f"torchinductor_{getuser()}")
 
