@@ -13,7 +13,7 @@ from heddle.errors import ConfigError
 from heddle.numerics.kernels import kernels
 from heddle.numerics.recurrent import batched_chunks, chunked_sums
 from heddle.numerics.recurrent.causal_sums import CAUSAL_SUMS, causal_means, causal_sums, causal_sums_flops
-from heddle.numerics.recurrent.chunked_sums import CallLayout, safe_reciprocal
+from heddle.numerics.recurrent.chunked_sums import CallLayout, safe_quotient, safe_reciprocal
 
 BATCH, HEADS, D_K, D_V = 2, 3, 4, 5
 KERNELS = [kernel.name for kernel in CAUSAL_SUMS.kernels if kernel.name != "fla"]
@@ -243,6 +243,15 @@ def test_safe_reciprocal_is_zero_where_x_is_too_small() -> None:
         assert y[:2].tolist() == gradient[:2].tolist() == [0.0, 0.0]
         torch.testing.assert_close(y[2:], 1 / x[2:])
         assert float(gradient[3]) == -0.25
+
+
+def test_the_gradient_of_a_quotient_of_small_numbers_is_finite() -> None:
+    numerator = torch.tensor([0.0, 2e-30, 3.0], requires_grad=True)
+    denominator = torch.tensor([0.0, 1e-30, 2.0], requires_grad=True)
+    y = safe_quotient(numerator, denominator)
+    gradients = torch.autograd.grad(y.sum(), (numerator, denominator))
+    torch.testing.assert_close(y, torch.tensor([0.0, 2.0, 1.5]))
+    torch.testing.assert_close(gradients, (torch.tensor([0.0, 1e30, 0.5]), torch.tensor([0.0, -2e30, -0.75])))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if len(case.is_token[0]) > 1])

@@ -25,7 +25,7 @@ from heddle.numerics.recurrent.chunked_sums import (
     chunk_weight,
     chunked_sums,
     decay_weights,
-    safe_reciprocal,
+    safe_quotient,
     scale_by,
     token_log_decays,
 )
@@ -147,7 +147,7 @@ def causal_sums(
 
 def divide_by_weights(weighted_sums: Tensor) -> Tensor:
     """Divide sums [..., d_v + 1] by their last column, the sum of the weights -> means [..., d_v]."""
-    return weighted_sums[..., :-1] * safe_reciprocal(weighted_sums[..., -1:])
+    return safe_quotient(weighted_sums[..., :-1], weighted_sums[..., -1:])
 
 
 def append_ones(v: Tensor) -> Tensor:

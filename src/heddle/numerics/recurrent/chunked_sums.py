@@ -113,6 +113,16 @@ def safe_reciprocal(x: Tensor) -> Tensor:
     return x.masked_fill(too_small, 1.0).reciprocal().masked_fill(too_small, 0.0)
 
 
+def safe_quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """numerator / denominator for denominators ≥ 0, and 0 where they are too small to divide by.
+
+    The gradient of a division divides twice. That of a product with the reciprocal would square it, which overflows for
+    denominators below 1e-19 in float32.
+    """
+    too_small = denominator <= torch.finfo(denominator.dtype).tiny
+    return (numerator / denominator.masked_fill(too_small, 1.0)).masked_fill(too_small, 0.0)
+
+
 def chunked_sums(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, layout: CallLayout, state: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.philox import ParameterDraws
 from heddle.numerics.recurrent.causal_sums import causal_means, causal_sums
-from heddle.numerics.recurrent.chunked_sums import safe_reciprocal
+from heddle.numerics.recurrent.chunked_sums import safe_quotient
 from heddle.numerics.recurrent.linear_attention import (
     document_sums,
     elu_features,
@@ -200,11 +200,11 @@ class LinearAttention(RecurrentMixer):
         rotated_q, rotated_k = (x if self.position is None else self.position(x, layout) for x in (q, k))
         if not self.causal:
             numerator = document_sums(rotated_q, rotated_k, v, layout.call_segment_ids)
-            return numerator * safe_reciprocal(document_sums(q, k, ones, layout.call_segment_ids)), None
+            return safe_quotient(numerator, document_sums(q, k, ones, layout.call_segment_ids)), None
         parts = (None, None) if sums is None else (sums[..., :-1], sums[..., -1:])
         numerator, numerator_state = causal_sums(rotated_q, rotated_k, v, None, call_layout(layout), parts[0])
         denominator, denominator_state = causal_sums(q, k, ones, None, call_layout(layout), parts[1])
-        y = numerator * safe_reciprocal(denominator)
+        y = safe_quotient(numerator, denominator)
         if numerator_state is None or denominator_state is None:
             return y, None
         return y, RecurrentState(torch.cat((numerator_state, denominator_state), dim=-1))
