@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from heddle.numerics.dispatch.libraries import optional_module
+
 
 def get_mla_metadata() -> tuple[object, None]:
     """What schedules the tiles of one call."""
@@ -39,6 +41,7 @@ def flash_mla_with_kvcache(q: Tensor, k_cache: Tensor, block_table: Tensor, cach
 
 def install_flash_mla(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a test, `flash_mla` can be imported."""
+    optional_module.cache_clear()
     module = ModuleType("flash_mla")
     vars(module).update(flash_mla_with_kvcache=flash_mla_with_kvcache, get_mla_metadata=get_mla_metadata)
     monkeypatch.setitem(sys.modules, "flash_mla", module)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from heddle.numerics.dispatch.libraries import optional_module
+
 OPTIONS: dict[str, Any] = {
     "bias": None,
     "ce_weight": None,
@@ -49,6 +51,7 @@ def liger_fused_linear_cross_entropy(*arguments: Any, **options: Any) -> Tensor:
 
 def install_liger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a test, `liger_kernel` can be imported."""
+    optional_module.cache_clear()
     package, transformers = ModuleType("liger_kernel"), ModuleType("liger_kernel.transformers")
     module = ModuleType("liger_kernel.transformers.functional")
     vars(module)["liger_fused_linear_cross_entropy"] = liger_fused_linear_cross_entropy

@@ -81,7 +81,7 @@ def on_mesh(config: ModelConfig, way: Way, mesh: tuple[int, int]) -> list[dict[s
         count = mesh[0] * mesh[1]
         shape, names = ((mesh[1],), ("shard",)) if mesh[0] == 1 else (mesh, ("replicate", "shard"))
         shard_model(model, init_device_mesh("cpu", shape, mesh_dim_names=names), Sharding())
-        initialize_shards(model, 0, torch.float64)
+        initialize_shards(model, 0)
         return run_steps(model, config, way, Ranks(rank, count))
 
     return on_ranks(mesh[0] * mesh[1], run)

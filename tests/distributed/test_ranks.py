@@ -88,7 +88,7 @@ def test_first_weights_are_those_of_one_process(count: int, monkeypatch: pytest.
         def weights(rank: int, config: ModelConfig = config) -> tuple[dict[str, Tensor], bool]:
             model = build(config, torch.float64, device="meta")
             shard_model(model, init_device_mesh("cpu", (count,)))
-            initialize_shards(model, 3, torch.float64)
+            initialize_shards(model, 3)
             named = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
             return named, model.head.weight is model.embed.weight
 
@@ -112,7 +112,7 @@ def test_evaluation_is_bit_equal() -> None:
     def hidden(rank: int) -> Tensor:
         model = build(config, torch.float64, device="meta")
         shard_model(model, init_device_mesh("cpu", (2,)))
-        initialize_shards(model, 0, torch.float64)
+        initialize_shards(model, 0)
         with torch.no_grad():
             result: Tensor = model.eval()(tokens)[0]
         return result
@@ -225,7 +225,7 @@ def test_moe_keeps_its_balancing_bias_whole() -> None:
     def biases(rank: int) -> list[bool]:
         model = build(config, torch.float64, device="meta")
         shard_model(model, init_device_mesh("cpu", (2,)))
-        initialize_shards(model, 0, torch.float64)
+        initialize_shards(model, 0)
         mixtures = [module for module in model.modules() if isinstance(module, MoE)]
         return [
             ranks_module.local_part(mixture.router.get_parameter("expert_bias")).shape == (4,) for mixture in mixtures

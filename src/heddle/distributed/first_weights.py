@@ -6,19 +6,18 @@ from torch import nn
 from heddle.distributed.ranks import held_rows, local_part
 from heddle.model.decoder import Decoder
 from heddle.model.embedding import Head
-from heddle.model.initialization import initialize_module, storage_dtype
+from heddle.model.initialization import initialize_module
 from heddle.parts.modules.linear import fill_rows
 
 
-def initialize_shards(
-    model: Decoder, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> None:
-    """Allocate and initialize a model that was sharded on the meta device.
+def initialize_shards(model: Decoder, seed: int, device: torch.device | str = "cpu") -> None:
+    """Allocate and initialize a model that was sharded on the meta device, in the dtypes that it was built in.
 
     One module at a time is initialized on a whole copy of its parameters, of which the pages of other ranks' rows are
     never touched. A tied head stays tied.
     """
-    _allocate(model, dtype, device)
+    model.to_empty(device=torch.device(device))
+    model.tie()
     for name, module in model.named_modules():
         shards = dict(module.named_parameters(recurse=False))
         if not shards:
@@ -39,13 +38,3 @@ def initialize_shards(
         with torch.no_grad():
             for each, shard in shards.items():
                 local_part(shard).copy_(parameters[each].detach()[held_rows(shard)])
-
-
-def _allocate(model: Decoder, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Give every parameter storage, in the dtype in which one process stores it. Shared ones stay shared."""
-    dtypes = {id(parameter): storage_dtype(parameter, dtype) for parameter in model.parameters()}
-    for parameter in model.parameters():
-        if parameter.dtype != dtypes[id(parameter)]:
-            raise TypeError(f"the model was built in {parameter.dtype}; build it in {dtypes[id(parameter)]}")
-    model.to_empty(device=torch.device(device))
-    model.tie()

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from heddle.numerics.dispatch.device_size import DeviceSize
 from heddle.numerics.dispatch.flop_counter import add_flops
+from heddle.numerics.dispatch.libraries import NOT_CUDA
 from heddle.numerics.dispatch.operation import Kernel, Operation, device_type, has_triton
 from heddle.numerics.liger import liger_loss_sum, liger_unsupported
 from heddle.numerics.linear import linear_flops
@@ -241,7 +242,7 @@ def _chunked_unsupported(facts: LossFacts) -> str | None:
 
 def _liger_kernel_unsupported(facts: LossFacts) -> str | None:
     if facts.device != "cuda":
-        return "it is for CUDA"
+        return NOT_CUDA
     if facts.teacher:
         return "there is a teacher"
     return "the head scales its logits" if facts.scale != 1.0 else liger_unsupported()

@@ -12,6 +12,7 @@ from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.attention.score_modifiers import NO_MODIFIERS, LinearBias, ScoreModifiers
 from heddle.numerics.attention.sdpa import WIDTH_STEP, compute_dtype
 from heddle.numerics.attention.varlen import varlen_parameters
+from heddle.numerics.dispatch.libraries import NOT_CUDA
 from heddle.numerics.dispatch.operation import device_type, has_triton
 
 MAX_UNMASKED_ROWS = 16  # queries per group up to which two plain products are the fastest way to read all keys
@@ -20,7 +21,6 @@ MAX_PRODUCT_ROWS = 64  # queries of a group whose weights are all in memory, on 
 MAX_FLASH_WIDTH = 256  # of the heads that torch's flash kernel takes
 MIN_FLEX_WIDTH, MAX_FLEX_WIDTH = 16, 256  # of the heads that FlexAttention takes
 _FLASH_CAPABILITY = 8, 0  # of the oldest card that runs torch's flash kernel
-NOT_CUDA = "it is for CUDA"
 NOT_PACKED = "the rows are not packed with known lengths"
 NO_SOFTCAP = "torch's fused kernel has no softcap"
 NO_BIAS = "torch's fused kernel takes a score bias only as a mask, which is built one tile of queries at a time"

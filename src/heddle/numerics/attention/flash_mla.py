@@ -4,26 +4,19 @@ It reads a cache in pages of 64 tokens, each anywhere in memory. A cache of hedd
 such pages if their number is a multiple of 64: it is handed over without a copy. The adapter was never run on a GPU.
 """
 
-from importlib import import_module
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
+from heddle.numerics.dispatch.libraries import optional_module
+
+MODULE = "flash_mla"
 PAGE = 64  # tokens
 VALUE_WIDTH = 512  # of a latent, without the rotated dims
 
 
 def flash_mla_unsupported() -> str | None:
     """Why FlashMLA cannot be called here, or None."""
-    return "flash_mla is not installed" if _module() is None else None
-
-
-def _module() -> ModuleType | None:
-    try:
-        return import_module("flash_mla")
-    except ImportError:
-        return None
+    return "flash_mla is not installed" if optional_module(MODULE) is None else None
 
 
 def has_pages(latents: Tensor) -> bool:
@@ -49,7 +42,7 @@ def pages(latents: Tensor) -> Tensor:
 
 def attend(q: Tensor, latents: Tensor, causal: bool, scale: float) -> Tensor:
     """q [B, H, T, 576] in the latent space, the last tokens of latents [B, 1, S, 576] -> [B, H, T, 512]."""
-    module = _module()
+    module = optional_module(MODULE)
     assert module is not None
     batch, keys, all_pages = q.shape[0], latents.shape[2], pages(latents)
     table = torch.arange(len(all_pages), dtype=torch.int32, device=q.device).view(batch, -1)

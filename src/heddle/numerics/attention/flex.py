@@ -20,8 +20,7 @@ from torch.nn import functional
 
 from heddle.numerics.attention.mask import AttentionMask, zero_unused_slots
 from heddle.numerics.attention.score_modifiers import LinearBias, ScoreModifiers
-from heddle.numerics.attention.sdpa import in_autocast_dtype
-from heddle.numerics.norms import at_least_float32
+from heddle.numerics.attention.sdpa import in_autocast_dtype, with_sink
 
 BLOCK = 128  # queries and keys of a block that is skipped, or computed, as a whole
 FAR = 2**30 + 1  # beyond any position and document, and small enough to add a window to it
@@ -119,8 +118,7 @@ def flex_with_sink(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, tensors: Fl
     )
     if tensors.sink is None or statistics.lse is None:
         return y
-    share = (statistics.lse - at_least_float32(tensors.sink)[:, None]).sigmoid()
-    return (y * share[..., None]).to(q.dtype)
+    return with_sink(y, statistics.lse, tensors.sink[:, None, None])
 
 
 def score_mod(tensors: FlexTensors, kind: FlexKind) -> ScoreMod:

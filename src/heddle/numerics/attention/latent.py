@@ -20,6 +20,7 @@ from heddle.numerics.attention.online_softmax import online_attention
 from heddle.numerics.attention.softmax import attention
 from heddle.numerics.dispatch.device_size import DeviceSize
 from heddle.numerics.dispatch.flop_counter import add_flops, counts_flops
+from heddle.numerics.dispatch.libraries import NOT_CUDA
 from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
 from heddle.numerics.linear import linear
 from heddle.numerics.norms import at_least_float32, without_autocast
@@ -213,7 +214,7 @@ def _expanded_unsupported(facts: LatentAttentionFacts) -> str | None:
 
 def _flash_mla_unsupported(facts: LatentAttentionFacts) -> str | None:
     if facts.device != "cuda":
-        return "it is for CUDA"
+        return NOT_CUDA
     if facts.gradients:
         return "gradients are wanted"
     if facts.dtype != torch.bfloat16 or (facts.latent_rank, facts.rope_width) != (512, 64):

@@ -6,13 +6,12 @@ also given on the host, where fla plans its chunks: else it would wait for the d
 """
 
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from heddle.numerics.dispatch.libraries import NOT_CUDA, optional_module
 from heddle.numerics.recurrent.chunked_sums import CallLayout, token_log_decays
 
 if TYPE_CHECKING:
@@ -31,19 +30,16 @@ FUNCTIONS = {
 CuSeqlens = tuple[Tensor, Tensor]  # the ends of all documents, from 0 on, int64 [N + 1]: on the device, on the host
 
 
-@cache
 def functions() -> dict[str, Callable[..., Any]] | None:
     """fla's functions by name. None if it is not installed, or finds no GPU for its kernels."""
-    try:
-        return {name: getattr(import_module(module), name) for name, module in FUNCTIONS.items()}
-    except (ImportError, RuntimeError):
-        return None
+    modules = {name: optional_module(module) for name, module in FUNCTIONS.items()}
+    return None if None in modules.values() else {name: getattr(module, name) for name, module in modules.items()}
 
 
 def fla_unsupported(facts: "RecurrenceFacts") -> str | None:
     """Why fla cannot compute a call, or None."""
     if facts.device != "cuda":
-        return "it needs a CUDA device"
+        return NOT_CUDA
     if facts.tokens < 2:
         return "one token is one step of the recurrence"
     if facts.dtype not in DTYPES:
