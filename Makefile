@@ -16,7 +16,7 @@ RUN := .venv/bin/python
 export PYTHON TORCH_INDEX PIP_ARGS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help compare compare-all ablation test quick soak bench evidence clean core dev
+.PHONY: help compare compare-all ablation test quick soak bench evidence docs clean core dev
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -59,6 +59,10 @@ bench: dev ## run every benchmark in turn
 
 evidence: core ## run every row of docs/evidence.md: about an hour of one core; continues where it stopped
 	@$(RUN) -m evidence --workers $(WORKERS)
+
+docs: ## build the documentation as a site, offline: build/docs/index.html
+	@sh tools/install.sh docs
+	@$(RUN) -m tools.site build/docs
 
 clean: ## remove .venv, caches and build outputs, but not runs/
 	@rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

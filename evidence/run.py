@@ -84,7 +84,8 @@ def train_one(name: str, key: str, seed: int, folder: Path) -> dict[str, Any]:
     from heddle.data.recall import is_recall_argument, parse_recall
     from heddle.model.load_config import load_config
     from heddle.training.evaluation.budget import EvaluationBudget
-    from heddle.training.loop import Diverged, TrainingJob, train
+    from heddle.training.job import TrainingJob
+    from heddle.training.loop import Diverged, train
     from heddle.training.settings import Settings
 
     torch.set_num_threads(1)

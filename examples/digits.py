@@ -17,7 +17,8 @@ from sklearn.datasets import load_digits
 
 import heddle
 from heddle.data.labeled import LabeledDataset, LabeledRows
-from heddle.training.loop import TrainingJob, train
+from heddle.training.job import TrainingJob
+from heddle.training.loop import train
 from heddle.training.settings import Settings
 
 IMAGE_SIZE, TEST_IMAGES = 8, 360  # pixels; number of test images

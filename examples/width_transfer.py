@@ -25,7 +25,8 @@ from heddle.model.load_config import load_config
 from heddle.model.width_scaling import scale_to_width
 from heddle.runtime import set_up_runtime
 from heddle.training.evaluation.budget import EvaluationBudget
-from heddle.training.loop import Diverged, TrainingJob, train
+from heddle.training.job import TrainingJob
+from heddle.training.loop import Diverged, train
 from heddle.training.settings import Settings
 
 BASE_WIDTH, MULTIPLES = 32, (1, 2, 4, 8)

@@ -96,6 +96,7 @@ CASES: dict[str, Data] = {
     ),
     "attention-qk-layer-norm-projection": design(layer(attention(qk_norm="projection")), norm={"kind": "layer"}),
     "attention-scale": alone(scale=0.7),
+    "attention-temperature": alone(kv_heads=2, temperature_beta=0.6, temperature_length=3),
     "attention-window-1": alone(window=1),
     "attention-window-2": alone(kv_heads=2, window=2),
     "attention-window-7": alone(heads=3, kv_heads=1, window=7),

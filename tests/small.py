@@ -16,7 +16,8 @@ from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
 from heddle.signals import Interrupted
 from heddle.training import loop
-from heddle.training.loop import TrainingJob, train
+from heddle.training.job import TrainingJob
+from heddle.training.loop import train
 from heddle.training.settings import Settings
 
 VOCABULARY = 300
@@ -103,8 +104,8 @@ def same_after_a_signal(make: Callable[[str], TrainingJob], monkeypatch: pytest.
     """A job stopped after step 3 and resumed has the same scores and weights, bit for bit, as an undisturbed one."""
     undisturbed, stop_if_diverged = train(make("whole")), loop._stop_if_diverged
 
-    def watch(job: TrainingJob, run: Any) -> None:
-        stop_if_diverged(job, run)
+    def watch(job: TrainingJob, run: Any, step: Any) -> None:
+        stop_if_diverged(job, run, step)
         if run.progress.step == 3:
             run.stop_request.signal_number = 15
 

@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "model": FLOOR_3,
     "laws": FLOOR_4,
     "tokenization": BASE,
-    "storage": FLOOR_4 | {"tokenization"},  # decision 32
+    "storage": FLOOR_4 | {"distributed", "tokenization"},  # decisions 32, 76
     "data": FLOOR_4 | {"storage", "tokenization"},
     "distributed": FLOOR_4,
     "generation": FLOOR_4,

@@ -39,7 +39,8 @@ from heddle.model.size import size
 from heddle.progress import progress_bar
 from heddle.storage.model import load
 from heddle.training.distillation import Distillation, LossWeights
-from heddle.training.loop import TrainingJob, train
+from heddle.training.job import TrainingJob
+from heddle.training.loop import train
 from heddle.training.settings import Settings
 
 SEEDS = (0, 1, 2)

@@ -35,7 +35,8 @@ from heddle.storage.model import load
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.evaluation.bits_per_byte import bits_and_bytes
 from heddle.training.init_checkpoint import open_init_checkpoint
-from heddle.training.loop import TrainingJob, train
+from heddle.training.job import TrainingJob
+from heddle.training.loop import train
 from heddle.training.settings import Settings
 
 HERE = Path(__file__).parent

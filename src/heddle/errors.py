@@ -43,6 +43,20 @@ class MachineError(HeddleError):
     exit_code = 1
 
 
+class RankLost(MachineError):
+    """Another rank of a training has ended or hangs. Exit code 75: the same command continues the run."""
+
+    exit_code = 75
+
+
+class OtherRankFailed(HeddleError):
+    """Another rank failed first, and says why: this one ends with its exit code; the command line prints nothing."""
+
+    def __init__(self, sentence: str, exit_code: int) -> None:
+        super().__init__(sentence)
+        self.exit_code = exit_code
+
+
 def choices_hint(value: str, choices: Iterable[str], prefix: str = "") -> str:
     """End a message about an unknown name: `did you mean 'heads'? choices: depth, heads`.
 

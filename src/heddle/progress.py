@@ -22,6 +22,7 @@ LINE_SECONDS = 5.0
 CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _quiet_depth = 0
+_silent_depth = 0
 _display: Progress | None = None
 
 
@@ -47,6 +48,21 @@ def quiet() -> Iterator[None]:
         _quiet_depth -= 1
 
 
+@contextlib.contextmanager
+def silent(silenced: bool = True) -> Iterator[None]:
+    """Silence warnings and results of this process too: another one of several ranks prints them."""
+    global _silent_depth  # noqa: PLW0603 - as above
+    if not silenced:
+        yield
+        return
+    _silent_depth += 1
+    try:
+        with quiet():
+            yield
+    finally:
+        _silent_depth -= 1
+
+
 def is_quiet() -> bool:
     """Whether this process is silenced, so that a child process can be silenced too."""
     return _quiet_depth > 0
@@ -65,7 +81,8 @@ def print_warning(text: str) -> None:
 
 def print_text(text: str, end: str = "\n") -> None:
     """Print text on stdout: as it is into a file or a pipe, with control characters escaped on a terminal."""
-    print(terminal_safe(text), end=end, flush=True)
+    if not _silent_depth:
+        print(terminal_safe(text), end=end, flush=True)
 
 
 def terminal_safe(text: str) -> str:
@@ -76,6 +93,8 @@ def terminal_safe(text: str) -> str:
 
 
 def _print_line(text: str) -> None:
+    if _silent_depth:
+        return
     line = printable(text)
     if _display is not None:
         _display.console.print(line, markup=False, highlight=False, soft_wrap=True)

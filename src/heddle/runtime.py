@@ -94,6 +94,11 @@ def device_name(device: str) -> str:
     return device
 
 
+def kind_of_device(device: str) -> str:
+    """`cuda` of `cuda:1`."""
+    return device.partition(":")[0]
+
+
 def is_available(device: str) -> bool:
     """Whether torch finds such a device on this machine: `cuda`, `cuda:1`, `mps` or `cpu`."""
     import torch

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
+from heddle.model.distinct_layers import build_distinct_layers, parameter_counts
 from heddle.model.initialization import materialize
 from heddle.model.load_config import load_config
-from heddle.model.size import build_distinct_layers, parameter_counts
 from heddle.numerics.activations import activation
 from heddle.numerics.attention.flex import block_mask_of
 from heddle.numerics.attention.latent import latent_attention

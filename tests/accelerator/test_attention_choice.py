@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from heddle.model.distinct_layers import build_distinct_layers
 from heddle.model.load_config import load_config
-from heddle.model.size import build_distinct_layers, measure_kernel_choices
+from heddle.model.size import measure_kernel_choices
 from heddle.numerics.attention import facts, tiled
 from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.attention.score_modifiers import LinearBias, ScoreModifiers

@@ -11,18 +11,22 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis import workers
 from heddle.analysis.comparison.tasks import NO_EXTRAPOLATION
 from heddle.analysis.comparison.worker import perform_task
-from heddle.analysis.workers import Result, Task, run_tasks
+from heddle.analysis.workers import Result, Task, Workers, run_tasks
 from heddle.errors import HeddleError, MachineError
 from heddle.signals import Interrupted
-from heddle.storage.json_file import write_json_file
 from heddle.training.settings import Settings
 from tests import small
+from tests.analysis.scripted_workers import Scripts, ok, scripts, task
 from tools.kill_test import done
 
+__all__ = ["scripts"]  # a fixture
 STEPS = 60
+
+
+def on_cpu(count: int) -> Workers:
+    return Workers(("cpu",) * count, 1)
 
 
 def training(root: Path, seed: int) -> Task:
@@ -58,77 +62,19 @@ def test_two_workers_that_are_interrupted_and_continued_give_what_one_gives(
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(Interrupted) as caught:
-        run_tasks(pooled, workers=2)
+        run_tasks(pooled, on_cpu(2))
     assert caught.value.exit_code == 143
     assert capfd.readouterr().err.count("the same command continues") == 2
     assert not list((tmp_path / "pooled").glob("*.json"))
     assert not list((tmp_path / "pooled").glob(".*.task.json"))
     seen: list[str] = []
-    results = run_tasks(pooled, 2, lambda task, result: seen.append(task.label))
+    results = run_tasks(pooled, on_cpu(2), lambda task, result: seen.append(task.label))
     assert sorted(seen) == ["seed 0", "seed 1"]
     alone = [training(tmp_path / "alone", seed) for seed in (0, 1)]
     expected = [perform_task({**task.request, "label": task.label})[0] for task in alone]
     assert [timeless(result) for result in results] == [timeless(result) for result in expected]
     assert timeless(results[0]) != timeless(results[1])  # else the line above could not fail
-    assert run_tasks(pooled, 2, lambda task, result: pytest.fail("it ran again")) == results
-
-
-class Scripted:
-    """A worker that writes its result when it is polled for the n-th time, or ends with a code."""
-
-    def __init__(self, polls: int, target: Path, result: Result | None, code: int = 0) -> None:
-        self.polls, self.target, self.result, self.code = polls, target, result, code
-        self.signals: list[int] = []
-
-    def poll(self) -> int | None:
-        self.polls -= 1
-        if self.polls > 0 and not self.signals:
-            return None
-        if self.result is not None and not self.signals:
-            write_json_file(self.target, self.result)
-        return 143 if self.signals else self.code
-
-    def send_signal(self, sig: int) -> None:
-        self.signals.append(sig)
-
-    def kill(self) -> None:
-        self.signals.append(signal.SIGKILL)
-
-    def wait(self) -> int:
-        return -9
-
-
-class Scripts:
-    """Starts scripted workers, by the names of their results."""
-
-    def __init__(self) -> None:
-        self.scripts: dict[str, tuple[int, Result | None, int]] = {}
-        self.started: dict[str, Scripted] = {}
-        self.most_at_once = 0
-
-    def start(self, request: Path, target: Path) -> Scripted:
-        assert request.is_file()
-        polls, result, code = self.scripts[target.stem]
-        self.started[target.stem] = Scripted(polls, target, result, code)
-        running = sum(1 for worker in self.started.values() if worker.polls > 0)
-        self.most_at_once = max(self.most_at_once, running)
-        return self.started[target.stem]
-
-
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Scripts:
-    scripts = Scripts()
-    monkeypatch.setattr(workers, "start_worker", scripts.start)
-    monkeypatch.setattr(workers, "POLL_SECONDS", 0.0)
-    return scripts
-
-
-def task(folder: Path, name: str, is_optional: bool = False) -> Task:
-    return Task(name, folder / f"{name}.json", {"task": "recall"}, is_optional)
-
-
-def ok(value: int) -> Result:
-    return {"status": "done", "value": value}
+    assert run_tasks(pooled, on_cpu(2), lambda task, result: pytest.fail("it ran again")) == results
 
 
 REFUSED: Result = {"status": "failed", "message": "no", "stops_all": True}
@@ -140,7 +86,7 @@ def test_results_come_in_the_order_of_the_tasks(count: int, tmp_path: Path, scri
     scripts.scripts = {"slow": (9, ok(0), 0), "fast": (1, ok(1), 0), "middle": (4, ok(2), 0)}
     ended: list[str] = []
     tasks = [task(tmp_path, name) for name in names]
-    assert run_tasks(tasks, count, lambda task, result: ended.append(task.label)) == [ok(0), ok(1), ok(2)]
+    assert run_tasks(tasks, on_cpu(count), lambda task, result: ended.append(task.label)) == [ok(0), ok(1), ok(2)]
     assert list(scripts.started) == names
     assert scripts.most_at_once == min(count, 3)
     assert ended == (names if count == 1 else ["fast", "middle", "slow"])
@@ -150,11 +96,11 @@ def test_results_come_in_the_order_of_the_tasks(count: int, tmp_path: Path, scri
 def test_a_killed_worker_fails_alone_and_is_tried_again(tmp_path: Path, scripts: Scripts) -> None:
     scripts.scripts = {"a": (2, None, -9), "b": (3, ok(1), 0)}
     tasks = [task(tmp_path, "a"), task(tmp_path, "b")]
-    first, second = run_tasks(tasks, 2)
+    first, second = run_tasks(tasks, on_cpu(2))
     assert first == {"status": "failed", "message": "a: was ended by SIGKILL, perhaps because memory ran out"}
     assert second == ok(1)
     scripts.scripts = {"a": (1, ok(0), 0)}
-    assert run_tasks(tasks, 2) == [ok(0), ok(1)]
+    assert run_tasks(tasks, on_cpu(2)) == [ok(0), ok(1)]
 
 
 @pytest.mark.parametrize(("code", "error"), [(2, HeddleError), (1, MachineError)])
@@ -163,15 +109,15 @@ def test_what_stops_all_ends_the_others_politely(
 ) -> None:
     scripts.scripts = {"a": (10**9, ok(0), 0), "b": (1, REFUSED, code)}
     with pytest.raises(error, match="b: no"):
-        run_tasks([task(tmp_path, "a"), task(tmp_path, "b")], 2)
+        run_tasks([task(tmp_path, "a"), task(tmp_path, "b")], on_cpu(2))
     assert scripts.started["a"].signals == [signal.SIGTERM]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_optional_task_stops_only_itself(tmp_path: Path, scripts: Scripts) -> None:
     scripts.scripts = {"a": (1, REFUSED, 2), "b": (1, ok(1), 0)}
-    results = run_tasks([task(tmp_path, "a", is_optional=True), task(tmp_path, "b")], 1)
+    results = run_tasks([task(tmp_path, "a", is_optional=True), task(tmp_path, "b")], on_cpu(1))
     assert [result["status"] for result in results] == ["failed", "done"]
     scripts.scripts = {"c": (1, REFUSED, 1)}
     with pytest.raises(MachineError):  # the machine fails for all
-        run_tasks([task(tmp_path, "c", is_optional=True)], 1)
+        run_tasks([task(tmp_path, "c", is_optional=True)], on_cpu(1))

@@ -56,11 +56,13 @@ def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
         == named
         == [
             "show",
+            "presets",
             "check",
             "doctor",
             "train",
             "compare",
             "ladder",
+            "runs",
             "plan",
             "generate",
             "convert",

@@ -30,7 +30,8 @@ from heddle.storage.folder import read_folder, tensors_sha256
 from heddle.storage.model import WEIGHTS_FILE
 from heddle.storage.run_log import read_log
 from heddle.training.distillation import Distillation, LossWeights
-from heddle.training.loop import TrainingJob, train
+from heddle.training.job import TrainingJob
+from heddle.training.loop import train
 from heddle.training.settings import Settings
 from tests import small
 from tests.laws.planting import plant

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from heddle.cli.main import run_command
 from heddle.data.samples import Batch
 from heddle.distributed import ranks as ranks_module
 from heddle.distributed import sharding
@@ -232,11 +231,3 @@ def test_moe_keeps_its_balancing_bias_whole() -> None:
         ]
 
     assert all(on_ranks(2, biases)[0])
-
-
-def test_a_command_under_torchrun_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert run_command(["train", "preset:gqa-tiny"]) == 2
-    assert "WORLD_SIZE 2: a command runs in one process" in capsys.readouterr().err

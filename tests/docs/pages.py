@@ -20,8 +20,8 @@ class Block(NamedTuple):
 
 
 def pages() -> list[str]:
-    """The paths of all pages, relative to docs/."""
-    return sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+    """The paths of all pages, relative to docs/. tests/docs/test_translations.py holds translations to them."""
+    return sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if not path.match("*.zh.md"))
 
 
 def blocks(page: str) -> list[Block]:

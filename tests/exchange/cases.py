@@ -87,6 +87,11 @@ def longrope(original: int, **fields: Any) -> Fields:
 # Of families whose heads are as wide as width / heads, in words of their own.
 OWN_BASE: Fields = {name: value for name, value in BASE.items() if name not in ("num_key_value_heads", "head_dim")}
 OWN_BASE["hidden_size"] = 48
+# Queries that grow with their position, after a few tokens.
+GROWING_YARN = scaled(
+    "yarn", rope_theta=5.0, factor=4.0, original_max_position_embeddings=8, beta_fast=1.0, beta_slow=0.5, mscale=1.0,
+    mscale_all_dim=1.0, llama_4_scaling_beta=0.3,
+)  # fmt: skip
 GPT_BASE: Fields = {
     "vocab_size": 97,
     "n_layer": 3,
@@ -130,6 +135,23 @@ DELTA: Fields = EXPERTS | {
     "linear_value_head_dim": 9,
 }
 GROUPS: Fields = {"n_group": 4, "topk_group": 2}
+SIGMOID: Fields = {
+    name: LATENT[name]
+    for name in (
+        "first_k_dense_replace", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size",
+    )
+} | {"num_mtp_layers": 0, **GROUPS}  # fmt: skip
+# As DELTA, of the later models, whose layers are all dense or all mixtures, with RoPE's sections of images.
+DELTA_DENSE: Fields = {name: value for name, value in DELTA.items() if "expert" not in name and "moe" not in name}
+DELTA_DENSE.pop("mlp_only_layers")
+IMAGES: Fields = {"rope_type": "default", "mrope_section": [1, 1, 0], "mrope_interleaved": True}
+DELTA_SPARSE: Fields = DELTA | {"num_experts_per_tok": 3}
+DELTA_SPARSE.pop("mlp_only_layers")
+OF_IMAGES = frozenset({"rope_parameters.mrope_section", "rope_parameters.mrope_interleaved"})
+DENSE_AND_SHARED: Fields = EXPERTS | {"shared_expert_intermediate_size": 15}
+SOFTMAX_AND_DELTA: Fields = {
+    "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+}
 FACTORS = scaled(
     "yarn",
     factor=8.0,
@@ -511,5 +533,163 @@ CASES: dict[str, Case] = {
             | {"full_attention_interval": 2, "decoder_sparse_step": 2, "mlp_only_layers": []},
         },
         inert=OF_LOSSES,
+    ),
+    "smollm3": Case(
+        {
+            "by-list-one-kv-head-yarn": WINDOWS
+            | YARN
+            | {
+                "no_rope_layers": [0, 1, 1],
+                "layer_types": [FULL, SLIDING, FULL],
+                "num_key_value_heads": 1,
+                "head_dim": 10,
+                "rms_norm_eps": 1e-3,
+                "attention_dropout": 0.1,
+                "hidden_act": "gelu",
+            },
+            "plain": {"num_key_value_heads": 6, "num_hidden_layers": 5},
+            "windows-untied-biases": WINDOWS
+            | LLAMA3
+            | {
+                "no_rope_layer_interval": 2,
+                "tie_word_embeddings": False,
+                "attention_bias": True,
+                "mlp_bias": True,
+            },
+        },
+        inert=SPELLINGS | {"no_rope_layer_interval"},
+        # A 1 becomes 2, which is no layer's.
+        refused=SPELLINGS | {"plain:no_rope_layers", "windows-untied-biases:no_rope_layers"},
+        exact=True,
+        narrow=True,
+    ),
+    "glm4_moe": Case(
+        {
+            "plain": SIGMOID,
+            "normed-heads-biases-tied": SIGMOID
+            | {"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1}
+            | {"norm_topk_prob": False, "routed_scaling_factor": 0.75, "first_k_dense_replace": 2},
+            "all-turned-yarn": SIGMOID
+            | {"rope_parameters": YARN["rope_parameters"] | {"partial_rotary_factor": 1.0}, "head_dim": 12}
+            | {"rms_norm_eps": 1e-3, "num_key_value_heads": 3, "routed_scaling_factor": 1.5},
+        },
+        inert=frozenset({"output_router_logits", "num_nextn_predict_layers"}),
+    ),
+    "qwen3_5_text": Case(
+        {
+            "plain": DELTA_DENSE,
+            "by-types-biases": DELTA_DENSE | SOFTMAX_AND_DELTA | {"attention_bias": True, "linear_num_key_heads": 4},
+            "half-turned-tied-images": DELTA_DENSE
+            | {"tie_word_embeddings": True, "linear_conv_kernel_dim": 2, "full_attention_interval": 2}
+            | {"rope_parameters": IMAGES | {"partial_rotary_factor": 0.5}, "num_key_value_heads": 3},
+        },
+        inert=OF_IMAGES,
+    ),
+    "qwen3_5_moe_text": Case(
+        {
+            "plain": DELTA_SPARSE,
+            "by-types-biases": DELTA_SPARSE | SOFTMAX_AND_DELTA | {"attention_bias": True, "linear_num_key_heads": 4},
+            "half-turned-tied-images": DELTA_SPARSE
+            | {"tie_word_embeddings": True, "linear_conv_kernel_dim": 2, "full_attention_interval": 2}
+            | {"rope_parameters": IMAGES | {"partial_rotary_factor": 0.5}, "num_key_value_heads": 3},
+        },
+        inert=OF_LOSSES | OF_IMAGES,
+        base={name: value for name, value in BASE.items() if name != "intermediate_size"},
+    ),
+    "ministral3": Case(
+        {
+            "plain": GROWING_YARN | {"head_dim": 32},
+            "no-scaling-window-tied": {
+                **scaled("default", original_max_position_embeddings=5, llama_4_scaling_beta=0.7),
+                "sliding_window": 7,
+                "tie_word_embeddings": True,
+                "num_key_value_heads": 1,
+                "head_dim": 10,
+                "hidden_act": "gelu",
+            },
+            "no-growth-three-kv-heads": {
+                "rope_parameters": YARN["rope_parameters"] | {"llama_4_scaling_beta": 0.0},
+                "num_key_value_heads": 3,
+                "rms_norm_eps": 1e-3,
+                "attention_dropout": 0.1,
+            },
+        },
+        exact=True,
+        narrow=True,
+    ),
+    "gemma": Case(
+        {
+            "plain": {"num_key_value_heads": 1},
+            "untied-biases-yarn": {
+                "tie_word_embeddings": False,
+                "attention_bias": True,
+                "rms_norm_eps": 1e-3,
+                "attention_dropout": 0.1,
+                **YARN,
+            },
+            "three-kv-heads-linear": {
+                "num_key_value_heads": 3,
+                "head_dim": 10,
+                "hidden_act": "silu",
+                **scaled("linear", factor=3.0),
+            },
+        },
+        refused=frozenset({"use_bidirectional_attention"}),
+        exact=True,
+        narrow=True,
+    ),
+    "olmoe": Case(
+        {
+            "plain": MIXTRAL | {"num_key_value_heads": 6},
+            "gates-sum-to-one-tied-yarn": MIXTRAL
+            | {"norm_topk_prob": True, "tie_word_embeddings": True, "num_key_value_heads": 2, **YARN},
+            "biases-one-kv-head": MIXTRAL
+            | {"attention_bias": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-3, "num_experts_per_tok": 3},
+        },
+        inert=OF_LOSSES,
+        base=OWN_BASE,
+    ),
+    "qwen2_moe": Case(
+        {
+            "plain": DENSE_AND_SHARED | {"mlp_only_layers": [1]},
+            "windows-every-second-tied": DENSE_AND_SHARED
+            | WINDOWS
+            | {"max_window_layers": 2, "decoder_sparse_step": 2, "tie_word_embeddings": True, "norm_topk_prob": True},
+            "no-biases-by-types-yarn": DENSE_AND_SHARED
+            | WINDOWS
+            | {
+                "qkv_bias": False,
+                "mlp_only_layers": [3],
+                "layer_types": [FULL, FULL, SLIDING, SLIDING],
+                "num_key_value_heads": 1,
+                "head_dim": 10,
+                **YARN,
+            },
+        },
+        inert=OF_LOSSES | SPELLINGS | {"plain:sliding_window"},
+        refused=SPELLINGS,
+    ),
+    "cohere2": Case(
+        {
+            "plain": {"num_key_value_heads": 6, "sliding_window": 7, "num_hidden_layers": 5},
+            "biases-untied-types-yarn": {
+                "num_key_value_heads": 1,
+                "sliding_window": 5,
+                "layer_types": [FULL, SLIDING, SLIDING],
+                "attention_bias": True,
+                "tie_word_embeddings": False,
+                "layer_norm_eps": 1e-2,
+                **YARN,
+            },
+            "three-kv-heads-linear": {
+                "num_key_value_heads": 3,
+                "sliding_window": 9,
+                "layer_types": [SLIDING, SLIDING, FULL],
+                "hidden_act": "gelu",
+                **scaled("linear", factor=3.0),
+            },
+        },
+        base=OWN_BASE | {"logit_scale": 0.7},
+        fixed=frozenset({"head_dim"}),
     ),
 }

@@ -57,7 +57,7 @@ def test_a_run_remembers_it_and_adapters_too(tmp_path: Path) -> None:
     init = open_init_checkpoint(tmp_path / "saved")
     model = init.build_model(init.config, "cpu")
     optimizer = build_optimizer(model, 0.0)
-    save_run(tmp_path / "run", model, optimizer, TrainingProgress(step=1), None, {}, LogPosition())
+    save_run(tmp_path / "run", model, optimizer, TrainingProgress(step=1), {}, LogPosition())
     assert imported_family(tmp_path / "run") == "phi3"
     checkpoint = open_checkpoint(tmp_path / "run")
     assert export(checkpoint.model, tmp_path / "out").family.model_type == "phi3"

@@ -40,6 +40,9 @@ def add(folder: Path, name: str) -> None:
     [
         ("deepseek_v3", "model.layers.3.eh_proj.weight", "model.layers.3."),
         ("qwen3_next", "mtp.fc.weight", "mtp."),
+        ("qwen3_5_text", "mtp.fc.weight", "mtp."),
+        ("qwen3_5_moe_text", "mtp.fc.weight", "mtp."),
+        ("glm4_moe", "model.layers.3.eh_proj.weight", "model.layers.3."),
     ],
 )
 def test_what_predicts_further_tokens_is_left_out_and_told(
@@ -168,6 +171,23 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("qwen3_next", "plain", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
     ("qwen3_next", "plain", {"hidden_act": "gelu"}, "hidden_act"),
     ("qwen3_next", "plain", {"use_sliding_window": True}, "use_sliding_window"),
+    ("qwen3_5_text", "plain", {"attn_output_gate": False}, "attn_output_gate"),
+    ("qwen3_5_text", "plain", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    ("qwen3_5_text", "plain", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype"),
+    ("qwen3_5_moe_text", "plain", {"norm_topk_prob": False}, "norm_topk_prob"),
+    ("qwen3_5_moe_text", "plain", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+    ("glm4_moe", "plain", {"topk_method": "greedy"}, "topk_method"),
+    ("glm4_moe", "plain", {"moe_layer_freq": 2}, "moe_layer_freq"),
+    ("olmoe", "plain", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("olmoe", "plain", {"head_dim": 5}, "head_dim"),
+    ("qwen2_moe", "plain", {"layer_types": ["sliding_attention"] * 4}, "sliding_window"),
+    ("cohere2", "plain", {"rotary_pct": 0.5}, "rotary_pct"),
+    ("cohere2", "plain", {"sliding_window": None}, "sliding_window"),
+    ("smollm3", "plain", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+    ("smollm3", "plain", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+    ("gemma", "plain", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("ministral3", "plain", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+    ("ministral3", "plain", {"original_max_position_embeddings": 9}, "original_max_position_embeddings"),
 ]
 
 

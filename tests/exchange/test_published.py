@@ -23,6 +23,10 @@ COUNTED = [
     "deepseek-ai/DeepSeek-V2-Lite",
     "deepseek-ai/DeepSeek-V3",
     "Qwen/Qwen3-Next-80B-A3B-Thinking",
+    "Qwen/Qwen1.5-MoE-A2.7B",
+    "Qwen/Qwen3.5-397B-A17B, text model",
+    "allenai/OLMoE-1B-7B-0125-Instruct",
+    "zai-org/GLM-4.5-Air",
 ]
 
 

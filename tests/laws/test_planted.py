@@ -50,6 +50,16 @@ DIFFERENTIAL = "parts.mixers.differential_attention:DifferentialAttention"
 
 # fmt: off
 BUGS = [
+    # Temperatures of queries
+    Bug("a temperature that counts from the start of the call", "chunked_decoding", "attention-temperature",
+        "parts.modules.temperature:query_temperature",
+        "layout.positions.clamp", "(layout.positions - layout.positions[:, :1]).clamp"),
+    Bug("a temperature of padding that is no number", "padding_gradients", "attention-temperature",
+        "parts.modules.temperature:query_temperature",
+        ".clamp(min=0)", ""),
+    Bug("a temperature that nothing reads", "options_have_effect", "attention-temperature",
+        "parts.mixers.attention:Attention.forward",
+        "if self.temperature_beta is not None", "if False"),
     # Windows, ring buffers and states
     Bug("a window one key too wide", "receptive_field", "attention-window-2",
         "numerics.attention.sliding_window:Band.keys_before",

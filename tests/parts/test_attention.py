@@ -1,5 +1,6 @@
 """The attention mixer: groups of heads, the size of its state, parameter shapes."""
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from heddle.config import parse_config
 from heddle.laws.harness import forward_no_grad, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
+from heddle.parts.mixers.attention import Attention
+from heddle.parts.modules.temperature import query_temperature
 from tests.cases import alone
 
 
@@ -89,3 +92,33 @@ def test_qk_norms(kind: str, shapes: list[tuple[int, ...]]) -> None:
     model = model_of(kv_heads=2, qk_norm=kind)
     names = [f"layers.0.mixer.{which}_norm.weight" for which in "qk"]
     assert [tuple(model.get_parameter(name).shape) for name in names] == shapes
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_temperatures_grow_after_each_length_of_tokens(start: int) -> None:
+    """`1 + beta ln(1 + floor(p / length))` at position p, one token at a time; 1 at padding."""
+    layout = heddle.Layout.padded([9, 4], side="left") if start == 0 else heddle.Layout.causal(2, 9, start=start)
+    actual = query_temperature(layout, 3, 0.6, torch.float64)
+    assert actual.shape == (2, 1, 9, 1)
+    for row, positions in enumerate(layout.positions.tolist()):
+        expected = [1.0 + 0.6 * math.log(1 + max(position, 0) // 3) for position in positions]
+        torch.testing.assert_close(actual[row, 0, :, 0].tolist(), expected, rtol=0, atol=1e-15)
+
+
+def test_a_temperature_is_that_of_queries_alone() -> None:
+    """The same as projections of queries that are multiplied, for a text whose every token has the same factor."""
+    model, plain = model_of(temperature_beta=0.6, temperature_length=3), model_of()
+    plain.load_state_dict(model.state_dict())
+    tokens, layout = random_tokens(model.config, 2, 3), heddle.Layout.causal(2, 3, start=6)
+    with torch.no_grad():
+        for mixer in plain.mixers():
+            assert isinstance(mixer, Attention)
+            mixer.q.weight.mul_(1.0 + 0.6 * math.log(3.0))
+    expected = forward_no_grad(plain, tokens, layout)
+    torch.testing.assert_close(forward_no_grad(model, tokens, layout), expected, rtol=0, atol=1e-12)
+    assert not torch.equal(forward_no_grad(model, tokens), expected)
+
+
+def test_half_a_temperature_is_refused() -> None:
+    with pytest.raises(heddle.errors.ConfigError, match="temperature_length: is missing; give both"):
+        model_of(temperature_beta=0.6)

@@ -181,3 +181,19 @@ def test_old_leftovers_of_dead_processes_alone_are_removed(tmp_path: Path) -> No
     write_file(tmp_path / "file", "whole")
     left = {name for name, _ in leftovers.values()} - {leftovers["dead and old"][0]}
     assert set(os.listdir(tmp_path)) == left | {"file"}
+
+
+def test_leftovers_of_another_machine_stay_for_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process cannot be asked: a number that is free here may be a writer there."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: NO_PROCESS)
+        dead_here = atomic.leftover_path(tmp_path / "here", "tmp")
+        patch.setattr("socket.gethostname", lambda: "another")
+        young, old = (atomic.leftover_path(tmp_path / name, "tmp") for name in ("young", "old"))
+    for folder in (dead_here, young, old):
+        folder.mkdir()
+        (folder / "file").write_text("text")
+    for path in (old / "file", old, young):  # the file in `young` was just written
+        os.utime(path, (0, 0))
+    atomic.remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [young.name]

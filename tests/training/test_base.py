@@ -22,7 +22,8 @@ from heddle.training import checkpoint as snapshot
 from heddle.training.evaluation.bits_per_byte import bits_and_bytes
 from heddle.training.evaluation.scores import ratio_of_sums
 from heddle.training.init_checkpoint import LoraSettings, open_init_checkpoint
-from heddle.training.loop import TrainingJob, evaluate, train
+from heddle.training.job import TrainingJob
+from heddle.training.loop import evaluate, train
 from tests import small
 from tests.training.test_resume import dying
 

@@ -18,7 +18,8 @@ from heddle.storage.json_file import read_json_file
 from heddle.storage.run_log import RUN_FILE, read_log
 from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.evaluation.bits_per_byte import bits_and_bytes
-from heddle.training.loop import TrainingJob, train
+from heddle.training.job import TrainingJob
+from heddle.training.loop import train
 from heddle.training.settings import Settings
 from heddle.training.step import accumulate_gradients
 from heddle.training.step_result import BatchResult

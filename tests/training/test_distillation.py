@@ -25,7 +25,8 @@ from heddle.storage.run_log import RUN_FILE, read_log
 from heddle.training import loop
 from heddle.training.distillation import Distillation, LossWeights, Teacher
 from heddle.training.init_checkpoint import open_init_checkpoint
-from heddle.training.loop import TrainingJob, train
+from heddle.training.job import TrainingJob
+from heddle.training.loop import train
 from heddle.training.optimizer import build_optimizer
 from heddle.training.step import accumulate_gradients, apply_gradients
 from heddle.training.step_result import BatchResult
@@ -314,7 +315,7 @@ def test_kills(teacher_folder: Path, tmp_path: Path) -> None:
 
 
 def dying_at(step: int) -> Callable[..., None]:
-    def stop(job: TrainingJob, state: Any) -> None:
+    def stop(job: TrainingJob, state: Any, last: Any) -> None:
         if state.progress.step == step:
             raise Died
 

@@ -10,7 +10,8 @@ from heddle.storage.checkpoints import checkpoint_steps
 from heddle.storage.run_log import read_log
 from heddle.training import loop
 from heddle.training.evaluation.budget import EarlyStop, EvaluationBudget
-from heddle.training.loop import TrainingJob, train
+from heddle.training.job import TrainingJob
+from heddle.training.loop import train
 from heddle.training.settings import Settings
 from tests import small
 

@@ -306,8 +306,8 @@ def test_a_resume_that_forgets_the_balance_is_caught(
     train(small.job(texts, tmp_path / "whole", mixing(), steps=4, **asked))
     right = loop._stop_if_diverged
 
-    def watch(job: Any, run: Any) -> None:
-        right(job, run)
+    def watch(job: Any, run: Any, step: Any) -> None:
+        right(job, run, step)
         if run.progress.step == 2:
             raise KeyboardInterrupt
 

@@ -23,7 +23,8 @@ from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.evaluation.budget import EvaluationBudget
 from heddle.training.float8 import float8_copy
 from heddle.training.init_checkpoint import LoraSettings, open_init_checkpoint
-from heddle.training.loop import TrainingJob, train
+from heddle.training.job import TrainingJob
+from heddle.training.loop import train
 from heddle.training.master_weights import MasterWeights
 from heddle.training.optimizer import matrix_parameters
 from heddle.training.settings import Settings

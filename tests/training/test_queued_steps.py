@@ -16,7 +16,8 @@ from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps
 from heddle.storage.folder import read_folder, tensors_sha256
 from heddle.storage.run_log import read_log
 from heddle.training import loop
-from heddle.training.loop import Diverged, TrainingJob, train
+from heddle.training.job import TrainingJob
+from heddle.training.loop import Diverged, train
 from heddle.training.prefetch import Prefetcher
 from heddle.training.step import accumulate_gradients, apply_gradients, prepare_batch
 from tests import small
@@ -66,9 +67,9 @@ def test_a_run_whose_steps_are_queued_has_the_same_log_and_weights(
         assert threading.current_thread() is threading.main_thread()
         return queue(job, state, take)
 
-    def read_step(job: TrainingJob, state: Any) -> Any:
-        events.append(f"read {state.queued[0].number}")
-        return read(job, state)
+    def read_step(job: TrainingJob, state: Any, step: Any) -> Any:
+        events.append(f"read {step.number}")
+        return read(job, state, step)
 
     monkeypatch.setattr(loop, "_queue_step", queue_step)
     monkeypatch.setattr(loop, "_read_step", read_step)

@@ -10,7 +10,8 @@ import heddle
 from heddle.data.recall import parse_recall
 from heddle.errors import CheckpointError
 from heddle.storage.run_log import read_log
-from heddle.training.loop import TrainingJob, train
+from heddle.training.job import TrainingJob
+from heddle.training.loop import train
 from heddle.training.settings import Settings
 from tests import small
 

@@ -21,7 +21,8 @@ from heddle.storage.json_file import read_json_file, write_json_file
 from heddle.storage.run_log import LOG_FILE, RUN_FILE, read_log
 from heddle.training import checkpoint as snapshot
 from heddle.training import loop
-from heddle.training.loop import TrainingJob, train
+from heddle.training.job import TrainingJob
+from heddle.training.loop import train
 from heddle.training.step import apply_gradients
 from tests import small
 from tests.storage.shared import Died, System, standing_in

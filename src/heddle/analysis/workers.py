@@ -2,6 +2,10 @@
 
 A task is a request of plain values, and its result is a file. So work that was ended is continued: what has a result is
 not repeated. Each task has a process of its own: it reports its own memory, and no other suffers if it is killed.
+
+Several processes, on several machines too, may share the tasks of a folder: each begins with its own share, and then
+takes what is left. A lock on the result's name tells that a task is taken. The worker inherits it, so that it ends with
+the worker, whatever ends first.
 """
 
 import json
@@ -10,9 +14,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,8 +25,10 @@ from heddle.errors import HeddleError, MachineError
 from heddle.signals import Interrupted, catch_stop_signals
 from heddle.storage.atomic import write_file
 from heddle.storage.json_file import read_json_file
+from heddle.storage.lock import InUseError, lock_output
 
 POLL_SECONDS = 0.05
+SHARED_POLL_SECONDS = 0.5  # each look asks the shared folder for every task
 MAX_WORKERS = 4  # by default: more processes need more memory than a small machine has
 WORKER_MODULE = "heddle.analysis.comparison.worker"
 Result = dict[str, Any]
@@ -67,29 +73,70 @@ class Task:
         return read_json_file(self.result_file) if self.result_file.is_file() else None
 
 
-def default_workers(threads: int, device: str) -> int:
-    """How many workers run at once where nobody chose: on a CPU one per thread, at most `MAX_WORKERS`."""
-    return min(threads, MAX_WORKERS) if device == "cpu" else 1
+@dataclass(frozen=True)
+class Workers:
+    """Where tasks run.
+
+    devices: their names; each has one task at a time, one that comes twice has two. threads: of each training on a CPU,
+    on which its last bits depend; None: torch's default. share: (index, count) of this process among those that share
+    the tasks; None: it does all of them.
+    """
+
+    devices: tuple[str, ...]
+    threads: int | None = None
+    share: tuple[int, int] | None = None
+
+    @property
+    def count(self) -> int:
+        """Tasks that run here at the same time."""
+        return len(self.devices)
+
+    @property
+    def total(self) -> int:
+        """Tasks that run at the same time in all processes."""
+        return self.count * (1 if self.share is None else self.share[1])
+
+    def first(self) -> "Workers":
+        """The first device alone."""
+        return replace(self, devices=self.devices[:1])
+
+    def order(self, tasks: Sequence[Task]) -> list[Task]:
+        """The tasks in the order in which this process takes them: its own share comes first."""
+        if self.share is None:
+            return list(tasks)
+        index, count = self.share
+        return [tasks[n] for n in sorted(range(len(tasks)), key=lambda n: (n % count != index % count, n))]
+
+
+def default_workers(device: str, threads: int, count: int | None = None) -> Workers:
+    """`count` tasks at a time on one device; None: on a CPU one per thread, at most `MAX_WORKERS`, else one.
+
+    threads: of this process, which the tasks divide among them.
+    """
+    count = count or (min(threads, MAX_WORKERS) if device == "cpu" else 1)
+    return Workers((device,) * count, None if count == 1 else max(1, threads // count))
 
 
 def run_tasks(
-    tasks: Iterable[Task], workers: int = 1, on_result: Callable[[Task, Result], None] | None = None
+    tasks: Iterable[Task], workers: Workers, on_result: Callable[[Task, Result], None] | None = None
 ) -> list[Result]:
-    """The results of tasks, in their order; `workers` of them run at once, started in their order.
+    """The results of tasks, in their order; each runs here, or in another process that shares them.
 
-    A result's status is done, diverged or failed; a failed one is not saved, so that the next call tries it again.
-    on_result: called after each task that was run now. Raises HeddleError for what would stop the other tasks too, and
-    Interrupted after a signal; in both cases once every running worker has saved.
+    A result's status is done, diverged or failed; a failed one is not saved, so that the next call tries it again, and
+    before it each process that shares the tasks. on_result: called after each task that ended during the call. Raises
+    HeddleError for what would stop the other tasks too, and Interrupted after a signal; in both cases once every worker
+    of this process has saved.
     """
     in_order = list(tasks)
-    results = {task: task.saved_result() for task in in_order}
-    pool = _Pool(workers)
-    waiting = deque(task for task in in_order if results[task] is None)
+    is_shared = workers.share is not None
+    # what others write is read under their locks
+    results = {task: None if is_shared else task.saved_result() for task in in_order}
+    pool = _Pool(workers, workers.order([task for task in in_order if results[task] is None]))
     with catch_stop_signals() as stop_request:
         try:
-            while waiting or pool.running:
-                while waiting and len(pool.running) < workers and stop_request.signal_number is None:
-                    pool.start(waiting.popleft())
+            while pool.is_busy:
+                if stop_request.signal_number is None:
+                    pool.start_waiting()
                 for task, result in pool.finished():
                     results[task] = result
                     if on_result is not None:
@@ -97,8 +144,8 @@ def run_tasks(
                 if stop_request.signal_number is not None:
                     pool.stop(stop_request.signal_number)
                     break
-                if pool.running:
-                    time.sleep(POLL_SECONDS)
+                if pool.is_busy:
+                    time.sleep(SHARED_POLL_SECONDS if is_shared else POLL_SECONDS)
         except HeddleError:
             pool.stop(signal.SIGTERM)
             raise
@@ -109,56 +156,114 @@ def run_tasks(
     return [result for result in results.values() if result is not None]
 
 
+@dataclass(frozen=True)
+class _Running:
+    """A started worker. lock: releases its task."""
+
+    process: _Process
+    device: str
+    lock: ExitStack
+
+
 class _Pool:
-    """The workers that run now."""
+    """The tasks that have no result: waiting, running here, or failed here where another process may succeed."""
 
-    def __init__(self, workers: int) -> None:
-        self.alone = workers == 1  # whether a worker has the terminal to itself
-        self.running: dict[Task, _Process] = {}
+    def __init__(self, workers: Workers, waiting: list[Task]) -> None:
+        self.alone = workers.count == 1  # whether a worker has the terminal to itself
+        self.is_shared = workers.share is not None
+        self.waiting, self.free = waiting, list(workers.devices)
+        self.running: dict[Task, _Running] = {}
+        self.failed: dict[Task, Result] = {}
 
-    def start(self, task: Task) -> None:
-        """Start a worker."""
+    @property
+    def is_busy(self) -> bool:
+        """Whether a task has no result yet."""
+        return bool(self.waiting or self.running or self.failed)
+
+    def start_waiting(self) -> None:
+        """Start a worker on each free device, on the first tasks that no other process has."""
+        for task in list(self.waiting):
+            if not self.free:
+                return
+            with ExitStack() as lock:
+                try:
+                    inherited = (lock.enter_context(lock_output(task.result_file)),) if self.is_shared else ()
+                except InUseError:
+                    continue
+                if self.is_shared and task.result_file.is_file():  # another process has just finished it
+                    continue
+                process = self._start(task, self.free[0], *inherited)
+                self.running[task] = _Running(process, self.free.pop(0), lock.pop_all())
+            self.waiting.remove(task)
+
+    def _start(self, task: Task, device: str, *inherited: int) -> _Process:
         if self.alone and task.request["task"] in ("calibrate", "speed"):  # the others have a progress bar
             progress.print_status(task.label)
         task.result_file.parent.mkdir(parents=True, exist_ok=True)
         terminal = {"quiet": progress.is_quiet(), "alone": self.alone}
-        request = {**task.request, "label": task.label, "parent_pid": os.getpid(), **terminal}
+        request = {**task.request, "device": device, "label": task.label, "parent_pid": os.getpid(), **terminal}
         write_file(task.request_file, json.dumps(request))
         try:
-            self.running[task] = start_worker(task.request_file, task.result_file)
+            return start_worker(task.request_file, task.result_file, *inherited)
         except BaseException:
             task.request_file.unlink(missing_ok=True)
             raise
 
     def finished(self) -> list[tuple[Task, Result]]:
-        """The results of the workers that have ended since the last call."""
-        ended = [(task, code) for task, process in self.running.items() if (code := process.poll()) is not None]
-        for task, _ in ended:
+        """The results of the tasks that have ended since the last call, here or elsewhere."""
+        results = []
+        for task, running in list(self.running.items()):
+            if (exit_code := running.process.poll()) is None:
+                continue
             del self.running[task]
+            self.free.append(running.device)
             task.request_file.unlink(missing_ok=True)
-        return [(task, _read_result(task, code)) for task, code in ended]
+            with running.lock:
+                result = _read_result(task, exit_code)
+            if self.is_shared and result["status"] == "failed":
+                self.failed[task] = result
+            else:
+                results.append((task, result))
+        return [*results, *self._finished_elsewhere()] if self.is_shared else results
+
+    def _finished_elsewhere(self) -> list[tuple[Task, Result]]:
+        """What other processes have finished; and what failed here, once no other process tries it."""
+        results = []
+        is_over = not self.waiting and not self.running
+        for task in [*self.waiting, *self.failed]:
+            if not task.result_file.is_file() and not (task in self.failed and is_over):
+                continue
+            with suppress(InUseError), lock_output(task.result_file):
+                result = task.saved_result() or self.failed.get(task)
+                if result is not None:
+                    results.append((task, result))
+        for task, _ in results:
+            self.failed.pop(task, None)
+            self.waiting = [waiting for waiting in self.waiting if waiting != task]
+        return results
 
     def stop(self, number: int) -> None:
         """Ask all workers to save and end, and wait for them."""
-        for process in self.running.values():
-            process.send_signal(number)
-        while any(process.poll() is None for process in self.running.values()):
+        for running in self.running.values():
+            running.process.send_signal(number)
+        while any(running.process.poll() is None for running in self.running.values()):
             time.sleep(POLL_SECONDS)
 
     def kill(self) -> None:
-        """End all workers at once and remove their requests."""
-        for task, process in self.running.items():
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        """End all workers at once, remove their requests and release their tasks."""
+        for task, running in self.running.items():
+            if running.process.poll() is None:
+                running.process.kill()
+                running.process.wait()
             task.request_file.unlink(missing_ok=True)
+            running.lock.close()
         self.running.clear()
 
 
-def start_worker(request_file: Path, result_file: Path) -> _Process:
-    """Start a process that runs the task of a request and writes its result."""
+def start_worker(request_file: Path, result_file: Path, *inherited: int) -> _Process:
+    """Start a process that runs the task of a request and writes its result. inherited: descriptors it holds too."""
     command = [sys.executable, "-m", WORKER_MODULE, str(request_file), str(result_file)]
-    return subprocess.Popen(command, start_new_session=True)
+    return subprocess.Popen(command, start_new_session=True, pass_fds=inherited)
 
 
 def _read_result(task: Task, exit_code: int) -> Result:

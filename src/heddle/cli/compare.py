@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from heddle.cli.devices import Devices, Share, WorkerCount, check_workers, parse_devices, parse_process_share
 from heddle.cli.durations import parse_budget, parse_stopping
 from heddle.cli.options import (
     CudaOptions,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from heddle.analysis.live import LivePage
 
 DEFAULT_TUNING_BUDGET = "1"  # as much training as the comparison itself
-MAX_WORKERS = 64
 
 
 def compare(  # noqa: PLR0913 - one parameter per option
@@ -121,14 +121,13 @@ def compare(  # noqa: PLR0913 - one parameter per option
         int, typer.Option("--extrapolate", metavar="N", help="Test texts up to N sequence lengths: 1 (off), 2, 4, 8 …")
     ] = 8,
     device: Device = "auto",
+    devices: Devices = None,
+    share: Share = None,
     precision: TrainingPrecision = "fp32",
     tf32: Tf32 = False,
     deterministic: Deterministic = False,
     threads: Threads = None,
-    workers: Annotated[
-        int | None,
-        typer.Option("--workers", metavar="N", help="Runs at the same time. [one per CPU thread, at most 4]"),
-    ] = None,
+    workers: WorkerCount = None,
     port: Annotated[
         int | None, typer.Option("--port", metavar="N", help="Port of the live report on 127.0.0.1. [any free one]")
     ] = None,
@@ -140,13 +139,19 @@ def compare(  # noqa: PLR0913 - one parameter per option
     """Train designs on the same text in the same order, measure them, and write report.html and report.json."""
     with ExitStack() as stack:
         cuda = CudaOptions(tf32, deterministic)
+        check_workers(workers, devices)
+        names = parse_devices(devices, device)
+        process_share = parse_process_share(share, os.environ)
+        device = names[0] if names else device
         runtime = open_session(stack, device=device, threads=threads, parts=part, quiet=quiet, cuda=cuda)
         from heddle.analysis.comparison.plan import ComparisonPlan, choose_baseline, load_entries, shared_vocab_size
         from heddle.analysis.comparison.probes import select_probes
         from heddle.analysis.comparison.run import compare as run
+        from heddle.analysis.comparison.tasks import choose_workers
         from heddle.analysis.comparison.terminal import print_report
         from heddle.analysis.comparison.tuning_fields import tuned_paths
         from heddle.analysis.comparison.variation import parse_varied_fields
+        from heddle.runtime import kind_of_device
         from heddle.tokenization.tokenizer import Tokenizer
 
         budget_kind, budget_value = parse_budget(tokens, seconds, flops)
@@ -185,7 +190,7 @@ def compare(  # noqa: PLR0913 - one parameter per option
             precision=precision,
             vocab_size=vocabulary if isinstance(vocabulary, int) else None,
             tokenizer=None if tokenizer is None else os.path.realpath(tokenizer),
-            device=runtime.device,
+            device=kind_of_device(runtime.device),
             threads=threads,
             part_files=tuple(os.path.realpath(file) for file in part or []),
             speed_contexts=tuple(sorted(set(speed_context_length or [512, 2048, 8192]))),
@@ -199,10 +204,10 @@ def compare(  # noqa: PLR0913 - one parameter per option
             deterministic=deterministic,
         )
         _check(plan)
-        if workers is not None and not 1 <= workers <= MAX_WORKERS:
-            raise ConfigError(f"--workers {workers}: must be from 1 to {MAX_WORKERS}")
-        live = _serve(stack, port, open_page) if not quiet or open_page or port is not None else None
-        report = run(plan, out, runtime, shlex.join(["heddle", *sys.argv[1:]]), workers=workers, live=live)
+        chosen = choose_workers(plan, runtime, count=workers, devices=names, share=process_share)
+        is_served = open_page or port is not None or not (quiet or process_share)
+        live = _serve(stack, port, open_page) if is_served else None
+        report = run(plan, out, runtime, shlex.join(["heddle", *sys.argv[1:]]), workers=chosen, live=live)
     if as_json:
         print_text(json.dumps(report, indent=2))
     else:

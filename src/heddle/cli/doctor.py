@@ -51,7 +51,7 @@ def doctor(
         typer.Argument(metavar="DESIGN", help="Files, preset:NAME or folders. [gqa and gated_delta presets]"),
     ] = None,
     device: Annotated[
-        str, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda or mps; it need not be in this machine.")
+        str, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:N or mps; it need not be here.")
     ] = "auto",
     gpu: Annotated[bool, typer.Option("--gpu", help="The same as --device cuda.")] = False,
     precision: Precision = "bf16",
@@ -87,7 +87,7 @@ def machine_facts(device: str) -> dict[str, Any]:
     return {
         "device": name,
         "available": available,
-        "hardware": hardware() | _gpu_facts(),
+        "hardware": hardware() | _gpu_facts(name if available else "cuda"),
         "versions": versions() | _torch_builds(),
         "limits": measure_limits(name if available else "cpu"),
         "packages": {package: package_state(package) for package in OPTIONAL_PACKAGES},
@@ -98,8 +98,8 @@ def machine_facts(device: str) -> dict[str, Any]:
 def kernel_facts(design: str, dtype: "torch.dtype", device: str) -> dict[str, list[dict[str, Any]]]:
     """By phase, the kernel of each operation of a design on a device, and why better ones were rejected."""
     from heddle.cli.show import kernels_by_phase
+    from heddle.model.distinct_layers import build_distinct_layers
     from heddle.model.load_config import load_config
-    from heddle.model.size import build_distinct_layers
 
     config = with_vocab_size(load_config(design), DEFAULT_VOCAB_SIZE)
     return kernels_by_phase(build_distinct_layers(config, dtype), CONTEXT_LENGTH, device)
@@ -142,9 +142,13 @@ def _seconds(call: Callable[[], object], device: str) -> float:
     """The fastest of several calls."""
     import torch
 
-    synchronize: Callable[[], None] = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(
-        device, lambda: None
-    )
+    from heddle.runtime import kind_of_device
+
+    kinds: dict[str, Callable[[], None]] = {
+        "cuda": partial(torch.cuda.synchronize, device),
+        "mps": torch.mps.synchronize,
+    }
+    synchronize = kinds.get(kind_of_device(device), lambda: None)
     fastest = float("inf")
     for _ in range(MEASUREMENTS + 1):
         synchronize()
@@ -155,13 +159,15 @@ def _seconds(call: Callable[[], object], device: str) -> float:
     return fastest
 
 
-def _gpu_facts() -> dict[str, Any]:
+def _gpu_facts(device: str) -> dict[str, Any]:
+    """What torch knows of a GPU; of the first one where `device` is none."""
     import torch
 
     if not torch.cuda.is_available():
         return {}
-    properties = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(device if device.startswith("cuda:") else 0)
     return {
+        "gpu": properties.name,
         "gpus": torch.cuda.device_count(),
         "gpu_memory_bytes": properties.total_memory,
         "compute_capability": f"{properties.major}.{properties.minor}",
@@ -217,9 +223,9 @@ def _describe_device(facts: dict[str, Any]) -> str:
     hardware, device = facts["hardware"], facts["device"]
     if not facts["available"]:
         return f"{device}: torch finds none on this machine; kernels are chosen as on one, and nothing runs there"
-    if device != "cuda":
+    if not device.startswith("cuda"):
         return f"{device}"
     memory = format_amount(hardware["gpu_memory_bytes"], "bytes")
-    count = "" if hardware["gpus"] == 1 else f"{hardware['gpus']} × "
+    count = "" if hardware["gpus"] == 1 or device != "cuda" else f"{hardware['gpus']} × "
     gpu, capability = hardware["gpu"], hardware["compute_capability"]
-    return f"cuda: {count}{gpu}, {memory}, compute capability {capability}"
+    return f"{device}: {count}{gpu}, {memory}, compute capability {capability}"

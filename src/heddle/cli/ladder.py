@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 MAX_COUNT = 20  # a larger number given as sizes is a number of parameters
+DEFAULT_TOKENS = "20"
 IRREDUCIBLE = ("shared", "separate")
 
 
@@ -49,11 +50,26 @@ def ladder(  # noqa: PLR0913 - one parameter per option
         typer.Option("--sizes", metavar="N|N,N,...", help="How many, by halves from the first design down; or sizes."),
     ] = "5",
     tokens_per_parameter: Annotated[
-        float, typer.Option("--tokens-per-parameter", metavar="X", help="Training tokens of each run per parameter.")
-    ] = 20.0,
+        str | None,
+        typer.Option(
+            "--tokens-per-parameter",
+            metavar="X|X,X,...",
+            help="Training tokens of each run per parameter; several give L(N, D), as branches of one run. [20]",
+        ),
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option("--target", metavar="N", help="Parameters to predict, such as 20M. [10 times the largest size]"),
+    ] = None,
+    target_tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--target-tokens", metavar="D", help="Tokens to predict. [the most per parameter, times --target]"
+        ),
+    ] = None,
+    target_flops: Annotated[
+        str | None,
+        typer.Option("--target-flops", metavar="C", help="Budget whose best size is predicted. [6·N·D of the target]"),
     ] = None,
     irreducible: Annotated[
         str, typer.Option("--irreducible", metavar="NAME", help="The loss that no size removes: shared or separate.")
@@ -111,11 +127,14 @@ def ladder(  # noqa: PLR0913 - one parameter per option
             sizes=parse_sizes(sizes),
             seeds=seeds,
             target=None if target is None else parse_count("--target", target),
+            target_tokens=None if target_tokens is None else parse_count("--target-tokens", target_tokens, "tokens"),
+            target_flops=None if target_flops is None else parse_count("--target-flops", target_flops, "FLOPs"),
+            names_tokens=tokens_per_parameter is not None,
             share_irreducible=irreducible != "separate",
             threads=threads,
             settings=LadderSettings(
                 data=tuple(data or ["stdlib"]),
-                tokens_per_parameter=tokens_per_parameter,
+                tokens_per_parameter=parse_ratios(tokens_per_parameter or DEFAULT_TOKENS),
                 batch_size=batch_size,
                 sequence_length=sequence_length,
                 learning_rate=lr,
@@ -141,7 +160,15 @@ def ladder(  # noqa: PLR0913 - one parameter per option
         print_text(f"report: {out / 'ladder.html'}")
 
 
-def parse_count(option: str, text: str) -> float:
+def parse_ratios(text: str) -> tuple[float, ...]:
+    """Parse `20` or `5,10,20`, in any order. Raises ConfigError."""
+    try:
+        return tuple(sorted({float(ratio) for ratio in text.split(",")}))
+    except ValueError:
+        raise ConfigError(f"--tokens-per-parameter {text}: must be numbers such as 20, or 5,10,20") from None
+
+
+def parse_count(option: str, text: str, unit_name: str = "parameters") -> float:
     """Parse a number of parameters such as 500k, 1.5M or 2e6. Raises ConfigError."""
     unit = UNITS.get(text[-1:].lower(), 1.0)
     try:
@@ -149,7 +176,7 @@ def parse_count(option: str, text: str) -> float:
     except ValueError:
         value = 0.0
     if not 1 <= value < float("inf"):
-        raise ConfigError(f"{option} {text}: must be a number of parameters, such as 500k, 20M or 2e6")
+        raise ConfigError(f"{option} {text}: must be a number of {unit_name}, such as 500k, 20M or 2e6")
     return value
 
 
@@ -164,24 +191,26 @@ def _print_estimate(ladder: "Ladder", as_json: bool) -> None:
     """The sizes, tokens and seconds of each run, and of all."""
     from heddle.analysis.comparison.formatting import format_number
     from heddle.analysis.comparison.tables import TextTable
-    from heddle.analysis.ladder.run import time_runs
+    from heddle.analysis.ladder.run import time_steps
 
-    seconds, seeds = time_runs(ladder), ladder.plan.seeds
+    seconds, seeds = time_steps(ladder), ladder.plan.seeds
     rows: list[dict[str, Any]] = [
         {
             "design": name,
             "parameters": rung.parameters,
             "width": rung.width,
-            "tokens": ladder.steps(rung) * ladder.plan.settings.tokens_per_step,
+            "tokens": ladder.steps(rung, ratio) * ladder.plan.settings.tokens_per_step,
             "learning_rate": ladder.learning_rate(name, rung),
-            "seconds": seconds[name][index],
+            "seconds": seconds[name][index] * ladder.new_steps(rung, ratio),
         }
         for name, rungs in ladder.rungs.items()
         for index, rung in enumerate(rungs)
+        for ratio in ladder.ratios
     ]
-    total = seeds * sum(row["seconds"] for row in rows) / ladder.workers
+    count = ladder.workers.count
+    total = seeds * sum(row["seconds"] for row in rows) / count
     if as_json:
-        print_text(json.dumps({"runs": rows, "seeds": seeds, "workers": ladder.workers, "seconds": total}, indent=2))
+        print_text(json.dumps({"runs": rows, "seeds": seeds, "workers": count, "seconds": total}, indent=2))
         return
     header = ["design", "parameters", "width", "tokens", "rate", "seconds a run"]
     cells = [
@@ -196,18 +225,20 @@ def _print_estimate(ladder: "Ladder", as_json: bool) -> None:
         for row in rows
     ]
     _print_table(TextTable(header, cells, ""))
-    workers = f", {ladder.workers} at once" if ladder.workers > 1 else ""
+    workers = f", {count} at once" if count > 1 else ""
     print_text(f"{seeds * len(rows)} runs{workers}: about {format_duration(total)}. Nothing was trained.")
 
 
 def _print_report(report: dict[str, Any]) -> None:
-    from heddle.analysis.ladder.tables import cost_table, held_out_table, prediction_table, rung_table
+    from heddle.analysis.ladder.tables import best_size_table, cost_table, held_out_table, prediction_table, rung_table
 
     for design in report["designs"]:
         print_text(design["name"])
         _print_table(rung_table(design))
     if report["predictions"]:
         _print_table(prediction_table(report))
+    if report["best_sizes"]:
+        _print_table(best_size_table(report))
     if report["equal_loss"]:
         _print_table(cost_table(report))
     if report["held_out"]:

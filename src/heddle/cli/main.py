@@ -24,9 +24,12 @@ from heddle.cli.import_ import import_
 from heddle.cli.inspect import inspect
 from heddle.cli.ladder import ladder
 from heddle.cli.plan import plan
+from heddle.cli.presets import presets
+from heddle.cli.ranks import is_first_rank, is_rank
+from heddle.cli.runs import runs
 from heddle.cli.show import show
 from heddle.cli.train import train
-from heddle.errors import ConfigError, HeddleError, is_out_of_memory, nondeterministic_operation
+from heddle.errors import ConfigError, HeddleError, OtherRankFailed, is_out_of_memory, nondeterministic_operation
 from heddle.progress import printable
 from heddle.signals import Interrupted, interrupted_on_stop_signals
 
@@ -39,11 +42,13 @@ app = typer.Typer(
 )
 COMMANDS: dict[Callable[..., None], str] = {
     show: "Print a design's layers, parameters and costs.",
+    presets: "List the presets, or print one.",
     check: "Run the correctness tests on a design.",
     doctor: "Print this machine's limits and kernels.",
     train: "Train a design, or resume a run.",
     compare: "Train designs side by side and report.",
     ladder: "Train designs at several sizes; predict more.",
+    runs: "List runs, and what differs.",
     plan: "Predict memory and speed on many GPUs.",
     generate: "Generate text from prompts.",
     convert: "Convert a trained model to another design.",
@@ -104,9 +109,11 @@ def run_command(arguments: list[str]) -> int:
 
 def _run_command(arguments: list[str]) -> int:
     try:
-        _check_one_process()
-        result = app(arguments or ["--help"], prog_name="heddle", standalone_mode=False)
+        _check_one_process(arguments)
+        result = app(arguments or ["--help"], prog_name="heddle", standalone_mode=False, obj=arguments)
         sys.stdout.flush()
+    except OtherRankFailed as error:
+        return error.exit_code
     except HeddleError as error:
         return _print_error(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -127,12 +134,12 @@ def _run_command(arguments: list[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _check_one_process() -> None:
+def _check_one_process(arguments: Sequence[str]) -> None:
     """Raise ConfigError under torchrun: each of its processes would do the same work and write the same files."""
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+    if is_rank() and arguments[:1] != ["train"]:
         raise ConfigError(
-            f"WORLD_SIZE {os.environ['WORLD_SIZE']}: a command runs in one process; start it without torchrun, or "
-            "train on several with a loop of your own (docs/ranks.md)"
+            f"WORLD_SIZE {os.environ['WORLD_SIZE']}: of all commands only train runs on several ranks; start it "
+            "without torchrun"
         )
 
 
@@ -151,6 +158,8 @@ def _handle_other(error: BaseException) -> int:
         return 0
     code = getattr(error, "exit_code", None)
     message = getattr(error, "format_message", None)
+    if callable(message) and not is_first_rank():
+        return 2  # all ranks find it, and the first one says it
     if callable(message):
         context = getattr(error, "ctx", None)
         return _print_error(f"{message().rstrip('.')}; see {context.command_path if context else 'heddle'} --help", 2)

@@ -52,7 +52,7 @@ Kernel = Annotated[
     typer.Option("--kernel", metavar="OPERATION=KERNEL", help="Force a kernel: attention=reference; repeatable."),
 ]
 OptimizerName = Annotated[str, typer.Option("--optimizer", metavar="NAME", help="adamw or muon.")]
-Schedule = Annotated[str, typer.Option("--schedule", metavar="NAME", help="wsd, cosine or linear.")]
+Schedule = Annotated[str, typer.Option("--schedule", metavar="NAME", help="wsd, cosine, linear or constant.")]
 Warmup = Annotated[
     int | None, typer.Option("--warmup", metavar="N", help="Warmup steps. [a twentieth of the steps, at least 10]")
 ]

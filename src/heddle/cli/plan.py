@@ -6,17 +6,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from heddle.cli.options import DesignArgument, Json, Overrides, PartFile, with_vocab_size
+from heddle.distributed.planning.gpus import GIB
 from heddle.errors import ConfigError
 from heddle.progress import format_amount, format_duration
+from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from heddle.distributed.planning.plan import Candidate, Plan
+    from heddle.model.config import ModelConfig
 
 MAX_LAYOUTS = 6
-VOCAB_SIZE = 32_000
-_GIB = 2**30
 _DAY = 86_400
 
 
@@ -37,6 +38,9 @@ def plan(  # noqa: PLR0913 - one parameter per option
     tokens: Annotated[
         float | None, typer.Option("--tokens", metavar="N", help="Tokens of the training, such as 2e12, for its time.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Also trace a step of the first layout on tensors without values.")
+    ] = False,
     part: PartFile = None,
     as_json: Json = False,
 ) -> None:
@@ -56,9 +60,11 @@ def plan(  # noqa: PLR0913 - one parameter per option
         load_part(file)
     data = read_design(design, overrides or [])
     spec = find_gpu(gpu)
-    config = with_vocab_size(load_config(data), VOCAB_SIZE)
+    config = with_vocab_size(load_config(data), DEFAULT_VOCAB_SIZE)
     result = plan_training(config, spec, gpus, sequence_length, batch_size)
     facts = _facts(result, gpu, tokens)
+    if dry_run:
+        facts["dry_run"] = _dry_run_facts(config, result)
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
@@ -77,7 +83,7 @@ def _facts(plan: "Plan", gpu: str, tokens: float | None) -> dict[str, Any]:
         "sequence_length": cost.sequence_length,
         "gpus": plan.gpus,
         "gpu": gpu,
-        "usable_memory": USABLE * plan.gpu.memory * _GIB,
+        "usable_memory": USABLE * plan.gpu.memory * GIB,
         "layouts": [_candidate_facts(plan, candidate, tokens) for candidate in plan.candidates],
         "too_large": [_candidate_facts(plan, candidate, tokens) for candidate in plan.too_large],
     }
@@ -113,6 +119,31 @@ def _candidate_facts(plan: "Plan", candidate: "Candidate", tokens: float | None)
     }
 
 
+def _dry_run_facts(config: "ModelConfig", plan: "Plan") -> dict[str, Any]:
+    """What a traced step takes in the fastest layout that the trainer offers, or in the leanest if none fits."""
+    from heddle.training.dry_run import dry_run
+
+    leanest = sorted(plan.too_large, key=lambda candidate: candidate.bytes)
+    candidate = next(
+        each for each in (*plan.candidates, *leanest) if each.layout.accumulation == 1 or each.layout.reduce_once
+    )
+    result = dry_run(config, candidate.layout, plan.cost.sequence_length)
+    return {
+        "data_parallel_replicate_degree": candidate.layout.replicate,
+        "data_parallel_shard_degree": candidate.layout.shard,
+        "micro_batch_size": candidate.layout.rows,
+        "accumulation": candidate.layout.accumulation,
+        "recompute": candidate.layout.recompute,
+        "planned_memory": candidate.memory,
+        "memory": dict(result.memory),
+        "memory_total": sum(result.memory.values()),
+        "peak": result.phase,
+        "flops": result.flops,
+        "collectives": [{"name": each.name, "ranks": each.ranks, "bytes": each.bytes} for each in result.collectives],
+        "traced_layers": result.layers,
+    }
+
+
 def _print(design: str, facts: dict[str, Any]) -> None:
     from rich.console import Console
 
@@ -128,6 +159,8 @@ def _print(design: str, facts: dict[str, Any]) -> None:
     _print_too_large(console, facts)
     if not facts["layouts"]:
         console.print("no layout fits; take more or larger GPUs, or shorter sequences")
+    if "dry_run" in facts:
+        _print_dry_run(console, facts["dry_run"])
 
 
 def _print_too_large(console: "Console", facts: dict[str, Any]) -> None:
@@ -140,8 +173,8 @@ def _print_too_large(console: "Console", facts: dict[str, Any]) -> None:
     others = f" (nor do {', '.join(f'{degree:,}' for degree in degrees[:-1])})" if len(degrees) > 1 else ""
     console.print(
         f"shard degree {degrees[-1]:,} does not fit{others}: with one row on each GPU and layers recomputed it needs "
-        f"{nearest['memory_total'] / _GIB:,.1f} GiB of {facts['usable_memory'] / _GIB:,.1f} usable ones, "
-        f"{nearest['memory'][largest] / _GIB:,.1f} of them {largest}",
+        f"{nearest['memory_total'] / GIB:,.1f} GiB of {facts['usable_memory'] / GIB:,.1f} usable ones, "
+        f"{nearest['memory'][largest] / GIB:,.1f} of them {largest}",
         markup=False,
     )
 
@@ -175,7 +208,7 @@ def _print_layouts(console: "Console", facts: dict[str, Any]) -> None:
             str(each["accumulation"]),
             "once" if each["reduce_once"] else "each",
             each["recompute"],
-            f"{each['memory_total'] / _GIB:,.1f}",
+            f"{each['memory_total'] / GIB:,.1f}",
             f"{each['tokens_per_second_per_gpu']:,.0f}",
             f"{each['mfu']:.1%}",
             f"{each['tokens_per_second_per_gpu'] * facts['gpus']:,.0f}",
@@ -185,7 +218,7 @@ def _print_layouts(console: "Console", facts: dict[str, Any]) -> None:
 
 
 def _print_best(console: "Console", best: dict[str, Any]) -> None:
-    memory = ", ".join(f"{name} {size / _GIB:,.1f}" for name, size in best["memory"].items())
+    memory = ", ".join(f"{name} {size / GIB:,.1f}" for name, size in best["memory"].items())
     console.print(f"\nthe first: GiB of a rank: {memory}", markup=False)
     for each in best["collectives"]:
         console.print(f"  {each['name']} over {each['ranks']:,} ranks: {format_amount(each['bytes'], 'bytes')} a step")
@@ -198,3 +231,25 @@ def _print_best(console: "Console", best: dict[str, Any]) -> None:
     console.print(
         f"  MFU counts causal attention; with full attention, as torchtitan counts, {best['mfu_full_attention']:.1%}\n"
     )
+
+
+def _print_dry_run(console: "Console", facts: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    console.print(
+        f"dry run of {facts['data_parallel_replicate_degree']:,} × {facts['data_parallel_shard_degree']:,} ranks, "
+        f"{facts['micro_batch_size']} rows, recompute {facts['recompute']}: {facts['traced_layers']} layers traced; "
+        f"most memory: {facts['peak']}",
+        markup=False,
+    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("GiB of a rank", "planned", "traced"):
+        table.add_column(name, justify="left" if name.startswith("GiB") else "right")
+    for name in (*facts["planned_memory"], "all"):
+        sizes = [facts["planned_memory"], facts["memory"]]
+        numbers = [sum(each.values()) if name == "all" else each.get(name, 0) for each in sizes]
+        table.add_row(name, *(f"{number / GIB:,.2f}" for number in numbers))
+    console.print(table)
+    for each in facts["collectives"]:
+        console.print(f"  {each['name']} over {each['ranks']:,} ranks: {format_amount(each['bytes'], 'bytes')} a step")
+    console.print(f"  {facts['flops'] / 1e12:,.1f} TFLOPs a step, with recomputed layers")

@@ -95,7 +95,8 @@ def measure(
     encoder_length: int | None = None,
 ) -> dict[str, Any]:
     """Everything `show` prints, as plain data. encoder_length None: as many tokens as each context."""
-    from heddle.model.size import build_distinct_layers, measure_size
+    from heddle.model.distinct_layers import build_distinct_layers
+    from heddle.model.size import measure_size
 
     model = build_distinct_layers(config, dtype)
     sizes = [measure_size(model, length, batch_size, encoder_length) for length in context_lengths]

@@ -3,6 +3,7 @@
 import shlex
 import sys
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +32,21 @@ from heddle.cli.options import (
     parse_scales,
     with_vocab_size,
 )
+from heddle.cli.ranks import (
+    DEFAULT_RESTARTS,
+    ContextDegree,
+    ExpertDegree,
+    MaxRestarts,
+    PipelineDegree,
+    Processes,
+    RankTimeout,
+    ReplicateDegree,
+    ShardDegree,
+    TensorDegree,
+    enter_ranks,
+    launch_ranks,
+)
+from heddle.cli.train_data import design_of, open_data, open_recall_task
 from heddle.cli.train_options import (
     CompileModel,
     DistillationLoss,
@@ -46,26 +62,20 @@ from heddle.cli.train_options import (
     tokenizer_of,
     transfer_width_of,
 )
-from heddle.errors import ConfigError
 from heddle.progress import print_text
-from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
 if TYPE_CHECKING:
     from heddle.data.chat import ChatDataset
     from heddle.data.corpus import Corpus
     from heddle.data.recall import TaskStream
-    from heddle.model.config import ModelConfig
-    from heddle.tokenization.tokenizer import Tokenizer
-    from heddle.training.distillation import Distillation
-    from heddle.training.init_checkpoint import InitCheckpoint
-    from heddle.training.loop import TrainingJob
-    from heddle.training.settings import Settings
+    from heddle.training.job import TrainingJob
     from heddle.training.training_result import TrainingResult
 
 DEFAULT_SEQUENCE_LENGTH = 256
 
 
 def train(  # noqa: PLR0913 - one parameter per option
+    context: typer.Context,
     design: Annotated[
         str | None, typer.Argument(metavar="DESIGN", help="A file, preset:NAME or a folder; leave out with --from.")
     ] = None,
@@ -121,6 +131,15 @@ def train(  # noqa: PLR0913 - one parameter per option
     threads: Threads = None,
     kernel: Kernel = None,
     part: PartFile = None,
+    nproc: Processes = None,
+    data_parallel_replicate_degree: ReplicateDegree = 1,
+    data_parallel_shard_degree: ShardDegree = -1,
+    tensor_parallel_degree: TensorDegree = 1,
+    pipeline_parallel_degree: PipelineDegree = 1,
+    context_parallel_degree: ContextDegree = 1,
+    expert_parallel_degree: ExpertDegree = 1,
+    max_restarts: MaxRestarts = DEFAULT_RESTARTS,
+    rank_timeout: RankTimeout = 45.0,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -129,19 +148,30 @@ def train(  # noqa: PLR0913 - one parameter per option
     With --data chat:FILE.jsonl it trains on conversations, with a loss on the assistant's text; with --data
     recall:mqar,pairs=8 on a synthetic recall task, and prints the accuracy.
     """
+    launch_ranks(context.find_root().obj, nproc, max_restarts)
     with ExitStack() as stack:
+        ranks, device = enter_ranks(stack, device, rank_timeout)
         cuda = CudaOptions(tf32, deterministic)
         runtime = open_session(
             stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet, cuda=cuda
         )
+        from heddle.distributed.degrees import ParallelDegrees
         from heddle.model.compiled import should_compile
         from heddle.runtime import versions
         from heddle.training.init_checkpoint import open_init_checkpoint
-        from heddle.training.loop import TrainingJob
+        from heddle.training.job import TrainingJob
         from heddle.training.loop import train as run
         from heddle.training.settings import Settings
 
-        task = _recall_task(data, tokenizer, vocab_size, sequence_length)
+        degrees = ParallelDegrees(
+            data_parallel_replicate_degree=data_parallel_replicate_degree,
+            data_parallel_shard_degree=data_parallel_shard_degree,
+            tensor_parallel_degree=tensor_parallel_degree,
+            pipeline_parallel_degree=pipeline_parallel_degree,
+            context_parallel_degree=context_parallel_degree,
+            expert_parallel_degree=expert_parallel_degree,
+        )
+        task = open_recall_task(data, tokenizer, vocab_size, sequence_length)
         length = DEFAULT_SEQUENCE_LENGTH if sequence_length is None else sequence_length
         length = length if task is None else task.task.length
         settings = Settings(
@@ -164,22 +194,29 @@ def train(  # noqa: PLR0913 - one parameter per option
             evaluate_every=evaluate_every,
             transfer_width=transfer_width_of(transfer),
         )
+        degrees.mesh_shape(ranks.count)
+        ranks.rows(batch_size, gradient_accumulation_steps)
         lora_settings = lora_settings_of(lora, lora_targets, from_)
-        init_checkpoint = None if from_ is None else open_init_checkpoint(from_)
+        init_checkpoint = None if from_ is None else open_init_checkpoint(from_, ranks)
         distillation = distillation_of(teacher, distillation_loss)
-        config = _config(design, overrides, init_checkpoint, distillation)
+        config = design_of(design, overrides, init_checkpoint, distillation)
         source: Corpus | ChatDataset | TaskStream
         if task is None:
             source_tokenizer = tokenizer_of(tokenizer, vocab_size, init_checkpoint, distillation)
             documents = {} if init_checkpoint is None else init_checkpoint.documents
             sizes = (config.vocab_size, vocab_size)
-            source = _open_data(data or ["stdlib"], settings, sizes, source_tokenizer, documents)
+
+            def open_text() -> "Corpus | ChatDataset":
+                return open_data(data or ["stdlib"], settings, sizes, source_tokenizer, documents)
+
+            source = ranks.in_order(open_text)
             source_vocab_size = source.tokenizer.vocab_size
         else:
             source, source_vocab_size = task, task.vocab_size
             task.check_vocab_size(config.vocab_size)
         environment = {"command": shlex.join(["heddle", *sys.argv[1:]]), "versions": versions()}
         environment["runtime"] = runtime.describe()
+        environment["ranks"] = {"count": ranks.count, **asdict(degrees)}
         job = TrainingJob(
             config=with_vocab_size(config, source_vocab_size),
             source=source,
@@ -190,79 +227,10 @@ def train(  # noqa: PLR0913 - one parameter per option
             init_checkpoint=init_checkpoint,
             lora=lora_settings,
             distillation=distillation,
+            ranks=ranks,
+            degrees=degrees,
         )
         _report(run(job), job, as_json)
-
-
-def _recall_task(
-    data: list[str] | None, tokenizer: Path | None, vocab_size: int | None, sequence_length: int | None
-) -> "TaskStream | None":
-    """The recall task that --data names; None for other data. Raises ConfigError for options that only text takes."""
-    from heddle.data.recall import is_recall_argument, parse_recall
-
-    if data is None or len(data) != 1 or not is_recall_argument(data[0]):
-        return None
-    task = parse_recall(data[0])
-    for option, value in (("tokenizer", tokenizer), ("vocab-size", vocab_size)):
-        if value is not None:
-            raise ConfigError(f"--{option} {value}: {data[0]} has a vocabulary of its own; leave --{option} out")
-    if sequence_length not in (None, task.task.length):
-        raise ConfigError(
-            f"--sequence-length {sequence_length}: {data[0]} has sequences of {task.task.length} tokens; "
-            f"give length={sequence_length} in --data"
-        )
-    return task
-
-
-def _config(
-    design: str | None,
-    overrides: list[str] | None,
-    checkpoint: "InitCheckpoint | None",
-    distillation: "Distillation | None",
-) -> "ModelConfig":
-    """The config to train, with a teacher's vocabulary. Raises ConfigError if neither DESIGN nor --from is given."""
-    from heddle.model.load_config import load_config
-
-    overrides = list(overrides or [])
-    if checkpoint is None:
-        if design is None:
-            raise ConfigError("DESIGN: is missing; give a file, preset:NAME or a folder, or --from FOLDER")
-        config = load_config(design, overrides)
-        vocab_size = None if distillation is None else distillation.teacher.config.vocab_size
-        return config if vocab_size is None else with_vocab_size(config, vocab_size)
-    if design is not None and "=" in design and not Path(design).exists():  # without DESIGN, an override comes first
-        return checkpoint.resolve_config(None, [design, *overrides])
-    return checkpoint.resolve_config(design, overrides)
-
-
-def _open_data(
-    data: list[str],
-    settings: "Settings",
-    sizes: tuple[int | None, int | None],
-    tokenizer: "Tokenizer | Path | None",
-    documents: dict[str, str],
-) -> "Corpus | ChatDataset":
-    """Text or conversations, ready to train on. sizes: the design's vocab_size, and --vocab-size."""
-    from heddle.data.chat import is_chat_argument, prepare_chat
-    from heddle.data.corpus import check_tokenizer_fits, prepare_corpus
-    from heddle.tokenization.tokenizer import Tokenizer
-
-    if not any(map(is_chat_argument, data)):
-        vocab_size = sizes[0] or sizes[1] or (None if tokenizer else DEFAULT_VOCAB_SIZE)
-        max_tokens = settings.steps * settings.tokens_per_step
-        corpus = prepare_corpus(data, vocab_size=vocab_size, max_train_tokens=max_tokens, tokenizer=tokenizer)
-        check_tokenizer_fits(corpus.tokenizer, sizes[0])
-        return corpus
-    for argument in data:
-        if not is_chat_argument(argument):
-            raise ConfigError(
-                f"--data {argument}: is not chat data, which cannot be mixed with text; leave it out, or write chat:"
-            )
-    if tokenizer is None:
-        raise ConfigError(f"--data {data[0]}: needs a trained tokenizer; give --from or --tokenizer")
-    loaded = Tokenizer.load(tokenizer) if isinstance(tokenizer, Path) else tokenizer
-    check_tokenizer_fits(loaded, sizes[0])
-    return prepare_chat(data, loaded, settings.sequence_length, documents)
 
 
 def _report(training: "TrainingResult", job: "TrainingJob", as_json: bool) -> None:

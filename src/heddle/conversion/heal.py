@@ -33,7 +33,8 @@ from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.distillation import Distillation
 from heddle.training.evaluation.bits_per_byte import bits_and_bytes
 from heddle.training.init_checkpoint import open_init_checkpoint
-from heddle.training.loop import TrainingJob, train
+from heddle.training.job import TrainingJob
+from heddle.training.loop import train
 from heddle.training.settings import Settings
 from heddle.training.training_result import TrainingResult
 
@@ -207,7 +208,7 @@ def convert_and_heal(
     healing = distillation.identity() | settings.identity() | {"text": corpus.hash}
     documents = dict(contents.documents)
     documents[CONVERSION_FILE] = json.dumps({**description, "healing": healing}, indent=2) + "\n"
-    dtypes = {name: DTYPES[record.dtype] for name, (_, record) in contents.tensor_records(WEIGHTS_FILE).items()}
+    dtypes = {name: DTYPES[record.dtype] for name, record in contents.tensor_records(WEIGHTS_FILE).items()}
     tensors = {name: tensor.to(dtypes[name]) for name, tensor in model_tensors(result.model).items()}
     write_folder(out, tensors={WEIGHTS_FILE: tensors}, documents=documents, kind="model")
     return result

@@ -51,7 +51,7 @@ class FolderWeights(Weights):
     def specs(self) -> Mapping[str, TensorSpec]:
         """As in `Weights`."""
         records = self.contents.tensor_records(WEIGHTS_FILE)
-        return {name: (DTYPES[record.dtype], tuple(record.shape)) for name, (_, record) in records.items()}
+        return {name: (DTYPES[record.dtype], tuple(record.shape)) for name, record in records.items()}
 
     def tensor(self, name: str) -> Tensor:
         """As in `Weights`. Raises CheckpointError if the file was altered."""

@@ -4,20 +4,34 @@ Every rank knows the whole batch: what divides a loss (targets, tokens) needs no
 its rows, and sums over ranks are those of one process.
 """
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from heddle.errors import ConfigError
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+WAIT_SECONDS = 45.0
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank among `count`. The default is one process."""
+    """This process's rank among `count`. The default is one process.
+
+    wait_seconds: how long it waits for another within a training step before it calls it lost.
+    """
 
     rank: int = 0
     count: int = 1
+    wait_seconds: float = WAIT_SECONDS
 
     def rows(self, rows: int, parts: int) -> list[slice]:
         """This rank's rows of each of `parts` equal parts of a batch. Raises ConfigError if they cannot be equal."""
@@ -28,15 +42,57 @@ class Ranks:
         starts = range(self.rank * share, rows, share * self.count)
         return [slice(start, start + share) for start in starts]
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, on each of them; the same order of summands everywhere."""
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which speaks and writes what only one process may write."""
+        return self.rank == 0
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks [ranks, ...], in their order, on each rank. They have one shape and dtype."""
         if self.count == 1:
-            return tensor
+            return tensor[None]
         from torch import distributed
 
-        gathered = [torch.empty_like(tensor) for _ in range(self.count)]
-        distributed.all_gather(gathered, tensor.contiguous())
-        return torch.stack(gathered).sum(0)
+        sent = tensor.contiguous()
+        if distributed.get_backend() == "nccl":  # it connects GPUs alone
+            sent = sent.cuda()
+        gathered = [torch.empty_like(sent) for _ in range(self.count)]
+        distributed.all_gather(gathered, sent)
+        return torch.stack(gathered).to(tensor.device)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, on each of them; the same order of summands everywhere."""
+        return tensor if self.count == 1 else self.gather(tensor).sum(0)
+
+    def largest(self, number: int) -> int:
+        """The largest number of all ranks."""
+        return number if self.count == 1 else int(self.gather(torch.tensor(number)).max())
+
+    def wait(self) -> None:
+        """Wait until every rank is here."""
+        self.largest(0)
+
+    def in_order(self, function: Callable[[], Result]) -> Result:
+        """Call a function on rank 0, then on the first rank of each other machine, then on the others.
+
+        So one rank makes what a cache on its machine then holds. The others wait however long it takes. Only
+        within `join_ranks`.
+        """
+        if self.count == 1:
+            return function()
+        from heddle.distributed.process_group import in_order
+
+        return in_order(self, function)
+
+    def limit_waits(self) -> None:
+        """From now on, wait for others at most `wait_seconds` in any collective: one that takes longer is lost."""
+        if self.count == 1:
+            return
+        from torch.distributed import distributed_c10d
+
+        for group, (backend, _) in distributed_c10d._world.pg_map.items():
+            if "gloo" in backend or "nccl" in backend:
+                distributed_c10d._set_pg_timeout(timedelta(seconds=self.wait_seconds), group)
 
 
 ONE_PROCESS = Ranks()
@@ -44,45 +100,50 @@ ONE_PROCESS = Ranks()
 
 def reduce_with_next_backward(model: nn.Module, reduce: bool) -> None:
     """Whether the next backward pass of a sharded model sums gradients over ranks, or keeps them for a later one."""
-    set_sync = getattr(model, "set_requires_gradient_sync", None)
-    if set_sync is not None:
-        set_sync(reduce)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(model, fsdp.FSDPModule):
+        model.set_requires_gradient_sync(reduce)
 
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, on each rank: of a sharded one its shards together, which all ranks must ask for at once."""
-    full = getattr(tensor, "full_tensor", None)
-    result: Tensor = tensor if full is None else full()
-    return result
+    sharded = as_sharded(tensor)
+    return tensor if sharded is None else sharded.full_tensor()
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """The rows that this rank holds, as a plain tensor that shares their storage."""
-    to_local = getattr(tensor, "to_local", None)
-    result: Tensor = tensor if to_local is None else to_local()
-    return result
+    sharded = as_sharded(tensor)
+    return tensor if sharded is None else sharded.to_local()
 
 
 def with_local_part(tensor: Tensor, rows: Tensor) -> Tensor:
     """A tensor placed on ranks as `tensor` is, of which this rank holds `rows`."""
-    if getattr(tensor, "to_local", None) is None:
+    sharded = as_sharded(tensor)
+    if sharded is None:
         return rows
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(tensor, DTensor)
-    result: Tensor = DTensor.from_local(
-        rows, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+    placed: Tensor = type(sharded).from_local(
+        rows, sharded.device_mesh, sharded.placements, shape=tensor.shape, stride=tensor.stride()
     )
-    return result
+    return placed
 
 
 def held_rows(tensor: Tensor) -> slice:
     """The rows that this rank holds: all of a tensor that is not sharded."""
-    start, count = 0, len(tensor)
-    for dim, placement in enumerate(getattr(tensor, "placements", ())):
-        if placement.is_shard():
-            mesh = tensor.device_mesh  # type: ignore[attr-defined]
-            size = -(-count // mesh.size(dim))
-            first = min(count, mesh.get_local_rank(dim) * size)
-            start, count = start + first, min(size, count - first)
+    start, count, sharded = 0, len(tensor), as_sharded(tensor)
+    if sharded is not None:
+        for dim, placement in enumerate(sharded.placements):
+            if placement.is_shard():
+                size = -(-count // sharded.device_mesh.size(dim))
+                first = min(count, sharded.device_mesh.get_local_rank(dim) * size)
+                start, count = start + first, min(size, count - first)
     return slice(start, start + count)
+
+
+def as_sharded(tensor: Tensor) -> "DTensor | None":
+    """The tensor itself if it is a DTensor, else None.
+
+    Its module takes a second to import: while nobody has imported it, no tensor is sharded.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return tensor if module is not None and isinstance(tensor, module.DTensor) else None

@@ -68,3 +68,9 @@ def shard_model(model: Decoder, mesh: DeviceMesh, sharding: Sharding | None = No
     if model.encoder is not None:
         register_fsdp_forward_method(model, "encode")
     return model
+
+
+def reshard(model: Decoder) -> None:
+    """Free the gathered weights of the root group, which a forward pass without a backward pass leaves in place."""
+    if isinstance(model, FSDPModule):
+        model.reshard()

@@ -87,6 +87,8 @@ class _WeightLoader:
     def __init__(self, model: Decoder, family: Family, checkpoint: SafetensorsFolder) -> None:
         self.model, self.family, self.checkpoint = model, family, checkpoint
         self.weight_map = build_weight_map(family, model)
+        if self.weight_map.stacked:
+            self.weight_map.use_stacked(checkpoint.tensor_specs())
         self.missing = dict(self.weight_map.rules)
         self.parameters = dict(model.named_parameters())
         self.loaded: dict[str, Tensor] = {}
@@ -120,7 +122,7 @@ class _WeightLoader:
 
     def _ignored_prefix(self, name: str) -> str | None:
         """The prefix of tensors to ignore that matches a name, or None."""
-        patterns = IGNORED_TENSORS + self.family.ignored_tensors
+        patterns = IGNORED_TENSORS + self.family.ignored_tensors + self.checkpoint.ignored_tensors
         prefixes = [pattern.format(depth=self.model.config.depth) for pattern in patterns]
         return next((prefix for prefix in prefixes if fnmatchcase(name, prefix + "*")), None)
 

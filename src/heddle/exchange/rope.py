@@ -57,6 +57,7 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"
 NO_PARTIAL_ROTARY = "models of this family rotate all dims of their heads; leave it out"
 FLOAT_FIELDS = frozenset({"factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"})
 FLOAT_FIELDS |= {"low_freq_factor", "high_freq_factor"}
+IMAGE_FIELDS = frozenset({"mrope_section", "mrope_interleaved"})  # a text has one position on every axis
 
 
 def read_rope(
@@ -105,6 +106,7 @@ def read_rope_table(
     if rotary_dim != head_dim:
         rope["rotary_dim"] = rotary_dim
     scaling = _read_scaling(config, parameters, original_length)
+    parameters.unread -= IMAGE_FIELDS
     parameters.check_all_read()
     return rope if scaling is None else rope | {"scaling": scaling}
 

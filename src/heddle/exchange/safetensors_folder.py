@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from heddle.errors import CheckpointError, no_folder_reason
+from heddle.exchange.text_model import IMAGE_TENSORS, has_text_model, text_model_config, text_model_name
 from heddle.progress import progress_bar
 from heddle.storage.file_io import READ_FLAGS_FOLLOWING_LINKS, open_regular_file, read_error, read_exactly
-from heddle.storage.folder import MAX_DOCUMENT_BYTES, read_folder
+from heddle.storage.folder import read_folder
 from heddle.storage.manifest import MANIFEST_FILE, FileRecord, is_file_name, parse_json_object
+from heddle.storage.staged_folder import MAX_DOCUMENT_BYTES
 from heddle.storage.tensor_file import read_tensor, read_tensor_file, read_tensor_specs
 
 CONFIG_FILE = "config.json"
@@ -28,8 +30,9 @@ UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 class SafetensorsFolder:
     """A folder in the layout of transformers.
 
-    If the folder has a manifest (exports by heddle have one), every byte is checked against it. Raises CheckpointError,
-    naming file and remedy, for a folder that is not a model.
+    If the folder has a manifest (exports by heddle have one), every byte is checked against it. Of a model that also
+    sees, the config and the names are those of its text model. Raises CheckpointError, naming file and remedy, for a
+    folder that is not a model.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,6 +56,11 @@ class SafetensorsFolder:
             contents = read_folder(folder, flags=READ_FLAGS_FOLLOWING_LINKS)
             self.records, self.verified_texts = contents.records, contents.documents
         self.config = self.read_json(CONFIG_FILE)
+        self.ignored_tensors: tuple[str, ...] = ()
+        self._stored_names: dict[str, str] = {}
+        if has_text_model(self.config):
+            self.config = text_model_config(self.config, str(folder / CONFIG_FILE))
+            self.ignored_tensors = IMAGE_TENSORS
 
     def read_text(self, name: str) -> str:
         """One of its text files. Raises CheckpointError for one that is too large or not UTF-8."""
@@ -112,7 +120,7 @@ class SafetensorsFolder:
                 for name, tensor in read_tensor_file(path, record, READ_FLAGS_FOLLOWING_LINKS):
                     if index and missing.pop(name, None) != file:
                         raise CheckpointError(f"{path}: holds '{name}', which {INDEX_FILE} does not say")
-                    yield file, name, tensor
+                    yield file, self._name(name), tensor
                     progress.advance(tensor.numel() * tensor.element_size())
         for name, file in missing.items():
             raise CheckpointError(f"{self.folder / file}: lacks tensor '{name}', which {INDEX_FILE} says it holds")
@@ -120,16 +128,24 @@ class SafetensorsFolder:
     def tensor_specs(self) -> dict[str, tuple[str, torch.dtype, tuple[int, ...]]]:
         """The file, dtype and shape of every tensor, from the headers alone."""
         return {
-            name: (file, dtype, shape)
+            self._name(name): (file, dtype, shape)
             for file in self.tensor_files
             for name, (dtype, shape) in read_tensor_specs(
                 self.folder / file, self.records.get(file), READ_FLAGS_FOLLOWING_LINKS
             ).items()
         }
 
+    def _name(self, stored_name: str) -> str:
+        """The name of a tensor in the text model, if it is another."""
+        name = text_model_name(stored_name) if self.ignored_tensors else stored_name
+        if name != stored_name:
+            self._stored_names[name] = stored_name
+        return name
+
     def tensor(self, file: str, name: str) -> Tensor:
-        """One tensor, in memory of its own."""
-        return read_tensor(self.folder / file, name, self.records.get(file), READ_FLAGS_FOLLOWING_LINKS)
+        """One tensor, in memory of its own, after `tensor_specs` named it."""
+        stored_name = self._stored_names.get(name, name)
+        return read_tensor(self.folder / file, stored_name, self.records.get(file), READ_FLAGS_FOLLOWING_LINKS)
 
 
 def read_text_file(path: Path) -> str:

@@ -5,7 +5,7 @@ interleaved. Rules only move numbers, so every tensor keeps its bits in both dir
 made of whole parameters, or of whole slices along their first dimension (one expert of a stacked weight).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,6 +40,11 @@ CONCATENATED = TensorTransform(_concatenate, _split)
 TRANSPOSED = TensorTransform(
     lambda parameters: _transpose_matrix(_concatenate(parameters)),
     lambda tensor, shapes: _split(_transpose_matrix(tensor), shapes),
+)
+# Stacks of matrices [experts, outputs, inputs], concatenated along the outputs.
+STACKED = TensorTransform(
+    lambda parameters: torch.cat(list(parameters), dim=1),
+    lambda tensor, shapes: tensor.split([shape[1] for shape in shapes], dim=1),
 )
 # The weight of a depthwise convolution, stored as [channels, 1, kernel].
 DEPTHWISE_CONV = TensorTransform(
@@ -78,6 +83,7 @@ class WeightMap:
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
         self.shapes = shapes
         self.rules: dict[str, TensorRule] = {}
+        self.stacked: dict[str, tuple[TensorRule, tuple[str, ...]]] = {}
 
     def add_tensor(self, hf_name: str, *parameters: ParameterRef, transform: TensorTransform = CONCATENATED) -> None:
         """Add the rule for one tensor. Does nothing if the model has no such parameter."""
@@ -91,6 +97,17 @@ class WeightMap:
                 module + suffix if isinstance(module, str) else (module[0] + suffix, module[1]) for module in modules
             ]
             self.add_tensor(hf_module + suffix, *names, transform=transform)
+
+    def add_stacked(self, hf_name: str, *parameters: str, transform: TensorTransform, replace: Sequence[str]) -> None:
+        """Add the rule for one tensor that some files have in place of the tensors `replace`."""
+        self.stacked[hf_name] = TensorRule(hf_name, parameters, transform), tuple(replace)
+
+    def use_stacked(self, names: Container[str]) -> None:
+        """Use the rules of the stacked tensors that a file holds, instead of those of the tensors that they replace."""
+        present = [hf_name for hf_name in self.stacked if hf_name in names]
+        replaced = {name for hf_name in present for name in self.stacked[hf_name][1]}
+        self.rules = {name: rule for name, rule in self.rules.items() if name not in replaced}
+        self.rules |= {hf_name: self.stacked[hf_name][0] for hf_name in present}
 
     def parameter_shapes(self, rule: TensorRule) -> list[torch.Size]:
         """The shapes of the parameters, or slices of parameters, of a rule."""

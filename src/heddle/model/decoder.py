@@ -79,7 +79,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A model built from a `ModelConfig`, whose `vocab_size` must be set.
+    """A model built from a `ModelConfig`; one without a `vocab_size` raises DesignError.
 
     `distinct_layers_only` builds each different layer once, to check and measure a design. `layer_counts`: how many
     layers each one stands for. `imported_config`: what an export writes again of the config.json a model came from.

@@ -49,9 +49,13 @@ class LoraLinear(SelfInitialized):
         return self.frozen + self.b @ self.a * self.scale
 
     @torch.no_grad()
-    def merged(self) -> Tensor:
-        """[outputs, inputs]: the sum in float64 on the CPU, rounded once. Where zero is added, the bits are kept."""
-        return merged_weight(self.frozen, self.a, self.b, self.scale)
+    def merged(self, gather: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """[outputs, inputs]: the sum in float64 on the CPU, rounded once. Where zero is added, the bits are kept.
+
+        gather: as in `merge_lora`.
+        """
+        a, b = (x if gather is None else gather(x) for x in (self.a, self.b))
+        return merged_weight(self.frozen, a, b, self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., inputs] -> [..., outputs]."""
@@ -91,10 +95,10 @@ def add_lora(
     return adapted
 
 
-def merge_lora(model: Decoder) -> Decoder:
+def merge_lora(model: Decoder, gather: Callable[[Tensor], Tensor] | None = None) -> Decoder:
     """Return a plain model that computes the same as a model with adapters. It shares every weight without an adapter.
 
-    A model without adapters is returned as it is.
+    A model without adapters is returned as it is. gather: returns all of an adapter that is sharded over ranks.
     """
     if not adapters(model):
         return model
@@ -103,7 +107,9 @@ def merge_lora(model: Decoder) -> Decoder:
     for path, parameter in plain.named_parameters():
         parent, _, name = path.rpartition(".")
         module = model.get_submodule(parent)
-        tensor = module.merged() if isinstance(module, LoraLinear) and name == "weight" else module.get_parameter(name)
+        tensor = (
+            module.merged(gather) if isinstance(module, LoraLinear) and name == "weight" else module.get_parameter(name)
+        )
         setattr(plain.get_submodule(parent), name, nn.Parameter(tensor.detach(), parameter.requires_grad))
     plain.tie()
     return plain.train(model.training)

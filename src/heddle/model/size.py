@@ -5,17 +5,24 @@ costs is multiplied by the number of such layers. All numbers are Python integer
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import nn
 
 from heddle.config import is_kind
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.model.initialization import materialize
+from heddle.model.distinct_layers import (
+    around_layers,
+    build_distinct_layers,
+    parameter_count,
+    parameter_counts,
+    stacked_layers,
+    with_encoder,
+)
 from heddle.model.limits import refuse_overflow
 from heddle.model.shapes_only import ShapesOnly
 from heddle.numerics.dispatch.flop_counter import count_flops
@@ -23,7 +30,6 @@ from heddle.numerics.dispatch.operation import KernelChoice, record_choices
 from heddle.numerics.linear import packed_weights
 from heddle.parts.context.encoder_output import EncoderOutput
 from heddle.parts.context.layout import Layout
-from heddle.parts.feedforwards import Feedforward
 from heddle.parts.mixers import MixerConfig
 
 
@@ -85,15 +91,6 @@ def size(
     return measure_size(build_distinct_layers(config, dtype), context_length, batch, encoder_length, rollback)
 
 
-def build_distinct_layers(config: ModelConfig, dtype: torch.dtype) -> Decoder:
-    """Build a meta model with one layer for each different one of the design. Several measurements can share it."""
-    with refuse_overflow():
-        with torch.device("meta"):
-            model = Decoder(config, distinct_layers_only=True)
-        materialize(model, dtype, "meta")
-    return model
-
-
 @_shapes_only()
 def measure_size(
     model: Decoder, context_length: int, batch: int = 1, encoder_length: int | None = None, rollback: int = 0
@@ -112,7 +109,7 @@ def measure_size(
         batch=batch,
         parameters=parameters,
         active_parameters=active,
-        embedding_parameters=sum(stack.embed.weight.numel() for stack in _stacks(model)),
+        embedding_parameters=sum(stack.embed.weight.numel() for stack in with_encoder(model)),
         flops_per_token=_flops(model, context_length, source_length) / context_length,
         state_bytes=state_total,
         state_bytes_per_token=growth,
@@ -121,16 +118,6 @@ def measure_size(
         encoder_length=0 if model.encoder_width is None else source_length,
         encoder=() if model.encoder is None else _layer_sizes(model.encoder, None),
     )
-
-
-def parameter_counts(model: Decoder) -> tuple[int, int]:
-    """Return the number of parameters, a shared one counted once, and how many of them act on one token."""
-    total, inactive = _parameters(model), _inactive_parameters(model)
-    for stack in _stacks(model):
-        for layer, count in zip(stack.layers, stack.layer_counts, strict=True):
-            total += (count - 1) * _parameters(layer)
-            inactive += (count - 1) * _inactive_parameters(layer)
-    return total, total - inactive
 
 
 @_shapes_only()
@@ -142,17 +129,29 @@ def flops_per_token(model: Decoder, context_length: int, encoder_length: int = 0
     return _flops(model, context_length, encoder_length) / context_length
 
 
-def _flops(model: Decoder, context_length: int, encoder_length: int) -> int:
+@_shapes_only()
+def layer_flops(model: Decoder, context_length: int, encoder_length: int = 0) -> tuple[list[int], int]:
+    """FLOPs of one row of a meta model: of each layer that was built (see `stacked_layers`), and of all else."""
+    layers = [layer for layer, _ in stacked_layers(model)]
+    starts, flops = [0] * len(layers), [0] * len(layers)
     tokens = torch.zeros(1, context_length, dtype=torch.int64, device="meta")
     with torch.no_grad(), count_flops() as total:
 
-        def add_repeats(start: int, count: int) -> None:
-            total[0] += (count - 1) * (total[0] - start)
+        def enter(index: int, _: Any) -> None:
+            starts[index] = total[0]
 
-        with _around_repeated_layers(model, lambda: total[0], add_repeats):
+        def leave(index: int) -> None:
+            flops[index] = total[0] - starts[index]
+
+        with around_layers(layers, enter, leave):
             hidden, _ = model(tokens, _layout(model, context_length, encoder_length))
             model.head(hidden)
-    return total[0]
+    return flops, total[0] - sum(flops)
+
+
+def _flops(model: Decoder, context_length: int, encoder_length: int) -> int:
+    flops, around = layer_flops(model, context_length, encoder_length)
+    return around + sum(value * count for value, (_, count) in zip(flops, stacked_layers(model), strict=True))
 
 
 @_shapes_only()
@@ -190,12 +189,17 @@ def measure_kernel_choices(
     source_length = queries + max(cached_tokens, 0) if encoder_length is None else encoder_length
     model.train(cached_tokens < 0)
     tokens = torch.zeros(1, queries, dtype=torch.int64, device="meta")
+    layers, counts = zip(*stacked_layers(model), strict=True)
+    starts = [0] * len(layers)
     with record_choices(device) as choices:
 
-        def add_repeats(start: int, count: int) -> None:
-            choices.extend(choices[start:] * (count - 1))
+        def enter(index: int, _: Any) -> None:
+            starts[index] = len(choices)
 
-        with _around_repeated_layers(model, lambda: len(choices), add_repeats):
+        def leave(index: int) -> None:
+            choices.extend(choices[starts[index] :] * (counts[index] - 1))
+
+        with around_layers(layers, enter, leave):
             if cached_tokens < 0:
                 hidden, _ = model(tokens, _layout(model, queries, source_length))
                 model.head(hidden)
@@ -209,27 +213,6 @@ def measure_kernel_choices(
                     hidden, _ = model(tokens, None, state)
                     model.head(hidden[:, -1:])
     return Counter(choices)
-
-
-def _stacks(model: Decoder) -> list[Decoder]:
-    return [model] if model.encoder is None else [model, model.encoder]
-
-
-@contextmanager
-def _around_repeated_layers(
-    model: Decoder, before: Callable[[], int], after: Callable[[int, int], None]
-) -> Iterator[None]:
-    """Within the block, call `after(before(), count)` for each call of a layer that stands for `count` > 1 layers."""
-    starts: list[int] = []
-    with ExitStack() as hooks:
-        for stack in _stacks(model):
-            for layer, count in zip(stack.layers, stack.layer_counts, strict=True):
-                if count > 1:
-                    start_hook = layer.register_forward_pre_hook(lambda *_: starts.append(before()))
-                    end_hook = layer.register_forward_hook(lambda *_, count=count: after(starts.pop(), count))
-                    hooks.callback(start_hook.remove)
-                    hooks.callback(end_hook.remove)
-        yield
 
 
 def _encoder_output(model: Decoder, rows: int, length: int) -> EncoderOutput | None:
@@ -267,7 +250,7 @@ def _layer_sizes(model: Decoder, layer_bytes: list[int] | None) -> tuple[LayerSi
             count=1,
             mixer="–" if mixer is None else describe(mixer.dump()),
             feedforward="–" if feedforward is None else describe(feedforward.dump()),
-            parameters=_parameters(layer),
+            parameters=parameter_count(layer),
             state_bytes=0 if layer_bytes is None else layer_bytes[index],
         )
         sizes.append(layer_size)
@@ -278,14 +261,6 @@ def _layer_sizes(model: Decoder, layer_bytes: list[int] | None) -> tuple[LayerSi
         else:
             runs.append(sizes[index])
     return tuple(runs)
-
-
-def _parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _inactive_parameters(module: nn.Module) -> int:
-    return sum(part.inactive_parameters for part in module.modules() if isinstance(part, Feedforward))
 
 
 def describe(data: dict[str, object]) -> str:

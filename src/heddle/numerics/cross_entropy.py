@@ -29,6 +29,8 @@ from heddle.numerics.loss_steps import (
     ChunkOptions,
     compiled_step,
     fused_step,
+    is_fake,
+    results_of_compiled_step,
     scale_and_cap,
     step_in_place,
 )
@@ -143,8 +145,13 @@ def _chunked(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objec
 
 
 def _fused(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objective) -> tuple[Tensor, ...]:
-    compiles = hidden.device.type == "cuda" and has_triton() and not is_compiling()
-    return _weighted_sum(compiled_step() if compiles else fused_step, hidden, head, targets, objective)
+    if device_type(hidden) != "cuda" or not has_triton() or is_compiling():
+        step = fused_step
+    elif hidden.device.type == "cuda":
+        step = compiled_step()
+    else:  # it stands for a tensor on a GPU
+        step = results_of_compiled_step if is_fake(hidden) else fused_step
+    return _weighted_sum(step, hidden, head, targets, objective)
 
 
 def _by_liger(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objective) -> tuple[Tensor, ...]:
@@ -230,7 +237,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, in total's dtype."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif total.device.type == "cuda" and not is_compiling():  # one pass over total, and no rounding of the product
+    elif (
+        total.device.type == "cuda" or is_fake(total)
+    ) and not is_compiling():  # one pass over total, and no rounding of the product
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right

@@ -6,6 +6,7 @@ For targets t and a teacher's log-probabilities log q, both steps compute, with 
     dz = (text_weight + logits_weight) · p − text_weight · onehot(t) − logits_weight · q
 """
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -113,3 +114,20 @@ def _chunk_sums(
 def compiled_step() -> Callable[..., Any]:
     """`fused_step`, compiled once for each kind of head and size of chunk."""
     return torch.compile(fused_step, dynamic=False)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no values: one of torch's FakeTensorMode, which takes a second to import."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def results_of_compiled_step(
+    raw: Tensor, bias: Tensor | None, target: Tensor, log_q: Tensor | None, options: ChunkOptions, sums: list[Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """What `compiled_step` allocates, without values: for fake tensors."""
+    needs_gradient, needs_bias = options.gradients
+    return (
+        raw.new_empty(raw.shape, dtype=options.product_dtype) if needs_gradient else None,
+        raw.new_empty(raw.shape[1], dtype=sums[0].dtype) if needs_bias else None,
+    )

@@ -5,13 +5,16 @@ leaves behind has a name that tells the process (`leftover_path`), and is remove
 """
 
 import errno
+import hashlib
 import os
 import re
 import secrets
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from heddle.errors import CheckpointError, describe_path
 from heddle.storage import file_io
@@ -19,7 +22,32 @@ from heddle.storage import file_io
 # A file that an unknown process wrote is a leftover once it is this old. A process on another machine, which shares
 # the folder, may still write a younger one.
 LEFTOVER_FILE_SECONDS = 3600
-LEFTOVER_PATTERN = re.compile(r"\.(?P<name>.+)\.(?P<role>tmp|old)-(?P<process>\d{1,10})-[0-9a-f]{8}", re.DOTALL)
+LEFTOVER_PATTERN = re.compile(
+    r"\.(?P<name>.+)\.(?P<role>tmp|old)-(?P<process>\d{1,10})(-(?P<machine>[0-9a-f]{8}))?-[0-9a-f]{8}", re.DOTALL
+)
+
+
+class _Writer(NamedTuple):
+    """The process that writes a temporary file or folder. machine: a hash of its host name; None: of this machine."""
+
+    process: int
+    machine: str | None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the process is, or was, on this machine."""
+        return self.machine in (None, _machine_key())
+
+    def is_alive(self, path: Path) -> bool:
+        """Whether it may still write `path`: on another machine, for an hour after the last change."""
+        if self.is_here:
+            return _is_alive(self.process)
+        return time.time() - _last_change(path) <= LEFTOVER_FILE_SECONDS
+
+
+def _machine_key() -> str:
+    """Return 8 hexadecimal digits that tell this machine from others that share a folder."""
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
 def sync_folder(folder: Path) -> None:
@@ -59,11 +87,11 @@ def remove_folder(folder: Path) -> None:
 
 
 def leftover_path(path: Path, role: str) -> Path:
-    """Return a new hidden name next to `path`, with this process's id.
+    """Return a new hidden name next to `path`, with this process's id and machine.
 
     role: 'tmp' for a file or folder that is being written, 'old' for a folder that is being replaced.
     """
-    return path.with_name(f".{path.name}.{role}-{os.getpid()}-{secrets.token_hex(4)}")
+    return path.with_name(f".{path.name}.{role}-{os.getpid()}-{_machine_key()}-{secrets.token_hex(4)}")
 
 
 def list_names(folder: Path) -> list[str]:
@@ -74,12 +102,12 @@ def list_names(folder: Path) -> list[str]:
         raise file_io.read_error(folder, error) from error
 
 
-def leftovers(parent: Path, name: str | None = None) -> Iterator[tuple[Path, str, str, int]]:
-    """Yield (path, final name, role, process id) of unfinished files and folders in `parent`, or only of `name`."""
+def leftovers(parent: Path, name: str | None = None) -> Iterator[tuple[Path, str, str, _Writer]]:
+    """Yield (path, final name, role, writer) of unfinished files and folders in `parent`, or only of `name`."""
     for entry in list_names(parent):
         match = LEFTOVER_PATTERN.fullmatch(entry)
         if match is not None and name in (None, match["name"]):
-            yield parent / entry, match["name"], match["role"], int(match["process"])
+            yield parent / entry, match["name"], match["role"], _Writer(int(match["process"]), match["machine"])
 
 
 def find_folder(folder: Path) -> Path:
@@ -93,10 +121,11 @@ def find_folder(folder: Path) -> Path:
 
 def remove_leftovers(parent: Path, name: str | None = None) -> None:
     """Remove what dead processes left. An 'old' folder whose own name is free gets it back instead."""
-    for path, original, role, process in leftovers(parent, name):
+    for path, original, role, writer in leftovers(parent, name):
+        is_own = writer.is_here and writer.process == os.getpid()
         if not path.is_dir():
-            _remove_leftover_file(path, process)
-        elif process != os.getpid() and _is_alive(process):  # a folder has one writer: ours are from a failed save
+            _remove_leftover_file(path, writer)
+        elif not is_own and writer.is_alive(path):  # a folder has one writer: ours are from a failed save
             continue
         elif role == "old" and not os.path.lexists(parent / original):
             file_io.system.rename(path, parent / original)
@@ -104,10 +133,19 @@ def remove_leftovers(parent: Path, name: str | None = None) -> None:
             remove_folder(path)
 
 
-def _remove_leftover_file(path: Path, process: int) -> None:
+def _remove_leftover_file(path: Path, writer: _Writer) -> None:
     with suppress(OSError):
-        if not _is_alive(process) and time.time() - path.lstat().st_mtime > LEFTOVER_FILE_SECONDS:
+        if not writer.is_alive(path) and time.time() - path.lstat().st_mtime > LEFTOVER_FILE_SECONDS:
             file_io.system.unlink(path)
+
+
+def _last_change(path: Path) -> float:
+    """Return when a file, or a folder or one of its files, was last written (seconds since 1970; 0: it is gone)."""
+    times = [0.0]
+    with suppress(OSError):
+        files = [path / name for name in os.listdir(path)] if path.is_dir() else []
+        times += [each.lstat().st_mtime for each in (path, *files)]
+    return max(times)
 
 
 def _is_alive(process: int) -> bool:

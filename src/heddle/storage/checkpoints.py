@@ -1,17 +1,22 @@
 """The checkpoints of a run, RUN/checkpoints/step-00000100: write one, find the newest intact one, prune old ones."""
 
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
+from heddle.distributed.exchange import call_on_all
+from heddle.distributed.ranks import ONE_PROCESS, Ranks
 from heddle.errors import CheckpointError, HeddleError
 from heddle.storage import atomic, file_io
-from heddle.storage.folder import unlisted_files, verify_folder, write_folder
+from heddle.storage.folder import verify_folder, write_folder
 from heddle.storage.manifest import LogPosition
+from heddle.storage.rank_folder import write_rank_folder
+from heddle.storage.staged_folder import unlisted_files
 
 CHECKPOINTS_FOLDER = "checkpoints"
 STEP_PATTERN = re.compile(r"step-(\d{8,18})")
@@ -41,14 +46,25 @@ def write_checkpoint(
     documents: Mapping[str, str],
     kind: str = "training",
     log: LogPosition | None = None,
+    ranks: Ranks = ONE_PROCESS,
 ) -> Path:
-    """Write one step's checkpoint as write_folder does, and return its folder.
+    """Write one step's checkpoint as write_folder does, or as write_rank_folder does, and return its folder.
 
     What dead processes left among the checkpoints is removed first. A damaged folder of the same step is renamed to
-    step-….damaged-N: a run that fell back to an earlier checkpoint can go on, and nothing is lost. The caller holds
-    the run's lock.
+    step-….damaged-N: a run that fell back to an earlier checkpoint can go on, and nothing is lost. The caller (of rank
+    0) holds the run's lock.
     """
     path = checkpoint_folder(run, step)
+    call_on_all(ranks, lambda: _make_room(path) if ranks.rank == 0 else "")
+    if ranks.count == 1:
+        write_folder(path, tensors=tensors, documents=documents, kind=kind, log=log, lock=False)
+    else:
+        write_rank_folder(path, tensors=tensors, documents=documents, kind=kind, ranks=ranks, log=log, lock=False)
+    return path
+
+
+def _make_room(path: Path) -> str:
+    """Remove what dead processes left beside a new checkpoint, and rename a damaged one of the same step."""
     try:
         atomic.make_folder(path.parent)
         atomic.remove_leftovers(path.parent)
@@ -59,21 +75,31 @@ def write_checkpoint(
             file_io.system.rename(path, quarantine)
     except OSError as error:
         raise file_io.folder_error(path, error) from error
-    write_folder(path, tensors=tensors, documents=documents, kind=kind, log=log, lock=False)
-    return path
+    return ""
 
 
-def find_damage(path: Path, kind: str | None = None) -> str | None:
-    """Return what is wrong with a checkpoint, as one sentence; None if every byte is as it was written."""
+def find_damage(path: Path, kind: str | None = None, ranks: Ranks = ONE_PROCESS) -> str | None:
+    """Return what is wrong with a checkpoint, as one sentence; None if every byte is as it was written.
+
+    ranks: each verifies a share of the files.
+    """
     try:
-        verify_folder(path, kind)
+        call_on_all(ranks, lambda: verify_folder(path, kind, ranks).kind)
     except HeddleError as error:
         return str(error)
     return None
 
 
-def checkpoint_steps(run: Path) -> list[int]:
-    """Return the steps that have a folder, intact or not, ascending. An 'old' folder of a save that died counts."""
+def checkpoint_steps(run: Path, ranks: Ranks = ONE_PROCESS) -> list[int]:
+    """Return the steps that have a folder, intact or not, ascending. An 'old' folder of a save that died counts.
+
+    ranks: all return what rank 0 sees.
+    """
+    texts = call_on_all(ranks, lambda: json.dumps(_steps_in(run) if ranks.rank == 0 else []))
+    return [int(step) for step in json.loads(texts[0])]
+
+
+def _steps_in(run: Path) -> list[int]:
     parent = Path(run) / CHECKPOINTS_FOLDER
     try:
         if not parent.is_dir():
@@ -88,34 +114,47 @@ def checkpoint_steps(run: Path) -> list[int]:
     return sorted(step for step in matching_steps if checkpoint_folder(run, step).name in names)
 
 
-def latest_checkpoint(run: Path, kind: str | None = None) -> LatestCheckpoint:
+def latest_checkpoint(run: Path, kind: str | None = None, ranks: Ranks = ONE_PROCESS) -> LatestCheckpoint:
     """Return the newest checkpoint of a run whose every byte verifies; `path` is None if there is none.
 
-    Newer ones that do not verify are skipped and described in `damaged`. The caller must report them.
+    Newer ones that do not verify are skipped and described in `damaged`. The caller must report them. ranks: each
+    verifies a share of the files.
     """
+    return find_latest(run, lambda path: verify_folder(path, kind, ranks), ranks)
+
+
+def find_latest(run: Path, read: Callable[[Path], object], ranks: Ranks = ONE_PROCESS) -> LatestCheckpoint:
+    """Return the newest checkpoint that `read` can read, on all ranks; a HeddleError is the damage of one that not."""
     damaged: list[str] = []
-    for step in reversed(checkpoint_steps(run)):
+    for step in reversed(checkpoint_steps(run, ranks)):
         path = checkpoint_folder(run, step)
-        damage = find_damage(path, kind)
-        if damage is None:
+        try:
+            call_on_all(ranks, lambda path=path: str(read(path))[:0])  # type: ignore[misc]
+        except HeddleError as error:
+            damaged.append(str(error))
+        else:
             return LatestCheckpoint(path, step, damaged)
-        damaged.append(damage)
     return LatestCheckpoint(None, None, damaged)
 
 
-def prune_checkpoints(run: Path, keep: int) -> list[Path]:
+def prune_checkpoints(run: Path, keep: int, ranks: Ranks = ONE_PROCESS) -> list[Path]:
     """Delete all but the `keep` newest intact checkpoints, and return the deleted folders.
 
     Damaged checkpoints are neither counted nor deleted, so the newest intact one always stays. Folders with files
-    that heddle did not write are not deleted either.
+    that heddle did not write are not deleted either. ranks: they verify together, and rank 0 deletes.
     """
     if keep < 1:
         raise CheckpointError(f"{run}: at least 1 checkpoint must be kept, not {keep}")
-    intact = [
-        path for step in reversed(checkpoint_steps(run)) if find_damage(path := checkpoint_folder(run, step)) is None
-    ]
+    paths = [checkpoint_folder(run, step) for step in reversed(checkpoint_steps(run, ranks))]
+    superfluous = [path for path in paths if find_damage(path, ranks=ranks) is None][keep:]
+    texts = call_on_all(ranks, lambda: json.dumps(_delete(superfluous) if ranks.rank == 0 else []))
+    return [Path(path) for path in json.loads(texts[0])]
+
+
+def _delete(paths: list[Path]) -> list[str]:
+    """Delete checkpoints that hold nothing but their own files; return them."""
     deleted = []
-    for path in intact[keep:]:
+    for path in paths:
         if not path.is_dir() or unlisted_files(path):
             continue
         try:  # rename first: a deletion cut short must not look like a damaged checkpoint
@@ -124,5 +163,5 @@ def prune_checkpoints(run: Path, keep: int) -> list[Path]:
         except OSError as error:
             raise file_io.folder_error(path, error) from error
         atomic.remove_folder(discarded)
-        deleted.append(path)
+        deleted.append(str(path))
     return deleted

@@ -2,45 +2,29 @@
 
 import hashlib
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from heddle.errors import CheckpointError, describe_path
+from heddle.distributed.ranks import ONE_PROCESS, Ranks
+from heddle.errors import CheckpointError
 from heddle.storage import atomic, file_io
-from heddle.storage.lock import lock_output
-from heddle.storage.manifest import (
-    MANIFEST_FILE,
-    NAME_PATTERN,
-    FileRecord,
-    LogPosition,
-    Manifest,
-    TensorRecord,
-    is_file_name,
-    read_manifest,
-)
+from heddle.storage.manifest import FileRecord, LogPosition, Manifest, TensorRecord, read_manifest
 from heddle.storage.shards import (
     INDEX_SUFFIX,
     MAX_SHARD_BYTES,
-    SHARD_PATTERN,
     check_index,
+    find_slices,
     find_tensor_sets,
     index_name,
     index_text,
     split_into_shards,
 )
-from heddle.storage.tensor_file import (
-    check_tensors,
-    read_tensor,
-    read_tensor_file,
-    read_tensor_rows,
-    write_tensor_file,
-)
-
-MAX_DOCUMENT_BYTES = 256 * 2**20
+from heddle.storage.staged_folder import MAX_DOCUMENT_BYTES, check_documents, finish_folder, staged_folder
+from heddle.storage.tensor_file import check_tensors, read_tensor_file, read_tensors, write_tensor_file
 
 
 @dataclass(frozen=True)
@@ -60,42 +44,78 @@ class FolderContents:
     log: LogPosition | None = None
     flags: int = field(default=file_io.READ_FLAGS, repr=False)
 
-    def tensor_records(self, set_name: str) -> dict[str, tuple[str, TensorRecord]]:
-        """Return (file, manifest entry) of each tensor of a set, by name."""
+    @cached_property
+    def _pieces(self) -> dict[str, dict[str, list[tuple[str, TensorRecord]]]]:
+        """The files of each tensor of each set, with their manifest entries, in the order of rows."""
+        return {name: find_slices(self.folder, files, self.records) for name, files in self.tensor_sets.items()}
+
+    def _pieces_of(self, set_name: str) -> dict[str, list[tuple[str, TensorRecord]]]:
         if set_name not in self.tensor_sets:
             names = ", ".join(sorted(self.tensor_sets)) or "none"
             raise CheckpointError(f"{self.folder}: has no tensor file {set_name!r}; it has {names}")
-        files = self.tensor_sets[set_name]
-        return {name: (file, tensor) for file in files for name, tensor in (self.records[file].tensors or {}).items()}
+        return self._pieces[set_name]
+
+    def tensor_records(self, set_name: str) -> dict[str, TensorRecord]:
+        """Return the manifest entry of each tensor of a set, by name; of one in slices, that of the whole tensor."""
+        records = {}
+        for name, pieces in self._pieces_of(set_name).items():
+            _, first = pieces[0]
+            blocks = tuple(block for _, piece in pieces for block in piece.blocks)
+            records[name] = TensorRecord(first.dtype, first.whole_shape, first.row_block, blocks)
+        return records
 
     def tensors(self, set_name: str, device: str | torch.device = "cpu") -> dict[str, Tensor]:
         """Read all tensors of a set, by name, into new memory. Raises CheckpointError if one was altered."""
-        self.tensor_records(set_name)
-        return {
-            name: tensor.to(device)
-            for file in self.tensor_sets[set_name]
-            for name, tensor in read_tensor_file(self.folder / file, self.records[file], self.flags)
-        }
+        pieces, slices, tensors = self._pieces_of(set_name), dict[str, dict[str, Tensor]](), dict[str, Tensor]()
+        for file in self.tensor_sets[set_name]:
+            for name, tensor in read_tensor_file(self.folder / file, self.records[file], self.flags):
+                if len(pieces[name]) == 1:
+                    tensors[name] = tensor.to(device)
+                    continue
+                slices.setdefault(name, {})[file] = tensor
+                if len(slices[name]) == len(pieces[name]):
+                    tensors[name] = torch.cat([slices[name][piece] for piece, _ in pieces[name]]).to(device)
+                    del slices[name]
+        return tensors
 
     def tensor(self, set_name: str, name: str) -> Tensor:
         """Read one tensor of a set into new memory on the CPU. Raises CheckpointError if it was altered."""
-        file = self._file_of(set_name, name)
-        return read_tensor(self.folder / file, name, self.records[file], self.flags)
-
-    def _file_of(self, set_name: str, tensor: str) -> str:
-        files = self.tensor_records(set_name)
-        if tensor not in files:
-            raise CheckpointError(f"{self.folder}: {set_name} has no tensor {tensor!r}; name one that it has")
-        return files[tensor][0]
+        return self.read_slices(set_name, {name: None})[name]
 
     def read_rows(self, set_name: str, tensor: str, start: int, stop: int) -> Tensor:
-        """Read rows (indices of the first dim) of one tensor into new memory on the CPU.
+        """Read rows (indices of the first dim) of one tensor into new memory on the CPU, as `read_slices` does."""
+        return self.read_slices(set_name, {tensor: range(start, stop)})[tensor]
 
-        Only the header and the blocks of rows that overlap are read and verified. Raises CheckpointError if one was
-        altered, or if the tensor has no such rows.
+    def read_slices(self, set_name: str, rows: Mapping[str, range | None]) -> dict[str, Tensor]:
+        """Read rows of tensors of a set, by name, into new memory on the CPU; None for all rows.
+
+        Only the headers and the blocks of rows that overlap are read and verified. Raises CheckpointError if one was
+        altered, or if there are no such tensors or rows.
         """
-        file = self._file_of(set_name, tensor)
-        return read_tensor_rows(self.folder / file, self.records[file], tensor, range(start, stop), self.flags)
+        pieces, slices = self._pieces_of(set_name), dict[str, dict[int, Tensor]]()
+        rows_in_file: dict[str, dict[str, range | None]] = {}
+        for name, wanted_rows in rows.items():
+            if name not in pieces:
+                raise CheckpointError(f"{self.folder}: {set_name} has no tensor {name!r}; name one that it has")
+            shape = pieces[name][0][1].whole_shape
+            if wanted_rows is not None and not (shape and 0 <= wanted_rows.start <= wanted_rows.stop <= shape[0]):
+                raise CheckpointError(
+                    f"{self.folder / pieces[name][0][0]}: tensor {name!r} of shape {list(shape)} has no rows"
+                    f" {wanted_rows.start} to {wanted_rows.stop}; ask for rows that it has"
+                )
+            for file, piece in pieces[name]:
+                local = None if wanted_rows is None else piece.overlap(wanted_rows)
+                if not wanted_rows or local:  # no rows at all have a type, too
+                    rows_in_file.setdefault(file, {})[name] = local
+        for file in sorted(rows_in_file):
+            for name, tensor in read_tensors(self.folder / file, rows_in_file[file], self.records[file], self.flags):
+                offset = (self.records[file].tensors or {})[name].row_offset
+                slices.setdefault(name, {})[offset] = tensor
+        joined = {}
+        for name in rows:
+            parts = [part for _, part in sorted(slices.pop(name).items())]
+            joined[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return joined
 
 
 def write_folder(
@@ -118,7 +138,7 @@ def write_folder(
     disk.
     """
     folder = Path(folder)
-    encoded = _check_documents(folder, tensors, documents, kind)
+    encoded = check_documents(folder, tensors, documents, kind)
     files: dict[str, tuple[str, list[str]]] = {}  # each file's set, and the names of its tensors
     for set_name, named in tensors.items():
         sizes = check_tensors(folder / set_name, named)
@@ -126,90 +146,12 @@ def write_folder(
         files |= {file: (set_name, names) for file, names in shards.items()}
         if len(shards) > 1:
             encoded[index_name(set_name)] = index_text(shards, sum(sizes.values())).encode("ascii")
-    try:
-        atomic.make_folder(folder.parent)
-        with lock_output(folder) if lock else nullcontext():
-            atomic.remove_leftovers(folder.parent, folder.name)
-            _refuse_unlisted_content(folder)
-            staged = atomic.leftover_path(folder, "tmp")
-            try:
-                file_io.system.mkdir(staged)
-                records = {
-                    file: write_tensor_file(staged / file, tensors[set_name], names)
-                    for file, (set_name, names) in sorted(files.items())
-                }
-                _write_documents(staged, records, encoded)
-                with file_io.NewFile(staged / MANIFEST_FILE) as file:
-                    file.write(Manifest(kind, records, log).encode())
-                atomic.sync_folder(staged)
-                atomic.replace_folder(staged, folder)
-            except BaseException:
-                atomic.remove_folder(staged)
-                raise
-    except OSError as error:
-        raise file_io.folder_error(folder, error) from error
-
-
-def _check_documents(
-    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, str], kind: str
-) -> dict[str, bytes]:
-    if folder.name in ("", ".."):
-        raise CheckpointError(f"{folder}: cannot be replaced as a whole; name a folder inside it")
-    if NAME_PATTERN.fullmatch(kind) is None:
-        raise CheckpointError(f"{folder}: the kind {kind!r} needs 1 to 200 letters, digits, '_', '-' or '.'")
-    encoded = {}
-    for name in (*tensors, *documents):
-        is_shard = SHARD_PATTERN.fullmatch(name) is not None or name.endswith(INDEX_SUFFIX)
-        if not is_file_name(name) or (name in tensors) != name.endswith(".safetensors") or is_shard:
-            raise CheckpointError(
-                f"{folder}: {name!r} cannot be a file here; tensor files end in .safetensors, no others,"
-                " and names of shards and their indexes are given by this function"
-            )
-    for name, text in documents.items():
-        try:
-            encoded[name] = text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise CheckpointError(f"{folder / name}: its text is not valid Unicode ({error.reason})") from error
-        if len(encoded[name]) > MAX_DOCUMENT_BYTES:
-            raise CheckpointError(f"{folder / name}: {len(encoded[name])} bytes are over {MAX_DOCUMENT_BYTES}")
-    return encoded
-
-
-def _refuse_unlisted_content(folder: Path) -> None:
-    """Refuse to replace a folder that holds anything but the files of its manifest, since replacing deletes them."""
-    if folder.is_symlink():
-        raise CheckpointError(f"{folder}: is a symbolic link; name the folder it points to")
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: {describe_path(folder)}, not a folder; choose another name")
-    if not atomic.list_names(folder):
-        return
-    try:
-        unlisted = unlisted_files(folder)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{folder}: holds something that heddle did not write, wrote in another format or that is damaged,"
-            " and is left as it is;"
-            " choose another folder or move it away"
-        ) from error
-    if unlisted:
-        raise CheckpointError(
-            f"{folder}: also holds {unlisted[0]!r}, which heddle did not write, and is left as it is;"
-            " move that file away or choose another folder"
-        )
-
-
-def _write_documents(staged: Path, records: dict[str, FileRecord], documents: Mapping[str, bytes]) -> None:
-    for name in sorted(documents):
-        with file_io.NewFile(staged / name) as file:
-            file.write(documents[name])
-        records[name] = FileRecord(file.size, file.digest.hexdigest())
-
-
-def unlisted_files(folder: Path) -> list[str]:
-    """Return the names in a heddle folder that its manifest does not list, sorted."""
-    return sorted(set(atomic.list_names(folder)) - set(read_manifest(folder).files) - {MANIFEST_FILE})
+    with staged_folder(folder, lock) as staged:
+        records = {
+            file: write_tensor_file(staged / file, tensors[set_name], names)
+            for file, (set_name, names) in sorted(files.items())
+        }
+        finish_folder(staged, encoded, Manifest(kind, records, log))
 
 
 def read_folder(folder: Path, kind: str | None = None, flags: int = file_io.READ_FLAGS) -> FolderContents:
@@ -259,13 +201,13 @@ def _read_document(path: Path, record: FileRecord, flags: int) -> str:
         raise CheckpointError(f"{path}: is not text in UTF-8; restore the file") from error
 
 
-def verify_folder(folder: Path, kind: str | None = None) -> FolderContents:
-    """Open a folder as read_folder does, and verify every tensor, one at a time in memory."""
+def verify_folder(folder: Path, kind: str | None = None, ranks: Ranks = ONE_PROCESS) -> FolderContents:
+    """Open a folder as read_folder does, and verify every tensor, one at a time in memory; of a rank, its share."""
     contents = read_folder(folder, kind)
-    for files in contents.tensor_sets.values():
-        for name in files:
-            for _ in read_tensor_file(contents.folder / name, contents.records[name]):
-                pass
+    names = [name for files in contents.tensor_sets.values() for name in files]
+    for name in names[ranks.rank :: ranks.count]:
+        for _ in read_tensor_file(contents.folder / name, contents.records[name]):
+            pass
     return contents
 
 
@@ -278,6 +220,6 @@ def tensors_sha256(source: FolderContents | Path, set_name: str | None = None) -
     lines = [
         f"{name}:{tensor} {record.dtype} {list(record.shape)} {record.sha256}\n"
         for name in (sorted(contents.tensor_sets) if set_name is None else [set_name])
-        for tensor, (_, record) in sorted(contents.tensor_records(name).items())
+        for tensor, record in sorted(contents.tensor_records(name).items())
     ]
     return hashlib.sha256("".join(lines).encode("ascii")).hexdigest()

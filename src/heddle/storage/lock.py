@@ -4,8 +4,9 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -13,19 +14,25 @@ from heddle.errors import CheckpointError, describe_file_type
 from heddle.storage import atomic, file_io
 
 LOCK_FILE = ".lock"
+POLL_SECONDS = 0.2
 LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 UNSUPPORTED_ERRNOS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
+
+
+class InUseError(CheckpointError):
+    """Another process holds the lock."""
 
 
 class RunLock:
     """`with RunLock(folder):` locks a folder for this process; a missing folder is created.
 
-    Raises CheckpointError that names the process that holds the lock, MachineError if the folder cannot be written.
-    The lock file is never removed: otherwise two processes could each lock a different file of that name.
+    shared: other processes may lock it too, if they share it. Raises InUseError that names the process that holds the
+    lock, MachineError if the folder cannot be written. The lock file is never removed: otherwise two processes could
+    each lock a different file of that name.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = Path(folder)
+    def __init__(self, folder: Path, shared: bool = False):
+        self.folder, self.shared = Path(folder), shared
         self.descriptor: int | None = None
 
     def __enter__(self) -> "RunLock":
@@ -35,7 +42,7 @@ class RunLock:
             atomic.make_folder(self.folder)
             descriptor = _open(self.folder / LOCK_FILE)
             try:
-                _lock(descriptor, f"{self.folder}: is in use by", "folder")
+                _lock(descriptor, f"{self.folder}: is in use by", "folder", self.shared)
                 _write_process(descriptor)
             except BaseException:
                 os.close(descriptor)
@@ -54,11 +61,12 @@ class RunLock:
 
 
 @contextmanager
-def lock_output(path: Path) -> Iterator[None]:
+def lock_output(path: Path) -> Iterator[int]:
     """Lock the name of a file or folder while it is written; missing parents are created.
 
-    The lock file, `.NAME.lock` beside it, is removed at the end. Raises CheckpointError that names the process that is
-    writing it, MachineError if the folder cannot be written. File systems without locks are trusted.
+    Yields the descriptor: a child that inherits it holds the lock too. The lock file, `.NAME.lock` beside it, is
+    removed at the end. Raises InUseError that names the process that is writing it, MachineError if the folder cannot
+    be written. File systems without locks are trusted.
     """
     lock_path = path.with_name(f".{path.name}{LOCK_FILE}")
     try:
@@ -69,13 +77,26 @@ def lock_output(path: Path) -> Iterator[None]:
     try:
         with suppress(OSError):
             _write_process(descriptor)
-        yield
+        yield descriptor
     finally:
         try:
             with suppress(OSError):
                 file_io.system.unlink(lock_path)
         finally:
             os.close(descriptor)
+
+
+@contextmanager
+def wait_for_lock(path: Path, is_finished: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Enter the block with `lock_output(path)` once it is free, or without it once another process has finished."""
+    with ExitStack() as stack:
+        while not is_finished():
+            try:
+                stack.enter_context(lock_output(path))
+                break
+            except InUseError:
+                time.sleep(POLL_SECONDS)
+        yield
 
 
 def _open_locked(lock_path: Path, refusal: str) -> int:
@@ -105,14 +126,14 @@ def _open(lock_path: Path) -> int:
     return descriptor
 
 
-def _lock(descriptor: int, refusal: str, remedy: str) -> None:
-    """Lock an open file. Raises CheckpointError that names the process that has locked it."""
+def _lock(descriptor: int, refusal: str, remedy: str, shared: bool = False) -> None:
+    """Lock an open file. Raises InUseError that names the process that has locked it."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError as error:
         process = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
         owner = f"process {process}" if process.isdigit() else "another process"
-        raise CheckpointError(f"{refusal} {owner}; wait until it has ended or choose another {remedy}") from error
+        raise InUseError(f"{refusal} {owner}; wait until it has ended or choose another {remedy}") from error
 
 
 def _write_process(descriptor: int) -> None:

@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -54,20 +54,43 @@ def combined_sha256(block_hashes: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Type and shape of a tensor as in the safetensors header, and the SHA-256 of each block of rows, in order."""
+    """Type and shape of a tensor as in the safetensors header, and the SHA-256 of each block of rows, in order.
+
+    A slice of a tensor, which ranks write, has the blocks of the tensor that lie in it. row_offset: its first row.
+    total_rows: rows of the tensor; None for a whole tensor.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     row_block: int
     blocks: tuple[str, ...]
+    row_offset: int = 0
+    total_rows: int | None = None
 
     @property
     def sha256(self) -> str:
         """Return the tensor's SHA-256. Ranks that hold whole blocks can compute it together."""
         return combined_sha256(self.blocks)
 
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Return the shape of the tensor of which this may be a slice."""
+        return self.shape if self.total_rows is None else (self.total_rows, *self.shape[1:])
+
+    @property
+    def rows(self) -> range:
+        """Return the rows of the tensor that are here; a scalar has one."""
+        return range(self.row_offset, self.row_offset + (self.shape[0] if self.shape else 1))
+
+    def overlap(self, rows: range) -> range:
+        """Return which of these rows of the tensor are here, counted from the first one here."""
+        start, stop = max(rows.start, self.rows.start), min(rows.stop, self.rows.stop)
+        return range(start - self.row_offset, max(start, stop) - self.row_offset)
+
     def to_json(self) -> dict[str, Any]:
-        fields = {"dtype": self.dtype, "shape": list(self.shape), "row_block": self.row_block}
+        fields: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape), "row_block": self.row_block}
+        if self.total_rows is not None:
+            fields |= {"row_offset": self.row_offset, "total_rows": self.total_rows}
         return fields | {"sha256": self.sha256, "blocks": list(self.blocks)}
 
 
@@ -204,7 +227,7 @@ def _from_json(content: dict[str, Any]) -> Manifest:
     for name, record in files.items():
         if not is_file_name(name) or not isinstance(record, dict):
             raise ValueError("the name of a file is not allowed")
-        records[name] = _file_record(name, record)
+        records[name] = parse_file_record(name, record)
     log = content.get("log")
     return Manifest(kind, records, None if log is None else _log_position(log))
 
@@ -216,7 +239,8 @@ def _log_position(log: Any) -> LogPosition:
     return LogPosition(lines, head)
 
 
-def _file_record(name: str, record: dict[str, Any]) -> FileRecord:
+def parse_file_record(name: str, record: dict[str, Any]) -> FileRecord:
+    """Return a file's entry, as `FileRecord.to_json` wrote it. Raises ValueError."""
     tensors = record.get("tensors")
     if (tensors is None) == name.endswith(".safetensors"):
         raise ValueError(f"its entry for {name} lists tensors and is no tensor file, or the reverse")
@@ -249,7 +273,13 @@ def _tensor_record(name: str, fields: Any) -> TensorRecord:
         raise ValueError(f"the row_block of tensor {name} is not a whole number from 1")
     if not isinstance(blocks, list) or not all(map(_is_sha256, blocks)) or sha256 != combined_sha256(blocks):
         raise ValueError(f"the SHA-256 of tensor {name} is not that of its blocks")
-    return TensorRecord(dtype, tuple(shape), row_block, tuple(blocks))
+    record = TensorRecord(dtype, tuple(shape), row_block, tuple(blocks))
+    if "row_offset" not in fields and "total_rows" not in fields:
+        return record
+    offset, total = fields.get("row_offset"), fields.get("total_rows")
+    if not _is_count(offset) or not _is_count(total) or not shape or not 0 < shape[0] <= total - offset < 2**62:
+        raise ValueError(f"the rows of the slice of tensor {name} are malformed")
+    return replace(record, row_offset=offset, total_rows=total)
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

@@ -155,6 +155,16 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def copy_log(source: Path, folder: Path, position: LogPosition) -> None:
+    """Write into a run's folder the lines of another run's log that a checkpoint there counted.
+
+    Raises CheckpointError if one was altered, and MachineError.
+    """
+    lines = _read_lines(source / LOG_FILE)[: position.lines]
+    _verify_lines(source / LOG_FILE, lines, position)
+    write_file(folder / LOG_FILE, b"".join(lines), REMEDY)
+
+
 def _read_lines(path: Path) -> list[bytes]:
     """Return the lines of a log with their line ends; the last one may lack it. No file is no lines."""
     if not os.path.lexists(path):

@@ -1,6 +1,7 @@
 """Tensor sets: `model.safetensors` is one file, or shards `model-00001-of-00003.safetensors` and an index beside them.
 
 The index, `model.safetensors.index.json`, is in the form of Hugging Face. The manifest says the same; both must agree.
+Shards of ranks may hold slices of a tensor: the index lists them apart, so that no reader takes a slice for a tensor.
 """
 
 import json
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from heddle.errors import CheckpointError
-from heddle.storage.manifest import FileRecord, parse_json_object
+from heddle.storage.manifest import FileRecord, TensorRecord, parse_json_object
 from heddle.storage.tensor_header import DTYPES
 
 MAX_SHARD_BYTES = 5 * 10**9  # of huggingface_hub ("5GB")
@@ -55,11 +56,36 @@ def index_name(set_name: str) -> str:
     return set_name.removesuffix(SUFFIX) + INDEX_SUFFIX
 
 
-def index_text(shards: Mapping[str, Iterable[str]], total_bytes: int) -> str:
-    """Return the index of a tensor set. shards: file to the names of its tensors."""
+def index_text(
+    shards: Mapping[str, Iterable[str]], total_bytes: int, slices: Mapping[str, Mapping[str, range]] | None = None
+) -> str:
+    """Return the index of a tensor set. shards: file to the names of its tensors. slices: tensor to file to rows."""
     weight_map = {name: file for file, names in shards.items() for name in names}
-    content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    content: dict[str, Any] = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    if slices:
+        content["slices"] = {
+            name: {file: [rows.start, rows.stop] for file, rows in files.items()} for name, files in slices.items()
+        }
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def index_of(records: Mapping[str, FileRecord]) -> str:
+    """Return the index of a tensor set whose files have these entries in the manifest."""
+    shards, slices = _contents(records)
+    return index_text(shards, sum(map(_tensor_bytes, records.values())), slices)
+
+
+def _contents(records: Mapping[str, FileRecord]) -> tuple[dict[str, list[str]], dict[str, dict[str, range]]]:
+    """Return the tensors of each file, and of each tensor that is in slices the rows in each file."""
+    shards: dict[str, list[str]] = {file: [] for file in records}
+    slices: dict[str, dict[str, range]] = {}
+    for file, record in records.items():
+        for name, tensor in (record.tensors or {}).items():
+            if tensor.total_rows is None:
+                shards[file].append(name)
+            else:
+                slices.setdefault(name, {})[file] = tensor.rows
+    return shards, slices
 
 
 def find_tensor_sets(folder: Path, records: Mapping[str, FileRecord]) -> dict[str, tuple[str, ...]]:
@@ -72,6 +98,7 @@ def find_tensor_sets(folder: Path, records: Mapping[str, FileRecord]) -> dict[st
         match = SHARD_PATTERN.fullmatch(name)
         if match is None:
             sets[name] = (name,)
+            find_slices(folder, sets[name], records)
             continue
         stem, number, count = match["stem"], int(match["number"]), int(match["count"])
         shards = numbers.setdefault(stem, {})
@@ -88,20 +115,51 @@ def find_tensor_sets(folder: Path, records: Mapping[str, FileRecord]) -> dict[st
             raise CheckpointError(f"{folder / missing}: is a shard that the manifest lacks; save the folder again")
         if stem + SUFFIX in sets:
             raise CheckpointError(f"{folder / stem}{SUFFIX}: is there as one file and as shards; save the folder again")
-        _check_no_tensor_twice(folder, files, records)
+        find_slices(folder, files, records)
         sets[stem + SUFFIX] = files
     return sets
 
 
-def _check_no_tensor_twice(folder: Path, files: Iterable[str], records: Mapping[str, FileRecord]) -> None:
-    first_file: dict[str, str] = {}
+def find_slices(
+    folder: Path, files: Iterable[str], records: Mapping[str, FileRecord]
+) -> dict[str, list[tuple[str, TensorRecord]]]:
+    """Return the files of each tensor of a set, each with its manifest entry, in the order of rows.
+
+    Raises CheckpointError for a tensor that is there twice, and for slices that leave a hole, overlap or do not fit.
+    """
+    pieces: dict[str, list[tuple[str, TensorRecord]]] = {}
     for file in files:
-        for tensor in records[file].tensors or {}:
-            if tensor in first_file:
+        for name, tensor in (records[file].tensors or {}).items():
+            pieces.setdefault(name, []).append((file, tensor))
+    for name, slices in pieces.items():
+        if slices[0][1].total_rows is None and len(slices) == 1:
+            continue
+        if any(tensor.total_rows is None for _, tensor in slices):
+            (first_file, _), (file, _) = slices[:2]
+            where = f"which is in {first_file} too"
+            raise CheckpointError(f"{folder / file}: holds tensor {name!r}, {where}; save it again")
+        slices.sort(key=lambda piece: piece[1].row_offset)
+        first_file, first = slices[0]
+        next_row, kind_of_first = 0, (first.dtype, first.row_block, first.whole_shape)
+        for file, tensor in slices:
+            if (tensor.dtype, tensor.row_block, tensor.whole_shape) != kind_of_first:
                 raise CheckpointError(
-                    f"{folder / file}: holds tensor {tensor!r}, which is in {first_file[tensor]} too; save it again"
+                    f"{folder / file}: its slice of tensor {name!r} has another type or shape than that in"
+                    f" {first_file}; save the folder again"
                 )
-            first_file[tensor] = file
+            if tensor.row_offset != next_row:
+                defect = "an overlap" if tensor.row_offset < next_row else "a hole"
+                raise CheckpointError(
+                    f"{folder / file}: its slice of tensor {name!r} starts at row {tensor.row_offset} where {next_row}"
+                    f" is next ({defect}); save the folder again"
+                )
+            next_row = tensor.rows.stop
+        if next_row != first.total_rows:
+            raise CheckpointError(
+                f"{folder / slices[-1][0]}: tensor {name!r} ends at row {next_row} of {first.total_rows} (a hole);"
+                " save the folder again"
+            )
+    return pieces
 
 
 def check_index(folder: Path, set_name: str, records: Mapping[str, FileRecord], documents: Mapping[str, str]) -> None:
@@ -119,7 +177,8 @@ def check_index(folder: Path, set_name: str, records: Mapping[str, FileRecord], 
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{path}: has no table 'weight_map'; save the folder again")
-    expected = {tensor: file for file, record in records.items() for tensor in record.tensors or {}}
+    shards, slices = _contents(records)
+    expected = {tensor: file for file, names in shards.items() for tensor in names}
     for tensor in sorted(expected.keys() | weight_map.keys()):
         listed, actual = weight_map.get(tensor), expected.get(tensor)
         if listed != actual:
@@ -127,6 +186,8 @@ def check_index(folder: Path, set_name: str, records: Mapping[str, FileRecord], 
                 f"{path}: says that tensor {tensor!r} is in {listed or 'no file'}, but the manifest says"
                 f" {actual or 'in none'}; save the folder again"
             )
+    if content.get("slices", {}) != json.loads(index_text({}, 0, slices)).get("slices", {}):
+        raise CheckpointError(f"{path}: does not list the slices that the manifest lists; save the folder again")
     metadata: Any = content.get("metadata")
     total = sum(map(_tensor_bytes, records.values()))
     if not isinstance(metadata, dict) or metadata.get("total_size") != total:

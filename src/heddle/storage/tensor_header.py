@@ -63,10 +63,13 @@ class TensorFileHeader:
     entries: tuple[HeaderEntry, ...]
 
 
-def block_ranges(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
-    """Return (start, end) in bytes of each block of rows of a tensor; a tensor without bytes has one empty block."""
+def block_ranges(shape: tuple[int, ...], itemsize: int, row_block: int | None = None) -> list[tuple[int, int]]:
+    """Return (start, end) in bytes of each block of rows of a tensor; a tensor without bytes has one empty block.
+
+    row_block: rows in a block of the tensor of which `shape` is a slice; None for a whole tensor.
+    """
     rows, row_bytes = row_layout(shape, itemsize)
-    step = rows_per_block(shape, itemsize) * row_bytes
+    step = (rows_per_block(shape, itemsize) if row_block is None else row_block) * row_bytes
     return [(start, min(start + step, rows * row_bytes)) for start in range(0, rows * row_bytes, step or 1)] or [(0, 0)]
 
 
@@ -81,12 +84,20 @@ def read_header(descriptor: int, path: Path, size: int, record: FileRecord | Non
     for entry in header.entries:
         tensor = record.tensors[entry.name]
         itemsize = entry.dtype.itemsize
-        row_block, blocks = rows_per_block(entry.shape, itemsize), len(block_ranges(entry.shape, itemsize))
+        whole_shape = (tensor.total_rows, *entry.shape[1:]) if tensor.total_rows else entry.shape
+        row_block = rows_per_block(whole_shape, itemsize)
+        blocks = len(block_ranges(entry.shape, itemsize, row_block))
         expected = (DTYPE_NAMES[entry.dtype], entry.shape, row_block, blocks)
         if (tensor.dtype, tensor.shape, tensor.row_block, len(tensor.blocks)) != expected:
             raise CheckpointError(
                 f"{path}: tensor {entry.name!r} has another type, shape or number of blocks than the manifest says;"
                 " restore the file"
+            )
+        rows = tensor.rows
+        if tensor.total_rows and (rows.start % row_block or (rows.stop % row_block and rows.stop != tensor.total_rows)):
+            raise CheckpointError(
+                f"{path}: the rows {rows.start} to {rows.stop} of tensor {entry.name!r} are not whole blocks of"
+                f" {row_block} rows; restore the file"
             )
     return header
 

@@ -8,20 +8,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from heddle.distributed.exchange import call_on_all
+from heddle.distributed.ranks import ONE_PROCESS, Ranks, local_part, with_local_part
 from heddle.errors import CheckpointError
 from heddle.model.decoder import Decoder
 from heddle.model.lora import lora_tensors
 from heddle.progress import print_status, print_warning
-from heddle.storage.checkpoints import latest_checkpoint, prune_checkpoints, write_checkpoint
-from heddle.storage.folder import FolderContents, read_folder
+from heddle.storage.checkpoints import find_latest, prune_checkpoints, write_checkpoint
+from heddle.storage.folder import FolderContents, read_folder, verify_folder
 from heddle.storage.manifest import LogPosition, parse_json_object
-from heddle.storage.model import WEIGHTS_FILE, model_documents, model_tensors, restore_model
+from heddle.storage.model import WEIGHTS_FILE, HeldRows, model_documents, model_tensors
 from heddle.storage.run_log import RunLog
-from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.optimizer import Optimizer
 
 TRAINING_TENSORS_FILE = "training.safetensors"
 PROGRESS_FILE = "training.json"
+RANDOM_STATE = "rng.cpu"
 ADAPTERS_FILE = "adapters.safetensors"  # LoRA's A and B; in the model's weights they are merged
 CHECKPOINTS_KEPT = 2
 
@@ -40,64 +42,106 @@ def save_run(
     model: Decoder,
     optimizer: Optimizer,
     progress: TrainingProgress,
-    tokenizer: Tokenizer | None,
     documents: Mapping[str, str],
     log: LogPosition,
+    ranks: Ranks = ONE_PROCESS,
 ) -> Path:
     """Write the checkpoint of a step, and delete all but the newest two.
 
-    documents: more text files to write, by name. log: where the run's log is; its lines must be synced.
+    documents: more text files to write, by name, with those of the tokenizer. log: where the run's log is; its lines
+    must be synced. ranks: all of them call this at once; each writes what it holds. documents and log are rank 0's.
     """
-    training_tensors: dict[str, Tensor] = {"rng.cpu": torch.get_rng_state()}
+    # The generator is one for all ranks: what is drawn on ranks is drawn by name, step and sample.
+    training_tensors: dict[str, Tensor] = {} if ranks.rank else {RANDOM_STATE: torch.get_rng_state()}
     for name, state in optimizer.state.items():
         for key, value in state.items():
             training_tensors[f"{key}.{name}"] = torch.as_tensor(value)
     progress_json = json.dumps(vars(progress), sort_keys=True) + "\n"
-    own_documents = model_documents(model, tokenizer) | {PROGRESS_FILE: progress_json}
+    texts = {**documents, **model_documents(model, None), PROGRESS_FILE: progress_json}
     tensors = {WEIGHTS_FILE: model_tensors(model), TRAINING_TENSORS_FILE: training_tensors}
     if adapters := lora_tensors(model):
         tensors[ADAPTERS_FILE] = adapters
-    path = write_checkpoint(run, progress.step, tensors=tensors, documents={**documents, **own_documents}, log=log)
-    prune_checkpoints(run, CHECKPOINTS_KEPT)
+    path = write_checkpoint(run, progress.step, tensors=tensors, documents=texts, log=log, ranks=ranks)
+    prune_checkpoints(run, CHECKPOINTS_KEPT, ranks)
     return path
 
 
-def resume_run(run: Path, model: Decoder, optimizer: Optimizer, log: RunLog) -> TrainingProgress:
+def resume_run(
+    run: Path, model: Decoder, optimizer: Optimizer, log: RunLog, ranks: Ranks = ONE_PROCESS
+) -> TrainingProgress:
     """Load the newest intact checkpoint into model and optimizer; step 0 if there is no checkpoint.
 
-    log: is opened where the checkpoint was saved. Raises CheckpointError if one of its lines up to there was altered.
+    It may be of any number of ranks. log: is opened, on rank 0, where the checkpoint was saved. ranks: all of them call
+    this at once; each reads what it holds. Raises CheckpointError if a line of the log up to there was altered.
     """
-    checkpoint = latest_checkpoint(run, "training")
+    trainable = HeldRows(lora_tensors(model) or dict(model.named_parameters()))
+    updated = HeldRows({**optimizer.masters.copies, **optimizer.updated_tensors})
+    saved: list[_SavedState] = []
+
+    def read(path: Path) -> None:
+        contents = verify_folder(path, "training") if ranks.count == 1 else read_folder(path, "training")
+        saved[:] = [_SavedState.read(contents, trainable, updated)]
+
+    checkpoint = find_latest(run, read, ranks)
     for damage in checkpoint.damaged:
         print_warning(damage)
     if checkpoint.path is None:
-        log.resume(LogPosition())
+        call_on_all(ranks, lambda: _open_log(log, LogPosition(), ranks))
         return TrainingProgress()
-    contents = read_folder(checkpoint.path, "training")
-    if contents.log is None:
-        raise CheckpointError(f"{contents.folder}: does not say where the log was; use an earlier checkpoint")
-    progress = _read_progress(contents, checkpoint.step)
-    log.resume(contents.log)
-    device = model.embed.weight.device
-    trainable = lora_tensors(model)
-    if trainable:
-        saved = contents.tensors(ADAPTERS_FILE, device)
-    else:
-        trainable = dict(model.named_parameters())
-        saved = dict(restore_model(contents, None, device).named_parameters())
-    training_tensors = contents.tensors(TRAINING_TENSORS_FILE)
-    torch.set_rng_state(training_tensors.pop("rng.cpu"))
-    optimizer_state: dict[str, dict[str, Tensor]] = {}
-    for key, value in training_tensors.items():
-        state_name, _, parameter_name = key.partition(".")
-        # on the device even the step count, which the fused optimizer needs there
-        optimizer_state.setdefault(parameter_name, {})[state_name] = value.to(device)
+    (state,) = saved
+    position = state.contents.log
+    if position is None:
+        raise CheckpointError(f"{state.contents.folder}: does not say where the log was; use an earlier checkpoint")
+    progress = _read_progress(state.contents, checkpoint.step)
+    call_on_all(ranks, lambda: _open_log(log, position, ranks))
+    torch.set_rng_state(state.training.pop(RANDOM_STATE))
     with torch.no_grad():
-        for name, parameter in trainable.items():
-            parameter.copy_(saved[name])
-    optimizer.load_state(optimizer_state)
+        for name, parameter in trainable.tensors.items():
+            local_part(parameter).copy_(state.weights[name])
+    optimizer.load_state(state.optimizer_state(updated.tensors))
     print_status(f"continuing {run} from step {progress.step}")
     return progress
+
+
+@dataclass(frozen=True)
+class _SavedState:
+    """What this rank holds of a checkpoint, in memory of its own. slices: the training tensors that are sharded."""
+
+    contents: FolderContents
+    weights: dict[str, Tensor]
+    training: dict[str, Tensor]
+    slices: set[str]
+
+    @classmethod
+    def read(cls, contents: FolderContents, trainable: HeldRows, updated: HeldRows) -> "_SavedState":
+        """Read it. Raises CheckpointError for what is damaged or does not fit."""
+        weights = trainable.read(contents, ADAPTERS_FILE if ADAPTERS_FILE in contents.tensor_sets else WEIGHTS_FILE)
+        rows: dict[str, range | None] = {RANDOM_STATE: None}
+        for key, record in contents.tensor_records(TRAINING_TENSORS_FILE).items():
+            name = key.partition(".")[2]
+            if name in updated.tensors:  # of a stack of matrices, each rank updates its own
+                is_like_it = record.whole_shape == updated.tensors[name].shape
+                rows[key] = updated.rows[name] if is_like_it else None
+        training = contents.read_slices(TRAINING_TENSORS_FILE, rows)
+        return cls(contents, weights, training, {key for key in rows if rows[key] is not None})
+
+    def optimizer_state(self, updated: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Return the optimizer's state, by tensor and key, on the devices and ranks of the tensors that it updates."""
+        state: dict[str, dict[str, Tensor]] = {}
+        for key, value in self.training.items():
+            state_name, _, name = key.partition(".")
+            # on the device even the step count, which the fused optimizer needs there
+            on_device = value.to(updated[name].device)
+            state.setdefault(name, {})[state_name] = (
+                with_local_part(updated[name], on_device) if key in self.slices else on_device
+            )
+        return state
+
+
+def _open_log(log: RunLog, position: LogPosition, ranks: Ranks) -> str:
+    if ranks.rank == 0:
+        log.resume(position)
+    return ""
 
 
 def _read_progress(contents: FolderContents, step: int | None) -> TrainingProgress:

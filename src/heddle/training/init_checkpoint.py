@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from heddle.distributed.ranks import ONE_PROCESS, Ranks
 from heddle.errors import CheckpointError, ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
@@ -13,7 +14,7 @@ from heddle.model.load_config import load_config
 from heddle.model.lora import TARGETS
 from heddle.progress import print_status
 from heddle.storage.folder import FolderContents, read_folder, tensors_sha256
-from heddle.storage.model import CONFIG_FILE, WEIGHTS_FILE, find_model_folder, read_config, restore_model
+from heddle.storage.model import CONFIG_FILE, WEIGHTS_FILE, find_model_folder, load_shards, read_config, restore_model
 from heddle.storage.run_log import first_difference, to_plain_json
 from heddle.tokenization.tokenizer import BOUNDARY_TOKENS_FILE, TOKENIZER_FILE, Tokenizer
 from heddle.training.checkpoint import PROGRESS_FILE
@@ -86,10 +87,20 @@ class InitCheckpoint:
                 raise
             raise ConfigError(f"{error}, since an override changed it; override only what has no weights") from None
 
+    def load_shards(self, model: Decoder, device: str, ranks: Ranks = ONE_PROCESS) -> None:
+        """Fill a model that was sharded on the meta device: each rank reads what it holds.
 
-def open_init_checkpoint(folder: Path) -> InitCheckpoint:
-    """Open a model's folder, or the newest checkpoint of a run. Raises CheckpointError."""
-    contents = read_folder(find_model_folder(folder))
+        All ranks call this at once. Raises CheckpointError, on all ranks.
+        """
+        load_shards(model, self.contents, device, ranks)
+
+
+def open_init_checkpoint(folder: Path, ranks: Ranks = ONE_PROCESS) -> InitCheckpoint:
+    """Open a model's folder, or the newest checkpoint of a run. Raises CheckpointError.
+
+    ranks: all of them call this at once, and each verifies a share of a run's checkpoint.
+    """
+    contents = read_folder(find_model_folder(folder, ranks))
     config = load_config(read_config(contents))
     tokenizer = Tokenizer.from_files(contents.documents)
     documents = {name: text for name, text in contents.documents.items() if name not in OWN_FILES}

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from heddle.distributed.ranks import local_part
 from heddle.numerics.philox import RandomStream
 from heddle.numerics.stochastic_rounding import stochastic_round
 
@@ -52,7 +53,8 @@ class MasterWeights:
             return
         with torch.no_grad():
             if not self.stochastic:
-                torch._foreach_copy_(list(self.parameters.values()), list(self.copies.values()))
+                weights, copies = self.parameters.values(), self.copies.values()
+                torch._foreach_copy_([local_part(x) for x in weights], [local_part(x) for x in copies])
                 return
             for name, parameter in self.parameters.items():
                 if self.copies[name].untyped_storage().size():

@@ -101,6 +101,18 @@ class Optimizer:
         )
         return {"weights": weights, "gradients": weights, "optimizer": memory_of(self.masters.state.values()) + moments}
 
+    def is_finite(self) -> Tensor:
+        """Whether all weights, their float32 copies and moments on this rank are finite, bool []; nothing is read.
+
+        A row of the embedding that no text uses counts too. Numbers whose squares overflow count as not finite.
+        """
+        moments = [value for values in self.state.values() for value in values.values() if value.dim()]
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in (*self.trainable.values(), *moments):
+            by_dtype.setdefault(tensor.dtype, []).append(local_part(tensor.detach()))
+        norms = [norm.float() for tensors in by_dtype.values() for norm in torch._foreach_norm(tensors)]
+        return torch.stack(norms).isfinite().all()
+
     def take_gradients(self) -> list[nn.Parameter]:
         """Return the tensors whose gradients are to be clipped, before a step: float32 copies get theirs here."""
         self.masters.take_gradients()

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import torch
 
 from heddle.data.samples import Batch
+from heddle.distributed.ranks import Ranks
 from heddle.training.settings import Settings
 from heddle.training.step import PreparedBatch, prepare_batch
 
@@ -49,15 +50,18 @@ class Prefetcher(Generic[Value]):
 
 @contextmanager
 def prepared_batches(
-    batch_at: Callable[[int], Batch], settings: Settings, device: torch.device | None
-) -> Iterator[Callable[[int], Batch | PreparedBatch]]:
-    """Yield a function from a step to its batch.
+    batch_at: Callable[[int], Batch], settings: Settings, device: torch.device, ranks: Ranks, ahead: bool
+) -> Iterator[Callable[[int], PreparedBatch]]:
+    """Yield a function from a step to its batch, of which this rank's rows are on the device.
 
-    device: a thread makes the next batch ahead and copies it there through pinned memory. None: nothing is ahead.
+    ahead: a thread makes the next batch while a step runs, and copies it through pinned memory.
     """
-    if device is None:
-        yield batch_at
+
+    def prepare(step: int) -> PreparedBatch:
+        return prepare_batch(batch_at(step), device, settings.gradient_accumulation_steps, ranks)
+
+    if not ahead:
+        yield prepare
         return
-    parts = settings.gradient_accumulation_steps
-    with Prefetcher(lambda step: prepare_batch(batch_at(step), device, parts), settings.steps) as prefetcher:
+    with Prefetcher(prepare, settings.steps) as prefetcher:
         yield prefetcher.take

@@ -8,7 +8,7 @@ from typing import Any
 from heddle.errors import ConfigError
 
 OPTIMIZERS = ("adamw", "muon")
-SCHEDULES = ("wsd", "cosine", "linear")
+SCHEDULES = ("wsd", "cosine", "linear", "constant")
 PRECISIONS = ("fp32", "bf16", "bf16-params")
 _LATER_FIELDS = ("first_sample", "transfer_width", "stochastic_rounding", "fp8")  # earlier runs do not have them
 MAX_COUNT = 10**12
@@ -94,6 +94,15 @@ class Settings:
             )
 
     @property
+    def constant_steps(self) -> int:
+        """Steps before the decay of schedule wsd."""
+        return self.steps - self._decay_steps
+
+    @property
+    def _decay_steps(self) -> int:
+        return max(1, self.steps // 5)
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step."""
         return self.batch_size * self.sequence_length
@@ -124,7 +133,7 @@ def scheduled_learning_rate(settings: Settings, step: int) -> float:
     """Return the learning rate of a step, counted from 0: linear warmup, then the schedule.
 
     wsd (warmup, stable, decay): constant, then linear to 0 over the last fifth of all steps. cosine: to a tenth.
-    linear: to 0. The rate of a step is never 0.
+    linear: to 0. constant: it stays. The rate of a step is never 0.
     """
     warmup = settings.warmup if settings.warmup is not None else max(10, settings.steps // 20)
     warmup = min(warmup, settings.steps)
@@ -136,9 +145,10 @@ def scheduled_learning_rate(settings: Settings, step: int) -> float:
         return settings.learning_rate * (1 - progress)
     if settings.schedule == "cosine":
         return settings.learning_rate * (0.55 + 0.45 * _cosine(progress))
-    decay = max(1, settings.steps // 5)
+    if settings.schedule == "constant":
+        return settings.learning_rate
     steps_left = settings.steps - step
-    return settings.learning_rate * min(1.0, steps_left / decay)
+    return settings.learning_rate * min(1.0, steps_left / settings._decay_steps)
 
 
 def _cosine(share: float) -> float:

@@ -136,7 +136,7 @@ def accumulate_gradients(
     if batch.ranks.count > 1:
         distillation = {name: batch.ranks.sum(value) for name, value in distillation.items()}
         collector.sum_over(batch.ranks)
-    return BatchResult(batch.ranks.sum(batch_loss), collector.aux_loss, collector.metrics, distillation)
+    return BatchResult(batch.ranks.sum(batch_loss), collector.aux_loss, collector.metrics, distillation, batch.ranks)
 
 
 def run_encoder(model: Decoder, encoder_tokens: np.ndarray) -> EncoderOutput:
@@ -156,13 +156,14 @@ def apply_gradients(
 ) -> StepResult:
     """Clip the gradients and update the weights.
 
-    The update is skipped, and weights and optimizer state stay, if a loss or the gradient norm is not finite. After an
-    update, each mixture whose experts or router are trained updates its expert bias, once. The norm is that of all
-    trainable parameters together. On an accelerator nothing is read: what follows the norm works with a flag there.
+    The update is skipped, and weights and optimizer state stay, if a loss, the gradient norm, a weight or a moment is
+    not finite. After an update, each mixture whose experts or router are trained updates its expert bias, once. The
+    norm is that of all trainable parameters together. On an accelerator nothing is read: what follows reads a flag.
     """
     updated = optimizer.take_gradients()
     norm = whole(nn.utils.get_total_norm([weight.grad for weight in updated if weight.grad is not None]))
-    result = StepResult(batch, norm)
+    bad_ranks = batch.ranks.sum((~optimizer.is_finite()).float())
+    result = StepResult(batch, norm, bad_ranks == 0)
     on_host = device_type(norm) == "cpu" or not optimizer.skips_on_device
     if not on_host or bool(result.is_finite):
         nn.utils.clip_grads_with_norm_(updated, max_gradient_norm, norm)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from heddle.distributed.ranks import ONE_PROCESS, Ranks
 from heddle.numerics.dispatch.transfer import HostCopy
 from heddle.training.router_metrics import RouterMetrics, RouterSummary
 
@@ -19,13 +20,14 @@ class BatchResult:
     loss: mean over targets, in nats, float64 []. aux_loss: the load balancing loss of experts, mean over tokens,
     float64 []; not part of `loss`. router_metrics: by the path of each mixture of experts. distillation: with a
     teacher, the KL from it ('divergence', mean over targets, in nats) and, if layers are compared, 'layer_error'; each
-    without its weight.
+    without its weight. ranks: those that share the step.
     """
 
     loss: Tensor
     aux_loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     router_metrics: Mapping[str, RouterMetrics] = field(default_factory=dict)
     distillation: Mapping[str, Tensor] = field(default_factory=dict)
+    ranks: Ranks = ONE_PROCESS
 
 
 class StepNumbers(NamedTuple):
@@ -48,13 +50,13 @@ class StepResult:
 
     `read` waits until the device has finished this step, and not for what was queued after it. A loop that reads a step
     when it has queued the next one lets the device work without a pause. `loss`, `gradient_norm` and `skipped` also
-    read.
+    read. is_state_finite: whether weights and moments were finite before the step, bool [].
     """
 
-    def __init__(self, batch: BatchResult, gradient_norm: Tensor) -> None:
+    def __init__(self, batch: BatchResult, gradient_norm: Tensor, is_state_finite: Tensor) -> None:
         losses = (batch.loss, gradient_norm, batch.aux_loss, *batch.distillation.values())
         checked = torch.stack([value.detach().to(gradient_norm.device, torch.float64) for value in losses])
-        self.is_finite = checked.isfinite().all()  # bool [], on the device: the update may be applied
+        self.is_finite = checked.isfinite().all() & is_state_finite  # bool [], on the device: the update may be applied
         metrics = [value.double().flatten() for entry in batch.router_metrics.values() for value in entry]
         self._copy = HostCopy(torch.cat((checked, self.is_finite.double()[None], *metrics)))
         self._distillation = tuple(batch.distillation)
@@ -89,5 +91,5 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether the update was not applied, because a loss or the norm is not finite."""
+        """Whether the update was not applied, because a loss, the norm, a weight or a moment is not finite."""
         return self.read().skipped

@@ -40,11 +40,15 @@ class WidthTransfer:
     def build_model(self, device: torch.device | str = "cpu", seed: int = 0) -> Decoder:
         """Build the model: the weights that the seed draws, each times its factor."""
         model = build(self.config, device=device, seed=seed)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name in self.scales:
-                    parameter.mul_(self.scales[name].initial_std)
+        self.scale_weights(model)
         return model
+
+    @torch.no_grad()
+    def scale_weights(self, model: Decoder) -> None:
+        """Multiply the weights of a fresh model, which may be sharded, by their factors."""
+        for name, parameter in model.named_parameters():
+            if name in self.scales:
+                parameter.mul_(self.scales[name].initial_std)
 
 
 def transfer_over_width(config: ModelConfig, base_width: int | None, optimizer: str = "adamw") -> WidthTransfer:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from heddle.analysis import workers as processes
-from heddle.analysis.comparison import run as comparison_run
+from heddle.analysis.comparison.report_writer import ReportWriter
 from heddle.cli.main import run_command
 from heddle.signals import Interrupted
 from heddle.storage.json_file import write_json_file
@@ -58,7 +58,7 @@ class Workers:
 def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
     workers = Workers()
     monkeypatch.setattr(processes, "start_worker", workers.start)
-    monkeypatch.setattr(comparison_run._Writer, "update", lambda self: None)  # the report at the end is enough
+    monkeypatch.setattr(ReportWriter, "update", lambda self: None)  # the report at the end is enough
     return workers
 
 

@@ -11,6 +11,7 @@ from heddle.analysis.comparison.results import Results
 from heddle.analysis.comparison.tasks import Comparison
 from heddle.analysis.comparison.terminal import print_report
 from heddle.analysis.pages.report import report_page
+from heddle.analysis.workers import Workers
 from heddle.runtime import set_up_runtime
 from tests import small
 from tests.analysis.comparison import reports
@@ -36,7 +37,9 @@ class Running:
             precision="fp32", vocab_size=300, tokenizer=None, device="cpu", threads=1, part_files=(),
             speed_contexts=(32,), recall_probes=("mqar",), max_length_multiple=1,
         )  # fmt: skip
-        self.comparison = Comparison(plan, None, folder, set_up_runtime("cpu", 1), "heddle compare", workers=2)
+        self.comparison = Comparison(
+            plan, None, folder, set_up_runtime("cpu", 1), Workers(("cpu", "cpu"), 1), "heddle compare"
+        )
         self.results = Results(NAMES, speed_rounds=2, probes=1)
         self.results.facts = {entry.name: design_facts(self.comparison, entry) for entry in entries}
         self.results.steps = dict.fromkeys(NAMES, 40)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from heddle.analysis import workers as processes
-from heddle.analysis.comparison import probes
+from heddle.analysis.comparison import probes, report_writer
 from heddle.analysis.comparison.worker import perform_task
 from heddle.cli.main import run_command
 from heddle.signals import Interrupted
@@ -72,6 +72,7 @@ class Ended:
 def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
     workers = Workers()
     monkeypatch.setattr(processes, "start_worker", workers.start)
+    monkeypatch.setattr(report_writer, "SLOW_REPORT_SECONDS", 1e9)  # on a slow machine, too, after each run
     return workers
 
 

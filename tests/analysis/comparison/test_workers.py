@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from heddle import signals
-from heddle.analysis.workers import Task, run_tasks
+from heddle.analysis.workers import Task, Workers, run_tasks
 from heddle.errors import CheckpointError
 from heddle.signals import Interrupted
 from heddle.storage.checkpoints import checkpoint_steps
@@ -114,7 +114,7 @@ def test_a_signal_is_handed_on_and_waited_for(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(time, "sleep", sleep)
     with pytest.raises(Interrupted) as caught:
-        run_tasks([Task("a", tmp_path / "result.json", {"task": "train"})])
+        run_tasks([Task("a", tmp_path / "result.json", {"task": "train"})], Workers(("cpu",)))
     assert caught.value.exit_code == 143
     assert (tmp_path / "saved").read_text() == "saved\n"
 
@@ -137,7 +137,7 @@ def test_a_second_signal_kills_the_worker(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(signals, "SAME_REQUEST_SECONDS", -1.0)
     with pytest.raises(Interrupted):
-        run_tasks([Task("a", tmp_path / "result.json", {"task": "train"})])
+        run_tasks([Task("a", tmp_path / "result.json", {"task": "train"})], Workers(("cpu",)))
     assert started[0].returncode == -9
 
 

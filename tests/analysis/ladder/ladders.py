@@ -53,3 +53,39 @@ def draw_points(
 
 def training_cost(size: float) -> float:
     return 6 * 20 * size**2
+
+
+RATIOS = (5.0, 10.0, 20.0, 40.0)
+
+
+def surface_truth(size: float, tokens: float) -> float:
+    """L(N, D) of the simulated surfaces; its best sizes have about 20 tokens per parameter."""
+    return 1.2 + 0.8 * (size / 1e6) ** -0.36 + 0.9 * (tokens / 2e7) ** -0.28
+
+
+def draw_surface(
+    generator: np.random.Generator,
+    names: Sequence[str] = ("a",),
+    *,
+    deviation: float = 0.004,
+    correlation: float = 0.5,
+    ratios: Sequence[float] = RATIOS,
+) -> LadderPoints:
+    """Points of the surface. deviation: of a run's log loss; correlation: of two runs that share a trunk."""
+    seed_deviation = deviation / math.sqrt(SEEDS)
+    losses = {}
+    for name in names:
+        trunks, branches = (
+            generator.standard_normal((len(SIZES), 1)),
+            generator.standard_normal((len(SIZES), len(ratios))),
+        )
+        luck = math.sqrt(correlation) * trunks + math.sqrt(1 - correlation) * branches
+        pairs = [(size, ratio * size) for size in SIZES for ratio in ratios]
+        values = [
+            surface_truth(*pair) * math.exp(seed_deviation * each) for pair, each in zip(pairs, luck.flat, strict=True)
+        ]
+        sizes, tokens = zip(*pairs, strict=True)
+        losses[name] = SizeLosses(list(sizes), values, [SEEDS] * len(sizes), list(tokens))
+    counted = [float(size) for size in np.geomspace(min(SIZES), 30 * max(SIZES), 12)]
+    costs = {name: (counted, [6 * ratios[-1] * size**2 for size in counted]) for name in names}
+    return LadderPoints(losses, costs, seed_deviation, correlation, ratios[-1])

@@ -7,7 +7,8 @@ import pytest
 from scipy.optimize import least_squares
 
 from heddle.analysis.ladder.curves import SizeLosses, fit_curves, shared_curvature
-from heddle.analysis.ladder.fit import DRAWS, LOG_QUADRATIC, PLAIN_POWER_LAW, POWER_LAW, fit_ladder
+from heddle.analysis.ladder.fit import fit_ladder
+from heddle.analysis.ladder.forms import DRAWS, LOG_QUADRATIC, PLAIN_POWER_LAW, POWER_LAW
 from heddle.analysis.ladder.predictions import cost_for_equal_loss, predict_loss
 from heddle.errors import DataError
 from tests.analysis.ladder.ladders import LAWS, SIZES, Law, draw_points, training_cost
@@ -149,12 +150,12 @@ def test_the_cost_ratio_covers_the_truth() -> None:
             "np.asarray(points.sizes, dtype=np.float64) / center",
         ),
         (
-            "analysis.ladder.fit:_FormSolutions.draw",
-            "generator.chisquare(self.conditional_degrees, DRAWS)",
+            "analysis.ladder.forms:FormFits.draw",
+            "generator.chisquare(self.residual_degrees, DRAWS)",
             "np.full(DRAWS, self.points)",
         ),
         (
-            "analysis.ladder.fit:_FormSolutions.draw",
+            "analysis.ladder.forms:FormFits.draw",
             "size=DRAWS, p=density / density.sum()",
             "size=DRAWS, p=(density == 1) / np.sum(density == 1)",
         ),

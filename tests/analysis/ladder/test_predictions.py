@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from heddle.analysis.ladder.fit import MAX_EXTRAPOLATION, LadderFit, fit_ladder
+from heddle.analysis.ladder.fit import LadderFit, fit_ladder
+from heddle.analysis.ladder.forms import MAX_EXTRAPOLATION
 from heddle.analysis.ladder.predictions import (
     LadderPoints,
     cost_for_equal_loss,
@@ -124,7 +125,7 @@ def test_a_self_test_that_sees_the_answer_is_noticed(monkeypatch: pytest.MonkeyP
     points.losses["a"].losses[-1] *= 1.02  # type: ignore[index]
     assert hold_out(points)[0]["loss"] == honest
     function = "analysis.ladder.predictions:hold_out"
-    plant(monkeypatch, function, "fit_ladder(without,", "fit_ladder(points.losses,")
+    plant(monkeypatch, function, "rest = replace(points, losses=without)", "rest = points")
     assert hold_out(points)[0]["loss"] != honest
 
 

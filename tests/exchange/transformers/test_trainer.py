@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 import heddle
 from heddle.exchange.transformers import HeddleForCausalLM, export
 from heddle.model.decoder import Decoder
-from heddle.training.loop import TrainingJob
+from heddle.training.job import TrainingJob
 from heddle.training.optimizer import build_optimizer
 from heddle.training.settings import Settings, scheduled_learning_rate
 from heddle.training.step import accumulate_gradients, apply_gradients

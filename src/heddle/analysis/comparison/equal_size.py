@@ -21,7 +21,8 @@ from heddle.analysis.comparison.plan import DesignEntry
 from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import Decoder, build
-from heddle.model.size import flops_per_token, parameter_counts
+from heddle.model.distinct_layers import parameter_counts
+from heddle.model.size import flops_per_token
 
 WIDTH_KINDS = ("parameters", "active-parameters", "flops")  # what the width sets
 SIZE_KINDS = (*WIDTH_KINDS, STATE)

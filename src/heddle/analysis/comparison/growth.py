@@ -11,6 +11,7 @@ from typing import Any
 from heddle.analysis.comparison.plan import ComparisonPlan
 from heddle.analysis.comparison.power import MAX_SEEDS
 from heddle.errors import CheckpointError
+from heddle.runtime import kind_of_device
 from heddle.storage.json_file import read_json_file, write_json_file
 from heddle.storage.run_log import first_difference, to_plain_json
 
@@ -27,13 +28,17 @@ def saved_runs(out: Path, names: Sequence[str]) -> list[tuple[str, int]]:
     return [(name, seed) for seed in range(MAX_SEEDS) for name in names if result_file(out, name, seed).is_file()]
 
 
-def check_plan(path: Path, plan: ComparisonPlan) -> bool:
+def check_plan(path: Path, plan: ComparisonPlan, *, may_grow: bool = True) -> bool:
     """Write the plan of a new comparison, or check that of a continued one and add what is new.
 
-    Returns whether the number of seeds follows from results. Raises CheckpointError naming what was changed or removed.
+    Returns whether the number of seeds follows from results. Raises CheckpointError naming what was changed or removed,
+    or for anything new where it may not grow, since other processes work on it.
     """
     identity = to_plain_json(plan.identity())
-    saved = read_json_file(path) if path.is_file() else dict(identity)
+    saved = dict(identity)
+    if path.is_file():
+        saved = read_json_file(path)
+        saved["device"] = kind_of_device(str(saved.get("device")))  # earlier plans name one GPU
     is_anytime = saved.pop("is_anytime", False)
     until_resolved = saved.pop("until_resolved", None)
     if until_resolved is not None and plan.until_resolved is None:
@@ -48,6 +53,10 @@ def check_plan(path: Path, plan: ComparisonPlan) -> bool:
     is_anytime = is_anytime or plan.until_resolved is not None
     written = identity | {"is_anytime": is_anytime, "until_resolved": plan.until_resolved}
     if not path.is_file() or read_json_file(path) != written:
+        if not may_grow:
+            raise CheckpointError(
+                f"{path.parent}: other processes work on fewer seeds or designs there; wait until they have ended"
+            )
         write_json_file(path, written)
     return is_anytime
 

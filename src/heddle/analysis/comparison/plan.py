@@ -64,7 +64,7 @@ class ComparisonPlan:
     precision: str
     vocab_size: int | None
     tokenizer: str | None
-    device: str
+    device: str  # its kind: a comparison may continue on other devices of the same kind
     threads: int | None
     part_files: tuple[str, ...]
     speed_contexts: tuple[int, ...]  # context lengths at which speed is measured

@@ -41,17 +41,17 @@ def comparison_report(comparison: Comparison, results: Results) -> dict[str, Any
 
     While runs are to come, designs are compared on the seeds that all of them have finished.
     """
-    plan, corpus = comparison.plan, comparison.corpus
+    plan, corpus, workers = comparison.plan, comparison.corpus, comparison.workers
     baseline = plan.baseline or plan.entries[0].name
     comparable = {name: results.comparable_runs(name) for name in results.names}
     designs = [_design_report(name, results, comparison.extrapolation.multiples) for name in results.names]
-    judging = Judging(results.is_anytime, not results.pending, plan.until_resolved, comparison.workers)
+    judging = Judging(results.is_anytime, not results.pending, plan.until_resolved, workers.total)
     report: dict[str, Any] = {
         "heddle": __version__,
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "command": comparison.command,
         "hardware": comparison.runtime.describe() | {"torch": torch.__version__},
-        "workers": {"count": comparison.workers, "threads": comparison.threads_per_run or comparison.runtime.threads},
+        "workers": {"count": workers.total, "threads": workers.threads or comparison.runtime.threads},
         "data": data_report(plan.data, corpus),
         "budget": {
             "kind": plan.budget_kind,

@@ -1,11 +1,11 @@
 """Run a comparison: train every design on the same text in the same order, measure it, and write the report.
 
-The report is written before the first training, and again after each task.
+Several processes may work on one comparison, as in an array of Slurm jobs: each does the runs that no other has, and
+waits for those that another has where it needs all of them.
 """
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ from heddle import progress
 from heddle.analysis.comparison.formatting import format_bits
 from heddle.analysis.comparison.growth import check_plan, saved_runs
 from heddle.analysis.comparison.plan import ComparisonPlan, DesignEntry
-from heddle.analysis.comparison.report import comparison_report, design_facts
+from heddle.analysis.comparison.report_writer import ReportWriter
 from heddle.analysis.comparison.results import Results
 from heddle.analysis.comparison.schedule import Schedule, choose_schedule
 from heddle.analysis.comparison.tasks import (
     SPEED_ROUNDS,
     Comparison,
     choose_recall_tasks,
+    choose_workers,
     recall_result,
     recall_task,
     run_result,
@@ -29,24 +30,21 @@ from heddle.analysis.comparison.tasks import (
     training_steps,
     training_task,
 )
-from heddle.analysis.comparison.text_profile import count_recall_rows, describe_profile
+from heddle.analysis.comparison.text_profile import count_recall_rows
 from heddle.analysis.comparison.tuning import final_task, finish_tuning, shared_task, start_tuning
 from heddle.analysis.comparison.tuning_report import needs_shared_run, shared_value_matters
 from heddle.analysis.live import LivePage
-from heddle.analysis.pages.report import report_json, report_page, write_report
-from heddle.analysis.workers import Result, Task, default_workers, run_tasks
+from heddle.analysis.workers import Result, Task, Workers, run_tasks
 from heddle.data.corpus import Corpus, check_tokenizer_fits, prepare_corpus
 from heddle.data.samples import check_token_count
-from heddle.errors import CheckpointError, HeddleError
+from heddle.errors import CheckpointError
 from heddle.runtime import Runtime
 from heddle.storage.json_file import read_json_file, write_json_file
-from heddle.storage.lock import RunLock
+from heddle.storage.lock import InUseError, RunLock, wait_for_lock
 from heddle.storage.run_log import first_difference, to_plain_json
 from heddle.training.evaluation.length_extrapolation import plan_extrapolation
 
 PLAN_FILE, DATA_FILE = "plan.json", "data.json"
-REPORT_FILES = ("report.json", "report.html")
-SLOW_REPORT_SECONDS, MAX_REPORT_SHARE = 1.0, 0.05
 
 
 def compare(
@@ -55,32 +53,24 @@ def compare(
     runtime: Runtime,
     command: str,
     *,
-    workers: int | None = None,
+    workers: Workers | None = None,
     live: LivePage | None = None,
 ) -> dict[str, Any]:
     """Run what is not done yet of a plan in the folder `out`; return the report, which is rewritten on the way.
 
-    command: what the user called, for the report. workers: processes that train at the same time; None: one per
-    thread, at most 4, on a CPU whose threads nobody chose. live: shows the report while it grows. Raises
-    CheckpointError where the folder has other content or another comparison, and Interrupted after a signal, once the
-    current runs have been saved.
+    command: what the user called, for the report. workers: where the runs take place; None: as `choose_workers` does.
+    live: shows the report while it grows. Raises CheckpointError where the folder has other content or another
+    comparison, and Interrupted after a signal, once the current runs have been saved.
     """
-    with RunLock(out):
-        if not (out / PLAN_FILE).is_file():
-            others = [entry.name for entry in out.iterdir() if not entry.name.startswith(".")]
-            if others:
-                raise CheckpointError(
-                    f"{out}: holds something else ({sorted(others)[0]}); choose an empty or new folder"
-                )
-        is_anytime = check_plan(out / PLAN_FILE, plan)
+    workers = workers or choose_workers(plan, runtime)
+    with _open(out, plan, workers.share is not None) as is_anytime:
         names = [entry.name for entry in plan.entries]
         results = Results(names, SPEED_ROUNDS, len(plan.recall_probes), is_anytime=is_anytime)
-        count = _count_workers(plan, runtime) if workers is None else workers
-        comparison = Comparison(plan, None, out, runtime, command, workers=count)
-        writer = _Writer(comparison, results, live)
-        schedule = choose_schedule(plan, count, saved_runs(out, names))
+        comparison = Comparison(plan, None, out, runtime, workers, command)
+        writer = ReportWriter(comparison, results, live)
+        schedule = choose_schedule(plan, workers.total, saved_runs(out, names))
         results.pending = list(schedule.next_runs(results.runs))
-        with _first_report(writer):
+        with writer.first_report():
             writer.comparison = comparison = replace(comparison, corpus=_prepare_text(comparison))
             results.steps = {entry.name: training_steps(comparison, entry) for entry in plan.entries}
         trained_tokens = min(results.steps.values()) * plan.batch_size * plan.sequence_length
@@ -102,85 +92,56 @@ def compare(
         return writer.write()
 
 
-def _count_workers(plan: ComparisonPlan, runtime: Runtime) -> int:
-    """Several workers of few threads are faster than one; but a time budget is the time of a machine of its own."""
-    if plan.threads is not None or plan.budget_kind == "seconds":
-        return 1
-    return default_workers(runtime.threads, runtime.device)
-
-
-class _Writer:
-    """Writes the report of a comparison in its present state, and shows it on the live page."""
-
-    def __init__(self, comparison: Comparison, results: Results, live: LivePage | None) -> None:
-        self.comparison, self.results, self.live = comparison, results, live
-        self.seconds = self.written_at = 0.0
-        self.find_facts()
-
-    def find_facts(self) -> None:
-        """Compute what needs no training; again once the vocabulary is known."""
-        entries = self.comparison.plan.entries
-        self.results.facts = {entry.name: design_facts(self.comparison, entry) for entry in entries}
-        if self.comparison.corpus is not None:
-            length = self.comparison.plan.sequence_length
-            self.results.loss_groups = describe_profile(self.comparison.corpus, length)
-
-    def write(self) -> dict[str, Any]:
-        """Write the report, show it, and return it."""
-        started = time.monotonic()
-        report = comparison_report(self.comparison, self.results)
-        write_report(report, self.comparison.out)
-        if self.live is not None:
-            self.live.publish(
-                lambda revision: report_page(report, revision), lambda: report_json(report), report["progress"]
-            )
-        self.written_at = time.monotonic()
-        self.seconds = self.written_at - started
-        return report
-
-    def update(self) -> None:
-        """Write the report after a task, but not all the time where it has very many designs."""
-        if self.seconds < max(SLOW_REPORT_SECONDS, MAX_REPORT_SHARE * (time.monotonic() - self.written_at)):
-            self.write()
-
-
 @contextmanager
-def _first_report(writer: _Writer) -> Iterator[None]:
-    """Write the report of a new comparison before the block, in which its text is prepared, which may take a while.
+def _open(out: Path, plan: ComparisonPlan, is_shared: bool) -> Iterator[bool]:
+    """Lock the folder, and check the plan; yields whether the number of seeds follows from results.
 
-    Where the block refuses the text or the budget, no report remains.
+    The lock of processes that share the comparison keeps out those that do not.
     """
-    files = [writer.comparison.out / name for name in REPORT_FILES]
-    if any(file.exists() for file in files):
-        yield
-        return
-    writer.write()
-    try:
-        yield
-    except HeddleError:
-        for file in files:
-            file.unlink(missing_ok=True)
-        raise
+    with ExitStack() as stack:
+        if not is_shared:
+            stack.enter_context(RunLock(out))
+            yield _check_folder(out, plan)
+            return
+        with wait_for_lock(out / PLAN_FILE):
+            try:
+                with RunLock(out):
+                    is_anytime = _check_folder(out, plan)
+                stack.enter_context(RunLock(out, shared=True))
+            except InUseError:
+                stack.enter_context(RunLock(out, shared=True))
+                is_anytime = check_plan(out / PLAN_FILE, plan, may_grow=False)
+        yield is_anytime
+
+
+def _check_folder(out: Path, plan: ComparisonPlan) -> bool:
+    """Check that a folder is new or holds this comparison, and write its plan; returns as `check_plan` does."""
+    if not (out / PLAN_FILE).is_file():
+        others = [entry.name for entry in out.iterdir() if not entry.name.startswith(".")]
+        if others:
+            raise CheckpointError(f"{out}: holds something else ({sorted(others)[0]}); choose an empty or new folder")
+    return check_plan(out / PLAN_FILE, plan)
 
 
 def _prepare_text(comparison: Comparison) -> Corpus:
-    """Read the text, and check it against the designs and the folder."""
-    plan = comparison.plan
-    corpus = prepare_corpus(
-        plan.data,
-        vocab_size=plan.vocab_size,
-        max_train_tokens=int(plan.budget_value) if plan.budget_kind == "tokens" else None,
-        tokenizer=None if plan.tokenizer is None else Path(plan.tokenizer),
-    )
-    for entry in plan.entries:
-        check_tokenizer_fits(corpus.tokenizer, entry.config.vocab_size)
-    check_token_count(corpus.train, plan.sequence_length, plan.batch_size)
-    text = {"hash": corpus.hash, "tokens": [len(file) for file in corpus.train]}
-    _check_identity(comparison.out / DATA_FILE, {"data": text})
+    """Read the text, and check it against the designs and the folder. Of several processes one is the first."""
+    plan, file = comparison.plan, comparison.out / DATA_FILE
+    with wait_for_lock(file, file.is_file) if comparison.workers.share is not None else nullcontext():
+        corpus = prepare_corpus(
+            plan.data,
+            vocab_size=plan.vocab_size,
+            max_train_tokens=int(plan.budget_value) if plan.budget_kind == "tokens" else None,
+            tokenizer=None if plan.tokenizer is None else Path(plan.tokenizer),
+        )
+        for entry in plan.entries:
+            check_tokenizer_fits(corpus.tokenizer, entry.config.vocab_size)
+        check_token_count(corpus.train, plan.sequence_length, plan.batch_size)
+        text = {"hash": corpus.hash, "tokens": [len(file) for file in corpus.train]}
+        _check_identity(file, {"data": text})
     return corpus
 
 
-def _train(writer: _Writer, schedule: Schedule) -> None:
+def _train(writer: ReportWriter, schedule: Schedule) -> None:
     """Train as the schedule says, one batch of runs after another."""
     comparison, results = writer.comparison, writer.results
     entries = {entry.name: entry for entry in comparison.plan.entries}
@@ -202,7 +163,7 @@ def _train(writer: _Writer, schedule: Schedule) -> None:
         _run(writer, list(tasks), comparison.workers, add)
 
 
-def _training_task(writer: _Writer, entry: DesignEntry, seed: int) -> Task:
+def _training_task(writer: ReportWriter, entry: DesignEntry, seed: int) -> Task:
     """A run of the comparison, at the design's own best values where they were tuned."""
     comparison, results = writer.comparison, writer.results
     if results.tuning is None:
@@ -210,14 +171,14 @@ def _training_task(writer: _Writer, entry: DesignEntry, seed: int) -> Task:
     return final_task(comparison, results.tuning, entry, seed)
 
 
-def _tune(writer: _Writer) -> None:
+def _tune(writer: ReportWriter) -> None:
     """Find each design's best values of the tuned fields."""
     comparison = writer.comparison
     tuning = writer.results.tuning = start_tuning(comparison, writer.results.steps)
     finish_tuning(comparison, tuning, lambda tasks, add: _run(writer, tasks, comparison.workers, add))
 
 
-def _train_at_shared_values(writer: _Writer) -> None:
+def _train_at_shared_values(writer: ReportWriter) -> None:
     """Where tuning suggests that one shared value answers otherwise, run what is needed to know."""
     comparison, results, tuning = writer.comparison, writer.results, writer.results.tuning
     if tuning is None:
@@ -241,18 +202,24 @@ def _train_at_shared_values(writer: _Writer) -> None:
     results.shared_runs = shared_runs
 
 
-def _measure_speeds(writer: _Writer) -> None:
-    """Measure speeds in rounds, with nothing else running."""
+def _measure_speeds(writer: ReportWriter) -> None:
+    """Measure speeds in rounds, with nothing else running: on one device, and by one of several processes."""
     comparison, results = writer.comparison, writer.results
     tasks = {
         speed_task(comparison, entry, number): entry.name
         for number in range(1, SPEED_ROUNDS + 1)
         for entry in comparison.plan.entries
     }
-    _run(writer, list(tasks), 1, lambda task, result: results.speeds[tasks[task]].append(speed_result(result)))
+
+    def add(task: Task, result: Result) -> None:
+        results.speeds[tasks[task]].append(speed_result(result))
+
+    is_shared = comparison.workers.share is not None
+    with wait_for_lock(comparison.out / "runs" / "speed") if is_shared else nullcontext():
+        _run(writer, list(tasks), replace(comparison.workers.first(), share=None), add)
 
 
-def _measure_recall(writer: _Writer) -> None:
+def _measure_recall(writer: ReportWriter) -> None:
     comparison, results = writer.comparison, writer.results
     trained = [choice for choice in results.task_choices if not choice.reason]
     order = [choice.probe for choice in trained]
@@ -273,13 +240,15 @@ def _measure_recall(writer: _Writer) -> None:
     _run(writer, list(tasks), comparison.workers, add)
 
 
-def _run(writer: _Writer, tasks: list[Task], workers: int, add: Callable[[Task, Result], None]) -> None:
+def _run(writer: ReportWriter, tasks: list[Task], workers: Workers, add: Callable[[Task, Result], None]) -> None:
     """Add the results of tasks, those that were saved before at first; the report is written after each new one."""
-    for task in tasks:
-        saved = task.saved_result()
-        if saved is not None:
-            add(task, saved)
-    waiting = [task for task in tasks if not task.result_file.is_file()]
+    waiting = tasks
+    if workers.share is None:
+        for task in tasks:
+            saved = task.saved_result()
+            if saved is not None:
+                add(task, saved)
+        waiting = [task for task in tasks if not task.result_file.is_file()]
     if waiting:
         writer.update()
 

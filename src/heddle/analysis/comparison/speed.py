@@ -20,7 +20,7 @@ from heddle.model.decoder import Decoder, build
 from heddle.model.initialization import cast_parameters
 from heddle.model.state import State
 from heddle.numerics.linear import packed_weights
-from heddle.training.loop import TrainingJob
+from heddle.training.job import TrainingJob
 from heddle.training.optimizer import build_optimizer
 from heddle.training.step import accumulate_gradients, apply_gradients
 

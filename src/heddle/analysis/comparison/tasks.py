@@ -1,7 +1,7 @@
 """The tasks of a comparison, as requests to worker processes: calibrate, train, measure speed and recall."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from heddle.analysis.comparison.evaluations import plan_evaluations
 from heddle.analysis.comparison.plan import ComparisonPlan, DesignEntry
 from heddle.analysis.comparison.probes import CURVE
 from heddle.analysis.comparison.recall_curve import describe_curve_cost
-from heddle.analysis.workers import Task, run_tasks
+from heddle.analysis.workers import Task, Workers, default_workers, run_tasks
 from heddle.data.corpus import Corpus
 from heddle.errors import ConfigError, MachineError
 from heddle.model.config import ModelConfig
@@ -43,18 +43,17 @@ class Comparison:
     """A running comparison: the plan, its text, its folder, the machine, and the command for the report.
 
     corpus: None until it is prepared. extrapolation: the validation text that each trained model reads at several
-    lengths. text_recall_rows: needles that each of them reads in held-out text. workers: processes that train at the
-    same time.
+    lengths. text_recall_rows: needles that each of them reads in held-out text.
     """
 
     plan: ComparisonPlan
     corpus: Corpus | None
     out: Path
     runtime: Runtime
+    workers: Workers
     command: str
     extrapolation: ExtrapolationPlan = NO_EXTRAPOLATION
     text_recall_rows: int = 0
-    workers: int = 1
 
     def config(self, entry: DesignEntry) -> ModelConfig:
         """The design with the shared vocabulary."""
@@ -96,10 +95,27 @@ class Comparison:
         assert self.corpus is not None
         return self.corpus
 
-    @property
-    def threads_per_run(self) -> int | None:
-        """CPU threads of each run; None: torch's default. The last bits of a result depend on it."""
-        return self.plan.threads if self.workers == 1 else max(1, self.runtime.threads // self.workers)
+
+def choose_workers(
+    plan: ComparisonPlan,
+    runtime: Runtime,
+    *,
+    count: int | None = None,
+    devices: tuple[str, ...] = (),
+    share: tuple[int, int] | None = None,
+) -> Workers:
+    """Where a plan's tasks run: on `devices`, each run with the plan's threads; or `count` at a time on one device.
+
+    None: several workers of few threads are faster than one; but a time budget is the time of a machine of its own.
+    """
+    if not devices:
+        is_alone = plan.threads is not None or plan.budget_kind == "seconds"
+        workers = default_workers(runtime.device, runtime.threads, 1 if count is None and is_alone else count)
+    else:
+        workers = replace(default_workers(runtime.device, runtime.threads, len(devices)), devices=devices)
+    if plan.threads is not None and (devices or workers.count == 1):
+        workers = replace(workers, threads=plan.threads)
+    return replace(workers, share=share)
 
 
 def training_steps(comparison: Comparison, entry: DesignEntry) -> int:
@@ -113,7 +129,8 @@ def training_steps(comparison: Comparison, entry: DesignEntry) -> int:
         # a backward pass costs twice a forward pass
         steps = int(plan.budget_value / (3 * flops_per_token(model, plan.sequence_length) * tokens_per_step))
     else:
-        [calibration] = run_tasks([_task(comparison, entry, "calibrate", "calibrate", "timing a step", steps=1)])
+        task = _task(comparison, entry, "calibrate", "calibrate", "timing a step", steps=1)
+        [calibration] = run_tasks([task], comparison.workers.first())
         if calibration["status"] != "done":
             raise MachineError(f"{calibration['message']}; a budget in tokens needs no timing")
         steps = int(plan.budget_value / calibration["seconds_per_step"])
@@ -205,10 +222,9 @@ def _task(comparison: Comparison, entry: DesignEntry, name: str, kind: str, desc
         "vocab_size": plan.vocab_size,
         "max_train_tokens": int(plan.budget_value) if plan.budget_kind == "tokens" else None,
         "settings": asdict(comparison.settings(seed, steps)),
-        "device": plan.device,
         "tf32": plan.tf32,
         "deterministic": plan.deterministic,
-        "threads": plan.threads if kind in ("calibrate", "speed") else comparison.threads_per_run,
+        "threads": plan.threads if kind in ("calibrate", "speed") else comparison.workers.threads,
         "part_files": plan.part_files,
         "speed_contexts": plan.speed_contexts,
         "extrapolation": asdict(comparison.extrapolation),

@@ -158,7 +158,7 @@ def _seconds_per_step(comparison: Comparison, entry: DesignEntry) -> float:
     """The time of a training step with nothing else running. Raises MachineError where it cannot be measured."""
     task = _renamed(training_task(comparison, entry, 0, 1), f"{entry.name}, timing a step", f"{entry.name}-calibrate")
     request = {**task.request, "task": "calibrate", "threads": comparison.plan.threads}
-    [result] = run_tasks([replace(task, request=request)])
+    [result] = run_tasks([replace(task, request=request)], comparison.workers.first())
     if result["status"] != "done":
         raise MachineError(f"{result['message']}; a tuning budget that is a share of the training needs no timing")
     return float(result["seconds_per_step"])

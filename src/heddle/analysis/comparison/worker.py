@@ -23,7 +23,7 @@ from heddle.errors import HeddleError, is_out_of_memory, nondeterministic_operat
 if TYPE_CHECKING:
     from heddle.data.corpus import Corpus
     from heddle.runtime import Runtime
-    from heddle.training.loop import TrainingJob
+    from heddle.training.job import TrainingJob
 
 
 def main() -> None:
@@ -101,7 +101,7 @@ def _text_job(task: dict[str, Any]) -> tuple["TrainingJob", "Corpus"]:
     from heddle.data.corpus import prepare_corpus
     from heddle.model.load_config import load_config
     from heddle.training.evaluation.budget import EvaluationBudget
-    from heddle.training.loop import TrainingJob
+    from heddle.training.job import TrainingJob
     from heddle.training.settings import Settings
 
     runtime = _set_up(task)
@@ -209,12 +209,17 @@ def _calibrate(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loss(task: dict[str, Any]) -> dict[str, Any]:
-    """Train for nothing but the loss on held-out text: a trial of tuning, or a size of a ladder."""
+    """Train for nothing but the loss on held-out text: a trial of tuning, or a size of a ladder.
+
+    A request with a "trunk" names the folder of the steps before the decay, and in "previous" that of a shorter trunk.
+    """
     from heddle.storage.run_log import read_log
+    from heddle.training.branch import train_branch
     from heddle.training.loop import train
 
     job, _ = _text_job(task)
-    trained = train(job)
+    trunk, previous = (None if task.get(key) is None else Path(task[key]) for key in ("trunk", "previous"))
+    trained = train(job) if trunk is None else train_branch(job, trunk, previous)
     return {
         "seed": job.settings.seed,
         "status": "done",
@@ -234,7 +239,8 @@ def _recall(task: dict[str, Any]) -> dict[str, Any]:
     from heddle.analysis.comparison.recall_curve import accuracy_by_pairs
     from heddle.model.load_config import load_config
     from heddle.storage.run_log import read_log
-    from heddle.training.loop import TrainingJob, train
+    from heddle.training.job import TrainingJob
+    from heddle.training.loop import train
 
     runtime, probe = _set_up(task), find_probe(task["probe"])
     job = TrainingJob(

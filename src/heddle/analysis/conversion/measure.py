@@ -11,7 +11,8 @@ from heddle.conversion.weights import Weights, build_model
 from heddle.errors import ConfigError
 from heddle.exchange.family_match import match_report
 from heddle.model.decoder import Decoder
-from heddle.model.size import build_distinct_layers, measure_size
+from heddle.model.distinct_layers import build_distinct_layers
+from heddle.model.size import measure_size
 from heddle.progress import ProgressBar
 from heddle.training.evaluation.bits_per_byte import token_bits, token_scores
 from heddle.training.evaluation.loss_profile import position_edges, position_groups, scores_by_group

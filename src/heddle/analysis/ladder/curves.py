@@ -4,36 +4,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
+from heddle.analysis.ladder.least_squares import Array, CurveFits, NormalEquations, damped_least_squares
 
-MAX_STEPS = 60
-STEP_TOLERANCE = 1e-9  # of a and b: smaller steps end the search
 LEAST_SHARE = 0.02  # of the loss: what E leaves of it at least, where the search begins
-FIRST_DAMPING, MIN_DAMPING, MAX_DAMPING = 1e-6, 1e-12, 1e9
 
 
 @dataclass(frozen=True)
 class SizeLosses:
-    """The points of one design: parameters, mean loss over the seeds, and the number of seeds, each [sizes]."""
+    """The points of one design: parameters, mean loss over the seeds, and the number of seeds, each [points].
+
+    tokens: of the training, [points]; empty where every size has its own number of tokens, and L is a curve of N.
+    """
 
     sizes: Sequence[float]
     losses: Sequence[float]
     seeds: Sequence[int]
-
-
-@dataclass(frozen=True)
-class CurveFits:
-    """The best curve of a design for each shape (E, c).
-
-    coefficients: [shapes, 2], a and b. squares: [shapes], the weighted sum of squared residuals of log L.
-    curvatures: [shapes, 2, 2], JᵀWJ; its inverse times a point's variance is the covariance of a and b.
-    """
-
-    coefficients: Array
-    squares: Array
-    curvatures: Array
+    tokens: Sequence[float] = ()
 
 
 def curve_loss(coefficients: Array, x: Array | float) -> Array:
@@ -45,42 +32,24 @@ def curve_loss(coefficients: Array, x: Array | float) -> Array:
 def fit_curves(points: SizeLosses, center: float, shapes: Array) -> CurveFits:
     """The a and b that minimize Σ w·(log L − log(E + exp(a + b·x + c·x²)))² for each (E, c) of `shapes` [shapes, 2].
 
-    x = log(N / center); w: seeds of the point, relative to those of a point with the most. Levenberg and Marquardt's
-    damping: no step raises the sum of squares, and nobody chooses where to start.
+    x = log(N / center); w: seeds of the point, relative to those of a point with the most. Nobody chooses where to
+    start.
     """
     x, losses, weights = point_arrays(points, center)
     floors, bends = shapes[:, :1], shapes[:, 1:] * x**2  # [shapes, 1], [shapes, points]
     powers = np.stack([np.ones_like(x), x], axis=1)  # [points, 2]
 
-    def residuals(coefficients: Array) -> tuple[Array, Array]:
-        """Of log L [shapes, points], and the derivative of log of the curve by its exponent."""
+    def equations(coefficients: Array) -> NormalEquations:
         above = np.exp(np.clip(coefficients @ powers.T + bends, -500, 50))
-        return np.log(losses) - np.log(floors + above), above / (floors + above)
-
-    def curvature(slopes: Array) -> Array:
-        return np.asarray((powers.T * (weights * slopes**2)[:, None, :]) @ powers)
+        errors, slopes = np.log(losses) - np.log(floors + above), above / (floors + above)
+        return NormalEquations(
+            squares=(weights * errors**2).sum(1),
+            gradient=(weights * slopes * errors) @ powers,
+            matrix=np.asarray((powers.T * (weights * slopes**2)[:, None, :]) @ powers),
+        )
 
     start = np.log(np.maximum(losses - floors, LEAST_SHARE * losses)) - bends
-    coefficients = (start * weights) @ powers @ np.linalg.inv(powers.T * weights @ powers)
-    errors, slopes = residuals(coefficients)
-    squares = (weights * errors**2).sum(1)
-    damping = np.full(len(shapes), FIRST_DAMPING)
-    for _ in range(MAX_STEPS):
-        matrix = curvature(slopes)
-        diagonal = np.einsum("gpp->gp", matrix) * damping[:, None] + 1e-300
-        gradient = (weights * slopes * errors) @ powers
-        step = np.linalg.solve(matrix + diagonal[..., None] * np.eye(2), gradient[..., None])[..., 0]
-        new_errors, new_slopes = residuals(coefficients + step)
-        new_squares = (weights * new_errors**2).sum(1)
-        better = new_squares <= squares
-        coefficients = np.where(better[:, None], coefficients + step, coefficients)
-        errors = np.where(better[:, None], new_errors, errors)
-        slopes = np.where(better[:, None], new_slopes, slopes)
-        squares = np.where(better, new_squares, squares)
-        damping = np.clip(np.where(better, damping / 10, damping * 10), MIN_DAMPING, MAX_DAMPING)
-        if np.abs(step).max() < STEP_TOLERANCE:
-            break
-    return CurveFits(coefficients, squares, curvature(slopes))
+    return damped_least_squares(equations, (start * weights) @ powers @ np.linalg.inv(powers.T * weights @ powers))
 
 
 def point_arrays(points: SizeLosses, center: float) -> tuple[Array, Array, Array]:

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from heddle.analysis.comparison.plan import DesignEntry
 from heddle.analysis.ladder.scaling import DesignScale, Rung
@@ -16,18 +18,23 @@ MIN_SIZES, MAX_SIZES = 4, 20
 SIZE_STEP = 2  # between sizes, where only their number is given
 MAX_SEEDS = 100
 CHECKPOINTS_PER_RUN = 4
+MIN_STEPS = 20  # of the smallest run: fewer are warmup and decay alone
+WARMUP_TOKENS = 0.5  # per parameter: of all branches of a trunk, unless warmup is given
+MIN_WARMUP = 10  # steps
+TEXT_FACTOR = 4  # how much more text than needed is made ready where tokens may be added: more of it is another order
 
 
 @dataclass(frozen=True, kw_only=True)
 class LadderSettings:
     """What all runs of a ladder share; another value makes another ladder.
 
-    tokens_per_parameter: D / N of every run. learning_rate: at each design's own width; at another width it is
-    multiplied by (own width / width)^rate_exponent.
+    tokens_per_parameter: D / N of every run, ascending. Where there are several, the runs of a size and seed are
+    branches that decay from one trunk, and more may be added. learning_rate: at each design's own width; at another
+    width it is multiplied by (own width / width)^rate_exponent.
     """
 
     data: tuple[str, ...]
-    tokens_per_parameter: float
+    tokens_per_parameter: tuple[float, ...]
     batch_size: int
     sequence_length: int
     learning_rate: float
@@ -42,24 +49,36 @@ class LadderSettings:
     part_files: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        ratio = self.tokens_per_parameter
-        if not 0 < ratio < float("inf"):
-            raise ConfigError(f"tokens_per_parameter {ratio:g}: must be a number above 0")
+        for ratio in self.tokens_per_parameter:
+            if not 0 < ratio < float("inf"):
+                raise ConfigError(f"tokens_per_parameter {ratio:g}: must be a number above 0")
         if not -4 <= self.rate_exponent <= 4:
             raise ConfigError(f"rate_exponent {self.rate_exponent:g}: must be from -4 to 4")
-        self.training(1, 1.0, 0)
+        if self.shares_trunk and self.schedule != "wsd":
+            raise ConfigError(
+                f"schedule {self.schedule}: runs of several tokens_per_parameter decay from one constant rate; set wsd"
+            )
+        self.training(1, 1, 1.0, 0)
+
+    @property
+    def shares_trunk(self) -> bool:
+        """Whether each size has runs of several numbers of tokens, for L(N, D)."""
+        return len(self.tokens_per_parameter) > 1
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step."""
         return self.batch_size * self.sequence_length
 
-    def steps(self, parameters: float) -> int:
-        """Optimizer steps of a design of this size."""
-        return max(1, round(self.tokens_per_parameter * parameters / self.tokens_per_step))
+    def steps(self, parameters: float, ratio: float) -> int:
+        """Optimizer steps of a design of this size at one of the `tokens_per_parameter`."""
+        return max(1, round(ratio * parameters / self.tokens_per_step))
 
-    def training(self, steps: int, width_ratio: float, seed: int) -> Settings:
-        """The settings of one run. width_ratio: its width divided by the design's own."""
+    def training(self, parameters: float, ratio: float, width_ratio: float, seed: int) -> Settings:
+        """The settings of one run. ratio: its tokens per parameter. width_ratio: its width over the design's own."""
+        steps, warmup = self.steps(parameters, ratio), self.warmup
+        if warmup is None and self.shares_trunk:  # one that does not depend on the steps
+            warmup = max(MIN_WARMUP, round(WARMUP_TOKENS * parameters / self.tokens_per_step))
         return Settings(
             steps=steps,
             batch_size=self.batch_size,
@@ -68,10 +87,39 @@ class LadderSettings:
             seed=seed,
             optimizer=self.optimizer,
             schedule=self.schedule,
-            warmup=self.warmup,
+            warmup=warmup,
             precision=self.precision,
             save_every=max(1, steps // CHECKPOINTS_PER_RUN),
         )
+
+    def check_steps(self, sizes: Sequence[int]) -> None:
+        """Raise ConfigError where runs of the smallest of these sizes are too short, or branches have no trunk."""
+        smallest, ratios = min(sizes), self.tokens_per_parameter
+        if self.steps(smallest, ratios[0]) < MIN_STEPS:
+            raise ConfigError(
+                f"tokens_per_parameter {ratios[0]:g}: gives the smallest size, {smallest} parameters, "
+                f"{self.steps(smallest, ratios[0])} steps of {self.tokens_per_step} tokens; give more, a smaller "
+                "batch_size or larger sizes"
+            )
+        for ratio, larger in pairwise(ratios):
+            if self.steps(smallest, ratio) == self.steps(smallest, larger):
+                raise ConfigError(
+                    f"tokens_per_parameter {ratio:g} and {larger:g}: are the same number of steps at {smallest} "
+                    "parameters; choose fewer, or further apart"
+                )
+        for size in sizes if self.shares_trunk else ():
+            settings = self.training(size, ratios[0], 1.0, 0)
+            if settings.warmup is not None and settings.warmup > settings.constant_steps:
+                raise ConfigError(
+                    f"tokens_per_parameter {ratios[0]:g}: {size} parameters have {settings.constant_steps} steps "
+                    f"before the decay, and the warmup takes {settings.warmup}; give more, or a shorter warmup"
+                )
+
+    def plain(self) -> dict[str, Any]:
+        """As plain values: one number of tokens per parameter is no list."""
+        values: dict[str, Any] = to_plain_json(asdict(self))
+        ratios = values["tokens_per_parameter"]
+        return values | {"tokens_per_parameter": ratios if self.shares_trunk else ratios[0]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +129,10 @@ class LadderPlan:
     entries: the designs; the first is the baseline. sizes: numbers of parameters, or how many sizes, from the first
     design's own size downwards by halves. target: the number of parameters to predict; None: 10 × the largest.
     share_irreducible: whether the designs share an irreducible loss. threads: of the CPU; None: torch's default.
+    names_tokens: whether the settings' tokens_per_parameter were asked for; if not, those of the folder stay. Where
+    there are several: target_tokens: to predict; None: as many per parameter as there are at most. target_flops: the
+    budget, 6·N·D, for which the best size is predicted; None: that of the target. text_tokens: how much text was made
+    ready when the ladder was begun.
     """
 
     entries: tuple[DesignEntry, ...]
@@ -90,6 +142,10 @@ class LadderPlan:
     target: float | None = None
     share_irreducible: bool = True
     threads: int | None = None
+    names_tokens: bool = True
+    target_tokens: float | None = None
+    target_flops: float | None = None
+    text_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.sizes, int) and not MIN_SIZES <= self.sizes <= MAX_SIZES:
@@ -114,13 +170,17 @@ class LadderPlan:
 def join_with_saved(path: Path, plan: LadderPlan) -> LadderPlan:
     """The plan together with what was planned before in this folder. path: of its file; it need not exist.
 
-    Designs, sizes and seeds are joined. Raises CheckpointError where the settings of runs, or a design, differ.
+    Designs, sizes, seeds and, where there are several, tokens per parameter are joined. Raises CheckpointError where
+    the settings of runs, or a design, differ.
     """
     if not path.is_file():
         return plan
     saved = read_json_file(path)
-    settings = to_plain_json(asdict(plan.settings))
-    difference = first_difference(saved["settings"], settings)
+    settings = _join_tokens(plan, saved["settings"]["tokens_per_parameter"])
+    before = saved["settings"]
+    if isinstance(before["tokens_per_parameter"], list):
+        before = before | {"tokens_per_parameter": list(settings.tokens_per_parameter)}
+    difference = first_difference(before, settings.plain())
     if difference:
         raise CheckpointError(f"{path.parent}: holds another ladder: {difference}; use the same, or another folder")
     entries = {entry.name: entry for entry in plan.entries}
@@ -139,13 +199,27 @@ def join_with_saved(path: Path, plan: LadderPlan) -> LadderPlan:
         entries=tuple(entries.values()),
         sizes=tuple(sorted({*saved["sizes"], *sizes})),
         seeds=max(plan.seeds, saved["seeds"]),
+        settings=settings,
+        text_tokens=saved.get("text_tokens"),
     )
+
+
+def _join_tokens(plan: LadderPlan, saved: float | list[float]) -> LadderSettings:
+    """The plan's settings with the tokens per parameter of a folder, and its own where the folder has several."""
+    asked = plan.settings.tokens_per_parameter
+    if isinstance(saved, list):
+        joined = tuple(sorted({*saved, *(asked if plan.names_tokens else ())}))
+    else:
+        joined = asked if plan.names_tokens else (saved,)
+    return replace(plan.settings, tokens_per_parameter=joined)
 
 
 def save_plan(path: Path, plan: LadderPlan, sizes: Sequence[float]) -> None:
     """Write a plan, to which later calls may add."""
     designs = {entry.name: {"source": entry.source, "config": entry.config.dump()} for entry in plan.entries}
-    content = {"settings": asdict(plan.settings), "designs": designs, "sizes": list(sizes), "seeds": plan.seeds}
+    content = {"settings": plan.settings.plain(), "designs": designs, "sizes": list(sizes), "seeds": plan.seeds}
+    if plan.settings.shares_trunk:
+        content["text_tokens"] = plan.text_tokens
     write_json_file(path, to_plain_json(content))
 
 

@@ -6,14 +6,16 @@ measurement also covers how far a new point, of as many seeds as the others, may
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from heddle.analysis.ladder.curves import Array, SizeLosses, curve_loss
-from heddle.analysis.ladder.fit import MAX_EXTRAPOLATION, MIN_SIZES, LadderFit, fit_ladder
+from heddle.analysis.ladder.curves import SizeLosses
+from heddle.analysis.ladder.fit import MIN_SIZES, LadderFit, fit_ladder
+from heddle.analysis.ladder.forms import MAX_EXTRAPOLATION
+from heddle.analysis.ladder.least_squares import Array
 from heddle.errors import DataError
 
 CONFIDENCE = 0.95
@@ -26,12 +28,23 @@ class LadderPoints:
     """What is measured of the designs, and what their training costs.
 
     losses: by design. costs: by design, (sizes, training FLOPs) of the trained sizes and up to 30 × the largest.
-    seed_deviation: of a point's log loss, as `fit_ladder` takes it.
+    seed_deviation: of a point's log loss, and correlation: of two of one size, as `fit_ladder` takes them.
+    tokens_per_parameter: of L(N, D), those at which designs are compared, and what `costs` are for.
     """
 
     losses: Mapping[str, SizeLosses]
     costs: Mapping[str, tuple[Sequence[float], Sequence[float]]]
     seed_deviation: float
+    correlation: float = 0.0
+    tokens_per_parameter: float = 0.0
+
+    def fit(self, share_irreducible: bool = True) -> LadderFit:
+        """What `fit_ladder` says of these points."""
+        return fit_ladder(self.losses, self.seed_deviation, share_irreducible, self.correlation)
+
+    def tokens(self, sizes: Any) -> Any:
+        """The tokens of some sizes where designs are compared."""
+        return self.tokens_per_parameter * sizes
 
     def cost(self, name: str, sizes: Array | float) -> Array:
         """The training FLOPs of a design at some sizes, between those that were counted a power law."""
@@ -44,8 +57,12 @@ class LadderPoints:
         return np.asarray(np.exp(_interpolate(np.log(costs), counted_costs, counted_sizes)))
 
     def limit(self, name: str) -> float:
-        """The largest size of a design for which anything is predicted."""
-        return MAX_EXTRAPOLATION * max(self.losses[name].sizes)
+        """The largest size of a design for which anything is predicted, at the tokens where designs are compared."""
+        points = self.losses[name]
+        limits = [max(points.sizes)]
+        if points.tokens:
+            limits.append(max(points.tokens) / self.tokens_per_parameter)
+        return MAX_EXTRAPOLATION * min(limits)
 
 
 def _interpolate(x: Any, known_x: Array, known_y: Array) -> Array:
@@ -62,28 +79,43 @@ def interval(values: Array) -> tuple[float, float, float]:
     return float(middle), float(low), float(high)
 
 
-def predict_loss(fit: LadderFit, points: LadderPoints, name: str, size: float) -> dict[str, Any]:
+def predict_loss(
+    fit: LadderFit, points: LadderPoints, name: str, size: float, tokens: float | None = None
+) -> dict[str, Any]:
     """The loss of a design at a size: median, interval of the curve and of a measurement, and what each form says.
 
-    Beyond 30 times the largest size there is no number, and `reason` says so.
+    tokens: of L(N, D); None: those of `points`. Beyond 30 times the largest size, or the most tokens, there is no
+    number, and `reason` says so.
     """
-    if size > points.limit(name) * (1 + 1e-9):
-        largest = max(points.losses[name].sizes)
-        reason = (
-            f"is {size / largest:.0f} times the largest size of {name}; beyond {MAX_EXTRAPOLATION} times nothing is "
-            "predicted, so train larger sizes"
-        )
+    tokens = points.tokens(size) if tokens is None else tokens
+    reason = _too_far(points.losses[name], name, size, tokens)
+    if reason is not None:
         return {"size": size, "loss": None, "curve": None, "measurement": None, "forms": [], "reason": reason}
-    losses = fit.losses(name, size)
+    losses = fit.losses(name, size, tokens)
     loss, *curve = interval(losses)
     _, *measurement = interval(losses * np.exp(fit.noise[name]))
-    x = math.log(size / fit.center)
     forms = [
-        {"form": form.form, "loss": float(curve_loss(np.array(form.coefficients[name]), x)), "weight": form.weight}
+        {
+            "form": form.form,
+            "loss": float(fit.loss_of(np.array(form.coefficients[name]), size, tokens)),
+            "weight": form.weight,
+        }
         for form in fit.forms
         if name in form.coefficients
     ]
     return {"size": size, "loss": loss, "curve": curve, "measurement": measurement, "forms": forms, "reason": None}
+
+
+def _too_far(losses: SizeLosses, name: str, size: float, tokens: float) -> str | None:
+    """Why nothing is predicted at a size and its tokens, if so."""
+    limit = MAX_EXTRAPOLATION * (1 + 1e-9)
+    if (factor := size / max(losses.sizes)) > limit:
+        what, remedy = f"the largest size of {name}", "train larger sizes"
+    elif losses.tokens and (factor := tokens / max(losses.tokens)) > limit:
+        what, remedy = f"the most tokens of {name}", "train on more tokens per parameter"
+    else:
+        return None
+    return f"is {factor:.0f} times {what}; beyond {MAX_EXTRAPOLATION} times nothing is predicted, so {remedy}"
 
 
 def cost_for_equal_loss(
@@ -98,8 +130,8 @@ def cost_for_equal_loss(
         return None
     sizes = np.geomspace(min(points.losses[name].sizes), points.limit(name), GRID_POINTS)
     # draws may rise or level off outside of their own span, so the first size that is good enough counts
-    table = np.stack([fit.losses(name, each) for each in sizes], axis=1)
-    goals = fit.losses(baseline, size)
+    table = np.stack([fit.losses(name, each, points.tokens(each)) for each in sizes], axis=1)
+    goals = fit.losses(baseline, size, points.tokens(size))
     ratios = points.cost(name, _first_reached(sizes, table, goals)) / points.cost(baseline, size)
     ratios[table[:, 0] <= goals] = 0.0
     ratios[table.min(axis=1) > goals] = math.inf
@@ -141,14 +173,12 @@ def crossing(fit: LadderFit, points: LadderPoints, name: str, baseline: str) -> 
     if first >= last:
         return result | dict.fromkeys(("better", "worse", "crosses", "cost", "low", "high"))
     costs = np.geomspace(first, last, GRID_POINTS)
-    differences = np.stack(
-        [
-            fit.losses(name, float(points.size_of_cost(name, cost)))
-            - fit.losses(baseline, float(points.size_of_cost(baseline, cost)))
-            for cost in costs
-        ],
-        axis=1,
-    )
+
+    def losses_at(design: str, cost: float) -> Array:
+        size = float(points.size_of_cost(design, cost))
+        return fit.losses(design, size, points.tokens(size))
+
+    differences = np.stack([losses_at(name, cost) - losses_at(baseline, cost) for cost in costs], axis=1)
     crosses, crossed = _first_zero(costs, differences)
     is_bounded = float((~crosses).mean()) <= SMALL_SHARE
     middle, low, high = interval(crossed) if len(crossed) else (None, None, None)
@@ -175,20 +205,22 @@ def _first_zero(costs: Array, differences: Array) -> tuple[npt.NDArray[np.bool_]
 def hold_out(points: LadderPoints, share_irreducible: bool = True) -> list[dict[str, Any]]:
     """The self-test: each design's largest size predicted from all others, beside what was measured there.
 
-    within: whether the measurement lies in its 95 % interval. Empty where too few sizes are left to fit.
+    Of L(N, D), it is predicted at its most tokens, without the points of the most tokens of any size. within: whether
+    the measurement lies in its 95 % interval. Empty where too few points are left to fit.
     """
     without = {name: _without_largest(each) for name, each in points.losses.items()}
     if min(len(each.sizes) for each in without.values()) < MIN_SIZES:
         return []
-    rest = LadderPoints(without, points.costs, points.seed_deviation)
+    rest = replace(points, losses=without)
     try:
-        fit = fit_ladder(without, points.seed_deviation, share_irreducible)
+        fit = rest.fit(share_irreducible)
     except DataError:
         return []
     tests = []
     for name, each in points.losses.items():
-        index = int(np.argmax(each.sizes))
-        predicted = predict_loss(fit, rest, name, each.sizes[index])
+        index = _largest(each)
+        tokens = each.tokens[index] if each.tokens else None
+        predicted = predict_loss(fit, rest, name, each.sizes[index], tokens)
         if predicted["measurement"] is not None:
             low, high = predicted["measurement"]
             tests.append(
@@ -202,8 +234,25 @@ def hold_out(points: LadderPoints, share_irreducible: bool = True) -> list[dict[
     return tests
 
 
+def _largest(losses: SizeLosses) -> int:
+    """The index of the point of the largest size, at its most tokens."""
+    tokens = losses.tokens or losses.sizes
+    return max(range(len(losses.sizes)), key=lambda index: (losses.sizes[index], tokens[index]))
+
+
 def _without_largest(losses: SizeLosses) -> SizeLosses:
-    index = int(np.argmax(losses.sizes))
+    """All points but those of the largest size, and of the most tokens of each size."""
+    most: dict[float, float] = {}
+    for size, tokens in zip(losses.sizes, losses.tokens, strict=False):
+        most[size] = max(tokens, most.get(size, 0.0))
+    rest = [
+        index
+        for index, size in enumerate(losses.sizes)
+        if size < max(losses.sizes) and not (losses.tokens and losses.tokens[index] == most[size])
+    ]
     return SizeLosses(
-        *([*values[:index], *values[index + 1 :]] for values in (losses.sizes, losses.losses, losses.seeds))
+        [losses.sizes[index] for index in rest],
+        [losses.losses[index] for index in rest],
+        [losses.seeds[index] for index in rest],
+        [losses.tokens[index] for index in rest if losses.tokens],
     )

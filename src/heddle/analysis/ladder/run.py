@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from heddle import progress
 from heddle.analysis.comparison.formatting import format_bits
 from heddle.analysis.ladder.plan import (
     MIN_SIZES,
+    TEXT_FACTOR,
     LadderPlan,
     design_scales,
     find_rungs,
@@ -22,7 +23,7 @@ from heddle.analysis.ladder.plan import (
 from heddle.analysis.ladder.report import ladder_report
 from heddle.analysis.ladder.scaling import DesignScale, Rung
 from heddle.analysis.pages.ladder import write_ladder_page
-from heddle.analysis.workers import Result, Task, default_workers, run_tasks
+from heddle.analysis.workers import Result, Task, Workers, default_workers, run_tasks
 from heddle.data.corpus import Corpus, check_tokenizer_fits, prepare_corpus
 from heddle.data.samples import check_token_count
 from heddle.errors import CheckpointError, ConfigError, MachineError
@@ -32,8 +33,8 @@ from heddle.storage.lock import RunLock
 from heddle.storage.run_log import first_difference
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
+RunKey = tuple[str, int, float, int]  # a run's design, width, tokens per parameter and seed
 PLAN_FILE, DATA_FILE, RESULTS_FILE = "plan.json", "data.json", "ladder.json"
-MIN_STEPS = 20  # of the smallest run: fewer are warmup and decay alone
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,30 @@ class Ladder:
     command: str
 
     @property
-    def workers(self) -> int:
-        """Processes that train at the same time."""
-        return default_workers(self.runtime.threads, self.runtime.device) if self.plan.threads is None else 1
+    def workers(self) -> Workers:
+        """Where the runs take place."""
+        if self.plan.threads is not None:
+            return Workers((self.runtime.device,), self.plan.threads)
+        return default_workers(self.runtime.device, self.runtime.threads)
 
-    def steps(self, rung: Rung) -> int:
-        """Optimizer steps of a rung's runs."""
-        return self.plan.settings.steps(rung.parameters)
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """The tokens per parameter of each size's runs, ascending."""
+        return self.plan.settings.tokens_per_parameter
+
+    def steps(self, rung: Rung, ratio: float) -> int:
+        """Optimizer steps of a rung's runs with these tokens per parameter."""
+        return self.plan.settings.steps(rung.parameters, ratio)
+
+    def new_steps(self, rung: Rung, ratio: float) -> int:
+        """Those of them that the trunk of the next fewer tokens per parameter has not taken."""
+        index, settings = self.ratios.index(ratio), self.plan.settings
+        shared = settings.training(rung.parameters, self.ratios[index - 1], 1.0, 0).constant_steps if index else 0
+        return self.steps(rung, ratio) - shared
 
     def learning_rate(self, name: str, rung: Rung) -> float:
         """The peak learning rate of a rung's runs."""
-        return self.plan.settings.training(1, rung.width / self.scales[name].config.width, 0).learning_rate
+        return self.plan.settings.training(1, 1, rung.width / self.scales[name].config.width, 0).learning_rate
 
 
 def run_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str) -> dict[str, Any]:
@@ -82,22 +96,29 @@ def run_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str) -> d
         ladder = prepare_ladder(join_with_saved(out / PLAN_FILE, plan), out, runtime, command)
         _check_text(out / DATA_FILE, ladder.corpus)
         save_plan(out / PLAN_FILE, ladder.plan, ladder.sizes)
-        tasks = _training_tasks(ladder)
-        total = len(tasks)
-
-        def tell(task: Task, result: Result) -> None:
-            if result["status"] == "done":
-                finished = sum(each.result_file.is_file() for each in tasks)
-                bits = format_bits(result["bits_per_byte"])
-                progress.print_status(f"{task.label}: {bits} bits per byte (run {finished} of {total})")
-            else:
-                progress.print_status(f"warning: {result['message']}")
-
-        results = run_tasks(tasks, ladder.workers, tell)
-        report = ladder_report(ladder, dict(zip(tasks.values(), results, strict=True)))
+        report = ladder_report(ladder, _run_all(ladder))
         write_json_file(out / RESULTS_FILE, report)
         write_ladder_page(report, out)
         return report
+
+
+def _run_all(ladder: Ladder) -> dict[RunKey, Result]:
+    """The results of all runs; of branches those of fewer tokens first, whose trunks the others continue."""
+    waves = [_training_tasks(ladder, ratio) for ratio in ladder.ratios]
+    files = [task.result_file for wave in waves for task in wave]
+    results: dict[RunKey, Result] = {}
+
+    def tell(task: Task, result: Result) -> None:
+        if result["status"] == "done":
+            finished = sum(file.is_file() for file in files)
+            bits = format_bits(result["bits_per_byte"])
+            progress.print_status(f"{task.label}: {bits} bits per byte (run {finished} of {len(files)})")
+        else:
+            progress.print_status(f"warning: {result['message']}")
+
+    for wave in waves:
+        results |= zip(wave.values(), run_tasks(wave, ladder.workers, tell), strict=True)
+    return results
 
 
 def prepare_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str = "") -> Ladder:
@@ -109,8 +130,16 @@ def prepare_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str =
     sizes = plan.requested_sizes(nominal[0])
     if len(sizes) < MIN_SIZES:
         raise ConfigError(f"sizes: {len(sizes)} are too few to fit; give {MIN_SIZES} at least")
+    if len(settings.tokens_per_parameter) == 2:
+        raise ConfigError("tokens_per_parameter: 2 values are too few for L(N, D); give 1, or 3 at least")
+    if not settings.shares_trunk and (plan.target_tokens is not None or plan.target_flops is not None):
+        name = "target_flops" if plan.target_tokens is None else "target_tokens"
+        raise ConfigError(f"{name}: L(N) at one tokens_per_parameter says nothing of others; give 3 of them at least")
     largest = max(rung.parameters for rungs in find_rungs(nominal, sizes).values() for rung in rungs)
-    max_train_tokens = settings.steps(largest) * settings.tokens_per_step
+    max_train_tokens = settings.steps(largest, settings.tokens_per_parameter[-1]) * settings.tokens_per_step
+    if settings.shares_trunk:
+        max_train_tokens = max(max_train_tokens, plan.text_tokens or TEXT_FACTOR * max_train_tokens)
+        plan = replace(plan, text_tokens=max_train_tokens)
     tokenizer = None if settings.tokenizer is None else Path(settings.tokenizer)
     corpus = prepare_corpus(
         settings.data,
@@ -126,13 +155,7 @@ def prepare_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str =
         scales = design_scales(plan, corpus.tokenizer.vocab_size)
         sizes = plan.requested_sizes(scales[0])
     rungs = find_rungs(scales, sizes)
-    smallest = min(rung.parameters for each in rungs.values() for rung in each)
-    if settings.steps(smallest) < MIN_STEPS:
-        raise ConfigError(
-            f"tokens_per_parameter {settings.tokens_per_parameter:g}: gives the smallest size, {smallest} parameters, "
-            f"{settings.steps(smallest)} steps of {settings.tokens_per_step} tokens; give more, a smaller batch_size "
-            "or larger sizes"
-        )
+    settings.check_steps([rung.parameters for each in rungs.values() for rung in each])
     return Ladder(
         plan=plan,
         scales={scale.name: scale for scale in scales},
@@ -160,24 +183,28 @@ def _check_text(path: Path, corpus: Corpus) -> None:
         )
 
 
-def _training_tasks(ladder: Ladder) -> dict[Task, tuple[str, int, int]]:
-    """A task for each run, small sizes first; with its design, width and seed."""
+def _training_tasks(ladder: Ladder, ratio: float) -> dict[Task, RunKey]:
+    """A task for each run with these tokens per parameter, small sizes first."""
     rungs = [(name, rung) for name, each in ladder.rungs.items() for rung in each]
     rungs.sort(key=lambda pair: pair[1].parameters)
     tasks = {}
     for name, rung in rungs:
         for seed in range(ladder.plan.seeds):
-            stem = f"{name}-w{rung.width}-seed{seed}"
-            folder = ladder.out / "runs"
-            request = _request(ladder, name, rung, seed) | {"task": "loss", "out": str(folder / stem)}
+            stem, folder = f"{name}-w{rung.width}-seed{seed}", ladder.out / "runs"
             label = f"{name}, width {rung.width}, seed {seed}"
-            tasks[Task(label, folder / f"{stem}.json", request)] = (name, rung.width, seed)
+            trunks: dict[str, str | None] = {}
+            if ladder.plan.settings.shares_trunk:
+                fewer = max((each for each in ladder.ratios if each < ratio), default=None)
+                trunks = {"trunk": str(folder / f"{stem}-trunk{ratio:g}")}
+                trunks["previous"] = None if fewer is None else str(folder / f"{stem}-trunk{fewer:g}")
+                stem, label = f"{stem}-d{ratio:g}", f"{label}, {ratio:g} tokens per parameter"
+            request = _request(ladder, name, rung, ratio, seed) | {"task": "loss", "out": str(folder / stem)} | trunks
+            tasks[Task(label, folder / f"{stem}.json", request)] = (name, rung.width, ratio, seed)
     return tasks
 
 
-def _request(ladder: Ladder, name: str, rung: Rung, seed: int) -> dict[str, Any]:
-    plan, settings = ladder.plan, ladder.plan.settings
-    steps = ladder.steps(rung)
+def _request(ladder: Ladder, name: str, rung: Rung, ratio: float, seed: int) -> dict[str, Any]:
+    settings = ladder.plan.settings
     width_ratio = rung.width / ladder.scales[name].config.width
     return {
         "design": rung.config.dump(),
@@ -185,16 +212,15 @@ def _request(ladder: Ladder, name: str, rung: Rung, seed: int) -> dict[str, Any]
         "tokenizer": settings.tokenizer,
         "vocab_size": settings.vocab_size,
         "max_train_tokens": ladder.max_train_tokens,
-        "settings": asdict(settings.training(steps, width_ratio, seed)),
-        "device": settings.device,
-        "threads": plan.threads if ladder.workers == 1 else max(1, ladder.runtime.threads // ladder.workers),
+        "settings": asdict(settings.training(rung.parameters, ratio, width_ratio, seed)),
+        "threads": ladder.workers.threads,
         "part_files": settings.part_files,
         "command": ladder.command,
     }
 
 
-def time_runs(ladder: Ladder) -> dict[str, list[float]]:
-    """By design the estimated seconds of one run of each rung, from timed steps of the smallest and the largest.
+def time_steps(ladder: Ladder) -> dict[str, list[float]]:
+    """By design the estimated seconds of one step of each rung, from timed steps of the smallest and the largest.
 
     Between them the time of a step is taken as linear in its FLOPs. Evaluations and the start of a process are left
     out. Raises MachineError where a step cannot be timed.
@@ -207,14 +233,15 @@ def time_runs(ladder: Ladder) -> dict[str, list[float]]:
                 Task(
                     f"{name}, width {rung.width}, timing a step",
                     Path(folder) / f"{rung.width}.json",
-                    _request(ladder, name, rung, 0) | {"task": "calibrate", "out": str(Path(folder) / "run")},
+                    _request(ladder, name, rung, ladder.ratios[0], 0)
+                    | {"task": "calibrate", "out": str(Path(folder) / "run")},
                 )
                 for rung in ends
             ]
-            results = run_tasks(tasks, 1)
+            results = run_tasks(tasks, ladder.workers.first())
         times = [_seconds_per_step(result) for result in results]
         flops = [rung.flops_per_token for rung in ends]
-        seconds[name] = [float(np.interp(rung.flops_per_token, flops, times)) * ladder.steps(rung) for rung in rungs]
+        seconds[name] = [float(np.interp(rung.flops_per_token, flops, times)) for rung in rungs]
     return seconds
 
 

@@ -20,7 +20,8 @@ from heddle.config import DesignError
 from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import build
-from heddle.model.size import flops_per_token, parameter_counts
+from heddle.model.distinct_layers import parameter_counts
+from heddle.model.size import flops_per_token
 from heddle.model.width_scaling import scale_to_width
 
 MAX_WIDTH_FACTOR = 64  # times the design's own width

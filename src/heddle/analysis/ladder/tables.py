@@ -41,7 +41,22 @@ def prediction_table(report: Report) -> TextTable:
         intervals = [NO_VALUE if each[key] is None else format_interval(each[key]) for key in ("curve", "measurement")]
         rows.append([each["design"], format_bits(each["loss"]), *intervals, *(by_form.get(f, NO_VALUE) for f in forms)])
     header = ["design", "predicted", "of the curve", "of a measurement", *forms]
-    return TextTable(header, rows, f"Bits per byte at {format_number(report['target'])} parameters")
+    tokens = f" and {format_number(report['target_tokens'])} tokens" if report["law"] == "L(N, D)" else ""
+    return TextTable(header, rows, f"Bits per byte at {format_number(report['target'])} parameters{tokens}")
+
+
+def best_size_table(report: Report) -> TextTable:
+    """A row for each design: the size with the least loss for the budget, its tokens and its loss."""
+    rows = []
+    for each in report["best_sizes"]:
+        low = f"under {format_number(each['least'])}" if each["low"] is None else format_number(each["low"])
+        high = f"over {format_number(each['most'])}" if each["high"] is None else format_number(each["high"])
+        ratio = None if each["size"] is None else each["tokens"] / each["size"]
+        numbers = [format_number(value) for value in (each["tokens"], ratio)]
+        ends = NO_VALUE if each["reason"] else f"{low} to {high}"
+        rows.append([each["design"], format_number(each["size"]), ends, *numbers, format_bits(each["loss"])])
+    header = ["design", "best size", "95 % interval", "tokens", "per parameter", "bits per byte"]
+    return TextTable(header, rows, f"The best size for {report['target_flops']:.2e} training FLOPs, 6·N·D")
 
 
 def cost_table(report: Report) -> TextTable:
@@ -57,11 +72,10 @@ def cost_table(report: Report) -> TextTable:
 
 
 def fit_table(fit: Mapping[str, Any]) -> TextTable:
-    """A row for each design: E and γ of the power law with E."""
-    rows = [
-        [name, *(_parameter(values[key]) for key in ("E", "exponent"))] for name, values in fit["parameters"].items()
-    ]
-    return TextTable(["design", "E, bits per byte", "γ"], rows, "The power law with E")
+    """A row for each design: E and γ of the power law with E; of L(N, D) E, α, β and the power of the budget."""
+    rows = [[name, *map(_parameter, values.values())] for name, values in fit["parameters"].items()]
+    names = ["γ"] if len(rows[0]) == 3 else ["α", "β", "best N grows with C to the power of"]
+    return TextTable(["design", "E, bits per byte", *names], rows, "The power law with E")
 
 
 def form_table(fit: Mapping[str, Any]) -> TextTable:

@@ -15,7 +15,8 @@ def ladder_verdict(report: Report) -> list[str]:
     if report["fit"] is None:
         return [f"Nothing is predicted: {report['reason']}."]
     tests = list(_held_out(report))
-    sentences = [*_predictions(report), *map(equal_loss_sentence, report["equal_loss"])]
+    sentences = [*_predictions(report), *map(best_size_sentence, report["best_sizes"])]
+    sentences += map(equal_loss_sentence, report["equal_loss"])
     sentences += map(crossing_sentence, report["crossings"])
     return [*sentences, *tests] if all(test["within"] for test in report["held_out"]) else [*tests, *sentences]
 
@@ -25,13 +26,20 @@ def format_interval(interval: Any) -> str:
     return " to ".join(map(format_bits, interval))
 
 
+def ratios_text(report: Report) -> str:
+    """The tokens per parameter of the runs: "5, 10 and 20"."""
+    ratios = report["settings"]["tokens_per_parameter"]
+    ratios = ratios if isinstance(ratios, list) else [ratios]
+    return join_names(map(format_number, ratios), len(ratios))
+
+
 def _predictions(report: Report) -> Iterator[str]:
     """The loss of each design at the target, and which have none."""
     target = format_number(report["target"])
     predicted = [each for each in report["predictions"] if each["loss"] is not None]
     if predicted:
         first, *rest = predicted
-        tokens = format_number(report["target"] * report["settings"]["tokens_per_parameter"])
+        tokens = format_number(report["target_tokens"])
         reached = f"{format_bits(first['loss'])} bits per byte ({format_interval(first['measurement'])})"
         numbers = f"{first['design']} is predicted to reach {reached}"
         numbers += "".join(
@@ -40,6 +48,33 @@ def _predictions(report: Report) -> Iterator[str]:
         yield f"At {target} parameters and {tokens} tokens {numbers}."
     for reason in dict.fromkeys(each["reason"] for each in report["predictions"] if each["reason"]):
         yield f"The target of {target} parameters {reason}."
+
+
+def best_size_sentence(best: Mapping[str, Any]) -> str:
+    """The size of a design with the least loss for the budget."""
+    budget, name = f"{_flops(best['flops'])} training FLOPs (6·N·D)", best["design"]
+    least, most = format_number(best["least"]), format_number(best["most"])
+    if best["reason"] is not None:
+        return f"A budget of {budget} {best['reason']}."
+    if best["low"] is None and best["high"] is None:
+        return (
+            f"The best size of {name} for {budget} is not resolved: it may be below {least} or above {most} parameters."
+        )
+    if best["size"] is None:
+        side = f"below {least}" if best["is_less"] else f"above {most}"
+        end = best["high"] if best["is_less"] else best["low"]
+        return (
+            f"For {budget} {name} is best {side} parameters, where its tokens per parameter are none that were "
+            f"trained, so no number is given; the 95 % interval ends at {format_number(end)}."
+        )
+    low = f"under {least}" if best["low"] is None else format_number(best["low"])
+    high = f"over {most}" if best["high"] is None else format_number(best["high"])
+    ratio = format_number(best["tokens"] / best["size"])
+    return (
+        f"For {budget} {name} is best at {format_number(best['size'])} parameters ({low} to {high}) and "
+        f"{format_number(best['tokens'])} tokens, {ratio} per parameter: {format_bits(best['loss'])} bits per byte "
+        f"({format_interval(best['curve'])})."
+    )
 
 
 def equal_loss_sentence(equal: Mapping[str, Any]) -> str:
@@ -108,7 +143,8 @@ def _held_out(report: Report) -> Iterator[str]:
     """The self-test; where it failed, first that it did."""
     tests = report["held_out"]
     if not tests:
-        yield "The method could not be tested on these points: without the largest sizes, too few are left."
+        largest = "sizes and most tokens" if report["law"] == "L(N, D)" else "sizes"
+        yield f"The method could not be tested on these points: without the largest {largest}, too few are left."
         return
     parts = []
     for test in tests:
@@ -117,4 +153,7 @@ def _held_out(report: Report) -> Iterator[str]:
         parts.append(f"that of {test['design']} is predicted at {predicted} and measured at {measured}")
     if not all(test["within"] for test in tests):
         yield "The self-test failed, so no prediction here is to be trusted: the points lie on no curve of these forms."
-    yield f"Self-test, the largest size from the smaller ones alone: {'; '.join(parts)}."
+    if report["law"] == "L(N, D)":
+        yield f"Self-test, the largest size on its most tokens, from smaller ones and fewer alone: {'; '.join(parts)}."
+    else:
+        yield f"Self-test, the largest size from the smaller ones alone: {'; '.join(parts)}."

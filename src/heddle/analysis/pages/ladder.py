@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from heddle.analysis.ladder import tables
+from heddle.analysis.ladder.verdict import ratios_text
 from heddle.analysis.pages.design_styles import design_styles
 from heddle.analysis.pages.figures.ladder import cost_chart, size_chart
 from heddle.analysis.pages.render import render
@@ -27,12 +28,14 @@ def ladder_page(report: Mapping[str, Any]) -> str:
         report=report,
         title=f"heddle ladder: {', '.join(design['name'] for design in report['designs'])}",
         styles=design_styles(report),
+        ratios=ratios_text(report),
         run_count=sum(rung["seeds"] for design in report["designs"] for rung in design["rungs"]),
         charts=[size_chart(report), cost_chart(report)]
         if any(_is_measured(each) for each in report["designs"])
         else [],
         rungs=[(design["name"], tables.rung_table(design)) for design in report["designs"]],
         predictions=tables.prediction_table(report) if report["predictions"] else None,
+        best_sizes=tables.best_size_table(report) if report["best_sizes"] else None,
         costs=tables.cost_table(report) if report["equal_loss"] else None,
         held_out=tables.held_out_table(report) if report["held_out"] else None,
         parameters=None if fit is None else tables.fit_table(fit),

@@ -57,6 +57,7 @@ def supported_attention(mixer: MixerConfig | None, path: str) -> AttentionConfig
         "sink": mixer.sink,
         "gate": mixer.gate is not None,
         "softcap": mixer.softcap is not None,
+        "temperature_beta": mixer.temperature_beta is not None,
         "dropout": mixer.dropout > 0,
         f"position {'' if position is None else position.kind}": not (
             position is None or isinstance(position, RopeConfig)

@@ -4,27 +4,27 @@ Everything is measured on the meta device with the kernels of a GPU; nothing is 
 design runs once and is multiplied by its count.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from heddle.distributed.planning.attention_shapes import AttentionShapes
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.model.limits import refuse_overflow
-from heddle.model.shapes_only import ShapesOnly
-from heddle.model.size import build_distinct_layers, parameter_counts
-from heddle.numerics.dispatch.flop_counter import count_flops
+from heddle.model.distinct_layers import (
+    active_parameter_count,
+    around_layers,
+    build_distinct_layers,
+    parameter_count,
+    parameter_counts,
+)
+from heddle.model.size import layer_flops
 from heddle.numerics.dispatch.operation import record_choices
 from heddle.parts.context.layout import Layout
-from heddle.parts.feedforwards import Feedforward
 
 BF16_BYTES = 2
 PRODUCTS = {"addmm", "baddbmm", "bmm", "mm", "linear"}
@@ -102,20 +102,19 @@ def model_cost(config: ModelConfig, sequence_length: int) -> ModelCost:
         raise ConfigError(f"{reason}; give a design without an encoder and with a vocab_size")
     model = build_distinct_layers(config, torch.bfloat16)
     parameters, active = parameter_counts(model)
-    flops, total_flops = _layer_flops(model, sequence_length)
+    flops, other_flops = layer_flops(model, sequence_length)
     traces = _traces(model, sequence_length)
     layers = []
-    for layer, count, layer_flops, trace in zip(model.layers, model.layer_counts, flops, traces, strict=True):
-        size = _parameters(layer)
-        active_size = size - sum(x.inactive_parameters for x in layer.modules() if isinstance(x, Feedforward))
+    for layer, count, row_flops, trace in zip(model.layers, model.layer_counts, flops, traces, strict=True):
+        active_size = active_parameter_count(layer)
         linear = 2.0 * active_size * sequence_length
         layers.append(
             LayerCost(
                 count=count,
-                parameters=size,
+                parameters=parameter_count(layer),
                 active_parameters=active_size,
-                flops=layer_flops,
-                attention_flops=max(0.0, layer_flops - linear),
+                flops=row_flops,
+                attention_flops=max(0.0, row_flops - linear),
                 saved_bytes=trace.saved_bytes,
                 product_bytes=min(trace.product_bytes, trace.saved_bytes),
                 input_bytes=trace.input_bytes,
@@ -127,46 +126,11 @@ def model_cost(config: ModelConfig, sequence_length: int) -> ModelCost:
         parameters=parameters,
         active_parameters=active,
         root_parameters=parameters - in_layers,
-        head_flops=total_flops - sum(flops),
+        head_flops=other_flops,
         vocab_size=config.vocab_size,
         width=config.width,
         sequence_length=sequence_length,
     )
-
-
-def _parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-@contextmanager
-def _around_layers(model: Decoder, enter: Any, leave: Any) -> Iterator[None]:
-    """Within the block, call enter(index, arguments) before and leave(index) after each layer."""
-    hooks = []
-    for index, layer in enumerate(model.layers):
-        hooks.append(layer.register_forward_pre_hook(lambda _, inputs, index=index: enter(index, inputs)))
-        hooks.append(layer.register_forward_hook(lambda *_, index=index: leave(index)))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _layer_flops(model: Decoder, sequence_length: int) -> tuple[list[float], float]:
-    """FLOPs of one row: of each distinct layer once, and of all of these with the head."""
-    starts, flops = [0] * len(model.layers), [0.0] * len(model.layers)
-    with refuse_overflow(), ShapesOnly(), torch.no_grad(), count_flops() as total:
-
-        def enter(index: int, _: Any) -> None:
-            starts[index] = total[0]
-
-        def leave(index: int) -> None:
-            flops[index] = float(total[0] - starts[index])
-
-        with _around_layers(model, enter, leave):
-            hidden, _ = model(*_row(sequence_length))
-            model.head(hidden)
-    return flops, float(total[0])
 
 
 def _row(sequence_length: int) -> tuple[Tensor, Layout]:
@@ -193,13 +157,17 @@ def _traces(model: Decoder, sequence_length: int) -> list[_LayerTrace]:
             current[-1].saved.setdefault(storage._cdata, (storage.nbytes(), storage))
         return x
 
+    def note_attention(output: Tensor | None, _: float) -> None:
+        if current and output is not None:
+            current[-1].attention_bytes += output.nbytes
+
     model.train()
     with (
         record_choices("cuda"),
-        _around_layers(model, enter, leave),
+        around_layers(list(model.layers), enter, leave),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
         _Products(current),
-        _FusedAttention(current),
+        AttentionShapes(note_attention),
     ):
         model(*_row(sequence_length))
     return traces
@@ -218,32 +186,3 @@ class _Products(TorchDispatchMode):
         if self.current and name in PRODUCTS and isinstance(result, Tensor):
             self.current[-1].products.append(result.nbytes)
         return result
-
-
-class _FusedAttention(TorchFunctionMode):
-    """Stands for a fused kernel: it saves queries, keys, values, the output and the log-sum-exp, and no scores."""
-
-    def __init__(self, current: list[_LayerTrace]) -> None:
-        super().__init__()
-        self.current = current
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not functional.scaled_dot_product_attention or not args[0].is_meta:
-            return function(*args, **(kwargs or {}))
-        q, k, v = args[:3]
-        result: Tensor = _SavedAttention.apply(q, k, v)
-        if self.current:
-            self.current[-1].attention_bytes += result.nbytes
-        return result
-
-
-class _SavedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = q.new_empty(*q.shape[:3], v.shape[3])
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise AssertionError("a plan has no backward pass")

@@ -7,12 +7,12 @@ norm, head) stays gathered.
 
 from heddle.distributed.planning.costs import BF16_BYTES, ModelCost
 from heddle.distributed.planning.ranks import RankLayout
+from heddle.numerics.cross_entropy import CHUNK_ELEMENTS
 
 FP32_BYTES = 4
 GATHERED_LAYERS = 2  # the layer that computes, and the next one
 LOGIT_BYTES = 10  # of a logit in a loss without chunks: log-probability and two gradients, one of them in bfloat16
-CHUNK_LOGITS = 2**28  # of heddle's loss on a GPU, which exist at one time
-CHUNK_LOGIT_BYTES = 2 * FP32_BYTES
+CHUNK_LOGIT_BYTES = 2 * BF16_BYTES  # of a logit in heddle's loss on a GPU: itself and its gradient
 
 
 def rank_memory(cost: ModelCost, layout: RankLayout) -> dict[str, int]:
@@ -46,5 +46,5 @@ def _loss(cost: ModelCost, layout: RankLayout, tokens: int) -> int:
     hidden = BF16_BYTES * tokens * cost.width
     if layout.whole_logits:
         return tokens * cost.vocab_size * LOGIT_BYTES + hidden
-    chunk = min(CHUNK_LOGITS, tokens * cost.vocab_size)
+    chunk = min(CHUNK_ELEMENTS.accelerator, tokens * cost.vocab_size)
     return chunk * CHUNK_LOGIT_BYTES + FP32_BYTES * cost.vocab_size * cost.width + hidden

@@ -15,7 +15,7 @@ from heddle.model.config import ModelConfig
 USABLE = 0.92  # of a GPU's memory; the allocator's gaps, NCCL and CUDA take the rest
 MAX_ROWS = 64  # of a micro-batch
 MAX_GPUS = 2**20
-RECOMPUTE: tuple[Recompute, ...] = ("none", "layers")  # what heddle's trainer offers
+_TRAINER_CHOICES: tuple[Recompute, ...] = ("none", "layers")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,6 @@ class Plan:
     cost: ModelCost
     gpu: Gpu
     gpus: int
-    batch_size: int
     candidates: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
 
@@ -73,7 +72,7 @@ def plan_training(
     fitting, too_large = [], []
     for shard in _shard_degrees(gpus, gpu.gpus_per_node):
         leanest = None
-        for recompute in RECOMPUTE:
+        for recompute in _TRAINER_CHOICES:
             best = None
             for layout in _layouts(gpus, shard, recompute, batch_size):
                 candidate = _candidate(cost, layout, gpu)
@@ -88,7 +87,7 @@ def plan_training(
         if leanest is not None and leanest.bytes > USABLE * gpu.memory * GIB:
             too_large.append(leanest)
     fitting.sort(key=lambda candidate: -candidate.tokens_per_second)
-    return Plan(cost, gpu, gpus, batch_size or 0, tuple(fitting), tuple(too_large))
+    return Plan(cost, gpu, gpus, tuple(fitting), tuple(too_large))
 
 
 def _candidate(cost: ModelCost, layout: RankLayout, gpu: Gpu) -> Candidate:

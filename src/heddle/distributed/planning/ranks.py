@@ -1,12 +1,11 @@
 """How a training is cut over ranks, with torchtitan's names of the degrees."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from heddle.errors import ConfigError, choices_hint
 
 Recompute = Literal["none", "selective", "layers"]
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "layers")
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class RankLayout:
         for name in ("replicate", "shard", "rows", "accumulation"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1")
-        if self.recompute not in RECOMPUTE:
-            raise ConfigError(f"recompute {self.recompute}: {choices_hint(self.recompute, RECOMPUTE)}")
+        if self.recompute not in get_args(Recompute):
+            raise ConfigError(f"recompute {self.recompute}: {choices_hint(self.recompute, get_args(Recompute))}")
 
     @property
     def gpus(self) -> int:

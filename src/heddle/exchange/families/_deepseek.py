@@ -1,4 +1,4 @@
-"""What DeepSeek-V2 and V3 share: latent attention, dense layers first, routed and shared experts."""
+"""What DeepSeek-V2, V3 and GLM-4 share: dense layers, then routed and shared experts. V2 and V3: latent attention."""
 
 from typing import Any
 
@@ -82,20 +82,41 @@ def read_layers(
     return [{"repeat": count, "mixer": mixer, "feedforward": feedforward} for count, feedforward in groups if count]
 
 
+def read_sigmoid_routing(config: ConfigReader) -> dict[str, Any]:
+    """Routing by sigmoid scores within groups. The balancing bias keeps its loaded value (`bias_update` 0)."""
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        config.optional(name)
+    config.expect("scoring_func", "sigmoid", default="sigmoid")
+    config.expect("topk_method", "noaux_tc", default="noaux_tc")
+    return {
+        "routing": "sigmoid",
+        "renormalize": config.get("norm_topk_prob", True),
+        "groups": config.require("n_group", int),
+        "top_groups": config.require("topk_group", int),
+        "bias_update": 0.0,
+    }
+
+
+def write_sigmoid_routing(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_sigmoid_routing` reads."""
+    moe = design_parts.first_moe(design)
+    return {
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_group": moe.groups or 1,
+        "topk_group": moe.top_groups or 1,
+        "norm_topk_prob": moe.renormalize,
+        "num_nextn_predict_layers": 0,
+    }
+
+
 def write_common(design: ModelConfig) -> dict[str, Any]:
     """The fields of both versions."""
-    mixer, moe, dense, is_moe_layer = (
-        design_parts.first_latent_attention(design),
-        design_parts.first_moe(design),
-        design_parts.first_gated(design),
-        design_parts.has_experts(design),
-    )
+    mixer = design_parts.first_latent_attention(design)
     rope_dim = mixer.rope_dim or 2
-    dense_layers = is_moe_layer.index(True) if any(is_moe_layer) else len(is_moe_layer)
-    activation = moe.activation if any(is_moe_layer) else dense.activation
-    loss = {} if moe.aux_loss is None else {"aux_loss_alpha": moe.aux_loss, "seq_aux": True}
     return (
         _common.write_common(design)
+        | write_layers(design)
         | {
             "num_attention_heads": mixer.heads,
             "num_key_value_heads": mixer.heads,
@@ -108,20 +129,34 @@ def write_common(design: ModelConfig) -> dict[str, Any]:
             "v_head_dim": mixer.value_dim,
             "attention_bias": mixer.bias,
             "attention_dropout": 0.0,
-            "rms_norm_eps": design_parts.norm_eps(design),
-            "hidden_act": design_parts.HF_ACTIVATIONS[activation or "silu"],
-            "intermediate_size": dense.hidden,
-            "first_k_dense_replace": dense_layers,
-            "moe_layer_freq": 1,
-            "n_routed_experts": moe.experts,
-            "num_experts_per_tok": moe.top_k,
-            "moe_intermediate_size": moe.hidden,
-            "n_shared_experts": _shared_experts(moe),
-            "routed_scaling_factor": moe.scale,
         }
         | write_rope(design_parts.rope_of(mixer), rope_dim, _common.DEFAULT_MAX_POSITIONS)
-        | loss
     )
+
+
+def write_layers(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_layers` reads, and the epsilon of the norms."""
+    moe, dense, is_moe_layer = (
+        design_parts.first_moe(design),
+        design_parts.first_gated(design),
+        design_parts.has_experts(design),
+    )
+    dense_layers = is_moe_layer.index(True) if any(is_moe_layer) else len(is_moe_layer)
+    activation = moe.activation if any(is_moe_layer) else dense.activation
+    loss = {} if moe.aux_loss is None else {"aux_loss_alpha": moe.aux_loss, "seq_aux": True}
+    return {
+        "rms_norm_eps": design_parts.norm_eps(design),
+        "hidden_act": design_parts.HF_ACTIVATIONS[activation or "silu"],
+        "intermediate_size": dense.hidden,
+        "first_k_dense_replace": dense_layers,
+        "moe_layer_freq": 1,
+        "n_routed_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.hidden,
+        "n_shared_experts": _shared_experts(moe),
+        "routed_scaling_factor": moe.scale,
+        **loss,
+    }
 
 
 def _shared_experts(moe: MoEConfig) -> int:
@@ -135,9 +170,14 @@ def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     for index, layer in enumerate(design_parts.layers(design)):
         hf, heddle = f"model.layers.{index}", f"layers.{index}"
         _map_attention(weights, f"{hf}.self_attn", f"{heddle}.mixer", getattr(layer.mixer, "heads", 1))
-        _moe.map_feedforward(weights, f"{hf}.mlp", f"{heddle}.feedforward", "shared_experts")
-        weights.add_tensor(f"{hf}.mlp.gate.e_score_correction_bias", f"{heddle}.feedforward.router.expert_bias")
+        map_feedforward(weights, f"{hf}.mlp", f"{heddle}.feedforward")
         _common.map_pre_norms(weights, hf, heddle)
+
+
+def map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
+    """A layer's feed-forward, dense or with experts, and the balancing bias."""
+    _moe.map_feedforward(weights, hf, heddle, "shared_experts")
+    weights.add_tensor(f"{hf}.gate.e_score_correction_bias", f"{heddle}.router.expert_bias")
 
 
 def _map_attention(weights: WeightMap, hf: str, heddle: str, heads: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common
-from heddle.exchange.weight_map import WeightMap
+from heddle.exchange.weight_map import STACKED, WeightMap
 from heddle.model.config import ModelConfig
 from heddle.parts.feedforwards.moe import MoEConfig
 
@@ -53,9 +53,9 @@ def write_moe_layers(design: ModelConfig) -> dict[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": [index for index, is_moe in enumerate(sparse) if not is_moe]}
 
 
-def read_aux_loss(config: ConfigReader, top_k: int, sparse: int) -> dict[str, Any]:
-    """`aux_loss` for a model with `sparse` layers of experts, if the loss is on."""
-    coefficient, on = config.get("router_aux_loss_coef", 0.001), config.get("output_router_logits", False)
+def read_aux_loss(config: ConfigReader, top_k: int, sparse: int, default: float = 0.001) -> dict[str, Any]:
+    """`aux_loss` for a model with `sparse` layers of experts, if the loss is on; `default` is its coefficient."""
+    coefficient, on = config.get("router_aux_loss_coef", default), config.get("output_router_logits", False)
     return {"aux_loss": coefficient * top_k / sparse} if on and sparse else {}
 
 
@@ -104,10 +104,18 @@ def write_feedforwards(design: ModelConfig) -> dict[str, Any]:
 
 
 def map_experts(weights: WeightMap, hf: str, heddle: str, names: dict[str, str] = LLAMA_NAMES) -> None:
-    """Every expert's projections, `{hf}.experts.0.gate_proj` and so on, and the router, `{hf}.gate`."""
-    for role, name in names.items():
-        for index in range(weights.shapes[f"{heddle}.{role}.weight"][0]):
-            weights.add_tensor(f"{hf}.experts.{index}.{name}.weight", (f"{heddle}.{role}.weight", index))
+    """Every expert's projections, `{hf}.experts.0.gate_proj` and so on, or stacks of them; the router, `{hf}.gate`."""
+    experts = range(weights.shapes[f"{heddle}.up.weight"][0])
+    hf_names = {role: [f"{hf}.experts.{index}.{name}.weight" for index in experts] for role, name in names.items()}
+    for role, tensors in hf_names.items():
+        for index, tensor in enumerate(tensors):
+            weights.add_tensor(tensor, (f"{heddle}.{role}.weight", index))
+    stacks = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}  # as published files of Qwen3.5 have them
+    for name, roles in stacks.items():
+        replaced = [tensor for role in roles for tensor in hf_names.get(role, [])]
+        parameters = [f"{heddle}.{role}.weight" for role in roles]
+        if all(parameter in weights.shapes for parameter in parameters):
+            weights.add_stacked(f"{hf}.experts.{name}", *parameters, transform=STACKED, replace=replaced)
     weights.add_tensor(f"{hf}.gate.weight", f"{heddle}.router.weight")
 
 

@@ -25,10 +25,16 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
         "position": position | {"layout": "interleaved"},
     }
     feedforward = _common.read_gated(config)
+    layer = {"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}
+    return design_fields(config, [layer])
+
+
+def design_fields(config: ConfigReader, layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """A design with these layers, as Command R and its successor have it."""
     return _common.design_fields(
         config,
         {"kind": "layer", "eps": config.get("layer_norm_eps", 1e-5), "bias": False},
-        [{"repeat": config.require("num_hidden_layers", int), "mixer": mixer, "feedforward": feedforward}],
+        layers,
         residual={"kind": "parallel", "norms": 1},
         head={"tied": config.get("tie_word_embeddings", True), "scale": config.get("logit_scale", 0.0625)},
     )
@@ -36,18 +42,21 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    mixer = design_parts.first_attention(design)
     return (
         _common.write_common(design)
         | _common.write_attention(design)
-        | _common.write_gated(design)
-        | {
-            "attention_bias": mixer.bias is True,
-            "use_qk_norm": mixer.qk_norm is not None,
-            "layer_norm_eps": design_parts.norm_eps(design),
-            "logit_scale": design.head.scale,
-        }
+        | write_fields(design)
+        | {"use_qk_norm": design_parts.first_attention(design).qk_norm is not None}
     )
+
+
+def write_fields(design: ModelConfig) -> dict[str, Any]:
+    """The fields of both models but for those of heads, windows and RoPE."""
+    return _common.write_gated(design) | {
+        "attention_bias": design_parts.first_attention(design).bias is True,
+        "layer_norm_eps": design_parts.norm_eps(design),
+        "logit_scale": design.head.scale,
+    }
 
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:

@@ -14,35 +14,17 @@ from heddle.model.config import ModelConfig
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
     """The balancing bias keeps its loaded value (`bias_update` 0); set `bias_update` to train it."""
-    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
-        config.optional(name)
-    config.expect("scoring_func", "sigmoid", default="sigmoid")
-    config.expect("topk_method", "noaux_tc", default="noaux_tc")
-    routing: dict[str, Any] = {
-        "routing": "sigmoid",
-        "renormalize": config.get("norm_topk_prob", True),
-        "groups": config.require("n_group", int),
-        "top_groups": config.require("topk_group", int),
-        "bias_update": 0.0,
-    }
     layout = "interleaved" if config.get("rope_interleave", True) else "half"
     mixer = _deepseek.read_attention(config, layout)
-    layers = _deepseek.read_layers(config, mixer, routing, False)
+    layers = _deepseek.read_layers(config, mixer, _deepseek.read_sigmoid_routing(config), False)
     return _common.design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-6)}, layers)
 
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    moe, rope = design_parts.first_moe(design), design_parts.rope_of(design_parts.first_latent_attention(design))
-    return _deepseek.write_common(design) | {
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "n_group": moe.groups or 1,
-        "topk_group": moe.top_groups or 1,
-        "norm_topk_prob": moe.renormalize,
-        "rope_interleave": rope.layout == "interleaved",
-        "num_nextn_predict_layers": 0,
-    }
+    rope = design_parts.rope_of(design_parts.first_latent_attention(design))
+    routing = _deepseek.write_sigmoid_routing(design) | {"rope_interleave": rope.layout == "interleaved"}
+    return _deepseek.write_common(design) | routing
 
 
 FAMILY = Family(

@@ -122,7 +122,8 @@ class Mixer(nn.Module, ABC):
     encoder_width: the width of the encoder output that it reads beside x; None: it reads none.
     state_note: what its state holds in place of keys and values of each head, as a phrase for people.
     input_projections: names of the projections that read x, some of which may be absent, if nothing else reads it;
-    None: not stated. uses_layer_index: whether its formula depends on the number of its layer.
+    None: not stated. uses_layer_index: whether its formula depends on the number of its layer. absolute_positions:
+    whether it depends on positions themselves, and not on their differences alone.
     """
 
     window: int | None
@@ -131,6 +132,7 @@ class Mixer(nn.Module, ABC):
     state_note: str = ""
     input_projections: Sequence[str] | None = None
     uses_layer_index: bool = False
+    absolute_positions: bool = False
 
     @property
     def lookback(self) -> int | None:

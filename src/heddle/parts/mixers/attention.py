@@ -6,7 +6,8 @@ kv_heads = heads is MHA, kv_heads = 1 is MQA. Keys and values have kv_heads head
 With `window` w a query sees w keys, itself included (causal), or w to each side (bidirectional); the state is then a
 ring buffer of w tokens. `sink` adds one learned logit per head to the softmax denominator (gpt-oss, 2025). `softcap`
 bounds scores by `cap · tanh(score / cap)` (Gemma 2, 2024). `gate` multiplies the attention output by sigmoid(W_g x)
-(Qiu et al. 2025).
+(Qiu et al. 2025). `temperature_beta` and `temperature_length` multiply queries as parts/modules/temperature.py says
+(Llama 4, 2025).
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from heddle.config import DesignError, PositiveFloat, PositiveInt, Probability, Width, with_implied
+from heddle.config import DesignError, PositiveFloat, PositiveInt, Probability, Width, refuse, with_implied
 from heddle.numerics.attention.score_modifiers import ScoreModifiers
 from heddle.numerics.attention.softmax import attention
 from heddle.numerics.philox import ParameterDraws
@@ -29,6 +30,7 @@ from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, merge_hea
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
+from heddle.parts.modules.temperature import query_temperature
 from heddle.parts.positions import MixerPositionConfig, build_mixer_position
 
 
@@ -63,12 +65,17 @@ class AttentionConfig(MixerConfig):
     gate: Literal["head", "channel"] | None = None  # one gate per head, or one per channel of each head (Qwen3-Next)
     softcap: PositiveFloat | None = None
     scale: PositiveFloat | None = None  # default: 1 / sqrt(head_dim)
+    temperature_beta: PositiveFloat | None = None  # how fast queries grow with their position
+    temperature_length: PositiveInt | None = None  # after how many tokens they begin to
     dropout: Probability = 0.0  # of the attention weights
     position: MixerPositionConfig | None = None  # a rotation of q and k, or a score bias
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_head_groups("kv_heads", self.kv_heads, self.heads)
+        if (self.temperature_beta is None) != (self.temperature_length is None):
+            missing = "temperature_beta" if self.temperature_beta is None else "temperature_length"
+            refuse(missing, "is missing; give both temperature_beta and temperature_length, or neither")
         return self
 
     @classmethod
@@ -106,7 +113,9 @@ class AttentionConfig(MixerConfig):
         """Few small heads, a small window and fewer rotary dims."""
         small = context.small_heads(self.heads, self.kv_heads, self.head_dim, self.value_dim)
         position = None if self.position is None else self.position.shrunk(*small.dims)
+        length = self.temperature_length
         return self.with_small_window().replace(
+            temperature_length=None if length is None else min(length, SMALL_WINDOW),
             heads=small.heads,
             kv_heads=small.groups,
             head_dim=small.head_dim,
@@ -176,6 +185,8 @@ class Attention(SelfInitialized, Mixer):
         self.q_norm = self._qk_norm(context, self.heads)
         self.k_norm = self._qk_norm(context, self.kv_heads)
         self.position, self.score_bias = build_mixer_position(config.position, self.head_dim, self.heads, self.causal)
+        self.temperature_beta, self.temperature_length = config.temperature_beta, config.temperature_length
+        self.absolute_positions = config.temperature_beta is not None
         self.dropout = Dropout(config.dropout)
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
@@ -200,6 +211,8 @@ class Attention(SelfInitialized, Mixer):
         """x [B, T, width] -> ([B, T, width], new state)."""
         q, k, v = fused_projections(x, self.q, self.k, self.v)
         q = self._heads(q, self.q_norm, self.heads, layout)
+        if self.temperature_beta is not None:
+            q = q * self._temperatures(layout, q.dtype)
         k = self._heads(k, self.k_norm, self.kv_heads, layout)
         v = split_heads(v, self.kv_heads)
         y, state = self._attend(q, k, v, layout, state)
@@ -222,6 +235,13 @@ class Attention(SelfInitialized, Mixer):
         modifiers = ScoreModifiers(self.softcap, self.sink, score_bias)
         attend = attention if layout.attention_backend is None else layout.attention_backend(self)
         return attend(q, k, v, mask, self.scale, dropout, modifiers), state
+
+    @layout_dependent
+    def _temperatures(self, layout: Layout, dtype: torch.dtype) -> Tensor:
+        """The factor of each query [B, 1, T, 1]."""
+        assert self.temperature_beta is not None
+        assert self.temperature_length is not None
+        return query_temperature(layout, self.temperature_length, self.temperature_beta, dtype)
 
     def _heads(self, x: Tensor, norm: nn.Module | None, heads: int, layout: Layout) -> Tensor:
         """Projection [B, T, heads · d] -> normalized and rotated heads [B, heads, T, d]."""

@@ -118,6 +118,7 @@ class Pair(Mixer):
         self.encoder_width = first.encoder_width or second.encoder_width
         self.state_note = " and ".join(filter(None, (first.state_note, second.state_note)))
         self.uses_layer_index = first.uses_layer_index or second.uses_layer_index
+        self.absolute_positions = first.absolute_positions or second.absolute_positions
         if first.input_projections is not None and second.input_projections is not None:
             inner = (("first", first.input_projections), ("second", second.input_projections))
             self.input_projections = [f"{path}.{name}" for path, names in inner for name in names]

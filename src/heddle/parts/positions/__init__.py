@@ -68,6 +68,9 @@ class Rotation(nn.Module, ABC):
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """x [B, H, T, head_dim] -> the same shape."""
 
+    def prepare_length(self, length: int) -> None:
+        """Compute what depends on the length of a text ahead: within a trace, tensors may have no values."""
+
     def table_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         """The dtype in which angles are computed for heads of `dtype`. MPS has no float64."""
         return torch.float64 if self.float64_angles and device.type != "mps" else dtype

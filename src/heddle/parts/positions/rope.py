@@ -100,6 +100,11 @@ class Rope(Rotation):
             self._frequencies[length, dtype] = frequencies
         return frequencies
 
+    def prepare_length(self, length: int) -> None:
+        """The inverse frequencies, in each dtype of angles."""
+        for dtype in (torch.float32, torch.float64):
+            self.scaled_frequencies(length, dtype)
+
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """x [B, H, T, head_dim] -> the same shape; the table of angles is built once for all layers."""
         wide = torch.promote_types(x.dtype, torch.float32) if self.cast == "after" else x.dtype

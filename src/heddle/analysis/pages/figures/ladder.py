@@ -15,8 +15,14 @@ MAX_CURVES = 8  # more bands than that hide each other
 
 
 def size_chart(report: Mapping[str, Any]) -> Chart:
-    """Loss over parameters."""
-    return _ladder_chart(report, "parameters", "parameters, all that act on a token", _size_text)
+    """Loss over parameters; of L(N, D), at the tokens per parameter at which designs are compared."""
+    designs = [
+        design | {"rungs": [rung for rung in design["rungs"] if _is_near(rung, report["tokens_per_parameter"])]}
+        for design in report["designs"]
+    ]
+    return _ladder_chart(
+        {**report, "designs": designs}, "parameters", "parameters, all that act on a token", _size_text
+    )
 
 
 def cost_chart(report: Mapping[str, Any]) -> Chart:
@@ -50,6 +56,10 @@ def _ladder_chart(report: Mapping[str, Any], x_key: str, x_title: str, x_text: C
         lines=scaled_lines(series, x_scale, y_scale),
         dotted=[],
     )
+
+
+def _is_near(rung: Mapping[str, Any], ratio: float) -> bool:
+    return math.isclose(rung["tokens_per_parameter"], ratio, rel_tol=1e-6)
 
 
 def _measured(design: Mapping[str, Any], x_key: str) -> list[Value]:

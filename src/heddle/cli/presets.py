@@ -1,0 +1,44 @@
+"""`heddle presets`: the designs that come with heddle, or one of them as YAML to begin a design of one's own."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from heddle.cli.options import Json
+
+
+def presets(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Print this design instead, such as gqa-tiny.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the presets, each in three sizes, or print one as YAML.
+
+    The text is a design of your own to change: heddle presets gqa-tiny > mine.yaml
+    """
+    from heddle.model.presets import KINDS, SIZES, names, preset
+
+    if name is not None:
+        design = preset(name.removeprefix("preset:"))
+        print(json.dumps(design, indent=1) if as_json else _yaml(design), end="\n" if as_json else "")
+    elif as_json:
+        print(json.dumps(names(), indent=1))
+    else:
+        width = max(map(len, KINDS))
+        for kind, description in KINDS.items():
+            print(f"{kind:{width}}  {description}")
+        sizes = (f"{size_name} (width {size.width}, {size.depth} layers)" for size_name, size in SIZES.items())
+        print(f"\nsizes: {', '.join(sizes)}\na design is preset:KIND-SIZE, such as preset:{names()[0]}")
+
+
+def _yaml(design: object) -> str:
+    """YAML without anchors: a table that stands twice is written twice."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: object) -> bool:
+            return True
+
+    return yaml.dump(design, Dumper=Dumper, sort_keys=False, width=100)

@@ -1,0 +1,74 @@
+"""Start the ranks of a command on this machine, by torchrun's own agent, and start them again after one died."""
+
+import logging
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from heddle.errors import RankLost
+from heddle.progress import print_status, print_warning
+
+SAVE_SECONDS = 600  # that ranks have for saving after a signal before they are killed
+
+
+def launch(arguments: Sequence[str], ranks: int, max_restarts: int) -> int:
+    """Run `heddle ARGUMENTS` on several ranks; return the exit code of the first that failed, or 0.
+
+    Ranks that died, or lost one that died, are started again, at most `max_restarts` times: a run goes on from its last
+    checkpoint. What a rank refuses in a sentence is not tried again. A signal goes to all ranks.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its reports of what is said here
+    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
+    try:
+        return _launch(arguments, ranks, max_restarts)
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+
+
+def _launch(arguments: Sequence[str], ranks: int, max_restarts: int) -> int:
+    for restart in range(max_restarts + 1):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            signals_to_handle="SIGTERM,SIGINT,SIGHUP",
+        )
+        config.shutdown_timeout = SAVE_SECONDS
+        try:
+            elastic_launch(config, sys.executable)("-m", "heddle", *arguments)
+            return 0
+        except ChildFailedError as error:
+            failures = error.failures
+        code = next((failure.exitcode for failure in failures.values() if not _may_go_on(failure)), None)
+        if code is not None:
+            return code
+        deaths = _deaths(failures)
+        if restart == max_restarts:
+            print_warning(f"{deaths}; the ranks were started {restart + 1} times; the same command continues")
+            return RankLost.exit_code
+        print_status(f"{deaths}; starting all ranks again ({restart + 1} of {max_restarts})")
+    raise AssertionError("unreachable")
+
+
+def _may_go_on(failure: ProcessFailure) -> bool:
+    """Whether a rank was killed, or lost another, so that the same command may succeed."""
+    return failure.exitcode < 0 or failure.exitcode == RankLost.exit_code
+
+
+def _deaths(failures: dict[int, ProcessFailure]) -> str:
+    by_signal = {rank: failure for rank, failure in failures.items() if failure.exitcode < 0}
+    killed = {rank: each for rank, each in by_signal.items() if each.exitcode != -signal.SIGTERM} or by_signal
+    if not killed:
+        return f"rank {', '.join(map(str, sorted(failures)))} lost another rank"
+    names = [f"{rank} (process {each.pid}, {signal.Signals(-each.exitcode).name})" for rank, each in killed.items()]
+    return f"rank {', '.join(names)} was killed"

@@ -1,0 +1,246 @@
+"""The process group of a training: joining it, and failing together.
+
+The first rank that fails leaves its sentence in the group's store, and the others end within seconds. A rank that does
+not answer is named: the ranks whose collective was cut off or timed out report, and those that do not are lost.
+"""
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from torch import distributed
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from heddle import progress
+from heddle.distributed.ranks import ONE_PROCESS, WAIT_SECONDS, Ranks
+from heddle.errors import OtherRankFailed, RankLost
+
+CONNECT_SECONDS = 120.0  # in which the store of the launcher, or of rank 0, answers
+START_SECONDS = 600.0  # how long ranks wait for each other before the first step is done
+REPORT_SECONDS = 10.0  # in which the ranks that still live report after a collective failed
+WATCH_SECONDS = 1.0
+END_SECONDS = 5.0  # that a rank has for its own end once another has failed
+
+Result = TypeVar("Result")
+_prefix = ""  # of the keys of these ranks: a store may still have those of dead ones
+
+
+@contextmanager
+def join_ranks(device: str = "cpu", wait_seconds: float = WAIT_SECONDS, launcher: int | None = None) -> Iterator[Ranks]:
+    """Join the ranks that torchrun started, or those of a process group that exists, as under Ray Train.
+
+    device: such as "cuda:1"; each has its own GPU. wait_seconds: as in `Ranks`. launcher: the process that
+    started this one, and whose end ends it; None: its parent under torchrun. Within the block only rank 0 prints. Of
+    all errors that ranks raise in it, the first stays what it is, and the other ranks raise OtherRankFailed. Raises
+    RankLost where ranks do not find each other. The only process of its group gets ONE_PROCESS.
+    """
+    global _prefix  # noqa: PLW0603 - a process has one default group
+    is_owner = not distributed.is_initialized()
+    if launcher is None and distributed.is_torchelastic_launched():
+        launcher = os.getppid()
+    with _ending_with(launcher):
+        if is_owner:
+            _initialize(device)
+        ranks = Ranks(distributed.get_rank(), distributed.get_world_size(), wait_seconds)
+        try:
+            if ranks.count == 1:
+                yield ONE_PROCESS
+                return
+            _prefix = str(ranks.largest(secrets.randbits(62)))
+            with _FailureWatch(ranks) as watch, progress.silent(ranks.rank > 0):
+                try:
+                    yield ranks
+                    ranks.wait()
+                except BaseException as error:
+                    raise watch.shared(error) from error
+        finally:
+            if is_owner:
+                distributed.destroy_process_group()
+
+
+@contextmanager
+def _ending_with(launcher: int | None) -> Iterator[None]:
+    """Within the block, this process ends soon after its launcher, as if it had been killed too."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(WATCH_SECONDS):
+            if os.getppid() != launcher:
+                os._exit(RankLost.exit_code)
+
+    if launcher is not None:
+        threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _initialize(device: str) -> None:
+    backend, timeout = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timedelta(seconds=START_SECONDS)
+    try:
+        store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_SECONDS)))
+        store.set_timeout(timeout)
+        fresh = PrefixStore(_new_prefix(store, rank, count), store)
+        distributed.init_process_group(backend, store=fresh, rank=rank, world_size=count, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise RankLost(f"the ranks do not find each other ({error}); start them with torchrun") from error
+
+
+def _new_prefix(store: Store, rank: int, count: int) -> str:
+    """Agree on a word that no earlier ranks used: when torchrun starts ranks again, the store has the keys of the dead.
+
+    Each rank asks with a word of its own, rank 0 answers to it, and the rank confirms the answer.
+    """
+    deadline, own = time.monotonic() + START_SECONDS, uuid.uuid4().hex
+    if rank:
+        store.set(f"heddle/asks/{rank}", own)
+        while not store.check([f"heddle/answer/{own}"]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        answer: str = store.get(f"heddle/answer/{own}").decode()
+        store.set(f"heddle/{answer}/{rank}", "")
+        return answer
+    missing = set(range(1, count))
+    while missing and time.monotonic() < deadline:
+        missing -= {other for other in missing if store.check([f"heddle/{own}/{other}"])}
+        for other in missing:
+            if store.check([f"heddle/asks/{other}"]):
+                store.set(f"heddle/answer/{store.get(f'heddle/asks/{other}').decode()}", own)
+        time.sleep(0.02)
+    if missing:
+        raise RuntimeError(f"rank {', '.join(map(str, sorted(missing)[:8]))} is missing")
+    return own
+
+
+def in_order(ranks: Ranks, function: Callable[[], Result]) -> Result:
+    """Do what `Ranks.in_order` says, on several ranks."""
+    store, number = _store(), ranks.largest(secrets.randbits(62))
+    host = torch.tensor(int.from_bytes(socket.gethostname().encode()[-7:], "big"))
+    hosts = ranks.gather(host).tolist()
+    leader = hosts.index(hosts[ranks.rank])
+    if not ranks.is_first:
+        _wait_for(store, f"order/{number}/{0 if leader == ranks.rank else leader}")
+    result = function()
+    store.set(f"order/{number}/{ranks.rank}", "")
+    return result
+
+
+def _wait_for(store: Store, key: str) -> None:
+    seconds = 0.05
+    while not store.check([key]):
+        failure = _Failure.read(store)
+        if failure is not None:
+            raise OtherRankFailed(*failure)
+        time.sleep(seconds)
+        seconds = min(1.0, 2 * seconds)
+
+
+def _store() -> Store:
+    return PrefixStore(f"heddle/{_prefix}", distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+
+
+class _Failure:
+    """The first failure of all ranks: its sentence and exit code, in the group's store."""
+
+    KEY, COUNT = "failure", "failures"
+
+    @classmethod
+    def is_first(cls, store: Store) -> bool:
+        """Whether nobody asked this before: only the rank that gets True may write."""
+        return bool(store.add(cls.COUNT, 1) == 1)
+
+    @classmethod
+    def write(cls, store: Store, sentence: str, exit_code: int) -> None:
+        store.set(cls.KEY, json.dumps([sentence, exit_code]))
+
+    @classmethod
+    def read(cls, store: Store) -> tuple[str, int] | None:
+        if not store.check([cls.KEY]):
+            return None
+        sentence, exit_code = json.loads(store.get(cls.KEY))
+        return sentence, exit_code
+
+
+class _FailureWatch:
+    """A thread that ends this process when another rank has failed and this one does not end by itself.
+
+    Without it, a rank that waits for a GPU would stay.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.store = ranks, _store()
+        self.store.set(f"process/{ranks.rank}", f"{os.getpid()} on {socket.gethostname()}")
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(_store(),), daemon=True)
+
+    def __enter__(self) -> "_FailureWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self, store: Store) -> None:
+        while not self._ended.wait(WATCH_SECONDS):
+            try:
+                failure = _Failure.read(store)
+            except RuntimeError:  # the process that serves the store has ended
+                failure = ("", RankLost.exit_code)
+            if failure is not None and not self._ended.wait(END_SECONDS):
+                os._exit(failure[1])
+
+    def shared(self, error: BaseException) -> BaseException:
+        """What this rank raises for an error of its own: the error if it is the first, else OtherRankFailed."""
+        try:
+            is_lost = _is_of_connection(error)
+            if is_lost:
+                self.store.set(f"reported/{self.ranks.rank}", "")
+            if _Failure.is_first(self.store):
+                error = RankLost(self._lost_sentence(error)) if is_lost else error
+                _Failure.write(self.store, str(error), getattr(error, "exit_code", 1))
+                return error
+            deadline = time.monotonic() + 2 * REPORT_SECONDS
+            while (failure := _Failure.read(self.store)) is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            return OtherRankFailed(*(failure or ("another rank failed", RankLost.exit_code)))
+        except RuntimeError:  # the store ended with its process: nobody can be told
+            return OtherRankFailed("the launcher has ended", RankLost.exit_code)
+
+    def _lost_sentence(self, error: BaseException) -> str:
+        """Name the ranks that do not report, once they had the time for it."""
+        silent, deadline = set(range(self.ranks.count)) - {self.ranks.rank}, time.monotonic() + REPORT_SECONDS
+        while len(silent) > 1 and time.monotonic() < deadline:
+            try:
+                silent -= {rank for rank in silent if self.store.check([f"reported/{rank}"])}
+                time.sleep(0.02)
+            except BaseException:  # a launcher's signal shortens the wait
+                deadline = min(deadline, time.monotonic() + 1.0)
+        if not silent:
+            return f"the connection between ranks failed ({error}); the same command continues"
+        names = ", ".join(self._name(rank) for rank in sorted(silent)[:8]) + (", …" if len(silent) > 8 else "")
+        if "imed out" in str(error):
+            return f"rank {names} of {self.ranks.count} hangs: the others waited too long; the same command continues"
+        return f"rank {names} of {self.ranks.count} has ended without a word; the same command continues"
+
+    def _name(self, rank: int) -> str:
+        return f"{rank} (process {self.store.get(f'process/{rank}').decode()})"
+
+
+def _is_of_connection(error: BaseException) -> bool:
+    """Whether a collective failed because of another rank."""
+    if isinstance(error, distributed.DistError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "NCCL", "imed out", "onnection "))

@@ -1,0 +1,117 @@
+"""What Qwen3-Next and Qwen3.5 share: gated delta rule, and gated softmax attention in every fourth layer.
+
+Norms multiply by `1 + γ`, except for the delta rule's head norm.
+"""
+
+from typing import Any
+
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common, _layer_types, _moe
+from heddle.exchange.rope import read_rope
+from heddle.exchange.weight_map import DEPTHWISE_CONV, WeightMap, interleaved_by_group
+from heddle.model.config import ModelConfig
+from heddle.parts.mixers.gated_delta import GatedDeltaConfig
+
+LINEAR, FULL = "linear_attention", "full_attention"
+DEFAULT_ROTARY_FACTOR = 0.25  # if the config has none
+
+
+def read_design(config: ConfigReader, feedforwards: list[dict[str, Any]]) -> dict[str, Any]:
+    """A design with one layer for each feed-forward; `layer_types` says which mixer each layer has."""
+    eps = config.get("rms_norm_eps", 1e-6)
+    mixers = {FULL: _read_attention(config), LINEAR: _read_delta(config, eps)}
+    types = _read_types(config, len(feedforwards))
+    layers = [
+        {"mixer": mixers[kind], "feedforward": feedforward}
+        for kind, feedforward in zip(types, feedforwards, strict=True)
+    ]
+    norm = {"kind": "rms", "eps": eps, "offset": 1.0, "cast": "after"}
+    return _common.design_fields(config, norm, _layer_types.merge_repeats(layers))
+
+
+def _read_types(config: ConfigReader, depth: int) -> list[str]:
+    types = config.get("layer_types", default_types(config.get("full_attention_interval", 4), depth))
+    if len(types) != depth or set(types) - {LINEAR, FULL}:
+        raise config.invalid("layer_types", f"should say {LINEAR} or {FULL} of each of {depth} layers")
+    return types
+
+
+def default_types(interval: int, depth: int) -> list[str]:
+    """The type of each layer if every `interval`th one has softmax attention."""
+    return [LINEAR if (index + 1) % max(interval, 1) else FULL for index in range(depth)]
+
+
+def _read_attention(config: ConfigReader) -> dict[str, Any]:
+    config.require("head_dim", int)
+    heads = _moe.read_heads(config)
+    return {
+        "kind": "attention",
+        **heads,
+        "qk_norm": "head",
+        "gate": "channel",
+        "bias": config.get("attention_bias", False),
+        "dropout": config.get("attention_dropout", 0.0),
+        "position": read_rope(config, heads["head_dim"], partial_rotary_factor=DEFAULT_ROTARY_FACTOR),
+    }
+
+
+def _read_delta(config: ConfigReader, eps: float) -> dict[str, Any]:
+    config.expect("hidden_act", "silu", default="silu")  # the delta rule's convolution uses it too
+    return {
+        "kind": "gated_delta",
+        "heads": config.require("linear_num_value_heads", int),
+        "key_heads": config.require("linear_num_key_heads", int),
+        "head_dim": config.require("linear_key_head_dim", int),
+        "value_dim": config.require("linear_value_head_dim", int),
+        "conv_kernel": config.require("linear_conv_kernel_dim", int),
+        "norm": {"kind": "rms", "eps": eps},
+    }
+
+
+def write_common(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_design` reads."""
+    delta = design_parts.first_gated_delta(design)
+    return (
+        _common.write_common(design)
+        | {"partial_rotary_factor": 1.0}  # written even if 1.0, because the default is 0.25
+        | _common.write_attention(design, partial_rotary_factor=DEFAULT_ROTARY_FACTOR)
+        | {
+            "attention_bias": design_parts.first_attention(design).bias is True,
+            "layer_types": mixer_types(design),
+            "linear_num_value_heads": delta.heads,
+            "linear_num_key_heads": delta.key_heads,
+            "linear_key_head_dim": delta.head_dim,
+            "linear_value_head_dim": delta.value_dim,
+            "linear_conv_kernel_dim": delta.conv_kernel,
+            "rms_norm_eps": design_parts.norm_eps(design),
+            "hidden_act": "silu",
+        }
+    )
+
+
+def mixer_types(design: ModelConfig) -> list[str]:
+    """The type of each layer of a design."""
+    return [LINEAR if isinstance(layer.mixer, GatedDeltaConfig) else FULL for layer in design_parts.layers(design)]
+
+
+def map_attention(weights: WeightMap, hf: str, heddle: str, heads: int) -> None:
+    """The projections of softmax attention; those of queries and gates are one tensor, interleaved by head."""
+    _common.map_attention(weights, hf, heddle)
+    both = (f"{heddle}.mixer.q", f"{heddle}.mixer.gate")
+    weights.add_module(f"{hf}.self_attn.q_proj", *both, transform=interleaved_by_group(heads))
+
+
+def map_delta(weights: WeightMap, hf: str, heddle: str) -> None:
+    """The tensors of the delta rule but for its input projections, of which each family has its own order."""
+    weights.add_module(f"{hf}.conv1d", f"{heddle}.convolution", transform=DEPTHWISE_CONV)
+    weights.add_tensor(f"{hf}.A_log", f"{heddle}.decay.rate")
+    weights.add_tensor(f"{hf}.dt_bias", f"{heddle}.decay.bias")
+    weights.add_module(f"{hf}.norm", f"{heddle}.norm")
+    weights.add_module(f"{hf}.out_proj", f"{heddle}.out")
+
+
+def map_experts(weights: WeightMap, hf: str, heddle: str) -> None:
+    """Experts, the shared expert and its gate, or a dense feed-forward."""
+    _moe.map_feedforward(weights, hf, heddle, "shared_expert")
+    weights.add_module(f"{hf}.shared_expert_gate", f"{heddle}.shared_gate")

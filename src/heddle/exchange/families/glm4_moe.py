@@ -1,0 +1,64 @@
+"""GLM-4.5, 4.6 and 4.7 (GLM-4.5 Team 2025): partial RoPE, optional norms of q and k, DeepSeek-V3's experts.
+
+The multi-token prediction layers (`num_nextn_predict_layers`) are ignored; they do not change the next token's logits.
+"""
+
+from typing import Any
+
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common, _deepseek
+from heddle.exchange.family import Family
+from heddle.exchange.rope import read_rope
+from heddle.exchange.weight_map import WeightMap
+from heddle.model.config import ModelConfig
+
+DEFAULT_ROTARY_FACTOR = 0.5  # if the config has none
+
+
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """The balancing bias keeps its loaded value (`bias_update` 0); set `bias_update` to train it."""
+    config.require("num_key_value_heads", int)
+    heads = _common.read_heads(config, config.require("hidden_size", int))
+    mixer = {
+        "kind": "attention",
+        **heads,
+        "qk_norm": "head" if config.get("use_qk_norm", False) else None,
+        "bias": "qkv" if config.get("attention_bias", False) else False,
+        "dropout": config.get("attention_dropout", 0.0),
+        "position": read_rope(config, heads["head_dim"], partial_rotary_factor=DEFAULT_ROTARY_FACTOR),
+    }
+    layers = _deepseek.read_layers(config, mixer, _deepseek.read_sigmoid_routing(config), False)
+    return _common.design_fields(config, {"kind": "rms", "eps": config.get("rms_norm_eps", 1e-5)}, layers)
+
+
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads."""
+    mixer = design_parts.first_attention(design)
+    return (
+        _common.write_common(design)
+        | _common.write_attention(design, partial_rotary_factor=DEFAULT_ROTARY_FACTOR)
+        | _deepseek.write_layers(design)
+        | _deepseek.write_sigmoid_routing(design)
+        | {"attention_bias": mixer.bias == "qkv", "use_qk_norm": mixer.qk_norm is not None}
+    )
+
+
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """Llama's tensor names, and those of DeepSeek-V3's experts."""
+    _common.map_embedding_and_head(design, weights)
+    for index in range(design.depth):
+        hf, heddle = f"model.layers.{index}", f"layers.{index}"
+        _common.map_attention(weights, hf, heddle)
+        _deepseek.map_feedforward(weights, f"{hf}.mlp", f"{heddle}.feedforward")
+        _common.map_pre_norms(weights, hf, heddle)
+
+
+FAMILY = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    read_config,
+    write_config,
+    map_weights,
+    ignored_tensors=("model.layers.{depth}.",),
+)

@@ -1,0 +1,114 @@
+"""A training job: what to train, on which data, how and where."""
+
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heddle.data.chat import ChatDataset
+from heddle.data.corpus import Corpus
+from heddle.distributed.degrees import ParallelDegrees
+from heddle.distributed.ranks import ONE_PROCESS, Ranks
+from heddle.errors import ConfigError
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder
+from heddle.model.initialization import cast_parameters
+from heddle.model.lora import add_lora
+from heddle.training.distillation import Distillation, Teacher
+from heddle.training.evaluation.bits_per_byte import TokenObserver
+from heddle.training.evaluation.budget import EvaluationBudget
+from heddle.training.init_checkpoint import InitCheckpoint, LoraSettings
+from heddle.training.settings import Settings
+from heddle.training.training_data import ChatData, TaskData, TaskSource, TextData, TrainingData
+from heddle.training.width_transfer import WidthTransfer, transfer_over_width
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """What to train, on which data, how and where.
+
+    source: the data. out: the run's folder. label: of the progress bar. environment: plain values for run.json.
+    init_checkpoint: starts from its weights. lora: trains only adapters. distillation: trains towards a teacher.
+    evaluation: how much evaluations read, and whether a solved task ends the training. observer: of the last one.
+    ranks: those that share the work, of `heddle.distributed.process_group.join_ranks`. degrees: how they share it.
+    """
+
+    config: ModelConfig
+    source: Corpus | ChatDataset | TaskSource
+    settings: Settings
+    out: Path
+    device: str = "cpu"
+    label: str = "training"
+    environment: dict[str, Any] | None = None
+    init_checkpoint: InitCheckpoint | None = None
+    lora: LoraSettings | None = None
+    distillation: Distillation | None = None
+    evaluation: EvaluationBudget = field(default_factory=EvaluationBudget)
+    observer: TokenObserver | None = None
+    ranks: Ranks = ONE_PROCESS
+    degrees: ParallelDegrees = field(default_factory=ParallelDegrees)
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Return the dtype of autocast, or None for float32."""
+        return None if self.settings.precision == "fp32" else torch.bfloat16
+
+    @property
+    def training_data(self) -> TrainingData:
+        """Return the source as training data."""
+        if isinstance(self.source, Corpus):
+            return TextData(self.source)
+        return ChatData(self.source) if isinstance(self.source, ChatDataset) else TaskData(self.source)
+
+    @property
+    def documents(self) -> dict[str, str]:
+        """Return the text files that are saved with the model, by name, besides config and tokenizer."""
+        return ({} if self.init_checkpoint is None else self.init_checkpoint.documents) | self.training_data.documents
+
+    def identity(self) -> dict[str, Any]:
+        """Return everything that decides the result. Only a job with the same identity may continue a run.
+
+        Ranks and their degrees are no part of it.
+        """
+        return {
+            "design": self.config.dump(),
+            "data": self.training_data.identity(),
+            "settings": self.settings.identity(),
+            "init_checkpoint": None if self.init_checkpoint is None else self.init_checkpoint.weights_sha256,
+            "lora": None if self.lora is None else asdict(self.lora),
+            "distillation": None if self.distillation is None else self.distillation.identity(),
+        }
+
+    @cached_property
+    def width_transfer(self) -> WidthTransfer:
+        """Return what changes where the learning rate was chosen at another width.
+
+        Raises ConfigError where weights are trained already.
+        """
+        width = self.settings.transfer_width
+        if self.init_checkpoint is not None and width is not None:
+            raise ConfigError(f"transfer_width {width}: scales fresh weights, and these are trained; leave it out")
+        return transfer_over_width(self.config, width, self.settings.optimizer)
+
+    def build_model(self) -> Decoder:
+        """Build the model as it is before the first step."""
+        seed = self.settings.seed
+        if self.init_checkpoint is None:
+            model = self.width_transfer.build_model(self.device, seed)
+        else:
+            model = self.init_checkpoint.build_model(self.config, self.device)
+        if self.settings.precision == "bf16-params":
+            cast_parameters(model, torch.bfloat16)
+        return model if self.lora is None else add_lora(model, self.lora.targets, self.lora.rank, seed=seed)
+
+    def build_teacher(self, model: Decoder) -> Teacher | None:
+        """Build the teacher of a model that `build_model` returned, and freeze what does not learn."""
+        if self.distillation is None:
+            return None
+        tokenizer, compile_layers = self.training_data.tokenizer, self.settings.compile
+        teacher = self.distillation.build_teacher(model, tokenizer, self.device, compile_layers)
+        if teacher is not None:
+            self.training_data.check(teacher.model)
+        return teacher

@@ -1,0 +1,121 @@
+"""`heddle runs`: what runs did, read from their files, and in what they differ."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heddle.analysis.runs import find_runs, summarize, varied_fields
+from heddle.cli.main import run_command
+from heddle.storage.manifest import LogPosition
+from heddle.storage.run_log import LOG_FILE, RunLog, open_run
+from tests.html_page import Page
+
+
+def write_run(folder: Path, losses: list[float], steps: int = 40, **settings: Any) -> Path:
+    """A run of 100 tokens a step, one step a second, the first of which took ten."""
+    folder.mkdir(parents=True)
+    design = {"width": 16, "layers": [{"mixer": {"kind": "attention"}}]}
+    identity = {"design": design, "data": {"hash": "a"}, "settings": {"steps": steps, **settings}}
+    open_run(folder, identity, {"command": "heddle train"})
+    log = RunLog(folder)
+    log.resume(LogPosition())
+    for step, loss in enumerate(losses, start=1):
+        extra = {"validation_bits_per_byte": loss + 1} if step % 2 == 0 else {}
+        seconds = 10.0 if step == 1 else 1.0
+        log.write({"step": step, "tokens": 100 * step, "bits_per_byte": loss, "seconds": seconds} | extra)
+    log.close()
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_run(tmp_path / "runs/b", [8.0] * 20 + [2.0, 4.0] * 10, seed=0, learning_rate=0.1)
+    write_run(tmp_path / "runs/deep/a", [3.0, 1.0], seed=1, learning_rate=0.1)
+    (tmp_path / "runs/notes").mkdir()
+    return tmp_path / "runs"
+
+
+def test_a_run_is_summarized(folder: Path) -> None:
+    assert [path.relative_to(folder).as_posix() for path in find_runs(folder)] == ["b", "deep/a"]
+    run = summarize(folder / "b", folder)
+    assert (run.name, run.step, run.steps, run.tokens) == ("b", 40, 40, 4000)
+    assert run.training == 3.0  # of the last 20 steps
+    assert run.validation == 5.0
+    assert run.tokens_per_second == 100.0  # the first step is left out
+    assert summarize(folder / "b", folder / "b").name == "b"
+
+
+def test_a_task_has_an_accuracy(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "task", [], seed=0)
+    log = RunLog(run)
+    log.resume(LogPosition())
+    log.write(
+        {"step": 1, "tokens": 64, "loss": 2.0, "scored_fraction": 0.5, "validation_accuracy": 0.25, "seconds": 1.0}
+    )
+    log.close()
+    summary = summarize(run, tmp_path)
+    assert (summary.metric, summary.training, summary.validation) == ("accuracy", None, 0.25)
+    assert summary.tokens_per_second is None
+
+
+def test_only_fields_that_differ_are_shown(folder: Path) -> None:
+    runs = [summarize(path, folder) for path in find_runs(folder)]
+    assert varied_fields(runs) == [{"settings.seed": 0}, {"settings.seed": 1}]
+    assert varied_fields(runs[:1]) == [{}]
+
+
+def test_the_command_lists_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["runs", str(folder)]) == 0
+    head, first, second, last = (line.rstrip() for line in capsys.readouterr().out.strip().splitlines())
+    assert head.split() == ["run", "step", "tokens", "training", "validation", "tokens/s", "differs", "in"]
+    assert first.split() == ["b", "40", "4,000", "3.0000", "5.0000", "100", "seed=0"]
+    assert second.split() == ["deep/a", "2", "of", "40", "200", "2.0000", "2.0000", "100", "seed=1"]
+    assert last == "training and validation: bits per byte"
+    assert run_command(["runs", str(folder), "--sort", "training", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["name"], row["differences"]) for row in rows] == [
+        ("deep/a", {"settings.seed": 1}),
+        ("b", {"settings.seed": 0}),
+    ]
+
+
+def test_an_altered_run_is_named_and_the_others_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = folder / "b" / LOG_FILE
+    log.write_text(log.read_text().replace("8.0", "7.0", 1))
+    write_run(folder / "new", [], seed=2, learning_rate=0.1)
+    assert run_command(["runs", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert "line 1 was altered" in err
+    assert [line.split()[0] for line in out.splitlines()[1:3]] == ["deep/a", "new"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"), [(["none"], "none: is no folder"), ([".", "--sort", "luck"], "'luck' is no column")]
+)
+def test_errors_are_a_sentence(
+    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["runs", *arguments]) == 2
+    assert sentence in capsys.readouterr().err
+    assert run_command(["runs", "."]) == 0
+    assert "holds no runs; heddle train writes one" in capsys.readouterr().err
+
+
+def test_the_page_has_a_line_and_a_row_for_each_run(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    assert run_command(["runs", str(folder), "--plot", str(file)]) == 0
+    text = file.read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.loads == []
+    assert text.count("<polyline") >= 2
+    assert "b 40 4,000 3.0000 5.0000 100 seed=0" in page.text()
+    assert "deep/a 2 of 40 200" in page.text()
+
+
+def test_a_curve_has_at_most_100_means(tmp_path: Path) -> None:
+    run = summarize(write_run(tmp_path / "long", [1.0, 3.0] * 75), tmp_path)
+    assert run.curve == [(200 * (index + 1), 2.0) for index in range(75)]
+    assert summarize(write_run(tmp_path / "short", [5.0]), tmp_path).curve == [(100, 5.0)]

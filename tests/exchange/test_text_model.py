@@ -1,0 +1,114 @@
+"""The text model of a model that also sees: read from transformers' own folder, and its images left out by name."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from heddle.errors import CheckpointError, ConfigError
+from heddle.exchange.export import export
+from heddle.exchange.lazy_checkpoint import LazyCheckpoint
+from heddle.exchange.load import load
+from tests.exchange.cases import CASES
+from tests.exchange.hf_models import PLAIN, AutoConfig, batch, config_of, our_logits, read_json
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
+    from transformers import AutoModelForImageTextToText
+
+Fields = dict[str, Any]
+QWEN_VISION: Fields = {
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 20, "patch_size": 4, "temporal_patch_size": 1,
+    "spatial_merge_size": 1, "num_position_embeddings": 16,
+}  # fmt: skip
+PIXTRAL: Fields = {
+    "model_type": "pixtral", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 20, "image_size": 8, "patch_size": 4, "head_dim": 8,
+}  # fmt: skip
+SEEING = [
+    ("qwen3_5", "qwen3_5_text", QWEN_VISION),
+    ("qwen3_5_moe", "qwen3_5_moe_text", QWEN_VISION),
+    ("mistral3", "ministral3", PIXTRAL),
+]
+
+
+def seeing(model_type: str, family: str, vision: Fields, folder: Path) -> Any:
+    """A model of transformers that also sees, with random weights, and the folder that it was saved in."""
+    text = json.loads(config_of(family, next(iter(CASES[family].variants))).to_json_string())
+    vision = vision | ({} if "patch_size" not in vision or model_type == "mistral3" else {"out_hidden_size": 42})
+    config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision, tie_word_embeddings=False)
+    torch.manual_seed(4)
+    model = AutoModelForImageTextToText.from_config(config, **PLAIN).float().eval()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.add_(torch.randn_like(tensor) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(("model_type", "family", "vision"), SEEING)
+def test_it_computes_what_the_whole_model_computes_for_a_text(
+    model_type: str, family: str, vision: Fields, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = seeing(model_type, family, vision, tmp_path / "theirs")
+    ours = load(tmp_path / "theirs").model
+    assert "which heddle does not build" in capsys.readouterr().err
+    tokens, _, _ = batch()
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens[:1], use_cache=False).logits
+    torch.testing.assert_close(our_logits(ours, tokens[:1]), expected, rtol=0, atol=2e-5)
+    lazy = LazyCheckpoint(tmp_path / "theirs")
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(lazy.tensor(name), parameter), name
+    assert export(ours, tmp_path / "out").family.model_type == family
+    assert read_json(tmp_path / "out")["model_type"] == family
+    again = load(tmp_path / "out").model
+    assert again.config == ours.config
+    assert all(torch.equal(value, again.get_parameter(name)) for name, value in ours.named_parameters())
+
+
+def test_stacked_experts_are_read_as_those_of_one_tensor_each(tmp_path: Path) -> None:
+    seeing(*SEEING[1], tmp_path / "single")
+    (tmp_path / "stacked").mkdir()
+    tensors = load_file(tmp_path / "single/model.safetensors")
+    layers = [name.removesuffix("gate_up_proj") for name in tensors if name.endswith(".experts.gate_up_proj")]
+    singles = sorted({name.partition("experts.")[0] + "experts." for name in tensors if ".experts.0." in name})
+    for prefix in singles:
+        experts = range(sum(name.startswith(prefix) for name in tensors) // 3)
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{prefix}{index}.{role}_proj.weight") for index in experts])
+            for role in ("gate", "up", "down")
+        )
+        tensors |= {f"{prefix}gate_up_proj": torch.cat((gate, up), dim=1), f"{prefix}down_proj": down}
+    prefixes = layers or singles
+    assert len(prefixes) == 4
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "stacked/model.safetensors")
+    (tmp_path / "stacked/config.json").write_text((tmp_path / "single/config.json").read_text())
+    single, stacked = load(tmp_path / "single").model, load(tmp_path / "stacked").model
+    assert all(torch.equal(value, stacked.get_parameter(name)) for name, value in single.named_parameters())
+    del tensors[f"{prefixes[0]}down_proj"]
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "stacked/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor 'model\.layers\.0\.mlp\.experts\.0\.down_proj\.weight' is"):
+        load(tmp_path / "stacked")
+
+
+REFUSED: list[tuple[Fields, str]] = [
+    ({"attention_warp": 3}, "'attention_warp'"),
+    ({"tie_word_embeddings": True}, "field 'tie_word_embeddings' of text_config is False; make it True"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "says the weights are quantized"),
+    ({"text_config": {"model_type": "opt"}}, "model_type 'qwen3_5' is not read"),
+    ({"text_config": None}, "model_type 'qwen3_5' is not read"),
+]
+
+
+@pytest.mark.parametrize(("fields", "sentence"), REFUSED)
+def test_refused_by_name(fields: Fields, sentence: str, tmp_path: Path) -> None:
+    text = json.loads(config_of("qwen3_5_text", "plain").to_json_string())
+    config = {"model_type": "qwen3_5", "text_config": text, "vision_config": QWEN_VISION} | fields
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=sentence):
+        load(tmp_path)
