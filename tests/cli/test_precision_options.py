@@ -11,7 +11,7 @@ from heddle.cli.main import run_command
 from heddle.model import compiled
 from heddle.model.compiled import should_compile
 from heddle.storage.model import load
-from heddle.training import loop
+from heddle.training import built_models, loop
 from tests import small
 
 SIZE = ["--sequence-length", "16", "--batch-size", "4", "--device", "cpu", "--steps", "2", "--quiet"]
@@ -108,7 +108,7 @@ def test_what_was_chosen_for_compilation_counts(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "should_compile", lambda device: True)
-    monkeypatch.setattr(loop, "compiled", lambda model: model)
+    monkeypatch.setattr(built_models, "compiled", lambda model: model)
     for name, options in {"chosen": ["--no-compile"], "default": []}.items():
         assert train(workspace, tmp_path / name, *options) == 0
         run_file = json.loads((tmp_path / name / "run.json").read_text())

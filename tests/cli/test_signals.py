@@ -32,7 +32,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # Each command, and the function during which the signal arrives. Training answers with a save: test_kills.py.
 COMMANDS = [
-    ("show @/good.yaml", "heddle.model.size.build_distinct_layers"),
+    ("show @/good.yaml", "heddle.model.distinct_layers.materialize"),
     ("check @/good.yaml", "heddle.laws.shrink"),
     ("train @/good.yaml --data @/text --out ~/out", "heddle.data.corpus.split_source"),
     ("compare @/good.yaml --data @/text --out ~/out", "heddle.data.corpus.split_source"),
@@ -40,7 +40,7 @@ COMMANDS = [
     ("inspect @/run --text x --out ~/out.html", "heddle.storage.atomic._sync_file"),
     ("import @/exported ~/out", "heddle.storage.folder.write_tensor_file"),
     ("export @/run ~/out", "heddle.storage.folder.write_tensor_file"),
-    ("export @/run ~/out", "heddle.storage.folder._write_documents"),
+    ("export @/run ~/out", "heddle.storage.folder.finish_folder"),
     ("export @/run ~/out.gguf --format gguf", "heddle.exchange.gguf.export._write_contents"),
 ]
 
