@@ -6,16 +6,17 @@ The losses are the same on 1, 2 or 4 ranks: the first weights, the order of samp
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 import heddle
 from heddle.data.samples import Batch
 from heddle.distributed.first_weights import initialize_shards
+from heddle.distributed.process_group import join_ranks
 from heddle.distributed.ranks import Ranks
 from heddle.distributed.sharding import Sharding, shard_model
 from heddle.training.optimizer import build_optimizer
@@ -33,12 +34,16 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16; weights and sums stay float32")
     options = parser.parse_args()
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    ranks = Ranks(distributed.get_rank(), distributed.get_world_size())
-    if device.type == "cuda":
-        torch.cuda.set_device(ranks.rank % torch.cuda.device_count())
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    with join_ranks(str(device)) as ranks:
+        train(options, ranks, device)
 
+
+def train(options: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
+    """Train on this rank's rows of each batch."""
     config = heddle.load_config(options.design, ["vocab_size=256"])
     model = heddle.build(config, device="meta")
     sharding = Sharding(torch.bfloat16, torch.float32) if options.bf16 else Sharding()
@@ -56,7 +61,6 @@ def main() -> None:
         result = apply_gradients(model, optimizer, gradients, learning_rate=3e-3, max_gradient_norm=1.0)
         if ranks.rank == 0:
             print(f"step {step + 1}: loss {result.loss:.6f}", flush=True)
-    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

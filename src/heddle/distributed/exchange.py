@@ -18,18 +18,12 @@ def gather_texts(ranks: Ranks, text: str) -> list[str]:
     """Return each rank's text, in the order of ranks, on all of them. All ranks must call it at once."""
     if ranks.count == 1:
         return [text]
-    from torch import distributed
-
-    device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
-    content = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks.count)]
-    distributed.all_gather(lengths, torch.tensor([len(text.encode())], device=device))
-    sizes = [int(length) for length in lengths]
-    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=device)
+    content = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    sizes = ranks.gather(torch.tensor(len(content))).tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(content)] = content
-    contents = [torch.empty_like(padded) for _ in range(ranks.count)]
-    distributed.all_gather(contents, padded)
-    return [content[:size].cpu().numpy().tobytes().decode() for content, size in zip(contents, sizes, strict=True)]
+    rows = ranks.gather(padded)
+    return [row[:size].numpy().tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def call_on_all(ranks: Ranks, function: Callable[[], str]) -> list[str]:

@@ -14,6 +14,7 @@ from heddle.exchange.weight_map import WeightMap
 from heddle.model.config import ModelConfig
 from heddle.parts.positions.rope import RopeConfig
 
+MapModule = Callable[[WeightMap, str, str], None]  # from the names of a module, `hf` and `heddle`
 DEFAULT_MAX_POSITIONS = 2048  # max_position_embeddings of a design that has no length
 
 
@@ -100,6 +101,19 @@ def write_attention(
     )
 
 
+def write_decoder(design: ModelConfig) -> dict[str, Any]:
+    """The fields of Llama's decoder: attention with biases or none, and a gated feed-forward, in every layer."""
+    return (
+        write_common(design)
+        | write_attention(design)
+        | write_gated(design)
+        | {
+            "attention_bias": design_parts.first_attention(design).bias is True,
+            "rms_norm_eps": design_parts.norm_eps(design),
+        }
+    )
+
+
 def map_embedding_and_head(design: ModelConfig, weights: WeightMap) -> None:
     """Embedding, final norm and head."""
     weights.add_module("model.embed_tokens", "embed")
@@ -129,12 +143,19 @@ def map_pre_norms(weights: WeightMap, hf: str, heddle: str) -> None:
 
 
 def map_weights(
-    design: ModelConfig, weights: WeightMap, map_norms: Callable[[WeightMap, str, str], None] = map_pre_norms
+    design: ModelConfig,
+    weights: WeightMap,
+    map_norms: MapModule = map_pre_norms,
+    map_feedforward: MapModule = map_gated,
+    feedforward: str = "mlp",
 ) -> None:
-    """All of Llama's tensor names; those that the design lacks are skipped. `map_norms` maps the norms of a layer."""
+    """All of Llama's tensor names; those that the design lacks are skipped.
+
+    map_norms: maps the norms of a layer. map_feedforward: its feed-forward, whose Hugging Face name is `feedforward`.
+    """
     map_embedding_and_head(design, weights)
     for index in range(design.depth):
         hf, heddle = f"model.layers.{index}", f"layers.{index}"
         map_attention(weights, hf, heddle)
-        map_gated(weights, f"{hf}.mlp", f"{heddle}.feedforward")
+        map_feedforward(weights, f"{hf}.{feedforward}", f"{heddle}.feedforward")
         map_norms(weights, hf, heddle)

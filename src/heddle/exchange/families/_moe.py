@@ -119,7 +119,7 @@ def map_experts(weights: WeightMap, hf: str, heddle: str, names: dict[str, str] 
     weights.add_tensor(f"{hf}.gate.weight", f"{heddle}.router.weight")
 
 
-def map_feedforward(weights: WeightMap, hf: str, heddle: str, shared_expert: str) -> None:
+def map_feedforward(weights: WeightMap, hf: str, heddle: str, shared_expert: str = "shared_expert") -> None:
     """A layer's feed-forward, dense or with experts; `shared_expert` is the Hugging Face name of the shared expert."""
     if f"{heddle}.router.weight" not in weights.shapes:
         _common.map_gated(weights, hf, heddle)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types
 from heddle.exchange.weight_map import WeightMap
@@ -32,15 +31,7 @@ def read_design(config: ConfigReader, mixers: list[dict[str, Any]]) -> dict[str,
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields of both versions; OLMo 3 replaces those of RoPE."""
-    return (
-        _common.write_common(design)
-        | _common.write_attention(design)
-        | _common.write_gated(design)
-        | {
-            "attention_bias": design_parts.first_attention(design).bias is True,
-            "rms_norm_eps": design_parts.norm_eps(design),
-        }
-    )
+    return _common.write_decoder(design)
 
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:

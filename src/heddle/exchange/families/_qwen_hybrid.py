@@ -113,5 +113,5 @@ def map_delta(weights: WeightMap, hf: str, heddle: str) -> None:
 
 def map_experts(weights: WeightMap, hf: str, heddle: str) -> None:
     """Experts, the shared expert and its gate, or a dense feed-forward."""
-    _moe.map_feedforward(weights, hf, heddle, "shared_expert")
+    _moe.map_feedforward(weights, hf, heddle)
     weights.add_module(f"{hf}.shared_expert_gate", f"{heddle}.shared_gate")

@@ -42,15 +42,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
 
 def write_config(design: ModelConfig) -> dict[str, Any]:
     """The fields that `read_config` reads."""
-    return (
-        _common.write_common(design)
-        | _common.write_attention(design)
-        | _common.write_gated(design)
-        | {
-            "attention_bias": design_parts.first_attention(design).bias is True,
-            "rms_norm_eps": design_parts.norm_eps(design),
-        }
-    )
+    return _common.write_decoder(design)
 
 
 FAMILY = Family("gemma", "GemmaForCausalLM", read_config, write_config, _common.map_weights, priority=9)

@@ -58,14 +58,13 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
     )
 
 
+def _map_experts(weights: WeightMap, hf: str, heddle: str) -> None:
+    _moe.map_experts(weights, hf, heddle, EXPERT_NAMES)
+
+
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """Llama's tensor names, except for the experts."""
-    _common.map_embedding_and_head(design, weights)
-    for index in range(design.depth):
-        hf, heddle = f"model.layers.{index}", f"layers.{index}"
-        _common.map_attention(weights, hf, heddle)
-        _moe.map_experts(weights, f"{hf}.block_sparse_moe", f"{heddle}.feedforward", EXPERT_NAMES)
-        _common.map_pre_norms(weights, hf, heddle)
+    _common.map_weights(design, weights, map_feedforward=_map_experts, feedforward="block_sparse_moe")
 
 
 FAMILY = Family("mixtral", "MixtralForCausalLM", read_config, write_config, map_weights)

@@ -73,12 +73,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """Llama's tensor names, those of each expert, and those of the shared one."""
-    _common.map_embedding_and_head(design, weights)
-    for index in range(design.depth):
-        hf, heddle = f"model.layers.{index}", f"layers.{index}"
-        _common.map_attention(weights, hf, heddle)
-        _qwen_hybrid.map_experts(weights, f"{hf}.mlp", f"{heddle}.feedforward")
-        _common.map_pre_norms(weights, hf, heddle)
+    _common.map_weights(design, weights, map_feedforward=_qwen_hybrid.map_experts)
 
 
 FAMILY = Family("qwen2_moe", "Qwen2MoeForCausalLM", read_config, write_config, map_weights)

@@ -50,12 +50,7 @@ def write_config(design: ModelConfig) -> dict[str, Any]:
 
 def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     """Qwen3's tensor names, and those of each expert."""
-    _common.map_embedding_and_head(design, weights)
-    for index in range(design.depth):
-        hf, heddle = f"model.layers.{index}", f"layers.{index}"
-        _common.map_attention(weights, hf, heddle)
-        _moe.map_feedforward(weights, f"{hf}.mlp", f"{heddle}.feedforward", "shared_expert")
-        _common.map_pre_norms(weights, hf, heddle)
+    _common.map_weights(design, weights, map_feedforward=_moe.map_feedforward)
 
 
 FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", read_config, write_config, map_weights)
