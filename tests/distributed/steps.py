@@ -31,6 +31,18 @@ class Way:
     optimizer: str = "adamw"
 
 
+WAYS = {
+    "plain": Way(),
+    "accumulated": Way(parts=2),
+    "recomputed": Way(recompute=True),
+    "uneven targets": Way(uneven_targets=True),
+    "muon": Way(optimizer="muon"),
+    "everything": Way(parts=2, recompute=True, uneven_targets=True, optimizer="muon"),
+}
+# Vectors that a caller gives to cross-attention have no training step.
+WITHOUT_ENCODER = {"cross-alone", "cross-double-softmax", "cross-grouped", "cross-own-widths", "pair-cross"}
+
+
 def batch_of(config: ModelConfig, step: int, way: Way, encoder: Decoder | None) -> Batch:
     """Packed rows of several documents; the last half of the rows have fewer targets if they are uneven."""
     numbers = np.random.default_rng(step)
@@ -76,15 +88,17 @@ def on_one_process(config: ModelConfig, way: Way) -> dict[str, Any]:
 def on_mesh(config: ModelConfig, way: Way, mesh: tuple[int, int]) -> list[dict[str, Any]]:
     """The numbers of each rank."""
 
-    def run(rank: int) -> dict[str, Any]:
-        model = build(config, torch.float64, device="meta")
-        count = mesh[0] * mesh[1]
-        shape, names = ((mesh[1],), ("shard",)) if mesh[0] == 1 else (mesh, ("replicate", "shard"))
-        shard_model(model, init_device_mesh("cpu", shape, mesh_dim_names=names), Sharding())
-        initialize_shards(model, 0)
-        return run_steps(model, config, way, Ranks(rank, count))
+    count = mesh[0] * mesh[1]
+    return on_ranks(count, lambda rank: run_steps(sharded(config, mesh), config, way, Ranks(rank, count)))
 
-    return on_ranks(mesh[0] * mesh[1], run)
+
+def sharded(config: ModelConfig, mesh: tuple[int, int]) -> Decoder:
+    """A model in float64 on a mesh of the ranks that call this at once."""
+    model = build(config, torch.float64, device="meta")
+    shape, names = ((mesh[1],), ("shard",)) if mesh[0] == 1 else (mesh, ("replicate", "shard"))
+    shard_model(model, init_device_mesh("cpu", shape, mesh_dim_names=names), Sharding())
+    initialize_shards(model, 0)
+    return model
 
 
 def largest_difference(expected: dict[str, Any], actual: dict[str, Any]) -> float:

@@ -1,7 +1,10 @@
 """A layout of ranks is one more way to cut the work, and cutting changes nothing: losses, norms, gradients, weights."""
 
+import copy
 import threading
+from collections import defaultdict
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from heddle.config import parse_config
 from heddle.data.samples import Batch
 from heddle.distributed import ranks as ranks_module
 from heddle.distributed import sharding
@@ -21,22 +25,22 @@ from heddle.model.decoder import build
 from heddle.numerics.cross_entropy import loss_sum
 from heddle.numerics.philox import RandomStream
 from heddle.parts.feedforwards.moe import MoE
-from heddle.training import router_metrics, step
+from heddle.training import muon, router_metrics, step
 from tests.cases import CASES, case
 from tests.distributed.ranks import on_ranks
-from tests.distributed.steps import MESHES, Way, batch_of, largest_difference, on_mesh, on_one_process
+from tests.distributed.steps import (
+    MESHES,
+    STEPS,
+    WAYS,
+    WITHOUT_ENCODER,
+    Way,
+    batch_of,
+    largest_difference,
+    on_mesh,
+    on_one_process,
+)
 
 TOLERANCE = 1e-10
-WAYS = {
-    "plain": Way(),
-    "accumulated": Way(parts=2),
-    "recomputed": Way(recompute=True),
-    "uneven targets": Way(uneven_targets=True),
-    "muon": Way(optimizer="muon"),
-    "everything": Way(parts=2, recompute=True, uneven_targets=True, optimizer="muon"),
-}
-# Vectors that a caller gives to cross-attention have no training step.
-WITHOUT_ENCODER = {"cross-alone", "cross-double-softmax", "cross-grouped", "cross-own-widths", "pair-cross"}
 # A few designs that differ in what ranks could break, each in another mesh and way.
 COVERING = [
     ("attention-gqa", "FSDP-4", "everything"),
@@ -100,6 +104,31 @@ def test_first_weights_are_those_of_one_process(count: int, monkeypatch: pytest.
             assert actual.keys() == expected.keys()
             assert all(torch.equal(actual[name], value) for name, value in expected.items())
             assert is_tied == config.head.tied
+
+
+@pytest.mark.parametrize("mesh", ["DDP-2", "FSDP-4", "HSDP-2×2"])
+def test_muon_orthogonalizes_each_matrix_on_one_rank(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where experts, which ranks hold whole, have the shape of matrices that are sharded."""
+    values: dict[str, Any] = copy.deepcopy(CASES["moe-sigmoid"])
+    for layer in values["layers"]:
+        layer["feedforward"]["hidden"] = values["width"]
+    counts: dict[int, int] = defaultdict(int)
+    orthogonalize = muon._orthogonalize
+
+    def counted(matrices: Tensor, **options: Any) -> Tensor:
+        counts[threading.get_ident()] += len(matrices)
+        return orthogonalize(matrices, **options)
+
+    monkeypatch.setattr(muon, "_orthogonalize", counted)
+    config, way = parse_config(ModelConfig, values), WAYS["muon"]
+    expected = on_one_process(config, way)
+    total = sum(counts.values())
+    counts.clear()
+    for actual in on_mesh(config, way, MESHES[mesh]):
+        assert largest_difference(expected, actual) < TOLERANCE
+    experts = STEPS * sum(len(weight) for weight in build(config).parameters() if weight.dim() == 3)
+    assert sum(counts.values()) == total + (MESHES[mesh][0] - 1) * experts  # copies of a rank hold the same experts
+    assert max(counts.values()) - min(counts.values()) <= 2 * STEPS
 
 
 def test_evaluation_is_bit_equal() -> None:

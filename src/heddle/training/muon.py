@@ -1,12 +1,17 @@
-"""Muon over stacks: matrices of one shape are updated together, in a few launches instead of two dozen each."""
+"""Muon over stacks: matrices of one shape are updated together, in a few launches instead of two dozen each.
+
+Of matrices that are sharded over ranks, each is orthogonalized on one rank, its owner.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from heddle.distributed.ranks import held_rows, local_part, whole, with_local_part
+from heddle.distributed.owners import compute_on_owners, owner_count
+from heddle.distributed.ranks import local_part
 from heddle.numerics.dispatch.device_size import DeviceSize
 
 STACK_ELEMENTS = DeviceSize(cpu=2**16, accelerator=2**28)  # a CPU multiplies larger matrices faster one by one
@@ -29,12 +34,15 @@ class StackedMuon(torch.optim.Muon):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for matrices in _stacks([matrix for matrix in group["params"] if matrix.grad is not None]):
-                self._update(matrices, group)
+            matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
+            first = 0
+            for stack in _stacks(matrices):
+                self._update(stack, group, first)
+                first += len(stack) if owner_count(stack[0]) > 1 else 0  # ranks hold different whole matrices
         return loss
 
-    def _update(self, matrices: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update matrices of one shape, [rows, columns] each."""
+    def _update(self, matrices: Sequence[Tensor], group: dict[str, Any], first: int) -> None:
+        """Update matrices of one shape, [rows, columns] each; `first` counts the sharded ones before them."""
         momenta = [local_part(self._momentum(matrix)) for matrix in matrices]
         gradient, momentum = _stack([local_part(_gradient(matrix)) for matrix in matrices]), _stack(momenta)
         if self.found_inf is None:
@@ -42,9 +50,9 @@ class StackedMuon(torch.optim.Muon):
         else:
             after = momentum.lerp(gradient, 1 - group["momentum"])
         direction = gradient.lerp(after, group["momentum"]) if group["nesterov"] else after
-        gathered = _gathered(direction, matrices)
-        update = _orthogonalize(gathered, group["ns_coefficients"], group["ns_steps"])
-        update = update[..., held_rows(matrices[0]), :].to(momentum.dtype)
+        compute = partial(_orthogonalize, coefficients=group["ns_coefficients"], steps=group["ns_steps"])
+        parts = direction.bfloat16().view(len(matrices), *direction.shape[-2:])
+        update = compute_on_owners(matrices[0], parts, compute, first).view_as(direction).to(momentum.dtype)
         rate, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
         if self.found_inf is not None:
             is_bad = self.found_inf > 0
@@ -68,12 +76,6 @@ def _gradient(matrix: Tensor) -> Tensor:
     return matrix.grad
 
 
-def _gathered(stack: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    """Whole matrices on each rank, of the rows [n, rows, columns] of each that ranks hold: products mix all rows."""
-    parts = zip(matrices, _unstack(stack), strict=True)
-    return _stack([whole(with_local_part(matrix, rows)) for matrix, rows in parts])
-
-
 def _stack(matrices: Sequence[Tensor]) -> Tensor:
     """[n, rows, columns], or the matrix itself if there is no other."""
     return torch.stack(list(matrices)) if len(matrices) > 1 else matrices[0]
@@ -84,22 +86,27 @@ def _unstack(stack: Tensor) -> tuple[Tensor, ...]:
 
 
 def _stacks(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Matrices of one shape, dtype and device, at most STACK_ELEMENTS at a time, or one that is larger."""
-    alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
+    """Matrices of one shape, dtype, device and placement: for each owner at most STACK_ELEMENTS, or one matrix."""
+    alike: dict[tuple[torch.Size, torch.dtype, torch.device, int], list[Tensor]] = {}
     for matrix in matrices:
-        alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(matrix)
+        alike.setdefault((matrix.shape, matrix.dtype, matrix.device, owner_count(matrix)), []).append(matrix)
     for stack in alike.values():
-        count = max(1, STACK_ELEMENTS.on(stack[0]) // stack[0].numel())
+        count = max(1, STACK_ELEMENTS.on(stack[0]) // stack[0].numel()) * owner_count(stack[0])
         yield from (stack[first : first + count] for first in range(0, len(stack), count))
 
 
 def _orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """Newton–Schulz steps of each of the matrices [..., rows, columns], in bfloat16."""
+    """Newton–Schulz steps of each of the matrices [n, rows, columns], bfloat16."""
+    if len(matrices) == 1:  # a product is faster than a batch of one product
+        return _orthogonalize_stack(matrices[0], coefficients, steps)[None]
+    return _orthogonalize_stack(matrices, coefficients, steps)
+
+
+def _orthogonalize_stack(matrices: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
     a, b, c = coefficients
     add_product = torch.addmm if matrices.dim() == 2 else torch.baddbmm
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.bfloat16()
-    x = x.mT if is_tall else x
+    x = matrices.mT if is_tall else matrices
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
     for _ in range(steps):
         square = x @ x.mT
