@@ -55,6 +55,9 @@ def generate(  # noqa: PLR0913 - one parameter per option
     speculative_tokens: Annotated[
         int, typer.Option("--speculative-tokens", metavar="N", help="Tokens the draft model proposes at a time.")
     ] = 4,
+    compile_decoding: Annotated[
+        bool, typer.Option("--compile", help="Compile the step of a token: half a minute once, then faster.")
+    ] = False,
     device: Device = "auto",
     precision: Precision = "fp32",
     tf32: Tf32 = False,
@@ -100,6 +103,7 @@ def generate(  # noqa: PLR0913 - one parameter per option
             draft_model=draft,
             speculative_tokens=speculative_tokens,
             on_speculative_round=None if draft is None else rounds.append,
+            compile_decoding=compile_decoding,
         )
         if as_json:
             results = [{"prompt": text, "text": new_text} for text, new_text in zip(prompts, texts, strict=True)]

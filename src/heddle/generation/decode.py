@@ -27,6 +27,7 @@ class DecodingFacts(NamedTuple):
 
     device: str
     tokens: int
+    is_compiled: bool = False
     refusal: str | None = None
 
 
@@ -35,7 +36,8 @@ def decode(model: Decoder, request: GenerationRequest, finished: list[bool]) -> 
     runner = ModelRunner(model)
     with eval_mode(model):
         hidden, state = prefill(runner, request)
-        facts, block_size = DecodingFacts(device_type(hidden), request.max_new_tokens), STEPS_PER_READ.on(hidden)
+        block_size = STEPS_PER_READ.on(hidden)
+        facts = DecodingFacts(device_type(hidden), request.max_new_tokens, request.compile_decoding)
         steps = DECODING.choose(facts).run(runner, request, hidden, state)
         while block := list(islice(steps, block_size)):
             for tokens in torch.stack(block).tolist():
@@ -60,21 +62,24 @@ def _graph_steps(runner: ModelRunner, request: GenerationRequest, hidden: Tensor
     """As `_eager_steps`, by the replays of a graph."""
 
     def on_refusal(reason: str) -> None:  # the choice that the text is decoded by, for whoever records choices
-        DECODING.choose(DecodingFacts(device_type(hidden), request.max_new_tokens, reason))
+        facts = DecodingFacts(device_type(hidden), request.max_new_tokens, request.compile_decoding, reason)
+        DECODING.choose(facts)
 
     yield from pinned_steps(runner, request, hidden, state, on_refusal)
 
 
 def _graph_unsupported(facts: DecodingFacts) -> str | None:
+    if facts.device != "cuda":
+        return "CUDA records graphs"
     if facts.tokens < MIN_GRAPH_TOKENS:
         return f"recording a graph does not pay for fewer than {MIN_GRAPH_TOKENS} tokens"
-    return _pinned_unsupported(facts) or facts.refusal
+    return facts.refusal
 
 
 def _pinned_unsupported(facts: DecodingFacts) -> str | None:
-    return (
-        None if facts.device == "cuda" else "it is for CUDA: elsewhere it would read slots without tokens for nothing"
-    )
+    if facts.device == "cuda" or facts.is_compiled:
+        return None
+    return "it is for CUDA and compiled steps: elsewhere it would read slots without tokens for nothing"
 
 
 DECODING = Operation(
@@ -82,6 +87,6 @@ DECODING = Operation(
     (
         Kernel("graph", _graph_steps, _graph_unsupported),
         Kernel("pinned", pinned_steps, _pinned_unsupported),
-        Kernel("eager", _eager_steps, lambda facts: None),
+        Kernel("eager", _eager_steps, lambda facts: "its steps are not compiled" if facts.is_compiled else None),
     ),
 )

@@ -53,6 +53,7 @@ class GenerationSettings(TypedDict, total=False):
     top_p: float | None
     seed: int
     encoder_output: EncoderOutput | None
+    compile_decoding: bool
     prefix: Prefix | None
     num_beams: int
     draft_model: Decoder | None
@@ -115,6 +116,7 @@ def generate(  # noqa: PLR0913 - settings given by keyword
     top_p: float | None = None,
     seed: int = 0,
     encoder_output: EncoderOutput | None = None,
+    compile_decoding: bool = False,
     stop: str | Sequence[str] = (),
     on_text: Callable[[int, str], None] | None = None,
     prefix: Prefix | None = None,
@@ -134,6 +136,8 @@ def generate(  # noqa: PLR0913 - settings given by keyword
     `heddle.prefix`): tokens that come before each prompt, read earlier. num_beams: the beams of beam search.
     draft_model: a smaller model that proposes `speculative_tokens` tokens per round for speculative decoding: greedy
     text stays the same, sampled text follows the same distribution; `on_speculative_round` gets each round's counts.
+    compile_decoding: torch.compile makes one graph of a token's step: half a minute once, then less for each token. The
+    text is the same but for rounding.
     Where rotary frequencies depend on the text's length (dynamic NTK, LongRoPE), the length is that of the longest
     prompt plus max_new_tokens - 1, for all rows; the last new token is never read.
     Raises ConfigError for prompts that are empty or hold something else, and for a setting that is invalid, conflicts
@@ -150,6 +154,8 @@ def generate(  # noqa: PLR0913 - settings given by keyword
         None if draft_model is None else SpeculativeConfig(draft_model, speculative_tokens, on_speculative_round)
     )
     _check_compatible(model, temperature, prefix, num_beams, speculative)
+    if compile_decoding and (num_beams > 1 or speculative is not None):
+        raise ConfigError("compile_decoding: beams and drafts have no step of one token; leave it out")
     if prefix is not None and encoder_output is not None:
         raise ConfigError("encoder_output: the prefix was read with its own; leave out one of the two")
     request = GenerationRequest(
@@ -161,6 +167,7 @@ def generate(  # noqa: PLR0913 - settings given by keyword
         unused_token_ids=() if tokenizer is None else tokenizer.unused_token_ids,
         prefix=prefix,
         encoder_output=encoder_output,
+        compile_decoding=compile_decoding,
     )
     finished = [False] * len(request.prompt_ids)
     if num_beams > 1:

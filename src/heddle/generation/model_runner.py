@@ -30,7 +30,7 @@ class GenerationRequest:
     prompt_ids: the tokens of each prompt, the prefix included. max_new_tokens: the limit of each row.
     vocab_limit: generate only tokens below it (None: all), since a vocabulary may be larger than its tokenizer's.
     unused_token_ids: tokens below the limit that are never generated. eos_ids: any of these ends a row.
-    encoder_output: what cross-attention reads, one row per prompt.
+    encoder_output: what cross-attention reads, one row per prompt. compile_decoding: the step of a token is compiled.
     """
 
     prompt_ids: Sequence[Sequence[int]]
@@ -41,6 +41,7 @@ class GenerationRequest:
     unused_token_ids: tuple[int, ...] = ()
     prefix: "Prefix | None" = None
     encoder_output: EncoderOutput | None = None
+    compile_decoding: bool = False
 
 
 class ModelRunner:

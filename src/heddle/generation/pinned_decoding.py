@@ -1,9 +1,10 @@
-"""Decoding on a GPU: every token takes the same kernels over the same tensors, so that one graph serves all of them.
+"""Decoding by one graph: every token takes the same kernels over the same tensors.
 
 The state is pinned (`State.pinned`): its facts hold for all next tokens until a row has `limit` of them, and attention
 reads `limit` slots. The limit doubles when it is reached. The first token of each limit runs without a graph: it grows
-the caches and loads the kernels. The others replay what was captured after it. The host waits for none of them: tokens
-are chosen on the device, and read in blocks.
+the caches and loads the kernels. On a GPU the others replay what was captured after it. The host waits for none of
+them: tokens are chosen on the device, and read in blocks. `compile_decoding` compiles the step, on any device: fewer
+kernels in the graph, and on a CPU no Python between them.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from heddle.errors import ConfigError
 from heddle.generation.capture import Step, capture
 from heddle.generation.model_runner import GenerationRequest, ModelRunner
 from heddle.model.state import State
@@ -46,6 +48,26 @@ class PinnedDecoder:
         return new_state
 
 
+def compiled(step: Step) -> Step:
+    """The step as one graph of torch.compile. A call raises ConfigError if the compiler refuses it."""
+    compiled_step = torch.compile(step, fullgraph=True)
+
+    def run() -> None:
+        try:
+            compiled_step()
+        except RuntimeError as error:
+            from torch._dynamo.exc import TorchDynamoException
+
+            if not isinstance(error, TorchDynamoException):
+                raise
+            reason = str(error).strip().split("\n")[0]
+            raise ConfigError(
+                f"compile_decoding: torch.compile refuses a step of this design ({reason}); leave it out"
+            ) from error
+
+    return run
+
+
 def next_limit(tokens: int, capacity: int) -> int:
     """The slots that attention reads once rows have `tokens`: a power of two above it, at most the capacity."""
     return min(capacity, max(MIN_LIMIT, 1 << tokens.bit_length()))
@@ -70,18 +92,21 @@ def pinned_steps(
     count = limit = state.table.max_tokens
     capacity = count + request.max_new_tokens - 1
     decoder = PinnedDecoder(runner, request, tokens, state)
+    step = compiled(decoder.step) if request.compile_decoding else decoder.step
     replay: Step | None = None
     for _ in range(request.max_new_tokens - 1):
         if count == limit:
             limit, replay = next_limit(count, capacity), None
             decoder.grow(limit)
+            is_loaded = not request.compile_decoding  # its kernels
         else:
-            if replay is None and on_refusal is not None:
+            if replay is None and on_refusal is not None and is_loaded:
                 try:
-                    replay = capture(decoder.step)
+                    replay = capture(step)
                 except RuntimeError as error:
                     on_refusal(str(error).strip().split("\n")[0])
                     on_refusal = None
-            (replay or decoder.step)()
+            (replay or step)()
+            is_loaded = True
         count += 1
         yield decoder.tokens.clone()

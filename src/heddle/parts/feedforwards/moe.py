@@ -269,7 +269,8 @@ class MoE(Feedforward):
         is_token = None if layout.padding is None else ~layout.padding
         accepted = self._accepted(choice, is_token, layout)
         losses = (self.config.aux_loss or 0.0, self.config.z_loss or 0.0) if self.training else (0.0, 0.0)
-        record(lambda: compute_router_statistics(self, logits, choice, accepted, layout, losses))
+        if self.training or not torch.compiler.is_compiling():  # a compiled step of decoding has no recorder
+            record(lambda: compute_router_statistics(self, logits, choice, accepted, layout, losses))
         indices = choice.expert_indices if accepted is None else choice.expert_indices.masked_fill(~accepted, -1)
         dropout_mask = None
         if self.dropout.active:
