@@ -29,7 +29,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         graphs.append(len(graph.graph.nodes))
         return graph.forward
 
-    monkeypatch.setattr(pinned_decoding.torch, "compile", partial(torch.compile, backend=traced))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=traced))
     monkeypatch.setattr(pinned_decoding, "MIN_LIMIT", 16)
     torch._dynamo.reset()
     return graphs

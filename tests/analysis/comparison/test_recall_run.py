@@ -9,9 +9,7 @@ from heddle.analysis.comparison import abilities, probes, recall_curve
 from heddle.analysis.comparison.probes import RecallProbe
 from heddle.cli.main import run_command
 from tests import small
-from tests.analysis.comparison.test_run import Workers, command, folder, read_report, workers
-
-__all__ = ["folder", "workers"]  # fixtures
+from tests.analysis.comparison.runs import Workers, command, read_report
 
 
 @pytest.fixture

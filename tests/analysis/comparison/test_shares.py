@@ -15,10 +15,8 @@ from heddle.analysis import workers as processes
 from heddle.cli.main import run_command
 from heddle.storage import lock
 from heddle.storage.lock import RunLock
-from tests.analysis.comparison.test_run import Ended, Workers, command, folder, read_report, without_timing
+from tests.analysis.comparison.runs import Ended, Workers, command, read_report, without_timing
 from tools.kill_test import done
-
-__all__ = ["folder"]  # a fixture
 
 
 class SharedWorkers(Workers):

@@ -1,0 +1,45 @@
+"""Fixtures of comparisons: workers within this process, two designs with a text, and probes of a few steps."""
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from heddle.analysis import workers as processes
+from heddle.analysis.comparison import probes, report_writer
+from tests import small
+from tests.analysis.comparison.runs import JAPANESE, Workers
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
+    workers = Workers()
+    monkeypatch.setattr(processes, "start_worker", workers.start)
+    monkeypatch.setattr(report_writer, "SLOW_REPORT_SECONDS", 1e9)  # on a slow machine, too, after each run
+    return workers
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two designs of one size, one with a window, and a folder of Japanese text."""
+    root = tmp_path_factory.mktemp("comparison")
+    (root / "text").mkdir()
+    for number in range(30):
+        lines = "".join(JAPANESE[(number * 7 + line * line) % len(JAPANESE)] for line in range(220))
+        (root / "text" / f"{number}.txt").write_text(lines, encoding="utf-8")
+    assert sum(path.stat().st_size for path in (root / "text").iterdir()) > 250_000
+    small.design_file(root / "full.yaml")
+    local = small.design()
+    local["layers"][0]["mixer"]["window"] = 4
+    small.design_file(root / "my local.yaml", local)
+    yield root
+    shutil.rmtree(root)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes of a few steps."""
+    for name, probe in probes.RECALL_PROBES.items():
+        monkeypatch.setitem(probes.RECALL_PROBES, name, dataclasses.replace(probe, steps=2, batch_size=2))
