@@ -366,6 +366,10 @@ CASES |= {
             repeat=2,
         )
     ),
+    "short-conv": design(layer({"kind": "short_conv"}, repeat=2), norm={"kind": "layer"}),
+    "short-conv-biases": design(
+        layer({"kind": "short_conv", "conv_kernel": 2, "conv_bias": True, "bias": True}), layer(attention())
+    ),
 }  # fmt: skip
 
 LAYER_NORM: Data = {"kind": "layer"}

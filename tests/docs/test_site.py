@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from heddle.analysis.pages.formulas import pieces_of
 from tests.source import ROOT, package_sources
 from tests.test_names import public_names
 from tools.site import build as site_build
 from tools.site import contents, markdown_pages, reference
 from tools.site.__main__ import main
 from tools.site.build import Site, SiteError
-from tools.site.formulas import pieces_of
 from tools.site.reference import Entry
 
 LOADING = {"src", "srcset", "data", "poster", "background"}  # and the href of a <link>

@@ -514,6 +514,13 @@ BUGS = [
         "x.repeat(1, inputs.v.shape[1] // x.shape[1], 1, 1)"),
     Bug("a Mamba-2 state that does not decay between chunks", "cache_growth", "mamba2", f"{SSD}:_chunked",
         "states[-1], decay_factor", "states[-1], torch.ones_like(decay_factor)"),
+    # Short convolution
+    Bug("products of a call that the state forgets", "chunked_decoding", "short-conv",
+        "parts.mixers.short_conv:ShortConv._convolve",
+        "next_state(kv, layout, state.conv_state)", "next_state(kv * 0, layout, state.conv_state)"),
+    Bug("a gate of values that reads padding", "padding_invariance", "short-conv-biases",
+        "numerics.recurrent.convolution:find_input_indices",
+        "is_token.cumsum(1)", "torch.ones_like(is_token).cumsum(1)"),
     # Building and configs
     Bug("a parameter left uninitialized", "complete_initialization", "norm-layer",
         "parts.norms.layer:LayerNorm.init_weights",

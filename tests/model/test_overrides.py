@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from heddle.config import kind_class, kinds
+from heddle.config import DesignError, kind_class, kinds
 from heddle.errors import ConfigError
 from heddle.model.load_config import apply_override, load_config
 from heddle.parts.mixers import MixerConfig
@@ -24,6 +24,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "mamba2": {"heads": 4, "state_size": 8},
     "pair": {"first": {"kind": "attention", **HEADS}, "second": {"kind": "mamba2", "heads": 4}},
     "retention": {**HEADS, "decay": "learned", "gate": "silu"},
+    "short_conv": {"conv_kernel": 4},
 }
 FEEDFORWARDS: dict[str, dict[str, Any]] = {
     "gated": {"hidden": 24, "activation": "swiglu_clamped", "limit": 3.0},
@@ -48,7 +49,7 @@ def test_every_kind_is_here() -> None:
     assert sorted(FEEDFORWARDS) == kinds("feedforwards")
 
 
-@pytest.mark.parametrize("before", MIXERS)
+@pytest.mark.parametrize("before", [kind for kind in MIXERS if kind != "short_conv"])
 def test_every_mixer_can_come_in_the_place_of_every_other(before: str) -> None:
     for width in (48, 50):  # 50: no head_dim follows from the width
         data = design(mixer(before), GATED) | {"width": width}
@@ -62,6 +63,13 @@ def test_every_mixer_can_come_in_the_place_of_every_other(before: str) -> None:
             config = load_config(data, [f"layers.*.mixer.kind={after}"])
             assert config.layers[0].mixer is not None
             assert config.layers[0].mixer.kind == after
+
+
+def test_a_mixer_of_heads_in_the_place_of_one_without_asks_for_them() -> None:
+    data = design(mixer("short_conv"), GATED)
+    with pytest.raises(DesignError, match=r"mixer\.heads: is required; give it a value"):
+        load_config(data, ["layers.*.mixer.kind=attention"])
+    assert load_config(data, ["layers.*.mixer={kind: attention, heads: 4}"]).layers[0].mixer is not None
 
 
 @pytest.mark.parametrize(("before", "after"), list(permutations(FEEDFORWARDS, 2)))

@@ -13,6 +13,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from pygments.formatters import HtmlFormatter
 
+from heddle.analysis.explorer.choices import SLOTS
+from heddle.analysis.pages.explorer import explorer_page
 from tools.markdown import prose
 from tools.site import contents, markdown_pages, reference
 from tools.site.links import Links
@@ -71,6 +73,7 @@ class Site:
         self._write_files()
         self._write_results()
         self._write_reports(reports)
+        self._write_explorers()
         self._write_assets()
 
     def _render(self, page: contents.Page) -> Rendered:
@@ -163,6 +166,14 @@ class Site:
             copied.append((file.parent.name, file.stem, target))
         self.write("reports/index.html", "reports.html", "Reports", reports=copied)
         self._index("Reports", Section(1, "", "Reports", "comparisons, conversions"), "reports/index.html")
+
+    def _write_explorers(self) -> None:
+        """The explorer of a whole design, and of each slot: pages of their own, as `heddle explore` writes them."""
+        for slot in (None, *SLOTS):
+            self._save(f"explorer/{slot or 'index'}.html", explorer_page(slot))
+            title = "Explorer" if slot is None else f"Explorer: {slot}"
+            text = "choose kinds and options, see formulas, pictures, parameters, FLOPs and state"
+            self._index(title, Section(1, "", title, text), f"explorer/{slot or 'index'}.html")
 
     def _write_assets(self) -> None:
         light = HtmlFormatter(style="default").get_style_defs(".code")

@@ -17,7 +17,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Designs": (
         "docs/parts/README.md", "docs/parts/mixers.md", "docs/parts/positions.md", "docs/parts/scalings.md",
         "docs/parts/norms.md", "docs/parts/feedforwards.md", "docs/parts/residuals.md", "docs/parts/model.md",
-        "docs/parts/kernels.md", "docs/add-a-part.md", "docs/states-and-layouts.md",
+        "docs/parts/kernels.md", "docs/explore.md", "docs/add-a-part.md", "docs/states-and-layouts.md",
     ),
     "Train and compare": (
         "docs/training.md", "docs/lora.md", "docs/compare.md", "docs/ladder.md", "docs/inspect.md", "docs/gpu.md",
@@ -37,10 +37,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "docs/evidence.md", "docs/extrapolation.md", "docs/residuals.md", "docs/experts.md", "docs/digits.md",
         "benchmarks/README.md",
     ),
-    "Correctness": ("docs/laws.md", "docs/commonly-wrong.md", "docs/shipped-bugs.md"),
+    "Correctness": ("docs/laws.md", "docs/commonly-wrong.md", "docs/shipped-bugs.md", "docs/reliability.md"),
     "Project": (
-        "CONTRIBUTING.md", "CHANGELOG.md", "docs/README.md", "docs/decisions/README.md", "docs/renames.md",
-        "docs/log.md",
+        "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/README.md", "docs/decisions/README.md",
+        "docs/renames.md", "docs/log.md",
     ),
     "More": (),
 }  # fmt: skip
@@ -91,7 +91,13 @@ def pages() -> list[Page]:
 @cache
 def markdown_files() -> tuple[str, ...]:
     """The Markdown files of the site, relative to the repository."""
-    top = [*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks/README.md"]
+    top = [
+        *ROOT.glob("README*.md"),
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "SECURITY.md",
+        ROOT / "CHANGELOG.md",
+        ROOT / "benchmarks/README.md",
+    ]
     files = [path for path in (*top, *(ROOT / "docs").rglob("*.md")) if path.is_file()]
     return tuple(sorted(path.relative_to(ROOT).as_posix() for path in files))
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from heddle.config import Part, refuse
 from heddle.numerics.activations import GATED, PLAIN
 from heddle.parts.context.build import BuildContext
+from heddle.parts.context.costs import Costs, Quantities
 from heddle.parts.context.layout import Layout
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ class FeedforwardConfig(Part, ABC):
         """As many hidden channels as a token used of the previous feed-forward."""
         hidden = previous.active_hidden if isinstance(previous, FeedforwardConfig) else None
         return {} if hidden is None or "hidden" not in cls.model_fields else {"hidden": hidden}
+
+    @classmethod
+    def costs(cls, n: Quantities) -> Costs | None:
+        """What a feed-forward of this kind costs (see `Quantities`). None: not declared."""
+        return None
 
     @abstractmethod
     def build(self, context: BuildContext) -> "Feedforward":

@@ -8,6 +8,7 @@ from torch import Tensor
 from heddle.config import PositiveInt, Probability
 from heddle.numerics.activations import activation
 from heddle.parts.context.build import BuildContext
+from heddle.parts.context.costs import Costs, Quantities, projection
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.shrink import at_most
 from heddle.parts.feedforwards import Activation, Feedforward, FeedforwardConfig
@@ -35,6 +36,12 @@ class MLPConfig(FeedforwardConfig):
     def active_hidden(self) -> int:
         """All."""
         return self.hidden
+
+    @classmethod
+    def costs(cls, n: Quantities) -> Costs:
+        """Two projections."""
+        up = projection(n, n.width, n.hidden, n.bias)
+        return up + projection(n, n.hidden, n.width, n.bias)
 
     def build(self, context: BuildContext) -> "MLP":
         """Build the module."""

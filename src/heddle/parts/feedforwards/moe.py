@@ -18,12 +18,13 @@ from heddle.numerics.experts.mixture import run_experts
 from heddle.numerics.experts.routing import Route, Routing, RoutingConfig, route, within_capacity
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
 from heddle.parts.context.build import BuildContext
+from heddle.parts.context.costs import Costs, Quantities
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.shrink import at_most
 from heddle.parts.feedforwards import ExpertInfo, Feedforward, FeedforwardConfig, GatedActivation, activation_settings
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import eager
-from heddle.parts.modules.experts import ExpertLinear, Router
+from heddle.parts.modules.experts import ExpertLinear, Router, mixture_costs
 from heddle.parts.modules.linear import Linear, fused_projections
 from heddle.parts.modules.load_balancing import compute_router_statistics
 from heddle.parts.modules.router_statistics import record
@@ -109,17 +110,13 @@ class MoEConfig(FeedforwardConfig):
             refuse("groups", f"{groups} does not divide experts = {self.experts}; choose a divisor of it")
         size = self.experts // groups
         if self.routing == "sigmoid" and size < 2:
-            refuse(
-                "groups",
-                f"{groups} leaves one expert per group, but a group is ranked by its two best; choose fewer groups",
-            )
+            reason = f"{groups} leaves one expert per group, but a group is ranked by its two best"
+            refuse("groups", f"{reason}; choose fewer groups")
         if top_groups > groups:
             refuse("top_groups", f"{top_groups} is more than groups = {groups}; choose fewer")
         if self.top_k > top_groups * size:
-            refuse(
-                "top_k",
-                f"{self.top_k} is more than the {top_groups * size} experts of top_groups = {top_groups}; choose fewer",
-            )
+            reason = f"{self.top_k} is more than the {top_groups * size} experts of top_groups = {top_groups}"
+            refuse("top_k", f"{reason}; choose fewer")
 
     def resolved(self, context: BuildContext) -> Self:
         """Activation, its limits and the width of the shared expert written out. A single group becomes None."""
@@ -166,6 +163,11 @@ class MoEConfig(FeedforwardConfig):
         expert = {"expert": previous.kind} if previous.kind in get_args(cls.model_fields["expert"].annotation) else {}
         hidden = super().default_fields(previous, width).get("hidden")
         return {} if hidden is None else {"experts": 8, "top_k": 2, "hidden": max(1, hidden // 2), **expert}
+
+    @classmethod
+    def costs(cls, n: Quantities) -> Costs:
+        """The router, the chosen experts and the shared one."""
+        return mixture_costs(n)
 
     def build(self, context: BuildContext) -> "MoE":
         """Build the module."""
@@ -292,9 +294,7 @@ class MoE(Feedforward):
         if self.config.capacity_factor is None or not self.training:
             return accepted
         if layout.cache_view is not None:
-            raise ConfigError(
-                "capacity_factor: in training the capacity of an expert depends on the whole row; "
-                "call model.eval() to carry a state"
-            )
+            reason = "in training the capacity of an expert depends on the whole row"
+            raise ConfigError(f"capacity_factor: {reason}; call model.eval() to carry a state")
         within = within_capacity(choice.expert_indices, is_token, self.config.experts, self.config.capacity_factor)
         return within if accepted is None else within & accepted

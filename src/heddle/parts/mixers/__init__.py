@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from heddle.config import DesignError, Part, refuse
 from heddle.parts.context.build import BuildContext
+from heddle.parts.context.costs import Costs, Quantities
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.shrink import ShrinkContext
@@ -108,6 +109,11 @@ class MixerConfig(Part, ABC):
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The numbers of heads, before and after `shrunk`, that must divide the model's width."""
         return ()
+
+    @classmethod
+    def costs(cls, n: Quantities) -> Costs | None:
+        """What a mixer of this kind costs (see `Quantities`). None: not declared."""
+        return None
 
     @abstractmethod
     def build(self, context: BuildContext) -> "Mixer":

@@ -19,8 +19,10 @@ from heddle.config import DesignError, Part, Width, build_under, refuse
 from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.philox import ParameterDraws
+from heddle.numerics.recurrent.causal_sums import causal_sums_flops
 from heddle.numerics.recurrent.ssd import SSDInputs, state_space_duality
 from heddle.parts.context.build import BuildContext
+from heddle.parts.context.costs import Costs, Quantities, check_groups, convolution_costs, head_width, projection
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.recurrent_state import ConvRecurrentState, call_cu_seqlens, without_padding
@@ -91,6 +93,20 @@ class Mamba2Config(MixerConfig):
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The heads, if their width follows from the model's."""
         return () if self.head_dim else ((self.heads, small_head_count(self.heads, self.groups)),)
+
+    @classmethod
+    def costs(cls, n: Quantities) -> Costs:
+        """Projections, the convolution, decay, skip and norm, and the recurrence."""
+        groups, dim = check_groups(n, "groups"), head_width(n, 2 * n.width)
+        values, keys = n.heads * dim, groups * n.state_size
+        own = Costs(
+            parameters=3 * n.heads + n.norm(values),
+            flops=causal_sums_flops(n.tokens, 1, n.heads, (n.state_size, dim)),
+            recurrent=n.heads * n.state_size * dim,
+        )
+        read = projection(n, n.width, 2 * (values + keys) + n.heads, n.bias)
+        convolution = convolution_costs(n, values + 2 * keys, n.conv_bias)
+        return read + convolution + own + projection(n, values, n.width, n.bias)
 
     def build(self, context: BuildContext) -> "Mamba2":
         """Build the module. Raises DesignError if 2 width is not divisible by heads and head_dim is not given."""

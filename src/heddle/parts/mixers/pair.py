@@ -12,6 +12,7 @@ from torch import Tensor
 
 from heddle.config import DesignError, Part, build_under
 from heddle.parts.context.build import BuildContext
+from heddle.parts.context.costs import Costs, Quantities
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import MixerState, StateSpec
 from heddle.parts.context.position_table import PositionTable
@@ -79,6 +80,13 @@ class PairConfig(MixerConfig):
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """Those of both."""
         return self.first.head_counts() + self.second.head_counts()
+
+    @classmethod
+    def costs(cls, n: Quantities) -> Costs:
+        """Nothing beside the costs of both mixers."""
+        first, second = n.is_false("first_causal"), n.is_false("second_causal")
+        n.refuse("second", first + second - 2 * first * second, "must be causal or bidirectional like first")
+        return Costs()
 
     def build(self, context: BuildContext) -> "Pair":
         """Build the module. Raises DesignError if a mixer does not fit the context or the other mixer."""

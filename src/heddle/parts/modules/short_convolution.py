@@ -1,4 +1,4 @@
-"""The short convolution of recurrent mixers: a causal depthwise convolution over a few tokens, and SiLU.
+"""The short convolution of recurrent mixers: a causal depthwise convolution over a few tokens, usually with SiLU.
 
 y_t = SiLU(b + Σ_s w_s ⊙ x_{t−s}),   s from 0 to kernel − 1, within t's document
 """
@@ -23,11 +23,12 @@ from heddle.parts.modules.linear import SelfInitialized, fill_normal
 class ShortConvolution(SelfInitialized):
     """weight [channels, kernel]; the last weight is for the token itself. bias [channels] or None.
 
-    Its state is the last kernel − 1 inputs of each row, [B, kernel − 1, channels].
+    silu: whether SiLU follows. Its state is the last kernel − 1 inputs of each row, [B, kernel − 1, channels].
     """
 
-    def __init__(self, channels: int, kernel: int, bias: bool = False) -> None:
+    def __init__(self, channels: int, kernel: int, bias: bool = False, silu: bool = True) -> None:
         super().__init__()
+        self.silu = silu
         self.weight = nn.Parameter(torch.empty(channels, kernel))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
@@ -46,7 +47,7 @@ class ShortConvolution(SelfInitialized):
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
             y = y if layout.padding is None else y.masked_fill(layout.padding[..., None], 0.0)
-        return functional.silu(y)
+        return functional.silu(y) if self.silu else y
 
     def next_state(self, x: Tensor, layout: Layout, conv_state: Tensor) -> Tensor:
         """The state after a call with inputs x, in the dtype of the state before it."""

@@ -9,6 +9,7 @@ from torch.nn import functional
 from heddle.config import Part, PositiveInt
 from heddle.errors import ConfigError
 from heddle.numerics.philox import ParameterDraws
+from heddle.parts.context.costs import Costs, Quantities
 from heddle.parts.context.layout import Layout
 from heddle.parts.context.shrink import SMALL_TEXT
 from heddle.parts.modules.linear import SelfInitialized, fill_normal
@@ -28,6 +29,11 @@ class LearnedConfig(AdditivePositionConfig):
     def shrunk(self) -> Self:
         """A table for the laws' texts."""
         return self.replace(length=SMALL_TEXT)
+
+    @classmethod
+    def costs(cls, n: Quantities) -> Costs:
+        """The table."""
+        return Costs(parameters=n.length * n.width)
 
     def build(self, width: int) -> "Learned":
         """Build the module."""

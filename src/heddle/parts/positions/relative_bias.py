@@ -25,6 +25,8 @@ from heddle.parts.context.shrink import at_most
 from heddle.parts.modules.linear import SelfInitialized, fill_normal
 from heddle.parts.positions import ScoreBias, ScoreBiasConfig
 
+MAX_DISTANCE = 2**16  # a table holds a number for each offset
+
 
 class RelativeBiasConfig(ScoreBiasConfig):
     """Fields of `relative_bias`: n, and the distance from which on all keys share the last bucket."""
@@ -38,6 +40,8 @@ class RelativeBiasConfig(ScoreBiasConfig):
 
     def build(self, heads: int, causal: bool) -> "RelativeBias":
         """Build the module. Raises DesignError for too few buckets, or if they reach beyond max_distance."""
+        if self.max_distance > MAX_DISTANCE:
+            raise DesignError("max_distance", f"{self.max_distance} is beyond {MAX_DISTANCE}; lower it")
         per_direction = self.buckets if causal else self.buckets // 2
         if per_direction < 2 or (self.buckets % 2 and not causal):
             least = "at least 2" if causal else "an even number of at least 4, half of it for later keys"

@@ -8,12 +8,18 @@ from torch import Tensor
 from heddle.config import DesignError
 from heddle.numerics.dispatch.transfer import Constants
 from heddle.numerics.rotary import sinusoidal_embedding
+from heddle.parts.context.costs import Costs, Quantities
 from heddle.parts.context.layout import Layout
 from heddle.parts.positions import AdditivePosition, AdditivePositionConfig
 
 
 class SinusoidalConfig(AdditivePositionConfig):
     """No fields."""
+
+    @classmethod
+    def costs(cls, n: Quantities) -> Costs:
+        """Nothing."""
+        return Costs()
 
     def build(self, width: int) -> "Sinusoidal":
         """Build the module. Raises DesignError for an odd width."""

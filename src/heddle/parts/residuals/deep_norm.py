@@ -10,6 +10,7 @@ x ──┬── mixer ──(+)── N ──┬── feedforward ──(+)�
 from torch import Tensor, nn
 
 from heddle.parts.context.build import ResidualContext
+from heddle.parts.context.costs import Costs, Quantities
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, InitialScales, Residual, ResidualConfig
 
@@ -23,6 +24,11 @@ class DeepNormConfig(ResidualConfig):
         """β for all of them."""
         beta = float((8 * depth) ** -0.25)
         return InitialScales(values=beta, outputs=beta)
+
+    @classmethod
+    def final_costs(cls, n: Quantities) -> Costs:
+        """Nothing."""
+        return Costs()
 
     def build(self, context: ResidualContext) -> "DeepNorm":
         """Build the block of one layer."""

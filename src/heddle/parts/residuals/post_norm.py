@@ -7,6 +7,7 @@ x ──┬── mixer ──(+)── N ──┬── feedforward ──(+)�
 from torch import Tensor, nn
 
 from heddle.parts.context.build import ResidualContext
+from heddle.parts.context.costs import Costs, Quantities
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, Residual, ResidualConfig
 
@@ -15,6 +16,11 @@ class PostNormConfig(ResidualConfig):
     """No fields of its own."""
 
     aliases = ("postnorm",)
+
+    @classmethod
+    def final_costs(cls, n: Quantities) -> Costs:
+        """Nothing."""
+        return Costs()
 
     def build(self, context: ResidualContext) -> "PostNorm":
         """Build the block of one layer."""

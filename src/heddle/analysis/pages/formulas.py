@@ -7,7 +7,7 @@ is a sentence stays one.
 import re
 from typing import NamedTuple
 
-SIGNS = {
+_SIGNS = {
     "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "δ": r"\delta ", "ε": r"\epsilon ", "θ": r"\theta ",
     "λ": r"\lambda ", "μ": r"\mu ", "σ": r"\sigma ", "φ": r"\varphi ", "ψ": r"\psi ", "π": r"\pi ",
     "Δ": r"\Delta ", "Φ": r"\Phi ",
@@ -17,22 +17,22 @@ SIGNS = {
     "²": "^{2}", "ᵀ": "^{T}", "₁": "_{1}", "₂": "_{2}", "₃": "_{3}", "↑": r"\uparrow ", "↓": r"\downarrow ", "'": "'",
     "%": r"\%", "#": r"\#", "&": r"\&", "$": r"\$", "{": r"\{", "}": r"\}", "_": r"\_",
 }  # fmt: skip
-ACCENTS = {"\u0302": r"\hat", "\u0303": r"\tilde", "\u0304": r"\bar"}
-FUNCTIONS = {
+_ACCENTS = {"\u0302": r"\hat", "\u0303": r"\tilde", "\u0304": r"\bar"}
+_FUNCTIONS = {
     "softmax", "exp", "log", "tanh", "sigmoid", "softplus", "relu", "SiLU", "norm", "tril", "Diag", "logsumexp",
     "onehot", "max", "min", "mean", "cos", "sin", "act", "GELU", "Sinkhorn", "sqrt", "bucket", "elu", "clamp", "score",
 }  # fmt: skip
-DRAWN = re.compile("[\u2500-\u257f]")
-GAP = re.compile(r"\s{3,}")
-SIGN = re.compile(r"[=≤∈←·⊙Σ+ᵀ(\[₁]|_\w")
-SENTENCE = re.compile(r"(?<![\w^])[a-z]{3,} [a-z]{2,}\b|\b(?:19|20)\d\d\b")
-GREEK = "α-ωΔΦ"
-TOKEN = re.compile(
+DIAGRAM = re.compile("[\u2500-\u257f]")
+_GAP = re.compile(r"\s{3,}")
+_SIGN = re.compile(r"[=≤∈←·⊙Σ+ᵀ(\[₁]|_\w")
+_SENTENCE = re.compile(r"(?<![\w^])[a-z]{3,} [a-z]{2,}\b|\b(?:19|20)\d\d\b")
+_GREEK = "α-ωΔΦ"
+_TOKEN = re.compile(
     rf"""
     (?P<space>\s+)
     | (?P<identifier>[A-Za-z]{{2,}}(?:_[a-z]{{2,}})+)
     | (?P<name>[A-Za-z]+)
-    | (?P<below>_(?:\{{[^}}]*\}}|[A-Za-z{GREEK}0-9↑↓]+(?:,[a-z](?![a-z]))?))
+    | (?P<below>_(?:\{{[^}}]*\}}|[A-Za-z{_GREEK}0-9↑↓]+(?:,[a-z](?![a-z]))?))
     | (?P<above>\^(?:\{{[^}}]*\}}|\([^()]*(?:\([^()]*\)[^()]*)*\)|\w+))
     | (?P<inverse>⁻¹)
     | (?P<number>\d+(?:[.,]\d+)*)
@@ -41,7 +41,7 @@ TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-ROOT = re.compile(r"\\operatorname\{sqrt\}\(([^()]*)\)")
+_ROOT = re.compile(r"\\operatorname\{sqrt\}\(([^()]*)\)")
 
 
 class Piece(NamedTuple):
@@ -53,8 +53,8 @@ class Piece(NamedTuple):
 
 def pieces_of(block: str) -> list[list[Piece]] | None:
     """The pieces of each line of a block, or None where none of them is a formula."""
-    lines = [[piece for piece in GAP.split(line.strip()) if piece] for line in block.splitlines() if line.strip()]
-    if DRAWN.search(block) or not any(is_formula(piece) for line in lines for piece in line):
+    lines = [[piece for piece in _GAP.split(line.strip()) if piece] for line in block.splitlines() if line.strip()]
+    if DIAGRAM.search(block) or not any(is_formula(piece) for line in lines for piece in line):
         return None
     return [
         [Piece(latex(piece), True) if is_formula(piece) else Piece(piece, False) for piece in line] for line in lines
@@ -63,16 +63,16 @@ def pieces_of(block: str) -> list[list[Piece]] | None:
 
 def is_formula(piece: str) -> bool:
     """Whether a piece has a sign of a formula, and neither a year nor two words in a row, as a sentence has."""
-    return bool(SIGN.search(piece)) and not SENTENCE.search(piece)
+    return bool(_SIGN.search(piece)) and not _SENTENCE.search(piece)
 
 
 def latex(piece: str) -> str:
     """A formula as LaTeX."""
     parts: list[str] = []
-    for match in TOKEN.finditer(piece):
+    for match in _TOKEN.finditer(piece):
         kind, value = match.lastgroup, match[0]
         if kind == "accent":
-            parts[-1] = rf"{ACCENTS[value]}{{{parts[-1]}}}"
+            parts[-1] = rf"{_ACCENTS[value]}{{{parts[-1]}}}"
         elif kind in {"below", "above"}:
             parts.append(("_{" if kind == "below" else "^{") + _script(value[1:]) + "}")
         elif kind == "inverse":
@@ -82,8 +82,8 @@ def latex(piece: str) -> str:
         elif kind == "identifier":
             parts.append(_upright(value))
         else:
-            parts.append(r" \quad " if value == "  " else " " if kind == "space" else SIGNS.get(value, value))
-    return ROOT.sub(r"\\sqrt{\1}", "".join(parts))
+            parts.append(r" \quad " if value == "  " else " " if kind == "space" else _SIGNS.get(value, value))
+    return _ROOT.sub(r"\\sqrt{\1}", "".join(parts))
 
 
 def _script(text: str) -> str:
@@ -99,6 +99,6 @@ def _upright(word: str) -> str:
 def _name(word: str) -> str:
     if len(word) == 1:
         return word
-    if word in FUNCTIONS:
+    if word in _FUNCTIONS:
         return rf"\operatorname{{{word}}}"
     return rf"\text{{ {word} }}" if word in {"of", "or", "in", "so", "from", "on"} else _upright(word)

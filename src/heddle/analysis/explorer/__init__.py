@@ -1,0 +1,1 @@
+"""What the explorer shows of each part: its fields, its costs as formulas, its mistakes, the models that use it."""

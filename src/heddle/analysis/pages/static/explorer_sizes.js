@@ -1,0 +1,117 @@
+// What a design costs, from the formulas that the parts declare. `DATA` and `FORMULAS` come from Python.
+"use strict";
+const SUMS = ["parameters", "inactive", "flops", "cached", "recurrent"];
+const SINGULAR = { mixers: "mixer", positions: "position", feedforwards: "feedforward", residuals: "residual", norms: "norm" };
+const kindOf = (slot, name) => DATA.slots[slot].find(kind => kind.kind === name);
+const valueOf = (part, field) => part[field.name] === undefined ? field.default : part[field.name];
+const isWord = value => typeof value === "string";
+
+function fieldValues(slot, part, prefix = "", values = {}) {
+  for (const field of kindOf(slot, part.kind).fields) {
+    const value = valueOf(part, field), path = prefix + field.name;
+    if (value === false) values["false_" + path] = 1;
+    if (value === null || value === undefined || value === false) continue;
+    values["has_" + path] = 1;
+    if (field.type === "part") {
+      values[`is_${path}_${value.kind}`] = 1;
+      fieldValues(field.slot, value, path + "_", values);
+    } else if (isWord(value)) values[`is_${path}_${value}`] = 1;
+    else values[path] = Number(value);
+  }
+  return values;
+}
+
+// The values of a part with its defaults, as an object that is 0 where it has nothing.
+function complete(slot, part, around) {
+  const values = { ...fieldValues(slot, part), ...around };
+  const v = new Proxy(values, { get: (object, name) => object[name] ?? 0 });
+  for (const [name, value] of FORMULAS[slot][part.kind]?.defaults ?? [])
+    if (!v["has_" + name]) values[name] = value(v);
+  return v;
+}
+
+const innerParts = (slot, part) => kindOf(slot, part.kind).fields
+  .filter(field => field.type === "part" && field.slot === slot && part[field.name])
+  .map(field => [field.name, part[field.name]]);
+
+function costs(slot, part, around) {
+  if (part.norm) around = { ...around, norm_weights: normWeights(part.norm) };
+  const formulas = FORMULAS[slot][part.kind];
+  const sums = formulas ? formulas.costs(complete(slot, part, around)) : [0, 0, 0, 0, 0];
+  for (const [, inner] of innerParts(slot, part)) add(sums, costs(slot, inner, around));
+  return sums;
+}
+
+const add = (sums, others, count = 1) => others.forEach((value, index) => { sums[index] += value * count; });
+const normWeights = norm => FORMULAS.norms[norm.kind].costs(complete("norms", norm, { width: 1 }))[0];
+
+// [path of a field, sentence] of everything that the design cannot be.
+function refusals(design) {
+  const found = [];
+  for (const name of ["width", "tokens", "vocab_size"])
+    if (!(Number.isInteger(design[name]) && design[name] >= 1)) found.push([name, "must be a whole number above 0"]);
+  for (const layer of design.layers)
+    for (const slot of ["mixers", "feedforwards"])
+      if (layer[SINGULAR[slot]]) refusePart(slot, layer[SINGULAR[slot]], design, SINGULAR[slot], found);
+  refusePart("residuals", design.residual, design, "residual", found);
+  refusePart("norms", design.norm, design, "norm", found);
+  const position = design.embedding?.position;
+  if (position) {
+    refusePart("positions", position, design, "embedding.position", found);
+    if (position.kind === "learned" && design.tokens > position.length)
+      found.push(["embedding.position", `has ${position.length} positions, and the context more; raise length`]);
+  }
+  return found;
+}
+
+function refusePart(slot, part, design, path, found) {
+  for (const field of kindOf(slot, part.kind).fields) {
+    const value = valueOf(part, field), where = `${path}.${field.name}`;
+    const missing = value === null || value === undefined;
+    if (missing && !field.optional) found.push([where, "is missing; give it"]);
+    if (missing || isWord(value) || typeof value === "boolean") continue;
+    if (field.type === "part") refusePart(field.slot, value, design, where, found);
+    else if (field.least !== null && value < field.least) found.push([where, `must be at least ${field.least}`]);
+    else if (field.most !== null && value > field.most) found.push([where, `must be at most ${field.most}`]);
+    else if (field.above !== null && value <= field.above) found.push([where, `must be above ${field.above}`]);
+    else if (field.below !== null && value >= field.below) found.push([where, `must be below ${field.below}`]);
+  }
+  const v = complete(slot, part, { width: design.width, tokens: design.tokens, branches: 2 });
+  for (const [name, condition, reason] of FORMULAS[slot][part.kind]?.refusals ?? [])
+    if (condition(v) > 0) found.push([`${path}.${name}`, reason]);
+}
+
+function surroundings(design, layer) {
+  const branches = (layer.mixer ? 1 : 0) + (layer.feedforward ? 1 : 0);
+  return { width: design.width, tokens: design.tokens, branches, norm_weights: normWeights(design.norm) };
+}
+
+// Sums over all layers, and those of each slot of the chosen layer.
+function sizes(design, chosen = 0) {
+  const sums = [0, 0, 0, 0, 0], slots = {};
+  design.layers.forEach((layer, index) => {
+    const around = surroundings(design, layer);
+    for (const slot of ["mixers", "feedforwards", "residuals"]) {
+      const part = slot === "residuals" ? design.residual : layer[SINGULAR[slot]];
+      if (!part) continue;
+      const own = costs(slot, part, around);
+      add(sums, own, layer.count);
+      if (index === chosen) slots[slot] = own;
+    }
+  });
+  const around = surroundings(design, design.layers[0]);
+  add(sums, FORMULAS.residuals[design.residual.kind].final(complete("residuals", design.residual, around)));
+  const position = design.embedding?.position;
+  slots.positions = position ? costs("positions", position, around) : [0, 0, 0, 0, 0];
+  slots.norms = costs("norms", design.norm, around);
+  add(sums, slots.positions);
+  const head = { head_tied: design.head?.tied === false ? 0 : 1, head_bias: design.head?.bias ? 1 : 0 };
+  add(sums, FORMULAS.model.costs({ ...around, ...head, vocab_size: design.vocab_size }));
+  return { sums, slots };
+}
+
+const stateBytes = (sums, design) => sums[3] * design.bytes + sums[4] * 4;
+const summary = design => {
+  const { sums } = sizes(design);
+  return { parameters: sums[0], active: sums[0] - sums[1], flops: sums[2], state: stateBytes(sums, design) };
+};

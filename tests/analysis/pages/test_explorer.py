@@ -1,0 +1,122 @@
+"""The explorer: its formulas give the sizes of built models, and its page holds all it shows."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import heddle
+from heddle.analysis.explorer.choices import SLOTS, kinds_of
+from heddle.analysis.explorer.formulas import formulas_of
+from heddle.analysis.explorer.mistakes import MISTAKES
+from heddle.analysis.explorer.published import explorer_design, published_designs
+from heddle.analysis.explorer.sizes import declared_size, refused_fields
+from heddle.analysis.pages import explorer
+from heddle.analysis.pages.explorer import explorer_page
+from heddle.cli.main import run_command
+from heddle.errors import ConfigError
+from heddle.model.size import size
+from tests.analysis.explorer.random_choices import TEXT, random_designs
+from tests.html_page import Page
+from tests.source import ROOT
+
+CHOICES = 90
+
+
+def test_formulas_give_the_sizes_of_built_models() -> None:
+    checked = set()
+    for design in random_designs(CHOICES, seed=4):
+        try:
+            config = heddle.load_config(design)
+            built = size(config, context_length=TEXT)
+        except ConfigError:
+            continue
+        declared = declared_size(config, TEXT)
+        assert declared is not None
+        assert declared.parameters == built.parameters, design
+        assert declared.active_parameters == built.active_parameters, design
+        assert declared.flops == round(built.flops_per_token * TEXT), design
+        assert declared.state_bytes == built.state_bytes - built.position_table_bytes, design
+        layer = config.layers[0]
+        for part in (layer.mixer, layer.feedforward, config.residual):
+            assert part is not None
+            assert refused_fields(part, config.width) == []
+            checked.add((part.slot, part.kind))
+    for slot in ("mixers", "feedforwards", "residuals"):
+        assert {kind for known, kind in checked if known == slot} == {kind.kind for kind in kinds_of(slot)}
+
+
+def test_every_kind_declares_its_costs() -> None:
+    for slot in ("mixers", "feedforwards", "residuals", "norms"):
+        assert [kind.kind for kind in kinds_of(slot) if formulas_of(slot, kind.kind) is None] == []
+
+
+def test_what_cannot_be_built_is_refused() -> None:
+    config = heddle.load_config("preset:gqa-tiny")
+    mixer = config.layers[0].mixer
+    assert mixer is not None
+    assert ("heads", "do not divide the width; give head_dim") in refused_fields(mixer, 7)
+
+
+def test_published_designs_are_whole() -> None:
+    designs = {each["name"]: each["design"] for each in published_designs()}
+    assert {"DeepSeek-V3", "Meta-Llama-3-8B", "gpt2", "OLMo-2-1124-7B-Instruct"} <= designs.keys()
+    for name in ("DeepSeek-V3", "Qwen3-Next-80B-A3B-Thinking"):
+        data = designs[name]
+        layers = [{**layer, "repeat": layer["count"]} for layer in data["layers"]]
+        for layer in layers:
+            del layer["count"]
+        config = heddle.load_config({**data, "layers": layers})
+        assert explorer_design(config) == data
+        declared, built = declared_size(config, 512), size(config, 512)
+        assert declared is not None
+        assert (declared.parameters, declared.active_parameters) == (built.parameters, built.active_parameters)
+
+
+def test_mistakes_are_those_of_the_documentation() -> None:
+    page = (ROOT / "docs/commonly-wrong.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^### (.+?)\n(.+?)(?=^##|\Z)", page, re.M | re.S))
+    assert sections.keys() == {mistake.title for mistake in MISTAKES}
+    for mistake in MISTAKES:
+        assert mistake.law in sections[mistake.title].partition("Caught by")[2], mistake.title
+        assert set(mistake.kinds) <= {kind.kind for kind in kinds_of(mistake.slot)}
+
+
+@pytest.mark.parametrize("slot", [None, "residuals"])
+def test_the_page_is_one_file(slot: str | None) -> None:
+    text = explorer_page(slot)
+    page = Page(text)
+    assert page.loads == []
+    assert not re.search(r"https?://(?!www\.w3\.org)|url\(|@import|fetch\(", text)
+    assert len(page.ids) == len(set(page.ids))
+    data = json.loads(text.partition("const DATA = ")[2].partition(";\nconst FORMULAS")[0])
+    assert data["pages"] == (list(SLOTS) if slot is None else [slot])
+    for shown in data["pages"]:
+        assert all(data["about"][shown][kind["kind"]] for kind in data["slots"][shown])
+    assert text == explorer_page(slot)
+
+
+def test_formulas_are_typeset_or_stand_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "A part.\n\n    y_t = S_t q_t\n\nWith `heads`."
+    assert "<math" in explorer.docstring_html(source)
+    explorer.docstring_html.cache_clear()
+
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(explorer, "import_module", missing)
+    assert (
+        explorer.docstring_html(source) == "<p>A part.</p><pre>    y_t = S_t q_t</pre><p>With <code>heads</code>.</p>"
+    )
+    explorer.docstring_html.cache_clear()
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "page.html"
+    assert run_command(["explore", "preset:mla-tiny", "layers.0.repeat=3", "--out", str(file)]) == 0
+    assert capsys.readouterr().out == f"{file}\n"
+    text = file.read_text(encoding="utf-8")
+    assert '"count":3' in text
+    assert run_command(["explore", "--slot", "heads"]) == 2
+    assert capsys.readouterr().err.startswith("heddle: --slot: 'heads' has no page; choose one of mixers, ")

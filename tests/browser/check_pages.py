@@ -1,0 +1,228 @@
+"""Every kind of page in a real browser. `make test-browser` runs this; `make test` needs no browser."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import heddle
+from heddle.analysis.explorer.choices import SLOTS
+from heddle.analysis.inspection.collect import inspect_layers
+from heddle.analysis.pages.conversion import conversion_page
+from heddle.analysis.pages.explorer import explorer_page
+from heddle.analysis.pages.inspection import InspectedModel, inspect_page
+from heddle.analysis.pages.report import report_page
+from heddle.analysis.pages.runs import runs_page
+from heddle.analysis.runs import RunSummary
+from heddle.cli.main import run_command
+from heddle.config import kind_class, parse_config
+from heddle.errors import ConfigError
+from heddle.laws.harness import model_under_test
+from heddle.model.config import ModelConfig
+from heddle.model.size import size
+from heddle.numerics.attention.mask import AttentionMask
+from heddle.numerics.rotary import inverse_frequencies, sinusoidal_embedding
+from heddle.parts.positions.alibi import AlibiConfig
+from heddle.parts.positions.relative_bias import buckets_by_offset
+from tests import cases
+from tests.analysis.comparison.reports import make_report
+from tests.analysis.conversion.conversions import single, sweep
+from tests.analysis.explorer.random_choices import TEXT, random_designs
+from tests.analysis.ladder.test_ladder import command, folder, workers
+from tests.browser.browser import LOCAL, Browser
+from tools.site.build import Site
+
+__all__ = ["folder", "workers"]  # fixtures
+CHOICES = 400
+PHONE = 390
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def explorers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The explorer's page of each slot, and of a whole design under the name `design`."""
+    folder, pages = tmp_path_factory.mktemp("explorer"), {}
+    for slot in (*SLOTS, "design"):
+        pages[slot] = folder / f"{slot}.html"
+        pages[slot].write_text(explorer_page(None if slot == "design" else slot), encoding="utf-8")
+    return pages
+
+
+def check_page(browser: Browser, page: Path) -> None:
+    """No error, no request but for itself, no horizontal scroll on a phone, dark where the system is, keyboard."""
+    for width, dark in ((1280, False), (PHONE, True)):
+        browser.look(width, 900, dark)
+        browser.open(page)
+        assert browser.errors == []
+        assert [url for url in browser.requests if not url.startswith(LOCAL)] == []
+        assert browser.run("document.documentElement.scrollWidth") <= width, f"{page.name} scrolls at {width} px"
+        background = browser.run("getComputedStyle(document.body).backgroundColor").removeprefix("rgb(").split(",")
+        assert (int(background[0]) < 90) == dark
+    browser.press("Tab")
+    assert browser.run("document.activeElement !== document.body || !document.querySelector('a, button, input')")
+
+
+def test_reports(browser: Browser, tmp_path: Path) -> None:
+    model = model_under_test(
+        parse_config(ModelConfig, cases.design(cases.layer(cases.attention(heads=4, kv_heads=2, window=3))))
+    )
+    inspected = InspectedModel("loom", 12345, ["start", " a", "b", "<c>"])
+    runs = [
+        RunSummary(name, 2, 4, 200, "bits_per_byte", 2.0, 2.5, 100.0, 1e9, {}, [(100, 3.0), (200, 2.0)])
+        for name in ("one", "two")
+    ]
+    pages = {
+        "comparison": report_page(make_report()),
+        "conversion": conversion_page(single()),
+        "sweep": conversion_page(sweep()),
+        "inspection": inspect_page(inspected, inspect_layers(model, [3, 1, 4, 1])),
+        "runs": runs_page(runs, ["", "width 32"]),
+    }
+    for name, text in pages.items():
+        file = tmp_path / f"{name}.html"
+        file.write_text(text, encoding="utf-8")
+        check_page(browser, file)
+
+
+@pytest.mark.usefixtures("workers")
+def test_ladder(browser: Browser, folder: Path, tmp_path: Path) -> None:
+    assert run_command(command(folder, tmp_path, "--target", "200k")) == 0
+    check_page(browser, tmp_path / "ladder.html")
+
+
+def test_site(browser: Browser, tmp_path: Path) -> None:
+    Site(tmp_path, highlighted=False).build()
+    for page in ("index", "docs/parts/mixers", "api/heddle.model.size", "explorer/index", "docs/start/student"):
+        check_page(browser, tmp_path / f"{page}.html")
+    browser.look(1280, 900)
+    browser.open(tmp_path / "index.html")
+    browser.run("document.getElementById('search').focus()")
+    for letter in "retention":
+        browser.press(letter, letter)
+    browser.wait_for("document.getElementById('results').textContent.includes('retention')")
+    assert browser.errors == []
+
+
+@pytest.mark.parametrize("slot", [*SLOTS, "design"])
+def test_explorer_pages(browser: Browser, explorers: dict[str, Path], slot: str) -> None:
+    check_page(browser, explorers[slot])
+
+
+def in_page(design: dict[str, Any]) -> dict[str, Any]:
+    """A design as the page holds it."""
+    layers = [{**layer, "count": layer.get("repeat", 1)} for layer in design["layers"]]
+    return {**design, "layers": layers, "tokens": TEXT, "bytes": 4}
+
+
+def test_random_choices_have_the_sizes_of_built_models(browser: Browser, explorers: dict[str, Path]) -> None:
+    browser.open(explorers["design"])
+    designs = list(random_designs(CHOICES, seed=1))
+    argument = json.dumps([in_page(design) for design in designs])
+    answers = browser.run(f"{argument}.map(design => refusals(design).length ? null : summary(design))")
+    built = 0
+    for design, answer in zip(designs, answers, strict=True):
+        assert answer == measured(design), design
+        built += answer is not None
+    assert built >= CHOICES // 2
+
+
+def measured(design: dict[str, Any]) -> dict[str, int] | None:
+    """The numbers of the built model; None for a design that heddle refuses."""
+    try:
+        built = size(heddle.load_config(design), context_length=TEXT)
+    except ConfigError:
+        return None
+    return {
+        "parameters": built.parameters,
+        "active": built.active_parameters,
+        "flops": round(built.flops_per_token * TEXT),
+        "state": built.state_bytes - built.position_table_bytes,
+    }
+
+
+def test_a_choice_changes_what_it_must(browser: Browser, explorers: dict[str, Path]) -> None:
+    browser.look(1280, 900)
+    browser.open(explorers["mixers"])
+    before = browser.run("[$('numbers').textContent, $('yaml').textContent, $('pictures').innerHTML, location.hash]")
+    browser.run("$('kind-latent_attention').focus()")
+    browser.press("Enter", "\r")
+    after = browser.run("[$('numbers').textContent, $('yaml').textContent, $('pictures').innerHTML, location.hash]")
+    assert browser.run("$('kind-name').textContent") == "latent_attention"
+    assert browser.run("document.activeElement.id") == "kind-latent_attention"
+    assert all(first != second for first, second in zip(before, after, strict=True))
+    browser.open(explorers["mixers"], after[3])
+    assert browser.run("$('yaml').textContent") == after[1]
+    browser.run("$('field.kv_rank').value = 999; $('field.kv_rank').dispatchEvent(new Event('input', {bubbles: true}))")
+    assert "larger than the width" in browser.run("$('refusals').textContent")
+    assert browser.errors == []
+
+
+def test_a_damaged_address_opens_the_first_choice(browser: Browser, explorers: dict[str, Path]) -> None:
+    for address in ("#%7B", "#not%20data", "#%7B%22design%22%3A%7B%22layers%22%3A%5B%5D%7D%7D"):
+        browser.open(explorers["design"], address)
+        assert browser.errors == []
+        assert browser.run("$('kind-name').textContent") == "attention"
+
+
+def test_the_yaml_builds_the_shown_design(browser: Browser, explorers: dict[str, Path], tmp_path: Path) -> None:
+    browser.open(explorers["design"])
+    for design in [each for each in random_designs(40, seed=2) if builds(each)][:6]:
+        browser.run(f"state.design = {json.dumps(in_page(design))}; state.layer = 0; render()")
+        file = tmp_path / "design.yaml"
+        file.write_text(browser.run("$('yaml').textContent"), encoding="utf-8")
+        assert heddle.load_config(str(file)).resolved() == heddle.load_config(design).resolved()
+
+
+def builds(design: dict[str, Any]) -> bool:
+    """Whether heddle accepts a design."""
+    try:
+        heddle.build(heddle.load_config(design), device="meta")
+    except ConfigError:
+        return False
+    return True
+
+
+def test_pictures_are_drawn_from_the_numbers_of_heddle(browser: Browser, explorers: dict[str, Path]) -> None:
+    browser.open(explorers["design"])
+    tokens = torch.arange(16)[None]
+    for causal, window in ((True, None), (True, 1), (True, 5), (False, None), (False, 3)):
+        mask = AttentionMask(tokens, tokens, causal=causal, window=window).materialize()[0].tolist()
+        part = json.dumps({"kind": "attention", "causal": causal} | ({} if window is None else {"window": window}))
+        drawn = browser.run(
+            f"Array.from({{length: 16}}, (_, i) => Array.from({{length: 16}}, (_, j) => visible({part}, i, j)))"
+        )
+        assert drawn == mask
+    draw = random.Random(3)
+    for dims in (8, 64):
+        base = draw.choice((10000.0, 500000.0))
+        assert browser.run(f"pairFrequencies({dims}, {base})") == pytest.approx(inverse_frequencies(dims, base))
+    slopes = AlibiConfig().build(12, True).slopes
+    assert browser.run("Array.from({length: 12}, (_, h) => alibiSlope(h, 12))") == pytest.approx(list(slopes))
+    for buckets, most in ((32, 128), (8, 20), (5, 9)):
+        expected = buckets_by_offset(buckets, most, True)[most:]
+        assert browser.run(f"Array.from({{length: {most + 1}}}, (_, d) => bucketOf(d, {buckets}, {most}))") == list(
+            expected
+        )
+    table = sinusoidal_embedding(torch.arange(8)[None], 12, torch.float64)[0]
+    drawn = browser.run("Array.from({length: 8}, (_, p) => Array.from({length: 12}, (_, d) => sinusoid(p, d, 12)))")
+    assert torch.allclose(torch.tensor(drawn, dtype=torch.float64), table)
+    check_norms(browser)
+
+
+def check_norms(browser: Browser) -> None:
+    """The vector that the picture shows is that of the part itself."""
+    x = torch.linspace(-1, 2, 14, dtype=torch.float64)
+    for kind in ("rms", "layer"):
+        norm = kind_class("norms", kind)().build(14).double()  # type: ignore[attr-defined]
+        norm.init_weights(0.0, lambda name: None)
+        drawn = browser.run(f"normedValues({{kind: '{kind}'}}, {x.tolist()})")
+        assert torch.allclose(torch.tensor(drawn, dtype=torch.float64), norm(x)), kind

@@ -1,0 +1,101 @@
+"""The gated short convolution against a loop of the formula and against LFM2 of transformers, in float64."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import heddle
+from heddle.config import DesignError, parse_config
+from heddle.model.config import ModelConfig
+from heddle.parts.context.build import BuildContext
+from heddle.parts.context.layout import Layout
+from heddle.parts.mixers.short_conv import ShortConv, ShortConvConfig
+from heddle.parts.norms.rms import RMSConfig
+from tests.cases import Data, design, layer
+from tests.laws.planting import plant
+from tests.parity.recurrence import PIECES, WIDTH, close, compare_with_loop, in_pieces, inputs, projected, randomize
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
+    from transformers import DynamicCache, Lfm2Config
+    from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
+PLAIN: Data = {}
+BIASES: Data = {"conv_kernel": 4, "conv_bias": True, "bias": True}
+SIZES = [PLAIN, BIASES, {"conv_kernel": 1}]
+
+
+def ours(sizes: Data) -> ShortConv:
+    mixer = parse_config(ShortConvConfig, sizes).build(BuildContext(WIDTH, RMSConfig())).double().eval()
+    randomize(mixer)
+    return mixer
+
+
+def loop(mixer: Any, x: Tensor) -> Tensor:
+    """One document x [T, WIDTH], one token at a time."""
+    q, k, v = (projected(mixer, name, x) for name in "qkv")
+    weight, rows = mixer.convolution.weight, []
+    for t in range(len(x)):
+        total = torch.zeros(WIDTH, dtype=x.dtype) if mixer.convolution.bias is None else mixer.convolution.bias
+        for back in range(min(t + 1, weight.shape[1])):
+            total = total + weight[:, -1 - back] * k[t - back] * v[t - back]
+        rows.append(q[t] * total)
+    return projected(mixer, "out", torch.stack(rows))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@torch.no_grad()
+def test_values_equal_a_loop_of_the_formula(sizes: Data) -> None:
+    compare_with_loop(ours(sizes), loop)
+
+
+BUGS = [
+    ("parts.mixers.short_conv:ShortConv.forward", "at_least_float32(q) * y", "y"),  # no gate after the convolution
+    ("parts.mixers.short_conv:ShortConv.forward", "k * v", "v"),  # none before it
+    ("parts.modules.short_convolution:ShortConvolution.forward", "if self.silu else y", ""),
+]
+
+
+@pytest.mark.parametrize(("target", "old", "new"), BUGS)
+@torch.no_grad()
+def test_a_planted_bug_is_caught_by_the_loop(target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, target, old, new)
+    with pytest.raises(AssertionError, match="not close"):
+        compare_with_loop(ours(PLAIN), loop)
+
+
+@pytest.mark.parametrize("sizes", [PLAIN, BIASES])
+@torch.no_grad()
+def test_outputs_and_decoding_equal_those_of_transformers(sizes: Data) -> None:
+    mixer, x = ours(sizes), inputs(2)
+    config = Lfm2Config(
+        hidden_size=WIDTH,
+        conv_L_cache=sizes.get("conv_kernel", 3),
+        conv_bias=sizes.get("bias", False),
+        layer_types=["conv"],
+        num_hidden_layers=1,
+    )
+    theirs, weights = Lfm2ShortConv(config, 0).double().eval(), mixer.state_dict()
+    for kind in ("weight", "bias") if sizes else ("weight",):
+        theirs.in_proj.get_parameter(kind).copy_(torch.cat([weights[f"{name}.{kind}"] for name in "kqv"]))
+        theirs.out_proj.get_parameter(kind).copy_(weights[f"out.{kind}"])
+        theirs.conv.get_parameter(kind).copy_(weights[f"convolution.{kind}"].view_as(theirs.conv.get_parameter(kind)))
+    want = theirs(x)
+    close(mixer(x, Layout.causal(*x.shape[:2]))[0], want)
+    close(in_pieces(mixer, x, PIECES), want)
+    cache = DynamicCache(config=config)
+    close(torch.cat([theirs(piece, past_key_values=cache) for piece in x.split(PIECES, dim=1)], dim=1), want)
+
+
+def test_the_state_is_the_last_tokens_alone() -> None:
+    model = heddle.build(parse_config(ModelConfig, design(layer({"kind": "short_conv", "conv_kernel": 4}))))
+    for cache_length in (None, 5000):
+        assert model.init_state(2, cache_length).layer_bytes == [2 * 3 * model.config.width * 4]
+
+
+def test_a_kernel_of_nothing_is_refused() -> None:
+    with pytest.raises(DesignError, match=r"conv_kernel: should be greater than 0"):
+        heddle.build(parse_config(ModelConfig, design(layer({"kind": "short_conv", "conv_kernel": 0}))))

@@ -1,0 +1,28 @@
+"""The file of published designs for the explorer: of each family of published models at most `MOST`."""
+
+import json
+from collections import Counter
+from typing import Any
+
+from heddle.analysis.explorer.published import explorer_design
+from heddle.exchange.family import family_of
+from heddle.exchange.family_match import design_from_config
+from tests.exchange.published import published_configs
+
+MOST = 12
+
+
+def page() -> str:
+    """src/heddle/analysis/explorer/published.json."""
+    counts: Counter[str] = Counter()
+    designs: list[dict[str, Any]] = []
+    for entry in published_configs():
+        if entry.refused is not None or "," in entry.name or " " in entry.name:
+            continue
+        family = family_of(entry.config, entry.name)
+        counts[family.model_type] += 1
+        if counts[family.model_type] <= MOST:
+            config = design_from_config(entry.config, family, entry.name)
+            designs.append({"name": entry.name.rpartition("/")[2], "design": explorer_design(config)})
+    lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in designs)
+    return f"[\n{lines}\n]\n"
