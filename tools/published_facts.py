@@ -11,7 +11,8 @@ from tools.markdown import joined, table
 INTRO = """These `config.json` files of published models are read or refused as the tables say; no weights were
 downloaded. `tests/exchange/test_published.py` reads each file, compares the design with what transformers makes of the
 same file, and compares the number of parameters with the published one. The files are facts, kept in
-`tests/exchange/published` with all their fields, as they were seen in the public repository that the last column names.
+`tests/exchange/published` with all their fields, as they were seen in the public repository that the last column names;
+where a model's own file was not seen, the row says what stands for it, and no number of parameters is compared.
 A number such as 671B is compared to its last digit, others exactly. *Saved again* means a file that another version of
 transformers wrote."""
 READ = ("model", "family", "parameters", "published", "seen in")

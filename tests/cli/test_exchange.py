@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import heddle
 from heddle.cli.main import run_command
 from heddle.storage.folder import tensors_sha256
 from tests import small
@@ -51,6 +52,23 @@ def test_export_and_import_round_trip(trained: Path, tmp_path: Path, capsys: pyt
     assert tensors_sha256(tmp_path / "again") == tensors_sha256(tmp_path / "hf")
 
 
+def test_export_as_another_family_that_fits(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["export", str(trained), f"{tmp_path}/hf", "--family", "mistral", "-q"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/hf: exports as: MistralForCausalLM\n"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.model_type == "mistral"
+
+
+def test_a_gguf_comes_back(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["export", str(trained), f"{tmp_path}/model.gguf", "--format", "gguf", "-q"]) == 0
+    assert run_command(["import", f"{tmp_path}/model.gguf", f"{tmp_path}/back", "-q"]) == 0
+    assert "llama of" in capsys.readouterr().out
+    again, tokenizer = heddle.load(tmp_path / "back")
+    model, _ = heddle.load(trained)
+    assert tokenizer is not None
+    for name, parameter in model.named_parameters():
+        assert torch.equal(again.get_parameter(name), parameter), name
+
+
 def test_export_to_bfloat16(trained: Path, tmp_path: Path) -> None:
     assert run_command(["export", str(trained), f"{tmp_path}/hf", "--dtype", "bf16", "-q"]) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
@@ -73,6 +91,9 @@ def test_a_design_without_a_family_reports_what_would_change_that(
     [
         (["export", "{trained}", "{out}", "--format", "onnx"], "--format onnx"),
         (["export", "{trained}", "{out}", "--dtype", "int4"], "--dtype int4"),
+        (["export", "{trained}", "{out}", "--format", "gguf", "--family", "llama"], "--family llama"),
+        (["export", "{trained}", "{out}", "--family", "qwen2"], "family 'qwen2'"),
+        (["import", "{trained}", "{out}", "--dequantize", "int4"], "--dequantize int4"),
         (["export", "nowhere", "{out}"], "nowhere"),
         (["import", "nowhere", "{out}"], "nowhere"),
         (["import", "{trained}", "{out}"], "config.json"),

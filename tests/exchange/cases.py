@@ -66,7 +66,38 @@ ROUNDED: Fields = {  # of one type of layers: transformers finds no `truncate` i
     "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 512,
     "beta_fast": 8.0, "beta_slow": 1.0,
 }  # fmt: skip
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CONV = "full_attention", "sliding_attention", "conv"
+STATE_SPACES: Fields = {name: BASE[name] for name in BASE if not name.startswith("num_") and name[0] != "h"}
+STATE_SPACES |= {"hidden_size": 42, "num_hidden_layers": 3, "chunk_size": 16}
+del STATE_SPACES["intermediate_size"]
+OF_STATE_SPACES = frozenset(
+    """
+    time_step_min time_step_max time_step_floor time_step_rank use_mamba_kernels residual_in_fp32
+    rescale_prenorm_residual
+    """.split()  # noqa: SIM905
+)
+NEMOTRON_DENSE: Fields = {
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 9,
+    "n_groups": 1,
+    "ssm_state_size": 5,
+    "chunk_size": 16,
+}
+NEMOTRON = NEMOTRON_DENSE | {"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 15}
+OF_NEMOTRON_EXPERTS = frozenset(
+    """
+    moe_intermediate_size moe_shared_expert_intermediate_size n_routed_experts num_experts_per_tok routed_scaling_factor
+    norm_topk_prob n_group topk_group
+    """.split()  # noqa: SIM905
+)
+OF_NEMOTRON = frozenset(
+    """
+    expand num_hidden_layers num_nextn_predict_layers num_logits_to_keep mamba_proj_bias moe_shared_expert_overlap
+    output_router_logits n_shared_experts hidden_dropout attention_bias time_step_limit
+    """.split()  # noqa: SIM905
+)
+LINEAR = "linear_attention"
+LFM2: Fields = {"block_auto_adjust_ff_dim": False}
 WINDOWS: Fields = {"use_sliding_window": True, "sliding_window": 7}
 # Fields that say again what layer_types says, which transformers always writes and then goes by.
 SPELLINGS = frozenset({"use_sliding_window", "max_window_layers"})
@@ -691,5 +722,66 @@ CASES: dict[str, Case] = {
         },
         base=OWN_BASE | {"logit_scale": 0.7},
         fixed=frozenset({"head_dim"}),
+    ),
+    "lfm2": Case(
+        {
+            "plain": LFM2 | {"layer_types": [CONV, FULL, CONV], "head_dim": 8},
+            "biases-untied-yarn": LFM2
+            | {"layer_types": [FULL, CONV, CONV], "conv_bias": True, "conv_L_cache": 2, "tie_word_embeddings": False}
+            | {"num_key_value_heads": 1, "head_dim": 10, "norm_eps": 1e-2, **YARN},
+            "two-of-three-kv-heads": LFM2
+            | {"layer_types": [CONV, FULL, FULL], "conv_L_cache": 5, "num_key_value_heads": 3}
+            | scaled("linear", factor=3.0),
+        },
+        inert=frozenset({"block_ffn_dim_multiplier", "block_multiple_of"}),
+    ),
+    "mamba2": Case(
+        {
+            "plain": {"num_heads": 12, "head_dim": 7, "n_groups": 1, "state_size": 5},
+            "groups-tied": {"num_heads": 6, "head_dim": 21, "n_groups": 3, "expand": 3, "state_size": 9}
+            | {"tie_word_embeddings": True, "conv_kernel": 2, "use_conv_bias": False, "layer_norm_epsilon": 1e-3},
+            "biases-two-groups": {"num_heads": 4, "head_dim": 21, "n_groups": 2, "state_size": 3, "use_bias": True},
+        },
+        inert=OF_STATE_SPACES,
+        base=STATE_SPACES,
+    ),
+    "nemotron_h": Case(
+        {
+            "plain": NEMOTRON
+            | {"layers_block_type": [LINEAR, "mlp", FULL, "moe"], "n_group": 4, "topk_group": 2}
+            | {"n_routed_experts": 16, "num_experts_per_tok": 3, "routed_scaling_factor": 1.5},
+            "biases-one-kv-head": NEMOTRON
+            | {"layers_block_type": ["moe", LINEAR, FULL, "mlp"], "use_bias": True, "norm_topk_prob": False}
+            | {"mlp_bias": True, "num_key_value_heads": 1, "conv_kernel": 2, "layer_norm_epsilon": 1e-3},
+            "no-experts-groups": NEMOTRON_DENSE
+            | {"layers_block_type": [LINEAR, "mlp", FULL, LINEAR, "mlp"], "mlp_hidden_act": "silu", "n_groups": 3},
+        },
+        inert=(
+            OF_STATE_SPACES
+            | OF_NEMOTRON
+            | {"biases-one-kv-head:topk_group"}
+            | {f"no-experts-groups:{name}" for name in OF_NEMOTRON_EXPERTS}
+        )
+        - {"time_step_min"},
+        refused=frozenset({"attention_bias"}),
+        fixed=frozenset({"tie_word_embeddings"}),
+    ),
+    "ernie4_5": Case(
+        {
+            "plain": {},
+            "biases-untied-one-kv-head-yarn": {
+                "use_bias": True,
+                "tie_word_embeddings": False,
+                "num_key_value_heads": 1,
+                "head_dim": 10,
+                "rms_norm_eps": 1e-3,
+                **YARN,
+            },
+            "three-kv-heads-linear-gelu": {
+                "num_key_value_heads": 3,
+                "hidden_act": "gelu",
+                **scaled("linear", factor=3.0),
+            },
+        },
     ),
 }

@@ -45,6 +45,8 @@ def plain(family: str) -> dict[str, str]:
 
 CLEAR = 2e-5  # scores of experts that are further apart are chosen alike in float32
 LENGTH_DEPENDENT = ("longrope", "dynamic")
+# A convolution of theirs reads the bias of the projection before it at padding, where ours reads nothing.
+READS_PADDING = {"lfm2": "conv_bias", "mamba2": "use_bias", "nemotron_h": "use_bias"}  # by model_type, if true
 LENGTHS = [41, 17, 1]  # of the rows that are padded together
 
 
@@ -102,8 +104,13 @@ def imported(family: str, variant: str) -> ImportedModel:
 
 def read_json(folder: Path, name: str = "config.json") -> Fields:
     """A file of a folder."""
-    data: Fields = json.loads((folder / name).read_text(encoding="utf-8"))
+    data: Fields = json.loads((folder / name).read_text(encoding="utf-8"), object_hook=_infinite)
     return data
+
+
+def _infinite(table: Fields) -> Any:
+    """What transformers writes in place of an infinite number."""
+    return float(table["__float__"]) if table.keys() == {"__float__"} else table
 
 
 def batch() -> tuple[Tensor, Tensor, heddle.Layout]:
@@ -114,13 +121,21 @@ def batch() -> tuple[Tensor, Tensor, heddle.Layout]:
     return torch.where(real, tokens, 0), real.long(), layout
 
 
+def alone(model: Any) -> bool:
+    """Whether rows must be read alone: padding changes them, or frequencies depend on the longest row's length."""
+    text = model.config.to_json_string()
+    return any(f'"{kind}"' in text for kind in LENGTH_DEPENDENT) or reads_padding(model)
+
+
+def reads_padding(model: Any) -> bool:
+    """Whether padding on the left changes the tokens after it."""
+    return bool(getattr(model.config, READS_PADDING.get(model.config.model_type, ""), False))
+
+
 @torch.no_grad()
 def their_logits(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Logits [B, T, vocab]. Frequencies that depend on the length follow each row's own, so rows are read alone.
-
-    In a padded batch, transformers would take the longest row's length for all.
-    """
-    if mask is not None and any(f'"{kind}"' in model.config.to_json_string() for kind in LENGTH_DEPENDENT):
+    """Logits [B, T, vocab]. Where the other rows of a padded batch would change a row, rows are read alone."""
+    if mask is not None and alone(model):
         rows = [their_logits(model, row[real][None]) for row, real in zip(tokens, mask.bool(), strict=True)]
         padded = rows[0].new_zeros(*tokens.shape, rows[0].shape[-1])
         padded[mask.bool()] = torch.cat([row[0] for row in rows])
@@ -154,9 +169,9 @@ def distances(theirs: Any, ours: heddle.Decoder) -> tuple[float, float]:
     assert float(want[compared].std()) > 0.3, "logits this even would agree whatever the model does"
     assert compared.sum() > mask.sum() / 2
     with choices() as margins:
-        alone = our_logits(ours, tokens[:1]) - their_logits(theirs, tokens[:1])
+        longest = our_logits(ours, tokens[:1]) - their_logits(theirs, tokens[:1])
     clear = sure(margins, torch.ones_like(mask[:1]))
-    return float((got - want)[compared].abs().max()), float(alone[clear].abs().max())
+    return float((got - want)[compared].abs().max()), float(longest[clear].abs().max())
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from tests.exchange.hf_models import (
     our_logits,
     plain,
     read_json,
+    reads_padding,
     saved,
     their_logits,
     with_config_limits,
@@ -78,10 +79,17 @@ def test_logits_in_bfloat16(family: str, variant: str) -> None:
 def test_greedy_text(family: str, variant: str) -> None:
     tokens, mask, layout = batch()
     theirs, _ = saved(family, variant)
-    written = theirs.generate(tokens, attention_mask=mask, max_new_tokens=WRITTEN, min_new_tokens=WRITTEN, num_beams=1)
     prompts = [row[position >= 0].tolist() for row, position in zip(tokens, layout.positions, strict=True)]
+    pieces = [(tokens, mask)]
+    if reads_padding(theirs):
+        pieces = [
+            (row[:, -int(real.sum()) :], real[:, -int(real.sum()) :])
+            for row, real in zip(tokens.split(1), mask.split(1), strict=True)
+        ]
+    length = {"max_new_tokens": WRITTEN, "min_new_tokens": WRITTEN, "num_beams": 1}
+    written = [theirs.generate(rows, attention_mask=real, **length)[:, rows.shape[1] :] for rows, real in pieces]
     ours = heddle.generate(imported(family, variant).model, prompts, max_new_tokens=WRITTEN)
-    assert ours == written[:, tokens.shape[1] :].tolist()
+    assert ours == torch.cat(written).tolist()
 
 
 @pytest.mark.parametrize(("family", "variant"), VARIANTS)
@@ -102,9 +110,12 @@ def test_exported_again_it_is_the_same_files(family: str, variant: str, tmp_path
     weights = again.state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in theirs.state_dict().items())
     moved = their_logits(again, tokens, mask) - their_logits(theirs, tokens, mask)
-    assert float(moved.abs().max()) <= 1e-6  # where weights begin in memory decides their last bit
+    has_mamba = family in ("mamba2", "nemotron_h")  # whose chunks are cut anew: an export does not keep their size
+    limit = 3e-6 if has_mamba else 1e-6
+    assert float(moved.abs().max()) <= limit  # where weights begin in memory decides their last bit
     config, before = again.config.to_dict(), theirs.config.to_dict()
     ignored = {"dtype", "architectures", "transformers_version", "_name_or_path", "heddle", "rope_parameters"}
+    ignored |= {"chunk_size"}  # of a kernel
     assert {k: config[k] for k in before if k not in ignored} == {k: v for k, v in before.items() if k not in ignored}
 
 
@@ -214,6 +225,10 @@ def follow(data: dict[str, Any], changed: str, value: Any) -> None:
         data.pop("head_dim", None)
     if changed in ("hidden_size", "num_attention_heads") and data["model_type"] == "cohere2":
         data.pop("head_dim")  # transformers writes it, and goes by the two
+    if data["model_type"] == "mamba2":  # expand · hidden_size is num_heads · head_dim
+        if changed in ("num_heads", "head_dim"):
+            data["expand"] = data["num_heads"] * data["head_dim"] // data["hidden_size"]
+        data["num_heads"] = data["expand"] * data["hidden_size"] // data["head_dim"]
     if changed == "head_dim" and "long_factor" in rope:
         for name in ("short_factor", "long_factor"):
             rope[name] = (rope[name] * data["head_dim"])[: data["head_dim"] // 2]

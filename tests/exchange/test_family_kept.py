@@ -14,6 +14,7 @@ from heddle.exchange.transformers import load as load_decoder
 from heddle.model.lora import add_lora, merge_lora
 from heddle.storage.manifest import LogPosition
 from heddle.training.checkpoint import TrainingProgress, save_run
+from heddle.training.checkpoint_saver import CheckpointSaver
 from heddle.training.init_checkpoint import open_init_checkpoint
 from heddle.training.optimizer import build_optimizer
 from tests.exchange.cases import CASES
@@ -57,7 +58,7 @@ def test_a_run_remembers_it_and_adapters_too(tmp_path: Path) -> None:
     init = open_init_checkpoint(tmp_path / "saved")
     model = init.build_model(init.config, "cpu")
     optimizer = build_optimizer(model, 0.0)
-    save_run(tmp_path / "run", model, optimizer, TrainingProgress(step=1), {}, LogPosition())
+    save_run(CheckpointSaver(tmp_path / "run"), model, optimizer, TrainingProgress(step=1), {}, LogPosition())
     assert imported_family(tmp_path / "run") == "phi3"
     checkpoint = open_checkpoint(tmp_path / "run")
     assert export(checkpoint.model, tmp_path / "out").family.model_type == "phi3"

@@ -1,10 +1,23 @@
 """Which family a design fits, why not, and with which overrides it would: these are then taken, and it does."""
 
+from pathlib import Path
+
 import pytest
+import torch
 
 import heddle
+from heddle.errors import ConfigError
+from heddle.exchange.export import export
 from heddle.exchange.family import families
-from heddle.exchange.family_match import best_match, match_family, match_report, rank_families
+from heddle.exchange.family_match import (
+    best_match,
+    family_lines,
+    family_losses,
+    match_family,
+    match_report,
+    rank_families,
+)
+from heddle.exchange.load import load
 from tests.cases import CASES, case
 
 LLAMA = "preset:gqa-tiny"
@@ -30,6 +43,41 @@ def test_what_is_in_the_way_and_that_the_change_removes_it(override: str) -> Non
     assert f"{path} is {value}" in report.reasons
     assert report.nearest is not None
     assert match_report(loaded(override, *report.changes)).architecture == report.nearest
+
+
+def test_every_family_that_fits_is_listed_with_what_it_loses() -> None:
+    design = loaded("residual.dropout=0.1", "layers.*.mixer.dropout=0.2", "initialization.std=0.1")
+    fitting = family_losses(design)
+    assert next(iter(fitting)) == "llama"
+    assert list(fitting)[-1] == "heddle"
+    assert {"mistral", "smollm3", "phi3"} <= set(fitting)
+    assert fitting["llama"] == ("residual.dropout=0.1",)
+    assert fitting["phi3"] == fitting["heddle"] == ()  # phi3 has a field for it
+    assert family_lines(design)[:2] == [
+        "exports as: LlamaForCausalLM",
+        "  llama: LlamaForCausalLM, without residual.dropout=0.1",
+    ]
+    assert next(iter(family_losses(design, "smollm3"))) == "smollm3"
+    assert (
+        family_lines(loaded("residual.kind=residual_dual"))
+        == match_report(loaded("residual.kind=residual_dual")).lines()
+    )
+
+
+def test_a_chosen_family_is_written_and_another_is_refused(tmp_path: Path) -> None:
+    model = heddle.build(loaded(), seed=0)
+    for family in ("mistral", "heddle"):
+        assert export(model, tmp_path / family, family=family).family.model_type == family
+        again = load(tmp_path / family).model
+        assert again.config == model.config
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    with pytest.raises(
+        ConfigError, match=r"family 'qwen2': cannot express .*mixer\.bias is false.*; choose llama, mis"
+    ):
+        export(model, tmp_path / "qwen2", family="qwen2")
+    with pytest.raises(ConfigError, match=r"family 'warp': heddle does not write it; choose llama"):
+        export(model, tmp_path / "warp", family="warp")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["heddle", "mistral"]
 
 
 def test_entries_of_a_design_are_named_as_its_file_has_them() -> None:

@@ -43,6 +43,7 @@ def add(folder: Path, name: str) -> None:
         ("qwen3_5_text", "mtp.fc.weight", "mtp."),
         ("qwen3_5_moe_text", "mtp.fc.weight", "mtp."),
         ("glm4_moe", "model.layers.3.eh_proj.weight", "model.layers.3."),
+        ("nemotron_h", "mtp.layers.0.norm.weight", "mtp."),
     ],
 )
 def test_what_predicts_further_tokens_is_left_out_and_told(

@@ -12,10 +12,20 @@ import heddle
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.export import export
 from heddle.exchange.family import families
-from heddle.exchange.family_match import best_match, match_family
+from heddle.exchange.family_match import best_match, design_from_config, match_family
 from heddle.exchange.load import load
+from heddle.parts.feedforwards.gated import GatedConfig
 from tests.exchange.cases import Fields
-from tests.exchange.hf_models import AutoModelForCausalLM, batch, distance, imported, read_json, saved, their_logits
+from tests.exchange.hf_models import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    batch,
+    distance,
+    imported,
+    read_json,
+    saved,
+    their_logits,
+)
 from tests.exchange.test_families import tensors_of
 
 Tensors = dict[str, torch.Tensor]
@@ -145,3 +155,39 @@ def test_an_export_names_lengths_and_tokens_that_mean_no_other_design(tmp_path: 
     tokens, mask, _ = batch()
     assert distance(theirs, other) <= 1e-5
     assert torch.isfinite(their_logits(theirs, tokens, mask)).all()
+
+
+@pytest.mark.parametrize("size", [12288, 700, 64])
+@pytest.mark.parametrize("multiple", [256, 7])
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_the_adjusted_width_of_lfm2_is_that_of_transformers(size: int, multiple: int, factor: float) -> None:
+    fields: Fields = {"hidden_size": 6, "num_attention_heads": 2, "num_hidden_layers": 3, "vocab_size": 9}
+    fields |= {"block_ff_dim": size, "block_multiple_of": multiple, "block_ffn_dim_multiplier": factor}
+    fields |= {"full_attn_idxs": [1], "conv_bias": False, "num_key_value_heads": 1}
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model("lfm2", **fields))
+    design = design_from_config(fields, families()["lfm2"])
+    kinds = [layer.mixer.kind for _, layer in design.expand() if layer.mixer is not None]
+    assert kinds == ["short_conv", "attention", "short_conv"]
+    feedforward = design.layers[0].feedforward
+    assert isinstance(feedforward, GatedConfig)
+    assert feedforward.hidden == theirs.model.layers[0].feed_forward.w1.out_features
+
+
+def test_older_names_of_nemotron_h_are_read() -> None:
+    newer = AutoConfig.for_model("nemotron_h", hybrid_override_pattern="M-*E").to_dict()
+    assert newer["layers_block_type"] == ["linear_attention", "mlp", "full_attention", "moe"]
+    fields = {"vocab_size": 131072, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+    read = [
+        design_from_config(fields | types, families()["nemotron_h"])
+        for types in (
+            {"layers_block_type": newer["layers_block_type"]},
+            {"layers_block_type": ["mamba", "mlp", "attention", "moe"]},
+            {"hybrid_override_pattern": "M-*E"},
+        )
+    ]
+    assert read[0] == read[1] == read[2]
+    with pytest.raises(ConfigError, match="hybrid_override_pattern"):
+        design_from_config(fields | {"hybrid_override_pattern": "MX"}, families()["nemotron_h"])
+    with pytest.raises(ConfigError, match="moe_latent_size"):
+        design_from_config(fields | {"hybrid_override_pattern": "ME", "moe_latent_size": 64}, families()["nemotron_h"])

@@ -27,6 +27,7 @@ COUNTED = [
     "Qwen/Qwen3.5-397B-A17B, text model",
     "allenai/OLMoE-1B-7B-0125-Instruct",
     "zai-org/GLM-4.5-Air",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
 ]
 
 

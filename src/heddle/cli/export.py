@@ -26,6 +26,10 @@ def export(
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="NAME", help="fp32, bf16 or fp16. [as in the checkpoint]")
     ] = None,
+    family: Annotated[
+        str | None,
+        typer.Option("--family", metavar="NAME", help="One of several families that fit; `heddle show` lists them."),
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Write a model in the format of its family, such as Llama, or of heddle's own class; prints which one and why.
@@ -36,6 +40,8 @@ def export(
         raise ConfigError(f"--format {output_format}: unknown format; choices: {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: unknown; choices: {', '.join(DTYPES)}")
+    if family is not None and output_format != "hf":
+        raise ConfigError(f"--family {family}: is for --format hf; leave one of them out")
     with ExitStack() as stack:
         open_session(stack, device="cpu", quiet=quiet)
         import torch
@@ -55,9 +61,9 @@ def export(
             _, architecture = export_gguf(imported.model, out, imported.tokenizer, imported, torch_dtype)
             print_text(f"{out}: llama.cpp runs it as {architecture}")
             return
-        match = write(imported.model, out, imported.tokenizer, imported)
+        match = write(imported.model, out, imported.tokenizer, imported, family=family)
         print_text(f"{out}: exports as: {match.family.architecture}")
-        if match.family.model_type == "heddle":
+        if match.family.model_type == "heddle" and family is None:
             for line in match_report(imported.model.config).lines()[1:]:
                 print_text(f"  {line}")
 

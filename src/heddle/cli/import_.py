@@ -1,4 +1,4 @@
-"""`heddle import`: convert a transformers checkpoint into a heddle model."""
+"""`heddle import`: convert a transformers checkpoint or a GGUF into a heddle model."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -7,24 +7,46 @@ from typing import Annotated
 import typer
 
 from heddle.cli.options import Quiet, open_session
+from heddle.errors import ConfigError
 from heddle.progress import print_text
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def import_(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="config.json, safetensors and a tokenizer.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="config.json, safetensors and a tokenizer; or a .gguf.")
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The model folder to write.")],
+    dequantize: Annotated[
+        str | None,
+        typer.Option("--dequantize", metavar="NAME", help="Unpack quantized weights to fp32, bf16 or fp16. [refused]"),
+    ] = None,
+    allow_non_finite: Annotated[
+        bool, typer.Option("--allow-non-finite", help="Accept weights that hold infinite numbers or NaN.")
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Convert a checkpoint that transformers wrote into a heddle model; every field and tensor of it is checked.
+    """Convert a checkpoint of transformers, or a GGUF, into a heddle model; every field and tensor of it is checked.
 
     No code of the folder runs and no pickle is read. OUT is written whole or not at all.
     """
+    if dequantize is not None and dequantize not in DTYPES:
+        raise ConfigError(f"--dequantize {dequantize}: unknown; choices: {', '.join(DTYPES)}")
     with ExitStack() as stack:
         open_session(stack, device="cpu", quiet=quiet)
+        import torch
+
         from heddle.exchange.imported_checkpoint import save_imported
         from heddle.exchange.load import load
 
-        imported = load(folder)
+        dtype = None if dequantize is None else getattr(torch, DTYPES[dequantize])
+        if folder.suffix == ".gguf":
+            from heddle.exchange.gguf import load_gguf
+
+            imported = load_gguf(folder, dtype, allow_non_finite)
+        else:
+            imported = load(folder, dequantize=dtype, allow_non_finite=allow_non_finite)
         save_imported(imported, out)
         parameters = sum(parameter.numel() for parameter in imported.model.parameters())
         model_type, layers = imported.preserved_config["model_type"], imported.model.config.depth

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from heddle.exchange.family import Family
-from heddle.exchange.family_match import FamilyMatch, best_match, design_from_config, differences
+from heddle.exchange.family_match import FamilyMatch, best_match, chosen_match, design_from_config, differences
 from heddle.exchange.imported_model import ImportedModel
 from heddle.exchange.load import build_weight_map
 from heddle.exchange.safetensors_folder import CONFIG_FILE, SINGLE_FILE, to_json
@@ -31,17 +31,21 @@ def export(
     tokenizer: Tokenizer | None = None,
     imported: ImportedModel | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    family: str | None = None,
 ) -> FamilyMatch:
     """Write `folder`, completely or not at all. Returns the family that it was written as.
 
+    family: the model_type to write; None: that of the import if it fits, or the first that does, or heddle's own.
+
     What an import left in the model (family, lengths, token ids) is written again where it still applies, and so are
     the tokenizer files of `imported`. LoRA adapters are merged. Tensors are split into files of at most
-    `max_shard_bytes`. Raises CheckpointError if the folder holds something else, MachineError if it cannot be written.
+    `max_shard_bytes`. Raises CheckpointError if the folder holds something else, ConfigError if the family does not
+    fit, MachineError if the folder cannot be written.
     """
     preserved = dict((model if imported is None else imported.model).imported_config)
     model = merge_lora(model)
     imported_type = preserved.pop("model_type", None)
-    match = best_match(model.config, imported_type)
+    match = best_match(model.config, imported_type) if family is None else chosen_match(model.config, family)
     if match.family.model_type != imported_type:
         preserved = NULL_TOKEN_IDS | preserved
     tensors = HFTensors(match.family, model)

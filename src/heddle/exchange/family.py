@@ -69,6 +69,6 @@ def family_of(config: Mapping[str, Any], source: str) -> Family:
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
             raise ConfigError(
                 f"{source}: field '{field_name}' says the weights are quantized ({short_repr(method)});"
-                " import the unquantized model, or save it dequantized with transformers"
+                " ask for them dequantized, or import the unquantized model"
             )
     return families()[model_type]

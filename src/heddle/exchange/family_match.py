@@ -129,6 +129,42 @@ def best_match(design: ModelConfig, preferred: str | None = None) -> FamilyMatch
     return exact[0] if exact else match_family(design, families()[HEDDLE])
 
 
+def family_losses(design: ModelConfig, preferred: str | None = None) -> dict[str, tuple[str, ...]]:
+    """The fields of training that each family loses which computes exactly a design, by model_type.
+
+    The first is the family that an export takes if none is chosen, `preferred` if it fits; heddle's own loses nothing.
+    """
+    matches = [match for match in _matches(design) if not match.mismatches]
+    matches.sort(key=lambda match: match.family.model_type != preferred)
+    fitting = {}
+    for match in [*matches, match_family(design, families()[HEDDLE])]:
+        lost = differences(design, design_from_config(match.config, match.family), training=True)
+        fitting[match.family.model_type] = tuple(f"{each.path}={_display(each.actual)}" for each in lost)
+    return fitting
+
+
+def family_lines(design: ModelConfig, preferred: str | None = None) -> list[str]:
+    """The lines of `match_report`; for a design that fits a family, all that it fits, each with what it loses."""
+    report = match_report(design, preferred)
+    lines = report.lines()
+    for model_type, lost in family_losses(design, preferred).items() if report.nearest is None else ():
+        losses = f", without {', '.join(lost[:MAX_LISTED])}{_and_more(lost)}" if lost else ""
+        lines.append(f"  {model_type}: {families()[model_type].architecture}{losses}")
+    return lines
+
+
+def chosen_match(design: ModelConfig, model_type: str) -> FamilyMatch:
+    """The match of the family that a user chose. Raises ConfigError if there is none, or if the design does not fit."""
+    if model_type not in families():
+        raise ConfigError(f"family {short_repr(model_type)}: heddle does not write it; choose {', '.join(families())}")
+    match = match_family(design, families()[model_type])
+    if match.mismatches:
+        reasons = ", ".join(f"{each.path} is {_display(each.actual)}" for each in match.mismatches[:MAX_LISTED])
+        fitting = ", ".join(family_losses(design))
+        raise ConfigError(f"family '{model_type}': cannot express this design ({reasons}); choose {fitting}")
+    return match
+
+
 def match_report(design: ModelConfig, preferred: str | None = None) -> MatchReport:
     """Which class a design exports as, and if it is heddle's own, why no other family matches.
 
@@ -145,14 +181,15 @@ def match_report(design: ModelConfig, preferred: str | None = None) -> MatchRepo
     return MatchReport(families()[HEDDLE].architecture, reasons, nearest.family.architecture, changes)
 
 
-def differences(design: ModelConfig, other: ModelConfig) -> list[Mismatch]:
+def differences(design: ModelConfig, other: ModelConfig, training: bool = False) -> list[Mismatch]:
     """Where two designs compute differently, by path of the field in `design` as the user wrote it.
 
+    training: compare the fields of training as well.
     Layers that one entry repeats have the path of the entry. A difference in every entry is listed once, as `layers.*`.
     """
     entries = [path.replace("[", ".").replace("]", "") for path, _ in design.expand()]
     by_entry: dict[str, dict[Mismatch, None]] = {}
-    for path, actual, required in _mismatches(design, other, entries):
+    for path, actual, required in _mismatches(design, other, entries, training):
         entry, field = path, ""
         if path.startswith("layers."):
             _, index, field = path.split(".", 2)
@@ -175,13 +212,13 @@ def differences(design: ModelConfig, other: ModelConfig) -> list[Mismatch]:
     return result
 
 
-def _mismatches(design: ModelConfig, other: ModelConfig, entries: list[str]) -> Iterator[Mismatch]:
+def _mismatches(design: ModelConfig, other: ModelConfig, entries: list[str], training: bool) -> Iterator[Mismatch]:
     """The mismatches of two designs. Layers of one entry that differ in the same way are compared once."""
     first, second = design.resolved(), other.resolved()
     if first.depth != second.depth:
         yield from _compare(inference_fields(first), inference_fields(second), "")
         return
-    fields, other_fields = _distinct_fields(first), _distinct_fields(second)
+    fields, other_fields = _distinct_fields(first, training), _distinct_fields(second, training)
     for name in fields | other_fields:
         if name != "layers":
             yield from _compare(fields.get(name, MISSING), other_fields.get(name, MISSING), name)
@@ -193,14 +230,14 @@ def _mismatches(design: ModelConfig, other: ModelConfig, entries: list[str]) -> 
                 yield from _compare(fields[name][pair[0]], other_fields[name][pair[1]], f"layers.{index}")
 
 
-def _distinct_fields(design: ModelConfig) -> dict[str, Any]:
-    """As `inference_fields` of a resolved design, with each different layer once."""
+def _distinct_fields(design: ModelConfig, training: bool) -> dict[str, Any]:
+    """As `inference_fields` of a resolved design, with each different layer once; `training`: all its fields."""
     fields: dict[str, Any] = {"layers": [layer.config.dump() for layer in design.distinct_layers]}
     for name in type(design).model_fields.keys() - {"layers"}:
         value = getattr(design, name)
         if value is not None:
             fields[name] = value.dump() if isinstance(value, Config) else value
-    plain: dict[str, Any] = _without_training_fields(fields)
+    plain: dict[str, Any] = fields if training else _without_training_fields(fields)
     return plain
 
 

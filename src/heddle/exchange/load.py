@@ -1,9 +1,9 @@
 """Load a Hugging Face folder as a heddle model: read config.json field by field, then place the tensors one by one."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from heddle.config import parse_config
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.config_reader import ConfigReader, list_fields
+from heddle.exchange.dequantized_folder import DequantizedFolder
 from heddle.exchange.family import Family, family_of
 from heddle.exchange.family_match import design_from_config, differences
 from heddle.exchange.imported_model import ImportedModel
@@ -26,13 +27,21 @@ HEAD_WEIGHT, HF_HEAD_WEIGHTS = "head.weight", ("lm_head.weight", "embed_out.weig
 IGNORED_TENSORS = ("*.rotary_emb.inv_freq",)  # buffers that older files of any family hold
 
 
-def load(folder: str | Path, dtype: torch.dtype | None = None) -> ImportedModel:
+def load(
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    dequantize: torch.dtype | None = None,
+    allow_non_finite: bool = False,
+) -> ImportedModel:
     """Read a folder that transformers or `heddle export` wrote. dtype None keeps the dtype of each tensor.
 
+    dequantize: the dtype of weights that are stored quantized, in a way of `exchange/packed_weights.py`; None: such a
+    folder is refused. allow_non_finite: whether weights may hold infinite numbers and NaN.
     Peak memory is the model plus one tensor. Raises CheckpointError and ConfigError with one sentence that names the
     file, tensor or field that is missing, altered, unknown or not supported.
     """
-    checkpoint = SafetensorsFolder(Path(folder))
+    path = Path(folder)
+    checkpoint = SafetensorsFolder(path) if dequantize is None else DequantizedFolder(path, dequantize)
     source = str(checkpoint.folder / CONFIG_FILE)
     family = family_of(checkpoint.config, source)
     noted: list[str] = []
@@ -42,7 +51,7 @@ def load(folder: str | Path, dtype: torch.dtype | None = None) -> ImportedModel:
         model = build(design, device="meta")
     except (RuntimeError, OverflowError) as error:  # torch counts bytes in 63 bits
         raise ConfigError(f"{source}: asks for tensors larger than any machine holds; restore the file") from error
-    _WeightLoader(model, family, checkpoint).load(dtype)
+    load_weights(model, family, checkpoint, dtype, allow_non_finite)
     tokenizer, text_files = read_tokenizer_files(checkpoint, model.embed.weight.shape[0])
     model.imported_config = ConfigReader(checkpoint.config).preserved() | {"model_type": family.model_type}
     return ImportedModel(model.eval(), tokenizer, text_files)
@@ -81,11 +90,32 @@ def build_weight_map(family: Family, model: Decoder) -> WeightMap:
     return weight_map
 
 
+class WeightSource(Protocol):
+    """The tensors of a family's model, by their names in the family. folder, ignored_tensors: as of a folder."""
+
+    folder: Path
+    ignored_tensors: tuple[str, ...]
+
+    def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (file, name, tensor in memory of its own) for every tensor."""
+
+    def tensor_specs(self) -> Container[str]:
+        """The names of the tensors."""
+
+
+def load_weights(
+    model: Decoder, family: Family, source: WeightSource, dtype: torch.dtype | None, allow_non_finite: bool
+) -> None:
+    """Fill a model on the meta device. dtype None keeps that of each tensor. Raises CheckpointError and ConfigError."""
+    _WeightLoader(model, family, source, allow_non_finite).load(dtype)
+
+
 class _WeightLoader:
     """Fills a model on the meta device with the tensors of a checkpoint, in the order in which they are read."""
 
-    def __init__(self, model: Decoder, family: Family, checkpoint: SafetensorsFolder) -> None:
+    def __init__(self, model: Decoder, family: Family, checkpoint: WeightSource, allow_non_finite: bool) -> None:
         self.model, self.family, self.checkpoint = model, family, checkpoint
+        self.allow_non_finite = allow_non_finite
         self.weight_map = build_weight_map(family, model)
         if self.weight_map.stacked:
             self.weight_map.use_stacked(checkpoint.tensor_specs())
@@ -132,6 +162,9 @@ class _WeightLoader:
         if tensor.shape != (shape := self.weight_map.hf_shape(rule)):
             raise CheckpointError(f"{source} has shape {list(tensor.shape)}, the config needs {list(shape)}")
         if tensor.numel() and not all(bound.isfinite() for bound in tensor.aminmax()):
+            if not self.allow_non_finite:
+                remedy = "download the weights again, or allow such values"
+                raise CheckpointError(f"{source} holds values that are not finite; {remedy}")
             print_status(f"warning: {source} holds values that are not finite; the model may write nothing sensible")
 
     def _check_tied_head(self) -> None:

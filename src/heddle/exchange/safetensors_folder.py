@@ -22,6 +22,7 @@ from heddle.storage.tensor_file import read_tensor, read_tensor_file, read_tenso
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+INFINITY = {"__float__": "Infinity"}  # as newer versions of transformers write it
 MAX_JSON_LENGTH = 64 * 2**20  # characters
 MAX_JSON_DEPTH = 64  # levels of nested objects and arrays
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
@@ -162,11 +163,11 @@ def read_text_file(path: Path) -> str:
 
 
 def parse_json(text: str, path: Path) -> dict[str, Any]:
-    """The object in the text of a JSON file. Raises CheckpointError naming the file."""
+    """The object in the text of a JSON file, with INFINITY in place of that word. Raises CheckpointError naming it."""
     if len(text) > MAX_JSON_LENGTH:
         raise CheckpointError(f"{path}: has more than {MAX_JSON_LENGTH} characters; it should be a small text")
     try:
-        data = parse_json_object(text.encode("utf-8"))
+        data = parse_json_object(text.encode("utf-8"), INFINITY)
         if _depth(data) > MAX_JSON_DEPTH:
             raise ValueError("it is nested too deeply")
     except ValueError as error:

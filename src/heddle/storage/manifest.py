@@ -149,8 +149,11 @@ def is_file_name(name: str) -> bool:
     return NAME_PATTERN.fullmatch(name) is not None and not name.startswith(".") and name != MANIFEST_FILE
 
 
-def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """Parse a JSON object (UTF-8). Raises ValueError for anything else, also for duplicate keys and NaN."""
+def parse_json_object(raw: bytes, infinity: Any = None) -> dict[str, Any]:
+    """Parse a JSON object (UTF-8). Raises ValueError for anything else, also for duplicate keys and NaN.
+
+    infinity: what to put in place of the word Infinity; None: it is refused too.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -159,6 +162,8 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
         return result
 
     def refuse(constant: str) -> Any:
+        if infinity is not None and constant == "Infinity":
+            return infinity
         raise ValueError(f"{constant} is not a JSON number")
 
     try:

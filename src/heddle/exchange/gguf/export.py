@@ -53,7 +53,7 @@ def export_gguf(
     file = Path(file)
     dtype = _matrix_dtype(model, dtype)
     match, graph = match_architecture(model.config)
-    _check_package()
+    check_package()
     tensors = HFTensors(match.family, model)
     keys = _model_keys(match.config, model, graph, (model if imported is None else imported.model).imported_config)
     keys |= {"general.name": file.stem, "general.file_type": GGML_TYPES[dtype][1]}
@@ -75,12 +75,13 @@ def _matrix_dtype(model: Decoder, dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def _check_package() -> None:
+def check_package() -> None:
+    """Raises ConfigError if the package gguf is missing."""
     try:
         import gguf  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "a GGUF is written with the package gguf, which is missing: pip install 'heddle-lm[gguf]'"
+            "a GGUF is read and written with the package gguf, which is missing: pip install 'heddle-lm[gguf]'"
         ) from None
 
 

@@ -14,17 +14,22 @@ from heddle.exchange.gguf.architectures import Architecture
 
 EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<index>\d+)\.(?P<after>.*)")
 SUFFIXES = (".weight", ".bias")
+Transform = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor of a GGUF. It is made of the Hugging Face tensors `hf_names` (stacked if several) by `transform`."""
+    """A tensor of a GGUF. It is made of the Hugging Face tensors `hf_names` (stacked if several) by `transform`.
+
+    restore: the inverse, of one of several.
+    """
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     hf_names: tuple[str, ...]
-    transform: Callable[[Tensor], Tensor]
+    transform: Transform
+    restore: Transform
 
     def build(self, tensors: HFTensors) -> Tensor:
         """Make the tensor, in memory of its own."""
@@ -51,10 +56,10 @@ def gguf_tensors(
         is_expert = stacked_name != hf_names[0]
         shape = torch.Size((len(hf_names), *hf_shape)) if is_expert else hf_shape
         is_float32 = len(shape) < 2 or "ffn_gate_inp" in name
-        transform = _transform_of(name, config, graph)
+        transform, restore = _transforms_of(name, config, graph)
         if is_expert and len(hf_names) == 1:
             transform = partial(torch.unsqueeze, dim=0)
-        yield GGUFTensor(name, shape, torch.float32 if is_float32 else dtype, hf_names, transform)
+        yield GGUFTensor(name, shape, torch.float32 if is_float32 else dtype, hf_names, transform, restore)
 
 
 def _depth(config: dict[str, Any]) -> int:
@@ -70,14 +75,14 @@ def _group_experts(names: list[str]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
-def _transform_of(name: str, config: dict[str, Any], graph: Architecture) -> Callable[[Tensor], Tensor]:
-    if graph.interleaved_rope and ".attn_q." in name:
-        return partial(interleave_rope_rows, heads=config["num_attention_heads"])
-    if graph.interleaved_rope and ".attn_k." in name:
-        return partial(interleave_rope_rows, heads=config["num_key_value_heads"])
+def _transforms_of(name: str, config: dict[str, Any], graph: Architecture) -> tuple[Transform, Transform]:
+    """What makes a tensor of the family's, and what undoes it."""
+    for role, heads in ((".attn_q.", "num_attention_heads"), (".attn_k.", "num_key_value_heads")):
+        if graph.interleaved_rope and role in name:
+            return partial(interleave_rope_rows, heads=config[heads]), partial(_separate_rope_rows, heads=config[heads])
     if graph.norm_plus_one and name.endswith("norm.weight"):
-        return _add_one
-    return _identity
+        return partial(torch.add, other=1.0), partial(torch.sub, other=1.0)
+    return _identity, _identity
 
 
 def interleave_rope_rows(x: Tensor, heads: int) -> Tensor:
@@ -86,8 +91,9 @@ def interleave_rope_rows(x: Tensor, heads: int) -> Tensor:
     return split.transpose(1, 2).flatten(0, 2)
 
 
-def _add_one(x: Tensor) -> Tensor:
-    return x + 1.0
+def _separate_rope_rows(x: Tensor, heads: int) -> Tensor:
+    split: Tensor = x.unflatten(0, (heads, -1, 2))
+    return split.transpose(1, 2).flatten(0, 2)
 
 
 def _identity(x: Tensor) -> Tensor:

@@ -5,10 +5,18 @@ splits as GPT-2's does, except that it also cuts runs of more than 256 character
 """
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Engine
 
 from heddle.errors import DataError
-from heddle.tokenization.tokenizer import MAX_RUN_LENGTH, Tokenizer
+from heddle.progress import print_status
+from heddle.tokenization.backend import read_backend
+from heddle.tokenization.tokenizer import MAX_RUN_LENGTH, BoundaryTokens, Tokenizer
+
+if TYPE_CHECKING:
+    from heddle.exchange.gguf.keys import Keys
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -80,3 +88,50 @@ def _special_token_keys(tokenizer: Tokenizer) -> dict[str, Any]:
     if eos_ids:
         keys["eos_token_id"] = eos_ids[0]
     return keys
+
+
+def read_tokenizer(keys: "Keys", rows: int, source: str) -> Tokenizer | None:
+    """The byte-level BPE of a GGUF; None, and a sentence that says so, for another kind.
+
+    rows: of the embedding. Raises DataError for damaged keys.
+    """
+    kind, pre = (keys.get(f"tokenizer.ggml.{name}", "none") for name in ("model", "pre"))
+    patterns = {name: pattern for pattern, name in PRE_TOKENIZERS.items()}
+    if kind != "gpt2" or pre not in patterns:
+        if kind != "none":
+            remedy = "give the model a tokenizer.json of its own"
+            print_status(f"warning: {source}: its tokenizer ({kind}, {pre}) is not read; {remedy}")
+        return None
+    lists = {name: keys.get(f"tokenizer.ggml.{name}", list[Any]()) for name in ("tokens", "token_type", "merges")}
+    tokens = lists["tokens"]
+    if len(tokens) > rows:
+        raise DataError(f"{source}: has {len(tokens)} tokens, but the embedding only {rows} rows; download it again")
+    try:
+        text = _bpe_json(tokens, lists["token_type"], lists["merges"], patterns[pre], pre in IGNORE_MERGES)
+        ids = {name: keys.get(f"tokenizer.ggml.{name}_token_id", -1) for name in ("bos", "eos")}
+        begins = keys.get("tokenizer.ggml.add_bos_token", False) and ids["bos"] >= 0
+        ends = (ids["eos"],) if ids["eos"] >= 0 else ()
+        boundaries = BoundaryTokens((ids["bos"],) if begins else (), ends)
+        return Tokenizer(read_backend(text, source), source, text, boundaries)
+    except (ValueError, TypeError, IndexError, KeyError) as error:
+        raise DataError(f"{source}: its tokenizer is damaged ({error}); download it again") from error
+
+
+def _bpe_json(tokens: list[str], types: list[int], merges: list[str], pattern: str, ignore_merges: bool) -> str:
+    """The tokenizer.json of a byte-level BPE."""
+    types = types or [NORMAL] * len(tokens)
+    kinds = list(zip(tokens, types, strict=True))
+    engine = Engine(
+        models.BPE(
+            {token: index for index, (token, kind) in enumerate(kinds) if kind in (NORMAL, CONTROL, USER_DEFINED)},
+            [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)],
+            ignore_merges=ignore_merges,
+        )
+    )
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    engine.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), bytewise])
+    engine.decoder = decoders.ByteLevel()
+    engine.add_special_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == CONTROL])
+    engine.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == USER_DEFINED])
+    text: str = engine.to_str()
+    return text

@@ -38,6 +38,15 @@ def load(folder: str | Path) -> tuple[Decoder, Tokenizer | None]:
     return imported.model, imported.tokenizer
 
 
-def export(model: Decoder | HeddleForCausalLM, folder: str | Path, tokenizer: Tokenizer | None = None) -> FamilyMatch:
-    """Write a folder that transformers reads, as a known family if one matches. Returns the family."""
-    return _export.export(model if isinstance(model, Decoder) else model.heddle_decoder, folder, tokenizer)
+def export(
+    model: Decoder | HeddleForCausalLM,
+    folder: str | Path,
+    tokenizer: Tokenizer | None = None,
+    family: str | None = None,
+) -> FamilyMatch:
+    """Write a folder that transformers reads, as `family`, or as a known family if one matches. Returns the family.
+
+    Raises ConfigError if the family that was chosen does not fit.
+    """
+    decoder = model if isinstance(model, Decoder) else model.heddle_decoder
+    return _export.export(decoder, folder, tokenizer, family=family)

@@ -1,0 +1,97 @@
+"""What the families with Mamba-2 layers share: the fields of the mixer, under each family's names, and its tensors."""
+
+from typing import Any, NamedTuple
+
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.safetensors_folder import INFINITY
+from heddle.exchange.weight_map import DEPTHWISE_CONV, TensorTransform, WeightMap
+from heddle.model.config import ModelConfig
+from heddle.parts.mixers.mamba2 import Mamba2Config
+
+UNLIMITED = 1e30  # a time step no smaller counts as infinite
+# Of the first weights, or of kernels.
+UNUSED_FIELDS = """time_step_min time_step_max time_step_floor time_step_rank chunk_size use_mamba_kernels
+rescale_prenorm_residual""".split()  # noqa: SIM905
+
+
+class Names(NamedTuple):
+    """A family's names of the mixer's fields, each with its default there (None: it must be given)."""
+
+    heads: tuple[str, int | None]
+    head_dim: tuple[str, int | None]
+    state_size: tuple[str, int]
+    groups: tuple[str, int]
+    conv_kernel: tuple[str, int]
+    conv_bias: tuple[str, bool]
+    bias: tuple[str, bool]
+    expand: tuple[str, int]
+
+
+def read_mixer(config: ConfigReader, names: Names, eps: float) -> dict[str, Any]:
+    """The mixer, with time steps as `time_step_limit` has them.
+
+    Raises ConfigError if its heads are not `expand` times as wide as the model.
+    """
+    fields = read_fields(config, names, eps)
+    if config.get(*names.expand) * config.require_count("hidden_size") != fields["heads"] * fields["head_dim"]:
+        heads = f"{fields['heads']} heads of {fields['head_dim']}"
+        raise config.invalid(names.expand[0], f"times hidden_size is not {heads}; make them equal")
+    limit = config.optional("time_step_limit") or [0.0, UNLIMITED]
+    least, maximum = (UNLIMITED if step == INFINITY else float(step) for step in limit)
+    return fields | time_step_limit(least, maximum)
+
+
+def read_fields(config: ConfigReader, names: Names, eps: float) -> dict[str, Any]:
+    """The mixer but for its time steps."""
+    fields: dict[str, Any] = {"kind": "mamba2"}
+    for field, (name, default) in zip(Names._fields[:-1], names[:-1], strict=True):
+        fields[field] = config.require_count(name) if default is None else config.get(name, default)
+    for name in UNUSED_FIELDS:
+        config.optional(name)
+    return fields | {"norm": {"kind": "rms", "eps": eps}}
+
+
+def time_step_limit(least: float, maximum: float = UNLIMITED) -> dict[str, Any]:
+    """The mixer's limits of time steps, none if they limit nothing."""
+    free = least <= 0.0 and maximum >= UNLIMITED
+    return {} if free else {"time_step_limit": [least, min(maximum, UNLIMITED)]}
+
+
+def write_mixer(design: ModelConfig, names: Names) -> dict[str, Any]:
+    """The fields that `read_mixer` reads."""
+    mixer = first_mixer(design)
+    least, maximum = mixer.time_step_limit or (0.0, UNLIMITED)
+    return write_fields(design, names) | {
+        names.expand[0]: max(1, mixer.heads * (mixer.head_dim or 1) // design.width),
+        "time_step_limit": [least, INFINITY if maximum >= UNLIMITED else maximum],
+    }
+
+
+def write_fields(design: ModelConfig, names: Names) -> dict[str, Any]:
+    """The fields of the first Mamba-2 mixer but for its time steps."""
+    mixer = first_mixer(design)
+    return {name: getattr(mixer, field) for field, (name, _) in zip(Names._fields[:-1], names[:-1], strict=True)}
+
+
+def first_mixer(design: ModelConfig) -> Mamba2Config:
+    """The first Mamba-2 mixer, or a default one."""
+    default = Mamba2Config(heads=1, head_dim=design.width)
+    return next((x.mixer for x in design_parts.layers(design) if isinstance(x.mixer, Mamba2Config)), default)
+
+
+# The weights of a norm of several groups, stored one after the other.
+NORM_BY_GROUP = TensorTransform(
+    lambda parameters: parameters[0].flatten(), lambda tensor, shapes: [tensor.view(shapes[0])]
+)
+
+
+def map_mixer(weights: WeightMap, hf: str, heddle: str) -> None:
+    """The tensors of a mixer; its input projections are one, and k, q and v are the paper's B, C and x."""
+    weights.add_module(f"{hf}.in_proj", *(f"{heddle}.{role}" for role in ("gate", "v", "k", "q", "a")))
+    weights.add_tensor(f"{hf}.conv1d.weight", f"{heddle}.convolution.weight", transform=DEPTHWISE_CONV)
+    weights.add_tensor(f"{hf}.conv1d.bias", f"{heddle}.convolution.bias")
+    for name, role in (("A_log", "decay.rate"), ("dt_bias", "decay.bias"), ("D", "skip")):
+        weights.add_tensor(f"{hf}.{name}", f"{heddle}.{role}")
+    weights.add_tensor(f"{hf}.norm.weight", f"{heddle}.norm.weight", transform=NORM_BY_GROUP)
+    weights.add_module(f"{hf}.out_proj", f"{heddle}.out")

@@ -1,0 +1,191 @@
+"""Nemotron-H, Nano 2 and 3 (NVIDIA 2025): Mamba-2, attention without positions, MLPs and experts, each a layer alone.
+
+The layers that predict further tokens (`mtp.`) are ignored; they do not change the next token's logits. Experts on
+latents (`moe_latent_size`) are refused. Time steps are `time_step_min` at least, as in transformers, whatever
+`time_step_limit` says. `residual_in_fp32` is about the precision of sums in narrow types.
+"""
+
+from typing import Any
+
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common, _layer_types, _mamba, _moe
+from heddle.exchange.family import Family
+from heddle.exchange.rope import FULL
+from heddle.exchange.weight_map import WeightMap
+from heddle.model.config import LayerConfig, ModelConfig
+from heddle.parts.feedforwards.moe import MoEConfig
+from heddle.parts.mixers.mamba2 import Mamba2Config
+
+LINEAR, MLP, MOE = "linear_attention", "mlp", "moe"
+PATTERN = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
+ALIASES = {"mamba": LINEAR, "attention": FULL}
+NAMES = _mamba.Names(
+    heads=("mamba_num_heads", 128),
+    head_dim=("mamba_head_dim", 64),
+    state_size=("ssm_state_size", 128),
+    groups=("n_groups", 8),
+    conv_kernel=("conv_kernel", 4),
+    conv_bias=("use_conv_bias", True),
+    bias=("use_bias", False),
+    expand=("expand", 2),
+)
+# Of kernels, of training and of layers that are not built; transformers computes the same whatever they say.
+UNUSED_FIELDS = """num_hidden_layers num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern
+num_logits_to_keep mamba_ssm_cache_dtype mamba_proj_bias moe_shared_expert_overlap output_router_logits
+n_shared_experts expand time_step_limit""".split()  # noqa: SIM905
+
+
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """`layers_block_type`, or in older files `hybrid_override_pattern`, says what each layer is."""
+    eps = config.get("layer_norm_epsilon", 1e-5, "rms_norm_eps", "norm_eps")
+    config.expect("tie_word_embeddings", False, default=False)  # transformers never ties them
+    config.expect("mamba_hidden_act", "silu", default="silu")
+    config.expect("sliding_window", None)
+    config.note("residual_in_fp32")
+    least = config.get("time_step_min", 0.001)
+    kinds = {
+        LINEAR: {"mixer": _mamba.read_fields(config, NAMES, eps) | _mamba.time_step_limit(least)},
+        FULL: {"mixer": _read_attention(config)},
+        MLP: {"feedforward": _read_mlp(config)},
+        MOE: {"feedforward": _read_experts(config)},
+    }
+    for name in UNUSED_FIELDS:
+        config.optional(name)
+    layers = _layer_types.merge_repeats([kinds[kind] for kind in _read_types(config)])
+    residual = {"kind": "pre_norm", "dropout": config.get("hidden_dropout", 0.0)}
+    return _common.design_fields(config, {"kind": "rms", "eps": eps, "cast": "after"}, layers, residual=residual)
+
+
+def _read_types(config: ConfigReader) -> list[str]:
+    pattern = config.get("hybrid_override_pattern", "")
+    types = config.get("layers_block_type", [PATTERN.get(kind, kind) for kind in pattern], "layer_types")
+    types = [ALIASES.get(kind, kind) for kind in types]
+    if not types or set(types) - set(PATTERN.values()):
+        name = "hybrid_override_pattern" if pattern else "layers_block_type"
+        raise config.invalid(name, f"should say {LINEAR}, {FULL}, {MLP} or {MOE} of each layer")
+    return types
+
+
+def _read_attention(config: ConfigReader) -> dict[str, Any]:
+    heads = _common.read_heads(config, 0, config.get("head_dim", 128, "attention_head_dim"))
+    return {"kind": "attention", **heads, "dropout": config.get("attention_dropout", 0.0)}
+
+
+def _read_mlp(config: ConfigReader) -> dict[str, Any]:
+    return {
+        "kind": "mlp",
+        "hidden": config.get("intermediate_size", 21504),
+        "activation": _common.read_activation(config, "mlp_hidden_act", "relu2"),
+        "bias": config.get("mlp_bias", False),
+    }
+
+
+def _read_experts(config: ConfigReader) -> dict[str, Any]:
+    """Experts of two matrices, and a shared one of a width of its own."""
+    config.expect("moe_latent_size", None)
+    return {
+        "kind": "moe",
+        "expert": "mlp",
+        "experts": config.get("n_routed_experts", 8, "num_local_experts"),
+        "top_k": config.get("num_experts_per_tok", 2),
+        "hidden": config.get("moe_intermediate_size", 7688),
+        "activation": _common.read_activation(config, "mlp_hidden_act", "relu2"),
+        "bias": "shared" if config.get("mlp_bias", False) else False,
+        "shared": 1,
+        "shared_hidden": config.get("moe_shared_expert_intermediate_size", 7688),
+        "scale": config.get("routed_scaling_factor", 1.0),
+        "routing": "sigmoid",
+        "renormalize": config.get("norm_topk_prob", True),
+        "groups": config.get("n_group", 1),
+        "top_groups": config.get("topk_group", 1),
+        "bias_update": 0.0,
+    }
+
+
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads."""
+    mixer, mlp, moe = (
+        design_parts.first_attention(design),
+        design_parts.first_mlp(design),
+        design_parts.first_moe(design),
+    )
+    limit = _mamba.first_mixer(design).time_step_limit
+    has_experts = any(design_parts.has_experts(design))
+    activation = moe.activation if has_experts else mlp.activation
+    return (
+        _common.write_common(design)
+        | _mamba.write_fields(design, NAMES)
+        | {
+            "time_step_min": 0.0 if limit is None else limit[0],
+            "tie_word_embeddings": False,
+            "layers_block_type": [_type(layer) for layer in design_parts.layers(design)],
+            "num_attention_heads": mixer.heads,
+            "num_key_value_heads": mixer.kv_heads,
+            "head_dim": mixer.head_dim,
+            "attention_dropout": mixer.dropout,
+            "hidden_dropout": design.residual.dropout,
+            "intermediate_size": mlp.hidden,
+            "mlp_hidden_act": design_parts.HF_ACTIVATIONS[activation or "relu2"],
+            "mlp_bias": moe.bias == "shared" if has_experts else mlp.bias,
+            "layer_norm_epsilon": design_parts.norm_eps(design),
+        }
+        | (_write_experts(moe) if has_experts else {})
+    )
+
+
+def _write_experts(moe: MoEConfig) -> dict[str, Any]:
+    return {
+        "n_routed_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.hidden,
+        "moe_shared_expert_intermediate_size": moe.shared_hidden or moe.hidden,
+        "routed_scaling_factor": moe.scale,
+        "norm_topk_prob": moe.renormalize,
+        "n_group": moe.groups or 1,
+        "topk_group": moe.top_groups or 1,
+    }
+
+
+def _type(layer: LayerConfig) -> str:
+    """The nearest type of a layer."""
+    if layer.mixer is not None:
+        return LINEAR if isinstance(layer.mixer, Mamba2Config) else FULL
+    return MOE if isinstance(layer.feedforward, MoEConfig) else MLP
+
+
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """Its own names: what a layer is made of is its `mixer`, whatever it is."""
+    weights.add_module("backbone.embeddings", "embed")
+    weights.add_module("backbone.norm_f", "final_norm.norm")
+    weights.add_module("lm_head", "head")
+    for index, layer in enumerate(design_parts.layers(design)):
+        hf, heddle = f"backbone.layers.{index}", f"layers.{index}"
+        for branch in ("mixer", "feedforward"):
+            weights.add_module(f"{hf}.norm", f"{heddle}.residual.norms.{branch}")
+        if isinstance(layer.mixer, Mamba2Config):
+            _mamba.map_mixer(weights, f"{hf}.mixer", f"{heddle}.mixer")
+            continue
+        for name, role in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"), ("o_proj", "out")):
+            weights.add_module(f"{hf}.mixer.{name}", f"{heddle}.mixer.{role}")
+        _map_feedforward(weights, f"{hf}.mixer", f"{heddle}.feedforward")
+
+
+def _map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
+    names = {"up": "up_proj", "down": "down_proj"}
+    if f"{heddle}.router.weight" in weights.shapes:
+        _moe.map_experts(weights, hf, heddle, names)
+        weights.add_tensor(f"{hf}.gate.e_score_correction_bias", f"{heddle}.router.expert_bias")
+        hf, heddle = f"{hf}.shared_experts", f"{heddle}.shared"
+    for role, name in names.items():
+        weights.add_module(f"{hf}.{name}", f"{heddle}.{role}")
+
+
+FAMILY = Family(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    read_config,
+    write_config,
+    map_weights,
+    ignored_tensors=("mtp.",),
+)

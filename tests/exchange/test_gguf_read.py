@@ -1,0 +1,170 @@
+"""GGUF files are read as what they were written from: every type of ggml, every graph, and the tokenizer."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf.quants import dequantize, quantize
+
+from heddle.errors import CheckpointError, ConfigError
+from heddle.exchange.family_match import differences
+from heddle.exchange.gguf import export_gguf, load_gguf
+from heddle.exchange.load import load
+from tests.exchange.cases import scaled
+from tests.exchange.hf_models import AutoConfig, drawn, our_logits, write
+from tests.exchange.test_gguf import BASE, PAIRS, model_pair, prompt, tokenizer
+from tests.laws.planting import plant
+from tools.llama_cpp.runner import run
+
+PACKED = ["Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+LLAMA3_1 = scaled(
+    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)
+# Whose keys say what the design says: llama.cpp has its own lengths of Llama 3's scaling, and no name for its family.
+READ = [pair for pair in PAIRS if pair != ("llama", "llama3-tied-biases")]
+
+
+@pytest.mark.parametrize(("family", "variant"), READ)
+def test_what_was_written_is_read(family: str, variant: str, tmp_path: Path) -> None:
+    _, ours = model_pair(family, variant)
+    file = tmp_path / "model.gguf"
+    export_gguf(ours.model, file, tokenizer())
+    again = load_gguf(file)
+    tokens = torch.tensor([prompt()])
+    assert float((our_logits(again.model, tokens) - our_logits(ours.model, tokens)).abs().max()) <= (
+        2e-5 if family.startswith("gemma") else 0.0  # 1 was added to its norms, and taken away
+    )
+    for name, parameter in ours.model.named_parameters():
+        torch.testing.assert_close(again.model.get_parameter(name), parameter, rtol=0, atol=1e-6)
+    expected = "llama" if family == "mistral" else family
+    assert again.preserved_config == {"max_position_embeddings": 300, "model_type": expected}
+    assert again.tokenizer is not None
+    for text in ["Once upon a time", "  two  spaces ", "3.14159 don't \n\n x"]:
+        assert again.tokenizer.encode(text) == tokenizer().encode(text)
+    assert again.tokenizer.eos_ids == [tokenizer().eod_id]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_types_are_kept(dtype: torch.dtype, tmp_path: Path) -> None:
+    _, ours = model_pair("llama", "plain")
+    export_gguf(ours.model, tmp_path / "model.gguf", dtype=dtype)
+    again = load_gguf(tmp_path / "model.gguf")
+    assert again.tokenizer is None
+    for name, parameter in ours.model.named_parameters():
+        assert torch.equal(again.model.get_parameter(name), parameter.to(dtype)), name
+
+
+def test_the_scaling_of_llama_3_is_found_by_its_factors(tmp_path: Path) -> None:
+    for fields in (LLAMA3_1, LLAMA3_1 | {"rope_parameters": LLAMA3_1["rope_parameters"] | {"factor": 5.0}}):
+        ours = load(write(drawn(AutoConfig.for_model("llama", **(BASE | fields)))))
+        export_gguf(ours.model, tmp_path / "model.gguf")
+        if fields is LLAMA3_1:
+            assert not differences(load_gguf(tmp_path / "model.gguf").model.config, ours.model.config)
+    with pytest.raises(ConfigError, match="factors of its RoPE are those of no Llama 3"):
+        load_gguf(tmp_path / "model.gguf")
+
+
+def random_blocks(kind: GGMLQuantizationType, rows: int, columns: int) -> np.ndarray:
+    """Blocks of random bits, in which the numbers of half precision are small and finite."""
+    if kind.name in ("Q8_0", "Q4_0"):
+        numbers = np.random.default_rng(3).normal(size=(rows, columns)).astype(np.float32)
+        return quantize(numbers, kind)
+    size = {"Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}[kind.name]
+    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind.name]
+    blocks = np.random.default_rng(4).integers(0, 256, (rows * columns // 256, size), dtype=np.uint8)
+    for start in halves:
+        blocks[:, start : start + 2] = np.array([0.001], dtype=np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def repack(file: Path, target: Path, kind: GGMLQuantizationType) -> dict[str, np.ndarray]:
+    """The same file with random blocks in place of the matrices up and down; the numbers of these, by name."""
+    reader, numbers = GGUFReader(file), {}
+    writer = GGUFWriter(target, "llama")
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            writer.add_key_value(field.name, field.contents(), field.types[0], *field.types[-1:])
+    for tensor in reader.tensors:
+        if "ffn_up" in tensor.name or "ffn_down" in tensor.name:
+            blocks = random_blocks(kind, *tensor.data.shape)
+            numbers[tensor.name] = dequantize(blocks, kind)
+            writer.add_tensor(tensor.name, blocks, raw_dtype=kind)
+        else:
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return numbers
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose matrices are whole blocks of 256."""
+    fields = BASE | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 8}
+    file = tmp_path_factory.mktemp("wide") / "plain.gguf"
+    export_gguf(load(write(drawn(AutoConfig.for_model("llama", **fields)), "10MB")).model, file, tokenizer())
+    return file
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_blocks_are_unpacked_when_asked_for(
+    kind: str, wide: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "packed.gguf"
+    numbers = repack(wide, file, GGMLQuantizationType[kind])
+    with pytest.raises(ConfigError, match=rf"holds quantized weights \({kind}\); ask for them dequantized"):
+        load_gguf(file)
+    model = load_gguf(file, torch.float32).model
+    for name in ("up", "down"):
+        want = torch.from_numpy(numbers[f"blk.0.ffn_{name}.weight"])
+        assert torch.equal(model.get_parameter(f"layers.0.feedforward.{name}.weight"), want)
+    assert f"dequantized: {kind}, " in capsys.readouterr().err
+    assert load_gguf(file, torch.bfloat16).model.embed.weight.dtype == torch.bfloat16
+
+
+def test_llama_cpp_computes_the_same_with_the_blocks(wide: Path, tmp_path: Path) -> None:
+    """It rounds what it multiplies with Q8_0 to 8 bits too, so the two are near alone."""
+    file = tmp_path / "packed.gguf"
+    repack(wide, file, GGMLQuantizationType.Q8_0)
+    answer = torch.tensor(run(file, [{"tokens": prompt(), "n": 0, "logits": True}])[0]["logits"])
+    ours = our_logits(load_gguf(file, torch.float32).model, torch.tensor([prompt()]))[0]
+    assert float(ours.std()) > 0.3
+    assert float((answer - ours).abs().median()) < 0.05 * float(ours.std())
+
+
+BUGS = [
+    ("gguf_tensors:_separate_rope_rows", "(heads, -1, 2)", "(heads, 2, -1)"),
+    ("keys:_common_fields", '"output.weight" not in shapes', "True"),
+]
+
+
+@pytest.mark.parametrize(("target", "old", "new"), BUGS)
+def test_a_planted_bug_is_caught(
+    target: str, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, f"exchange.gguf.{target}", old, new)
+    with pytest.raises((AssertionError, CheckpointError, ConfigError)):
+        test_what_was_written_is_read("llama", "plain", tmp_path)
+
+
+def test_damaged_and_foreign_files_are_refused(wide: Path, tmp_path: Path) -> None:
+    raw = wide.read_bytes()
+    for index, cut in enumerate([0, 3, 20, 200, 5000, len(raw) - 10_000]):
+        (tmp_path / f"{index}.gguf").write_bytes(raw[:cut])
+        with pytest.raises(CheckpointError, match="cannot be read as a GGUF"):
+            load_gguf(tmp_path / f"{index}.gguf")
+    with pytest.raises(CheckpointError, match="cannot be read as a GGUF"):
+        load_gguf(tmp_path / "none.gguf")
+    for old, new, message in [
+        (b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama", b"warp!", "architecture 'warp!' is not read"),
+        (b"llama.block_count", b"llama.blockxcount", "key 'llama.block_count' is missing"),
+        (b"blk.0.ffn_up", b"blk.0.ffx_up", "tensor 'blk.0.ffx_up.weight' belongs to no part"),
+    ]:
+        replaced = raw.replace(old, old[: len(old) - len(new)] + new)
+        assert replaced != raw
+        (tmp_path / "bad.gguf").write_bytes(replaced)
+        with pytest.raises((CheckpointError, ConfigError), match=message):
+            load_gguf(tmp_path / "bad.gguf")
