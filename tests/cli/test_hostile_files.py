@@ -273,9 +273,18 @@ def panicking(data: dict[str, Any]) -> None:
     data["normalizer"] = {"type": "Replace", "pattern": {"String": ""}, "content": "xxxx"}
 
 
+def doubling(data: dict[str, Any]) -> None:
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    data["normalizer"] = {"type": "Sequence", "normalizers": [step] * 40}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(many_steps, "in more than 2000 steps"), (panicking, "cannot encode every text: use a byte-level one")],
+    [
+        (doubling, "may make more than 1000 characters of one"),
+        (many_steps, "in more than 2000 steps"),
+        (panicking, "cannot encode every text: use a byte-level one"),
+    ],
 )
 def test_a_tokenizer_that_would_not_end_or_breaks_is_refused(
     change: Callable[[dict[str, Any]], None],

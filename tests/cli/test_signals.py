@@ -41,6 +41,8 @@ COMMANDS = [
     ("import @/exported ~/out", "heddle.storage.folder.write_tensor_file"),
     ("export @/run ~/out", "heddle.storage.folder.write_tensor_file"),
     ("export @/run ~/out", "heddle.storage.folder.finish_folder"),
+    ("convert @/run ~/out --to kv_heads=2 --report-tokens 0", "heddle.storage.folder.write_tensor_file"),
+    ("verify @/run --json", "heddle.analysis.verification.verify_file"),
     ("export @/run ~/out.gguf --format gguf", "heddle.exchange.gguf.export._write_contents"),
 ]
 

@@ -36,6 +36,7 @@ def test_compiled_kernels_lie_in_the_cache_unless_the_user_chose_a_folder(
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     use_own_compile_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
+    assert (tmp_path / "compiled").stat().st_mode & 0o777 == 0o700  # it holds code that torch unpickles
 
 
 def test_what_a_killed_process_left_is_removed_after_an_hour(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from heddle.storage.rank_folder import HeldTensor, plan_rows, write_rank_folder
 from heddle.storage.run_log import RunLog
 from heddle.storage.tensor_file import write_tensor_file
 from heddle.training.checkpoint import TrainingProgress, resume_run, save_run
+from heddle.training.checkpoint_saver import CheckpointSaver
 from heddle.training.init_checkpoint import open_init_checkpoint
 from heddle.training.optimizer import Optimizer, build_optimizer
 from tests.cases import case
@@ -101,7 +102,14 @@ def test_any_layout_reads_what_any_other_wrote(design: str, tmp_path: Path, smal
             progress = resume_run(tmp_path, model, optimizer, log, ranks)
             log.close()
             assert progress.step == step - 1
-        save_run(tmp_path, model, optimizer, TrainingProgress(step), {"notes.txt": "βῆτα"}, LogPosition(), ranks)
+        save_run(
+            CheckpointSaver(tmp_path, ranks),
+            model,
+            optimizer,
+            TrainingProgress(step),
+            {"notes.txt": "βῆτα"},
+            LogPosition(),
+        )
 
     layouts = ["one", "FSDP-3", "HSDP-2×2", "DDP-2", "FSDP-4", "FSDP-2", "one"]
     hashes = []
@@ -396,7 +404,7 @@ def test_ranks_that_go_back_to_an_earlier_checkpoint_go_together(
         for step in (1, 2):
             model = model_on("FSDP-2", config, seed=step)
             optimizer = build_optimizer(model, 0.1)
-            save_run(tmp_path, model, optimizer, TrainingProgress(step), {}, LogPosition(), ranks)
+            save_run(CheckpointSaver(tmp_path, ranks), model, optimizer, TrainingProgress(step), {}, LogPosition())
 
     def resume(ranks: Ranks) -> tuple[int, Tensor]:
         model = model_on("FSDP-2", config, seed=7)

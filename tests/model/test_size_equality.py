@@ -140,18 +140,18 @@ def test_distinct_layers_are_counted_in_order_of_occurrence() -> None:
 
 
 def test_deep_designs_are_measured_by_their_distinct_layers() -> None:
-    shallow_config, deep_config = (load_config(design(layer(attention(), repeat=repeat))) for repeat in (1, 4096))
+    shallow_config, deep_config = (load_config(design(layer(attention(), repeat=repeat))) for repeat in (1, 1024))
     single, deep = size(shallow_config, CONTEXT), size(deep_config, CONTEXT)
     outside = 61 * 24 + 24
-    assert deep.parameters - outside == 4096 * (single.parameters - outside)
-    assert [row.count for row in deep.layers] == [4096]
+    assert deep.parameters - outside == 1024 * (single.parameters - outside)
+    assert [row.count for row in deep.layers] == [1024]
     assert state_bytes(deep_config, CONTEXT) == deep.state_bytes
     assert deep_config.fingerprint() != shallow_config.fingerprint()
 
 
 def test_parameters_beyond_64_bits_are_counted() -> None:
-    wide = load_config(design(layer(attention(heads=1, head_dim=8, position=None), {"kind": "mlp", "hidden": 2**31 - 1},
-                                    repeat=4096), width=2**20))  # fmt: skip
+    wide = load_config(design(layer(attention(heads=1, head_dim=8, position=None), {"kind": "moe", "experts": 4,
+                                    "top_k": 1, "hidden": 2**31 - 1}, repeat=1024), width=2**20))  # fmt: skip
     assert size(wide, 1).parameters > 2**63
 
 
@@ -159,8 +159,8 @@ def test_parameters_beyond_64_bits_are_counted() -> None:
     ("data", "message"),
     [
         (design(layer(attention()), width=10**9), r"^width: should be less than or equal to 1048576, got 1000000000"),
-        (design(*[layer(attention())] * 100_000), r"^layers: stands for 100000 layers; at most 4096 are built$"),
-        (design(layer(attention(), repeat=100_000)), r"^layers: stands for 100000 layers; at most 4096 are built$"),
+        (design(*[layer(attention())] * 100_000), r"^layers: stands for 100000 layers; at most 1024 are built$"),
+        (design(layer(attention(), repeat=100_000)), r"^layers: stands for 100000 layers; at most 1024 are built$"),
         (
             design(*[layer(attention(window=index + 1)) for index in range(MAX_DISTINCT_LAYERS + 1)]),
             r"^layers: has 129 different layers; at most 128 are built$",

@@ -183,6 +183,30 @@ def test_old_leftovers_of_dead_processes_alone_are_removed(tmp_path: Path) -> No
     assert set(os.listdir(tmp_path)) == left | {"file"}
 
 
+def test_leftovers_of_a_dead_process_of_this_machine_are_removed_at_once(tmp_path: Path) -> None:
+    """Its start tells it from a later process with its number."""
+    own = atomic.leftover_path(tmp_path / "own", "tmp")
+    start = atomic._start_time(os.getpid())
+    assert f"-t{start}-" in own.name
+    reused = own.with_name(own.name.replace(f"-t{start}-", f"-t{(start or 0) - 1}-"))
+    dead = own.with_name(own.name.replace(f"-{os.getpid()}-", f"-{NO_PROCESS}-"))
+    for path in (own, reused, dead):
+        path.write_text("half")
+    atomic.remove_leftovers(tmp_path)
+    assert os.listdir(tmp_path) == [own.name]
+
+
+def test_leftovers_of_another_container_stay_for_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes have numbers of their own, under the same name of the host."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: NO_PROCESS)
+        patch.setattr(os, "readlink", lambda path: "pid:[1]")
+        young = atomic.leftover_path(tmp_path / "young", "tmp")
+    young.write_text("half")
+    atomic.remove_leftovers(tmp_path)
+    assert os.listdir(tmp_path) == [young.name]
+
+
 def test_leftovers_of_another_machine_stay_for_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process cannot be asked: a number that is free here may be a writer there."""
     with monkeypatch.context() as patch:

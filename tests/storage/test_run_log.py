@@ -11,7 +11,7 @@ import pytest
 from heddle.errors import CheckpointError, MachineError
 from heddle.storage import run_log
 from heddle.storage.manifest import EMPTY_CHAIN, LogPosition
-from heddle.storage.run_log import LOG_FILE, RunLog, read_log
+from heddle.storage.run_log import IDENTITY_KEYS, LOG_FILE, RunLog, open_run, read_log
 from tests.storage.shared import Died, System, standing_in
 
 LINES: list[dict[str, Any]] = [
@@ -130,6 +130,38 @@ def test_newer_lines_are_dropped_aloud_and_written_again(tmp_path: Path, capsys:
     write_lines(tmp_path, LINES, LogPosition())
     assert path.read_bytes() == whole
     assert "lines 1 to 4 are of steps that no checkpoint holds" in capsys.readouterr().err
+
+
+def test_a_newer_line_that_was_altered_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    positions = write_lines(tmp_path, LINES)
+    path = tmp_path / LOG_FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"1e-09", b"2e-09"))
+    capsys.readouterr()
+    assert write_lines(tmp_path, LINES[1:], positions[1]) == positions[1:]
+    notice = "lines 2 to 4 are of steps that no checkpoint holds, and line 3 of them was altered; they are taken again"
+    assert notice in capsys.readouterr().err
+    assert path.read_bytes() == whole
+
+
+def test_another_environment_is_told_when_a_run_is_continued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    identity: dict[str, Any] = dict.fromkeys(IDENTITY_KEYS)
+    before = {"versions": {"torch": "2.12.0", "numpy": "1"}, "runtime": {"device": "cpu", "threads": 4, "cpu": "A"}}
+    assert not open_run(tmp_path, identity, before)
+    (tmp_path / LOG_FILE).touch()
+    capsys.readouterr()
+    assert open_run(tmp_path, identity, before)
+    assert open_run(tmp_path, identity, {"command": "another"})
+    assert capsys.readouterr().err == ""
+    now = {"versions": {"torch": "2.13.0", "numpy": "2"}, "runtime": {"device": "cpu", "threads": 2, "cpu": "A"}}
+    assert open_run(tmp_path, identity, now)
+    assert capsys.readouterr().err.endswith(
+        'is continued in another environment: torch was "2.12.0", now it is "2.13.0"; threads was 4, now it is 2; '
+        "data, their order, the schedule and all that is saved stay equal, and from here on numbers may differ in "
+        "their last bits\n"
+    )
 
 
 def test_a_cut_last_line_is_no_damage(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """A run that died anywhere ends, continued, with the very bits of one that never did."""
 
+import dataclasses
 import json
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from heddle.data.corpus import Corpus
 from heddle.errors import CheckpointError
 from heddle.signals import Interrupted
 from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps
-from heddle.storage.folder import tensors_sha256
+from heddle.storage.folder import read_folder, tensors_sha256
 from heddle.storage.json_file import read_json_file, write_json_file
 from heddle.storage.run_log import LOG_FILE, RUN_FILE, read_log
 from heddle.training import checkpoint as snapshot
@@ -204,6 +206,20 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
     assert "continuing" in warnings
     assert "from step 6" in warnings
     assert ending(tmp_path) == whole
+
+
+def test_a_checkpoint_of_an_impossible_step_is_refused(texts: Corpus, tmp_path: Path) -> None:
+    train(job(texts, tmp_path / "run"))
+    train(small.job(texts, tmp_path / "longer", small.dropping(), STEPS + 2))
+    later = checkpoint_folder(tmp_path / "run", STEPS + 2)
+    shutil.copytree(checkpoint_folder(tmp_path / "longer", STEPS + 2), later)
+    with pytest.raises(CheckpointError, match=f"is of step {STEPS + 2}, and the run has {STEPS}; remove it"):
+        train(job(texts, tmp_path / "run"))
+    contents = read_folder(later)
+    for step in (-1, STEPS, 10**17, "9", True):
+        documents = contents.documents | {snapshot.PROGRESS_FILE: json.dumps({"step": step})}
+        with pytest.raises(CheckpointError, match=f"does not hold the progress of step {STEPS + 2}"):
+            snapshot._read_progress(dataclasses.replace(contents, documents=documents), STEPS + 2)
 
 
 def test_a_cut_last_line_of_the_log_is_written_again(texts: Corpus, tmp_path: Path, whole: Any) -> None:

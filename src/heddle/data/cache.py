@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,16 @@ def default_cache_folder() -> Path:
 def use_own_compile_cache() -> None:
     """Let torch store compiled kernels in the cache folder, for this process and those it starts.
 
-    torch's own choice is a folder of a known name in /tmp, which others may make first and fill with code.
-    $TORCHINDUCTOR_CACHE_DIR goes before; a user without a home has torch's choice.
+    torch's own choice is a folder of a known name in /tmp, which others may make first and fill with code; this one is
+    the user's alone. $TORCHINDUCTOR_CACHE_DIR goes before; a user without a home has torch's choice.
     """
-    try:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_cache_folder() / "compiled"))
-    except RuntimeError:  # of Path.home
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
+    with suppress(OSError, RuntimeError):  # of a folder that cannot be written, and of Path.home
+        folder = default_cache_folder() / "compiled"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
 
 
 def json_sha256(values: Any) -> str:

@@ -58,7 +58,9 @@ class ChatFormat:
             name: text for name in config if name.endswith("_token") and (text := _token_text(config[name]))
         }
         self._special_tokens_pattern = re.compile("|".join(map(re.escape, tokenizer.special_tokens.values())))
-        self._compiled_template = _compile_template(self.template)
+        from heddle.data.chat_template import ChatTemplate  # Jinja is imported only for conversations
+
+        self._compiled_template = ChatTemplate(self.template)
         content = json.dumps([self.template, self._special_tokens, tokenizer.hash])
         self.hash = hashlib.sha256(content.encode()).hexdigest()
 
@@ -107,50 +109,13 @@ class ChatFormat:
             raise UnreadableError(f"has the special token '{printable(match[0])}' in a message: leave it out")
 
     def _render(self, messages: Messages, add_generation_prompt: bool) -> str:
-        try:
-            text: str = self._compiled_template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
-            )
-        except Exception as error:  # a template may raise anything
-            raise UnreadableError(f"does not fit the chat template ({printable(str(error))[:120]})") from error
-        return text
-
-
-def _compile_template(template: str) -> Any:
-    """Compile the template in Jinja's sandbox: no Python internals, no change of its arguments, no files."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %} … {% endgeneration %}`, which some templates put around answers: renders the inside."""
-
-        tags = {"generation"}  # noqa: RUF012 - Jinja requires a set here
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def refuse(reason: str) -> None:
-        raise TemplateError(reason)
-
-    def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-        return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.globals["raise_exception"] = refuse
-    environment.filters["tojson"] = to_json
-    try:
-        return environment.from_string(template)
-    except (TemplateError, RecursionError) as error:
-        raise UnreadableError(f"cannot be read as Jinja ({printable(str(error))[:120]})") from error
+        return self._compiled_template.render(
+            messages=[dict(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            tools=None,
+            documents=None,
+            **self._special_tokens,
+        )
 
 
 def _read_tokenizer_config(tokenizer_files: Mapping[str, str]) -> dict[str, Any]:

@@ -21,11 +21,11 @@ import numpy as np
 from heddle.data.cache import CACHE_REMEDY
 from heddle.errors import DataError, describe_path
 from heddle.storage.atomic import replace_file
+from heddle.storage.file_io import hash_rest
 
 MAGIC = b"heddle-tokens\n"
 FORMAT_VERSION = 1
 HEADER_BYTES = 4096
-_BLOCK_BYTES = 8 * 1024 * 1024
 _COUNT_FIELDS = ("vocabulary", "end", "tokens", "documents", "bytes")
 
 
@@ -76,10 +76,10 @@ class TokenFileWriter:
             "parts": self._source_token_counts,
         }
         self._hasher.update(_header_json(header))
-        text = MAGIC + _header_json(header | {"sha256": self._hasher.hexdigest()})
-        assert len(text) < HEADER_BYTES
+        text = _header_text(header | {"sha256": self._hasher.hexdigest()})
+        assert len(text) == HEADER_BYTES
         self._file.seek(0)
-        self._file.write(text.ljust(HEADER_BYTES - 1) + b"\n")
+        self._file.write(text)
 
     def _write(self, data: bytes) -> None:
         self._hasher.update(data)
@@ -175,22 +175,25 @@ class TokenFile:
             header: dict[str, Any] = json.loads(text[len(MAGIC) :].decode())
         except (ValueError, RecursionError) as error:
             raise invalid from error
-        if not _is_valid_header(header):
+        if not _is_valid_header(header) or _header_text(header) != text:
             raise invalid
         return header
 
     def _content_hash(self, header: dict[str, Any]) -> str:
         hasher = hashlib.sha256()
-        with open(self.path, "rb") as file:
+        with open(self.path, "rb", buffering=0) as file:
             file.seek(HEADER_BYTES)
-            while block := file.read(_BLOCK_BYTES):
-                hasher.update(block)
+            hash_rest(file.fileno(), hasher)
         hasher.update(_header_json({name: value for name, value in header.items() if name != "sha256"}))
         return hasher.hexdigest()
 
 
 def _header_json(header: dict[str, Any]) -> bytes:
     return json.dumps(header, sort_keys=True).encode()
+
+
+def _header_text(header: dict[str, Any]) -> bytes:
+    return (MAGIC + _header_json(header)).ljust(HEADER_BYTES - 1) + b"\n"
 
 
 def _padding(size: int) -> int:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from heddle.errors import ConfigError
 
-MAX_LAYERS = 4096
+MAX_LAYERS = 1024  # more take above two seconds to parse and to compare with families
 MAX_DISTINCT_LAYERS = 128  # each takes about 20 ms to build and measure
 
 

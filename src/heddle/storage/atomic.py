@@ -23,15 +23,22 @@ from heddle.storage import file_io
 # the folder, may still write a younger one.
 LEFTOVER_FILE_SECONDS = 3600
 LEFTOVER_PATTERN = re.compile(
-    r"\.(?P<name>.+)\.(?P<role>tmp|old)-(?P<process>\d{1,10})(-(?P<machine>[0-9a-f]{8}))?-[0-9a-f]{8}", re.DOTALL
+    r"\.(?P<name>.+)\.(?P<role>tmp|old)-(?P<process>\d{1,10})(-(?P<machine>[0-9a-f]{8}))?(-t(?P<start>\d{1,20}))?"
+    r"-[0-9a-f]{8}",
+    re.DOTALL,
 )
 
 
 class _Writer(NamedTuple):
-    """The process that writes a temporary file or folder. machine: a hash of its host name; None: of this machine."""
+    """The process that writes a temporary file or folder.
+
+    machine: a hash that tells its machine; None: this one. start: when it began, as `_start_time`; None: unknown, as in
+    names of earlier versions.
+    """
 
     process: int
     machine: str | None
+    start: int | None = None
 
     @property
     def is_here(self) -> bool:
@@ -41,13 +48,27 @@ class _Writer(NamedTuple):
     def is_alive(self, path: Path) -> bool:
         """Whether it may still write `path`: on another machine, for an hour after the last change."""
         if self.is_here:
-            return _is_alive(self.process)
+            is_reused = self.start is not None and _start_time(self.process) not in (None, self.start)
+            return _is_alive(self.process) and not is_reused
         return time.time() - _last_change(path) <= LEFTOVER_FILE_SECONDS
 
 
 def _machine_key() -> str:
-    """Return 8 hexadecimal digits that tell this machine from others that share a folder."""
-    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+    """Return 8 hexadecimal digits that tell this machine, or this container, from others that share a folder."""
+    try:
+        numbering = os.readlink("/proc/self/ns/pid")  # in another container the same number is another process
+    except OSError:
+        numbering = ""
+    return hashlib.sha256(f"{socket.gethostname()}{numbering}".encode()).hexdigest()[:8]
+
+
+def _start_time(process: int) -> int | None:
+    """Return when a process began, in the clock ticks of Linux; None where that is unknown."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text("ascii", "replace")
+    except OSError:
+        return None
+    return int(fields.rpartition(")")[2].split()[19])  # the name before it may hold anything
 
 
 def sync_folder(folder: Path) -> None:
@@ -87,11 +108,13 @@ def remove_folder(folder: Path) -> None:
 
 
 def leftover_path(path: Path, role: str) -> Path:
-    """Return a new hidden name next to `path`, with this process's id and machine.
+    """Return a new hidden name next to `path`, with this process's id, machine and start.
 
     role: 'tmp' for a file or folder that is being written, 'old' for a folder that is being replaced.
     """
-    return path.with_name(f".{path.name}.{role}-{os.getpid()}-{_machine_key()}-{secrets.token_hex(4)}")
+    start = _start_time(os.getpid())
+    process = f"{os.getpid()}-{_machine_key()}" + ("" if start is None else f"-t{start}")
+    return path.with_name(f".{path.name}.{role}-{process}-{secrets.token_hex(4)}")
 
 
 def list_names(folder: Path) -> list[str]:
@@ -107,7 +130,8 @@ def leftovers(parent: Path, name: str | None = None) -> Iterator[tuple[Path, str
     for entry in list_names(parent):
         match = LEFTOVER_PATTERN.fullmatch(entry)
         if match is not None and name in (None, match["name"]):
-            yield parent / entry, match["name"], match["role"], _Writer(int(match["process"]), match["machine"])
+            start = None if match["start"] is None else int(match["start"])
+            yield parent / entry, match["name"], match["role"], _Writer(int(match["process"]), match["machine"], start)
 
 
 def find_folder(folder: Path) -> Path:
@@ -134,8 +158,10 @@ def remove_leftovers(parent: Path, name: str | None = None) -> None:
 
 
 def _remove_leftover_file(path: Path, writer: _Writer) -> None:
+    """Remove a file of a dead process: at once if it surely was of this machine, else after an hour."""
     with suppress(OSError):
-        if not writer.is_alive(path) and time.time() - path.lstat().st_mtime > LEFTOVER_FILE_SECONDS:
+        is_known = writer.is_here and writer.start is not None
+        if not writer.is_alive(path) and (is_known or time.time() - path.lstat().st_mtime > LEFTOVER_FILE_SECONDS):
             file_io.system.unlink(path)
 
 

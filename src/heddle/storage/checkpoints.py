@@ -20,6 +20,7 @@ from heddle.storage.staged_folder import unlisted_files
 
 CHECKPOINTS_FOLDER = "checkpoints"
 STEP_PATTERN = re.compile(r"step-(\d{8,18})")
+QUARANTINE_PATTERN = re.compile(STEP_PATTERN.pattern + r"\.damaged-\d+")  # a damaged one that was renamed
 
 
 @dataclass(frozen=True)

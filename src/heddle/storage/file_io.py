@@ -103,6 +103,24 @@ def read_exactly(
         pending.result()
 
 
+def hash_rest(descriptor: int, digest: "hashlib._Hash") -> None:
+    """Add all bytes from where an open file stands to `digest`: a chunk is hashed while the next one is read."""
+    buffers = [memoryview(bytearray(CHUNK_BYTES)) for _ in range(2)]
+    pending: Future[None] | None = None
+    with ThreadPoolExecutor(1) as hash_thread:  # starts its thread at the first large chunk
+        while count := system.readv(descriptor, [buffers[0]]):
+            if pending is not None:
+                pending.result()
+                pending = None
+            if count < MIN_PARALLEL_BYTES:
+                digest.update(buffers[0][:count])
+            else:
+                pending = hash_thread.submit(digest.update, buffers[0][:count])
+            buffers.reverse()
+        if pending is not None:
+            pending.result()
+
+
 class NewFile:
     """A new file, hashed while it is written and fsynced at the end. Use it as a context manager."""
 

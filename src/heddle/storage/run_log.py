@@ -11,15 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from heddle.errors import CheckpointError
-from heddle.progress import print_status
+from heddle.progress import print_status, print_warning
 from heddle.storage import file_io
-from heddle.storage.atomic import write_file
+from heddle.storage.atomic import remove_leftovers, write_file
+from heddle.storage.checkpoints import CHECKPOINTS_FOLDER
 from heddle.storage.json_file import read_json_file, write_json_file
 from heddle.storage.manifest import EMPTY_CHAIN, LogPosition, parse_json_object
 
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
 IDENTITY_KEYS = ("design", "data", "settings", "init_checkpoint", "lora", "distillation")
+# What decides the last bits of a number, in the environment of a run: versions of the software, and the machine.
+ENVIRONMENT_FIELDS = {
+    "versions": ("heddle", "torch"),
+    "runtime": ("device", "threads", "matmul", "deterministic", "cpu", "gpu"),
+}
 REMEDY = "free space on the disk or choose another folder"
 LOG_REMEDY = "restore the file, or start another run from the checkpoint in another folder"
 CHAIN_DIGITS = len(EMPTY_CHAIN)
@@ -31,21 +37,42 @@ def open_run(folder: Path, identity: dict[str, Any], environment: dict[str, Any]
     """Start a run in a folder, or continue the run that is there; True if it is continued.
 
     identity: the values of IDENTITY_KEYS, which must equal those of the run that is there. environment: command,
-    versions and machine, written when the run starts. Raises CheckpointError that names the first difference, or if
-    the folder holds something else.
+    versions and machine, written when the run starts; where a continued run has others, a notice says which. What dead
+    processes left unfinished is removed. The caller holds the run's lock. Raises CheckpointError that names the first
+    difference, or if the folder holds something else.
     """
     path = folder / RUN_FILE
+    for parent in (folder, folder / CHECKPOINTS_FOLDER):
+        if parent.is_dir():
+            remove_leftovers(parent)
     if path.is_file():
         saved = read_json_file(path)
         difference = first_difference({key: saved.get(key) for key in IDENTITY_KEYS}, to_plain_json(identity))
         if difference:
             raise CheckpointError(f"{folder}: holds another run: {difference}; use the same, or another folder")
+        _print_other_environment(folder, saved, to_plain_json(environment))
         return True
     names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
     if names:
         raise CheckpointError(f"{folder}: holds something else ({sorted(names)[0]}); choose an empty or new folder")
     write_json_file(path, to_plain_json(environment) | to_plain_json(identity), REMEDY)
     return False
+
+
+def _print_other_environment(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Say where the software or the machine is not that with which a run began, and what stays equal."""
+    differences = [
+        f"{name} was {json.dumps(before[group][name])}, now it is {json.dumps(now[group][name])}"
+        for group, names in ENVIRONMENT_FIELDS.items()
+        for name in names
+        if name in (before.get(group) or {}) and name in (now.get(group) or {})
+        if before[group][name] != now[group][name]
+    ]
+    if differences:
+        print_warning(
+            f"{folder}: is continued in another environment: {'; '.join(differences)}; data, their order, the schedule"
+            " and all that is saved stay equal, and from here on numbers may differ in their last bits"
+        )
 
 
 def to_plain_json(value: Any) -> Any:
@@ -92,8 +119,11 @@ class RunLog:
         counted = lines[: position.lines]
         _verify_lines(self.path, counted, position)
         if len(lines) > len(counted):
+            whole = [line for line in lines[len(counted) :] if line.endswith(b"\n")]
+            altered = _follow_chain(whole, position.head)[1]
+            damage = "" if altered is None else f", and line {len(counted) + altered} of them was altered"
             print_status(
-                f"{self.path}: lines {len(counted) + 1} to {len(lines)} are of steps that no checkpoint holds;"
+                f"{self.path}: lines {len(counted) + 1} to {len(lines)} are of steps that no checkpoint holds{damage};"
                 " they are taken again"
             )
         if len(lines) > len(counted) or not self.path.is_file():
@@ -155,6 +185,18 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def verify_log(folder: Path, position: LogPosition | None = None) -> None:
+    """Verify every line of a run's log but a last one that a crash cut short, and those that a checkpoint counted.
+
+    Raises CheckpointError that names the first line that was altered, or says that lines are missing.
+    """
+    path = folder / LOG_FILE
+    lines = [line for line in _read_lines(path) if line.endswith(b"\n")]
+    _verify_lines(path, lines)
+    if position is not None:
+        _verify_lines(path, lines[: position.lines], position)
+
+
 def copy_log(source: Path, folder: Path, position: LogPosition) -> None:
     """Write into a run's folder the lines of another run's log that a checkpoint there counted.
 
@@ -177,14 +219,11 @@ def _read_lines(path: Path) -> list[bytes]:
 
 def _verify_lines(path: Path, lines: Sequence[bytes], position: LogPosition | None = None) -> None:
     """Follow the chain through all lines. position: how many lines there must be, and the chain of the last."""
-    head = EMPTY_CHAIN
-    for number, line in enumerate(lines, start=1):
-        match = LINE_PATTERN.fullmatch(line)
-        head = "" if match is None else _next_chain(head, match["content"])
-        if match is None or head != match["chain"].decode("ascii"):
-            raise CheckpointError(
-                f"{path}: line {number} was altered (its chain does not follow from the lines before it); {LOG_REMEDY}"
-            )
+    head, altered = _follow_chain(lines, EMPTY_CHAIN)
+    if altered is not None:
+        raise CheckpointError(
+            f"{path}: line {altered} was altered (its chain does not follow from the lines before it); {LOG_REMEDY}"
+        )
     if position is not None and len(lines) < position.lines:
         raise CheckpointError(
             f"{path}: has {len(lines)} lines, but {position.lines} when the checkpoint was saved; {LOG_REMEDY}"
@@ -193,6 +232,16 @@ def _verify_lines(path: Path, lines: Sequence[bytes], position: LogPosition | No
         raise CheckpointError(
             f"{path}: its {position.lines} lines are not those of the checkpoint (another chain); {LOG_REMEDY}"
         )
+
+
+def _follow_chain(lines: Sequence[bytes], head: str) -> tuple[str, int | None]:
+    """Return the chain after the lines, and the number, from 1, of the first that does not continue it, or None."""
+    for number, line in enumerate(lines, start=1):
+        match = LINE_PATTERN.fullmatch(line)
+        head = "" if match is None else _next_chain(head, match["content"])
+        if match is None or head != match["chain"].decode("ascii"):
+            return head, number
+    return head, None
 
 
 def _next_chain(previous: str, content: bytes) -> str:

@@ -11,6 +11,7 @@ from heddle.errors import DataError
 EOD_TOKEN = "<|end|>"
 _STEPS = ("normalizer", "pre_tokenizer", "decoder")
 MAX_STEP_VALUES = 2000  # each step walks over the whole text
+MAX_GROWTH = 1000  # characters that replacements, one after the other, may make of one
 _EOD_TOKEN_NAMES = (
     EOD_TOKEN, "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>",
     "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>",
@@ -28,7 +29,23 @@ def read_backend(json_text: str, name: str) -> BackendTokenizer:
         raise DataError(f"tokenizer {name} is not a valid tokenizer.json: save it again with `tokenizers`.") from error
     if _count_values([data.get(key) for key in _STEPS]) > MAX_STEP_VALUES:
         raise DataError(f"tokenizer {name} splits a text in more than {MAX_STEP_VALUES} steps: give another one.")
+    if any(_growth(data.get(key)) > MAX_GROWTH for key in _STEPS):
+        raise DataError(f"tokenizer {name} may make more than {MAX_GROWTH} characters of one: give another one.")
     return backend
+
+
+def _growth(step: Any) -> int:
+    """The most characters that the replacements of a normalizer or decoder make of one, one after the other."""
+    if not isinstance(step, dict):
+        return 1
+    growth = 1
+    for nested in (*(step.get("normalizers") or ()), *(step.get("decoders") or ())):
+        growth = min(growth * _growth(nested), MAX_GROWTH + 1)
+    if step.get("type") != "Replace":
+        return growth
+    pattern = step["pattern"].get("String")
+    content = len(step["content"])
+    return max(1, -(-content // len(pattern)) if pattern else content + 1)  # a pattern may match an empty text
 
 
 def is_backend_error(error: BaseException) -> bool:

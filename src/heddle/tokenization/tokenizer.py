@@ -29,6 +29,7 @@ TOKENIZER_FILE = "tokenizer.json"
 BOUNDARY_TOKENS_FILE = "texts.json"  # the BOS and EOS ids of an imported tokenizer
 COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
 MIN_VOCAB_SIZE = 257  # the 256 bytes and the end token
+MAX_VOCAB_SIZE = 2**20  # the trainer takes memory for as many tokens before it reads the text
 # BPE splits longer runs, since its time grows faster than the length of a run, and one letter may fill 100 MB.
 MAX_RUN_LENGTH = 256
 # GPT-2's pattern; runs longer than MAX_RUN_LENGTH are split.
@@ -109,8 +110,12 @@ class Tokenizer:
     def train(cls, documents: Iterable[str], vocab_size: int) -> Tokenizer:
         """Train byte-level BPE on the documents: at most `vocab_size` tokens, fewer where the text is too small.
 
-        The same documents give the same tokenizer. Raises DataError for a `vocab_size` below 257.
+        The same documents give the same tokenizer. Raises DataError for a `vocab_size` below 257 or above 2^20.
         """
+        if vocab_size > MAX_VOCAB_SIZE:
+            raise DataError(
+                f"vocab_size {vocab_size} is more than a tokenizer is trained to: give at most {MAX_VOCAB_SIZE}."
+            )
         if vocab_size < MIN_VOCAB_SIZE:
             raise DataError(
                 f"vocab_size {vocab_size} is too small to hold every byte and the end token: "

@@ -16,6 +16,7 @@ from heddle.model.decoder import Decoder, build
 from heddle.training.distillation import Teacher
 from heddle.training.float8 import float8_copy
 from heddle.training.job import TrainingJob
+from heddle.training.memory_limit import check_memory
 
 
 class BuiltModels(NamedTuple):
@@ -27,10 +28,14 @@ class BuiltModels(NamedTuple):
 
 
 def build_models(job: TrainingJob) -> BuiltModels:
-    """Build the models of a job, in training mode. Raises ConfigError for a design that cannot learn from the data."""
+    """Build the models of a job, in training mode.
+
+    Raises ConfigError for a design that cannot learn from the data, MachineError for one beyond the device's memory.
+    """
     settings = job.settings
     if job.ranks != ONE_PROCESS:
         return _build_on_ranks(job)
+    check_memory(job)
     model = job.build_model().train()
     _check(job, model)
     teacher = job.build_teacher(model)
@@ -80,6 +85,8 @@ def _refuse_on_ranks(job: TrainingJob) -> None:
         raise ConfigError(
             f"stochastic_rounding: does not work on {job.ranks.count} ranks yet; leave it out, or {remedy}"
         )
+    if settings.spike_guard is not None:
+        raise ConfigError(f"spike_guard: works on one process, and there are {job.ranks.count} ranks; {remedy}")
     if job.distillation is not None and job.distillation.weights.layers:
         raise ConfigError(
             f"loss layers: needs single layers of a whole model, and there are {job.ranks.count} ranks; compare "

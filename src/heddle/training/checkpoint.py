@@ -14,65 +14,76 @@ from heddle.errors import CheckpointError
 from heddle.model.decoder import Decoder
 from heddle.model.lora import lora_tensors
 from heddle.progress import print_status, print_warning
-from heddle.storage.checkpoints import find_latest, prune_checkpoints, write_checkpoint
+from heddle.storage.checkpoints import find_latest
 from heddle.storage.folder import FolderContents, read_folder, verify_folder
 from heddle.storage.manifest import LogPosition, parse_json_object
 from heddle.storage.model import WEIGHTS_FILE, HeldRows, model_documents, model_tensors
 from heddle.storage.run_log import RunLog
+from heddle.training.checkpoint_saver import CheckpointSaver
 from heddle.training.optimizer import Optimizer
 
 TRAINING_TENSORS_FILE = "training.safetensors"
 PROGRESS_FILE = "training.json"
 RANDOM_STATE = "rng.cpu"
 ADAPTERS_FILE = "adapters.safetensors"  # LoRA's A and B; in the model's weights they are merged
-CHECKPOINTS_KEPT = 2
 
 
 @dataclass
 class TrainingProgress:
-    """step: steps done. skipped_steps: how many of them did not update the weights."""
+    """step: steps done. skipped_steps: how many of them did not update the weights.
+
+    skipped_batches: of the data's order, left out after spikes of the loss.
+    """
 
     step: int = 0
     skipped_steps: int = 0
     consecutive_skips: int = 0
+    skipped_batches: int = 0
+
+    def to_json(self) -> str:
+        """Return the file's text. Runs without a spike have no field of skipped batches, as earlier versions."""
+        fields = {name: value for name, value in vars(self).items() if value or name != "skipped_batches"}
+        return json.dumps(fields, sort_keys=True) + "\n"
 
 
 def save_run(
-    run: Path,
+    saver: CheckpointSaver,
     model: Decoder,
     optimizer: Optimizer,
     progress: TrainingProgress,
     documents: Mapping[str, str],
     log: LogPosition,
-    ranks: Ranks = ONE_PROCESS,
-) -> Path:
+) -> None:
     """Write the checkpoint of a step, and delete all but the newest two.
 
     documents: more text files to write, by name, with those of the tokenizer. log: where the run's log is; its lines
-    must be synced. ranks: all of them call this at once; each writes what it holds. documents and log are rank 0's.
+    must be synced. All ranks of the saver call this at once; each writes what it holds. documents and log are rank 0's.
     """
     # The generator is one for all ranks: what is drawn on ranks is drawn by name, step and sample.
-    training_tensors: dict[str, Tensor] = {} if ranks.rank else {RANDOM_STATE: torch.get_rng_state()}
+    training_tensors: dict[str, Tensor] = {} if saver.ranks.rank else {RANDOM_STATE: torch.get_rng_state()}
     for name, state in optimizer.state.items():
         for key, value in state.items():
             training_tensors[f"{key}.{name}"] = torch.as_tensor(value)
-    progress_json = json.dumps(vars(progress), sort_keys=True) + "\n"
-    texts = {**documents, **model_documents(model, None), PROGRESS_FILE: progress_json}
+    texts = {**documents, **model_documents(model, None), PROGRESS_FILE: progress.to_json()}
     tensors = {WEIGHTS_FILE: model_tensors(model), TRAINING_TENSORS_FILE: training_tensors}
     if adapters := lora_tensors(model):
         tensors[ADAPTERS_FILE] = adapters
-    path = write_checkpoint(run, progress.step, tensors=tensors, documents=texts, log=log, ranks=ranks)
-    prune_checkpoints(run, CHECKPOINTS_KEPT, ranks)
-    return path
+    saver.write(progress.step, tensors, texts, log)
 
 
 def resume_run(
-    run: Path, model: Decoder, optimizer: Optimizer, log: RunLog, ranks: Ranks = ONE_PROCESS
+    run: Path,
+    model: Decoder,
+    optimizer: Optimizer,
+    log: RunLog,
+    ranks: Ranks = ONE_PROCESS,
+    last_step: int | None = None,
 ) -> TrainingProgress:
     """Load the newest intact checkpoint into model and optimizer; step 0 if there is no checkpoint.
 
     It may be of any number of ranks. log: is opened, on rank 0, where the checkpoint was saved. ranks: all of them call
-    this at once; each reads what it holds. Raises CheckpointError if a line of the log up to there was altered.
+    this at once; each reads what it holds. last_step: of the run; None: unknown. Raises CheckpointError if a line of
+    the log up to there was altered, or if the checkpoint is of a later step than the last.
     """
     trainable = HeldRows(lora_tensors(model) or dict(model.named_parameters()))
     updated = HeldRows({**optimizer.masters.copies, **optimizer.updated_tensors})
@@ -93,6 +104,10 @@ def resume_run(
     if position is None:
         raise CheckpointError(f"{state.contents.folder}: does not say where the log was; use an earlier checkpoint")
     progress = _read_progress(state.contents, checkpoint.step)
+    if last_step is not None and progress.step > last_step:
+        raise CheckpointError(
+            f"{state.contents.folder}: is of step {progress.step}, and the run has {last_step}; remove it"
+        )
     call_on_all(ranks, lambda: _open_log(log, position, ranks))
     torch.set_rng_state(state.training.pop(RANDOM_STATE))
     with torch.no_grad():

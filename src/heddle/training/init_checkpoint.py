@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ class InitCheckpoint:
         """Return the folder it was read from."""
         return self.contents.folder
 
-    def resolve_config(self, design: str | None, overrides: Sequence[str]) -> ModelConfig:
+    def resolve_config(self, design: str | dict[str, Any] | None, overrides: Sequence[str]) -> ModelConfig:
         """Return the checkpoint's design with overrides applied.
 
         design: the same design again, or None. Raises ConfigError if it is another one.

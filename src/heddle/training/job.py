@@ -33,6 +33,7 @@ class TrainingJob:
     init_checkpoint: starts from its weights. lora: trains only adapters. distillation: trains towards a teacher.
     evaluation: how much evaluations read, and whether a solved task ends the training. observer: of the last one.
     ranks: those that share the work, of `heddle.distributed.process_group.join_ranks`. degrees: how they share it.
+    async_save: training goes on while a checkpoint is written from a copy in host memory; None: on an accelerator.
     """
 
     config: ModelConfig
@@ -49,11 +50,18 @@ class TrainingJob:
     observer: TokenObserver | None = None
     ranks: Ranks = ONE_PROCESS
     degrees: ParallelDegrees = field(default_factory=ParallelDegrees)
+    async_save: bool | None = None
 
     @property
     def autocast(self) -> torch.dtype | None:
         """Return the dtype of autocast, or None for float32."""
         return None if self.settings.precision == "fp32" else torch.bfloat16
+
+    @property
+    def is_save_async(self) -> bool:
+        """Whether training goes on while a checkpoint is written. On several ranks it never does."""
+        is_async = torch.device(self.device).type != "cpu" if self.async_save is None else self.async_save
+        return is_async and self.ranks.count == 1
 
     @property
     def training_data(self) -> TrainingData:

@@ -26,6 +26,7 @@ from heddle.storage.lock import RunLock
 from heddle.storage.run_log import RunLog, open_run
 from heddle.training.built_models import BuiltModels, build_models
 from heddle.training.checkpoint import TrainingProgress, resume_run, save_run
+from heddle.training.checkpoint_saver import CheckpointSaver
 from heddle.training.evaluation.bits_per_byte import TokenObserver
 from heddle.training.evaluation.budget import EarlyStop
 from heddle.training.evaluation.on_ranks import scores_on_ranks
@@ -36,6 +37,7 @@ from heddle.training.optimizer import Optimizer, build_optimizer
 from heddle.training.prefetch import prepared_batches
 from heddle.training.settings import scheduled_learning_rate
 from heddle.training.smoothed_loss import SmoothedLoss
+from heddle.training.spike_guard import SpikeGuard
 from heddle.training.step import PreparedBatch, accumulate_gradients, apply_gradients, prepare_batch
 from heddle.training.step_log import QueuedStep, finite, log_line, peak_memory, peak_note
 from heddle.training.step_result import BatchResult
@@ -76,10 +78,12 @@ def train(job: TrainingJob) -> TrainingResult:
         job.ranks.wait()  # the folder is this run's
         torch.manual_seed(settings.seed)
         log = RunLog(job.out)
-        progress = resume_run(job.out, models.model, optimizer, log, job.ranks)
+        progress = resume_run(job.out, models.model, optimizer, log, job.ranks, settings.steps)
         job.ranks.wait()  # the log has no later lines
         unread = 0 if torch.device(job.device).type in UNPINNED else _QUEUED_STEPS
-        state = _LoopState(models, optimizer, batch_at, progress, log, stop_request, unread)
+        guard = SpikeGuard.of_run(settings, job.out)
+        saver = stack.enter_context(CheckpointSaver(job.out, job.ranks, job.is_save_async))
+        state = _LoopState(models, optimizer, batch_at, progress, log, stop_request, unread, guard, saver)
         try:
             tokens_per_second = _train_steps(job, state)
         finally:
@@ -91,7 +95,7 @@ def train(job: TrainingJob) -> TrainingResult:
                 f"{job.out}: after {settings.steps} steps the loss on held-out text is not finite; "
                 f"try a learning rate below {settings.learning_rate:g} in another folder"
             )
-        return TrainingResult(models.model, scores, progress, tokens_per_second)
+        return TrainingResult(models.model, scores, state.progress, tokens_per_second)
 
 
 def evaluate(
@@ -133,8 +137,15 @@ class _LoopState:
     log: RunLog
     stop_request: StopRequest
     max_queued: int  # steps that are queued before the first of them is read
+    guard: SpikeGuard
+    saver: CheckpointSaver
     queued: deque[QueuedStep] = field(default_factory=deque)
     last_read: float = 0.0  # when the numbers of the step before were read
+    saved_step: int = 0  # that of the last checkpoint
+    origin: str | None = None  # of numbers that are not finite, once they end the training
+
+    def __post_init__(self) -> None:
+        self.saved_step = self.progress.step
 
     @property
     def device(self) -> torch.device:
@@ -143,16 +154,22 @@ class _LoopState:
 
 def _train_steps(job: TrainingJob, state: _LoopState) -> float:
     """Take all remaining steps and return the median tokens per second."""
-    settings, progress = job.settings, state.progress
+    settings = job.settings
     seconds: list[float] = []
-    loss, early_stop, first_step = SmoothedLoss(), EarlyStop.of_run(job.evaluation, job.out), progress.step
-    total_tokens, tokens_done = (count * settings.tokens_per_step for count in (settings.steps, progress.step))
+    loss, early_stop, first_step = SmoothedLoss(), EarlyStop.of_run(job.evaluation, job.out), state.progress.step
+    total_tokens, tokens_done = (count * settings.tokens_per_step for count in (settings.steps, first_step))
 
     def read_steps(unread: int) -> None:
+        nonlocal early_stop
         while len(state.queued) > unread:
             step = state.queued.popleft()
             line = _read_step(job, state, step)
             seconds.append(line["seconds"])
+            if state.guard.is_spike(line):
+                bar.advance((state.saved_step - step.number + 1) * settings.tokens_per_step)
+                _rewind(job, state, line)
+                early_stop = EarlyStop.of_run(job.evaluation, job.out)
+                return
             early_stop.add(line)
             if job.ranks.is_first:
                 state.log.write(line)
@@ -164,28 +181,33 @@ def _train_steps(job: TrainingJob, state: _LoopState) -> float:
         display.progress_bar(job.label, total_tokens, "tokens", tokens_done) as bar,
         prepared_batches(state.batch_at, settings, state.device, job.ranks, bool(state.max_queued)) as take,
     ):
-        while progress.step < settings.steps and not early_stop.is_over:
+        while state.progress.step < settings.steps and not early_stop.is_over:
             state.queued.append(_queue_step(job, state, take))
-            if progress.step == first_step + 1:  # which may have compiled
+            step = state.progress.step
+            state.saver.check()
+            if step == first_step + 1:  # which may have compiled
                 job.ranks.limit_waits()
-            must_save = settings.is_save_step(progress.step)
-            read_steps(0 if must_save or settings.is_evaluation_step(progress.step) else state.max_queued)
+            must_save = settings.is_save_step(step)
+            read_steps(0 if must_save or settings.is_evaluation_step(step) else state.max_queued)
             signal_number = job.ranks.largest(state.stop_request.signal_number or 0)
-            if signal_number:
+            if signal_number or early_stop.is_over:
                 read_steps(0)
-            finished = progress.step == settings.steps or early_stop.is_over
-            if finished or must_save or signal_number:
-                read_steps(0)
+            finished = state.progress.step == settings.steps or early_stop.is_over
+            # A spike leads back to the last checkpoint, which must not depend on when signals came.
+            saves_on_signal = signal_number and settings.spike_guard is None
+            if finished or saves_on_signal or (must_save and state.progress.step == step):
                 _save(job, state)
+            if finished or signal_number:
+                state.saver.wait()
             if signal_number and not finished:
-                raise Interrupted(signal_number, f"saved at step {progress.step}; the same command continues")
+                raise Interrupted(signal_number, f"saved at step {state.saved_step}; the same command continues")
     return settings.tokens_per_step / statistics.median(seconds) if seconds else math.nan
 
 
 def _queue_step(job: TrainingJob, state: _LoopState, take: Callable[[int], PreparedBatch]) -> QueuedStep:
     """Queue one step on the device. Nothing is read where the optimizer skips bad steps on the device."""
     settings, progress, started = job.settings, state.progress, time.perf_counter()
-    batch, key = take(progress.step), (settings.seed, progress.step)
+    batch, key = take(progress.step + progress.skipped_batches), (settings.seed, progress.step)
     model, forward_model, teacher = state.models
     batch_result = accumulate_gradients(
         forward_model, batch, key, settings.gradient_accumulation_steps, job.autocast, teacher
@@ -205,9 +227,13 @@ def _read_step(job: TrainingJob, state: _LoopState, step: QueuedStep) -> dict[st
     metrics = job.training_data.step_metrics(step.batch, numbers.loss)
     line = log_line(step, numbers, step.number * settings.tokens_per_step, metrics, state.last_read)
     line |= peak_memory(state.device)
+    if progress.skipped_batches:
+        line["skipped_batches"] = progress.skipped_batches
     if settings.is_evaluation_step(step.number):
         scores = evaluate(state.models.model, job, job.evaluation.interim_tokens or INTERIM_EVALUATION_TOKENS)
         line[f"validation_{job.training_data.metric}"] = ratio_of_sums(scores)
+    if progress.consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
+        line["first_non_finite"] = state.origin = _origin(job, state, step)
     state.last_read = time.perf_counter()
     return finite(line)
 
@@ -218,21 +244,42 @@ def _save(job: TrainingJob, state: _LoopState) -> None:
     tokenizer = job.training_data.tokenizer
     documents = job.documents | ({} if tokenizer is None else tokenizer.to_files())
     model, log = state.models.model, state.log.position
-    save_run(job.out, model, state.optimizer, state.progress, documents, log, job.ranks)
+    save_run(state.saver, model, state.optimizer, state.progress, documents, log)
+    state.saved_step = state.progress.step
 
 
-def _stop_if_diverged(job: TrainingJob, state: _LoopState, step: QueuedStep) -> None:
-    skips = state.progress.consecutive_skips
-    if skips < MAX_CONSECUTIVE_SKIPS:
-        return
+def _rewind(job: TrainingJob, state: _LoopState, line: dict[str, Any]) -> None:
+    """Go back to the last checkpoint after a spike of the loss, and leave out the batches since then."""
+    first_batch = line["step"] + state.progress.skipped_batches
+    state.guard.count_rewind(job.out, state.saved_step)
+    display.print_warning(
+        f"{job.out}: the loss of step {line['step']} is {line['loss']:.4g}, above {state.guard.limit:.4g}, the limit "
+        f"after the losses before it; back to step {state.saved_step}, without the batches since then"
+    )
+    state.queued.clear()
+    state.saver.wait()
+    state.log.close()
+    state.progress = resume_run(job.out, state.models.model, state.optimizer, state.log)
+    state.progress.skipped_batches = first_batch - state.progress.step
+    state.guard.read(job.out)
+
+
+def _origin(job: TrainingJob, state: _LoopState, step: QueuedStep) -> str | None:
+    """Say where a skipped step has its first number that is not finite, by running it again under watch."""
     settings, (model, _, teacher) = job.settings, state.models
     batch = prepare_batch(step.batch, state.device, settings.gradient_accumulation_steps, job.ranks)
 
     def compute_gradients() -> BatchResult:
         return accumulate_gradients(model, batch, (settings.seed, step.number - 1), 1, job.autocast, teacher)
 
-    origin = first_non_finite(model, state.optimizer, compute_gradients if job.ranks.count == 1 else None)
-    raise Diverged(
-        f"{job.out}: {skips} steps in a row, up to step {step.number}, were skipped because a number was not finite"
-        f"{'' if origin is None else f' ({origin})'}; try a learning rate below {settings.learning_rate:g}"
-    )
+    return first_non_finite(model, state.optimizer, compute_gradients if job.ranks.count == 1 else None)
+
+
+def _stop_if_diverged(job: TrainingJob, state: _LoopState, step: QueuedStep) -> None:
+    skips = state.progress.consecutive_skips
+    if skips >= MAX_CONSECUTIVE_SKIPS:
+        raise Diverged(
+            f"{job.out}: {skips} steps in a row, up to step {step.number}, were skipped because a number was not finite"
+            f"{'' if state.origin is None else f' ({state.origin})'}; "
+            f"try a learning rate below {job.settings.learning_rate:g}"
+        )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -59,11 +60,16 @@ def _amount(bad: int, values: Tensor) -> str:
 
 
 class _Watch(TorchDispatchMode):
-    """Looks at every result of an operation. path: the modules that run, from the outside in."""
+    """Looks at every result of an operation.
+
+    path: the modules that run, from the outside in. backward_path: the last module to whose result the backward pass
+    came.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.path: list[str] = []
+        self.backward_path: str | None = None
         self.origin: str | None = None
 
     def __torch_dispatch__(
@@ -73,19 +79,26 @@ class _Watch(TorchDispatchMode):
         if self.origin is not None or "empty" in name:
             return func(*args, **(kwargs or {}))
         inputs = {key: value for key, value in (kwargs or {}).items() if key != "out"}
-        read = _numbers(
-            [tensor for tensor in tree_leaves((args, inputs)) if _is_float(tensor)]
-        )  # before it is overwritten
+        operands = [tensor for tensor in tree_leaves((args, inputs)) if _is_float(tensor)]
+        read = _numbers(operands) if func._schema.is_mutable else None  # before it is overwritten
         result = func(*args, **(kwargs or {}))
         results = [tensor for tensor in tree_leaves(result) if _is_float(tensor)]
-        if _is_new(_numbers(results), read, any(mask in name for mask in _MASKS)):
+        written = _numbers(results)
+        if not written.are_finite and _is_new(written, read or _numbers(operands), any(m in name for m in _MASKS)):
             self.origin = self._describe(name, next(tensor for tensor in results if not tensor.isfinite().all()))
         return result
 
     def _describe(self, name: str, tensor: Tensor) -> str:
         bad = tensor.numel() - int(tensor.isfinite().sum())
-        where = f"in {self.path[-1]}" if self.path else "outside the layers, or in the backward pass"
-        return f"{where}, operation {name}: its result {list(tensor.shape)} holds {_amount(bad, tensor)}"
+        return f"{self._location()}, operation {name}: its result {list(tensor.shape)} holds {_amount(bad, tensor)}"
+
+    def _location(self) -> str:
+        if self.path:
+            return f"in {self.path[-1]}"
+        if torch._C._current_graph_task_id() == -1:  # no backward pass runs
+            return "in the loss"
+        below = "" if self.backward_path is None else f" below the result of {self.backward_path}"
+        return f"in the backward pass{below}"
 
 
 def _is_float(value: object) -> bool:
@@ -107,7 +120,7 @@ def _is_new(result: _Numbers, read: _Numbers, may_be_infinite: bool) -> bool:
 
     NaN from infinities counts as new: a softmax over a row that a mask hides whole, say.
     """
-    return not read.have_nan if result.have_nan else not (result.are_finite or may_be_infinite) and read.are_finite
+    return not read.have_nan if result.have_nan else read.are_finite and not may_be_infinite
 
 
 @contextmanager
@@ -117,12 +130,18 @@ def _module_paths(model: nn.Module, watch: _Watch) -> Iterator[None]:
     def enter(name: str) -> Callable[..., None]:
         return lambda *_: watch.path.append(name)
 
-    def leave(*_: Any) -> None:
-        watch.path.pop()
+    def leave(name: str) -> Callable[..., None]:
+        def note(_module: nn.Module, _inputs: Any, result: Any) -> None:
+            watch.path.pop()
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                    tensor.register_hook(lambda _: setattr(watch, "backward_path", name))
+
+        return note
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             if name:
                 hooks.callback(module.register_forward_pre_hook(enter(name)).remove)
-                hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+                hooks.callback(module.register_forward_hook(leave(name), always_call=True).remove)
         yield

@@ -10,7 +10,13 @@ from heddle.errors import ConfigError
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("wsd", "cosine", "linear", "constant")
 PRECISIONS = ("fp32", "bf16", "bf16-params")
-_LATER_FIELDS = ("first_sample", "transfer_width", "stochastic_rounding", "fp8")  # earlier runs do not have them
+_LATER_FIELDS = (
+    "first_sample",
+    "transfer_width",
+    "stochastic_rounding",
+    "fp8",
+    "spike_guard",
+)  # earlier runs do not have them
 MAX_COUNT = 10**12
 FLOAT8_MULTIPLE = 16  # what sizes of float8 matrices must be multiples of
 
@@ -29,6 +35,8 @@ class Settings:
     in float8. first_sample: which sample of the data's order, from 0, the first step begins with. transfer_width: the
     width at which the learning rate was chosen; rates, first values and decay of each weight follow from the model's
     width (`heddle.training.width_transfer`). None: they do not.
+    spike_guard: a loss so many deviations above those before it takes the run back to its last checkpoint, and past
+    the data since then (`heddle.training.spike_guard`). None: no loss does.
     """
 
     steps: int
@@ -52,6 +60,7 @@ class Settings:
     evaluate_every: int | None = None
     first_sample: int = 0
     transfer_width: int | None = None
+    spike_guard: float | None = None
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "sequence_length", "gradient_accumulation_steps")
@@ -75,6 +84,10 @@ class Settings:
                 raise ConfigError(f"lr_scale {path}={factor:g}: the factor must be a number of at least 0")
         if self.seed < 0 or self.seed >= 2**62:
             raise ConfigError(f"seed {self.seed}: must be at least 0 and below 2^62")
+        if self.spike_guard is not None and not 0 < self.spike_guard < float("inf"):
+            raise ConfigError(f"spike_guard {self.spike_guard}: must be a number above 0, such as 10")
+        if self.spike_guard is not None and self.save_every is None:
+            raise ConfigError("spike_guard: goes back to a checkpoint, and there is none; set save_every")
         choices_of = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "precision": PRECISIONS}
         for name, choices in choices_of.items():
             if (value := getattr(self, name)) not in choices:
@@ -121,8 +134,10 @@ class Settings:
         return interval is not None and (step == self.steps or step % interval == 0)
 
     def identity(self) -> dict[str, Any]:
-        """Return what two runs must share to be the same run. How often a run saves is not part of it."""
-        fields = {name: value for name, value in asdict(self).items() if name != "save_every"}
+        """Return what two runs must share to be the same run. How often it saves counts only with a spike guard."""
+        fields = asdict(self)
+        if self.spike_guard is None:
+            del fields["save_every"]
         for name in _LATER_FIELDS:
             if not fields[name]:
                 del fields[name]

@@ -1,0 +1,47 @@
+"""`heddle verify`: whether every byte of a folder that heddle wrote is as it was written."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from heddle import progress
+from heddle.cli.options import Json, Quiet
+from heddle.errors import CheckpointError
+from heddle.progress import print_text, printable
+
+
+def verify(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A run, model, comparison, ladder, conversion or the cache.")
+    ],
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Read every file below a folder that heddle wrote: is it as it was written, damaged, or without a hash?
+
+    Nothing is written, and a training may go on meanwhile. Exit code: 0 if no file is damaged, 1 if one is, 2 if no
+    file there has a hash of heddle's.
+    """
+    from heddle.analysis.verification import DAMAGED, NOT_COVERED, verify_files
+
+    results = []
+    with progress.quiet() if quiet else nullcontext(), progress.progress_bar("verifying", None, "files") as bar:
+        for result in verify_files(folder):
+            results.append(result)
+            bar.advance(1)
+            if not as_json:
+                reason = f": {printable(result.reason)}" if result.reason else ""
+                print_text(f"{result.status:<11}  {printable(result.path)}{reason}")
+    damaged = sum(result.status == DAMAGED for result in results)
+    uncovered = sum(result.status == NOT_COVERED for result in results)
+    if uncovered == len(results):
+        raise CheckpointError(f"{folder}: holds no file with a hash of heddle's; name a folder that heddle wrote")
+    if as_json:
+        print(json.dumps({"folder": str(folder), "files": [result._asdict() for result in results]}, indent=1))
+    else:
+        print_text(f"{len(results)} files: {damaged} damaged, {uncovered} not covered")
+    if damaged:
+        raise typer.Exit(1)

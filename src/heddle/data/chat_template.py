@@ -1,0 +1,173 @@
+"""A chat template in Jinja's sandbox: no Python internals, no files, and work and memory within bounds.
+
+Work is counted in units: a turn of a loop, a call, or UNIT_LENGTH items or characters that are read or made. A
+template has none of Python's loops, so a rendering ends after MAX_UNITS units, or is refused.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.environment import Template
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from heddle.data.documents import UnreadableError
+from heddle.progress import printable
+
+MAX_UNITS = 200_000
+UNIT_LENGTH = 128
+MAX_NUMBER = 100_000  # of an argument or a factor
+MAX_PRODUCT = 2**26  # of the lengths of two arguments: one may stand in every place of the other
+MAX_CHARACTERS = 2**17  # of a template; published ones have up to 30,000
+_WIDE_FORMAT = re.compile(r"[0-9]{5}|\*")
+
+
+class ChatTemplate:
+    """A compiled template. Raises UnreadableError if it cannot be compiled."""
+
+    def __init__(self, text: str) -> None:
+        self._environment = _BoundedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        if len(text) > MAX_CHARACTERS:
+            raise UnreadableError(f"has {len(text):,} characters, and a chat template at most {MAX_CHARACTERS:,}")
+        try:
+            self._template: Template = self._environment.from_string(_Counted().visit(self._environment.parse(text)))
+        except Exception as error:  # Python refuses what nests too deeply in several ways
+            raise UnreadableError(f"cannot be read as Jinja ({_reason(error)})") from error
+
+    def render(self, **variables: Any) -> str:
+        """The text. Raises UnreadableError for what the template refuses, and for too much work."""
+        self._environment.work = 0
+        try:
+            return self._template.render(**variables)
+        except Exception as error:  # a template may raise anything
+            raise UnreadableError(f"does not fit the chat template ({_reason(error)})") from error
+
+
+def _reason(error: Exception) -> str:
+    return printable(str(error))[:120]
+
+
+class _Generation(Extension):
+    """`{% generation %} … {% endgeneration %}`, which some templates put around answers: renders the inside."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja requires a set here
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Counted(NodeTransformer):
+    """Has each turn of a loop counted, and each `a ~ b` done by a method that counts."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - Jinja's name
+        self.generic_visit(node)
+        count = nodes.Call(nodes.EnvironmentAttribute("count"), [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(count))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 - Jinja's name
+        self.generic_visit(node)
+        return nodes.Call(nodes.EnvironmentAttribute("joined"), node.nodes, [], None, None)
+
+
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox, which counts work. Methods without an underscore are called by compiled templates."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.work = 0
+        self.concat = self._concatenate  # type: ignore[method-assign]  # called for all text that is put together
+        self.globals["raise_exception"] = _refuse
+        del self.globals["lipsum"]  # makes text without counting it
+        self.filters["tojson"] = _to_json
+        self.filters |= {name: self._bounded(function) for name, function in self.filters.items()}
+
+    def count(self, units: int = 1) -> None:
+        """Count work. Raises TemplateError beyond MAX_UNITS."""
+        self.work += units
+        if self.work > MAX_UNITS:
+            raise TemplateError("it takes too many steps")
+
+    def joined(self, *parts: Any) -> str:
+        """The parts as one text."""
+        return self._concatenate(map(str, parts))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Compute an operator, unless its result would be large."""
+        sizes = [_size(value) for value in (left, right)]
+        is_formatting = operator == "%" and isinstance(left, str)
+        if operator == "**" and (max(sizes) > 1000 or abs(right) > 64):
+            raise TemplateError("a power is too large")
+        if (operator == "*" and sizes[0] * sizes[1] > MAX_PRODUCT) or (is_formatting and _WIDE_FORMAT.search(left)):
+            raise TemplateError("a product or a text is too long")
+        return self._counted(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Any, __function: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as Jinja's
+        """Call a function or a macro, unless its arguments ask for much."""
+        if __function == __self.count:
+            return __self.count()
+        method = getattr(__function, "__wrapped__", __function)  # the sandbox wraps the methods that format
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, str) and "format" in method.__name__ and _WIDE_FORMAT.search(owner):
+            raise TemplateError("a format is too wide")
+        __self._check((owner, *args, *kwargs.values()))
+        return __self._counted(super().call(__context, __function, *args, **kwargs))
+
+    def _bounded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            self._check((*args, *kwargs.values()))
+            if function.__name__ == "do_format" and _WIDE_FORMAT.search(str(args[0])):
+                raise TemplateError("a format is too wide")
+            return self._counted(function(*args, **kwargs))
+
+        return bounded
+
+    def _check(self, arguments: Iterable[Any]) -> None:
+        """Count arguments by their sizes. Raises TemplateError for numbers and lengths that are too large."""
+        arguments = list(arguments)
+        if any(isinstance(value, int) and abs(value) > MAX_NUMBER for value in arguments):
+            raise TemplateError(f"a number is above {MAX_NUMBER}")
+        sizes = sorted(_size(value) for value in arguments if not isinstance(value, int))
+        if len(sizes) > 1 and sizes[-1] * sizes[-2] > MAX_PRODUCT:
+            raise TemplateError("a text or a list is too long")
+        self.count(1 + sum(sizes) // UNIT_LENGTH)
+
+    def _counted(self, result: Any) -> Any:
+        self.count(0 if isinstance(result, int) else _size(result) // UNIT_LENGTH)
+        return result
+
+    def _concatenate(self, parts: Iterable[str]) -> str:
+        pieces: list[str] = []
+        for part in parts:
+            self.count(1 + len(part) // UNIT_LENGTH)
+            pieces.append(part)
+        return "".join(pieces)
+
+
+def _size(value: Any) -> int:
+    """How many characters a value has, or bytes that its items take; its absolute value; 1 for anything else."""
+    if isinstance(value, str | bytes | range):
+        return len(value)
+    if isinstance(value, list | tuple | dict):
+        return 8 * len(value)
+    return max(1, abs(value)) if isinstance(value, int) else 1
+
+
+def _refuse(reason: str) -> None:
+    raise TemplateError(reason)
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)

@@ -1,0 +1,186 @@
+"""Every law of ranks on every case and layout: `python -m tools.rank_laws`; the same command continues.
+
+A line of tests/distributed/laws.jsonl is one case on one layout and one way of computing a batch. docs/rank-laws.md is
+their table. The first round takes every case on every layout, in a way that depends on the case; `--all-ways` takes
+the other ways, too.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from heddle.distributed.ranks import ONE_PROCESS, Ranks, whole  # noqa: E402
+from heddle.model.config import ModelConfig  # noqa: E402
+from heddle.model.decoder import Decoder, build  # noqa: E402
+from heddle.progress import progress_bar  # noqa: E402
+from heddle.storage.model import load, save  # noqa: E402
+from heddle.training.evaluation.bits_per_byte import bits_and_bytes  # noqa: E402
+from heddle.training.evaluation.on_ranks import scores_on_ranks  # noqa: E402
+from tests.cases import CASES, case  # noqa: E402
+from tests.distributed.ranks import on_ranks  # noqa: E402
+from tests.distributed.steps import MESHES, WAYS, WITHOUT_ENCODER, Way, batch_of, run_steps, sharded  # noqa: E402
+from tools.markdown import joined, table  # noqa: E402
+
+RESULTS = ROOT / "tests/distributed/laws.jsonl"
+NO_STEP = "A caller gives the vectors of its cross-attention: there is no training step"
+EQUAL_LAWS = ("first weights", "evaluation", "checkpoint")  # bit for bit
+CLOSE_LAWS = ("losses", "norms", "penalties", "gradients", "weights")  # after three steps, to TOLERANCE
+TOLERANCE = 1e-10
+MUON_TOLERANCE = 1e-8  # of weights: Muon orthogonalizes in bfloat16, where rounding may tip a tiny element of an update
+INTRO = """Every case of `tests/cases.py` on every layout of ranks, against one process, in float64. *First weights*,
+the *evaluation* of a batch and a *checkpoint* that ranks write and one process reads are equal bit for bit, or the cell
+says *differs*. A number is the largest difference of the losses, gradient norms, penalties, gradients and weights of
+three training steps; the law allows 10⁻¹⁰, and 10⁻⁸ for weights under Muon, whose products are in bfloat16. Ranks are
+threads with torch's own test group. An evaluation reads text: designs with an encoder have none.
+
+Each case was run in one way of computing a batch on each layout, which its cell names, and in others where more are
+named: plain, accumulated (two parts), recomputed (layers), uneven targets (half of the rows have fewer), muon, and
+everything at once. `python tools/rank_laws.py` runs what is missing, `--all-ways` all of them."""
+REFUSED = f"""## Refused
+
+- {NO_STEP}: {", ".join(f"`{name}`" for name in sorted(WITHOUT_ENCODER))}.
+- `heddle train` on several ranks refuses the loss of layers in a distillation, stochastic rounding, fp8 and observers,
+  by name (`tests/distributed/test_train.py`)."""
+
+
+def main() -> None:
+    """Run what is missing; exits with 1 if any law is broken."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all-ways", action="store_true", help="every way on every layout: hours")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    known = {identity(line) for line in read_results()}
+    missing = [task for task in tasks(options.all_ways) if task not in known]
+    with RESULTS.open("a", encoding="utf-8") as file, progress_bar("laws of ranks", len(missing), "checks") as bar:
+        for name, mesh, way in missing:
+            line = {"case": name, "layout": mesh, "way": way} | compare(case(name), WAYS[way], MESHES[mesh])
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
+            bar.advance(1)
+    broken = [line for line in read_results() if not holds(line)]
+    for line in broken:
+        print(f"BROKEN {json.dumps(line, ensure_ascii=False)}")
+    sys.exit(bool(broken))
+
+
+def tasks(all_ways: bool) -> Iterator[tuple[str, str, str]]:
+    """(case, layout, way): one way for each layout of a case, or all of them."""
+    for place, name in enumerate(sorted(CASES.keys() - WITHOUT_ENCODER)):
+        for turn, mesh in enumerate(MESHES):
+            ways = list(WAYS)
+            yield from ((name, mesh, way) for way in (ways if all_ways else [ways[(place + turn) % len(ways)]]))
+
+
+def compare(config: ModelConfig, way: Way, mesh: tuple[int, int]) -> dict[str, Any]:
+    """Whether the bits are equal, and the largest difference of each number, over all ranks."""
+    expected = everything(build(config, torch.float64), config, way, ONE_PROCESS)
+    count = mesh[0] * mesh[1]
+    with tempfile.TemporaryDirectory() as folder:
+
+        def run(rank: int) -> dict[str, Any]:
+            model, ranks = sharded(config, mesh), Ranks(rank, count)
+            numbers = everything(model, config, way, ranks)
+            save(model, Path(folder) / "model", ranks=ranks)
+            return numbers
+
+        actual = on_ranks(count, run)
+        saved = dict(load(Path(folder) / "model")[0].named_parameters())
+    result: dict[str, Any] = {
+        "first weights": all(are_equal(expected["first weights"], row["first weights"]) for row in actual),
+        "evaluation": all(expected["evaluation"] == row["evaluation"] for row in actual),
+        "checkpoint": all(are_equal(row["weights"], saved) for row in actual),
+    }
+    return result | {law: max(difference(expected[law], row[law]) for row in actual) for law in CLOSE_LAWS}
+
+
+def everything(model: Decoder, config: ModelConfig, way: Way, ranks: Ranks) -> dict[str, Any]:
+    """The first weights, an evaluation, and the numbers of three steps."""
+    first = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    scores = None  # an evaluation reads text, which has no encoder's input
+    if model.encoder is None:
+        byte_lengths = np.ones(config.vocab_size or 2, dtype=np.int64)
+        batches = [batch_of(config, 0, way, None)]
+        scores = scores_on_ranks(model, batches, lambda group: bits_and_bytes(model, group, byte_lengths), ranks)
+    return {"first weights": first, "evaluation": scores} | run_steps(model, config, way, ranks)
+
+
+def are_equal(expected: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two sets of tensors have the same names and bits."""
+    return expected.keys() == actual.keys() and all(
+        torch.equal(value, actual[name]) for name, value in expected.items()
+    )
+
+
+def difference(expected: Any, actual: Any) -> float:
+    """The largest difference of two lists of numbers or of two sets of tensors."""
+    if isinstance(expected, list):
+        return max(abs(a - b) for a, b in zip(expected, actual, strict=True))
+    if expected.keys() != actual.keys():
+        return float("inf")
+    return max(float((value - actual[name]).abs().max()) for name, value in expected.items() if value.numel())
+
+
+def holds(line: dict[str, Any]) -> bool:
+    """Whether a case keeps every law on a layout."""
+    return all(line[law] for law in EQUAL_LAWS) and are_close(line)
+
+
+def are_close(line: dict[str, Any]) -> bool:
+    """Whether the numbers of three steps are those of one process."""
+    weights = MUON_TOLERANCE if WAYS[line["way"]].optimizer == "muon" else TOLERANCE
+    return all(line[law] <= (weights if law == "weights" else TOLERANCE) for law in CLOSE_LAWS)
+
+
+def identity(line: dict[str, Any]) -> tuple[str, str, str]:
+    """The task that a line answers."""
+    return line["case"], line["layout"], line["way"]
+
+
+def read_results() -> list[dict[str, Any]]:
+    """The lines of the committed file, for cases that still exist."""
+    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.is_file() else []
+    return [line for line in map(json.loads, lines) if line["case"] in CASES]
+
+
+def page(written: str) -> str:
+    """docs/rank-laws.md."""
+    lines = read_results()
+    rows = []
+    for name in sorted(CASES.keys() - WITHOUT_ENCODER):
+        own = [line for line in lines if line["case"] == name]
+        rows.append((f"`{name}`", *(equal_cell(own, law) for law in EQUAL_LAWS), *(close_cell(own, m) for m in MESHES)))
+    return joined("# Laws of ranks", written, INTRO, table(("case", *EQUAL_LAWS, *MESHES), rows), REFUSED)
+
+
+def equal_cell(lines: list[dict[str, Any]], law: str) -> str:
+    """Whether a case's bits are equal on all layouts that were run."""
+    if not lines:
+        return "not run yet"
+    broken = [line["layout"] for line in lines if not line[law]]
+    return f"**differs**: {', '.join(broken)}" if broken else "equal"
+
+
+def close_cell(lines: list[dict[str, Any]], mesh: str) -> str:
+    """The largest difference on a layout, and the ways that were run."""
+    own = [line for line in lines if line["layout"] == mesh]
+    if not own:
+        return "not run yet"
+    largest = max(line[law] for line in own for law in CLOSE_LAWS)
+    number = "0" if largest == 0 else f"{largest:.0e}"
+    return (
+        f"{number} ({', '.join(line['way'] for line in own)})" if all(map(are_close, own)) else f"**broken**: {number}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Run the campaigns against files for as long as there is time, and add the counts to docs/soak.json.
+
+    python tools/soak.py [--seconds 600] [--name damage] [--record docs/soak.json]
+
+Campaigns: damage (random damages to the files of a run, a cache and a comparison, each of which `heddle verify` must
+name), kills (SIGKILLs of trainings, with and without asynchronous saving, whose ends must be bit-equal). Each round
+has a seed; a round that is finished is counted, and the next call goes on with the next seed. The first failure is
+printed, counted, and ends the call with 1.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests import small  # noqa: E402
+from tests.cli.test_verify import unnoticed, write_files  # noqa: E402
+from tools.kill_test import ending, killed, moments, undisturbed  # noqa: E402
+
+DAMAGES, KILLS, STEPS = 5_000, 10, 30  # of a round
+
+
+def damage(folder: Path, seed: int) -> tuple[int, list[str]]:
+    """One round of damages: (how many, those that were not named)."""
+    if not (folder / "files").is_dir():
+        write_files(folder / "files")
+    return DAMAGES, list(unnoticed(folder / "files", DAMAGES, seed))
+
+
+def kills(folder: Path, seed: int) -> tuple[int, list[str]]:
+    """One round of kills of one training: (how many, how it ended otherwise than without them)."""
+    design = small.design_file(folder / "design.yaml", small.dropping())
+    size = ["--sequence-length", "32", "--batch-size", "4", "--threads", "1", "--device", "cpu"]
+    data = ["--data", str(small.folder(folder / "text"))]
+    options = [str(design), *data, *size, "--steps", str(STEPS), "--save-every", "3", "--quiet"]
+    options += ["--async-save"] if seed % 2 else []
+    whole, cut = folder / f"whole-{seed % 2}", folder / "cut"
+    shutil.rmtree(cut, ignore_errors=True)
+    shutil.rmtree(whole, ignore_errors=True)
+    starting = undisturbed(options, whole)
+    count = len(killed(options, cut, moments(KILLS, STEPS, starting, seed)))
+    return count, [] if ending(whole, STEPS) == ending(cut, STEPS) else [f"seed {seed}: another ending"]
+
+
+CAMPAIGNS: dict[str, Callable[[Path, int], tuple[int, list[str]]]] = {"damage": damage, "kills": kills}
+
+
+def add_round(record: Path, name: str, seed: int, count: int, failures: int) -> None:
+    """Add the counts of a round to the record."""
+    rounds: dict[str, dict[str, Any]] = json.loads(record.read_text()) if record.is_file() else {}
+    before = rounds.get(name, {"count": 0, "failures": 0})
+    rounds[name] = {
+        "next_seed": seed + 1,
+        "count": before["count"] + count,
+        "failures": before["failures"] + failures,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+    }
+    record.write_text(json.dumps(rounds, indent=1, sort_keys=True) + "\n")
+
+
+def main() -> int:
+    """Run rounds of the campaigns in turn until the time is over."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--name", choices=sorted(CAMPAIGNS), action="append")
+    parser.add_argument("--record", type=Path, default=ROOT / "docs" / "soak.json")
+    arguments = parser.parse_args()
+    end = time.monotonic() + arguments.seconds
+    with tempfile.TemporaryDirectory() as temporary:
+        while time.monotonic() < end:
+            for name in arguments.name or CAMPAIGNS:
+                saved = json.loads(arguments.record.read_text()) if arguments.record.is_file() else {}
+                seed = saved.get(name, {}).get("next_seed", 0)
+                folder = Path(temporary, name)
+                folder.mkdir(exist_ok=True)
+                count, failures = CAMPAIGNS[name](folder, seed)
+                add_round(arguments.record, name, seed, count, len(failures))
+                print(f"{name}, seed {seed}: {count} trials, {len(failures)} failures", flush=True)
+                if failures:
+                    print(failures[0])
+                    return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
