@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     # decisions 1, 9, 52
     "analysis": FLOOR_4
     | {"conversion", "data", "exchange", "generation", "runtime", "signals", "storage", "tokenization", "training"},
-    "serving": FLOOR_4 | {"generation"},
+    "serving": FLOOR_4 | {"data", "generation", "signals", "tokenization"},
 }
 TOP = {"", "__main__", "cli"}  # heddle itself, `python -m heddle` and the command line may import everything
 

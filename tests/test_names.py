@@ -29,7 +29,8 @@ SHARED_NAMES: dict[str, str] = {
     "load": "a model of heddle's, a folder of transformers, and the same behind transformers' classes",
     "main": "what a program runs first",
     "reference": "the plain form of each operation",
-    "train": "a command, and the function it calls",
+    "show": "a command, and the function that calls it",
+    "train": "a command, the function it calls, and the one that calls it",
 }
 
 
@@ -162,7 +163,7 @@ def test_no_old_name_is_left() -> None:
         "def rewound(tokens):\n    pass",
         "def rollback(beside):\n    pass",
         "class KVCache:\n    spare: int = 0",
-        "REWIND = 3",
+        "UNSPOOL = 3",
     ],
 )
 def test_planted_names_are_caught(text: str) -> None:

@@ -17,6 +17,7 @@ LARGER: dict[str, str] = {
     "heddle.cli.convert.convert": "one parameter per option",
     "heddle.cli.generate.generate": "one parameter per option",
     "heddle.cli.inspect.inspect": "one parameter per option",
+    "heddle.cli.serve.serve": "one parameter per option",
     "heddle.cli.ladder.ladder": "one parameter per option",
     "heddle.cli.show.show": "one parameter per option",
     "heddle.cli.plan.plan": "one parameter per option",

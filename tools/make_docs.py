@@ -1,4 +1,4 @@
-"""Write the generated documentation: docs/parts/, two pages of docs/huggingface/, tables of docs/laws.md and plan.md.
+"""Write the generated documentation: docs/parts/, docs/rank-laws.md, pages of docs/huggingface/, tables of others.
 
     python tools/make_docs.py
 
@@ -6,8 +6,6 @@ It also needs the packages of the tests, whose cases and planted bugs it lists. 
 the committed pages are up to date. Pages list names, not totals: a total would change with every new test.
 """
 
-import inspect
-import re
 import sys
 import types
 from collections.abc import Iterator
@@ -18,6 +16,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
+from heddle.analysis.explorer.choices import comments  # noqa: E402
+from heddle.analysis.explorer.published import FILE  # noqa: E402
 from heddle.config import (  # noqa: E402
     PARTS,
     Config,
@@ -40,7 +40,7 @@ from heddle.parts.scalings import LongContextFactor  # noqa: E402
 from tests.cases import CASES, case  # noqa: E402
 from tests.distributed import validation  # noqa: E402
 from tests.laws.test_planted import BUGS  # noqa: E402
-from tools import family_facts, published_facts  # noqa: E402
+from tools import family_facts, published_designs, published_facts, rank_laws  # noqa: E402
 from tools.markdown import joined, prose, table  # noqa: E402
 from tools.part_facts import COSTED, COSTS, bugs_of, parts_of  # noqa: E402
 from tools.refusals import reasons  # noqa: E402
@@ -109,6 +109,8 @@ def pages() -> dict[Path, str]:
         text = between(text, name, table(header, rows))
     contents_of[plan] = text
     contents_of[ROOT / "docs/huggingface/published.md"] = published_facts.page(WRITTEN)
+    contents_of[FILE] = published_designs.page()
+    contents_of[ROOT / "docs/rank-laws.md"] = rank_laws.page(WRITTEN)
     contents_of[folder / "kernels.md"] = joined("# Kernels", WRITTEN, kernels_intro(), *kernel_blocks())
     return contents_of
 
@@ -234,24 +236,6 @@ def plain(value: Any) -> str:
     if isinstance(value, Config):
         return "{" + ", ".join(f"{key}: {plain(inner)}" for key, inner in value.dump().items()) + "}"
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
-
-
-def comments(cls: type[Config]) -> dict[str, str]:
-    """The comments above and after each field."""
-    notes: dict[str, str] = {}
-    for owner in reversed(cls.__mro__):
-        if not (issubclass(owner, Config) and owner.__module__.startswith("heddle.")):
-            continue
-        above: list[str] = []
-        for line in inspect.getsource(owner).splitlines():
-            code, _, comment = line.partition("  # ")
-            field = re.match(r"    (\w+): ", code)
-            if line.startswith("    # "):
-                above.append(line.strip("# "))
-            elif field:
-                notes[field[1]] = " ".join([*above, *([comment] if comment else [])])
-                above = []
-    return notes
 
 
 def kind_of_value(hint: Any) -> str:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from heddle.cli.calls import compare as compare
+    from heddle.cli.calls import show as show
+    from heddle.cli.calls import train as train
     from heddle.generation.generate import generate as generate
     from heddle.generation.generate import prefix as prefix
     from heddle.model.attention_maps import attention_weights as attention_weights
@@ -32,6 +35,7 @@ _HOMES = {
     "State": "heddle.model.state",
     "attention_weights": "heddle.model.attention_maps",
     "build": "heddle.model.decoder",
+    "compare": "heddle.cli.calls",
     "generate": "heddle.generation.generate",
     "kernels": "heddle.numerics.kernels",
     "load": "heddle.storage.model",
@@ -40,7 +44,9 @@ _HOMES = {
     "prefix": "heddle.generation.generate",
     "save": "heddle.storage.model",
     "save_state": "heddle.storage.state",
+    "show": "heddle.cli.calls",
     "size": "heddle.model.size",
+    "train": "heddle.cli.calls",
 }
 
 __all__ = [
@@ -51,6 +57,7 @@ __all__ = [
     "__version__",
     "attention_weights",
     "build",
+    "compare",
     "generate",
     "kernels",
     "load",
@@ -59,7 +66,9 @@ __all__ = [
     "prefix",
     "save",
     "save_state",
+    "show",
     "size",
+    "train",
 ]
 
 

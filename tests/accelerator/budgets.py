@@ -169,7 +169,9 @@ def _rows() -> dict[str, Row]:
     for name, batch, budget in (("gqa", 1, 400), ("gqa", 32, 400), ("mla", 1, 700), ("mla", 32, 700)):
         key, title, cheap = f"decode_{name}_{batch}", f"a decoded token, {name}, batch {batch}", batch == 1
         rows[key] = Row(f"{title}, eager", partial(decoded, name, batch, False, False), cheap=cheap)
-        rows[f"{key}_graph"] = Row(f"{title}, its graph", partial(decoded, name, batch, True, False), "nodes", cheap=cheap)
+        rows[f"{key}_graph"] = Row(
+            f"{title}, its graph", partial(decoded, name, batch, True, False), "nodes", cheap=cheap
+        )
         rows[f"{key}_compiled"] = Row(
             f"{title}, its graph, --compile", partial(decoded, name, batch, True, True), "nodes", budget, cheap
         )

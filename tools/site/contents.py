@@ -29,7 +29,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "docs/huggingface/generation.md", "docs/huggingface/training.md", "docs/huggingface/peft.md",
         "docs/huggingface/serving.md", "docs/huggingface/compile.md", "docs/huggingface/published.md",
     ),
-    "Serve elsewhere": (
+    "Serve": (
+        "docs/serve.md",
         "docs/deploy/README.md", "docs/deploy/transformers.md", "docs/deploy/llama-cpp.md", "docs/deploy/ollama.md",
         "docs/deploy/vllm.md", "docs/deploy/transcript.md",
     ),
@@ -37,7 +38,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "docs/evidence.md", "docs/extrapolation.md", "docs/residuals.md", "docs/experts.md", "docs/digits.md",
         "benchmarks/README.md",
     ),
-    "Correctness": ("docs/laws.md", "docs/commonly-wrong.md", "docs/shipped-bugs.md", "docs/reliability.md"),
+    "Correctness": (
+        "docs/laws.md", "docs/rank-laws.md", "docs/commonly-wrong.md", "docs/shipped-bugs.md", "docs/reliability.md",
+    ),
     "Project": (
         "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/README.md", "docs/decisions/README.md",
         "docs/renames.md", "docs/log.md",

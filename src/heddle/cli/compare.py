@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from heddle.cli.calls import ComparedDesigns
 from heddle.cli.devices import Devices, Share, WorkerCount, check_workers, parse_devices, parse_process_share
 from heddle.cli.durations import parse_budget, parse_stopping
 from heddle.cli.options import (
@@ -135,7 +136,7 @@ def compare(  # noqa: PLR0913 - one parameter per option
     part: PartFile = None,
     quiet: Quiet = False,
     as_json: Json = False,
-) -> None:
+) -> ComparedDesigns:
     """Train designs on the same text in the same order, measure them, and write report.html and report.json."""
     with ExitStack() as stack:
         cuda = CudaOptions(tf32, deterministic)
@@ -213,6 +214,7 @@ def compare(  # noqa: PLR0913 - one parameter per option
     else:
         print_report(_terminal_safe(report))
         print_text(f"report: {out / 'report.html'}")
+    return ComparedDesigns(out, report)
 
 
 def _serve(stack: ExitStack, port: int | None, open_page: bool) -> "LivePage | None":

@@ -18,6 +18,7 @@ from heddle.cli.check import check
 from heddle.cli.compare import compare
 from heddle.cli.convert import convert
 from heddle.cli.doctor import doctor
+from heddle.cli.explore import explore
 from heddle.cli.export import export
 from heddle.cli.generate import generate
 from heddle.cli.import_ import import_
@@ -27,8 +28,10 @@ from heddle.cli.plan import plan
 from heddle.cli.presets import presets
 from heddle.cli.ranks import is_first_rank, is_rank
 from heddle.cli.runs import runs
+from heddle.cli.serve import serve
 from heddle.cli.show import show
 from heddle.cli.train import train
+from heddle.cli.verify import verify
 from heddle.errors import ConfigError, HeddleError, OtherRankFailed, is_out_of_memory, nondeterministic_operation
 from heddle.progress import printable
 from heddle.signals import Interrupted, interrupted_on_stop_signals
@@ -40,7 +43,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-COMMANDS: dict[Callable[..., None], str] = {
+COMMANDS: dict[Callable[..., object], str] = {
     show: "Print a design's layers, parameters and costs.",
     presets: "List the presets, or print one.",
     check: "Run the correctness tests on a design.",
@@ -49,9 +52,12 @@ COMMANDS: dict[Callable[..., None], str] = {
     compare: "Train designs side by side and report.",
     ladder: "Train designs at several sizes; predict more.",
     runs: "List runs, and what differs.",
+    verify: "Say whether a folder's files are intact.",
     plan: "Predict memory and speed on many GPUs.",
     generate: "Generate text from prompts.",
+    serve: "Answer requests over HTTP as OpenAI does.",
     convert: "Convert a trained model to another design.",
+    explore: "Choose parts on a page; see what follows.",
     inspect: "Plot attention maps.",
     import_: "Convert a transformers checkpoint.",
     export: "Convert a model for transformers or llama.cpp.",

@@ -16,6 +16,7 @@ from heddle.cli.options import (
     parse_kernels,
     with_vocab_size,
 )
+from heddle.cli.run_config import plain_design
 from heddle.errors import ConfigError
 from heddle.progress import format_amount, terminal_safe
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
@@ -31,7 +32,9 @@ MAX_COUNT = 10**9
 
 
 def show(  # noqa: PLR0913 - one parameter per option
-    design: Annotated[str | None, typer.Argument(metavar="DESIGN", help="A file, preset:NAME or a folder.")] = None,
+    design: Annotated[
+        Any, typer.Argument(metavar="DESIGN", parser=plain_design, help="A file, preset:NAME or a folder.")
+    ] = None,
     overrides: Overrides = None,
     context_length: Annotated[
         list[int] | None,
@@ -48,7 +51,7 @@ def show(  # noqa: PLR0913 - one parameter per option
     kernel: Kernel = None,
     part: PartFile = None,
     as_json: Json = False,
-) -> None:
+) -> dict[str, Any] | None:
     """Print a design's layers, parameters, FLOPs and state size, and the kernel of each operation with the reasons."""
     from heddle.config import load_part
 
@@ -58,7 +61,7 @@ def show(  # noqa: PLR0913 - one parameter per option
         from heddle.model.schema import schema as make_schema
 
         print(json.dumps(make_schema(), indent=2))
-        return
+        return None
     if design is None:
         raise ConfigError("DESIGN: is missing; give a file, preset:NAME or a checkpoint folder")
     context_lengths = context_length or CONTEXT_LENGTHS
@@ -69,7 +72,7 @@ def show(  # noqa: PLR0913 - one parameter per option
     from heddle.model.load_config import load_config, read_design
 
     data = read_design(design, overrides or [])  # a design that is too large is refused before torch is imported
-    from heddle.exchange.family_match import match_report
+    from heddle.exchange.family_match import family_lines
     from heddle.exchange.imported_checkpoint import imported_family
     from heddle.model.limits import refuse_overflow
     from heddle.numerics.kernels import kernels
@@ -79,11 +82,12 @@ def show(  # noqa: PLR0913 - one parameter per option
         config = with_vocab_size(load_config(data), DEFAULT_VOCAB_SIZE)
         # Kernels are chosen as on the device, which this machine need not have.
         facts = measure(config, context_lengths, batch_size, dtype_of(precision), device_name(device), encoder_length)
-        facts["exports_as"] = match_report(config, imported_family(design)).lines()
+        facts["exports_as"] = family_lines(config, imported_family(design) if isinstance(design, str) else None)
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
-        _print_facts(design, facts)
+        _print_facts(str(design), facts)
+    return facts
 
 
 def measure(

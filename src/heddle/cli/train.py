@@ -1,7 +1,6 @@
 """`heddle train`: train a design, from new weights or a checkpoint's; the same command again resumes the run."""
 
 import shlex
-import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from heddle.cli.calls import TrainedRun
 from heddle.cli.options import (
     CudaOptions,
     Data,
@@ -46,13 +46,16 @@ from heddle.cli.ranks import (
     enter_ranks,
     launch_ranks,
 )
+from heddle.cli.run_config import ConfigFile, PrintConfig, options_of, plain_design, print_options
 from heddle.cli.train_data import design_of, open_data, open_recall_task
 from heddle.cli.train_options import (
+    AsyncSave,
     CompileModel,
     DistillationLoss,
     Fp8,
     Lora,
     LoraTargets,
+    SpikeDeviations,
     StochasticRounding,
     TeacherFolder,
     Transfer,
@@ -77,7 +80,10 @@ DEFAULT_SEQUENCE_LENGTH = 256
 def train(  # noqa: PLR0913 - one parameter per option
     context: typer.Context,
     design: Annotated[
-        str | None, typer.Argument(metavar="DESIGN", help="A file, preset:NAME or a folder; leave out with --from.")
+        Any,
+        typer.Argument(
+            metavar="DESIGN", parser=plain_design, help="A file, preset:NAME or a folder; leave out with --from."
+        ),
     ] = None,
     overrides: Overrides = None,
     from_: Annotated[
@@ -115,9 +121,11 @@ def train(  # noqa: PLR0913 - one parameter per option
     save_every: Annotated[
         int | None, typer.Option("--save-every", metavar="N", help="Steps between checkpoints.")
     ] = 100,
+    async_save: AsyncSave = None,
     evaluate_every: Annotated[
         int | None, typer.Option("--evaluate-every", metavar="N", help="Steps between evaluations.")
     ] = None,
+    spike_guard: SpikeDeviations = None,
     compile_model: CompileModel = None,
     checkpoint_activations: Annotated[
         bool, typer.Option("--checkpoint-activations", help="Recompute activations in backward; saves memory.")
@@ -140,14 +148,19 @@ def train(  # noqa: PLR0913 - one parameter per option
     expert_parallel_degree: ExpertDegree = 1,
     max_restarts: MaxRestarts = DEFAULT_RESTARTS,
     rank_timeout: RankTimeout = 45.0,
+    config_file: ConfigFile = None,
+    print_config: PrintConfig = False,
     quiet: Quiet = False,
     as_json: Json = False,
-) -> None:
+) -> "TrainedRun | None":
     """Train a design; prints its bits per byte on held-out text and a sample of its text.
 
     With --data chat:FILE.jsonl it trains on conversations, with a loss on the assistant's text; with --data
     recall:mqar,pairs=8 on a synthetic recall task, and prints the accuracy.
     """
+    if print_config:
+        print_options(context)
+        return None
     launch_ranks(context.find_root().obj, nproc, max_restarts)
     with ExitStack() as stack:
         ranks, device = enter_ranks(stack, device, rank_timeout)
@@ -193,6 +206,7 @@ def train(  # noqa: PLR0913 - one parameter per option
             lr_scale=parse_scales(lr_scale),
             evaluate_every=evaluate_every,
             transfer_width=transfer_width_of(transfer),
+            spike_guard=spike_guard,
         )
         degrees.mesh_shape(ranks.count)
         ranks.rows(batch_size, gradient_accumulation_steps)
@@ -214,7 +228,8 @@ def train(  # noqa: PLR0913 - one parameter per option
         else:
             source, source_vocab_size = task, task.vocab_size
             task.check_vocab_size(config.vocab_size)
-        environment = {"command": shlex.join(["heddle", *sys.argv[1:]]), "versions": versions()}
+        environment = {"command": shlex.join(["heddle", *context.find_root().obj]), "versions": versions()}
+        environment["options"] = options_of(context)
         environment["runtime"] = runtime.describe()
         environment["ranks"] = {"count": ranks.count, **asdict(degrees)}
         job = TrainingJob(
@@ -229,11 +244,13 @@ def train(  # noqa: PLR0913 - one parameter per option
             distillation=distillation,
             ranks=ranks,
             degrees=degrees,
+            async_save=async_save,
         )
-        _report(run(job), job, as_json)
+        training = run(job)
+        return TrainedRun(job.out, training.model, _report(training, job, as_json))
 
 
-def _report(training: "TrainingResult", job: "TrainingJob", as_json: bool) -> None:
+def _report(training: "TrainingResult", job: "TrainingJob", as_json: bool) -> dict[str, Any]:
     import json
 
     from heddle.data.chat import ChatDataset
@@ -255,9 +272,10 @@ def _report(training: "TrainingResult", job: "TrainingJob", as_json: bool) -> No
         score = f"{training.task_accuracy:.1%} accuracy on held-out sequences (by chance {chance:.1%})"
     if as_json:
         print_text(json.dumps(report, indent=2, ensure_ascii=False))
-        return
+        return report
     print_text(f"{job.out}: {score} after {steps} steps")
     if skipped:
         print_text(f"{skipped} steps were skipped: their loss or gradient was not finite")
     if "sample" in report:
         print_text(f"a sample:\n{report['sample']}")
+    return report

@@ -1,7 +1,7 @@
 """The design and the data that the arguments of `heddle train` name."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from heddle.cli.options import with_vocab_size
 from heddle.errors import ConfigError
@@ -39,7 +39,7 @@ def open_recall_task(
 
 
 def design_of(
-    design: str | None,
+    design: str | dict[str, Any] | None,
     overrides: list[str] | None,
     checkpoint: "InitCheckpoint | None",
     distillation: "Distillation | None",
@@ -54,7 +54,9 @@ def design_of(
         config = load_config(design, overrides)
         vocab_size = None if distillation is None else distillation.teacher.config.vocab_size
         return config if vocab_size is None else with_vocab_size(config, vocab_size)
-    if design is not None and "=" in design and not Path(design).exists():  # without DESIGN, an override comes first
+    if (
+        isinstance(design, str) and "=" in design and not Path(design).exists()
+    ):  # without DESIGN, an override comes first
         return checkpoint.resolve_config(None, [design, *overrides])
     return checkpoint.resolve_config(design, overrides)
 

@@ -37,6 +37,16 @@ StochasticRounding = Annotated[
     bool, typer.Option("--stochastic-rounding", help="With bf16-params: round at random, without float32 copies.")
 ]
 Fp8 = Annotated[bool, typer.Option("--fp8", help="With bf16: projections in float8, by torchao on a recent GPU.")]
+SpikeDeviations = Annotated[
+    float | None,
+    typer.Option(
+        "--spike-guard", metavar="X", help="Go back and past the data when the loss rises X deviations above the last."
+    ),
+]
+AsyncSave = Annotated[
+    bool | None,
+    typer.Option("--async-save/--no-async-save", help="Train on while a checkpoint is written. [on an accelerator]"),
+]
 Transfer = Annotated[
     str | None,
     typer.Option("--transfer", metavar="width=N", help="The width at which --lr was chosen; weights scale from there."),

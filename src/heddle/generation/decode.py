@@ -31,9 +31,14 @@ class DecodingFacts(NamedTuple):
     refusal: str | None = None
 
 
-def decode(model: Decoder, request: GenerationRequest, finished: list[bool]) -> NewTokens:
-    """Yield one new token per row at each step. The caller marks rows in `finished` when they need no more tokens."""
-    runner = ModelRunner(model)
+def decode(
+    model: Decoder, request: GenerationRequest, finished: list[bool], runner: ModelRunner | None = None
+) -> NewTokens:
+    """Yield one new token per row at each step. The caller marks rows in `finished` when they need no more tokens.
+
+    runner: that of the model, where several calls share its packed weights.
+    """
+    runner = runner or ModelRunner(model)
     with eval_mode(model):
         hidden, state = prefill(runner, request)
         block_size = STEPS_PER_READ.on(hidden)

@@ -48,7 +48,7 @@ class PinnedDecoder:
         return new_state
 
 
-def compiled(step: Step) -> Step:
+def compile_step(step: Step) -> Step:
     """The step as one graph of torch.compile. A call raises ConfigError if the compiler refuses it."""
     compiled_step = torch.compile(step, fullgraph=True)
 
@@ -92,7 +92,7 @@ def pinned_steps(
     count = limit = state.table.max_tokens
     capacity = count + request.max_new_tokens - 1
     decoder = PinnedDecoder(runner, request, tokens, state)
-    step = compiled(decoder.step) if request.compile_decoding else decoder.step
+    step = compile_step(decoder.step) if request.compile_decoding else decoder.step
     replay: Step | None = None
     for _ in range(request.max_new_tokens - 1):
         if count == limit:

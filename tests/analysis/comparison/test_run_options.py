@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+import heddle
 from heddle.analysis.comparison import probes
 from heddle.cli.main import run_command
+from heddle.errors import ConfigError
 from tests import small
 from tests.analysis.comparison.runs import Workers, command, read_report
 
@@ -174,3 +176,21 @@ def test_the_report_as_json(folder: Path, tmp_path: Path, workers: Workers, caps
     assert run_command(command(folder, tmp_path, "--seeds", "1", "--json")) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["designs"][0]["runs"] == read_report(tmp_path)["designs"][0]["runs"]
+
+
+def test_python_compares_as_the_command_does(
+    folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(command(folder, tmp_path / "command", "--seeds", "1")) == 0
+    options = {"sequence_length": 32, "batch_size": 16, "device": "cpu", "threads": 1, "speed_context_length": [24]}
+    options |= {"data": [folder / "text"], "seeds": 1, "tokens": 5200, "recall": "none", "quiet": True}
+    designs = [folder / "full.yaml", folder / "my local.yaml"]
+    result = heddle.compare(*designs, out=tmp_path / "python", **options)
+    assert result.folder == tmp_path / "python"
+    expected = read_report(tmp_path / "command")["designs"]
+    assert [row["bits_per_byte"] for row in result.report["designs"]] == [row["bits_per_byte"] for row in expected]
+    assert "<td>my local</td>" in result._repr_html_()
+    with pytest.raises(ConfigError, match="tokns: unknown option; did you mean 'tokens'"):
+        heddle.compare(*designs, tokns=3)
+    with pytest.raises(ConfigError, match="designs: are missing"):
+        heddle.compare()

@@ -1,0 +1,208 @@
+"""The server's addresses: OpenAI's interface, /metrics and /health."""
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from heddle.serving.access import Access, Gate, refusal
+from heddle.serving.engine import Engine, Event
+from heddle.serving.requests import RequestError, RequestReader, TextRequest
+from heddle.serving.scores import TokenScore, chat_scores, completion_scores
+
+BODY_SECONDS = 10.0  # within which a body must have come
+DISCONNECT_SECONDS = 0.25  # between two looks whether a client that waits for a whole answer is still there
+
+
+class Application:
+    """Answers requests with an engine. `gate` is the ASGI application to run."""
+
+    def __init__(self, engine: Engine, reader: RequestReader, access: Access) -> None:
+        self.engine, self.reader = engine, reader
+        self.started = int(time.time())
+        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+        app.add_api_route("/health", self._health, methods=["GET"])
+        app.add_api_route("/metrics", self._metrics, methods=["GET"])
+        app.add_api_route("/v1/models", self._models, methods=["GET"])
+        app.add_api_route("/v1/completions", self._completions, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"], response_model=None)
+        app.add_exception_handler(RequestError, _answer_refused)
+        app.add_exception_handler(HTTPException, _answer_refused)
+        app.add_exception_handler(Exception, _answer_refused)
+        self.gate = Gate(app, access)
+
+    async def _health(self) -> dict[str, str]:
+        return {"status": "draining" if self.gate.is_draining else "ok"}
+
+    async def _models(self) -> dict[str, Any]:
+        model = {"id": self.reader.name, "object": "model", "created": self.started, "owned_by": "heddle"}
+        return {"object": "list", "data": [model]}
+
+    async def _metrics(self) -> PlainTextResponse:
+        counts, engine = self.engine.counts, self.engine
+        lines = ["# TYPE heddle_answers_total counter"]
+        lines += [f'heddle_answers_total{{status="{code}"}} {n}' for code, n in sorted(self.gate.answers.items())]
+        for name, kind, value in (
+            ("prompt_tokens_total", "counter", counts.prompt_tokens),
+            ("new_tokens_total", "counter", counts.new_tokens),
+            ("finished_total", "counter", counts.finished),
+            ("cancelled_total", "counter", counts.cancelled),
+            ("queue_length", "gauge", engine.queue_length),
+            ("states", "gauge", engine.states),
+            ("up_seconds", "gauge", int(time.time()) - self.started),
+        ):
+            lines += [f"# TYPE heddle_{name} {kind}", f"heddle_{name} {value}"]
+        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._answer(request, "completions")
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, "chat")
+
+    async def _answer(self, request: Request, kind: str) -> Response:
+        body = await _read_body(request, self.engine.limits.body_bytes)
+        text_request = await asyncio.to_thread(self.reader.read, kind, body)
+        answer = Answer(self, kind, text_request)
+        if not text_request.stream:
+            return await answer.whole(request.is_disconnected)
+        first = await answer.first_event(request.is_disconnected)
+        return ClosingStream(answer, first)
+
+
+class Answer:
+    """One request in the engine, and its answer in OpenAI's shape."""
+
+    def __init__(self, application: Application, kind: str, request: TextRequest) -> None:
+        self.engine, self.reader, self.request, self.kind = application.engine, application.reader, request, kind
+        self.id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self._look_at = time.monotonic() + DISCONNECT_SECONDS  # when to look whether the client is there
+        loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+        def deliver(event: Event) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+        self._job = self.engine.submit(request, deliver)
+
+    def cancel(self) -> None:
+        """Free what the engine holds for it."""
+        self.engine.cancel(self._job)
+
+    async def first_event(self, is_disconnected: Callable[[], Awaitable[bool]]) -> Event:
+        """Wait for the next event. Raises RequestError if it is an error, or if the client has gone."""
+        try:
+            while True:
+                if time.monotonic() > self._look_at:  # also while events come: nobody may read them
+                    self._look_at = time.monotonic() + DISCONNECT_SECONDS
+                    if await is_disconnected():
+                        raise RequestError("the client has gone", status=499)
+                with contextlib.suppress(TimeoutError):
+                    event = await asyncio.wait_for(self._events.get(), DISCONNECT_SECONDS)
+                    if event.error is not None:
+                        raise event.error
+                    return event
+        except BaseException:
+            self.cancel()
+            raise
+
+    async def whole(self, is_disconnected: Callable[[], Awaitable[bool]]) -> Response:
+        """The answer in one piece."""
+        text, scores = "", list[TokenScore]()
+        event = await self.first_event(is_disconnected)
+        while not event.is_last:
+            text, scores = text + event.text, scores + list(event.scores)
+            event = await self.first_event(is_disconnected)
+        choice = self._choice(text + event.text, scores, event.finish_reason, "message")
+        return _json(self._object("") | {"choices": [choice], "usage": self._usage(event.new_tokens)})
+
+    async def stream(self, event: Event) -> AsyncIterator[str]:
+        """The answer as server-sent events."""
+        if self.kind == "chat":
+            delta = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            yield self._chunk([delta])
+        while event.error is None:
+            if event.text or event.scores:
+                yield self._chunk([self._choice(event.text, list(event.scores), None, "delta")])
+            if event.is_last:
+                yield self._chunk([self._choice("", [], event.finish_reason, "delta")])
+                if self.request.include_usage:
+                    yield self._chunk([], self._usage(event.new_tokens))
+                break
+            event = await self._events.get()
+        else:
+            yield f"data: {json.dumps(event.error.body())}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
+        content = self._object(".chunk") | {"choices": choices} | ({} if usage is None else {"usage": usage})
+        return f"data: {json.dumps(content)}\n\n"
+
+    def _object(self, suffix: str) -> dict[str, Any]:
+        kind = f"chat.completion{suffix}" if self.kind == "chat" else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.reader.name}
+
+    def _choice(self, text: str, scores: list[TokenScore], reason: str | None, part: str) -> dict[str, Any]:
+        """A choice; `part` is what holds the text of a chat: `message`, or `delta` of a stream."""
+        has_scores, tokenizer = self.request.alternatives is not None and bool(scores), self.reader.tokenizer
+        if self.kind == "completions":
+            logprobs = completion_scores(scores, tokenizer) if has_scores else None
+            return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        logprobs = chat_scores(scores, tokenizer) if has_scores else None
+        role = {"role": "assistant"} if part == "message" else {}
+        content = {} if part == "delta" and reason is not None else {"content": text}
+        return {"index": 0, part: role | content, "logprobs": logprobs, "finish_reason": reason}
+
+    def _usage(self, new_tokens: int) -> dict[str, int]:
+        prompt = len(self.request.prompt_ids)
+        return {"prompt_tokens": prompt, "completion_tokens": new_tokens, "total_tokens": prompt + new_tokens}
+
+
+class ClosingStream(StreamingResponse):
+    """A stream whose end, also by a client that goes away, frees what the engine holds for it."""
+
+    def __init__(self, answer: Answer, first: Event) -> None:
+        super().__init__(answer.stream(first), media_type="text/event-stream")
+        self.answer = answer
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send the stream."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.answer.cancel()
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    """The body. Raises RequestError as soon as it is too long, or comes too slowly."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise RequestError(f"body: has more than {limit:,} bytes; send a shorter one", status=413)
+    except TimeoutError:
+        raise RequestError(f"body: did not come within {BODY_SECONDS:.0f} s; send it at once", status=408) from None
+    return bytes(body)
+
+
+async def _answer_refused(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestError):
+        return refusal(error)
+    if not isinstance(error, HTTPException):
+        return refusal(RequestError("the request failed inside the server", status=500))
+    what = "has no such address" if error.status_code == 404 else "does not take this method here"
+    return refusal(RequestError(f"the server {what}; see /v1/models", status=error.status_code))
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(json.dumps(content), media_type="application/json")

@@ -1,0 +1,220 @@
+"""Read the bodies of OpenAI's requests: every field is checked, and an unknown one is refused by its name."""
+
+import json
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from heddle.data.chat_format import CHAT_TEMPLATE_FILE, ROLES, TOKENIZER_CONFIG_FILE, ChatFormat
+from heddle.data.documents import UnreadableError
+from heddle.errors import DataError, parse_error_reason, shorten_value
+from heddle.serving.limits import ServerLimits
+from heddle.tokenization.tokenizer import Tokenizer
+
+MAX_ALTERNATIVES = 20  # OpenAI's limits of top_logprobs and logprobs
+MAX_MESSAGES = 1000
+DEFAULT_TOKENS = 128  # where a request names no number of new tokens
+_SHARED_FIELDS = frozenset(
+    ("model", "max_tokens", "temperature", "top_p", "stop", "seed", "stream", "stream_options", "logprobs", "n", "user")
+)
+_FIELDS = {
+    "completions": _SHARED_FIELDS | {"prompt"},
+    "chat": _SHARED_FIELDS | {"messages", "max_completion_tokens", "top_logprobs"},
+}
+
+
+class RequestError(Exception):
+    """A request that is refused: its HTTP status, one sentence, and the field that is wrong."""
+
+    def __init__(self, sentence: str, field: str | None = None, status: int = 400) -> None:
+        super().__init__(sentence)
+        self.sentence, self.field, self.status = sentence[:400], field, status
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's shape."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        return {"error": {"message": self.sentence, "type": kind, "param": self.field, "code": None}}
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """A prompt and how to continue it. alternatives: how many tokens to score beside the chosen one; None: no score."""
+
+    prompt_ids: list[int]
+    new_tokens: int
+    temperature: float
+    top_p: float | None
+    seed: int
+    stop: tuple[str, ...] = ()
+    alternatives: int | None = None
+    stream: bool = False
+    include_usage: bool = False
+
+
+class RequestReader:
+    """Reads requests to one model. name: what clients call it."""
+
+    def __init__(self, tokenizer: Tokenizer, name: str, limits: ServerLimits) -> None:
+        """Raises DataError for a chat template that cannot be read."""
+        self.tokenizer, self.name, self.limits = tokenizer, name, limits
+        files = tokenizer.companion_files
+        has_template = CHAT_TEMPLATE_FILE in files or '"chat_template"' in files.get(TOKENIZER_CONFIG_FILE, "")
+        try:
+            self.chat_format = ChatFormat(tokenizer, files) if has_template else None
+        except UnreadableError as error:
+            raise DataError(f"{CHAT_TEMPLATE_FILE}: {error}; restore the model's folder") from error
+
+    def read(self, kind: str, body: bytes) -> TextRequest:
+        """Read a body of this kind, `completions` or `chat`. Raises RequestError."""
+        fields = _parse_object(body)
+        unknown = sorted(set(fields) - _FIELDS[kind])
+        if unknown:
+            raise RequestError(
+                f"{shorten_value(unknown[0])}: is no field that this server knows; leave it out", unknown[0]
+            )
+        fields = {name: value for name, value in fields.items() if value is not None}
+        if fields.get("model") != self.name:
+            status = 404 if isinstance(fields.get("model"), str) else 400
+            raise RequestError(f"model: this server has one model, '{self.name}'", "model", status)
+        _number(fields, "n", 1, (1, 1), whole=True)
+        _text(fields, "user", "")
+        options = fields.get("stream_options", {})
+        if not isinstance(options, dict) or set(options) - {"include_usage"}:
+            raise RequestError("stream_options: has one field, include_usage", "stream_options")
+        temperature = float(_number(fields, "temperature", 1.0, (0.0, 2.0)))
+        top_p = float(_number(fields, "top_p", 1.0, (0.0, 1.0)))
+        if top_p == 0.0:
+            raise RequestError("top_p: must be above 0 and at most 1", "top_p")
+        return TextRequest(
+            prompt_ids=self._messages(fields) if kind == "chat" else self._prompt(fields),
+            new_tokens=self._new_tokens(fields),
+            temperature=temperature,
+            top_p=None if top_p == 1.0 else top_p,
+            seed=int(_number(fields, "seed", secrets.randbelow(2**31), (0, 2**62 - 1), whole=True)),
+            stop=self._stop_strings(fields),
+            alternatives=_chat_alternatives(fields) if kind == "chat" else _alternatives(fields),
+            stream=_truth(fields, "stream"),
+            include_usage=_truth(options, "include_usage"),
+        )
+
+    def _new_tokens(self, fields: Mapping[str, Any]) -> int:
+        name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
+        default = min(DEFAULT_TOKENS, self.limits.new_tokens)
+        return int(_number(fields, name, default, (1, self.limits.new_tokens), whole=True))
+
+    def _stop_strings(self, fields: Mapping[str, Any]) -> tuple[str, ...]:
+        stop = fields.get("stop", [])
+        strings = [stop] if isinstance(stop, str) else stop
+        if not isinstance(strings, list) or len(strings) > self.limits.stop_strings:
+            raise RequestError(f"stop: must be a text, or a list of at most {self.limits.stop_strings}", "stop")
+        for text in strings:
+            if not isinstance(text, str) or not 0 < len(text) <= self.limits.stop_characters:
+                longest = self.limits.stop_characters
+                raise RequestError(f"stop: each must be a text of 1 to {longest} characters", "stop")
+        return tuple(strings)
+
+    def _prompt(self, fields: Mapping[str, Any]) -> list[int]:
+        prompt, vocab_size = fields.get("prompt", ""), self.tokenizer.vocab_size
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            tokens = [*self.tokenizer.bos_ids, *self._encoded(prompt)] or self.tokenizer.eos_ids[:1]
+        elif isinstance(prompt, list) and prompt and all(type(x) is int and 0 <= x < vocab_size for x in prompt):
+            tokens = prompt
+        else:
+            raise RequestError(f"prompt: must be one text, or tokens from 0 to {vocab_size - 1}", "prompt")
+        return self._within_limit(tokens, "prompt")
+
+    def _encoded(self, text: str) -> list[int]:
+        try:
+            return self.tokenizer.encode(text)
+        except DataError as error:
+            raise RequestError(f"prompt: {error}", "prompt") from error
+
+    def _messages(self, fields: Mapping[str, Any]) -> list[int]:
+        if self.chat_format is None:
+            raise RequestError("messages: this model has no chat template; use /v1/completions", "messages")
+        messages = fields.get("messages")
+        if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
+            raise RequestError(f"messages: must be a list of 1 to {MAX_MESSAGES} messages", "messages")
+        special_texts = self.tokenizer.special_tokens.values()
+        for message in messages:
+            is_plain = isinstance(message, dict) and set(message) == {"role", "content"}
+            if not is_plain or message["role"] not in ROLES or not isinstance(message["content"], str):
+                roles = ", ".join(ROLES)
+                raise RequestError(f"messages: each has a role ({roles}) and a text as its content", "messages")
+            if any(text in message["content"] for text in special_texts):
+                raise RequestError("messages: a content holds a special token of the model; leave it out", "messages")
+        try:
+            tokens = self.chat_format.encode_prompt(messages)
+        except (UnreadableError, DataError) as error:
+            raise RequestError(f"messages: the conversation {error}", "messages") from error
+        return self._within_limit(tokens, "messages")
+
+    def _within_limit(self, tokens: list[int], field: str) -> list[int]:
+        most = self.limits.prompt_tokens
+        if not 0 < len(tokens) <= most:
+            raise RequestError(f"{field}: has {len(tokens):,} tokens; this server reads 1 to {most:,}", field)
+        return tokens
+
+
+def _parse_object(body: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+        json.dumps(fields, ensure_ascii=False).encode("utf-8")  # half a surrogate pair is no text
+    except UnicodeError as error:
+        raise RequestError("body: is no text in UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"body: is no JSON ({parse_error_reason(error)})") from error
+    if not isinstance(fields, dict):
+        raise RequestError("body: must be a table in JSON")
+    return fields
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _number(
+    fields: Mapping[str, Any], name: str, default: float, between: tuple[float, float], whole: bool = False
+) -> float:
+    value = fields.get(name, default)
+    is_number = type(value) is int or (type(value) is float and not whole and math.isfinite(value))
+    if not is_number or not between[0] <= value <= between[1]:
+        what = "a whole number" if whole else "a number"
+        raise RequestError(f"{name}: must be {what} from {between[0]} to {between[1]}", name)
+    return value if type(value) is int else float(value)
+
+
+def _text(fields: Mapping[str, Any], name: str, default: str) -> str:
+    value = fields.get(name, default)
+    if not isinstance(value, str):
+        raise RequestError(f"{name}: must be a text", name)
+    return value
+
+
+def _truth(fields: Mapping[str, Any], name: str) -> bool:
+    value = fields.get(name, False)
+    if not isinstance(value, bool):
+        raise RequestError(f"{name}: must be true or false", name)
+    return value
+
+
+def _alternatives(fields: Mapping[str, Any]) -> int | None:
+    """What `logprobs` of /v1/completions asks for: a number."""
+    if "logprobs" not in fields:
+        return None
+    return int(_number(fields, "logprobs", 0, (0, MAX_ALTERNATIVES), whole=True))
+
+
+def _chat_alternatives(fields: Mapping[str, Any]) -> int | None:
+    """What `logprobs` of /v1/chat/completions asks for: a truth value, with a number beside it."""
+    count = int(_number(fields, "top_logprobs", 0, (0, MAX_ALTERNATIVES), whole=True))
+    if not _truth(fields, "logprobs"):
+        if count:
+            raise RequestError("top_logprobs: needs logprobs to be true", "top_logprobs")
+        return None
+    return count

@@ -1,0 +1,90 @@
+"""Run the server until a signal: the first SIGTERM or SIGINT drains it, a second one ends it at once."""
+
+import signal
+import socket
+import time
+from types import FrameType
+
+import uvicorn
+
+from heddle.errors import ConfigError
+from heddle.serving.app import Application
+from heddle.signals import Interrupted
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+IDLE_CONNECTION_SECONDS = 5  # after which a connection without a request is closed
+GRACE_SECONDS = 1  # for the last bytes of answers to leave
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server; a signal lets the running requests end first. interrupted_by: a signal that cut them off."""
+
+    def __init__(self, application: Application) -> None:
+        config = uvicorn.Config(
+            application.gate,
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=IDLE_CONNECTION_SECONDS,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
+        super().__init__(config)
+        self.application = application
+        self.interrupted_by: int | None = None
+        self._drain_until = 0.0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain; end at once at the second signal."""
+        if self.application.gate.is_draining:
+            self.interrupted_by, self.should_exit = sig, True
+        self.application.gate.is_draining = True
+        self._drain_until = self._drain_until or time.monotonic() + self.application.engine.limits.drain_seconds
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end now; asked ten times a second."""
+        engine = self.application.engine
+        if self.application.gate.is_draining and not self.should_exit:
+            if not engine.states and not engine.queue_length:
+                return True
+            if time.monotonic() > self._drain_until:
+                self.interrupted_by = signal.SIGTERM
+                return True
+        return await super().on_tick(counter)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 is any free one. Raises ConfigError where that cannot be."""
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"{host} port {port}: cannot be used (no such port); choose one below 65536, or 0")
+    listener = None
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()  # before the address is printed: clients may come at once
+    except (OSError, OverflowError, UnicodeError) as error:
+        if listener is not None:
+            listener.close()
+        reason = (error.strerror if isinstance(error, OSError) else None) or "no such address"
+        raise ConfigError(f"{host} port {port}: cannot be used ({reason}); choose another") from error
+    return listener
+
+
+def host_names(host: str, port: int) -> frozenset[str]:
+    """What a request may give as its Host to a server on a loopback address."""
+    names = [f"[{name}]" if ":" in name else name for name in {*LOOPBACK, host}]
+    return frozenset(f"{name}:{port}" for name in names)
+
+
+def run_server(application: Application, listener: socket.socket) -> None:
+    """Answer requests until a signal. Raises Interrupted if running requests were cut off."""
+    server = DrainingServer(application)
+    server.run([listener])
+    if server.interrupted_by is not None:
+        sentence = "ended before all running requests were answered"
+        raise Interrupted(server.interrupted_by, sentence)

@@ -1,0 +1,81 @@
+"""A training as a file of options: it overrides defaults, is overridden, printed and saved; `heddle.train` reads it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import heddle
+from heddle.cli.main import run_command
+from heddle.errors import ConfigError
+from tests import small
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    options = {
+        "design": small.design(),
+        "data": [str(small.folder(tmp_path / "texts"))],
+        "vocab_size": 300,
+        "steps": 3,
+        "batch_size": 2,
+        "sequence_length": 16,
+        "threads": 1,
+        "out": str(tmp_path / "run"),
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(options), encoding="utf-8")
+    return path
+
+
+def test_a_file_of_options_is_overridden_and_printed_whole(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["train", "--config", str(file), "--steps", "7", "--print-config"]) == 0
+    options = yaml.safe_load(printed := capsys.readouterr().out)
+    assert options["design"] == small.design()
+    assert (options["steps"], options["batch_size"], options["lr"], options["quiet"]) == (7, 2, 3e-3, False)
+    file.write_text(printed, encoding="utf-8")
+    assert run_command(["train", "--config", str(file), "--print-config"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_python_trains_as_the_command_does(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["train", "--config", str(file), "--json"]) == 0
+    command = json.loads(capsys.readouterr().out)
+    saved = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
+    assert saved["options"]["steps"] == 3
+    for number, config in enumerate((file, tmp_path / "run")):  # a run's folder is such a file too
+        run = heddle.train(config=config, out=tmp_path / f"again{number}", json=False)
+        assert run.folder == tmp_path / f"again{number}"
+        assert run.report == command | {"run": str(run.folder)}
+    loaded, _ = heddle.load(run.folder)
+    for name, weight in loaded.state_dict().items():
+        assert torch.equal(weight, run.model.state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("setps: 3", "setps: unknown option; did you mean 'steps'"),
+        ("steps: 1.5", "Invalid value for '--steps'"),
+        ("steps: [1, 2]", "steps: takes one value"),
+        ("- steps", "is no table of options"),
+        ("print_config: true", "print_config: unknown option"),
+    ],
+)
+def test_a_bad_file_is_a_sentence(line: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.yaml").write_text(line + "\n", encoding="utf-8")
+    assert run_command(["train", "preset:gqa-tiny", "--config", str(tmp_path / "bad.yaml"), "--print-config"]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_python_refuses_what_is_no_option() -> None:
+    with pytest.raises(ConfigError, match="batchsize: unknown option; did you mean 'batch_size'"):
+        heddle.train("preset:gqa-tiny", batchsize=3)
+    with pytest.raises(ConfigError, match="nproc: is an option of the command line alone"):
+        heddle.train("preset:gqa-tiny", nproc=2)
+    with pytest.raises(ConfigError, match="--steps"):
+        heddle.train("preset:gqa-tiny", steps=1.5)

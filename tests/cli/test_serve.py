@@ -1,0 +1,67 @@
+"""`heddle serve` as a process: what it refuses to start with, and how SIGTERM ends it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from heddle.cli.main import run_command
+from heddle.storage.model import save
+from tests.serving.running import small_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("served") / "small"
+    model, tokenizer = small_model()
+    save(model, path, tokenizer)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: others can reach it; give --token-file"),
+        (["--streams", "0"], "streams 0: must be at least 1"),
+        (["--port", "99999999"], "127.0.0.1 port 99999999: cannot be used"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    options: list[str], sentence: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["serve", str(folder), "--device", "cpu", *options]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_short_token_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "token").write_text("short")
+    assert run_command(["serve", str(folder), "--token-file", str(tmp_path / "token")]) == 2
+    assert "needs at least 16 ASCII characters" in capsys.readouterr().err
+
+
+def test_a_missing_library_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("heddle.numerics.dispatch.libraries.optional_module", lambda name: None)
+    assert run_command(["serve", str(folder)]) == 2
+    assert "pip install 'heddle-lm[serve]'" in capsys.readouterr().err
+
+
+def test_sigterm_lets_a_running_request_end_and_exits_with_0(folder: Path) -> None:
+    command = [sys.executable, "-m", "heddle", "serve", str(folder), "--port", "0", "--device", "cpu", "--threads", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    assert process.stdout is not None
+    address = process.stdout.readline().strip()
+    body = {"model": "small", "prompt": "The", "max_tokens": 400, "temperature": 0, "stream": True}
+    request = urllib.request.Request(f"{address}/completions", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        answer.readline()
+        process.send_signal(signal.SIGTERM)
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "serve: small; Ctrl-C or SIGTERM lets running requests end\n")

@@ -1,0 +1,155 @@
+"""The server answers as OpenAI's does, and refuses wrong requests in a sentence that names the field."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from heddle.generation.generate import generate
+from tests.serving.running import NAME, Running, running_server, small_model
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running_server(body_bytes=20_000, new_tokens=64, prompt_tokens=100) as running:
+        yield running
+
+
+def test_openai_client_reads_completions_and_streams(server: Running) -> None:
+    model, tokenizer = small_model()
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client:
+        assert [entry.id for entry in client.models.list()] == [NAME]
+        settings: dict[str, Any] = {"max_tokens": 12, "temperature": 0.9, "top_p": 0.9, "seed": 5}
+        text = generate(model, "The loom", tokenizer, max_new_tokens=12, temperature=0.9, top_p=0.9, seed=5)
+        whole = client.completions.create(model=NAME, prompt="The loom", logprobs=2, **settings)
+        assert whole.choices[0].text == text
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == 12
+        scores = whole.choices[0].logprobs
+        assert scores is not None
+        assert scores.token_logprobs is not None
+        assert len(scores.token_logprobs) == 12
+        assert all(score < 0 for score in scores.token_logprobs if score is not None)
+        streamed = client.completions.create(model=NAME, prompt="The loom", stream=True, **settings)
+        assert "".join(chunk.choices[0].text for chunk in streamed) == text
+
+
+def test_openai_client_chats_by_the_template(server: Running) -> None:
+    model, tokenizer = small_model()
+    prompt = "user: Hi\nassistant: "
+    text = generate(model, prompt, tokenizer, max_new_tokens=8)
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client:
+        messages: list[Any] = [{"role": "user", "content": "Hi"}]
+        chat = client.chat.completions.create(
+            model=NAME, messages=messages, max_tokens=8, temperature=0, logprobs=True, top_logprobs=3
+        )
+        assert chat.choices[0].message.content == text
+        assert chat.choices[0].finish_reason == "length"
+        scores = chat.choices[0].logprobs
+        assert scores is not None
+        assert scores.content is not None
+        best = [entry.top_logprobs[0].token for entry in scores.content]
+        assert best == [entry.token for entry in scores.content]  # greedy takes the most likely one
+        stream = client.chat.completions.create(
+            model=NAME, messages=messages, max_tokens=8, temperature=0, stream=True,
+            stream_options={"include_usage": True},
+        )  # fmt: skip
+        chunks = list(stream)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 8
+
+
+def test_a_stop_string_ends_the_text(server: Running) -> None:
+    text = server.complete(max_tokens=40, temperature=0).json()["choices"][0]["text"]
+    stop = text[5:9]
+    choice = server.complete(max_tokens=40, temperature=0, stop=[stop]).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (text[: text.find(stop)], "stop")
+
+
+WRONG: list[tuple[dict[str, Any], int, str]] = [
+    ({"stop": ["x"] * 100_000}, 413, "body"),
+    ({"stop": ["x"] * 1000}, 400, "stop"),
+    ({"stop": ["x" * 1000]}, 400, "stop"),
+    ({"stop": [""]}, 400, "stop"),
+    ({"stop": 3}, 400, "stop"),
+    ({"max_tokens": 65}, 400, "max_tokens"),
+    ({"max_tokens": 10**300}, 400, "max_tokens"),
+    ({"max_tokens": 1.5}, 400, "max_tokens"),
+    ({"temperature": -1}, 400, "temperature"),
+    ({"temperature": "hot"}, 400, "temperature"),
+    ({"temperature": True}, 400, "temperature"),
+    ({"top_p": 0}, 400, "top_p"),
+    ({"seed": -1}, 400, "seed"),
+    ({"n": 2}, 400, "n"),
+    ({"logprobs": 1000}, 400, "logprobs"),
+    ({"stream": "yes"}, 400, "stream"),
+    ({"stream_options": {"a": 1}}, 400, "stream_options"),
+    ({"best_of": 4}, 400, "best_of"),
+    ({"model": "gpt"}, 404, "model"),
+    ({"model": 3}, 400, "model"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": [-1]}, 400, "prompt"),
+    ({"prompt": [True]}, 400, "prompt"),
+    ({"prompt": ["a", "b"]}, 400, "prompt"),
+    ({"prompt": {"a": 1}}, 400, "prompt"),
+    ({"prompt": "word " * 1000}, 400, "prompt"),
+    ({"prompt": "\ud800"}, 400, "body"),
+]
+
+
+@pytest.mark.parametrize(("fields", "status", "named"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_wrong_values_are_refused_by_name(fields: dict[str, Any], status: int, named: str, server: Running) -> None:
+    body = {"model": NAME, "prompt": "The", "max_tokens": 2} | fields
+    answer = server.client.post("/v1/completions", content=json.dumps(body))
+    error = answer.json()["error"]
+    assert answer.status_code == status, error
+    assert error["message"].startswith(named) or error["param"] == named
+    assert error["type"] == "invalid_request_error"
+    assert len(error["message"]) <= 400
+    assert "Traceback" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[1]", b"\xff", b"[" * 9000, b'{"seed": NaN}', b'{"seed": ' + b"9" * 5000 + b"}"],
+    ids=["empty", "cut", "list", "latin", "nested", "nan", "digits"],
+)
+def test_bodies_that_are_no_request_are_refused(content: bytes, server: Running) -> None:
+    answer = server.client.post("/v1/completions", content=content)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("body: ")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [None, [], "hi", [{"role": "user"}], [{"role": "king", "content": "a"}], [{"role": ["user"], "content": "a"}],
+     [{"role": "user", "content": ["a"]}], [{"role": "user", "content": "a", "name": "b"}]],
+)  # fmt: skip
+def test_wrong_messages_are_refused(messages: Any, server: Running) -> None:
+    answer = server.client.post("/v1/chat/completions", json={"model": NAME, "messages": messages})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
+def test_special_tokens_in_a_message_are_refused(server: Running) -> None:
+    special = next(iter(small_model()[1].special_tokens.values()))
+    messages = [{"role": "user", "content": f"a {special} b"}]
+    answer = server.client.post("/v1/chat/completions", json={"model": NAME, "messages": messages})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
+def test_a_model_without_a_template_refuses_chats() -> None:
+    with running_server(template=False) as server:
+        messages = [{"role": "user", "content": "Hi"}]
+        answer = server.client.post("/v1/chat/completions", json={"model": NAME, "messages": messages})
+        assert answer.status_code == 400
+        assert "no chat template" in answer.json()["error"]["message"]
+
+
+def test_other_addresses_and_methods_are_refused(server: Running) -> None:
+    assert server.client.get("/v1/engines").status_code == 404
+    answer = server.client.get("/v1/completions")
+    assert answer.status_code == 405
+    assert "error" in answer.json()

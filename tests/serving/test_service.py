@@ -1,0 +1,190 @@
+"""The server under load and abuse: who may ask, what waits, what a client that goes away leaves, how it ends."""
+
+import gc
+import json
+import random
+import socket
+import threading
+import time
+
+import pytest
+
+from heddle.errors import ConfigError
+from heddle.generation.generate import generate
+from heddle.model.state import State
+from heddle.serving.limits import ServerLimits
+from heddle.serving.server import host_names, listen
+from tests.serving.running import NAME, Running, running_server, small_model
+
+PROMPTS = ("The weaver", "Another cloth", "La navette", "def weave")
+
+
+def states_in_memory() -> int:
+    gc.collect()
+    return sum(type(item) is State for item in gc.get_objects())
+
+
+def metric(server: Running, name: str) -> int:
+    lines = server.client.get("/metrics").text.splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(f"heddle_{name} ")))
+
+
+def test_only_its_own_host_and_origin_may_ask() -> None:
+    with running_server() as server:
+        own = server.address.removeprefix("http://")
+        cases = [
+            ({}, 200),
+            ({"Host": own.replace("127.0.0.1", "localhost")}, 200),
+            ({"Host": "evil.example"}, 403),
+            ({"Host": own.replace("127.0.0.1", "127.0.0.1.evil.example")}, 403),
+            ({"Origin": server.address}, 200),
+            ({"Origin": "http://evil.example"}, 403),
+            ({"Origin": "null"}, 403),
+        ]
+        for headers, status in cases:
+            answer = server.client.get("/v1/models", headers=headers)
+            assert answer.status_code == status, headers
+            assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_a_token_is_asked_for() -> None:
+    token = "a-token-of-many-letters"
+    with running_server(token=token) as server:
+        for given, status in (("", 401), ("Bearer wrong", 401), (f"Bearer {token}x", 401), (f"Bearer {token}", 200)):
+            headers = {"Authorization": given} if given else {}
+            assert server.client.get("/v1/models", headers=headers).status_code == status
+            assert server.client.get("/metrics", headers=headers).status_code == status
+        assert server.client.get("/health").json() == {"status": "ok"}
+
+
+def test_a_body_is_refused_while_it_is_read() -> None:
+    with running_server(body_bytes=1000) as server:
+        host, port = server.address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: 1000000000\r\n\r\n"
+            connection.sendall(head.encode() + b"x" * 2000)  # and the rest never comes
+            assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_streams_beyond_the_queue_get_429_and_cancelled_ones_free_their_state() -> None:
+    with running_server(streams=2, queue=1, new_tokens=20_000) as server:
+        before = states_in_memory()
+        streams = []
+        for _ in range(2):
+            body = {"model": NAME, "prompt": "The", "max_tokens": 20_000, "stream": True, "temperature": 0}
+            streams.append(server.client.stream("POST", "/v1/completions", json=body))
+            assert streams[-1].__enter__().status_code == 200
+        waiting = threading.Thread(target=server.complete, kwargs={"max_tokens": 1})
+        waiting.start()
+        while not server.engine.queue_length:
+            time.sleep(0.005)
+        refused = server.complete(max_tokens=1)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert metric(server, "states") == 2
+        for stream in streams:
+            stream.__exit__(None, None, None)
+        waiting.join()
+        server.wait_until_free()
+        assert metric(server, "states") == metric(server, "queue_length") == 0
+        assert metric(server, "cancelled_total") == 2
+        assert metric(server, "new_tokens_total") < 40_000
+        assert states_in_memory() == before
+
+
+def test_a_client_that_waits_for_a_whole_answer_and_goes_away_frees_its_state() -> None:
+    with running_server(new_tokens=100_000) as server:
+        host, port = server.address.removeprefix("http://").split(":")
+        body = json.dumps({"model": NAME, "prompt": "The", "max_tokens": 100_000, "temperature": 0}).encode()
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            while not server.engine.states:
+                time.sleep(0.005)
+        server.wait_until_free()
+        assert metric(server, "cancelled_total") == 1
+
+
+def test_the_time_limit_ends_a_text() -> None:
+    with running_server(new_tokens=1_000_000, seconds=1) as server:
+        answer = server.complete(max_tokens=1_000_000, temperature=0).json()
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert 0 < answer["usage"]["completion_tokens"] < 1_000_000
+
+
+def test_a_draining_server_ends_running_streams_and_refuses_new_ones() -> None:
+    with running_server(new_tokens=2000) as server:
+        model, tokenizer = small_model()
+        body = {"model": NAME, "prompt": "The", "max_tokens": 300, "temperature": 0, "stream": True}
+        with server.client.stream("POST", "/v1/completions", json=body) as answer:
+            server.server.handle_exit(15, None)
+            refused = server.complete(max_tokens=1)
+            assert refused.status_code == 503
+            assert server.client.get("/health").json() == {"status": "draining"}
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        text = "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
+        assert lines[-1] == "[DONE]"
+        assert text == generate(model, "The", tokenizer, max_new_tokens=300)
+        assert server.server.interrupted_by is None
+
+
+def abuse(server: Running, draw: random.Random) -> int:
+    """One abusive request; returns its status, 0 for a connection that was broken off."""
+    kind = draw.randrange(5)
+    if kind == 0:
+        return int(server.complete(stop=["x"] * 100_000).status_code)
+    if kind == 1:
+        return int(server.client.post("/v1/completions", content=b"[" * 50_000).status_code)
+    if kind == 2:
+        return int(server.complete(max_tokens=10**9).status_code)
+    if kind == 3:
+        return int(server.complete(prompt="\x00\u202e" * 50_000).status_code)
+    body = {"model": NAME, "prompt": "The", "max_tokens": 500, "stream": True}
+    with server.client.stream("POST", "/v1/completions", json=body):
+        return 0
+
+
+def crowd(server: Running, clients: int, seconds: float) -> tuple[list[int], int]:
+    """The statuses that `clients` clients saw, a twentieth of their requests abusive; and how many texts were wrong."""
+    model, tokenizer = small_model()
+    expected = {prompt: generate(model, prompt, tokenizer, max_new_tokens=6) for prompt in PROMPTS}
+    statuses, wrong, until = list[int](), list[str](), time.monotonic() + seconds
+
+    def ask(seed: int) -> None:
+        draw = random.Random(seed)
+        while time.monotonic() < until:
+            if draw.random() < 0.05:
+                statuses.append(abuse(server, draw))
+                continue
+            prompt = draw.choice(PROMPTS)
+            answer = server.complete(prompt=prompt, max_tokens=6, temperature=0)
+            statuses.append(answer.status_code)
+            if answer.status_code == 200 and answer.json()["choices"][0]["text"] != expected[prompt]:
+                wrong.append(prompt)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return statuses, len(wrong)
+
+
+@pytest.mark.parametrize("seconds", [2.0, pytest.param(3600.0, marks=pytest.mark.soak)])
+def test_a_crowd_with_abusers_gets_right_texts_and_no_server_error(seconds: float) -> None:
+    with running_server(new_tokens=1000) as server:
+        before = states_in_memory()
+        statuses, wrong = crowd(server, 50, seconds)
+        server.wait_until_free()
+        assert wrong == 0
+        assert set(statuses) <= {0, 200, 400, 413, 429}
+        assert statuses.count(200) > 50
+        assert states_in_memory() == before
+
+
+def test_limits_and_addresses_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^streams 0: must be at least 1$"):
+        ServerLimits(streams=0)
+    with listen("127.0.0.1", 0) as listener, pytest.raises(ConfigError, match="cannot be used"):
+        listen("127.0.0.1", listener.getsockname()[1])
+    assert "[::1]:80" in host_names("127.0.0.1", 80)
