@@ -42,7 +42,15 @@ def markup_in(source: str) -> list[str]:
     return [f"{kind}: {text}" for text in strings(source) for kind, pattern in MARKUP.items() if pattern.search(text)]
 
 
-@pytest.mark.parametrize("file", sorted(ANALYSIS.rglob("*.py")), ids=lambda file: str(file.relative_to(ANALYSIS)))
+WRITERS = {  # what they make is markup or a script, from docstrings, formulas and costs
+    "explorer/formulas.py",
+    "pages/explorer.py",
+    "pages/formulas.py",
+}
+FILES = [file for file in sorted(ANALYSIS.rglob("*.py")) if str(file.relative_to(ANALYSIS)) not in WRITERS]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ANALYSIS)))
 def test_python_files_hold_no_markup(file: Path) -> None:
     assert markup_in(file.read_text(encoding="utf-8")) == []
 

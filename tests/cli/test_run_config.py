@@ -60,6 +60,7 @@ def test_python_trains_as_the_command_does(file: Path, tmp_path: Path, capsys: p
         ("setps: 3", "setps: unknown option; did you mean 'steps'"),
         ("steps: 1.5", "Invalid value for '--steps'"),
         ("steps: [1, 2]", "steps: takes one value"),
+        ("steps: true", "steps: takes a word or a number, and is true"),
         ("- steps", "is no table of options"),
         ("print_config: true", "print_config: unknown option"),
     ],
@@ -72,10 +73,14 @@ def test_a_bad_file_is_a_sentence(line: str, sentence: str, tmp_path: Path, caps
     assert error.count("\n") == 1
 
 
-def test_python_refuses_what_is_no_option() -> None:
+def test_python_refuses_what_is_no_option(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="batchsize: unknown option; did you mean 'batch_size'"):
         heddle.train("preset:gqa-tiny", batchsize=3)
     with pytest.raises(ConfigError, match="nproc: is an option of the command line alone"):
         heddle.train("preset:gqa-tiny", nproc=2)
+    ranks = tmp_path / "ranks.yaml"
+    ranks.write_text("design: preset:gqa-tiny\nnproc: 2\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="nproc: 2 ranks are an option of the command line alone"):
+        heddle.train(config=ranks)
     with pytest.raises(ConfigError, match="--steps"):
         heddle.train("preset:gqa-tiny", steps=1.5)

@@ -153,7 +153,10 @@ def read_by(module: nn.Module, wider: nn.Module) -> set[str]:
     return {
         name
         for name, value in module.named_parameters()
-        if name.endswith("weight") and value.shape[-1] != shapes[name].shape[-1]
+        if name.endswith("weight")
+        and value.shape[-1] != shapes[name].shape[-1]
+        # a branch as wide as the model ends with a projection that reads what the branch made
+        and not getattr(module.get_submodule(name.rpartition(".")[0]), "output_projection", False)
     }
 
 

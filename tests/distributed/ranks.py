@@ -42,6 +42,7 @@ def on_ranks(ranks: int, function: Callable[[int], Any]) -> list[Any]:
             thread.join()
     finally:
         _set_thread_isolation_mode(False)
+        torch.compiler.set_stance("default")  # of the whole process: threads set and restore it out of order
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()
     for rank in sorted(errors, key=lambda rank: (type(errors[rank]).__name__ == "BrokenBarrierError", rank)):

@@ -155,7 +155,7 @@ def test_dequantized_weights_are_their_numbers(method: str, capsys: pytest.Captu
 BUGS = [
     ("fp8", "unpack_fp8", "repeat_interleave(rows, -2)", "repeat_interleave(columns - 1, -2)"),
     ("gptq", "unpack_gptq", "zeros + 1", "zeros"),
-    ("gptq-shuffled", "unpack_gptq", 'stored.get(".g_idx")', "None"),
+    ("gptq-shuffled", "unpack_gptq", 'tensors.get(".g_idx")', "None"),
     ("awq", "_in_order", "list(AWQ_ORDER)", "[0, 2, 4, 6, 1, 3, 5, 7]"),
 ]
 

@@ -38,9 +38,8 @@ def test_each_leaves_as_what_it_came(family: str, variant: str, tmp_path: Path) 
     assert read_json(tmp_path / "again") == read_json(tmp_path / "out")
     theirs = AutoConfig.from_pretrained(tmp_path / "again")
     assert theirs.model_type == family
-    assert (
-        theirs.max_position_embeddings == AutoConfig.from_pretrained(saved(family, variant)[1]).max_position_embeddings
-    )
+    first = AutoConfig.from_pretrained(saved(family, variant)[1])
+    assert theirs.to_dict().get("max_position_embeddings") == first.to_dict().get("max_position_embeddings")
 
 
 @pytest.mark.parametrize("family", LIKE_OTHERS)

@@ -67,7 +67,7 @@ def test_a_body_is_refused_while_it_is_read() -> None:
 
 
 def test_streams_beyond_the_queue_get_429_and_cancelled_ones_free_their_state() -> None:
-    with running_server(streams=2, queue=1, new_tokens=20_000) as server:
+    with running_server(streams=2, queue=1, new_tokens=20_000, seconds=20) as server:
         before = states_in_memory()
         streams = []
         for _ in range(2):

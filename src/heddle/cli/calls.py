@@ -121,6 +121,10 @@ def _call(name: str, options: Mapping[str, Any]) -> Any:
     defaults = defaults_of(command, option_names(command), options, "options")
     try:
         with command.make_context(f"heddle {name}", [], obj=[name], default_map=defaults) as context:
+            ranks = context.params.get("nproc") or 1
+            if ranks > 1:  # of a file: the ranks run a command line, and here is none
+                hint = f"start heddle {name} in a terminal, or leave nproc out"
+                raise ConfigError(f"nproc: {ranks} ranks are an option of the command line alone; {hint}")
             return command.invoke(context)
     except Exception as error:
         message = getattr(error, "format_message", None)

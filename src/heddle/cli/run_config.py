@@ -104,6 +104,8 @@ def defaults_of(command: Any, names: dict[str, str], options: Mapping[Any, Any],
             defaults[names[name]] = [str(item) for item in values]
         elif isinstance(value, list | tuple | dict) and name != "design":
             raise ConfigError(f"{source}: {name}: takes one value; write a word or a number")
+        elif isinstance(value, bool) and not getattr(parameter, "is_flag", False):
+            raise ConfigError(f"{source}: {name}: takes a word or a number, and is {str(value).lower()}")
         else:
             defaults[names[name]] = value if isinstance(value, bool | dict) else str(value)
     return defaults

@@ -41,6 +41,10 @@ class ShortConvConfig(MixerConfig):
         """The same config with a kernel of at most SMALL_WINDOW tokens."""
         return self.replace(conv_kernel=min(SMALL_WINDOW, self.conv_kernel))
 
+    def with_state_scaled(self, factor: float, width: int) -> Self:
+        """The same config with a kernel whose earlier tokens, which are the state, are about `factor` times as many."""
+        return self.replace(conv_kernel=1 + max(1, round(factor * (self.conv_kernel - 1))))
+
     def shrunk(self, context: ShrinkContext) -> Self:
         """A small kernel."""
         return self.with_small_window()
