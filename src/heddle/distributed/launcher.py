@@ -49,7 +49,10 @@ def _launch(arguments: Sequence[str], ranks: int, max_restarts: int) -> int:
             return 0
         except ChildFailedError as error:
             failures = error.failures
-        code = next((failure.exitcode for failure in failures.values() if not _may_go_on(failure)), None)
+        codes = [failure.exitcode for failure in failures.values() if not _may_go_on(failure)]
+        if any(failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM for failure in failures.values()):
+            codes = [code for code in codes if code != 128 + signal.SIGTERM]  # the agent's answer to a death
+        code = next(iter(codes), None)
         if code is not None:
             return code
         deaths = _deaths(failures)
