@@ -71,7 +71,7 @@ def train_run(task: Row) -> Row:
             scale_to_width(base_design(), task["width"]),
             corpus,
             settings,
-            Path(task["run"]),
+            Path(task["out"], task["run"]),
             evaluation=EvaluationBudget(final_tokens=2**15),
         )
         start = time.process_time()
@@ -79,7 +79,7 @@ def train_run(task: Row) -> Row:
             bits = train(job).bits_per_byte
         except Diverged:
             bits = None
-    return {**task, "bits_per_byte": bits, "cpu_seconds": round(time.process_time() - start, 1)}
+    return task | {"bits_per_byte": bits, "cpu_seconds": round(time.process_time() - start, 1)}
 
 
 def best_exponent(rows: Iterable[Row]) -> int:
@@ -104,7 +104,7 @@ def run_grid(options: argparse.Namespace, run_all: RunAll) -> list[Row]:
                 tasks = _tasks(options, scaling, width, exponents)
                 finished = {row["run"] for row in rows}
                 for row in run_all(train_run, [task for task in tasks if task["run"] not in finished]):
-                    rows.append(row)
+                    rows.append({name: value for name, value in row.items() if name != "out"})
                     file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
                 names = {task["run"] for task in tasks}
                 best = best_exponent(row for row in rows if row["run"] in names)
@@ -125,7 +125,8 @@ def _tasks(options: argparse.Namespace, scaling: str, width: int, exponents: Seq
             "rate": FIRST_RATE * 2.0**exponent,
             "seed": seed,
             "steps": options.steps,
-            "run": str(options.out / f"{options.optimizer}-{scaling}-{width}-{exponent}-{seed}-{options.steps}"),
+            "run": f"{options.optimizer}-{scaling}-{width}-{exponent}-{seed}-{options.steps}",
+            "out": str(options.out),
         }
         for exponent in exponents
         for seed in range(options.seeds)
@@ -156,6 +157,12 @@ def fitted_exponent(curve: Sequence[Row]) -> float:
     return best + (left - right) / (2 * (left - 2 * middle + right))
 
 
+def factor_moved(by_width: dict[int, list[Row]]) -> float:
+    """The largest fitted best rate of any width, divided by the least."""
+    exponents = [fitted_exponent(curve) for curve in by_width.values()]
+    return 2.0 ** (max(exponents) - min(exponents))
+
+
 def render_svg(rows: Iterable[Row]) -> str:
     """Two charts, loss against rate, a line for each width with a ring at its best rate; for light and dark pages."""
     by_scaling = curves(rows)
@@ -165,7 +172,7 @@ def render_svg(rows: Iterable[Row]) -> str:
     exponents = sorted({row["exponent"] for row in points})
     left, width, height = 46, 320, 230
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * (left + width) + 20} {height + 84}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * (left + width) + 20} {height + 104}" role="img">',
         "<title>Bits per byte against the learning rate at four widths, without transfer and with it</title>",
         "<style>text{font:13px system-ui,sans-serif;fill:#1f2328}.small{font-size:11px;fill:#59636e}"
         ".grid{stroke:#d1d9e0}.line{fill:none;stroke-width:2}.best{fill:none;stroke-width:2}"
@@ -175,8 +182,8 @@ def render_svg(rows: Iterable[Row]) -> str:
         origin = panel * (left + width + 10) + left
         x = lambda exponent: origin + 12 + (width - 30) * (exponent - exponents[0]) / (exponents[-1] - exponents[0])  # noqa: B023, E731
         y = lambda bits: 30 + height * (1 - (min(bits, high) - low) / (high - low))  # noqa: E731
-        moved = steps_moved(by_scaling[scaling])
-        parts.append(f'<text x="{origin}" y="16">{scaling}: best rate moves by 2^{moved}</text>')
+        moved = factor_moved(by_scaling[scaling])
+        parts.append(f'<text x="{origin}" y="16">{scaling}: the best rate moves by a factor of {moved:.1f}</text>')
         for share in (0.0, 0.25, 0.5, 0.75, 1.0):
             bits = low + share * (high - low)
             parts.append(
@@ -190,13 +197,14 @@ def render_svg(rows: Iterable[Row]) -> str:
             parts.append(
                 f'<text class="small" x="{x(exponent):.1f}" y="{height + 48}" text-anchor="middle">{rate}</text>'
             )
+        parts.append(f'<text class="small" x="{origin}" y="{height + 66}">bits per byte over the learning rate</text>')
         for number, (model_width, curve) in enumerate(sorted(by_scaling[scaling].items())):
             color, means = COLORS[number % len(COLORS)], mean_losses(curve)
             line = " ".join(f"{x(exponent):.1f},{y(bits):.1f}" for exponent, bits in sorted(means.items()))
             best = best_exponent(curve)
             parts.append(f'<polyline class="line" stroke="{color}" points="{line}"/>')
             parts.append(f'<circle class="best" stroke="{color}" cx="{x(best):.1f}" cy="{y(means[best]):.1f}" r="6"/>')
-            legend, level = origin + number * width / 4, height + 70
+            legend, level = origin + number * width / 4, height + 88
             parts.append(
                 f'<path class="line" stroke="{color}" d="M{legend:.0f} {level}h14"/>'
                 f'<text class="small" x="{legend + 18:.0f}" y="{level + 4}">width {model_width}</text>'

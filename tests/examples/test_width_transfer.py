@@ -54,8 +54,8 @@ def test_the_figure_has_a_line_and_a_ring_for_each_width(tmp_path: Path, monkeyp
     figure = ElementTree.fromstring(width_transfer.render_svg(width_transfer.run_grid(options(tmp_path, seeds=2), map)))
     assert (len(figure.findall(f"{SVG}polyline")), len(figure.findall(f"{SVG}circle"))) == (8, 8)
     texts = [text.text for text in figure.iter(f"{SVG}text")]
-    assert "standard: best rate moves by 2^3" in texts
-    assert "transfer: best rate moves by 2^0" in texts
+    assert "standard: the best rate moves by a factor of 8.0" in texts
+    assert "transfer: the best rate moves by a factor of 1.0" in texts
 
 
 def test_every_width_is_one_design() -> None:
