@@ -83,6 +83,23 @@ def flash_backward(*arguments: Any, scale: float) -> tuple[Tensor, ...]:
     return _backward(gradient, (q, k, v), y, log_sum_exp, scale, _causal_bias(q, k, causal))[:3]
 
 
+def cudnn(*arguments: Any, scale: float) -> tuple[Any, ...]:
+    """aten::_scaled_dot_product_cudnn_attention."""
+    q, k, v, bias, _, *rest = arguments  # dropout and causal, if they are not False
+    _require(q.dtype == k.dtype == v.dtype and q.dtype not in (torch.float32, torch.float64), f"{q.dtype}, {v.dtype}")
+    _require(bias is None, "a bias, whose gradients were wrong")
+    _require(all(x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 for x in (q, v)), "such widths")
+    y, log_sum_exp = _forward(q, k, v, scale, _causal_bias(q, k, bool(rest and rest[-1])))
+    empty = q.new_empty(0)
+    return y, log_sum_exp, empty, empty, q.shape[2], k.shape[2], empty, empty, empty
+
+
+def cudnn_backward(*arguments: Any, scale: float) -> tuple[Tensor, ...]:
+    """aten::_scaled_dot_product_cudnn_attention_backward."""
+    gradient, q, k, v, y, log_sum_exp, *_, causal = arguments
+    return _backward(gradient, (q, k, v), y, log_sum_exp, scale, _causal_bias(q, k, causal))[:3]
+
+
 def efficient(*arguments: Any, scale: float) -> tuple[Tensor, ...]:
     """aten::_scaled_dot_product_efficient_attention."""
     q, k, v, bias, with_log_sum_exp, *rest = arguments  # dropout and causal, if they are not False
@@ -194,6 +211,8 @@ def operators() -> dict[OpOverload, Callable[..., Any]]:
     return {
         aten._scaled_dot_product_flash_attention.default: flash,
         aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
+        aten._scaled_dot_product_cudnn_attention.default: cudnn,
+        aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
         aten._scaled_dot_product_efficient_attention.default: efficient,
         aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
         aten.bmm.dtype: wide_bmm,

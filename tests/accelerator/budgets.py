@@ -56,7 +56,8 @@ def count(
     make: Callable[[], calls.Call], gradients: bool = True, compiled: bool = False, fla: bool = False
 ) -> tuple[Launches, list[KernelChoice]]:
     """What a call and its backward pass cost, and the kernels that were chosen. The options are those of `counting`."""
-    lifts = torch._C._only_lift_cpu_tensors()
+    lifts, deterministic = torch._C._only_lift_cpu_tensors(), torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)  # without --deterministic, which tests are run with
     torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(…, device=…) makes a fake tensor
     try:
         with (
@@ -74,6 +75,7 @@ def count(
             return counter.total, choices
     finally:
         torch._C._set_only_lift_cpu_tensors(lifts)
+        torch.use_deterministic_algorithms(deterministic)
 
 
 def launches(

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from heddle.numerics.dispatch.libraries import optional_module
+from heddle.numerics.dispatch import libraries
 
 
 @pytest.fixture(autouse=True)
 def libraries_are_imported_again() -> Iterator[None]:
     """What a test made importable is not found by the next one."""
-    optional_module.cache_clear()
+    libraries._modules.clear()
     yield
-    optional_module.cache_clear()
+    libraries._modules.clear()

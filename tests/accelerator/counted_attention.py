@@ -24,6 +24,7 @@ def functions(counter: LaunchCounter) -> dict[Any, Callable[..., Any]]:
     """What answers operators that are called by name."""
     return {
         torch.ops.aten._scaled_dot_product_flash_attention: lambda *a, **k: _flash(counter, *a, **k),
+        torch.ops.aten._scaled_dot_product_cudnn_attention: lambda *a, **k: _cudnn(counter, *a, **k),
         torch.ops.aten._scaled_dot_product_efficient_attention: lambda *a, **k: _efficient(counter, *a, **k),
     }
 
@@ -45,6 +46,11 @@ def _flash(
 ) -> tuple[Tensor, Tensor]:
     pairs = q.shape[2] * k.shape[2] * (0.5 if causal else 1.0)
     return attend(counter, (q, k, v), pairs, ATTENTION_RATES[True, False, False]), _log_sum_exp(q)
+
+
+def _cudnn(counter: LaunchCounter, *arguments: Any, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v, _, _, dropout, causal = arguments
+    return _flash(counter, q, k, v, dropout, causal, scale)
 
 
 def _efficient(counter: LaunchCounter, *arguments: Any, scale: float) -> tuple[Tensor, Tensor]:

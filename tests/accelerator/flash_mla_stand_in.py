@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.numerics.dispatch.libraries import optional_module
+from heddle.numerics.dispatch import libraries
 
 
 def get_mla_metadata() -> tuple[object, None]:
@@ -41,7 +41,7 @@ def flash_mla_with_kvcache(q: Tensor, k_cache: Tensor, block_table: Tensor, cach
 
 def install_flash_mla(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a test, `flash_mla` can be imported."""
-    optional_module.cache_clear()
+    libraries._modules.clear()
     module = ModuleType("flash_mla")
     vars(module).update(flash_mla_with_kvcache=flash_mla_with_kvcache, get_mla_metadata=get_mla_metadata)
     monkeypatch.setitem(sys.modules, "flash_mla", module)

@@ -8,6 +8,7 @@ decoding step reads a token of each row with a pinned state and chooses the next
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,9 @@ from heddle.generation.sampling import Sampler
 from heddle.laws.harness import encoder_output_for, layout_for, model_under_test, random_tokens
 from heddle.model.decoder import Decoder
 from heddle.numerics.cross_entropy import loss_sum
+from heddle.numerics.random import RandomKey, use_random_key
 from heddle.parts.context.layout import Layout
+from heddle.parts.modules.router_statistics import record_router_statistics
 from tests.cases import case
 
 GOLDEN = Path(__file__).parent.parent / "goldens/graphs.json"
@@ -92,8 +95,8 @@ def train(name: str, kind: str, calls: int) -> Cell:
     try:
         for call, layout in enumerate(layouts(kind, calls)):
             if call == 0:  # before the first graph: the constants of a module are made by its first call
-                want = _gradients(model, _loss(model, tokens, _for_model(model, layouts(kind, 1)[0]), targets))
-            got = _gradients(model, compiled(model, tokens, _for_model(model, layout), targets))
+                want = _gradients(model, call, _loss, tokens, _for_model(model, layouts(kind, 1)[0]), targets)
+            got = _gradients(model, call, compiled, tokens, _for_model(model, layout), targets)
             if call == 0:
                 assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-10) for a, b in zip(got, want, strict=True)), name
     except torch._dynamo.exc.TorchDynamoException as error:
@@ -113,12 +116,17 @@ def _loss(model: Decoder, tokens: Tensor, layout: Layout, targets: Tensor) -> Te
     return loss_sum(scored.flatten(0, 1), model.head.output_head, targets.flatten())
 
 
-def _gradients(model: Decoder, loss: Tensor) -> list[Tensor]:
-    """The loss and the gradients of all parameters, which are removed from them."""
-    loss.backward()
+def _gradients(model: Decoder, step: int, run: Callable[..., Tensor], *arguments: object) -> list[Tensor]:
+    """The losses, all that routers record and the gradients of all parameters, which are removed from them."""
+    with use_random_key(RandomKey(1, step, torch.arange(ROWS))), record_router_statistics() as recorder:
+        loss = run(model, *arguments)
+    entries = recorder.entries
+    aux_losses = [entry.aux_loss for entry in entries if entry.aux_loss is not None]
+    recorded = [x.detach() for entry in entries for x in (*aux_losses, entry.expert_counts, entry.entropy)]
+    sum(aux_losses, loss).backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad(set_to_none=True)
-    return [loss.detach(), *gradients]
+    return [loss.detach(), *recorded, *gradients]
 
 
 def decode(name: str, tokens: int = TOKENS) -> Cell:

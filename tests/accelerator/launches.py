@@ -87,8 +87,13 @@ def product_flops(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int
         a, out = inputs[0], outputs[0]
         inner = a.shape[-1] if out.dim() == 2 or a.dim() == 3 else a.shape[1]
         return 2 * out.numel() * inner if out.dim() == 2 else 2 * a.shape[0] * inner * out.shape[-1]
-    left = inputs[-2]
-    return 2 * outputs[0].numel() * left.shape[-1]
+    return 2 * outputs[0].numel() * factors(name, inputs)[0].shape[-1]
+
+
+def factors(name: str, inputs: list[Tensor]) -> list[Tensor]:
+    """The two factors of a product, without what it is added to or written to."""
+    first = int("add" in name)
+    return inputs[first : first + 2]
 
 
 class LaunchCounter(TorchDispatchMode):
@@ -148,7 +153,8 @@ class LaunchCounter(TorchDispatchMode):
         self.end_segment()
         read = outputs if name in GATHERS else inputs
         moved = sum(map(tensor_bytes, [*read, *outputs])) + sum(self._written_out(x) for x in inputs)
-        dtype = inputs[0].dtype if inputs else outputs[0].dtype
+        read_by = factors(name, inputs) if name in PRODUCTS else inputs
+        dtype = read_by[0].dtype if read_by else outputs[0].dtype
         self.add(1, moved, flops, max(moved / BANDWIDTH, flops / RATES.get(dtype, 55e12), MIN_KERNEL))
 
     def add(self, launches: int, moved: int, flops: int, seconds: float) -> None:
@@ -320,7 +326,7 @@ def compile_layers(model: Decoder) -> None:
         return run
 
     for module in model.modules():
-        for name in eager_methods(module):
+        for name in eager_methods(module, "cuda"):
             setattr(module, name, counted(getattr(module, name), False))
     for layer in model.layers:
         setattr(layer, "forward", counted(layer.forward, True))  # noqa: B010 - mypy refuses to assign a method

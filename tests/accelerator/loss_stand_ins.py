@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.numerics.dispatch.libraries import optional_module
+from heddle.numerics.dispatch import libraries
 
 OPTIONS: dict[str, Any] = {
     "bias": None,
@@ -51,7 +51,7 @@ def liger_fused_linear_cross_entropy(*arguments: Any, **options: Any) -> Tensor:
 
 def install_liger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a test, `liger_kernel` can be imported."""
-    optional_module.cache_clear()
+    libraries._modules.clear()
     package, transformers = ModuleType("liger_kernel"), ModuleType("liger_kernel.transformers")
     module = ModuleType("liger_kernel.transformers.functional")
     vars(module)["liger_fused_linear_cross_entropy"] = liger_fused_linear_cross_entropy

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from heddle.numerics.recurrent import batched_chunks
+from heddle.parts.modules.eager import eager_methods
 from tests.accelerator import budget_rows, budgets
 from tests.accelerator.budgets import GOLDEN, PAGE, ROWS, Row, Table
 from tests.source import ROOT
@@ -62,7 +63,7 @@ def test_the_budgets_that_are_open_are_these() -> None:
     assert still_open == OPEN
 
 
-OPEN = {f"mfu_{name}_compile" for name in ("mla", "moe", "gated_delta")}
+OPEN: set[str] = set()
 
 
 def test_a_planted_loop_over_chunks_breaks_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +81,23 @@ def test_a_planted_loop_over_chunks_breaks_the_budget(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("heddle.numerics.recurrent.causal_sums.batched_sums", loop)
     assert len(faults(["retention"])) == 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("row", "name", "fault"),
+    [
+        # experts and delta rules between two graphs
+        ("mfu_moe_compile", "tests.accelerator.launches.eager_methods", lambda module, _: eager_methods(module, "cpu")),
+        ("mfu_gated_delta_compile", "tests.accelerator.launches.eager_methods", lambda m, _: eager_methods(m, "cpu")),
+        ("mfu_mla_compile", "heddle.numerics.attention.sdpa._cudnn_serves", lambda q, v: False),  # padded values
+    ],
+)
+def test_a_planted_fault_breaks_the_budget_of_a_training(
+    row: str, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(name, fault)
+    assert ROWS[row].met(ROWS[row].measure()) is False
 
 
 def test_a_planted_read_of_a_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,16 +7,23 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from heddle.laws.harness import model_under_test, random_tokens
 from heddle.model.compiled import compiled
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
 from heddle.numerics.random import RandomKey, use_random_key
 from heddle.parts.context.layout import Layout
-from heddle.parts.modules import eager
+from heddle.parts.feedforwards.gated import Gated
+from heddle.parts.modules.eager import eager_methods
+from heddle.parts.modules.router_statistics import record_router_statistics
+from tests.cases import case
 
-# The compiler reads the .grad of tensors that are not leaves.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = [  # of the compiler itself, which instantiates autograd functions and reads .grad of any tensor
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
+CUDA_CASES = ["delta", "kda", "dropout-everywhere", "moe-capacity"]
 LAYOUTS = [[[12, 4], [16]], [[3, 13], [16]], [[1, 2, 13], [8, 8]]]
 
 
@@ -47,10 +54,48 @@ def test_another_layout_does_not_recompile() -> None:
     assert max_difference < 1e-10
 
 
-def test_layouts_traced_by_the_compiler_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager, "_marked", set())
-    with pytest.raises((AssertionError, torch._dynamo.exc.InternalTorchDynamoError)):
+def test_lengths_read_by_a_compiled_layer_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: what a layer computes depends on the documents' lengths, which differ from call to call."""
+    forward = Gated.forward
+
+    def reads_lengths(self: Gated, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+        documents = len(layout.doc_lengths[0]) if layout.doc_lengths else 0
+        return forward(self, x, layout) * documents / documents
+
+    monkeypatch.setattr(Gated, "forward", reads_lengths)
+    with pytest.raises(AssertionError):
         test_another_layout_does_not_recompile()
+
+
+def _compiled_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Train with layers compiled as for CUDA: experts and delta rules are traced. The frames after each layout."""
+    torch._dynamo.reset()
+    monkeypatch.setattr("heddle.model.compiled.eager_methods", lambda module, device: eager_methods(module, "cuda"))
+    plain, counter, frames = model_under_test(case(name)).train(), CompileCounter(), []
+    compiled_model = compiled(plain, backend=counter)
+    tokens = random_tokens(plain.config, 2, 16)
+    for step, lengths in enumerate(LAYOUTS):
+        want, got = (_step(model, tokens, Layout.packed(lengths), step) for model in (plain, compiled_model))
+        assert all((a - b).abs().max() < 1e-10 for a, b in zip(want, got, strict=True))
+        frames.append(counter.frame_count)
+    return frames
+
+
+def _step(model: Decoder, tokens: torch.Tensor, layout: Layout, step: int) -> list[torch.Tensor]:
+    """The output, the gradients of all parameters, and how often each expert was chosen."""
+    with use_random_key(RandomKey(0, step, torch.arange(2))), record_router_statistics() as recorder:
+        hidden, _ = model(tokens, layout)
+    aux_losses = [entry.aux_loss for entry in recorder.entries if entry.aux_loss is not None]
+    sum(aux_losses, hidden.square().sum()).backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return [hidden.detach(), *gradients, *(entry.expert_counts for entry in recorder.entries)]
+
+
+@pytest.mark.parametrize("name", ["moe-sigmoid", *(pytest.param(x, marks=pytest.mark.soak) for x in CUDA_CASES)])
+def test_layers_compiled_for_cuda_give_the_same_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = _compiled_for_cuda(name, monkeypatch)
+    assert frames[-1] <= frames[0] + 1, "the number of documents becomes a variable once"
 
 
 def test_the_compiled_model_shares_every_parameter() -> None:

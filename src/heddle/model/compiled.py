@@ -23,12 +23,13 @@ def should_compile(device: str) -> bool:
 def compiled(model: Decoder, backend: str | Callable[..., Any] | None = None) -> Decoder:
     """Return a copy over the same parameters whose layers are compiled with `torch.compile`. The model stays plain.
 
-    Methods marked `eager` (attention over a layout, position tables, keyed noise) run uncompiled, so that a new layout
-    never causes a recompilation. `backend` is torch.compile's; None is its default.
+    Methods marked `eager` (attention over a layout, what experts record) run uncompiled, so that a new layout never
+    causes a recompilation. `backend` is torch.compile's; None is its default.
     """
+    device = model.embed.weight.device.type
     compiled_model = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     for module in compiled_model.modules():
-        for name in eager_methods(module):
+        for name in eager_methods(module, device):
             setattr(module, name, torch.compiler.disable(getattr(module, name)))
     for stack in (compiled_model, compiled_model.encoder):
         for layer in () if stack is None else stack.layers:

@@ -4,13 +4,14 @@ The cell is the index of an element in the whole tensor of its sample. So neithe
 recomputation, nor the device changes a draw, and a process that holds a slice of a sample draws that slice alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from heddle.numerics.dispatch.transfer import to_device
 from heddle.numerics.philox import CHUNK, WORD, RandomStream, philox
@@ -48,8 +49,12 @@ def uniform(shape: tuple[int, ...], site: int, device: torch.device, tensor_slic
     """Numbers in [0, 1), float32, of `shape` [B, ...]; `site` tells apart the modules of a model that draw.
 
     With a `tensor_slice`, `shape[1:]` is that slice of each sample's tensor. Without a key in force, one is drawn from
-    torch's global generator.
+    torch's global generator. A compiled graph calls this as one opaque operator, so that the key is read when it runs.
     """
+    if is_compiling():
+        full_shape, start = ((), ()) if tensor_slice is None else tensor_slice
+        drawn: Tensor = _uniform_operator(torch.empty(0, device=device), shape, site, full_shape, start)
+        return drawn
     key = _key.get()
     if key is None:
         key = RandomKey(int(torch.randint(2**62, (), device="cpu").item()), 0, torch.arange(shape[0], device=device))
@@ -60,6 +65,20 @@ def uniform(shape: tuple[int, ...], site: int, device: torch.device, tensor_slic
     else:
         words = _words_of_cells(samples, _cells(shape[1:], tensor_slice, device), stream_key)
     return words.view(shape)
+
+
+@torch.library.custom_op("heddle::uniform", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _uniform_operator(
+    device_of: Tensor, shape: Sequence[int], site: int, full_shape: Sequence[int], start: Sequence[int]
+) -> Tensor:
+    """`uniform`. The tag keeps two equal calls apart, and a backward pass from drawing again."""
+    tensor_slice = TensorSlice(tuple(full_shape), tuple(start)) if full_shape else None
+    return uniform(tuple(shape), site, device_of.device, tensor_slice)
+
+
+@_uniform_operator.register_fake
+def _(device_of: Tensor, shape: Sequence[int], site: int, full_shape: Sequence[int], start: Sequence[int]) -> Tensor:
+    return torch.empty(shape, device=device_of.device)
 
 
 def uniform_double(stream: RandomStream, samples: Tensor) -> Tensor:

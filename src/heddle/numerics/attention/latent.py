@@ -86,9 +86,9 @@ def reference(
 def expand_latents(latents: Tensor, up_projections: UpProjections, heads: int) -> tuple[Tensor, Tensor]:
     """Project latents [B, 1, S, r + d_r] to keys [B, H, S, d_n + d_r] and values [B, H, S, d_v]."""
     rank = up_projections[0].shape[1]
-    c = latents[:, 0, :, :rank]
-    k, v = (linear(c, up).unflatten(-1, (heads, -1)).transpose(1, 2) for up in up_projections)
-    return torch.cat((k, latents[..., rank:].expand(-1, heads, -1, -1)), dim=-1), v
+    c, k_rope = latents.split((rank, latents.shape[-1] - rank), dim=-1)  # one launch of the backward pass joins both
+    k, v = (linear(c.squeeze(1), up).unflatten(-1, (heads, -1)).transpose(1, 2) for up in up_projections)
+    return torch.cat((k, k_rope.expand(-1, heads, -1, -1)), dim=-1), v
 
 
 def _expanded(

@@ -8,9 +8,12 @@ is copied: y' = y · sigmoid(L − s).
 On CUDA torch's function chooses by itself among four kernels. cuDNN's plans anew for each new length (0.02–1 s), and
 gave NaN gradients with a mask (pytorch#196678); the efficient one has no grouped heads; the plain one writes T × S
 scores, and serves whatever no other does. So torch chooses only for causal rows that are trained, whose shape stays.
+There cuDNN's kernel is named if keys and values have different widths, as in latent attention: it pads neither.
 Elsewhere operators of one kernel are called by name. `sdpa_kernel` is no way to name one: it sets switches of the whole
 process, which other threads see.
 """
+
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,6 +22,7 @@ from torch.nn import functional
 from heddle.numerics.dispatch.operation import device_type
 
 WIDTH_STEP = 8  # CUDA's fused kernels take heads whose widths are multiples of it
+_CUDNN_WIDTH = 256  # the widest heads of cuDNN's kernel on a Hopper GPU, forward and backward
 BIAS_STEP = 16  # the efficient kernel reads rows of a bias that start at multiples of it
 
 
@@ -105,6 +109,8 @@ def _torch_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | No
     torch_chooses = causal and compute_dtype(q) != torch.float32
     if device_type(q) == "cuda" and q.dtype != torch.float64 and not torch_chooses:
         return _efficient(q, k, v, scale, mask, causal)
+    if device_type(q) == "cuda" and torch_chooses and v.shape[-1] != q.shape[-1] and _cudnn_serves(q, v):
+        return _cudnn(q, k, v, scale)
     if mask is not None and mask.is_floating_point() and device_type(q) != "cpu":
         mask = mask.to(q.dtype)  # a CPU's kernel reads a float32 bias as such; others refuse it, or misread it
     q, k, v = _pad_to_equal_widths(q, k, v)
@@ -112,6 +118,30 @@ def _torch_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | No
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return y[..., :d_v] if d_v < y.shape[-1] else y
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """cuDNN's kernel by name, for causal rows."""
+    needs_gradients = torch.is_grad_enabled()
+    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
+    y: Tensor = kernel(*in_autocast_dtype(q, k, v), None, needs_gradients, 0.0, True, scale=scale)[0]
+    return y
+
+
+def _cudnn_serves(q: Tensor, v: Tensor) -> bool:
+    """Whether cuDNN's kernel takes queries and values of these widths. Its backward pass varies in the last bits."""
+    widths = q.shape[-1], v.shape[-1]
+    fits = max(widths) <= _CUDNN_WIDTH and not any(width % WIDTH_STEP for width in widths)
+    narrow = compute_dtype(q) in (torch.bfloat16, torch.float16)
+    return fits and narrow and not torch.are_deterministic_algorithms_enabled() and _cudnn_takes_unequal_widths()
+
+
+@cache
+def _cudnn_takes_unequal_widths() -> bool:
+    """As torch decides: on Hopper from cuDNN 9.10 on. Assumed where there is no GPU: then a choice is only told."""
+    if not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability() == (9, 0) and (torch.backends.cudnn.version() or 0) >= 91000
 
 
 def _sdpa_then_sink(

@@ -63,10 +63,10 @@ def call_cu_seqlens(layout: Layout) -> tuple[Tensor, Tensor] | None:
 
     None if a row is one document, if the host does not know the lengths, or if no library on the device reads them.
     """
+    if is_compiling() or device_type(layout.positions) != "cuda" or fla.functions() is None:
+        return None  # on CUDA the library is looked up here in any case, before a compiler meets it
     lengths = layout.packed_lengths
-    if lengths is None or layout.call_segment_ids is None or is_compiling():
-        return None
-    if device_type(layout.positions) != "cuda" or fla.functions() is None:
+    if lengths is None or layout.call_segment_ids is None:
         return None
 
     def make() -> tuple[Tensor, Tensor]:

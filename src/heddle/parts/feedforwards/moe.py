@@ -23,7 +23,7 @@ from heddle.parts.context.layout import Layout
 from heddle.parts.context.shrink import at_most
 from heddle.parts.feedforwards import ExpertInfo, Feedforward, FeedforwardConfig, GatedActivation, activation_settings
 from heddle.parts.modules.dropout import Dropout
-from heddle.parts.modules.eager import eager
+from heddle.parts.modules.eager import eager_on_cpu, layout_dependent
 from heddle.parts.modules.experts import ExpertLinear, Router, mixture_costs
 from heddle.parts.modules.linear import Linear, fused_projections
 from heddle.parts.modules.load_balancing import compute_router_statistics
@@ -265,28 +265,26 @@ class MoE(Feedforward):
         shared: Tensor = self.shared(x)
         return y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
 
-    @eager
+    @eager_on_cpu
     def _routed_experts(self, x: Tensor, logits: Tensor, layout: Layout) -> Tensor:
         choice = route(logits, self.router.expert_bias, self.routing_config)
         is_token = None if layout.padding is None else ~layout.padding
         accepted = self._accepted(choice, is_token, layout)
-        losses = (self.config.aux_loss or 0.0, self.config.z_loss or 0.0) if self.training else (0.0, 0.0)
         if self.training or not torch.compiler.is_compiling():  # a compiled step of decoding has no recorder
-            record(lambda: compute_router_statistics(self, logits, choice, accepted, layout, losses))
+            self._record(logits, choice, accepted, layout)
         indices = choice.expert_indices if accepted is None else choice.expert_indices.masked_fill(~accepted, -1)
         dropout_mask = None
         if self.dropout.active:
             dropout_mask = self.dropout(x.new_ones(*indices.shape, self.config.hidden)).flatten(0, 1)
         assignment = ExpertAssignment(indices.flatten(0, 1), choice.gates.flatten(0, 1), dropout_mask, accepted is None)
-        weights = ExpertWeights(
-            self.up.weight,
-            self.down.weight,
-            None if self.gate is None else self.gate.weight,
-            self.up.bias,
-            self.down.bias,
-            None if self.gate is None else self.gate.bias,
-        )
+        gate, gate_bias = (None, None) if self.gate is None else (self.gate.weight, self.gate.bias)
+        weights = ExpertWeights(self.up.weight, self.down.weight, gate, self.up.bias, self.down.bias, gate_bias)
         return run_experts(x.flatten(0, 1), assignment, weights, self.activation).view(x.shape)
+
+    @layout_dependent  # a recorder has another number of entries in each layer
+    def _record(self, logits: Tensor, choice: Route, accepted: Tensor | None, layout: Layout) -> None:
+        losses = (self.config.aux_loss or 0.0, self.config.z_loss or 0.0) if self.training else (0.0, 0.0)
+        record(lambda: compute_router_statistics(self, logits, choice, accepted, layout, losses))
 
     def _accepted(self, choice: Route, is_token: Tensor | None, layout: Layout) -> Tensor | None:
         """bool [B, T, k]: the choices of tokens that are not padding, within the experts' capacity; None: all."""

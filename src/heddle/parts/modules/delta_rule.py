@@ -11,7 +11,7 @@ from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.recurrent_state import ConvRecurrentState, call_cu_seqlens, without_padding
 from heddle.parts.mixers import RecurrentMixer, split_heads
-from heddle.parts.modules.eager import eager
+from heddle.parts.modules.eager import eager_on_cpu, layout_dependent
 from heddle.parts.modules.linear import Linear
 from heddle.parts.modules.short_convolution import ShortConvolution
 
@@ -41,7 +41,7 @@ class DeltaRuleMixer(RecurrentMixer, ABC):
         shape = (self.heads, self.head_dim, self.value_dim)
         return ConvRecurrentState.empty(spec, shape, (self.conv_kernel - 1, sum(self.conv_widths)))
 
-    @eager  # layouts differ from call to call, so this stays out of compiled regions
+    @eager_on_cpu
     def _delta_rule(
         self, qkv: Tensor, log_decay: Tensor, beta: Tensor, layout: Layout, state: ConvRecurrentState | None
     ) -> tuple[Tensor, ConvRecurrentState | None]:
@@ -59,13 +59,21 @@ class DeltaRuleMixer(RecurrentMixer, ABC):
             without_padding(log_decay, layout),  # padding, whose keys and values are zero, does not decay the state
             at_least_float32(beta).sigmoid().transpose(1, 2),
             layout.call_segment_ids,
-            call_cu_seqlens(layout),
+            self._cu_seqlens(layout),
             qkv.dtype,
         )
         if state is None:
             notify_implied_weights(
                 lambda one_hot: gated_delta_rule(inputs._replace(v=one_hot), None)[0], inputs.v, layout.padding
             )
-            return gated_delta_rule(inputs, None)[0], None
-        o, recurrent_state = gated_delta_rule(inputs, state.recurrent_state)
+            return self._recurrence(inputs, None)[0], None
+        o, recurrent_state = self._recurrence(inputs, state.recurrent_state)
         return o, ConvRecurrentState(recurrent_state, self.convolution.next_state(qkv, layout, state.conv_state))
+
+    @layout_dependent
+    def _cu_seqlens(self, layout: Layout) -> tuple[Tensor, Tensor] | None:
+        return call_cu_seqlens(layout)
+
+    @layout_dependent  # no compiler traces a library's kernel
+    def _recurrence(self, inputs: DeltaInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return gated_delta_rule(inputs, state)

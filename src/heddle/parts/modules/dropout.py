@@ -6,7 +6,6 @@ Masks are a function of (seed, step, sample, site), so they are the same for any
 from torch import Tensor, nn
 
 from heddle.numerics.random import uniform
-from heddle.parts.modules.eager import eager
 
 
 class Dropout(nn.Module):
@@ -33,7 +32,6 @@ class Dropout(nn.Module):
             return x
         return self._dropped(x)
 
-    @eager
     def _dropped(self, x: Tensor) -> Tensor:
         shape = (x.shape[0], *(1 for _ in x.shape[1:])) if self.per_sample else tuple(x.shape)
         keep = uniform(shape, self.site, x.device) >= self.rate

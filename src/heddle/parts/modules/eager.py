@@ -1,4 +1,4 @@
-"""Decorators for methods that depend on the layout of the call, and that `torch.compile` had better not trace.
+"""Decorators for methods that `torch.compile` had better not trace: most depend on the layout of the call.
 
 The decorators only collect the methods. `torch.compiler.disable` is applied when a model is compiled, since it imports
 the whole compiler.
@@ -14,6 +14,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _marked: set[Any] = set()
 _traceable: set[Any] = set()
+_traced_on_cuda: set[Any] = set()
 _disabled: set[Any] = set()
 
 
@@ -29,6 +30,12 @@ def layout_dependent(method: F) -> F:
     return eager(method)
 
 
+def eager_on_cpu(method: F) -> F:
+    """As `eager`, but layers compiled for CUDA trace it: only kernels of a CPU read lengths and indices on the host."""
+    _traced_on_cuda.add(method)
+    return eager(method)
+
+
 def disable_compilation(model: nn.Module) -> None:
     """Keep `eager` methods of the classes in a model out of every graph, whoever compiles it. Imports the compiler."""
     for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
@@ -39,7 +46,8 @@ def disable_compilation(model: nn.Module) -> None:
                 setattr(cls, name, disabled)
 
 
-def eager_methods(module: nn.Module) -> Iterator[str]:
-    """The names of a module's methods that have the decorator."""
+def eager_methods(module: nn.Module, device: str) -> Iterator[str]:
+    """The names of a module's methods that stay out of layers compiled for a device type, such as "cuda"."""
+    marked = _marked - _traced_on_cuda if device == "cuda" else _marked
     for cls in type(module).__mro__:
-        yield from (name for name, value in vars(cls).items() if callable(value) and value in _marked)
+        yield from (name for name, value in vars(cls).items() if callable(value) and value in marked)

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from threading import local
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from heddle.parts.feedforwards import Feedforward
 
@@ -39,24 +41,36 @@ class RouterRecorder:
     closed: bool = False
 
 
+class _Traced(local):
+    """The recorder of this thread, once more: the compiler traces it, and cannot read a context variable."""
+
+    recorder: RouterRecorder | None = None
+
+
 _recorder: ContextVar[RouterRecorder | None] = ContextVar("recorder", default=None)
+_traced = _Traced()
 
 
 @contextmanager
 def record_router_statistics() -> Iterator[RouterRecorder]:
-    """Record the statistics of every mixture of experts that is called within the block. Results do not change."""
-    recorder = RouterRecorder()
+    """Record the statistics of every mixture of experts that is called within the block. Results do not change.
+
+    A whole model that is compiled adds its entries when its graph ends.
+    """
+    recorder, outer = RouterRecorder(), _traced.recorder
     token = _recorder.set(recorder)
+    _traced.recorder = recorder
     try:
         yield recorder
     finally:
         recorder.closed = True
         _recorder.reset(token)
+        _traced.recorder = outer
 
 
 def record(make: Callable[[], RouterStatistics]) -> None:
     """Add `make()` to the current recorder. Without a recorder nothing is computed."""
-    recorder = _recorder.get()  # no compiler traces this, so that no compiled graph loses an entry
+    recorder = _traced.recorder if is_compiling() else _recorder.get()
     if recorder is None:
         return
     entry = make()  # also if closed: a layer that is run again for its gradient must save as many tensors as before

@@ -17,6 +17,7 @@ from heddle.numerics.recurrent.convolution import (
     next_conv_state,
 )
 from heddle.parts.context.layout import Layout
+from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import SelfInitialized, fill_normal
 
 
@@ -41,9 +42,9 @@ class ShortConvolution(SelfInitialized):
     def forward(self, x: Tensor, layout: Layout, conv_state: Tensor | None) -> Tensor:
         """x [B, T, channels] -> y of the same shape, in at least float32, zero at padding.
 
-        It depends on the layout, so call it from a method marked as `eager`.
+        It depends on the layout, so call it from a method marked as `eager` or `eager_on_cpu`.
         """
-        y = causal_conv1d(x, self.weight, conv_state, self._taps(layout))
+        y = self._convolve(x, conv_state, self._taps(layout))
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
             y = y if layout.padding is None else y.masked_fill(layout.padding[..., None], 0.0)
@@ -53,6 +54,11 @@ class ShortConvolution(SelfInitialized):
         """The state after a call with inputs x, in the dtype of the state before it."""
         return next_conv_state(x.to(conv_state.dtype), conv_state, self._taps(layout))
 
+    @layout_dependent  # no compiler traces a library's kernel
+    def _convolve(self, x: Tensor, conv_state: Tensor | None, taps: Taps | None) -> Tensor:
+        return causal_conv1d(x, self.weight, conv_state, taps)
+
+    @layout_dependent
     def _taps(self, layout: Layout) -> Taps | None:
         kernel = self.weight.shape[1]
         return layout.cached(("taps", kernel), lambda: _taps(layout, kernel))
