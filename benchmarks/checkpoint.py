@@ -56,6 +56,15 @@ def measure(ranks: int, rows: int, folder: Path) -> float:
     return float(json.loads(next(line for line in lines if line.startswith("{")))["seconds"])
 
 
+def medians(rows: int, rounds: int, folder: Path) -> dict[int, float]:
+    """The median seconds by the number of ranks, which take turns."""
+    seconds: dict[int, list[float]] = {1: [], RANKS: []}
+    for _ in range(rounds):
+        for ranks, values in seconds.items():
+            values.append(measure(ranks, rows, folder))
+    return {ranks: statistics.median(values) for ranks, values in seconds.items()}
+
+
 def main() -> None:
     """Measure, or, with --folder, write once."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -72,15 +81,11 @@ def main() -> None:
         if distributed.is_initialized():
             distributed.destroy_process_group()
         return
-    seconds: dict[int, list[float]] = {1: [], RANKS: []}
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(ROUNDS):
-            for ranks, values in seconds.items():
-                values.append(measure(ranks, options.rows, Path(folder) / "model"))
-    medians = {ranks: statistics.median(values) for ranks, values in seconds.items()}
-    rows = [limit_row("four ranks / one process", medians[RANKS] / medians[1], 1.2, "times")]
+        seconds = medians(options.rows, ROUNDS, Path(folder) / "model")
+    rows = [limit_row("four ranks / one process", seconds[RANKS] / seconds[1], 1.2, "times")]
     rows += [
-        {"case": f"{ranks} ranks", "value": round(value, 2), "unit": "seconds"} for ranks, value in medians.items()
+        {"case": f"{ranks} ranks", "value": round(value, 2), "unit": "seconds"} for ranks, value in seconds.items()
     ]
     show(rows)
     write("benchmarks.checkpoint", QUESTION, rows)

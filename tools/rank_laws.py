@@ -19,11 +19,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from heddle.distributed.degrees import RESERVED  # noqa: E402
 from heddle.distributed.ranks import ONE_PROCESS, Ranks, whole  # noqa: E402
 from heddle.model.config import ModelConfig  # noqa: E402
 from heddle.model.decoder import Decoder, build  # noqa: E402
 from heddle.progress import progress_bar  # noqa: E402
 from heddle.storage.model import load, save  # noqa: E402
+from heddle.training.built_models import REFUSED_ON_RANKS  # noqa: E402
 from heddle.training.evaluation.bits_per_byte import bits_and_bytes  # noqa: E402
 from heddle.training.evaluation.on_ranks import scores_on_ranks  # noqa: E402
 from tests.cases import CASES, case  # noqa: E402
@@ -48,9 +50,9 @@ named: plain, accumulated (two parts), recomputed (layers), uneven targets (half
 everything at once. `python tools/rank_laws.py` runs what is missing, `--all-ways` all of them."""
 REFUSED = f"""## Refused
 
-- {NO_STEP}: {", ".join(f"`{name}`" for name in sorted(WITHOUT_ENCODER))}.
-- `heddle train` on several ranks refuses the loss of layers in a distillation, stochastic rounding, fp8 and observers,
-  by name (`tests/distributed/test_train.py`)."""
+{NO_STEP}: {", ".join(f"`{name}`" for name in sorted(WITHOUT_ENCODER))}.
+
+What a training on several ranks refuses, each in a sentence that names it (`tests/distributed/test_train.py`):"""
 
 
 def main() -> None:
@@ -110,7 +112,7 @@ def everything(model: Decoder, config: ModelConfig, way: Way, ranks: Ranks) -> d
     if model.encoder is None:
         byte_lengths = np.ones(config.vocab_size or 2, dtype=np.int64)
         batches = [batch_of(config, 0, way, None)]
-        scores = scores_on_ranks(model, batches, lambda group: bits_and_bytes(model, group, byte_lengths), ranks)
+        scores = scores_on_ranks(model, batches, lambda group, _: bits_and_bytes(model, group, byte_lengths), ranks)
     return {"first weights": first, "evaluation": scores} | run_steps(model, config, way, ranks)
 
 
@@ -159,7 +161,15 @@ def page(written: str) -> str:
     for name in sorted(CASES.keys() - WITHOUT_ENCODER):
         own = [line for line in lines if line["case"] == name]
         rows.append((f"`{name}`", *(equal_cell(own, law) for law in EQUAL_LAWS), *(close_cell(own, m) for m in MESHES)))
-    return joined("# Laws of ranks", written, INTRO, table(("case", *EQUAL_LAWS, *MESHES), rows), REFUSED)
+    laws = table(("case", *EQUAL_LAWS, *MESHES), rows)
+    return joined("# Laws of ranks", written, INTRO, laws, REFUSED, table(("what", "why", "instead"), refusals()))
+
+
+def refusals() -> list[tuple[str, str, str]]:
+    """What is refused, why, and what to do instead."""
+    refused = [(f"`{each.name}`", each.reason, each.remedy) for each in REFUSED_ON_RANKS]
+    degrees = ", ".join(f"`{kind}_parallel_degree`" for kind in RESERVED)
+    return [*refused, (degrees, "such parallelism does not exist yet", "leave it at 1")]
 
 
 def equal_cell(lines: list[dict[str, Any]], law: str) -> str:

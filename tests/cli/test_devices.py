@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from heddle.analysis import machine_limits
 from heddle.analysis.comparison.tasks import choose_workers
 from heddle.analysis.workers import Workers
-from heddle.cli import doctor
-from heddle.cli.devices import check_workers, parse_devices, parse_process_share
+from heddle.cli.devices import check_workers, choose_devices, parse_devices, parse_process_share
 from heddle.cli.main import run_command
 from heddle.errors import ConfigError
 
@@ -66,6 +66,22 @@ def test_devices_or_workers() -> None:
         check_workers(65, None)
 
 
+def test_the_devices_of_runs_of_several_processes(four_gpus: None) -> None:
+    assert choose_devices("0-3", "auto", None, 2) == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+    assert choose_devices(None, "auto", None, 2) == ("cuda:0", "cuda:1")
+    assert choose_devices(None, "cpu", 2, 2) == ()
+    assert choose_devices(None, "cuda:1", None, 1) == ()
+    for arguments, says in (
+        ((None, "auto", None, 0), "--nproc 0: must be from 1 to 64"),
+        (("0-2", "auto", None, 2), "--nproc 2: does not divide the 3 of --devices 0-2"),
+        ((None, "cuda:1", None, 2), "--device cuda:1: 2 processes have a device each; give cuda or cpu"),
+        ((None, "auto", 2, 2), "--workers 2: GPUs of runs of 2 processes are named; give --devices"),
+        ((None, "auto", None, 5), "device cuda:4: torch finds none on this machine; use device cuda"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(says)}$"):
+            choose_devices(*arguments)
+
+
 def test_the_share_of_a_process() -> None:
     array = {"SLURM_ARRAY_TASK_ID": "12", "SLURM_ARRAY_TASK_COUNT": "8", "SLURM_ARRAY_TASK_MIN": "10"}
     assert parse_process_share(None, {}) is None
@@ -81,7 +97,7 @@ def test_the_share_of_a_process() -> None:
 
 def test_the_threads_of_each_run() -> None:
     def chosen(threads: int | None, budget_kind: str = "tokens", **choices: Any) -> Workers:
-        plan: Any = SimpleNamespace(threads=threads, budget_kind=budget_kind)
+        plan: Any = SimpleNamespace(threads=threads, budget_kind=budget_kind, batch_size=4)
         runtime: Any = SimpleNamespace(device="cpu", threads=threads or 8)
         return choose_workers(plan, runtime, **choices)
 
@@ -94,6 +110,14 @@ def test_the_threads_of_each_run() -> None:
         assert chosen(2, devices=("cpu",) * count) == Workers(("cpu",) * count, 2)
     assert chosen(None, devices=("cuda:0", "cuda:1")) == Workers(("cuda:0", "cuda:1"), 4)
     assert chosen(2, share=(1, 4)) == Workers(("cpu",), 2, (1, 4))
+    assert chosen(None, ranks=2) == Workers(("cpu",) * 2, 4, ranks=2)
+    assert chosen(2, ranks=2) == Workers(("cpu",) * 2, 2, ranks=2)
+    assert chosen(None, count=2, ranks=2) == Workers(("cpu",) * 4, 2, ranks=2)
+    shared = chosen(1, devices=("cuda:0", "cuda:1", "cuda:2", "cuda:3"), ranks=2)
+    assert (shared.count, shared.groups) == (2, [("cuda:0", "cuda:1"), ("cuda:2", "cuda:3")])
+    assert shared.first().groups == [("cuda:0", "cuda:1")]
+    with pytest.raises(ConfigError, match="batch_size 4: is no multiple of 3 ranks; take a multiple of 3"):
+        chosen(1, ranks=3)
 
 
 @pytest.mark.parametrize(
@@ -114,5 +138,5 @@ def test_a_gpu_that_is_absent(command: str, tmp_path: Path, monkeypatch: pytest.
 def test_the_doctor_waits_for_the_device_that_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[object] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-    doctor._seconds(lambda: None, "cuda:1")
-    assert waits == ["cuda:1"] * 2 * (doctor.MEASUREMENTS + 1)
+    machine_limits.fastest_seconds(lambda: None, "cuda:1")
+    assert waits == ["cuda:1"] * 2 * (machine_limits.MEASUREMENTS + 1)

@@ -9,10 +9,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from heddle.data.samples import Batch
 from heddle.distributed.first_weights import initialize_shards
+from heddle.distributed.planning.costs import model_cost
+from heddle.distributed.planning.memory import rank_memory
+from heddle.distributed.planning.ranks import RankLayout
+from heddle.distributed.planning.step_trace import StepTrace
 from heddle.distributed.ranks import ONE_PROCESS, Ranks, whole
 from heddle.distributed.sharding import Sharding, shard_model
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
+from heddle.model.load_config import load_config
 from heddle.training.optimizer import build_optimizer
 from heddle.training.step import accumulate_gradients, apply_gradients, prepare_batch
 from tests.distributed.ranks import on_ranks
@@ -113,3 +118,29 @@ def largest_difference(expected: dict[str, Any], actual: dict[str, Any]) -> floa
             float((value - actual[name][key]).abs().max()) for key, value in expected[name].items() if value.numel()
         ]
     return max(differences)
+
+
+def memory_of_four_ranks(width: int) -> tuple[int, int]:
+    """Bytes of the storages of one rank of FSDP-4 at the peak of a step of a small design, and the planned bytes."""
+    mixer = {"kind": "attention", "heads": 4, "kv_heads": 2, "position": {"kind": "rope"}}
+    layer = {"repeat": 4, "mixer": mixer, "feedforward": {"kind": "gated", "hidden": 2 * width}}
+    config = load_config({"vocab_size": 512, "width": width, "layers": [layer]})
+
+    def step(rank: int) -> int:
+        model = build(config, device="meta")
+        shard_model(model, init_device_mesh("cpu", (4,)), Sharding(torch.bfloat16, torch.float32))
+        initialize_shards(model, 0)
+        model.train()
+        optimizer = build_optimizer(model, 0.1)
+        trace = StepTrace()
+        trace.record_layers(model, list(model.layers), list(range(config.depth)))
+        with trace:
+            trace.label(model.parameters(), "parameters")
+            for index in range(2):  # the second one has moments
+                prepared = prepare_batch(batch_of(config, index, Way(), None), "cpu", 1, Ranks(rank, 4))
+                result = accumulate_gradients(model, prepared, (0, index))
+                apply_gradients(model, optimizer, result, 1e-3, 1.0)
+        return max(sum(peak.values()) for peak in trace.peaks.values())
+
+    planned = sum(rank_memory(model_cost(config, LENGTH), RankLayout(1, 4, rows=ROWS // 4)).values())
+    return min(on_ranks(4, step)), planned  # the thread that comes last also copies for the others

@@ -5,31 +5,20 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
-import torch
 from torch import distributed
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import init_device_mesh
 
 from heddle.cli.main import run_command
-from heddle.distributed.first_weights import initialize_shards
 from heddle.distributed.planning.collectives import collectives
 from heddle.distributed.planning.costs import model_cost
 from heddle.distributed.planning.layer_runs import Run, extrapolate, folded, runs_of
-from heddle.distributed.planning.memory import rank_memory
 from heddle.distributed.planning.ranks import RankLayout
-from heddle.distributed.planning.step_trace import StepTrace
-from heddle.distributed.ranks import Ranks
-from heddle.distributed.sharding import Sharding, shard_model
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
-from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.training import dry_run as dry_run_module
 from heddle.training.dry_run import DryRun, dry_run
-from heddle.training.optimizer import build_optimizer
-from heddle.training.step import accumulate_gradients, apply_gradients, prepare_batch
-from tests.distributed.ranks import on_ranks
-from tests.distributed.steps import LENGTH, ROWS, Way, batch_of
+from tests.distributed.steps import memory_of_four_ranks
 
 ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2, "position": {"kind": "rope"}}
 DELTA = {"kind": "gated_delta", "heads": 2, "head_dim": 8}
@@ -110,26 +99,7 @@ def test_runs_of_layers() -> None:
 
 def test_memory_of_a_rank_is_the_planned_one() -> None:
     """The storages of one of four ranks at the peak of a real step, over the formula."""
-    config = uniform(repeat=4, width=256, vocab_size=512)
-
-    def step(rank: int) -> int:
-        model = build(config, device="meta")
-        shard_model(model, init_device_mesh("cpu", (4,)), Sharding(torch.bfloat16, torch.float32))
-        initialize_shards(model, 0)
-        model.train()
-        optimizer = build_optimizer(model, 0.1)
-        trace = StepTrace()
-        trace.record_layers(model, list(model.layers), list(range(config.depth)))
-        with trace:
-            trace.label(model.parameters(), "parameters")
-            for index in range(2):  # the second one has moments
-                prepared = prepare_batch(batch_of(config, index, Way(), None), "cpu", 1, Ranks(rank, 4))
-                result = accumulate_gradients(model, prepared, (0, index))
-                apply_gradients(model, optimizer, result, 1e-3, 1.0)
-        return max(sum(peak.values()) for peak in trace.peaks.values())
-
-    planned = sum(rank_memory(model_cost(config, LENGTH), RankLayout(1, 4, rows=ROWS // 4)).values())
-    measured = min(on_ranks(4, step))  # the thread that comes last also copies for the others
+    measured, planned = memory_of_four_ranks(width=256)
     assert 0.8 < measured / planned <= 1.1
 
 

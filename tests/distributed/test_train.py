@@ -1,5 +1,6 @@
 """`train` on ranks as threads: one process's numbers, stops that all ranks agree on, and failing together."""
 
+import re
 import threading
 from dataclasses import replace
 from functools import partial
@@ -13,18 +14,20 @@ from torch._C._distributed_c10d import HashStore
 from heddle import progress
 from heddle.distributed import process_group
 from heddle.distributed.degrees import ParallelDegrees
-from heddle.distributed.ranks import Ranks, whole
+from heddle.distributed.ranks import Ranks, held_rows, whole, with_local_part
 from heddle.errors import ConfigError, HeddleError, OtherRankFailed, RankLost
 from heddle.model import decoder
 from heddle.model.compiled import compiled
 from heddle.signals import Interrupted
 from heddle.storage.checkpoints import checkpoint_steps
 from heddle.storage.run_log import read_log
-from heddle.training import built_models, loop, width_transfer
-from heddle.training.distillation import Distillation
+from heddle.training import built_models, loop, master_weights, spike_guard, width_transfer
+from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.init_checkpoint import LoraSettings, open_init_checkpoint
 from heddle.training.job import TrainingJob
 from heddle.training.loop import evaluate, train
+from heddle.training.optimizer import build_optimizer
+from heddle.training.step import accumulate_gradients
 from tests import small
 from tests.distributed.ranks import on_ranks
 
@@ -141,11 +144,67 @@ def test_every_start_is_that_of_one_process(kind: str, tmp_path: Path, monkeypat
 
 
 def test_what_ranks_cannot_do_is_refused(tmp_path: Path) -> None:
-    job = small.job(
-        small.corpus(tmp_path / "text"), tmp_path / "run", precision="bf16-params", stochastic_rounding=True
-    )
-    with pytest.raises(ConfigError, match="stochastic_rounding: does not work on 2 ranks yet; leave it out, or"):
-        on_threads(job, 2)
+    """By a sentence for each row of the docs' table."""
+    texts = small.corpus(tmp_path / "text")
+    train(small.job(texts, tmp_path / "earlier", steps=1))
+    job = small.job(texts, tmp_path / "run")
+    layers = Distillation(open_init_checkpoint(tmp_path / "earlier"), LossWeights(layers=1.0))
+    jobs = {
+        "fp8": replace(job, settings=replace(job.settings, precision="bf16", fp8=True)),
+        "loss layers": replace(job, distillation=layers),
+    }
+    for refusal in built_models.REFUSED_ON_RANKS:
+        sentence = f"{refusal.name}: {refusal.reason}, and there are 2 ranks; {refusal.remedy}, or train on one process"
+        with pytest.raises(ConfigError, match=f"^{re.escape(sentence)}$"):
+            built_models._refuse_on_ranks(replace(jobs[refusal.name], ranks=Ranks(0, 2)))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_stochastic_rounding_draws_by_parameter_and_element(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal gradients give equal bits at 1 and 3 ranks; draws that begin anew on each rank are caught."""
+    job = small.job(small.corpus(tmp_path / "text"), tmp_path / "run", EXPERTS, optimizer=optimizer, **ROUNDED)
+
+    def rounded(ranks: Ranks) -> dict[str, torch.Tensor]:
+        model = built_models.build_models(replace(job, ranks=ranks)).model
+        updates = build_optimizer(model, 0.1, optimizer, stochastic_rounding=True)
+        for step in range(2):
+            updates.key = (0, step)
+            for index, parameter in enumerate(updates.trainable.values()):
+                draws = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index + 99 * step))
+                own = draws.to(parameter.dtype)[held_rows(parameter)]
+                parameter.grad = with_local_part(parameter.detach(), own)
+            updates.step(1e-3)
+        return {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+
+    expected = rounded(Ranks())
+
+    def is_equal(weights: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(value, expected[name]) for name, value in weights.items())
+
+    assert all(map(is_equal, on_ranks(3, lambda rank: rounded(Ranks(rank, 3)))))
+    monkeypatch.setattr(master_weights, "_first_element", lambda _: 0)
+    assert not any(map(is_equal, on_ranks(3, lambda rank: rounded(Ranks(rank, 3)))))
+
+
+def test_a_spike_leads_all_ranks_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks go back to their checkpoint, and past the data, as one process does."""
+    monkeypatch.setattr(spike_guard, "MIN_LOSSES", 3)
+
+    def gradients(model: Any, batch: Any, *arguments: Any) -> Any:
+        result, is_spike = accumulate_gradients(model, batch, *arguments), int(batch.batch.sample_indices[0]) == 5 * 4
+        return replace(result, loss=result.loss * (100.0 if is_spike else 1.0))
+
+    monkeypatch.setattr(loop, "accumulate_gradients", gradients)
+    texts = small.corpus(tmp_path / "text")
+    job = small.job(texts, tmp_path / "one", save_every=4, spike_guard=20.0)
+    train(job)
+    on_threads(replace(job, out=tmp_path / "two"), 2)
+    lines = read_log(tmp_path / "two")
+    assert [line.get("skipped_batches") for line in lines] == [None] * 4 + [2] * 4
+    for actual, line in zip(numbers(tmp_path / "two"), numbers(tmp_path / "one"), strict=True):
+        assert actual == pytest.approx(line, abs=TOLERANCE), line
 
 
 @pytest.mark.parametrize("kind", ["tensor", "pipeline", "context", "expert"])

@@ -77,19 +77,26 @@ class Task:
 class Workers:
     """Where tasks run.
 
-    devices: their names; each has one task at a time, one that comes twice has two. threads: of each training on a CPU,
-    on which its last bits depend; None: torch's default. share: (index, count) of this process among those that share
-    the tasks; None: it does all of them.
+    devices: their names; each has one task at a time, one that comes twice has two. threads: of each process on a CPU,
+    on which the last bits depend; None: torch's default. share: (index, count) of this process among those that share
+    the tasks; None: it does all of them. ranks: processes that share each training, on neighboring devices.
     """
 
     devices: tuple[str, ...]
     threads: int | None = None
     share: tuple[int, int] | None = None
+    ranks: int = 1
+
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """The devices of each task that runs here at the same time."""
+        starts = range(0, len(self.devices), self.ranks)
+        return [self.devices[start : start + self.ranks] for start in starts]
 
     @property
     def count(self) -> int:
         """Tasks that run here at the same time."""
-        return len(self.devices)
+        return len(self.groups)
 
     @property
     def total(self) -> int:
@@ -97,8 +104,8 @@ class Workers:
         return self.count * (1 if self.share is None else self.share[1])
 
     def first(self) -> "Workers":
-        """The first device alone."""
-        return replace(self, devices=self.devices[:1])
+        """The devices of one task alone."""
+        return replace(self, devices=self.groups[0])
 
     def order(self, tasks: Sequence[Task]) -> list[Task]:
         """The tasks in the order in which this process takes them: its own share comes first."""
@@ -161,7 +168,7 @@ class _Running:
     """A started worker. lock: releases its task."""
 
     process: _Process
-    device: str
+    devices: tuple[str, ...]
     lock: ExitStack
 
 
@@ -171,7 +178,7 @@ class _Pool:
     def __init__(self, workers: Workers, waiting: list[Task]) -> None:
         self.alone = workers.count == 1  # whether a worker has the terminal to itself
         self.is_shared = workers.share is not None
-        self.waiting, self.free = waiting, list(workers.devices)
+        self.waiting, self.free = waiting, workers.groups
         self.running: dict[Task, _Running] = {}
         self.failed: dict[Task, Result] = {}
 
@@ -181,7 +188,7 @@ class _Pool:
         return bool(self.waiting or self.running or self.failed)
 
     def start_waiting(self) -> None:
-        """Start a worker on each free device, on the first tasks that no other process has."""
+        """Start a worker on each free group of devices, on the first tasks that no other process has."""
         for task in list(self.waiting):
             if not self.free:
                 return
@@ -196,12 +203,13 @@ class _Pool:
                 self.running[task] = _Running(process, self.free.pop(0), lock.pop_all())
             self.waiting.remove(task)
 
-    def _start(self, task: Task, device: str, *inherited: int) -> _Process:
+    def _start(self, task: Task, devices: tuple[str, ...], *inherited: int) -> _Process:
         if self.alone and task.request["task"] in ("calibrate", "speed"):  # the others have a progress bar
             progress.print_status(task.label)
         task.result_file.parent.mkdir(parents=True, exist_ok=True)
         terminal = {"quiet": progress.is_quiet(), "alone": self.alone}
-        request = {**task.request, "device": device, "label": task.label, "parent_pid": os.getpid(), **terminal}
+        where = {"device": devices[0], "devices": devices, "parent_pid": os.getpid()}
+        request = {**task.request, **where, "label": task.label, **terminal}
         write_file(task.request_file, json.dumps(request))
         try:
             return start_worker(task.request_file, task.result_file, *inherited)
@@ -216,7 +224,7 @@ class _Pool:
             if (exit_code := running.process.poll()) is None:
                 continue
             del self.running[task]
-            self.free.append(running.device)
+            self.free.append(running.devices)
             task.request_file.unlink(missing_ok=True)
             with running.lock:
                 result = _read_result(task, exit_code)

@@ -23,6 +23,36 @@ Share = Annotated[
 ]
 
 
+RunProcesses = Annotated[
+    int, typer.Option("--nproc", metavar="N", help="Processes that share each training run, on a device each.")
+]
+
+
+def choose_devices(devices: str | None, device: str, workers: int | None, processes: int) -> tuple[str, ...]:
+    """The devices of --devices, or the GPUs that --nproc needs without them; () where one device is enough.
+
+    Raises ConfigError for numbers of devices, --workers and --nproc that do not fit each other.
+    """
+    from heddle.runtime import device_name
+
+    check_workers(workers, devices)
+    if not 1 <= processes <= MAX_WORKERS:
+        raise ConfigError(f"--nproc {processes}: must be from 1 to {MAX_WORKERS}")
+    names = parse_devices(devices, device)
+    if processes == 1:
+        return names
+    if len(names) % processes:
+        raise ConfigError(f"--nproc {processes}: does not divide the {len(names)} of --devices {devices}")
+    name = names[0] if names else device_name(device)
+    if name == "mps" or (not names and ":" in name):
+        raise ConfigError(f"--device {name}: {processes} processes have a device each; give cuda or cpu")
+    if name != "cuda":
+        return names
+    if workers is not None:
+        raise ConfigError(f"--workers {workers}: GPUs of runs of {processes} processes are named; give --devices")
+    return parse_devices(f"0-{processes - 1}", "auto")
+
+
 def check_workers(workers: int | None, devices: str | None) -> None:
     """Raise ConfigError for a number of workers that is no number of processes, or that --devices gives already."""
     if workers is not None and not 1 <= workers <= MAX_WORKERS:

@@ -11,21 +11,23 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from heddle.errors import RankLost
-from heddle.progress import print_status, print_warning
+from heddle.progress import print_status
 
 SAVE_SECONDS = 600  # that ranks have for saving after a signal before they are killed
 
 
-def launch(arguments: Sequence[str], ranks: int, max_restarts: int) -> int:
-    """Run `heddle ARGUMENTS` on several ranks; return the exit code of the first that failed, or 0.
+def launch(arguments: Sequence[str], ranks: int, max_restarts: int, module: str = "heddle") -> int:
+    """Run `python -m MODULE ARGUMENTS` on several ranks; return the exit code of the first that failed, or 0.
 
     Ranks that died, or lost one that died, are started again, at most `max_restarts` times: a run goes on from its last
-    checkpoint. What a rank refuses in a sentence is not tried again. A signal goes to all ranks.
+    checkpoint. What a rank refuses in a sentence is not tried again. A signal goes to all ranks. Raises RankLost after
+    the last start.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its reports of what is said here
-    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
+    for name in logging.root.manager.loggerDict:  # each has a level of its own
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # they report what is said here
     try:
-        return _launch(arguments, ranks, max_restarts)
+        return _launch(("-m", module, *arguments), ranks, max_restarts)
     except SignalException as stopped:
         return 128 + stopped.sigval
 
@@ -45,7 +47,7 @@ def _launch(arguments: Sequence[str], ranks: int, max_restarts: int) -> int:
         )
         config.shutdown_timeout = SAVE_SECONDS
         try:
-            elastic_launch(config, sys.executable)("-m", "heddle", *arguments)
+            elastic_launch(config, sys.executable)(*arguments)
             return 0
         except ChildFailedError as error:
             failures = error.failures
@@ -57,8 +59,8 @@ def _launch(arguments: Sequence[str], ranks: int, max_restarts: int) -> int:
             return code
         deaths = _deaths(failures)
         if restart == max_restarts:
-            print_warning(f"{deaths}; the ranks were started {restart + 1} times; the same command continues")
-            return RankLost.exit_code
+            starts = f"; the ranks were started {restart + 1} times" if restart else ""
+            raise RankLost(f"{deaths}{starts}; the same command continues")
         print_status(f"{deaths}; starting all ranks again ({restart + 1} of {max_restarts})")
     raise AssertionError("unreachable")
 

@@ -14,18 +14,19 @@ _DRAWS = 8  # 16-bit draws of a block
 _LOW = 0xFFFF  # what float32 has more than bfloat16
 
 
-def stochastic_round(values: Tensor, stream: RandomStream) -> Tensor:
+def stochastic_round(values: Tensor, stream: RandomStream, start: int = 0) -> Tensor:
     """Round float32 values to bfloat16 of the same shape.
 
-    Element i takes draw i of 16 bits of the stream, so the result does not depend on the device. Numbers that bfloat16
-    has, infinities and NaN stay as they are.
+    Element i takes draw `start + i` of 16 bits of the stream, so the result does not depend on the device, nor on how a
+    tensor is cut. Numbers that bfloat16 has, infinities and NaN stay as they are.
     """
     flat, result = values.reshape(-1), torch.empty(values.numel(), dtype=torch.bfloat16, device=values.device)
     elements = _DRAWS * BLOCKS.on(values)
     for first in range(0, len(flat), elements):
         part = flat[first : first + elements]
-        blocks = torch.arange(first // _DRAWS, -(-(first + len(part)) // _DRAWS), device=values.device)
-        bits = part.view(torch.int32) + _draws(blocks, stream.key)[: len(part)]
+        first_block, skipped = divmod(start + first, _DRAWS)
+        blocks = torch.arange(first_block, -(-(start + first + len(part)) // _DRAWS), device=values.device)
+        bits = part.view(torch.int32) + _draws(blocks, stream.key)[skipped : skipped + len(part)]
         rounded = bits.bitwise_and_(~_LOW).view(torch.float32)
         result[first : first + len(part)] = torch.where(part.isfinite(), rounded, part)
     return result.view(values.shape)

@@ -5,6 +5,7 @@ reads its rows. Where the bits depend on a whole model (adapters, a teacher, wei
 builds it whole before it is sharded.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,27 @@ class BuiltModels(NamedTuple):
     model: Decoder
     forward_model: Decoder
     teacher: Teacher | None
+
+
+class RankRefusal(NamedTuple):
+    """What only one process can do: its name, the reason, the remedy, and whether a job asks for it."""
+
+    name: str
+    reason: str
+    remedy: str
+    is_asked: Callable[[TrainingJob], bool]
+
+
+def _compares_layers(job: TrainingJob) -> bool:
+    return job.distillation is not None and job.distillation.weights.layers > 0
+
+
+REFUSED_ON_RANKS = (
+    RankRefusal(
+        "fp8", "a matrix is scaled as a whole, of which a rank has rows", "leave it out", lambda job: job.settings.fp8
+    ),
+    RankRefusal("loss layers", "it needs single layers of a whole model", "compare logits", _compares_layers),
+)
 
 
 def build_models(job: TrainingJob) -> BuiltModels:
@@ -78,19 +100,9 @@ def _build_on_ranks(job: TrainingJob) -> BuiltModels:
 
 def _refuse_on_ranks(job: TrainingJob) -> None:
     """Raise ConfigError for what only one process can do."""
-    settings, remedy = job.settings, "train on one process"
-    if settings.fp8:
-        raise ConfigError(f"fp8: does not work on {job.ranks.count} ranks yet; leave it out, or {remedy}")
-    if settings.stochastic_rounding:
-        raise ConfigError(
-            f"stochastic_rounding: does not work on {job.ranks.count} ranks yet; leave it out, or {remedy}"
-        )
-    if settings.spike_guard is not None:
-        raise ConfigError(f"spike_guard: works on one process, and there are {job.ranks.count} ranks; {remedy}")
-    if job.distillation is not None and job.distillation.weights.layers:
-        raise ConfigError(
-            f"loss layers: needs single layers of a whole model, and there are {job.ranks.count} ranks; compare "
-            f"logits, or {remedy}"
-        )
-    if job.observer is not None:
-        raise ConfigError(f"observer: sees one rank's batches of {job.ranks.count}; {remedy}")
+    for refusal in REFUSED_ON_RANKS:
+        if refusal.is_asked(job):
+            raise ConfigError(
+                f"{refusal.name}: {refusal.reason}, and there are {job.ranks.count} ranks; {refusal.remedy}, or train "
+                "on one process"
+            )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from heddle.distributed.ranks import local_part
+from heddle.distributed.ranks import as_sharded, held_rows, local_part
 from heddle.numerics.philox import RandomStream
 from heddle.numerics.stochastic_rounding import stochastic_round
 
@@ -17,7 +17,8 @@ from heddle.numerics.stochastic_rounding import stochastic_round
 class MasterWeights:
     """The copies of all bfloat16 parameters among `parameters`, by name; other dtypes have none.
 
-    stochastic: the copies hold no memory between updates, and `write_back` rounds stochastically.
+    Sharded parameters have sharded copies, which are rounded as those of one process are. stochastic: the copies hold
+    no memory between updates, and `write_back` rounds stochastically.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], stochastic: bool = False) -> None:
@@ -43,8 +44,9 @@ class MasterWeights:
                 continue
             copy = self.copies[name]
             if self.stochastic:
-                copy.untyped_storage().resize_(copy.numel() * copy.element_size())
-                copy.detach().copy_(parameter.detach())
+                own = local_part(copy.detach())
+                own.untyped_storage().resize_(own.numel() * own.element_size())
+                own.copy_(local_part(parameter.detach()))
             copy.grad, parameter.grad = parameter.grad.float(), None
 
     def write_back(self, key: tuple[int, int]) -> None:
@@ -57,9 +59,10 @@ class MasterWeights:
                 torch._foreach_copy_([local_part(x) for x in weights], [local_part(x) for x in copies])
                 return
             for name, parameter in self.parameters.items():
-                if self.copies[name].untyped_storage().size():
+                own = local_part(self.copies[name].detach())
+                if own.untyped_storage().size():
                     stream = RandomStream.of("stochastic rounding", *key, name)
-                    parameter.copy_(stochastic_round(self.copies[name], stream))
+                    local_part(parameter.detach()).copy_(stochastic_round(own, stream, _first_element(parameter)))
         self.free()
 
     def discard_gradients(self) -> None:
@@ -71,7 +74,15 @@ class MasterWeights:
     def free(self) -> None:
         """Free the memory of copies that exist during an update only. Tensors that share it stay valid."""
         for copy in self.copies.values() if self.stochastic else ():
-            copy.untyped_storage().resize_(0)
+            local_part(copy.detach()).untyped_storage().resize_(0)
+
+
+def _first_element(parameter: Tensor) -> int:
+    """The number, in the whole parameter, of the first element that this rank holds."""
+    if as_sharded(parameter) is None:
+        return 0
+    first_row: int = held_rows(parameter).start
+    return first_row * (parameter.numel() // max(1, len(parameter)))
 
 
 def memory_of(tensors: Iterable[Tensor]) -> int:

@@ -18,7 +18,7 @@ from heddle.training.optimizer import LearningRateScales, learning_rate_factors
 from heddle.training.width_transfer import transfer_over_width
 
 BUDGET_KINDS = ("tokens", "seconds", "flops")
-MAY_CHANGE = ("baseline", "until_resolved", "time_budget")
+MAY_CHANGE = ("baseline", "until_resolved", "time_budget", "trackers")
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class ComparisonPlan:
     transfer_width: int | None = None  # the width at which the learning rate was chosen
     tf32: bool = False  # float32 products on CUDA
     deterministic: bool = False  # equal bits on CUDA, too
+    trackers: tuple[str, ...] = ()  # to which the training on text is logged as well
 
     def __post_init__(self) -> None:
         """Raise ConfigError naming a design to which the learning rate of another width does not transfer."""

@@ -29,8 +29,8 @@ from heddle.analysis.comparison.tuning_report import tuning_report
 from heddle.analysis.comparison.verdict import verdict_sentences
 from heddle.data.corpus import Corpus
 from heddle.errors import ConfigError
-from heddle.model.config import ModelConfig
-from heddle.model.size import Size, describe, kernel_choices, size, state_bytes
+from heddle.model.config import ModelConfig, describe
+from heddle.model.size import Size, kernel_choices, size, state_bytes
 
 STATE_CONTEXTS = tuple(1024 * 2**i for i in range(8))  # 1k … 128k
 SHARED_OPERATIONS = ("linear", "rms_norm")  # of every layer, not of its mixer

@@ -17,12 +17,12 @@ from heddle.data.samples import CorpusLoader
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
-from heddle.model.initialization import cast_parameters
 from heddle.model.state import State
 from heddle.numerics.linear import packed_weights
+from heddle.training.built_models import build_models
 from heddle.training.job import TrainingJob
 from heddle.training.optimizer import build_optimizer
-from heddle.training.step import accumulate_gradients, apply_gradients
+from heddle.training.step import accumulate_gradients, apply_gradients, prepare_batch
 
 DECODED_TOKENS = 16
 MAX_PREFILLS = 2
@@ -56,16 +56,15 @@ def time_training_steps(job: TrainingJob, corpus: Corpus) -> list[float]:
     loader = CorpusLoader(
         corpus.train, corpus.weights, settings.sequence_length, settings.batch_size, 0, corpus.tokenizer.eod_id
     )
-    model = build(job.config, device=job.device).train()
-    if settings.precision == "bf16-params":
-        cast_parameters(model, torch.bfloat16)
+    model = build_models(job).model
     optimizer = build_optimizer(model, settings.weight_decay, settings.optimizer, settings.lr_scale)
     times = []
     for number in range(WARMUP_STEPS + MEASURED_STEPS):
 
         def step(number: int = number) -> None:
             parts = settings.gradient_accumulation_steps
-            result = accumulate_gradients(model, loader.batch(number), (0, number), parts, job.autocast)
+            batch = prepare_batch(loader.batch(number), job.device, parts, job.ranks)
+            result = accumulate_gradients(model, batch, (0, number), parts, job.autocast)
             apply_gradients(model, optimizer, result, 1e-4, settings.max_gradient_norm)
 
         times.append(time_call(step, model)[0])

@@ -13,6 +13,7 @@ from heddle.analysis.comparison.probes import CURVE
 from heddle.analysis.comparison.recall_curve import describe_curve_cost
 from heddle.analysis.workers import Task, Workers, default_workers, run_tasks
 from heddle.data.corpus import Corpus
+from heddle.distributed.ranks import Ranks
 from heddle.errors import ConfigError, MachineError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
@@ -103,19 +104,23 @@ def choose_workers(
     count: int | None = None,
     devices: tuple[str, ...] = (),
     share: tuple[int, int] | None = None,
+    ranks: int = 1,
 ) -> Workers:
-    """Where a plan's tasks run: on `devices`, each run with the plan's threads; or `count` at a time on one device.
+    """Where a plan's tasks run: on `devices`, each process with the plan's threads; or `count` at a time on one device.
 
-    None: several workers of few threads are faster than one; but a time budget is the time of a machine of its own.
+    None: several workers of few threads are faster than one; but a time budget is the time of a machine of its own, and
+    so is a run on several `ranks`. Raises ConfigError for a batch that ranks cannot share.
     """
+    Ranks(count=ranks).rows(plan.batch_size, 1)  # which must be equal for each rank
     if not devices:
-        is_alone = plan.threads is not None or plan.budget_kind == "seconds"
-        workers = default_workers(runtime.device, runtime.threads, 1 if count is None and is_alone else count)
+        is_alone = plan.threads is not None or plan.budget_kind == "seconds" or ranks > 1
+        count = 1 if count is None and is_alone else count
+        workers = default_workers(runtime.device, runtime.threads, None if count is None else count * ranks)
     else:
         workers = replace(default_workers(runtime.device, runtime.threads, len(devices)), devices=devices)
-    if plan.threads is not None and (devices or workers.count == 1):
+    if plan.threads is not None and (devices or workers.count == ranks):
         workers = replace(workers, threads=plan.threads)
-    return replace(workers, share=share)
+    return replace(workers, share=share, ranks=ranks)
 
 
 def training_steps(comparison: Comparison, entry: DesignEntry) -> int:
@@ -230,5 +235,6 @@ def _task(comparison: Comparison, entry: DesignEntry, name: str, kind: str, desc
         "extrapolation": asdict(comparison.extrapolation),
         "text_recall_rows": comparison.text_recall_rows,
         "command": comparison.command,
+        "trackers": plan.trackers,
     }
     return Task(f"{entry.name}, {description}", runs / f"{stem}.json", request, is_optional)

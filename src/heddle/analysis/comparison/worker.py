@@ -11,14 +11,15 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heddle import progress
-from heddle.errors import HeddleError, is_out_of_memory, nondeterministic_operation
+from heddle.analysis.comparison.rank_worker import ON_RANKS, run_on_ranks
+from heddle.errors import HeddleError, RankLost, is_out_of_memory, nondeterministic_operation
 
 if TYPE_CHECKING:
     from heddle.data.corpus import Corpus
@@ -31,6 +32,8 @@ def main() -> None:
     started = time.monotonic()
     task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     _exit_with_parent(task["parent_pid"])
+    if len(task["devices"]) > 1 and task["task"] in ON_RANKS:
+        sys.exit(run_on_ranks(task, *sys.argv[1:]))
     from heddle.signals import Interrupted
     from heddle.storage.json_file import write_json_file
 
@@ -47,18 +50,24 @@ def main() -> None:
 
 
 def perform_task(task: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """The result of a task and the exit code. Its status is done, diverged or failed.
+    """The result of a task and the exit code. A rank adds its `Ranks` to the task."""
+    return perform(lambda: TASKS[task["task"]](task))
+
+
+def perform(call: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], int]:
+    """The result of a call and the exit code. Its status is done, diverged or failed.
 
     A failed result says in `stops_all` whether other tasks would fail for the same reason.
     """
     from heddle.training.loop import Diverged
 
     try:
-        return TASKS[task["task"]](task), 0
+        return call(), 0
     except Diverged as error:
         return {"status": "diverged", "message": str(error)}, 0
     except HeddleError as error:
-        return {"status": "failed", "message": str(error), "stops_all": True}, error.exit_code
+        stops_all = not isinstance(error, RankLost)
+        return {"status": "failed", "message": str(error), "stops_all": stops_all}, error.exit_code
     except Exception as error:
         if is_out_of_memory(error):
             return {"status": "failed", "message": "out of memory", "stops_all": False}, 1
@@ -99,12 +108,13 @@ def _text_job(task: dict[str, Any]) -> tuple["TrainingJob", "Corpus"]:
     """The training job of a design on the comparison's text."""
     from heddle.analysis.comparison.evaluations import interim_tokens
     from heddle.data.corpus import prepare_corpus
+    from heddle.distributed.ranks import ONE_PROCESS
     from heddle.model.load_config import load_config
     from heddle.training.evaluation.budget import EvaluationBudget
     from heddle.training.job import TrainingJob
     from heddle.training.settings import Settings
 
-    runtime = _set_up(task)
+    runtime, ranks = _set_up(task), task.get("ranks", ONE_PROCESS)
     with progress.quiet():
         corpus = prepare_corpus(
             task["data"],
@@ -121,8 +131,10 @@ def _text_job(task: dict[str, Any]) -> tuple["TrainingJob", "Corpus"]:
         out=Path(task["out"]),
         device=runtime.device,
         label=task["label"],
-        environment=_environment(task, runtime),
+        environment=_environment(task, runtime) | {"ranks": {"count": ranks.count}},
+        ranks=ranks,
         evaluation=EvaluationBudget(interim_tokens=interim_tokens(settings, len(source.validation))),
+        trackers=tuple(task.get("trackers", ())),  # a ladder has none
     )
     return job, corpus
 
@@ -150,6 +162,7 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
     from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan, evaluate_extrapolation
     from heddle.training.loop import train
     from heddle.training.router_metrics import recent_router_summary
+    from heddle.training.smoothed_loss import step_speed
 
     job, corpus = _text_job(task)
     settings, profile = job.settings, start_profile(corpus, job.settings.sequence_length)
@@ -170,9 +183,9 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
         "bits_per_byte": trained.bits_per_byte,
         "train_tokens": trained_tokens,
         "seconds": sum(seconds),
-        "train_tokens_per_second": settings.tokens_per_step / statistics.median(seconds),
+        "train_tokens_per_second": step_speed(settings.tokens_per_step, seconds),
         "train_speed_range": quartiles(rates),
-        "peak_memory_bytes": peak_memory,
+        "peak_memory_bytes": job.ranks.largest(peak_memory),
         "skipped_steps": trained.progress.skipped_steps,
         "experts": recent_router_summary(log),
         "curve": end_at(curve, trained.bits_per_byte) or [(trained_tokens, trained.bits_per_byte)],
