@@ -14,6 +14,7 @@ from heddle.generation.generate import generate
 from heddle.model.state import State
 from heddle.serving.limits import ServerLimits
 from heddle.serving.server import host_names, listen
+from heddle.tokenization.tokenizer import Tokenizer
 from tests.serving.running import NAME, Running, running_server, small_model
 
 PROMPTS = ("The weaver", "Another cloth", "La navette", "def weave")
@@ -90,6 +91,88 @@ def test_streams_beyond_the_queue_get_429_and_cancelled_ones_free_their_state() 
         assert metric(server, "cancelled_total") == 2
         assert metric(server, "new_tokens_total") < 40_000
         assert states_in_memory() == before
+
+
+def test_a_full_queue_refuses_before_the_text_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_server(streams=1, queue=1, new_tokens=20_000) as server:
+        encoded, encode = list[str](), Tokenizer.encode
+
+        def recorded(self: Tokenizer, text: str) -> list[int]:
+            encoded.append(text)
+            return encode(self, text)
+
+        monkeypatch.setattr(Tokenizer, "encode", recorded)
+        body = {"model": NAME, "prompt": "The", "max_tokens": 20_000, "stream": True, "temperature": 0}
+        with server.client.stream("POST", "/v1/completions", json=body):
+            waiting = threading.Thread(target=server.complete, kwargs={"max_tokens": 1, "prompt": "second"})
+            waiting.start()
+            while not server.engine.queue_length:
+                time.sleep(0.005)
+            assert server.complete(max_tokens=1, prompt="third").status_code == 429
+        waiting.join()
+        assert encoded == ["The", "second"]
+
+
+def test_a_refusal_says_when_the_queue_will_have_moved() -> None:
+    with running_server(streams=2, queue=3, seconds=60) as server:
+        engine = server.engine
+        assert engine.retry_seconds == 1
+        engine.metrics.running_seconds.observe(10.0)
+        assert engine.retry_seconds == 5  # one of two running requests ends every 5 s
+        with engine.entry(), engine.entry(), engine.entry(), engine.entry(), engine.entry():
+            refused = server.complete(max_tokens=1)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+        for _ in range(9):
+            engine.metrics.running_seconds.observe(1000.0)
+        assert engine.retry_seconds == 60  # no request runs longer
+
+
+def test_connections_and_slow_headers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("heddle.serving.connections.HEADER_SECONDS", 0.3)
+    with running_server(connections=2) as server:
+        host, port = server.address.removeprefix("http://").split(":")
+        address = (host, int(port))
+        with socket.create_connection(address, timeout=20) as slow, socket.create_connection(address, timeout=20):
+            slow.sendall(b"GET /health HTTP/1.1\r\nHost: ")
+            with socket.create_connection(address, timeout=20) as refused:
+                answer = b"".join(iter(lambda: refused.recv(1000), b""))
+            assert answer.startswith(b"HTTP/1.1 503")
+            assert len(answer.partition(b"\r\n\r\n")[2]) == int(answer.split(b"content-length: ")[1].split(b"\r")[0])
+            assert slow.recv(100) == b""  # closed by the server
+        with socket.create_connection(address, timeout=20) as later:  # again after a first request
+            request = f"GET /health HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode()
+            later.sendall(request)
+            assert later.recv(1000).startswith(b"HTTP/1.1 200")
+            later.sendall(request[:20])
+            assert b"HTTP" not in b"".join(iter(lambda: later.recv(1000), b""))
+
+
+def test_metrics_tell_the_seconds_of_requests_and_tokens() -> None:
+    with running_server() as server:
+        for count in (1, 5):
+            assert server.complete(max_tokens=count, temperature=0).status_code == 200
+        lines = server.client.get("/metrics").text.splitlines()
+        for name, count in (("queue", 2), ("first_token", 2), ("token", 4), ("running", 2)):
+            buckets = [int(line.split()[1]) for line in lines if line.startswith(f"heddle_{name}_seconds_bucket")]
+            assert buckets == sorted(buckets)
+            assert buckets[-1] == metric(server, f"{name}_seconds_count") == count
+            assert float(next(line.split()[1] for line in lines if line.startswith(f"heddle_{name}_seconds_sum"))) >= 0
+
+
+def test_states_have_a_bounded_number_of_slots() -> None:
+    with running_server(streams=8, slots=100, new_tokens=200) as server:
+        most = 0
+
+        def ask() -> None:
+            assert server.complete(max_tokens=30, temperature=0).status_code == 200
+
+        threads = [threading.Thread(target=ask) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            most = max(most, server.engine.states)
+            time.sleep(0.001)
+        assert most == 2  # of 34 slots or more each
 
 
 def test_a_client_that_waits_for_a_whole_answer_and_goes_away_frees_its_state() -> None:

@@ -4,7 +4,7 @@ import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,12 +22,15 @@ from heddle.cli.options import (
     dtype_of,
     open_session,
 )
-from heddle.errors import CheckpointError, DataError
+from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.progress import print_status, print_text
 
 if TYPE_CHECKING:
     from heddle.generation.speculative import SpeculativeRound
+    from heddle.model.decoder import Decoder
     from heddle.tokenization.tokenizer import Tokenizer
+
+DEFAULT_STREAMS = 32  # of a file of prompts
 
 
 def generate(  # noqa: PLR0913 - one parameter per option
@@ -36,6 +39,16 @@ def generate(  # noqa: PLR0913 - one parameter per option
         list[str] | None,
         typer.Option("--prompt", metavar="TEXT", help="Text to continue; repeat for a batch; - reads stdin."),
     ] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="One prompt in each line; of .jsonl, its prompt.")
+    ] = None,
+    streams: Annotated[
+        int | None,
+        typer.Option("--streams", metavar="N", help="Prompts decoded at once; the next one joins."),
+    ] = None,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="Compute each prompt alone, so that it has the same bits.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", metavar="N", help="Most tokens generated.")] = 128,
     temperature: Annotated[
         float, typer.Option("--temperature", metavar="X", help="Sampling temperature; 0 is greedy.")
@@ -58,6 +71,9 @@ def generate(  # noqa: PLR0913 - one parameter per option
     compile_decoding: Annotated[
         bool, typer.Option("--compile", help="Compile the step of a token: half a minute once, then faster.")
     ] = False,
+    weights: Annotated[
+        str | None, typer.Option("--weights", metavar="NAME", help="int8 or int4: fewer bits a weight. [as saved]")
+    ] = None,
     device: Device = "auto",
     precision: Precision = "fp32",
     tf32: Tf32 = False,
@@ -77,7 +93,7 @@ def generate(  # noqa: PLR0913 - one parameter per option
         from heddle.generation.generate import generate as generate_texts
         from heddle.storage.model import load
 
-        dtype = dtype_of(precision)
+        dtype, bits = dtype_of(precision), _bits_of(weights)
         model, tokenizer = load(run, dtype=dtype, device=runtime.device)
         if tokenizer is None:
             raise CheckpointError(f"{run}: holds no tokenizer.json, so it cannot read a prompt; train it with heddle")
@@ -85,8 +101,13 @@ def generate(  # noqa: PLR0913 - one parameter per option
         if draft_model is not None:
             draft, draft_tokenizer = load(draft_model, dtype=dtype, device=runtime.device)
             _check_same_tokenizer(draft_model, draft_tokenizer, run, tokenizer)
+        if bits is not None:
+            model = _quantized(model, bits)
         rounds: list[SpeculativeRound] = []
-        prompts = [_read_prompt(text) for text in prompt or [""]]
+        prompts = [_read_prompt(text) for text in prompt or ([] if prompts_file else [""])]
+        if prompts_file is not None:
+            prompts += _read_prompts(prompts_file)
+            streams = streams or (None if batch_invariant or num_beams > 1 or draft else DEFAULT_STREAMS)
         streaming = len(prompts) == 1 and not as_json
         texts = generate_texts(
             model,
@@ -99,6 +120,8 @@ def generate(  # noqa: PLR0913 - one parameter per option
             seed=seed,
             stop=stop or (),
             on_text=_print_piece if streaming else None,
+            streams=streams,
+            batch_invariant=batch_invariant,
             num_beams=num_beams,
             draft_model=draft,
             speculative_tokens=speculative_tokens,
@@ -115,6 +138,23 @@ def generate(  # noqa: PLR0913 - one parameter per option
                 print_text(f"--- {index + 1} of {len(prompts)}: {text!r}\n{new_text}")
         if rounds:
             _report_rounds(rounds)
+
+
+def _bits_of(weights: str | None) -> int | None:
+    """8 of `int8`. Raises ConfigError for another name."""
+    choices = {"int8": 8, "int4": 4}
+    if weights is not None and weights not in choices:
+        raise ConfigError(f"--weights {weights}: unknown; choices: {', '.join(choices)}")
+    return None if weights is None else choices[weights]
+
+
+def _quantized(model: "Decoder", bits: int) -> "Decoder":
+    """The model with weights of so many bits; says how many."""
+    from heddle.model.quantized import quantize_weights
+
+    quantized = quantize_weights(model, bits)
+    print_status(f"--weights int{bits}: {quantized.quantized:,} of {quantized.weights:,} weights have {bits} bits")
+    return quantized.model
 
 
 def _check_same_tokenizer(
@@ -144,6 +184,30 @@ def _read_prompt(text: str) -> str:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError:
         raise DataError("--prompt -: standard input is not UTF-8 text") from None
+
+
+def _read_prompts(file: Path) -> list[str]:
+    """The prompts of a file, one in each line; the line of a .jsonl file has a `prompt`. Raises DataError."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"--prompts {file}: cannot be read ({error.strerror}); give a file of prompts") from error
+    except UnicodeDecodeError:
+        raise DataError(f"--prompts {file}: is not UTF-8 text") from None
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        prompt: Any = line
+        if file.suffix == ".jsonl":
+            try:
+                prompt = json.loads(line)["prompt"]
+            except (ValueError, TypeError, KeyError, RecursionError):
+                prompt = None
+        if not isinstance(prompt, str):
+            raise DataError(f'--prompts {file}: line {number} is not of the form {{"prompt": "text"}}')
+        prompts.append(prompt)
+    if not prompts:
+        raise DataError(f"--prompts {file}: has no lines; write one prompt in each")
+    return prompts
 
 
 def _print_piece(row: int, piece: str) -> None:

@@ -1,6 +1,7 @@
 """`heddle serve`: a model over HTTP with OpenAI's interface, within limits."""
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from heddle.model.decoder import Decoder
+    from heddle.serving.engine import Engine
+    from heddle.serving.requests import RequestReader
     from heddle.tokenization.tokenizer import Tokenizer
 
 TOKEN_VARIABLE = "HEDDLE_SERVE_TOKEN"
@@ -42,8 +45,13 @@ def serve(  # noqa: PLR0913 - one parameter per option
         int, typer.Option("--max-new-tokens", metavar="N", help="Most new tokens of a request.")
     ] = 2048,
     max_seconds: Annotated[int, typer.Option("--max-seconds", metavar="N", help="Seconds of a request.")] = 120,
-    streams: Annotated[int, typer.Option("--streams", metavar="N", help="Requests decoded at once.")] = 8,
-    queue: Annotated[int, typer.Option("--queue", metavar="N", help="Requests that wait; others get 429.")] = 32,
+    streams: Annotated[int, typer.Option("--streams", metavar="N", help="Requests decoded at once.")] = 32,
+    slots: Annotated[int, typer.Option("--slots", metavar="N", help="Tokens that all states have room for.")] = 81_920,
+    queue: Annotated[int, typer.Option("--queue", metavar="N", help="Requests that wait; others get 429.")] = 64,
+    connections: Annotated[int, typer.Option("--connections", metavar="N", help="Open connections.")] = 512,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="Compute each request alone, so that it has the same bits.")
+    ] = False,
     drain_seconds: Annotated[
         int, typer.Option("--drain-seconds", metavar="N", help="Seconds that requests have after SIGTERM.")
     ] = 30,
@@ -56,11 +64,12 @@ def serve(  # noqa: PLR0913 - one parameter per option
 ) -> None:
     """Serve a model over HTTP with OpenAI's interface. SIGTERM lets running requests end, and then ends with code 0."""
     token = _read_token(token_file)
-    _check_installed()
+    check_installed()
     with ExitStack() as stack:
         runtime = open_session(stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet)
         from heddle.serving.access import Access
         from heddle.serving.app import Application
+        from heddle.serving.chat_page import add_chat_page
         from heddle.serving.engine import Engine
         from heddle.serving.limits import ServerLimits
         from heddle.serving.requests import RequestReader
@@ -77,6 +86,8 @@ def serve(  # noqa: PLR0913 - one parameter per option
             new_tokens=max_new_tokens,
             seconds=max_seconds,
             streams=streams,
+            slots=slots,
+            connections=connections,
             queue=queue,
             drain_seconds=drain_seconds,
         )
@@ -85,10 +96,30 @@ def serve(  # noqa: PLR0913 - one parameter per option
         decoder, tokenizer = load_any(model, dtype_of(precision), runtime.device)
         reader = RequestReader(tokenizer, name or model.resolve().name, limits)
         access = Access(host_names(host, used_port) if is_loopback else None, token)
-        engine = stack.enter_context(Engine(decoder, tokenizer, limits))
+        engine = stack.enter_context(Engine(decoder, tokenizer, limits, batch_invariant))
         print_text(f"http://{f'[{host}]' if ':' in host else host}:{used_port}/v1")
         print_status(f"serve: {reader.name}; Ctrl-C or SIGTERM lets running requests end")
-        run_server(Application(engine, reader, access), listener)
+        application = Application(engine, reader, access)
+        if token is None:  # a browser that opens a page sends none
+            add_chat_page(application, page_of([(engine, reader)]))
+        run_server(application, listener)
+
+
+def page_of(models: "Sequence[tuple[Engine, RequestReader]]") -> str:
+    """The page on which one talks to these models; the first has the server's own addresses."""
+    from heddle.analysis.pages.chat import ServedModel, chat_page
+
+    served = [
+        ServedModel(
+            name=reader.name,
+            address=f"/models/{index}" if index else "",
+            parameters=sum(parameter.numel() for parameter in engine.model.parameters()),
+            is_chat=reader.chat_format is not None,
+            has_scores=engine.gives_scores,
+        )
+        for index, (engine, reader) in enumerate(models)
+    ]
+    return chat_page(served, models[0][0].limits.new_tokens)
 
 
 def load_any(folder: Path, dtype: "torch.dtype", device: "torch.device | str") -> "tuple[Decoder, Tokenizer]":
@@ -122,7 +153,8 @@ def _read_token(file: Path | None) -> str | None:
     return token
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
+    """Raise ConfigError without the libraries of the server."""
     from heddle.numerics.dispatch.libraries import optional_module
 
     for name in ("fastapi", "uvicorn"):

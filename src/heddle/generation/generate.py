@@ -1,47 +1,24 @@
 """Generate text: continue prompts of any lengths in one batch, by decoding, speculative decoding or beam search."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypedDict, Unpack, overload
+from typing import TypedDict, Unpack, overload
 
 from torch import Tensor
 
 from heddle.errors import ConfigError
 from heddle.generation.beam_search import beam_search
+from heddle.generation.collect import TokenizerProtocol, collect_texts, collect_tokens
 from heddle.generation.decode import decode
-from heddle.generation.model_runner import GenerationRequest, NewTokens
+from heddle.generation.model_runner import GenerationRequest, ModelRunner
 from heddle.generation.prefill import Prefix, prefill_prefix, validate_prompt
 from heddle.generation.prompts import NewRows, PromptBatch, Prompts, read_prompts, token_list
 from heddle.generation.sampling import Sampler
+from heddle.generation.scheduler import BatchScheduler, SeparateScheduler, decode_streams
 from heddle.generation.speculative import SpeculativeConfig, SpeculativeRound, speculative_decode
-from heddle.generation.stop_strings import StopStringBuffer
 from heddle.model.decoder import Decoder
 from heddle.parts.context.encoder_output import EncoderOutput
 
 SAMPLE_TOKENS = 96
-
-
-class DecodeStreamProtocol(Protocol):
-    """Turns tokens into text as they come, in whole characters."""
-
-    def push(self, token_id: int) -> str: ...
-
-    def finish(self) -> str: ...
-
-
-class TokenizerProtocol(Protocol):
-    """What generation needs of a tokenizer.
-
-    bos_ids come before a text; any of eos_ids ends it; unused_token_ids, below vocab_size, stand for no token.
-    """
-
-    bos_ids: list[int]
-    eos_ids: list[int]
-    vocab_size: int
-    unused_token_ids: tuple[int, ...]
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode_stream(self, previous_ids: Sequence[int] = ...) -> DecodeStreamProtocol: ...
 
 
 class GenerationSettings(TypedDict, total=False):
@@ -55,6 +32,8 @@ class GenerationSettings(TypedDict, total=False):
     encoder_output: EncoderOutput | None
     compile_decoding: bool
     prefix: Prefix | None
+    streams: int | None
+    batch_invariant: bool
     num_beams: int
     draft_model: Decoder | None
     speculative_tokens: int
@@ -120,6 +99,8 @@ def generate(  # noqa: PLR0913 - settings given by keyword
     stop: str | Sequence[str] = (),
     on_text: Callable[[int, str], None] | None = None,
     prefix: Prefix | None = None,
+    streams: int | None = None,
+    batch_invariant: bool = False,
     num_beams: int = 1,
     draft_model: Decoder | None = None,
     speculative_tokens: int = 4,
@@ -133,7 +114,10 @@ def generate(  # noqa: PLR0913 - settings given by keyword
     in training; a row ends at one of its eos_ids, or at the first of the `stop` strings, which is left out of the
     result. `on_text(row, piece)` is called as text comes.
     temperature 0 is greedy. encoder_output: what cross-attention reads, one row per prompt. prefix (of
-    `heddle.prefix`): tokens that come before each prompt, read earlier. num_beams: the beams of beam search.
+    `heddle.prefix`): tokens that come before each prompt, read earlier. streams: the most prompts that run at once; the
+    next one joins the batch where one has ended (None: all prompts in one batch until the last has ended).
+    batch_invariant: every prompt is computed alone, so that no bit depends on the other prompts.
+    num_beams: the beams of beam search.
     draft_model: a smaller model that proposes `speculative_tokens` tokens per round for speculative decoding: greedy
     text stays the same, sampled text follows the same distribution; `on_speculative_round` gets each round's counts.
     compile_decoding: torch.compile makes one graph of a token's step: half a minute once, then less for each token. The
@@ -170,16 +154,22 @@ def generate(  # noqa: PLR0913 - settings given by keyword
         compile_decoding=compile_decoding,
     )
     finished = [False] * len(request.prompt_ids)
+    if streams is not None or batch_invariant:
+        _check_streams(request, streams, num_beams > 1 or speculative is not None)
     if num_beams > 1:
         new_tokens = beam_search(model, request, num_beams)
     elif speculative is not None:
         new_tokens = speculative_decode(model, request, finished, speculative)
+    elif streams is not None or batch_invariant:
+        runner = ModelRunner(model)
+        scheduler = SeparateScheduler(runner) if batch_invariant else BatchScheduler(runner)
+        new_tokens = decode_streams(scheduler, runner, request, finished, streams or 1)
     else:
         new_tokens = decode(model, request, finished)
     if tokenizer is None:
-        return batch.restore(_collect_tokens(new_tokens, len(finished)))
+        return batch.restore(collect_tokens(new_tokens, len(finished)))
     stop_strings = [stop] if isinstance(stop, str) else stop
-    return batch.restore(_collect_texts(new_tokens, request, tokenizer, finished, stop_strings, on_text))
+    return batch.restore(collect_texts(new_tokens, request, tokenizer, finished, stop_strings, on_text))
 
 
 def sample_text(model: Decoder, tokenizer: TokenizerProtocol, sequence_length: int) -> str:
@@ -224,6 +214,18 @@ def _check_compatible(
         speculative.check(model)
 
 
+def _check_streams(request: GenerationRequest, streams: int | None, has_rounds: bool) -> None:
+    """Raise ConfigError for settings that need all prompts in one batch."""
+    if streams is not None and streams < 1:
+        raise ConfigError(f"streams {streams}: must be at least 1")
+    if has_rounds:
+        raise ConfigError("streams, batch_invariant: beams and drafts run all prompts in one batch; leave them out")
+    if request.encoder_output is not None:
+        raise ConfigError("encoder_output: holds a row for each prompt of one batch; leave streams out")
+    if streams is not None and request.compile_decoding:
+        raise ConfigError("compile_decoding: a batch that changes has no one step to compile; leave streams out")
+
+
 def _prompt_ids(
     model: Decoder, batch: PromptBatch, tokenizer: TokenizerProtocol | None, shared_prefix: Prefix | None
 ) -> list[list[int]]:
@@ -238,47 +240,3 @@ def _prompt_ids(
 def _encode_after(tokenizer: TokenizerProtocol, first_tokens: Sequence[int], text: str) -> list[int]:
     """The first tokens and the text's tokens. If both are empty, an end token: in training it precedes each text."""
     return [*first_tokens, *tokenizer.encode(text)] or tokenizer.eos_ids[:1]
-
-
-def _collect_tokens(new_tokens: NewTokens, count: int) -> list[list[int]]:
-    result: list[list[int]] = [[] for _ in range(count)]
-    for step_tokens in new_tokens:
-        for row, token in step_tokens:
-            result[row].append(token)
-    return result
-
-
-def _collect_texts(
-    new_tokens: NewTokens,
-    request: GenerationRequest,
-    tokenizer: TokenizerProtocol,
-    finished: list[bool],
-    stop: Sequence[str],
-    on_text: Callable[[int, str], None] | None,
-) -> list[str]:
-    """Decode each row's tokens up to its end, and mark finished rows in `finished`."""
-    show = on_text or (lambda row, piece: None)
-    streams = [tokenizer.decode_stream(prompt) for prompt in request.prompt_ids]
-    buffers = [StopStringBuffer(stop) for _ in finished]
-
-    def push(row: int, piece: str) -> None:
-        released = buffers[row].push(piece)
-        if released:
-            show(row, released)
-
-    for step_tokens in new_tokens:
-        for row, token in step_tokens:
-            if finished[row]:
-                continue
-            if token in tokenizer.eos_ids:
-                finished[row] = True
-            else:
-                push(row, streams[row].push(token))
-                finished[row] = buffers[row].stopped
-    for row, buffer in enumerate(buffers):
-        if not buffer.stopped:
-            push(row, streams[row].finish())
-        released = buffer.finish()
-        if released:
-            show(row, released)
-    return [buffer.text for buffer in buffers]

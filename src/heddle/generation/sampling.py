@@ -20,12 +20,14 @@ class Sampler:
     """temperature 0 is greedy. top_k keeps the k most likely tokens, top_p the fewest whose probability reaches p.
 
     A row's random numbers depend only on the seed, its index in the batch and the step, so other rows change nothing.
+    first_row: the index of the first row, where the batch holds only some of a caller's rows.
     """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    first_row: int = 0
     _streams: dict[int, RandomStream] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -37,6 +39,11 @@ class Sampler:
             raise ConfigError(f"top_p {self.top_p}: must be above 0 and at most 1")
         if not 0 <= self.seed < 2**62:
             raise ConfigError(f"seed {self.seed}: must be at least 0 and below 2^62")
+
+    @property
+    def can_share(self) -> bool:
+        """Whether rows of several requests can be chosen by any of their samplers: greedy ones draw nothing."""
+        return self.temperature == 0.0
 
     def sample(self, logits: Tensor, step: int) -> Tensor:
         """logits [B, vocab] -> tokens int64 [B]. Of equally likely tokens, greedy takes the lowest.
@@ -57,7 +64,7 @@ class Sampler:
             tokens = _argmax(logits, highest)
         else:
             probabilities, order = self._filtered_probabilities(logits)
-            rows = torch.arange(logits.shape[0], device=logits.device)
+            rows = torch.arange(self.first_row, self.first_row + logits.shape[0], device=logits.device)
             uniforms = self.uniform(rows, position, site=0)[:, None]
             tokens = order.gather(-1, _inverse_cdf(probabilities, uniforms)).squeeze(-1)
         return torch.where(highest.isfinite(), tokens, NOT_FINITE)

@@ -86,6 +86,7 @@ LAWS: dict[str, Law] = {
             rows.batch_position_invariance,
             states.fork_isolation,
             states.state_row_selection,
+            states.changing_batch,
             states.state_rollback,
             states.rollback_errors,
             states.rollback_size,

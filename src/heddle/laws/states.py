@@ -9,6 +9,7 @@ from torch import Tensor
 from heddle.errors import ConfigError
 from heddle.laws.harness import (
     ENCODER_LENGTH,
+    MAX_TEXT_LENGTH,
     PADDING_TOKEN,
     LawViolation,
     assert_bitwise_equal,
@@ -25,6 +26,7 @@ from heddle.laws.harness import (
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.size import size
+from heddle.model.state import State
 from heddle.parts.context.layout import Layout
 from heddle.parts.mixers import Mixer
 
@@ -93,6 +95,14 @@ class ReferenceState:
         )
         return selection
 
+    @staticmethod
+    def join(parts: "Sequence[ReferenceState]") -> "ReferenceState":
+        """A copy with the rows of all."""
+        joined = ReferenceState.__new__(ReferenceState)
+        joined.model, joined.state = parts[0].model, State.join([part.state for part in parts])
+        joined.rows = [list(row) for part in parts for row in part.rows]
+        return joined
+
     def _positions(self, row: int, length: int, layout: Layout | None) -> list[tuple[int, int]]:
         """Position and document of each token of a call. Without a layout a row continues after its last token."""
         if layout is None:
@@ -160,6 +170,26 @@ def state_row_selection(config: ModelConfig) -> None:
                 random_tokens(config, 2, 7), "short rows selected from a batch, filled up to their cache_length"
             )
         twin.feed(tokens[:, :3], f"{name} rows after some were copied")
+
+
+def changing_batch(config: ModelConfig) -> None:
+    """Texts that join a batch and leave it between steps continue as each would alone."""
+    model = model_under_test(config)
+    if not supports_state(model):
+        return
+    alone = [ReferenceState(model, 1) for _ in range(4)]
+    for number, (text, lengths) in enumerate(zip(alone, ((3, 4), (2,), (66,), (5, 1)), strict=True)):
+        for length in lengths:
+            text.feed(random_tokens(config, 1, length, seed=number), f"text {number} before it joined")
+    batch = ReferenceState.join(alone[:2])
+    batch.feed(random_tokens(config, 2, 1), "after two texts joined")
+    batch = ReferenceState.join([batch.select([1]), *alone[2:]])  # the long one has grown its state
+    batch.feed(random_tokens(config, 3, 1, seed=1), "after one text left and two joined")
+    batch = batch.select([2, 0])
+    for step, length in enumerate((1, 2)):
+        batch.feed(random_tokens(config, 2, length, seed=step), "after the long text left")
+    other = new_state(model, 1, MAX_TEXT_LENGTH - 1)
+    assert_refused(lambda: State.join([batch.state, other]), "join", "states of different lengths were joined")
 
 
 def state_rollback(config: ModelConfig) -> None:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError
+from heddle.notebook import html_table
 from heddle.numerics.dispatch.transfer import to_device
+from heddle.parts.context.join import join_tables
 from heddle.parts.context.mixer_state import MixerState
 from heddle.parts.context.position_table import PositionTable
 
@@ -47,6 +49,21 @@ class State:
         target = to_device(index, self.table.token_counts.device)
         copies = [None if layer is None else layer.map(lambda _, x: x.index_select(0, target)) for layer in self.layers]
         return State(self.table.select(target, index.tolist()), copies, self.fingerprint)
+
+    @staticmethod
+    def join(states: "Sequence[State]") -> "State":
+        """Return a copy with the rows of all states, in order: the opposite of `select`. The handles stay valid.
+
+        Rows may have different lengths. Raises ConfigError for states of different designs, lengths or rollbacks.
+        """
+        if not states or len({state.fingerprint for state in states}) > 1:
+            raise ConfigError("join: needs states of one design; give at least one, all of the same model")
+        for state in states:
+            state.check_not_consumed()
+        table = join_tables([state.table for state in states])
+        columns = zip(*(state.layers for state in states), strict=True)
+        layers = [None if first is None else first.join(others) for first, *others in columns]
+        return State(table, layers, states[0].fingerprint)
 
     def pinned(self, max_tokens: int) -> "State":
         """The state with facts that hold for every next token until a row has `max_tokens`. Consumes this handle.
@@ -125,6 +142,15 @@ class State:
                 "state: was consumed by an earlier call; continue with the state that call returned "
                 "(hidden, state = model(tokens, state=state))"
             )
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for index, (layer, size) in enumerate(zip(self.layers, self.layer_bytes, strict=True)):
+            tensors = {} if layer is None else layer.tensors()
+            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+            rows.append((index, "none" if layer is None else type(layer).__name__, shapes, size))
+        caption = f"{self.table.batch} rows, {self.bytes:,} bytes" + (", consumed" if self.consumed else "")
+        return html_table(("layer", "state", "tensors", "bytes"), rows, caption)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor by name. The first dimension of each is the batch."""

@@ -79,7 +79,7 @@ class Gate:
 
 def refusal(error: RequestError) -> JSONResponse:
     """The answer to a refused request, in OpenAI's shape."""
-    headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+    headers = {"Retry-After": str(error.retry_seconds)} if error.status in (429, 503) else {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error.body(), error.status, headers)

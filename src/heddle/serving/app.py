@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from heddle.serving.access import Access, Gate, refusal
 from heddle.serving.engine import Engine, Event
+from heddle.serving.metrics import answer_lines, gauge_lines
 from heddle.serving.requests import RequestError, RequestReader, TextRequest
 from heddle.serving.scores import TokenScore, chat_scores, completion_scores
 
@@ -46,19 +47,9 @@ class Application:
         return {"object": "list", "data": [model]}
 
     async def _metrics(self) -> PlainTextResponse:
-        counts, engine = self.engine.counts, self.engine
-        lines = ["# TYPE heddle_answers_total counter"]
-        lines += [f'heddle_answers_total{{status="{code}"}} {n}' for code, n in sorted(self.gate.answers.items())]
-        for name, kind, value in (
-            ("prompt_tokens_total", "counter", counts.prompt_tokens),
-            ("new_tokens_total", "counter", counts.new_tokens),
-            ("finished_total", "counter", counts.finished),
-            ("cancelled_total", "counter", counts.cancelled),
-            ("queue_length", "gauge", engine.queue_length),
-            ("states", "gauge", engine.states),
-            ("up_seconds", "gauge", int(time.time()) - self.started),
-        ):
-            lines += [f"# TYPE heddle_{name} {kind}", f"heddle_{name} {value}"]
+        engine, up_seconds = self.engine, int(time.time()) - self.started
+        gauges = {"queue_length": engine.queue_length, "states": engine.states, "up_seconds": up_seconds}
+        lines = [*answer_lines(self.gate.answers), *engine.metrics.lines(), *gauge_lines(gauges)]
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     async def _completions(self, request: Request) -> Response:
@@ -68,9 +59,10 @@ class Application:
         return await self._answer(request, "chat")
 
     async def _answer(self, request: Request, kind: str) -> Response:
-        body = await _read_body(request, self.engine.limits.body_bytes)
-        text_request = await asyncio.to_thread(self.reader.read, kind, body)
-        answer = Answer(self, kind, text_request)
+        body = await read_body(request, self.engine.limits.body_bytes)
+        with self.engine.entry() as entry:  # before the body is tokenized
+            text_request = await asyncio.to_thread(self.reader.read, kind, body)
+            answer = Answer(self, kind, text_request, entry)
         if not text_request.stream:
             return await answer.whole(request.is_disconnected)
         first = await answer.first_event(request.is_disconnected)
@@ -80,7 +72,7 @@ class Application:
 class Answer:
     """One request in the engine, and its answer in OpenAI's shape."""
 
-    def __init__(self, application: Application, kind: str, request: TextRequest) -> None:
+    def __init__(self, application: Application, kind: str, request: TextRequest, entry: object) -> None:
         self.engine, self.reader, self.request, self.kind = application.engine, application.reader, request, kind
         self.id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
@@ -91,7 +83,7 @@ class Answer:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-        self._job = self.engine.submit(request, deliver)
+        self._job = self.engine.submit(request, deliver, entry)
 
     def cancel(self) -> None:
         """Free what the engine holds for it."""
@@ -121,8 +113,8 @@ class Answer:
         while not event.is_last:
             text, scores = text + event.text, scores + list(event.scores)
             event = await self.first_event(is_disconnected)
-        choice = self._choice(text + event.text, scores, event.finish_reason, "message")
-        return _json(self._object("") | {"choices": [choice], "usage": self._usage(event.new_tokens)})
+        choice = self._choice(text + event.text, scores + list(event.scores), event.finish_reason, "message")
+        return json_answer(self._object("") | {"choices": [choice], "usage": self._usage(event.new_tokens)})
 
     async def stream(self, event: Event) -> AsyncIterator[str]:
         """The answer as server-sent events."""
@@ -181,7 +173,7 @@ class ClosingStream(StreamingResponse):
             self.answer.cancel()
 
 
-async def _read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int) -> bytes:
     """The body. Raises RequestError as soon as it is too long, or comes too slowly."""
     body = bytearray()
     try:
@@ -204,5 +196,6 @@ async def _answer_refused(request: Request, error: Exception) -> Response:
     return refusal(RequestError(f"the server {what}; see /v1/models", status=error.status_code))
 
 
-def _json(content: dict[str, Any]) -> Response:
+def json_answer(content: dict[str, Any]) -> Response:
+    """An answer in JSON."""
     return Response(json.dumps(content), media_type="application/json")

@@ -1,24 +1,27 @@
-"""One worker thread that decodes: requests join and leave between steps, and each has a state of its own.
+"""One worker thread that decodes: requests join and leave between steps, and share a batch where that is faster.
 
-A round takes one step of every running request in turn. No request is computed in a batch with another one, so its text
-has the bits that it has alone.
+A request's text is that of the request alone but for rounding; with `batch_invariant` it has the same bits.
 """
 
 import contextvars
+import itertools
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from heddle.errors import HeddleError, MachineError, is_out_of_memory
-from heddle.generation.decode import decode
-from heddle.generation.model_runner import GenerationRequest, ModelRunner
+from heddle.generation.model_runner import GenerationRequest, ModelRunner, eval_mode
 from heddle.generation.sampling import Sampler
+from heddle.generation.scheduler import BatchScheduler, NextToken, Scheduler, SeparateScheduler
 from heddle.generation.stop_strings import StopStringBuffer
 from heddle.model.decoder import Decoder
 from heddle.progress import print_warning
 from heddle.serving.limits import ServerLimits
+from heddle.serving.metrics import EngineMetrics
 from heddle.serving.requests import RequestError, TextRequest
 from heddle.serving.scores import ScoringSampler, TokenScore
 from heddle.tokenization.tokenizer import Tokenizer
@@ -40,35 +43,74 @@ class Event:
         return self.finish_reason is not None or self.error is not None
 
 
+class TokenReader:
+    """Turns the tokens of a request into events."""
+
+    def __init__(self, request: TextRequest, tokenizer: Tokenizer, deadline: float) -> None:
+        self._tokenizer, self._deadline, self._new_tokens = tokenizer, deadline, request.new_tokens
+        self._stream, self._buffer = tokenizer.decode_stream(request.prompt_ids), StopStringBuffer(request.stop)
+        self._count, self._scores = 0, list[TokenScore]()
+        sampling = (request.temperature, None, request.top_p, request.seed)
+        self.generation = GenerationRequest(
+            prompt_ids=[request.prompt_ids],
+            max_new_tokens=request.new_tokens,
+            sampler=Sampler(*sampling)
+            if request.alternatives is None
+            else ScoringSampler(*sampling, alternatives=request.alternatives, scores=self._scores),
+            vocab_limit=tokenizer.vocab_size,
+            eos_ids=tuple(tokenizer.eos_ids),
+            unused_token_ids=tokenizer.unused_token_ids,
+        )
+
+    def read(self, token: int) -> Event:
+        """The event of the next token; the last one has a finish_reason."""
+        self._count += 1
+        is_end = token in self._tokenizer.eos_ids
+        text = "" if is_end else self._buffer.push(self._stream.push(token))
+        is_stopped = is_end or self._buffer.stopped
+        scores = tuple(self._scores)
+        self._scores.clear()
+        if not is_stopped and self._count < self._new_tokens and time.monotonic() <= self._deadline:
+            return Event(text, scores, self._count)
+        rest = "" if self._buffer.stopped else self._buffer.push(self._stream.finish())
+        return Event(text + rest + self._buffer.finish(), scores, self._count, "stop" if is_stopped else "length")
+
+
 @dataclass(eq=False)
 class Job:
-    """A request, where its events go, and when it must have ended, in time.monotonic() seconds."""
+    """A request, where its events go, and when it came and must have ended, in time.monotonic() seconds."""
 
     request: TextRequest
     deliver: Callable[[Event], None]
+    arrival: float
     deadline: float
     cancelled: threading.Event = field(default_factory=threading.Event)
+    reader: TokenReader | None = None
+    start: float = 0.0
+    newest: float = 0.0  # when the newest token came
 
-
-@dataclass
-class Counts:
-    """What /metrics tells of the engine since it began."""
-
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    finished: int = 0
-    cancelled: int = 0
+    @property
+    def slots(self) -> int:
+        """The most tokens that its state gets."""
+        return len(self.request.prompt_ids) + self.request.new_tokens
 
 
 class Engine:
     """`with Engine(…) as engine: engine.submit(request, deliver)`; `deliver` is called on the worker's thread."""
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, limits: ServerLimits) -> None:
-        self.model, self.tokenizer, self.limits, self.counts = model, tokenizer, limits, Counts()
+    def __init__(
+        self, model: Decoder, tokenizer: Tokenizer, limits: ServerLimits, batch_invariant: bool = False
+    ) -> None:
+        self.model, self.tokenizer, self.limits, self.metrics = model, tokenizer, limits, EngineMetrics()
         self.gives_scores = model.embed.weight.device.type == "cpu"  # a recorded graph calls no sampler
-        self._runner = ModelRunner(model)
+        is_separate = batch_invariant or not self.gives_scores  # on a GPU: recorded graphs, of one row
+        self._new_scheduler: type[SeparateScheduler | BatchScheduler]
+        self._new_scheduler = SeparateScheduler if is_separate else BatchScheduler
+        self._scheduler: Scheduler = self._new_scheduler(ModelRunner(model))
         self._waiting: deque[Job] = deque()
-        self._running: dict[Job, Iterator[Event]] = {}
+        self._running: dict[int, Job] = {}
+        self._entering: set[object] = set()
+        self._keys = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
         context = contextvars.copy_context()  # holds the kernels that were forced
@@ -94,15 +136,42 @@ class Engine:
         """How many requests are decoded now; each has one state."""
         return len(self._running)
 
-    def submit(self, request: TextRequest, deliver: Callable[[Event], None]) -> Job:
-        """Queue a request. Raises RequestError when the queue is full."""
+    @property
+    def retry_seconds(self) -> int:
+        """When a request that is refused now may find room: once as many have ended as wait before it."""
+        turns = (1 + len(self._waiting)) / self.limits.streams
+        return min(self.limits.seconds, max(1, math.ceil(turns * self.metrics.running_seconds.mean)))
+
+    @contextmanager
+    def entry(self) -> Iterator[object]:
+        """Room in the queue for a request that is about to be read, for `submit`.
+
+        Raises RequestError where the queue is full: before anything is computed for the request.
+        """
+        entry = object()
+        with self._changed:
+            coming = len(self._running) + len(self._waiting) + len(self._entering)
+            if coming >= self.limits.streams + self.limits.queue:
+                seconds = self.retry_seconds
+                raise RequestError(f"the queue is full; try again after {seconds} s", None, 429, seconds)
+            self._entering.add(entry)
+        try:
+            yield entry
+        finally:
+            with self._changed:
+                self._entering.discard(entry)
+
+    def submit(self, request: TextRequest, deliver: Callable[[Event], None], entry: object | None = None) -> Job:
+        """Queue a request. Raises RequestError where it has no entry and the queue is full."""
+        if entry is None:
+            with self.entry() as own:
+                return self.submit(request, deliver, own)
         if request.alternatives is not None and not self.gives_scores:
             raise RequestError("logprobs: this server decodes by recorded steps, which give none", "logprobs")
-        job = Job(request, deliver, time.monotonic() + self.limits.seconds)
+        now = time.monotonic()
+        job = Job(request, deliver, now, now + self.limits.seconds)
         with self._changed:
-            is_busy = len(self._running) + len(self._waiting) >= self.limits.streams
-            if is_busy and len(self._waiting) >= self.limits.queue:
-                raise RequestError("the queue is full; try again after a second", status=429)
+            self._entering.discard(entry)
             self._waiting.append(job)
             self._changed.notify_all()
         return job
@@ -114,86 +183,81 @@ class Engine:
             self._changed.notify_all()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._running or self._closed)
-                self._admit()
-                if self._closed:
-                    break
-            for job in list(self._running):
-                self._step(job)
-        for job in [*self._waiting, *self._running]:
+        with eval_mode(self.model):
+            while self._admit():
+                for result in self._scheduler.step():
+                    self._deliver(result)
+        for job in [*self._waiting, *self._running.values()]:
             job.deliver(Event(error=RequestError("the server ends; try again later", status=503)))
         self._waiting.clear()
         self._running.clear()
 
-    def _admit(self) -> None:
-        """Drop requests that were cancelled or waited too long, and start as many others as may run."""
-        now = time.monotonic()
-        for job in list(self._waiting):
-            if job.cancelled.is_set():
-                self._waiting.remove(job)
-                self.counts.cancelled += 1
-            elif now > job.deadline:
-                self._waiting.remove(job)
-                job.deliver(Event(error=RequestError("waited too long in the queue; try again later", status=429)))
-        while self._waiting and len(self._running) < self.limits.streams:
-            job = self._waiting.popleft()
-            self._running[job] = self._events(job.request, job.deadline)
+    def _admit(self) -> bool:
+        """Wait for requests; drop those that were cancelled or waited too long, start others. False: the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._running or self._closed)
+            now = time.monotonic()
+            for job in list(self._waiting):
+                if job.cancelled.is_set():
+                    self._waiting.remove(job)
+                    self.metrics.cancelled += 1
+                elif now > job.deadline:
+                    self._waiting.remove(job)
+                    sentence = "waited too long in the queue; try again later"
+                    job.deliver(Event(error=RequestError(sentence, None, 429, self.retry_seconds)))
+            for key, job in list(self._running.items()):
+                if job.cancelled.is_set():
+                    self._leave(key)
+                    self.metrics.cancelled += 1
+            while self._waiting and self._has_room(self._waiting[0]):
+                self._start(self._waiting.popleft(), now)
+            return not self._closed
 
-    def _step(self, job: Job) -> None:
-        if job.cancelled.is_set():
-            del self._running[job]
-            self.counts.cancelled += 1
-            return
+    def _has_room(self, job: Job) -> bool:
+        """Whether it can run beside the others: every row of a batch has the slots of the longest."""
+        if not self._running:
+            return True
+        longest = max(other.slots for other in (job, *self._running.values()))
+        rows = len(self._running) + 1
+        return rows <= self.limits.streams and rows * longest <= self.limits.slots
+
+    def _start(self, job: Job, now: float) -> None:
+        key = next(self._keys)
+        job.reader = TokenReader(job.request, self.tokenizer, job.deadline)
+        job.start = job.newest = now
+        self.metrics.queue_seconds.observe(now - job.arrival)
+        self.metrics.prompt_tokens += len(job.request.prompt_ids)
         try:
-            event = next(self._running[job])
+            self._scheduler.join(key, job.reader.generation)
+            self._running[key] = job
+        except Exception as error:
+            job.deliver(Event(error=_as_request_error(error)))
+
+    def _leave(self, key: int) -> Job:
+        self._scheduler.leave(key)
+        return self._running.pop(key)
+
+    def _deliver(self, result: NextToken) -> None:
+        job, now = self._running[result.key], time.monotonic()
+        assert job.reader is not None
+        try:
+            if result.error is not None:
+                raise result.error
+            event = job.reader.read(result.token)
+            self.metrics.new_tokens += 1
+            is_first = event.new_tokens == 1
+            (self.metrics.first_token_seconds if is_first else self.metrics.token_seconds).observe(
+                now - (job.arrival if is_first else job.newest)
+            )
+            job.newest = now
         except Exception as error:
             event = Event(error=_as_request_error(error))
         if event.is_last:
-            del self._running[job]  # before the end is told: who reads it finds the state freed
-            self.counts.finished += 1
+            self._leave(result.key)  # before the end is told: who reads it finds the state freed
+            self.metrics.finished += 1
+            self.metrics.running_seconds.observe(now - job.start)
         if event.text or event.scores or event.is_last:
             job.deliver(event)
-
-    def _events(self, request: TextRequest, deadline: float) -> Iterator[Event]:
-        """One event per step; the last one has a finish_reason."""
-        scores: list[TokenScore] = []
-        sampler = _sampler(request, scores)
-        tokenizer, finished = self.tokenizer, [False]
-        generation = GenerationRequest(
-            prompt_ids=[request.prompt_ids],
-            max_new_tokens=request.new_tokens,
-            sampler=sampler,
-            vocab_limit=tokenizer.vocab_size,
-            eos_ids=tuple(tokenizer.eos_ids),
-            unused_token_ids=tokenizer.unused_token_ids,
-        )
-        stream, buffer = tokenizer.decode_stream(request.prompt_ids), StopStringBuffer(request.stop)
-        reason, count = "length", 0
-        self.counts.prompt_tokens += len(request.prompt_ids)
-        for ((_, token),) in decode(self.model, generation, finished, self._runner):
-            count += 1
-            self.counts.new_tokens += 1
-            is_end = token in tokenizer.eos_ids
-            text = "" if is_end else buffer.push(stream.push(token))
-            if is_end or buffer.stopped:
-                finished[0], reason = True, "stop"
-            elif time.monotonic() > deadline:
-                finished[0] = True
-            new_scores = tuple(scores)
-            scores.clear()
-            yield Event(text, new_scores, count)
-            if finished[0]:  # on a GPU, steps come in blocks
-                break
-        rest = "" if buffer.stopped else buffer.push(stream.finish())
-        yield Event(rest + buffer.finish(), (), count, reason)
-
-
-def _sampler(request: TextRequest, scores: list[TokenScore]) -> Sampler:
-    if request.alternatives is None:
-        return Sampler(request.temperature, None, request.top_p, request.seed)
-    return ScoringSampler(request.temperature, None, request.top_p, request.seed, request.alternatives, scores)
 
 
 def _as_request_error(error: Exception) -> RequestError:

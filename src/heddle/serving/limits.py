@@ -11,8 +11,9 @@ class ServerLimits:
 
     body_bytes: of a request's body, checked while it is read. stop_strings, stop_characters: how many, and of each.
     prompt_tokens, new_tokens: of one request. seconds: from its arrival to its end, waiting included. streams: requests
-    that are decoded at once, each with a state of its own. queue: requests that wait for one of these.
-    drain_seconds: how long running requests may go on after SIGTERM.
+    that are decoded at once. slots: tokens that the states of all of them may have room for; a request alone may have
+    more. queue: requests that wait. drain_seconds: how long running requests may go on after SIGTERM.
+    connections: how many may be open.
     """
 
     body_bytes: int = 2**20
@@ -21,9 +22,11 @@ class ServerLimits:
     prompt_tokens: int = 8192
     new_tokens: int = 2048
     seconds: int = 120
-    streams: int = 8
-    queue: int = 32
+    streams: int = 32
+    slots: int = 81_920
+    queue: int = 64
     drain_seconds: int = 30
+    connections: int = 512
 
     def __post_init__(self) -> None:
         for field in fields(self):

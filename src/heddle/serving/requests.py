@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from heddle.data.chat_format import CHAT_TEMPLATE_FILE, ROLES, TOKENIZER_CONFIG_FILE, ChatFormat
-from heddle.data.documents import UnreadableError
+from heddle.data.compressed import UnreadableError
 from heddle.errors import DataError, parse_error_reason, shorten_value
 from heddle.serving.limits import ServerLimits
 from heddle.tokenization.tokenizer import Tokenizer
@@ -26,11 +26,11 @@ _FIELDS = {
 
 
 class RequestError(Exception):
-    """A request that is refused: its HTTP status, one sentence, and the field that is wrong."""
+    """A request that is refused: its HTTP status, one sentence, the field that is wrong, and when to ask again."""
 
-    def __init__(self, sentence: str, field: str | None = None, status: int = 400) -> None:
+    def __init__(self, sentence: str, field: str | None = None, status: int = 400, retry_seconds: int = 1) -> None:
         super().__init__(sentence)
-        self.sentence, self.field, self.status = sentence[:400], field, status
+        self.sentence, self.field, self.status, self.retry_seconds = sentence[:400], field, status, retry_seconds
 
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's shape."""
@@ -69,7 +69,7 @@ class RequestReader:
 
     def read(self, kind: str, body: bytes) -> TextRequest:
         """Read a body of this kind, `completions` or `chat`. Raises RequestError."""
-        fields = _parse_object(body)
+        fields = parse_object(body)
         unknown = sorted(set(fields) - _FIELDS[kind])
         if unknown:
             raise RequestError(
@@ -161,7 +161,8 @@ class RequestReader:
         return tokens
 
 
-def _parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The table in a body. Raises RequestError."""
     try:
         fields = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
         json.dumps(fields, ensure_ascii=False).encode("utf-8")  # half a surrogate pair is no text

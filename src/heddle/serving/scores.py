@@ -27,6 +27,11 @@ class ScoringSampler(Sampler):
     alternatives: int = 0
     scores: list[TokenScore] = field(default_factory=list, repr=False, compare=False)
 
+    @property
+    def can_share(self) -> bool:
+        """Never: each row's score is its own."""
+        return False
+
     def choose(self, logits: Tensor, position: Tensor) -> Tensor:
         """As in `Sampler`."""
         tokens = super().choose(logits, position)
@@ -40,11 +45,11 @@ class ScoringSampler(Sampler):
 
 
 def chat_scores(scores: list[TokenScore], tokenizer: Tokenizer) -> dict[str, Any]:
-    """`logprobs` of /v1/chat/completions."""
+    """`logprobs` of /v1/chat/completions; besides OpenAI's fields, each token has its `id`."""
 
     def entry(token: int, log_probability: float) -> dict[str, Any]:
         text = tokenizer.decode([token])
-        return {"token": text, "logprob": log_probability, "bytes": list(tokenizer.token_bytes(token))}
+        return {"token": text, "logprob": log_probability, "bytes": list(tokenizer.token_bytes(token)), "id": token}
 
     content = [
         entry(score.token, score.log_probability) | {"top_logprobs": [entry(*pair) for pair in score.alternatives]}
@@ -54,9 +59,16 @@ def chat_scores(scores: list[TokenScore], tokenizer: Tokenizer) -> dict[str, Any
 
 
 def completion_scores(scores: list[TokenScore], tokenizer: Tokenizer) -> dict[str, Any]:
-    """`logprobs` of /v1/completions. text_offset: in characters from the first of these tokens."""
+    """`logprobs` of /v1/completions, and token_ids. text_offset: in characters from the first of these tokens."""
     tokens = [tokenizer.decode([score.token]) for score in scores]
     offsets = [sum(map(len, tokens[:index])) for index in range(len(tokens))]
     best = [{tokenizer.decode([token]): value for token, value in score.alternatives} for score in scores]
     log_probabilities = [score.log_probability for score in scores]
-    return {"tokens": tokens, "token_logprobs": log_probabilities, "top_logprobs": best, "text_offset": offsets}
+    ids = [score.token for score in scores]
+    return {
+        "tokens": tokens,
+        "token_ids": ids,
+        "token_logprobs": log_probabilities,
+        "top_logprobs": best,
+        "text_offset": offsets,
+    }

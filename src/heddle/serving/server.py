@@ -9,6 +9,7 @@ import uvicorn
 
 from heddle.errors import ConfigError
 from heddle.serving.app import Application
+from heddle.serving.connections import bounded_connection
 from heddle.signals import Interrupted
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -22,6 +23,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, application: Application) -> None:
         config = uvicorn.Config(
             application.gate,
+            http=bounded_connection(application.engine.limits.connections),
             log_config=None,
             log_level="critical",
             access_log=False,

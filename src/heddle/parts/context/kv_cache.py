@@ -5,7 +5,7 @@ attends over [cached keys ; new keys] and is written afterwards, so that calls o
 is written first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,6 +36,11 @@ class KVCache(MixerState):
         keys = torch.zeros(batch, groups, slots, d_k, dtype=spec.dtype, device=spec.device)
         values = torch.zeros(batch, groups, slots, d_v, dtype=spec.dtype, device=spec.device)
         return KVCache(keys, values, ring)
+
+    def join(self, others: "Sequence[KVCache]") -> "KVCache":
+        """As in `MixerState`. Caches that keep every token get the slots of the largest."""
+        slots = max(cache.keys.shape[2] for cache in (self, *others))
+        return MixerState.join(self._grown(slots), [cache._grown(slots) for cache in others])
 
     def can_roll_back(self, tokens: int, table: PositionTable) -> bool:
         """Any number of tokens, but at most `rollback_left` once a ring buffer has overwritten slots."""

@@ -1,6 +1,6 @@
 """What a mixer carries from call to call: a frozen dataclass of tensors, batch first, that can be copied row by row."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -62,6 +62,17 @@ class MixerState:
             elif isinstance(value, MixerState):
                 changed[name] = value.map(lambda inner, tensor, name=name: change(f"{name}.{inner}", tensor))  # type: ignore[misc]
         return replace(self, **changed)  # type: ignore[type-var]
+
+    def join(self, others: Sequence[Self]) -> Self:
+        """A copy with the rows of this state and then those of the others. All have the same sizes but the batch."""
+        joined: dict[str, Any] = {}
+        for name, value in self._fields().items():
+            values = [getattr(other, name) for other in others]
+            if isinstance(value, Tensor):
+                joined[name] = torch.cat((value, *values))
+            elif isinstance(value, MixerState):
+                joined[name] = value.join(values)
+        return replace(self, **joined)  # type: ignore[type-var]
 
     def can_roll_back(self, tokens: int, table: "PositionTable") -> bool:
         """Whether the last `tokens` of each row can be removed. A recurrent state cannot: it keeps no earlier state."""

@@ -141,10 +141,10 @@ class PositionTable:
         """A copy of the rows of `index` (int64), whose values are `rows`."""
         table, texts = self.map(lambda x: x.index_select(0, index)), self.text_lengths
         if not self.equal_lengths:
-            table = table._counted()
+            table = table.counted()
         return table if texts is None else replace(table, text_lengths=tuple(texts[row] for row in rows))
 
-    def _counted(self) -> "PositionTable":
+    def counted(self) -> "PositionTable":
         """The same table with `max_tokens`, `equal_lengths` and `contiguous` read off `token_counts`."""
         return self._with_lengths(*torch.stack((self.token_counts.amin(), self.token_counts.amax())).tolist())
 

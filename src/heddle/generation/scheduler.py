@@ -1,0 +1,241 @@
+"""Many requests at once, each with a state of its own row: continuous batching (Yu et al. 2022, Orca).
+
+Requests join and leave between steps. A prompt is read in pieces, so that running requests wait for one piece at most.
+Noise is keyed by a request's own seed and row: what else runs changes no draw.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from heddle.errors import ConfigError, MachineError
+from heddle.generation.decode import decode
+from heddle.generation.model_runner import GenerationRequest, ModelRunner, NewTokens, eval_mode
+from heddle.generation.sampling import LOGITS_NOT_FINITE, NOT_FINITE
+from heddle.model.state import State
+from heddle.numerics.dispatch.transfer import to_device
+
+PREFILL_TOKENS = 128  # of prompts that are read between two steps
+SLOT_STEP = 64  # the slots that attention reads in a batch are multiples of it
+
+
+class NextToken(NamedTuple):
+    """What a step gave a request: its next token, or the error that ended it."""
+
+    key: int
+    token: int
+    error: Exception | None = None
+
+
+class Scheduler(Protocol):
+    """Runs requests of one prompt each, which share tokenizer and model. A request leaves by itself at its last token.
+
+    join: start a request under this key. leave: give up a request and what is held for it, if it still runs.
+    step: at most one token of each request. Its length is the number of requests that run. The model is in eval mode.
+    """
+
+    def join(self, key: int, request: GenerationRequest) -> None: ...
+
+    def leave(self, key: int) -> None: ...
+
+    def step(self) -> list[NextToken]: ...
+
+    def __len__(self) -> int: ...
+
+
+class SeparateScheduler:
+    """Takes a step of each request in turn, so that no bit of a text depends on what else runs."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._requests: dict[int, tuple[NewTokens, int]] = {}  # by key: the steps, and how many are left
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def join(self, key: int, request: GenerationRequest) -> None:
+        """As in `Scheduler`."""
+        self._requests[key] = (decode(self._runner.model, request, [False], self._runner), request.max_new_tokens)
+
+    def leave(self, key: int) -> None:
+        """As in `Scheduler`."""
+        self._requests.pop(key, None)
+
+    def step(self) -> list[NextToken]:
+        """As in `Scheduler`."""
+        results = []
+        for key, (steps, left) in list(self._requests.items()):
+            try:
+                ((_, token),) = next(steps)
+                results.append(NextToken(key, token))
+                self._requests[key] = (steps, left - 1)
+            except Exception as error:
+                results.append(NextToken(key, NOT_FINITE, error))
+            if left == 1 or results[-1].error is not None:
+                del self._requests[key]
+        return results
+
+
+@dataclass(eq=False)
+class _Row:
+    """A request in the batch, or on its way into it: `state` is its own until then."""
+
+    key: int
+    request: GenerationRequest
+    state: State | None
+    read: int  # tokens of the prompt
+    tokens: int = 0  # generated so far
+    newest: int = 0
+    has_left: bool = False
+
+
+class BatchScheduler:
+    """Takes one step of all requests in one call. A text is that of its request alone, but for rounding."""
+
+    def __init__(self, runner: ModelRunner, prefill_tokens: int = PREFILL_TOKENS) -> None:
+        self._runner, self._prefill_tokens = runner, prefill_tokens
+        self._reading: deque[_Row] = deque()
+        self._joining: list[_Row] = []
+        self._rows: list[_Row] = []  # as in the state
+        self._state: State | None = None
+
+    def __len__(self) -> int:
+        return sum(not row.has_left for row in self._all_rows())
+
+    def _all_rows(self) -> list[_Row]:
+        return [*self._reading, *self._joining, *self._rows]
+
+    def join(self, key: int, request: GenerationRequest) -> None:
+        """As in `Scheduler`. Raises ConfigError for a request that reads an encoder output, which has no one row."""
+        model = self._runner.model
+        if request.encoder_output is not None or model.encoder_width is not None:
+            raise ConfigError("encoder_output: requests that join a batch have none; give all prompts in one call")
+        ((*prompt,),) = request.prompt_ids
+        if request.prefix is not None:
+            state, read = request.prefix.state.select([0]), len(request.prefix.tokens) - 1
+        else:
+            lengths = [len(prompt) + request.max_new_tokens - 1] if model.length_dependent else None
+            state, read = model.init_state(1, text_lengths=lengths), 0
+        self._reading.append(_Row(key, request, state, read))
+
+    def leave(self, key: int) -> None:
+        """As in `Scheduler`. The rows of the batch are freed before the next step, the last of them at once."""
+        for row in self._all_rows():
+            row.has_left = row.has_left or row.key == key
+        self._reading = deque(row for row in self._reading if not row.has_left)
+        self._joining = [row for row in self._joining if not row.has_left]
+        self._forget_empty_batch()
+
+    def step(self) -> list[NextToken]:
+        """As in `Scheduler`."""
+        results = self._decode() + self._read_prompts()
+        self._forget_empty_batch()
+        return results
+
+    def _forget_empty_batch(self) -> None:
+        if all(row.has_left for row in self._rows):
+            self._rows, self._state = [], None
+
+    def _read_prompts(self) -> list[NextToken]:
+        """Read the next pieces of prompts, those that came first before the others."""
+        results, left = [], self._prefill_tokens
+        while left > 0 and self._reading:
+            row = self._reading[0]
+            prompt = row.request.prompt_ids[0]
+            piece = prompt[row.read : row.read + left]
+            left, row.read = left - len(piece), row.read + len(piece)
+            try:
+                hidden, row.state = self._forward([piece], row.state)
+                if row.read < len(prompt):
+                    continue
+                results += self._choose(hidden, [row])
+            except Exception as error:
+                row.has_left = True
+                results.append(NextToken(row.key, NOT_FINITE, error))
+            self._reading.popleft()
+            self._joining += [] if row.has_left else [row]
+        return results
+
+    def _decode(self) -> list[NextToken]:
+        """One step of every row of the batch, after the rows that left are gone and those that were read are in it."""
+        running = [row for row in (*self._rows, *self._joining) if not row.has_left]
+        if not running:
+            return []
+        try:
+            state = self._rearrange()
+            if not state.table.contiguous:  # equal shapes for many steps, and no copy of the cache to clear its slots
+                longest = max(row.read + row.tokens for row in self._rows)
+                state = state.pinned(longest + SLOT_STEP - longest % SLOT_STEP)
+            hidden, self._state = self._forward([[row.newest] for row in self._rows], state)
+            return self._choose(hidden, self._rows)
+        except Exception as error:  # they share one state: all of them end
+            self._rows, self._joining, self._state = [], [], None
+            return [NextToken(row.key, NOT_FINITE, error) for row in running]
+
+    def _rearrange(self) -> State:
+        """Take out the rows that left, and put in those that were read; the state of them all."""
+        staying = [index for index, row in enumerate(self._rows) if not row.has_left]
+        joining, self._joining = self._joining, []
+        states = [row.state for row in joining if row.state is not None]
+        if self._state is not None and len(staying) < len(self._rows):
+            self._state = self._state.select(staying)
+        self._rows = [self._rows[index] for index in staying] + joining
+        if states:
+            self._state = State.join([*([] if self._state is None else [self._state]), *states])
+        for row in joining:
+            row.state = None
+        assert self._state is not None
+        return self._state
+
+    def _forward(self, tokens: Sequence[Sequence[int]], state: State | None) -> tuple[Tensor, State]:
+        """The hidden state of each row's last token [B, width], and the new state."""
+        assert state is not None
+        device = self._runner.model.embed.weight.device
+        rows = to_device(torch.tensor([list(row) for row in tokens], device="cpu"), device)
+        hidden, new_state = self._runner.forward(rows, None, state)
+        return hidden[:, -1], new_state
+
+    def _choose(self, hidden: Tensor, rows: Sequence[_Row]) -> list[NextToken]:
+        """Choose the next token of each row; a row whose logits are not finite ends alone."""
+        logits = self._runner.logits(hidden, rows[0].request)
+        shared = [index for index, row in enumerate(rows) if row.request.sampler.can_share]
+        tokens: dict[int, int] = {}
+        if shared:
+            greedy = logits if len(shared) == len(rows) else logits[shared]
+            chosen = rows[shared[0]].request.sampler.choose(greedy, torch.zeros((), dtype=torch.int64)).tolist()
+            tokens = dict(zip(shared, chosen, strict=True))
+        results = []
+        for index, row in enumerate(rows):
+            if index not in tokens:
+                position = torch.full((), row.tokens, device=logits.device)
+                tokens[index] = int(row.request.sampler.choose(logits[index : index + 1], position))
+            row.newest, row.tokens = tokens[index], row.tokens + 1
+            is_damaged = row.newest == NOT_FINITE
+            row.has_left = is_damaged or row.tokens == row.request.max_new_tokens
+            results.append(NextToken(row.key, row.newest, MachineError(LOGITS_NOT_FINITE) if is_damaged else None))
+        return results
+
+
+def decode_streams(
+    scheduler: Scheduler, runner: ModelRunner, request: GenerationRequest, finished: list[bool], streams: int
+) -> NewTokens:
+    """As `decode`, but at most `streams` prompts run at once: the next one joins where one has left."""
+    rows: Iterator[int] = iter(range(len(request.prompt_ids)))
+    with eval_mode(runner.model):
+        row = next(rows, None)
+        while row is not None or len(scheduler):
+            while row is not None and len(scheduler) < streams:
+                sampler = replace(request.sampler, first_row=row)
+                scheduler.join(row, replace(request, prompt_ids=[request.prompt_ids[row]], sampler=sampler))
+                row = next(rows, None)
+            results = scheduler.step()
+            for error in (result.error for result in results if result.error is not None):
+                raise error
+            yield [(result.key, result.token) for result in results]
+            for result in results:
+                if finished[result.key]:
+                    scheduler.leave(result.key)

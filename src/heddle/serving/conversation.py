@@ -1,0 +1,99 @@
+"""Talk to a model in a terminal: one conversation, its settings, and what was generated last."""
+
+import json
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from heddle.serving.engine import Engine, Event
+from heddle.serving.requests import RequestReader
+from heddle.serving.scores import TokenScore
+
+ALTERNATIVES = 3  # tokens shown beside each that was chosen
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """Settings of an answer, checked as those of a request are. seed: None draws another one for each answer."""
+
+    temperature: float = 0.8
+    top_p: float = 0.95
+    max_tokens: int = 256
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def fields(self) -> dict[str, Any]:
+        """As fields of a request."""
+        fields = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_tokens}
+        seed = {} if self.seed is None else {"seed": self.seed}
+        return fields | seed | ({"stop": list(self.stop)} if self.stop else {})
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer. tokens: of the whole text, prompt included. scores: of each new token; empty where there are none."""
+
+    text: str
+    tokens: int
+    new_tokens: int
+    scores: list[TokenScore] = field(default_factory=list)
+
+
+class Conversation:
+    """Messages to and from one model, or one text that both write on where the model has no chat template."""
+
+    def __init__(self, engine: Engine, reader: RequestReader) -> None:
+        self.engine, self.reader = engine, reader
+        self.is_chat = reader.chat_format is not None
+        self.turns: list[tuple[str, str]] = []  # (what was said, the answer)
+        self.last_reply: Reply | None = None
+
+    def answer(self, text: str, settings: SamplingSettings, on_text: Callable[[str], None]) -> Reply:
+        """Generate an answer to a text; `on_text` gets it in pieces. Raises RequestError.
+
+        Where `on_text` raises, or a signal arrives, the answer is given up and the conversation stays as it was.
+        """
+        kind = "chat" if self.is_chat else "completions"
+        body = {"model": self.reader.name, "stream": True} | settings.fields() | self._prompt(text)
+        request = self.reader.read(kind, json.dumps(body).encode())
+        if self.engine.gives_scores:
+            request = replace(request, alternatives=ALTERNATIVES)
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        job = self.engine.submit(request, events.put)
+        pieces, scores = [], list[TokenScore]()
+        try:
+            while True:
+                event = events.get()
+                if event.error is not None:
+                    raise event.error
+                if event.text:
+                    on_text(event.text)
+                    pieces.append(event.text)
+                scores += event.scores
+                if event.is_last:
+                    break
+        finally:
+            self.engine.cancel(job)
+        count = len(request.prompt_ids) + event.new_tokens
+        self.last_reply = Reply("".join(pieces), count, event.new_tokens, scores)
+        self.turns.append((text, self.last_reply.text))
+        return self.last_reply
+
+    def check(self, settings: SamplingSettings) -> None:
+        """Raise RequestError for settings that the model does not take."""
+        body = {"model": self.reader.name, "prompt": "x"} | settings.fields()
+        self.reader.read("completions", json.dumps(body).encode())
+
+    def undo(self) -> bool:
+        """Forget the last answer and what it answered; whether there was one."""
+        self.last_reply = None
+        return bool(self.turns and self.turns.pop())
+
+    def _prompt(self, text: str) -> dict[str, Any]:
+        if not self.is_chat:
+            return {"prompt": "".join(part for turn in self.turns for part in turn) + text}
+        messages = []
+        for question, answer in self.turns:
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return {"messages": [*messages, {"role": "user", "content": text}]}
