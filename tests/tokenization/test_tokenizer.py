@@ -1,6 +1,7 @@
 """Tokenizers: every text round-trips, each token has known bytes, and lossy tokenizers are refused."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
 
 from heddle.errors import DataError
-from heddle.tokenization.backend import EOD_TOKEN
+from heddle.tokenization import distinct_words
+from heddle.tokenization.backend import EOD_TOKEN, MAX_RUN_LENGTH
 from heddle.tokenization.distinct_words import distinct_word_bytes
-from heddle.tokenization.tokenizer import MAX_RUN_LENGTH, Tokenizer
+from heddle.tokenization.tokenizer import Tokenizer
 
 TEXTS = [
     "def weave(threads):\n    return [lift(thread) for thread in threads]\n" * 20,
@@ -234,3 +236,13 @@ def test_what_cannot_be_encoded_or_decoded(trained: Tokenizer) -> None:
 def test_distinct_words_are_counted_in_bytes_up_to_a_limit() -> None:
     assert distinct_word_bytes(["a b", "b é a", ", ,a"], 100) == 5
     assert distinct_word_bytes((f"w{number}" for number in range(10**9)), 1000) < 1010
+
+
+@given(
+    texts=st.lists(st.text(st.sampled_from("ab1_,.é日 \n\x1c\x85\u2028x")), max_size=6), remembered=st.integers(0, 9)
+)
+def test_words_are_counted_once_whatever_is_remembered(texts: list[str], remembered: int) -> None:
+    words = {word for text in texts for word in re.findall(r"\w{1,256}|[^\w\s]{1,256}", text)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distinct_words, "_MAX_RUNS_SIZE", remembered)
+        assert distinct_word_bytes(texts, 10**9) == sum(len(word.encode()) for word in words)

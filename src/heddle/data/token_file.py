@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from heddle.data.cache import CACHE_REMEDY
 from heddle.errors import DataError, describe_path
@@ -43,17 +44,14 @@ class TokenFileWriter:
         self.text_bytes = 0
         file.write(b"\0" * HEADER_BYTES)
 
-    def add(self, documents: Sequence[Sequence[int]], text_bytes: int) -> None:
-        """Append documents, each after an end-of-document token; `text_bytes` is the size of their text in UTF-8."""
-        ids: list[int] = []
+    def add(self, documents: Sequence[ArrayLike], text_bytes: int) -> None:
+        """Append documents, ids [n] each after an end-of-document token; `text_bytes`: their size in UTF-8."""
         for document in documents:
-            self._offsets.append(self.token_count + len(ids))
-            ids.append(self._eod_id)
-            ids.extend(document)
-        tokens = np.array(ids, dtype=np.int64)
-        assert tokens.size == 0 or tokens.max() < self._vocab_size
-        self._write(tokens.astype(self._dtype).tobytes())
-        self.token_count += len(ids)
+            tokens = np.asarray(document, dtype=np.int64)
+            assert tokens.size == 0 or tokens.max() < self._vocab_size
+            self._offsets.append(self.token_count)
+            self._write(np.concatenate([[self._eod_id], tokens]).astype(self._dtype).tobytes())
+            self.token_count += len(tokens) + 1
         self.text_bytes += text_bytes
 
     def end_source(self) -> None:

@@ -1,14 +1,20 @@
-"""The `tokenizers` library underneath: reading tokenizer.json, its end-of-document token, and its canonical JSON."""
+"""The `tokenizers` library underneath: reading tokenizer.json, how a text is divided, its end-of-document token."""
 
 import json
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Regex, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
 
 from heddle.errors import DataError
 
 EOD_TOKEN = "<|end|>"
+# BPE splits longer runs, since its time grows faster than the length of a run, and one letter may fill 100 MB.
+MAX_RUN_LENGTH = 256
+# GPT-2's pattern; runs longer than MAX_RUN_LENGTH are split.
+_PATTERN = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}{1,N}| ?\p{N}{1,N}| ?[^\s\p{L}\p{N}]{1,N}|\s{1,N}(?!\S)|\s{1,N}").replace(
+    "{1,N}", f"{{1,{MAX_RUN_LENGTH}}}"
+)
 _STEPS = ("normalizer", "pre_tokenizer", "decoder")
 MAX_STEP_VALUES = 2000  # each step walks over the whole text
 MAX_GROWTH = 1000  # characters that replacements, one after the other, may make of one
@@ -16,6 +22,12 @@ _EOD_TOKEN_NAMES = (
     EOD_TOKEN, "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>",
     "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>",
 )  # fmt: skip
+
+
+def byte_level_pre_tokenizer() -> pre_tokenizers.Sequence:
+    """How heddle's tokenizers divide a text: GPT-2's words, as bytes."""
+    split = pre_tokenizers.Split(Regex(_PATTERN), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def read_backend(json_text: str, name: str) -> BackendTokenizer:

@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 from tokenizers import Tokenizer as BackendTokenizer
@@ -56,7 +57,7 @@ def read_token_bytes(backend: BackendTokenizer, name: str) -> TokenBytes:
     steps = _decoder_steps(backend.decoder)
     leading_space = _sentencepiece_leading_space(steps)
     if leading_space is None:
-        byte_of_character = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
+        byte_of_character = {character: byte for byte, character in enumerate(byte_level_alphabet())}
         for token, i in vocabulary.items():
             is_text = i in added or not all(character in byte_of_character for character in token)
             by_id[i] = token.encode("utf-8") if is_text else bytes(byte_of_character[character] for character in token)
@@ -103,14 +104,15 @@ def _sentencepiece_leading_space(steps: list[dict[str, Any]]) -> LeadingSpace | 
     return "strip_one" if (strip["content"], strip["start"], strip["stop"]) == (" ", 1, 0) else None
 
 
-def _byte_level_alphabet() -> list[str]:
+@cache
+def byte_level_alphabet() -> tuple[str, ...]:
     """The character that byte-level BPE writes for each byte: itself if visible, else U+0100 and up (GPT-2)."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters, hidden = [], 0
     for byte in range(256):
         characters.append(chr(byte) if byte in visible else chr(256 + hidden))
         hidden += byte not in visible
-    return characters
+    return tuple(characters)
 
 
 class DecodeStream:

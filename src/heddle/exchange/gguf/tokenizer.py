@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as Engine
 
 from heddle.errors import DataError
 from heddle.progress import print_status
-from heddle.tokenization.backend import read_backend
-from heddle.tokenization.tokenizer import MAX_RUN_LENGTH, BoundaryTokens, Tokenizer
+from heddle.tokenization.backend import MAX_RUN_LENGTH, read_backend
+from heddle.tokenization.tokenizer import BoundaryTokens, Tokenizer
 
 if TYPE_CHECKING:
     from heddle.exchange.gguf.keys import Keys
