@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.harness import THREADS, alternate, limit_row, ratio_row, show, write
+from benchmarks.harness import alternate, limit_row, ratio_row, show, write
+from benchmarks.machine import THREADS
 from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
 from heddle.numerics.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from heddle.numerics.attention.softmax import attention

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import THREADS, Case, Step, main, timed
+from benchmarks.harness import Case, Step, main, timed
+from benchmarks.machine import THREADS
 from benchmarks.peers import DTYPES
 from heddle.numerics.attention.softmax import attention
 from heddle.parts.context.kv_cache import KVCache

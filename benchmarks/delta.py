@@ -4,7 +4,6 @@
 Qwen3-Next without extra kernels, and with torch's grouped convolution.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.harness import THREADS, alternate, limit_row, ratio_row, show, write
+from benchmarks.harness import alternate, limit_row, ratio_row, run_rows
+from benchmarks.machine import THREADS
 from heddle.config import parse_config
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
@@ -129,8 +129,9 @@ def run(length: int, short: int, long: int, rounds: int) -> list[dict[str, Any]]
             rounds,
         ),
         comparison_row(
-            "training, transformers", {"chunked": chunked, "transformers": transformers_rule(length)}, 1.0, rounds
-        ),
+            "training, transformers", {"chunked": chunked, "transformers": transformers_rule(length)}, 3.0, rounds
+        )
+        | {"figure": "delta training"},
         comparison_row(
             "convolution, torch", {"ours": convolution(False, length), "torch": convolution(True, length)}, 2.0, rounds
         ),
@@ -146,12 +147,10 @@ def run(length: int, short: int, long: int, rounds: int) -> list[dict[str, Any]]
     return rows
 
 
+def all_rows(quick: bool) -> list[dict[str, Any]]:
+    """Small sizes, to see that it runs, or those of the question."""
+    return run(96, 16, 256, 2) if quick else run(2048, 1024, 32768, 9)
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=QUESTION)
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs; writes nothing")
-    if parser.parse_args().tiny:
-        show(run(length=96, short=16, long=256, rounds=2))
-    else:
-        rows = run(length=2048, short=1024, long=32768, rounds=9)
-        show(rows)
-        write("benchmarks.delta", QUESTION, rows)
+    run_rows("benchmarks.delta", QUESTION, all_rows)

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import ROOT, THREADS, alternate, limit_row, peak_memory, show, timed, write
+from benchmarks.harness import alternate, limit_row, peak_memory, show, timed, write
+from benchmarks.machine import ROOT, THREADS
 from heddle.exchange.export import export
 from heddle.exchange.load import load
 from heddle.model.decoder import build

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Case, Step, main
+from benchmarks.harness import Case, Measured, main
 from benchmarks.training_step import heddle_side
 from heddle.training.optimizer import Optimizer
 
 
-def unchecked_side(arguments: dict[str, Any]) -> Step:
+def unchecked_side(arguments: dict[str, Any]) -> Measured:
     """The same step, in which every number counts as finite."""
     Optimizer.is_finite = lambda self: torch.tensor(True)  # type: ignore[method-assign]  # in this process only
     return heddle_side(arguments)

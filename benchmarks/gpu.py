@@ -21,8 +21,10 @@ from typing import Any
 from benchmarks.gpu_models import decode, train
 from benchmarks.gpu_operations import experts, loss, muon, ops
 from benchmarks.gpu_setup import Comparison, Setup
-from benchmarks.harness import RESULTS, show
-from heddle.cli.doctor import OPTIONAL_PACKAGES, measure_limits, package_state
+from benchmarks.harness import show
+from benchmarks.machine import RESULTS
+from heddle.analysis.machine_limits import measure_limits
+from heddle.cli.doctor import OPTIONAL_PACKAGES, package_state
 from heddle.laws import run as run_laws
 from heddle.laws import shrink
 from heddle.model.load_config import load_config

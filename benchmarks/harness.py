@@ -12,30 +12,59 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from benchmarks.machine import (
+    ROOT,
+    THREADS,
+    Calibration,
+    limit,
+    machine_name,
+    read_results,
+    result_file,
+    source_hash,
+)
 from heddle.runtime import hardware, versions
 
-ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results"
-THREADS = 2
+QUICK_PAIRS = 2
 
 Step = Callable[[], float]
-Side = Callable[[dict[str, Any]], Step]
+
+
+class Measured(NamedTuple):
+    """A step that returns its seconds, and some numbers that every side must compute alike."""
+
+    step: Step
+    values: Callable[[], list[float]]
+
+
+Side = Callable[[dict[str, Any]], Step | Measured]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. `goal` is the smallest acceptable ratio of the first peer's seconds to heddle's."""
+    """One comparison. `goal` is the smallest acceptable ratio of a peer's seconds to heddle's.
+
+    sides: those that run, heddle's first; empty: all. against: the peers of the goal, of which the fastest counts;
+    empty: the first. figure: the row of `benchmarks.figures` that it answers. work: (a limit of `benchmarks.limits`,
+    how much of it one step takes), such as ("fp32 products", FLOPs) or ("read", bytes). tolerance: the largest relative
+    difference of the values of two sides.
+    """
 
     name: str
     arguments: dict[str, Any]
     goal: float | None
     pairs: int = 15
+    sides: tuple[str, ...] = ()
+    against: tuple[str, ...] = ()
+    figure: str = ""
+    work: tuple[str, float] | None = None
+    tolerance: float = 0.05
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -70,6 +99,15 @@ class Worker:
             raise RuntimeError(f"a worker ended with exit status {self.process.wait()}")
         return float(line)
 
+    def values(self) -> list[float]:
+        """The numbers to compare; empty if the side has none."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("values\n")
+        self.process.stdin.flush()
+        numbers: list[float] = json.loads(self.process.stdout.readline())
+        return numbers
+
     def close(self) -> None:
         """End the process."""
         assert self.process.stdin is not None
@@ -78,10 +116,11 @@ class Worker:
 
 
 def serve(side: Side, arguments: dict[str, Any]) -> None:
-    """The loop of a worker: build once, then run one step for each line of the input."""
-    step = side(arguments)
-    for _ in sys.stdin:
-        print(step(), flush=True)
+    """The loop of a worker: build once, then run one step for each line of the input, or print the values."""
+    built = side(arguments)
+    step, values = built if isinstance(built, Measured) else (built, list[float])
+    for line in sys.stdin:
+        print(json.dumps(values()) if line.strip() == "values" else step(), flush=True)
 
 
 def main(
@@ -91,49 +130,135 @@ def main(
     cases: Sequence[Case],
     extra_rows: Callable[[], list[dict[str, Any]]] = list,
 ) -> None:
-    """The command line of a benchmark: run the cases and `extra_rows`, or serve as the worker of one side."""
+    """The command line of a benchmark: run the cases and `extra_rows`, or serve as the worker of one side.
+
+    The file is written after each case. A case that the same code measured on this kind of machine is not run again.
+    """
     parser = argparse.ArgumentParser(description=question)
     parser.add_argument("--side", choices=sorted(sides), help=argparse.SUPPRESS)
     parser.add_argument("--arguments", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--only", default="", help="run the cases whose name contains this, and write nothing")
+    parser.add_argument("--figures", action="store_true", help="run the cases that are rows of the figures' table")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_PAIRS} pairs of each case, and write nothing")
+    parser.add_argument("--again", action="store_true", help="measure again what the same code has measured")
     options = parser.parse_args()
     if options.side:
         serve(sides[options.side], options.arguments)
         return
+    writes = not (options.only or options.quick)
+    earlier = {} if options.again or not writes else measured_rows(module)
     rows = []
     for case in cases:
-        if options.only in case.name:
-            rows.append(compare(module, list(sides), case))
-            show([rows[-1]])
-    if not options.only:
-        rows += extra_rows()
-        show(rows[len(cases) :])
-        write(module, question, rows)
+        if options.only not in case.name or (options.figures and not case.figure):
+            continue
+        if case.name in earlier:
+            rows.append(earlier[case.name])
+            continue
+        chosen = replace(case, pairs=QUICK_PAIRS) if options.quick else case
+        rows.append(compare(module, list(case.sides or sides), chosen))
+        show([rows[-1]])
+        if writes:
+            write(module, question, rows)
+    if writes and (not options.figures or extra_rows is not list):
+        others = extra_rows()
+        show(others)
+        write(module, question, rows + others)
+
+
+def run_rows(module: str, question: str, rows: Callable[[bool], list[dict[str, Any]]]) -> None:
+    """The command line of a benchmark that compares no sides: rows(quick) -> its rows."""
+    parser = argparse.ArgumentParser(description=question)
+    parser.add_argument("--quick", action="store_true", help="small sizes, and write nothing")
+    parser.add_argument("--figures", action="store_true", help=argparse.SUPPRESS)  # every row is measured anyway
+    parser.add_argument("--again", action="store_true", help="measure again what the same code has measured")
+    options = parser.parse_args()
+    if not (options.quick or options.again) and read_results(module).get("sources") == source_hash():
+        print("measured by the same code; --again measures it again")
+        return
+    measured = rows(options.quick)
+    show(measured)
+    if not options.quick:
+        write(module, question, measured)
+
+
+def measured_rows(module: str) -> dict[str, dict[str, Any]]:
+    """By name, the cases that this code has measured on this kind of machine and did not find unsteady."""
+    content = read_results(module)
+    rows = content.get("results", []) if content.get("sources") == source_hash() else []
+    return {row["case"]: row for row in rows if not row.get("unsteady")}
+
+
+@cache
+def calibration() -> Calibration:
+    """The calibration of this process."""
+    return Calibration()
 
 
 def compare(module: str, sides: list[str], case: Case) -> dict[str, Any]:
-    """Medians of one case.
+    """Medians of one case. A turn beside which the calibration product was slow is taken again, `pairs` times at most.
 
-    `ratio` is the median of the first peer's seconds over heddle's, with its quartiles. Other peers: `ratio to NAME`.
+    `ratio` is the median of a peer's seconds over heddle's, with its quartiles: of the fastest peer of `case.against`.
+    Other peers: `ratio to NAME`.
     """
     workers = [Worker(module, side, case.arguments) for side in sides]
     seconds: list[list[float]] = [[] for _ in sides]
+    taken_again = 0
     try:
-        for turn in range(case.pairs):
+        values = [worker.values() for worker in workers]
+        for turn in range(2 * case.pairs):
+            moved, times = calibration().moved(), [0.0] * len(sides)
             for number in range(len(sides)):  # no side is always the first
                 index = (number + turn) % len(sides)
-                seconds[index].append(workers[index].step())
+                times[index] = workers[index].step()
+            if (calibration().moved() or moved) and taken_again < case.pairs:
+                taken_again += 1
+                continue
+            for side_seconds, side_time in zip(seconds, times, strict=True):
+                side_seconds.append(side_time)
+            if len(seconds[0]) == case.pairs:
+                break
     finally:
         for worker in workers:
             worker.close()
-    row: dict[str, Any] = {"case": case.name, "pairs": case.pairs}
-    for side, side_seconds in zip(sides, seconds, strict=True):
+    row: dict[str, Any] = {"case": case.name, "pairs": len(seconds[0]), "turns taken again": taken_again}
+    if case.figure:
+        row["figure"] = case.figure
+    if taken_again == case.pairs:
+        row["unsteady"] = True
+    return row | difference_row(case, sides, values) | seconds_row(case, dict(zip(sides, seconds, strict=True)))
+
+
+def difference_row(case: Case, sides: Sequence[str], values: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """The largest relative difference of a side's values from heddle's. Raises ValueError above the tolerance."""
+    largest = 0.0
+    for side, numbers in zip(sides[1:], values[1:], strict=True):
+        if not numbers or not values[0]:
+            continue
+        size = max(abs(number) for number in values[0])
+        difference = max(abs(a - b) for a, b in zip(values[0], numbers, strict=True)) / size
+        if not difference <= case.tolerance:
+            raise ValueError(f"{case.name}: {side} computes something else: {list(numbers)} beside {list(values[0])}")
+        largest = max(largest, difference)
+    return {"largest difference": largest} if any(values[1:]) and values[0] else {}
+
+
+def seconds_row(case: Case, seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Medians, ratios and shares of the limit, of the seconds of all sides."""
+    row: dict[str, Any] = {}
+    heddle, *peers = seconds
+    for side, side_seconds in seconds.items():
         row[f"{side} seconds"] = statistics.median(side_seconds)
-    ratios = [[peer / own for peer, own in zip(side_seconds, seconds[0], strict=True)] for side_seconds in seconds[1:]]
-    row |= ratio_row(ratios[0], case.goal)
-    for side, values in zip(sides[2:], ratios[1:], strict=True):
-        summary = ratio_row(values, None)
-        row |= {f"ratio to {side}": summary["ratio"], f"quartiles to {side}": summary["quartiles"]}
+        reached = None if case.work is None else limit(case.work[0])
+        if case.work is not None and reached is not None:
+            row[f"{side} % of the limit"] = round(100 * case.work[1] / row[f"{side} seconds"] / reached, 1)
+    against = min(case.against or peers[:1], key=lambda side: row[f"{side} seconds"])
+    for side in peers:
+        ratios = [peer / own for peer, own in zip(seconds[side], seconds[heddle], strict=True)]
+        if side == against:
+            row |= ratio_row(ratios, case.goal) | {"against": side}
+        else:
+            summary = ratio_row(ratios, None)
+            row |= {f"ratio to {side}": summary["ratio"], f"quartiles to {side}": summary["quartiles"]}
     return row
 
 
@@ -174,21 +299,23 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write(module: str, question: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write benchmarks/results/NAME.json."""
+    """Write benchmarks/results/MACHINE/NAME.json."""
     package_versions = versions()
     for package in ("transformers",):
         try:
             package_versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    name = module.rpartition(".")[2]
     content = {
         "question": question,
+        "machine": machine_name(),
         "date": date.today().isoformat(),
+        "sources": source_hash(),
         "hardware": hardware(),
         "threads": THREADS,
         "versions": package_versions,
         "results": list(rows),
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    file = result_file(module)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

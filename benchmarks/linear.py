@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.harness import THREADS, alternate, limit_row, ratio_row, show, write
+from benchmarks.harness import alternate, limit_row, ratio_row, show, write
+from benchmarks.machine import THREADS
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes

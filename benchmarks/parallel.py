@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from benchmarks import peers
-from benchmarks.harness import THREADS, Case, Step, main, timed
+from benchmarks.harness import Case, Step, main, timed
+from benchmarks.machine import THREADS
 from heddle.data.samples import Batch
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config

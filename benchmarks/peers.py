@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import THREADS, Step
+from benchmarks.harness import Step
+from benchmarks.machine import THREADS
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
 from heddle.model.state import State
@@ -28,9 +29,12 @@ def ours(design: str | dict[str, Any] = "preset:gqa-medium", dtype: torch.dtype 
 
 
 def llama(dtype: torch.dtype = torch.float32, tuned: bool = False) -> Any:
-    """transformers' LlamaForCausalLM of the same shape. tuned: with the process settings of heddle."""
+    """transformers' LlamaForCausalLM with the weights of `ours`. tuned: with the process settings of heddle."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
+
+    from heddle.exchange.export import HFTensors
+    from heddle.exchange.family import families
 
     logging.set_verbosity_error()
     if tuned:
@@ -46,10 +50,12 @@ def llama(dtype: torch.dtype = torch.float32, tuned: bool = False) -> Any:
         intermediate_size=2048,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
+        rms_norm_eps=1e-6,
         eos_token_id=None,
         pad_token_id=0,
     )
     model: Any = LlamaForCausalLM(config)
+    model.load_state_dict(dict(HFTensors(families()["llama"], build(load_config("preset:gqa-medium")))), strict=False)
     return model.to(dtype)
 
 

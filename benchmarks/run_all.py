@@ -1,23 +1,46 @@
-"""Run every benchmark, one after the other, each in a separate process."""
+"""Run the benchmarks that answer rows of the table of figures, or all; each in a separate process, limits first.
 
+A run that was stopped goes on: what the same code has measured on this kind of machine is not measured again.
+"""
+
+import argparse
 import subprocess
 import sys
+import time
+from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.harness import ROOT
+from benchmarks.figures import FIGURES
+from benchmarks.machine import ROOT
 
-SHARED = {"__init__", "harness", "peers", "run_all", "gpu_models", "gpu_operations", "gpu_setup"}
-ON_A_GPU = {"gpu"}  # run it by itself
+NO_BENCHMARKS = {"__init__", "figures", "harness", "machine", "peers", "plain_gqa", "run_all"}
+ON_A_GPU = {"gpu", "gpu_models", "gpu_operations", "gpu_setup"}  # run `gpu` by itself
 
 
 def main() -> None:
-    """Run all benchmarks, even if some fail. Exit with 1 if any failed."""
-    names = sorted(file.stem for file in Path(__file__).parent.glob("*.py") if file.stem not in SHARED | ON_A_GPU)
+    """Run benchmarks, even if some fail. Exit with 1 if any failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="every case of every benchmark, not the figures alone")
+    parser.add_argument("--quick", action="store_true", help="two pairs of each case, and write nothing")
+    parser.add_argument("--again", action="store_true", help="measure again what the same code has measured")
+    options = parser.parse_args()
+    if options.all:
+        files = {file.stem for file in Path(__file__).parent.glob("*.py")} - NO_BENCHMARKS - ON_A_GPU
+        names = ["limits", *sorted(files - {"limits"})]
+    else:
+        names = ["limits", *dict.fromkeys(figure.module for figure in FIGURES)]
+    flags = [f"--{name}" for name in ("quick", "again") if getattr(options, name)]
     failed = []
     for name in names:
+        if find_spec(f"benchmarks.{name}") is None:
+            print(f"benchmarks.{name}: is not here; its rows are not measured", flush=True)
+            continue
         print(f"benchmarks.{name}", flush=True)
-        if subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], cwd=ROOT, check=False).returncode:
+        began = time.perf_counter()
+        command = [sys.executable, "-m", f"benchmarks.{name}", *flags, *([] if options.all else ["--figures"])]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
             failed.append(name)
+        print(f"benchmarks.{name}: {time.perf_counter() - began:.0f} s", flush=True)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.harness import ROOT, THREADS, alternate, limit_row, peak_memory, ratio_row, show, write
+from benchmarks.harness import alternate, limit_row, peak_memory, ratio_row, show, write
+from benchmarks.machine import ROOT, THREADS
 from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
 from heddle.numerics.attention.mask import AttentionMask, contiguous_positions

@@ -2,9 +2,6 @@
 
 import json
 import os
-import time
-from collections.abc import Callable
-from functools import partial
 from getpass import getuser
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
 
 DEFAULT_DESIGNS = ("preset:gqa-small", "preset:gated_delta-small")
 CONTEXT_LENGTH = 2048
-MEASUREMENTS = 5  # repetitions of each measured limit, of which the fastest counts
 LABEL_WIDTH = 12
 
 
@@ -80,6 +76,7 @@ def doctor(
 
 def machine_facts(device: str) -> dict[str, Any]:
     """Device, hardware, versions, measured limits, optional packages and the folder of compiled code, as plain data."""
+    from heddle.analysis.machine_limits import measure_limits
     from heddle.runtime import device_name, hardware, is_available, versions
 
     name = device_name(device)
@@ -119,44 +116,6 @@ def package_state(package: str) -> dict[str, str]:
         reason = (str(error).splitlines() or [""])[0]
         state["unusable"] = f"its import fails: {type(error).__name__}: {reason}"
     return state
-
-
-def measure_limits(device: str) -> dict[str, float]:
-    """What this device reaches: bytes per second of a copy, FLOP/s of square products, seconds of a small operation."""
-    import torch
-
-    small = device == "cpu"
-    size, width = (2**24, 512) if small else (2**30, 8192)
-    source = torch.empty(size, dtype=torch.uint8, device=device).zero_()
-    target, little = torch.empty_like(source), torch.zeros(1, device=device)
-    limits = {"copy_bytes_per_second": 2 * size / _seconds(lambda: target.copy_(source), device)}
-    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        x = torch.ones(width, width, dtype=dtype, device=device)
-        limits[f"{name}_flops_per_second"] = 2 * width**3 / _seconds(partial(torch.mm, x, x), device)
-    launches = 200
-    limits["launch_seconds"] = _seconds(lambda: [little.add_(1.0) for _ in range(launches)], device) / launches
-    return limits
-
-
-def _seconds(call: Callable[[], object], device: str) -> float:
-    """The fastest of several calls."""
-    import torch
-
-    from heddle.runtime import kind_of_device
-
-    kinds: dict[str, Callable[[], None]] = {
-        "cuda": partial(torch.cuda.synchronize, device),
-        "mps": torch.mps.synchronize,
-    }
-    synchronize = kinds.get(kind_of_device(device), lambda: None)
-    fastest = float("inf")
-    for _ in range(MEASUREMENTS + 1):
-        synchronize()
-        start = time.perf_counter()
-        call()
-        synchronize()
-        fastest = min(fastest, time.perf_counter() - start)
-    return fastest
 
 
 def _gpu_facts(device: str) -> dict[str, Any]:
@@ -207,7 +166,8 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
                   f"{format_amount(hardware['memory_bytes'], 'bytes')} of memory"))  # fmt: skip
     lines.append(("versions", ", ".join(f"{name} {number}" for name, number in facts["versions"].items())))
     measured = device if facts["available"] else "cpu"
-    lines.append(("limits", f"copies {limits['copy_bytes_per_second'] / 1e9:,.0f} GB/s, products "
+    lines.append(("limits", f"reads {limits['read_bytes_per_second'] / 1e9:,.0f} GB/s, "
+                  f"copies {limits['copy_bytes_per_second'] / 1e9:,.0f} GB/s, products "
                   f"{limits['bf16_flops_per_second'] / 1e12:,.1f} TFLOP/s in bf16 and "
                   f"{limits['fp32_flops_per_second'] / 1e12:,.1f} in fp32, a launch "
                   f"{limits['launch_seconds'] * 1e6:,.1f} µs; measured on {measured}"))  # fmt: skip

@@ -1,6 +1,8 @@
 """`heddle show`: the layers, parameters and costs of a design, measured on a model without weights."""
 
 import json
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,8 +29,14 @@ if TYPE_CHECKING:
     from heddle.model.config import ModelConfig
     from heddle.model.decoder import Decoder
 
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="Measure where time goes on this CPU; write an HTML page."),
+]
 CONTEXT_LENGTHS = [2048, 8192, 32768, 131072]
 MAX_COUNT = 10**9
+PROFILED_LENGTH = 512  # tokens of a profiled text, where no context length was asked for
+PRINTED_OPERATIONS = 12
 
 
 def show(  # noqa: PLR0913 - one parameter per option
@@ -46,6 +54,7 @@ def show(  # noqa: PLR0913 - one parameter per option
         typer.Option("--encoder-length", metavar="N", help="Tokens that cross-attention reads. [the context length]"),
     ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of designs, for editors.")] = False,
+    profile: ProfileFile = None,
     device: Device = "auto",
     precision: Precision = "fp32",
     kernel: Kernel = None,
@@ -83,11 +92,52 @@ def show(  # noqa: PLR0913 - one parameter per option
         # Kernels are chosen as on the device, which this machine need not have.
         facts = measure(config, context_lengths, batch_size, dtype_of(precision), device_name(device), encoder_length)
         facts["exports_as"] = family_lines(config, imported_family(design) if isinstance(design, str) else None)
+        if profile is not None:
+            facts["profile"] = _profile(config, (str(design), precision), batch_size, context_length, profile)
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
         _print_facts(str(design), facts)
     return facts
+
+
+def _profile(
+    config: "ModelConfig", names: tuple[str, str], rows: int, context_length: list[int] | None, file: Path
+) -> list[dict[str, Any]]:
+    """Profile a training step and a token on this CPU and write the page; returns the tables as plain data.
+
+    names: of the design and of the precision.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes lines of its own to stderr
+    from heddle.analysis.pages.profile import profile_page
+    from heddle.analysis.profile import profile_design
+    from heddle.runtime import set_up_runtime
+    from heddle.storage.atomic import write_file
+
+    set_up_runtime("cpu")
+    profiles = profile_design(config, rows, (context_length or [PROFILED_LENGTH])[0], names[1])
+    write_file(file, profile_page(terminal_safe(names[0]), names[1], profiles), "choose another file")
+    return [
+        {
+            "step": profile.name,
+            "seconds": profile.seconds,
+            "profiled_seconds": profile.profiled_seconds,
+            "limit_share": profile.limit_share,
+            "operations": [operation._asdict() for operation in profile.operations],
+        }
+        for profile in profiles
+    ]
+
+
+def print_profile(profiles: list[dict[str, Any]]) -> None:
+    """Print the operations that take most of each profiled step."""
+    for profile in profiles:
+        share = f"{profile['limit_share']:.0%} of this machine's limit"
+        print(f"\n{profile['step']}: {1e3 * profile['seconds']:,.2f} ms, {share}")
+        for operation in profile["operations"][:PRINTED_OPERATIONS]:
+            where = f"{operation['part']}, {operation['phase']}"
+            line = f"{operation['share']:5.1%} {1e3 * operation['seconds']:9.3f} ms  {operation['operation'][:30]:30}"
+            print(f"  {line}  {where[:26]}")
 
 
 def measure(
@@ -173,6 +223,7 @@ def _print_facts(design: str, facts: dict[str, Any]) -> None:
     for line in facts["exports_as"]:
         console.print(terminal_safe(line), markup=False, soft_wrap=True)
     print_kernels(facts["kernels"])
+    print_profile(facts.get("profile", []))
 
 
 def print_kernels(phases: dict[str, list[dict[str, Any]]]) -> None:

@@ -10,6 +10,7 @@ from heddle.numerics.dispatch.operation import Operation, force_kernels
 from heddle.numerics.experts.mixture import EXPERTS
 from heddle.numerics.linear import LINEAR
 from heddle.numerics.norms import LAYER_NORM, RMS_NORM
+from heddle.numerics.quantized import QUANTIZED_LINEAR
 from heddle.numerics.recurrent.causal_sums import CAUSAL_MEANS, CAUSAL_SUMS
 from heddle.numerics.recurrent.convolution import CONVOLUTION
 from heddle.numerics.recurrent.double_softmax import DOUBLE_SOFTMAX
@@ -30,6 +31,7 @@ _ALL: tuple[Operation[Any], ...] = (
     LAYER_NORM,
     LINEAR,
     LINEAR_CROSS_ENTROPY,
+    QUANTIZED_LINEAR,
     RMS_NORM,
     SSD,
 )

@@ -1,0 +1,147 @@
+"""The figures: one row for each goal of speed on a CPU, its table and its plot, from the results of every machine.
+
+A row is measured by one benchmark, whose `Case.figure` (or the key `figure` of a row that it writes) names it. A row
+that no result answers stands in the table as not measured.
+"""
+
+import json
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import RESULTS
+from tools.markdown import table
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A row of the table: its name, the benchmark that measures it, and what is compared with what."""
+
+    name: str
+    module: str
+    text: str
+
+
+FIGURES = tuple(
+    Figure(*row)
+    for row in (
+        ("training fp32", "training_step", "training, float32, against transformers tuned"),
+        ("training bf16", "training_step", "training, bfloat16, against transformers tuned and compiled"),
+        (
+            "tiny training",
+            "tiny_training",
+            "training gqa-tiny, float32, against plain PyTorch, eager or compiled",
+        ),
+        ("stacked seeds", "stacked", "eight stacked seeds of gqa-tiny against two one-thread workers"),
+        ("prefill", "prefill", "prompt of 2,048 tokens, bfloat16, against transformers tuned"),
+        ("prefill llama.cpp", "llama_cpp", "prompt of 2,048 tokens, bfloat16, against llama.cpp"),
+        ("token after 128", "decode", "one token after 128, bfloat16, against transformers tuned"),
+        ("token after 2000", "decode", "one token after 2,000, bfloat16, against transformers tuned"),
+        ("token llama.cpp", "llama_cpp", "one token after 128, bfloat16, against llama.cpp"),
+        ("token int8 llama.cpp", "llama_cpp", "one token after 128, 8-bit weights, against llama.cpp Q8_0"),
+        ("token int8", "quantized_weights", "one token after 128, 8-bit weights, against our bfloat16"),
+        ("loss int8", "quantized_weights", "bits per byte that 8-bit weights add, %"),
+        ("many requests", "serving", "50 clients of `small`, 128 in and 128 out, against one after another, tokens/s"),
+        ("MLA 8k", "latent", "MLA, one token after 8k, float32, against transformers tuned"),
+        ("MLA 32k", "latent", "MLA, one token after 32k, float32, against transformers tuned"),
+        ("window 8k", "long_texts", "window of 256, forward and backward at 8k, against the best full attention"),
+        ("linear 8k", "long_texts", "linear attention, forward and backward at 8k, against the best full attention"),
+        ("delta 8k", "long_texts", "gated delta, forward and backward at 8k, against the best full attention"),
+        ("experts fp32", "moe", "2 of 8 experts, float32, forward and backward, against dense of equal FLOPs"),
+        ("experts bf16", "moe", "2 of 8 experts, bfloat16, forward and backward, against dense of equal FLOPs"),
+        ("experts token", "moe", "2 of 8 experts, float32, one token, against dense of equal FLOPs"),
+        ("delta training", "delta", "gated delta, forward and backward at 2k, against transformers' chunks"),
+        ("encoding", "encode_speed", "encoding text, MB/s on two cores"),
+        ("tokenizer training", "encode_speed", "training a tokenizer, MB/s"),
+        ("cold start", "cold_start", "`heddle train preset:gqa-tiny --data stdlib` to the first step, s"),
+    )
+)
+BAR, ROW, LABEL, WIDTH = 14, 22, 430, 900  # pixels of the plot
+
+
+def machines() -> list[Path]:
+    """The folders of results, one for each kind of machine."""
+    return sorted(folder for folder in RESULTS.iterdir() if folder.is_dir())
+
+
+def measured(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
+    """By the figure's name, the row of a machine's results and its date."""
+    rows: dict[str, tuple[dict[str, Any], str]] = {}
+    for file in sorted(folder.glob("*.json")):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        rows |= {row["figure"]: (row, content["date"]) for row in content["results"] if "figure" in row}
+    return rows
+
+
+def value_of(row: dict[str, Any]) -> str:
+    """A ratio with its quartiles, or a value."""
+    if "ratio" in row:
+        low, high = row["quartiles"]
+        return f"{row['ratio']:.2f}× ({low:.2f}–{high:.2f})"
+    return f"{row['value']:g}"
+
+
+def figures_table(folder: Path) -> str:
+    """The table of one machine."""
+    rows_of, lines = measured(folder), []
+    for figure in FIGURES:
+        if figure.name not in rows_of:
+            lines.append((figure.text, "", "not measured", "", "", f"`{figure.module}.py`"))
+            continue
+        row, date = rows_of[figure.name]
+        share = next((f"{value:g} %" for name, value in row.items() if name.endswith("% of the limit")), "")
+        met = ("met" if row["met"] else "not met") if "met" in row else ""
+        lines.append((figure.text, row.get("goal", ""), value_of(row), met, share, f"`{figure.module}.py`, {date}"))
+    return table(("what", "goal", "measured (quartiles)", "", "of the limit", "benchmark"), lines)
+
+
+def limits_table(folder: Path) -> str:
+    """The limits of one machine."""
+    file = folder / "limits.json"
+    if not file.is_file():
+        return "Its limits were not measured."
+    scales = {"FLOP/s": (1e9, "GFLOP/s"), "bytes/s": (1e9, "GB/s"), "seconds": (1e-6, "µs")}
+    rows = []
+    for row in json.loads(file.read_text(encoding="utf-8"))["results"]:
+        scale, unit = scales[row["unit"]]
+        rows.append((row["case"], f"{row['value'] / scale:,.1f} {unit}"))
+    return table(("limit", "measured"), rows)
+
+
+def plot(folder: Path) -> str:
+    """An SVG of the ratios of one machine: a bar for each, and a line at its goal."""
+    rows_of = measured(folder)
+    bars = [(figure, rows_of[figure.name][0]) for figure in FIGURES if "ratio" in rows_of.get(figure.name, ({},))[0]]
+    most = max((row["ratio"] for _, row in bars), default=1.0)
+    scale = (WIDTH - LABEL - 60) / most
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {ROW * len(bars) + 10}" '
+        'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="#fff"/>'
+    ]
+    for index, (figure, row) in enumerate(bars):
+        top = 5 + ROW * index
+        color = "#2a7f9e" if row.get("met", True) else "#b5651d"
+        lines.append(f'<text x="{LABEL - 8}" y="{top + 11}" text-anchor="end">{escape(figure.text)}</text>')
+        length = row["ratio"] * scale
+        lines.append(f'<rect x="{LABEL}" y="{top}" width="{length:.1f}" height="{BAR}" fill="{color}"/>')
+        lines.append(f'<text x="{LABEL + length + 5:.1f}" y="{top + 11}">{row["ratio"]:.2f}×</text>')
+        if "goal" in row:
+            x = LABEL + float(row["goal"].split()[-1]) * scale
+            lines.append(f'<path d="M{x:.1f} {top - 2}v{BAR + 4}" stroke="#000" stroke-width="1.5"/>')
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def pages(docs: Path, intro: str) -> dict[Path, str]:
+    """docs/benchmarks.md, and a plot for each machine that measured a ratio."""
+    blocks, contents = [intro], {}
+    for folder in machines():
+        if not measured(folder) and not (folder / "limits.json").is_file():
+            continue
+        blocks += [f"## {folder.name}", figures_table(folder)]
+        if any("ratio" in row for row, _ in measured(folder).values()):
+            contents[docs / f"images/benchmarks-{folder.name}.svg"] = plot(folder)
+            blocks.append(f"![Ratios and goals on {folder.name}](images/benchmarks-{folder.name}.svg)")
+        blocks.append(limits_table(folder))
+    contents[docs / "benchmarks.md"] = "\n\n".join(blocks) + "\n"
+    return contents

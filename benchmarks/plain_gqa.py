@@ -1,0 +1,91 @@
+"""Plain PyTorch, by hand: grouped-query attention, RoPE, SwiGLU, tied head. The peer of small designs.
+
+What a careful user writes without a library: torch's fused causal attention, one product for all of q, k and v, one for
+gate and up, torch's RMS norm, its cross-entropy, its fused AdamW. `load` takes heddle's weights, so that both compute
+the same loss.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from heddle.model.decoder import Decoder
+
+
+class Layer(nn.Module):
+    """One layer. rotation: cosines and sines, [T, head_dim / 2]."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, width // heads
+        self.mixer_norm, self.feedforward_norm = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
+        self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self.dim, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """x [B, T, width] -> the same shape."""
+        sizes = [self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim]
+        parts = self.qkv(self.mixer_norm(x)).split(sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.dim)).transpose(1, 2) for part in parts)
+        q, k = rotate(q, cosines, sines), rotate(k, cosines, sines)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.feedforward_norm(x)).chunk(2, dim=-1)
+        z: Tensor = x + self.down(functional.silu(gate) * up)
+        return z
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """RoPE of x [B, heads, T, dim], whose pairs are (i, i + dim / 2)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cosines - b * sines, b * cosines + a * sines], dim=-1)
+
+
+class PlainModel(nn.Module):
+    """A decoder with a tied head."""
+
+    def __init__(self, ours: Decoder, length: int) -> None:
+        super().__init__()
+        config = ours.config
+        mixer, feedforward = config.layers[0].mixer.dump(), config.layers[0].feedforward.dump()  # type: ignore[union-attr]
+        self.embed = nn.Embedding(config.vocab_size or 0, config.width)
+        self.layers = nn.ModuleList(
+            Layer(config.width, mixer["heads"], mixer["kv_heads"], feedforward["hidden"]) for _ in ours.layers
+        )
+        self.norm = nn.RMSNorm(config.width, eps=1e-6)
+        dim = config.width // mixer["heads"]
+        angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+        self.register_buffer("cosines", angles.cos(), persistent=False)
+        self.register_buffer("sines", angles.sin(), persistent=False)
+        self.load(ours)
+
+    @torch.no_grad()
+    def load(self, ours: Decoder) -> None:
+        """Copy heddle's weights."""
+        self.embed.weight.copy_(ours.embed.weight)
+        weights = dict(ours.named_parameters())
+        self.norm.weight.copy_(weights["final_norm.norm.weight"])
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+
+            def stacked(*names: str, prefix: str = f"layers.{index}.") -> Tensor:
+                return torch.cat([weights[prefix + name] for name in names])
+
+            layer.mixer_norm.weight.copy_(stacked("residual.norms.mixer.weight"))
+            layer.feedforward_norm.weight.copy_(stacked("residual.norms.feedforward.weight"))
+            layer.qkv.weight.copy_(stacked("mixer.q.weight", "mixer.k.weight", "mixer.v.weight"))
+            layer.out.weight.copy_(stacked("mixer.out.weight"))
+            layer.gate_up.weight.copy_(stacked("feedforward.gate.weight", "feedforward.up.weight"))
+            layer.down.weight.copy_(stacked("feedforward.down.weight"))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of targets int64 [B, T] after tokens [B, T]."""
+        x = self.embed(tokens)
+        length = tokens.shape[1]
+        cosines, sines = self.get_buffer("cosines")[:length], self.get_buffer("sines")[:length]
+        for layer in self.layers:
+            x = layer(x, cosines, sines)
+        logits = self.norm(x) @ self.embed.weight.T
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

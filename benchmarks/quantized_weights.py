@@ -1,0 +1,88 @@
+"""How much faster is a token with weights of 8 and 4 bits, and how many bits per byte do they add?
+
+The token: `preset:gqa-medium` in bfloat16 after 128 tokens, ours against ours. The loss: `preset:gqa-small` trained on
+the text of the standard library for 200 steps, on its held-out part. `--run FOLDER` measures another run's loss alone.
+"""
+
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import peers
+from benchmarks.decode import STEPS, decode_loop
+from benchmarks.harness import Case, Measured, limit_row, main, show
+from heddle.cli.calls import train
+from heddle.data.corpus import Corpus, prepare_corpus
+from heddle.data.samples import evaluation_windows
+from heddle.model.decoder import Decoder
+from heddle.model.quantized import quantize_weights
+from heddle.numerics.linear import PackedWeightCache, packed_weights
+from heddle.runtime import set_up_runtime
+from heddle.storage.model import load
+from heddle.training.evaluation.bits_per_byte import bits_and_bytes
+
+CONTEXT, LENGTH, BATCHES = 128, 256, 16  # batches of 8 windows
+QUESTION = "How much faster is a token with weights of 8 and 4 bits, and how many bits per byte do they add?"
+
+
+def side(bits: int | None, arguments: dict[str, Any]) -> Measured:
+    """heddle's greedy loop."""
+    model = peers.ours(dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        _, start = model(peers.tokens(1, CONTEXT), None, model.init_state(1, CONTEXT + STEPS))
+    model = model if bits is None else quantize_weights(model, bits).model
+
+    def step(token: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        hidden, state = model(token, None, state)
+        return model.head(hidden[:, -1:]), state
+
+    loop, cache = decode_loop(step, start, 1), PackedWeightCache()
+
+    def packed() -> float:
+        with packed_weights(cache):
+            return loop.step()
+
+    return Measured(packed, lambda: [])
+
+
+def bits_per_byte(model: Decoder, corpus: Corpus) -> float:
+    """Of windows that are spread over the corpus' validation text."""
+    windows = list(evaluation_windows(corpus.validation, LENGTH))
+    spread = windows[:: max(1, len(windows) // BATCHES)]
+    scores = bits_and_bytes(model, spread, corpus.tokenizer.byte_lengths)
+    return sum(bits for bits, _ in scores) / sum(size for _, size in scores)
+
+
+def loss_rows(run: Path) -> list[dict[str, Any]]:
+    """Percent of bits per byte that 8 and 4 bits add to a run's model."""
+    model, tokenizer = load(run)
+    corpus = prepare_corpus(["stdlib"], vocab_size=None, max_train_tokens=None, tokenizer=tokenizer)
+    plain = bits_per_byte(model, corpus)
+    added = {bits: 100 * (bits_per_byte(quantize_weights(model, bits).model, corpus) / plain - 1) for bits in (8, 4)}
+    rows = [limit_row("bits per byte that int8 adds", added[8], 0.3, "%") | {"figure": "loss int8"}]
+    return [*rows, {"case": "bits per byte that int4 adds", "value": round(added[4], 3), "unit": "%"}]
+
+
+def trained_rows() -> list[dict[str, Any]]:
+    """The loss of a run that is trained here."""
+    set_up_runtime("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {"steps": 200, "batch_size": 8, "sequence_length": LENGTH, "quiet": True}
+        return loss_rows(train("preset:gqa-small", data=["stdlib"], out=Path(folder, "run"), **options).folder)
+
+
+if __name__ == "__main__":
+    if "--run" in sys.argv:
+        show(loss_rows(Path(sys.argv[sys.argv.index("--run") + 1])))
+    else:
+        main(
+            "benchmarks.quantized_weights",
+            QUESTION,
+            {"int8": partial(side, 8), "bf16": partial(side, None), "int4": partial(side, 4)},
+            [Case("token after 128, gqa-medium", {}, None, figure="token int8", against=("bf16",))],
+            trained_rows,
+        )

@@ -1,0 +1,97 @@
+"""How much faster is a training step of `preset:gqa-tiny` than plain PyTorch written by hand, eager or compiled?
+
+4 rows of 128 tokens of a vocabulary of 4,096, float32, from equal weights: gradients, clipping at norm 1, AdamW. The
+peer (`benchmarks/plain_gqa.py`) has the process settings of heddle; the faster of its two forms counts. Each time is
+that of 10 steps.
+"""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.harness import Case, Measured, main, timed
+from benchmarks.machine import THREADS
+from benchmarks.plain_gqa import PlainModel
+from heddle.data.samples import Batch
+from heddle.model.decoder import Decoder, build
+from heddle.model.load_config import load_config
+from heddle.model.size import size
+from heddle.runtime import set_up_runtime
+from heddle.training.optimizer import build_optimizer
+from heddle.training.step import accumulate_gradients, apply_gradients
+
+ROWS, LENGTH, VOCABULARY, STEPS = 4, 128, 4096, 10
+DESIGN = load_config("preset:gqa-tiny", [f"vocab_size={VOCABULARY}"])
+
+
+def ours() -> Decoder:
+    """heddle's model, in a process set up like the command line."""
+    set_up_runtime("cpu", THREADS)
+    return build(DESIGN).train()
+
+
+def batches() -> list[np.ndarray]:
+    """The tokens of the steps, int64 [ROWS, LENGTH + 1] each."""
+    generator = np.random.default_rng(0)
+    return [generator.integers(1, VOCABULARY, (ROWS, LENGTH + 1)) for _ in range(STEPS)]
+
+
+def heddle_side(arguments: dict[str, Any]) -> Measured:
+    """Steps as in heddle's training loop."""
+    model = ours()
+    optimizer = build_optimizer(model, 0.1)
+    losses: list[float] = []
+
+    def steps() -> None:
+        for tokens in batches():
+            result = accumulate_gradients(model, Batch(tokens, ((LENGTH,),) * ROWS, np.arange(ROWS)), (0, 0))
+            apply_gradients(model, optimizer, result, 1e-4, 1.0)
+            losses.append(float(result.loss))
+
+    steps()
+    first_losses = losses.copy()
+    return Measured(lambda: timed(steps) / STEPS, lambda: first_losses)
+
+
+def plain_side(compiled: bool, arguments: dict[str, Any]) -> Measured:
+    """Steps of plain PyTorch."""
+    model = PlainModel(ours(), LENGTH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    run = torch.compile(model) if compiled else model
+    losses: list[float] = []
+
+    def steps() -> None:
+        for tokens in batches():
+            rows = torch.from_numpy(tokens)
+            loss = run(rows[:, :-1], rows[:, 1:])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(float(loss.detach()))
+
+    steps()
+    first_losses = losses.copy()
+    return Measured(lambda: timed(steps) / STEPS, lambda: first_losses)
+
+
+if __name__ == "__main__":
+    main(
+        "benchmarks.tiny_training",
+        "How much faster is a training step of gqa-tiny than plain PyTorch, eager or compiled?",
+        {"heddle": heddle_side, "plain": partial(plain_side, False), "plain, compiled": partial(plain_side, True)},
+        [
+            Case(
+                "training gqa-tiny fp32",
+                {},
+                goal=1.6,
+                pairs=25,
+                against=("plain", "plain, compiled"),
+                figure="tiny training",
+                work=("fp32 products", 3 * ROWS * LENGTH * size(DESIGN, LENGTH).flops_per_token),
+                tolerance=1e-4,
+            )
+        ],
+    )

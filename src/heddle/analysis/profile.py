@@ -1,0 +1,236 @@
+"""Where the time of a training step, and of a decoded token, goes: by part and operation, from torch's profiler.
+
+A part is a mixer, a feed-forward, a norm, the embedding or the head. An operation of the backward pass belongs to the
+part whose operation it differentiates. Profiling slows a step down, so its seconds are measured without it too.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as torch_profile
+
+from heddle.analysis.machine_limits import measure_limits
+from heddle.data.samples import Batch
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder, build
+from heddle.model.size import size
+from heddle.numerics.linear import packed_weights
+from heddle.parts.feedforwards import Feedforward
+from heddle.parts.mixers import Mixer
+from heddle.training.optimizer import build_optimizer
+from heddle.training.step import accumulate_gradients, apply_gradients
+
+PHASE, PART, BACKWARD = "phase: ", "part: ", "autograd::engine::evaluate_function: "
+STEPS, PROFILED_STEPS, TOKENS = 3, 2, 8
+REST = {"forward": "loss", "backward": "loss", "update": "optimizer"}  # what runs in no part
+OUTSIDE = "outside of operations"  # Python, and the profiler itself
+
+
+@dataclass
+class Frame:
+    """A bar of a flame graph: seconds of a step under this name, and the bars that it consists of."""
+
+    name: str
+    seconds: float = 0.0
+    children: dict[str, "Frame"] = field(default_factory=dict)
+
+    def child(self, name: str) -> "Frame":
+        """The bar of this name, made if there is none."""
+        return self.children.setdefault(name, Frame(name))
+
+
+class ProfiledOperation(NamedTuple):
+    """One line of the table. seconds: its own in one step; share: of all. calls: in one step."""
+
+    phase: str
+    part: str
+    operation: str
+    calls: float
+    seconds: float
+    share: float
+
+
+class Profile(NamedTuple):
+    """A profiled step. seconds: without the profiler. limit_share: its FLOPs over those of the fastest products."""
+
+    name: str
+    seconds: float
+    profiled_seconds: float
+    limit_share: float
+    operations: list[ProfiledOperation]
+    flames: Frame
+
+
+def profile_design(config: ModelConfig, rows: int, length: int, precision: str) -> list[Profile]:
+    """Profile a training step of `rows` texts of `length` tokens, and one token after as many, on this CPU.
+
+    precision: fp32, bf16 (training casts automatically, decoding has bfloat16 weights) or bf16-params.
+    """
+    limits = measure_limits("cpu")
+    flops = limits["fp32_flops_per_second" if precision == "fp32" else "bf16_flops_per_second"]
+    sizes = size(config, length)
+    training = _profile_training(config, (rows, length), precision, 3 * rows * length * sizes.flops_per_token / flops)
+    if not build(config, device="meta").causal:
+        return [training]
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    decoding_sizes = size(config, length, dtype=dtype)
+    read = decoding_sizes.active_parameters * dtype.itemsize + decoding_sizes.state_bytes
+    return [training, _profile_decoding(config, length, dtype, read / limits["read_bytes_per_second"])]
+
+
+def _profile_training(config: ModelConfig, shape: tuple[int, int], precision: str, least_seconds: float) -> Profile:
+    rows, length = shape
+    model = build(config, dtype=torch.bfloat16 if precision == "bf16-params" else torch.float32).train()
+    optimizer = build_optimizer(model, 0.1)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size or 1, (rows, length + 1))
+    batch = Batch(tokens, ((length,),) * rows, np.arange(rows))
+    autocast = torch.bfloat16 if precision == "bf16" else None
+
+    def step() -> None:
+        with record_function(PHASE + "forward"):
+            result = accumulate_gradients(model, batch, (0, 0), autocast=autocast)
+        with record_function(PHASE + "update"):
+            apply_gradients(model, optimizer, result, 1e-4, 1.0)
+
+    return _profile_steps(f"training step of {rows} × {length:,} tokens", model, step, least_seconds)
+
+
+def _profile_decoding(config: ModelConfig, length: int, dtype: torch.dtype, least_seconds: float) -> Profile:
+    model = build(config, dtype=dtype).eval()
+    with torch.no_grad(), packed_weights():
+        text = torch.zeros(1, length, dtype=torch.int64)
+        _, state = model(text, None, model.init_state(1, length + 4 * TOKENS * (STEPS + PROFILED_STEPS)))
+
+        def step() -> None:
+            nonlocal state
+            with record_function(PHASE + "token"):
+                hidden, state = model(text[:, :1], None, state)
+                model.head(hidden[:, -1]).argmax(-1)
+
+        return _profile_steps(f"one token after {length:,}", model, step, least_seconds, TOKENS)
+
+
+def _profile_steps(
+    name: str, model: Decoder, step: Callable[[], None], least_seconds: float, repetitions: int = 1
+) -> Profile:
+    """Warm up, measure without the profiler, then with it."""
+    times = []
+    for _ in range(1 + STEPS * repetitions):
+        began = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began)
+    seconds, count = statistics.median(times[1:]), PROFILED_STEPS * repetitions
+    with _named_parts(model), torch_profile(activities=[ProfilerActivity.CPU]) as recorded:
+        for _ in range(count):
+            step()
+    flames, operations = summarize_events(recorded.events() or [], count)
+    share = least_seconds / seconds
+    return Profile(name, seconds, flames.seconds, share, operations, flames)
+
+
+@contextmanager
+def _named_parts(model: nn.Module) -> Iterator[None]:
+    """Within the block, the profiler sees the kind of each part that runs."""
+    open_ranges: list[Any] = []
+    handles = []
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            open_ranges.append(record_function(PART + name))
+            open_ranges[-1].__enter__()
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        open_ranges.pop().__exit__(None, None, None)
+
+    for module in model.modules():
+        kind = type(module).__module__.rpartition(".")[2]
+        is_norm = type(module).__module__.startswith("heddle.parts.norms.")
+        if is_norm or isinstance(module, Mixer | Feedforward) or kind == "embedding":
+            name = f"{kind} norm" if is_norm else type(module).__name__.lower() if kind == "embedding" else kind
+            handles += [
+                module.register_forward_pre_hook(enter(name)),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def summarize_events(events: Iterable[Any], steps: int) -> tuple[Frame, list[ProfiledOperation]]:
+    """The flame graph of one step, and its operations with the longest first, from the profiler's events."""
+    roots = [event for event in events if event.cpu_parent is None]
+    collector = _Collector()
+    for root in roots:
+        collector.find_parts(root, "")
+    for root in roots:
+        if root.name.startswith(PHASE):
+            collector.add(root, collector.flames, "", "")
+    flames, totals = collector.flames, collector.totals
+    _divide(flames, steps)
+    flames.seconds = sum(frame.seconds for frame in flames.children.values())
+    operations = [
+        ProfiledOperation(*names, calls / steps, seconds / steps, seconds / steps / max(flames.seconds, 1e-12))
+        for names, (calls, seconds) in totals.items()
+    ]
+    return flames, sorted(operations, key=lambda operation: -operation.seconds)
+
+
+class _Collector:
+    """Adds up events. totals: by phase, part and operation, the calls and the seconds."""
+
+    def __init__(self) -> None:
+        self.flames = Frame("step")
+        self.part_of: dict[int, str] = {}
+        self.totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def find_parts(self, event: Any, part: str) -> None:
+        """Note the part of each forward operation under its number, which its backward operation shares."""
+        part = event.name.removeprefix(PART) if event.name.startswith(PART) else part
+        if part and event.sequence_nr >= 0:
+            self.part_of[event.sequence_nr] = part
+        for child in event.cpu_children:
+            self.find_parts(child, part)
+
+    def add(self, event: Any, frame: Frame, phase: str, part: str) -> None:
+        """Add an event, and all within it, under a bar of a phase and part."""
+        name, seconds, calls = event.name, event.cpu_time_total / 1e6, 1.0
+        if name.startswith((PHASE, PART)):
+            name = name.partition(": ")[2]
+            phase, part = (name, part) if event.name.startswith(PHASE) else (phase, name)
+            operation, calls = OUTSIDE, 0.0
+        elif name.startswith(BACKWARD):
+            phase, part = "backward", self.part_of.get(event.sequence_nr, "")
+            frame.seconds -= seconds  # the backward pass begins within the forward phase
+            backward = self.flames.child("backward")
+            frame, name = backward.child(part or REST["forward"]), name.removeprefix(BACKWARD)
+            backward.seconds += seconds
+            frame.seconds += seconds
+            operation = name
+        else:
+            operation = name
+        inner = frame.child(name)
+        inner.seconds += seconds
+        total = self.totals[phase, part or REST.get(phase, phase), operation]
+        total[0] += calls
+        total[1] += event.self_cpu_time_total / 1e6
+        for child in event.cpu_children:
+            self.add(child, inner, phase, part)
+
+
+def _divide(frame: Frame, steps: int) -> None:
+    frame.seconds /= steps
+    for child in frame.children.values():
+        _divide(child, steps)
