@@ -1,13 +1,17 @@
 """`heddle runs`: what runs did, read from their files, and in what they differ."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from heddle.analysis.runs import find_runs, summarize, varied_fields
+from heddle.analysis.runs import at_equal_tokens, find_runs, summarize, varied_fields
 from heddle.cli.main import run_command
+from heddle.storage.checkpoints import checkpoint_steps, write_checkpoint
+from heddle.storage.lock import RunLock
 from heddle.storage.manifest import LogPosition
 from heddle.storage.run_log import LOG_FILE, RunLog, open_run
 from tests.html_page import Page
@@ -57,7 +61,7 @@ def test_a_task_has_an_accuracy(tmp_path: Path) -> None:
     log.close()
     summary = summarize(run, tmp_path)
     assert (summary.metric, summary.training, summary.validation) == ("accuracy", None, 0.25)
-    assert summary.tokens_per_second is None
+    assert summary.tokens_per_second == 64.0  # its only step
 
 
 def test_only_fields_that_differ_are_shown(folder: Path) -> None:
@@ -119,3 +123,77 @@ def test_a_curve_has_at_most_100_means(tmp_path: Path) -> None:
     run = summarize(write_run(tmp_path / "long", [1.0, 3.0] * 75), tmp_path)
     assert run.curve == [(200 * (index + 1), 2.0) for index in range(75)]
     assert summarize(write_run(tmp_path / "short", [5.0]), tmp_path).curve == [(100, 5.0)]
+
+
+def test_the_curves_are_a_picture_too(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "runs.svg"
+    write_run(folder / "<&", [2.0, 1.0])
+    assert run_command(["runs", str(folder), "--plot", str(file)]) == 0
+    root = ElementTree.parse(file).getroot()
+    texts = {element.text.strip() for element in root.iter("{http://www.w3.org/2000/svg}text") if element.text}
+    assert {"b", "deep/a", "<&", "tokens", "bits per byte"} <= texts
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 3
+    (tmp_path / "none").mkdir()
+    assert run_command(["runs", str(tmp_path / "none"), "--plot", str(tmp_path / "none.svg")]) == 2
+    assert "none has a step that could be drawn" in capsys.readouterr().err
+
+
+def test_runs_are_compared_at_equal_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [summarize(path, folder) for path in find_runs(folder)]
+    assert at_equal_tokens(runs) == (200, [8.0, 1.0])
+    assert run_command(["runs", str(folder), "--compare"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["b", "deep/a"]
+    assert ["training", "at", "200", "tokens", "8.0000", "1.0000"] in lines
+    assert ["settings.seed", "0", "1"] in lines
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> list[Path]:
+    """Two runs of three checkpoints each."""
+    runs = [write_run(tmp_path / "runs" / name, [1.0]) for name in "ab"]
+    for run in runs:
+        for step in (1, 2, 3):
+            write_checkpoint(run, step, tensors={}, documents={"x.json": "{}"})
+    return runs
+
+
+def test_pruning_keeps_the_newest_and_leaves_a_run_that_trains(
+    checkpoints: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = checkpoints
+    arguments = ["runs", str(first.parent), "--prune", "1"]
+    assert run_command(arguments) == 2  # nobody can be asked
+    assert "give --yes" in capsys.readouterr().err
+    assert checkpoint_steps(first) == [1, 2, 3]
+    with RunLock(second):
+        assert run_command([*arguments, "--yes"]) == 0
+    out, err = capsys.readouterr()
+    assert out.split() == [str(first / f"checkpoints/step-0000000{step}") for step in (2, 1)]
+    assert f"{second}: is training" in err
+    assert (checkpoint_steps(first), checkpoint_steps(second)) == ([3], [1, 2, 3])
+    assert run_command(["runs", str(first.parent), "--prune", "0"]) == 2
+    assert run_command(["runs", str(first), "--prune", "1", "--yes"]) == 0
+    assert "none has more than 1 checkpoint " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("answer", "left"), [("y\n", [3]), ("\n", [1, 2, 3]), ("no\n", [1, 2, 3])])
+def test_pruning_asks(
+    answer: str, left: list[int], checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    terminal = io.StringIO(answer)
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert run_command(["runs", str(checkpoints[0]), "--prune", "1"]) == 0
+    assert "delete up to 2 checkpoints of 1 runs" in capsys.readouterr().err
+    assert checkpoint_steps(checkpoints[0]) == left
+
+
+def test_a_run_that_begins_while_the_user_thinks_is_left_alone(
+    checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("heddle.storage.lock.is_locked", lambda folder: False)
+    with RunLock(checkpoints[0]):
+        assert run_command(["runs", str(checkpoints[0]), "--prune", "1", "--yes"]) == 0
+    assert "is in use by" in capsys.readouterr().err
+    assert checkpoint_steps(checkpoints[0]) == [1, 2, 3]

@@ -15,7 +15,7 @@ from typing import Any, Self
 OPTIONS = (
     "--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--no-first-run", "--mute-audio",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )  # fmt: skip
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 PATIENCE = 30.0  # seconds for one answer
@@ -61,12 +61,12 @@ class Browser:
         os.close(self._commands)
         os.close(self._answers)
 
-    def open(self, page: Path, fragment: str = "") -> None:
-        """Load a file, and wait until it is complete."""
+    def open(self, page: Path | str, fragment: str = "") -> None:
+        """Load a file, or an address of this machine, and wait until it is complete."""
         self._go("about:blank")  # else another fragment would load nothing
         self.requests.clear()
         self.errors.clear()
-        self._go(page.resolve().as_uri() + fragment)
+        self._go((page if isinstance(page, str) else page.resolve().as_uri()) + fragment)
 
     def _go(self, url: str) -> None:
         self.call("Page.navigate", url=url)

@@ -259,6 +259,7 @@ ERRORS: list[tuple[str, int, str]] = [
     ("generate @/run --draft-model @/wider", 2, "draft_model: has a vocabulary of 310 tokens, the model 300; they"),
     ("generate @/run --draft-model @/other", 2,
      "--draft-model @/other: has another tokenizer than @/run; train both with the"),
+    ("generate @/run --weights int3", 2, "--weights int3: unknown; choices: int8, int4"),
     ("generate @/run --precision half", 2, "--precision half: unknown precision"),
     ("inspect @/none --text x", 2, "@/none.*"),
     ("inspect @/run --text=", 2, "--text: is empty; give some words"),
@@ -336,6 +337,30 @@ def test_a_prompt_that_is_not_text_is_refused(
     capsys.readouterr()
     assert run_command(["generate", f"{workspace}/run", "--prompt", "-", "--device", "cpu"]) == 2
     assert capsys.readouterr().err.startswith(f"heddle: {says}")
+
+
+def test_files_of_prompts_are_read_line_by_line(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts, lines = workspace / "prompts.txt", workspace / "prompts.jsonl"
+    texts.write_text("the\nwarp\nand\n", encoding="utf-8")
+    lines.write_text('{"prompt": "the"}\n{"prompt": "warp"}\n{"prompt": "and"}\n', encoding="utf-8")
+    command = ["generate", f"{workspace}/run", "--device", "cpu", "--max-new-tokens", "3", "--json"]
+    answers = []
+    for options in (["--prompts", f"{texts}"], ["--prompts", f"{lines}", "--streams", "2"]):
+        capsys.readouterr()
+        assert run_command([*command, *options]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+    assert [answer["prompt"] for answer in json.loads(answers[0])] == ["the", "warp", "and"]
+    for name, content, says in (
+        ("empty.txt", b"", "has no lines"),
+        ("list.jsonl", b'{"prompt": "the"}\n[1]\n', "line 2 is not of the form"),
+        ("bytes.txt", b"\xff\xfe", "is not UTF-8 text"),
+        ("missing.txt", None, "cannot be read"),
+    ):
+        if content is not None:
+            (workspace / name).write_bytes(content)
+        assert run_command([*command, "--prompts", f"{workspace / name}"]) == 2
+        assert says in capsys.readouterr().err
 
 
 def test_half_a_surrogate_pair_on_the_command_line(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

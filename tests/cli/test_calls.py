@@ -6,8 +6,8 @@ import pytest
 
 import heddle
 from heddle.cli.main import run_command
-from heddle.cli.notebook import html_table
 from heddle.errors import ConfigError
+from heddle.notebook import html_table
 
 
 def test_show_returns_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from heddle.cli.main import MAX_SENTENCE, run_command
+from heddle.cli.main import MAX_LIST, MAX_SENTENCE, run_command
 from heddle.model.load_config import MAX_FILE_BYTES, MAX_YAML_BYTES
 from heddle.storage.checkpoints import checkpoint_folder
 from heddle.storage.folder import FolderContents, read_folder, write_folder
@@ -49,7 +49,8 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int 
     lines = [line for line in err.splitlines() if not line.startswith("warning: ")]
     assert len(lines) == 1, err
     assert lines[0].startswith("heddle: ")
-    assert len(lines[0]) < MAX_SENTENCE + 20
+    paths = sum(len(word) for word in lines[0].split(" ") if "/" in word)
+    assert len(lines[0]) - paths < (MAX_LIST if "choices: " in lines[0] else MAX_SENTENCE) + 20
     return lines[0].removeprefix("heddle: ")
 
 

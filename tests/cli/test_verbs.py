@@ -15,6 +15,7 @@ from heddle import __version__
 from heddle.cli.main import COMMANDS, run_command
 from heddle.generation.generate import generate
 from heddle.model.load_config import load_config
+from heddle.model.quantized import quantize_weights
 from heddle.storage.checkpoints import checkpoint_steps
 from heddle.storage.model import load
 from heddle.storage.run_log import RUN_FILE, read_log
@@ -269,6 +270,21 @@ def test_generate_streams_one_prompt(workspace: Path, capsys: pytest.CaptureFixt
     sampled = ("--temperature", "1", "--top-p", "0.9", "--seed", "3", "--max-new-tokens", "12", "--device", "cpu")
     first, _ = call(capsys, "generate", workspace / "run", *sampled)
     assert call(capsys, "generate", workspace / "run", *sampled)[0] == first
+
+
+def test_generate_with_weights_of_eight_bits(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = ("width=32", "layers.*.feedforward.hidden=64", "--steps", "1", "--quiet")
+    call(capsys, *train(workspace, tmp_path / "run", *wide))
+    model, tokenizer = load(tmp_path / "run")
+    assert tokenizer is not None
+    quantized = quantize_weights(model, 8)
+    text = generate(quantized.model, ["The "], tokenizer, max_new_tokens=12)[0]
+    command = ("generate", tmp_path / "run", "--prompt", "The ", "--max-new-tokens", "12", "--device", "cpu")
+    out, err = call(capsys, *command, "--weights", "int8")
+    assert out == text + "\n"
+    assert err == f"--weights int8: {quantized.quantized:,} of {quantized.weights:,} weights have 8 bits\n"
 
 
 def test_generate_answers_several_prompts(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """What the runs below a folder did, from their run.json and log.jsonl: progress, metric, speed, and what differs."""
 
-import itertools
 import json
 import math
 import os
@@ -13,6 +12,7 @@ from typing import Any
 from heddle.errors import ConfigError
 from heddle.storage.json_file import read_json_file
 from heddle.storage.run_log import LOG_FILE, RUN_FILE, read_log
+from heddle.training.smoothed_loss import step_speed
 
 METRICS = ("bits_per_byte", "accuracy")
 SMOOTHED_STEPS = 20  # the training metric is the mean of so many steps
@@ -25,7 +25,7 @@ class RunSummary:
     """One run. name: of its folder, below the folder that was asked for.
 
     step, steps: done and planned. tokens: read so far. metric: bits_per_byte, or accuracy. training: its mean over the
-    last 20 steps, None for a task. validation: its newest value. tokens_per_second: the median of all steps. time:
+    last 20 steps, None for a task. validation: its newest value. tokens_per_second: that of all steps. time:
     of the last line, in seconds since 1970. fields: every value of the design, the data and the settings by
     its path. curve: (tokens, metric) of the training, or else of the validation, as the means of at most 100 groups.
     """
@@ -76,7 +76,7 @@ def summarize(run: Path, folder: Path) -> RunSummary:
         metric=metric,
         training=statistics.fmean(values) if values else None,
         validation=validation[-1] if validation else None,
-        tokens_per_second=_speed(log),
+        tokens_per_second=log_speed(log),
         time=written.stat().st_mtime,
         fields=dict(pair for key in _COMPARED for pair in _flat(saved.get(key), key)),
         curve=_curve(log, metric) or _curve(log, f"validation_{metric}"),
@@ -90,11 +90,10 @@ def _curve(log: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
     return [(group[-1][0], statistics.fmean(value for _, value in group)) for group in groups]
 
 
-def _speed(log: Sequence[dict[str, Any]]) -> float | None:
-    """The median tokens per second of the steps; the first one compiles and is left out."""
-    pairs = itertools.pairwise(log)
-    speeds = [(now["tokens"] - before["tokens"]) / now["seconds"] for before, now in pairs if now.get("seconds")]
-    return statistics.median(speeds) if speeds else None
+def log_speed(log: Sequence[dict[str, Any]], last: int | None = None) -> float | None:
+    """Tokens per second of a log, as `step_speed` has it; None for a log without steps."""
+    seconds = [line["seconds"] for line in log if line.get("seconds")]
+    return step_speed(log[-1]["tokens"] // log[-1]["step"], seconds, last) if seconds else None
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -106,6 +105,13 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _flat(item, f"{path}.{index}")
     else:
         yield path, value
+
+
+def at_equal_tokens(runs: Sequence[RunSummary]) -> tuple[int, list[float | None]]:
+    """(tokens, values): as many tokens as every run has a curve for, and each run's last mean up to there."""
+    tokens = min((run.curve[-1][0] for run in runs if run.curve), default=0)
+    reached = ([value for at, value in run.curve if at <= tokens] for run in runs)
+    return tokens, [values[-1] if values else None for values in reached]
 
 
 def varied_fields(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:

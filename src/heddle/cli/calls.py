@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from heddle.cli.notebook import html_table
 from heddle.cli.run_config import defaults_of, option_names
 from heddle.errors import ConfigError
+from heddle.notebook import html_table
 
 if TYPE_CHECKING:
     from heddle.model.config import ModelConfig

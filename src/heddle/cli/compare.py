@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from heddle.cli.calls import ComparedDesigns
-from heddle.cli.devices import Devices, Share, WorkerCount, check_workers, parse_devices, parse_process_share
+from heddle.cli.devices import Devices, RunProcesses, Share, WorkerCount, choose_devices, parse_process_share
 from heddle.cli.durations import parse_budget, parse_stopping
+from heddle.cli.live_page import open_live_page
 from heddle.cli.options import (
     CudaOptions,
     Data,
@@ -34,15 +35,14 @@ from heddle.cli.options import (
     open_session,
     parse_scales,
 )
-from heddle.cli.train_options import Transfer, transfer_width_of
+from heddle.cli.train_options import Track, Transfer, trackers_of, transfer_width_of
 from heddle.errors import ConfigError
-from heddle.progress import print_status, print_text, print_warning, terminal_safe
+from heddle.progress import print_text, terminal_safe
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
 if TYPE_CHECKING:
     from heddle.analysis.comparison.plan import ComparisonPlan
     from heddle.analysis.comparison.tuning_fields import TuningPlan
-    from heddle.analysis.live import LivePage
 
 DEFAULT_TUNING_BUDGET = "1"  # as much training as the comparison itself
 
@@ -121,6 +121,7 @@ def compare(  # noqa: PLR0913 - one parameter per option
     extrapolate: Annotated[
         int, typer.Option("--extrapolate", metavar="N", help="Test texts up to N sequence lengths: 1 (off), 2, 4, 8 …")
     ] = 8,
+    track: Track = None,
     device: Device = "auto",
     devices: Devices = None,
     share: Share = None,
@@ -129,6 +130,7 @@ def compare(  # noqa: PLR0913 - one parameter per option
     deterministic: Deterministic = False,
     threads: Threads = None,
     workers: WorkerCount = None,
+    nproc: RunProcesses = 1,
     port: Annotated[
         int | None, typer.Option("--port", metavar="N", help="Port of the live report on 127.0.0.1. [any free one]")
     ] = None,
@@ -140,8 +142,7 @@ def compare(  # noqa: PLR0913 - one parameter per option
     """Train designs on the same text in the same order, measure them, and write report.html and report.json."""
     with ExitStack() as stack:
         cuda = CudaOptions(tf32, deterministic)
-        check_workers(workers, devices)
-        names = parse_devices(devices, device)
+        names = choose_devices(devices, device, workers, nproc)
         process_share = parse_process_share(share, os.environ)
         device = names[0] if names else device
         runtime = open_session(stack, device=device, threads=threads, parts=part, quiet=quiet, cuda=cuda)
@@ -203,11 +204,12 @@ def compare(  # noqa: PLR0913 - one parameter per option
             transfer_width=transfer_width_of(transfer),
             tf32=tf32,
             deterministic=deterministic,
+            trackers=trackers_of(track),
         )
         _check(plan)
-        chosen = choose_workers(plan, runtime, count=workers, devices=names, share=process_share)
+        chosen = choose_workers(plan, runtime, count=workers, devices=names, share=process_share, ranks=nproc)
         is_served = open_page or port is not None or not (quiet or process_share)
-        live = _serve(stack, port, open_page) if is_served else None
+        live = open_live_page(stack, port, open_page, "the report") if is_served else None
         report = run(plan, out, runtime, shlex.join(["heddle", *sys.argv[1:]]), workers=chosen, live=live)
     if as_json:
         print_text(json.dumps(report, indent=2))
@@ -215,25 +217,6 @@ def compare(  # noqa: PLR0913 - one parameter per option
         print_report(_terminal_safe(report))
         print_text(f"report: {out / 'report.html'}")
     return ComparedDesigns(out, report)
-
-
-def _serve(stack: ExitStack, port: int | None, open_page: bool) -> "LivePage | None":
-    """The live report, until the stack closes; None where this machine has no loopback address and nobody asked."""
-    import webbrowser
-
-    from heddle.analysis.live import LivePage
-
-    try:
-        live = stack.enter_context(LivePage(port or 0))
-    except ConfigError as error:
-        if port is not None:
-            raise ConfigError(f"--{error}") from error
-        print_warning(f"the report is not live: {error}")
-        return None
-    print_status(f"the report is live at {live.address}")
-    if open_page:
-        webbrowser.open(live.address)
-    return live
 
 
 def _tuning(context: typer.Context, tune: list[str] | None, budget: str | None) -> "TuningPlan | None":

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from heddle import __version__
+from heddle.cli.chat import chat
 from heddle.cli.check import check
 from heddle.cli.compare import compare
 from heddle.cli.convert import convert
@@ -32,6 +33,7 @@ from heddle.cli.serve import serve
 from heddle.cli.show import show
 from heddle.cli.train import train
 from heddle.cli.verify import verify
+from heddle.cli.watch import watch
 from heddle.errors import ConfigError, HeddleError, OtherRankFailed, is_out_of_memory, nondeterministic_operation
 from heddle.progress import printable
 from heddle.signals import Interrupted, interrupted_on_stop_signals
@@ -39,7 +41,7 @@ from heddle.signals import Interrupted, interrupted_on_stop_signals
 app = typer.Typer(
     name="heddle",
     help="Interchangeable, verified parts of language models: size, check, train, compare, generate, exchange.",
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -52,9 +54,11 @@ COMMANDS: dict[Callable[..., object], str] = {
     compare: "Train designs side by side and report.",
     ladder: "Train designs at several sizes; predict more.",
     runs: "List runs, and what differs.",
+    watch: "Follow runs on a live page.",
     verify: "Say whether a folder's files are intact.",
     plan: "Predict memory and speed on many GPUs.",
     generate: "Generate text from prompts.",
+    chat: "Talk to a model, or to two side by side.",
     serve: "Answer requests over HTTP as OpenAI does.",
     convert: "Convert a trained model to another design.",
     explore: "Choose parts on a page; see what follows.",
@@ -62,7 +66,8 @@ COMMANDS: dict[Callable[..., object], str] = {
     import_: "Convert a transformers checkpoint.",
     export: "Convert a model for transformers or llama.cpp.",
 }
-MAX_SENTENCE = 3000  # characters of an error
+MAX_SENTENCE = 400  # characters of an error, without the paths that it names
+MAX_LIST = 3000  # characters of one that lists choices
 
 for command, summary in COMMANDS.items():
     app.command(command.__name__.rstrip("_"), short_help=summary)(command)
@@ -162,6 +167,8 @@ def _handle_other(error: BaseException) -> int:
     """Exit codes of usage errors and lack of memory. Any other error is a bug and is raised again."""
     if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):  # typer caught it first
         return 0
+    if isinstance(error, SystemExit) and not error.code:  # completion has printed what it knows
+        return 0
     code = getattr(error, "exit_code", None)
     message = getattr(error, "format_message", None)
     if callable(message) and not is_first_rank():
@@ -182,8 +189,10 @@ def _handle_other(error: BaseException) -> int:
 
 
 def _print_error(sentence: str, code: int) -> int:
-    if len(sentence) > MAX_SENTENCE:  # it quotes a value that nobody can read
-        sentence = f"{sentence[: MAX_SENTENCE - 500]} … {sentence[-500:]}"
+    limit = MAX_LIST if "choices: " in sentence or sentence.count(", ") > 10 else MAX_SENTENCE
+    paths = sum(len(word) for word in sentence.split(" ") if "/" in word and len(word) <= MAX_SENTENCE)
+    if len(sentence) - paths > limit:  # it quotes a value that nobody can read
+        sentence = f"{sentence[: limit * 2 // 3]} … {sentence[-limit // 4 :]}"
     # A closed or full stderr must not change the exit code.
     with contextlib.suppress(OSError, ValueError):
         print(f"heddle: {printable(sentence)}", file=sys.stderr, flush=True)

@@ -24,17 +24,34 @@ def runs(
     folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder of runs. [runs]")] = Path("runs"),
     order: Annotated[str, typer.Option("--sort", metavar="NAME", help=f"By {', '.join(_ORDERS)}.")] = "name",
     page: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Write a page with the curves of all runs.")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Write the curves of all runs: .html or .svg.")
     ] = None,
+    is_comparison: Annotated[
+        bool, typer.Option("--compare", help="A column for each run, with every field in which they differ.")
+    ] = False,
+    keep: Annotated[
+        int | None, typer.Option("--prune", metavar="N", help="Delete all but the N newest checkpoints of each run.")
+    ] = None,
+    is_confirmed: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
     as_json: Json = False,
 ) -> None:
     """List the runs below a folder, and the fields in which they differ.
 
     Training is the mean of the last 20 steps, validation its newest value; speed
-    is the median of all steps. No run is changed.
+    is that of the median step. Only --prune changes anything: it asks first, and
+    leaves runs alone that are training, damaged checkpoints, and foreign files.
     """
     from heddle.analysis.runs import find_runs, summarize, varied_fields
 
+    if keep is not None:
+        from heddle.cli.prune import prune_runs
+
+        if is_comparison or page is not None or as_json:
+            raise ConfigError(f"--prune {keep}: only deletes; leave --compare, --plot and --json out")
+        prune_runs(find_runs(folder), keep, is_confirmed)
+        return
+    if is_confirmed:
+        raise ConfigError("--yes: is for --prune; leave it out")
     if order not in _ORDERS:
         raise ConfigError(f"--sort: '{printable(order)}' is no column; choose from {', '.join(_ORDERS)}")
     summaries = []
@@ -52,6 +69,8 @@ def runs(
     if as_json:
         rows = [asdict(run) | {"differences": fields} for run, fields in zip(summaries, varying, strict=True)]
         print(json.dumps(rows, indent=1))
+    elif summaries and is_comparison:
+        _print_columns(summaries, varying)
     elif summaries:
         _print_table(summaries, varying)
     else:
@@ -79,15 +98,43 @@ def _print_table(summaries: Sequence["RunSummary"], varying: Sequence[dict[str, 
     console.print(f"training and validation: {' or '.join(metrics)}")
 
 
+def _print_columns(summaries: Sequence["RunSummary"], varying: Sequence[dict[str, Any]]) -> None:
+    """The same, transposed, with every field in which the runs differ."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from heddle.analysis.runs import at_equal_tokens
+
+    tokens, values = at_equal_tokens(summaries)
+    rows: dict[str, list[str]] = {
+        "step": [f"{run.step:,}" for run in summaries],
+        "tokens": [f"{run.tokens:,}" for run in summaries],
+        "training": [_number(run.training) for run in summaries],
+        f"training at {tokens:,} tokens": [_number(value) for value in values],
+        "validation": [_number(run.validation) for run in summaries],
+        "tokens/s": ["" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}" for run in summaries],
+    } | {path: [_value(fields[path]) for fields in varying] for path in varying[0]}
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", overflow="fold")
+    for run in summaries:
+        table.add_column(escape(terminal_safe(run.name)), justify="right", overflow="fold")
+    for title, cells in rows.items():
+        table.add_row(*(escape(terminal_safe(text)) for text in (title, *cells)))
+    Console(highlight=False, width=WIDTH).print(table)
+
+
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
 def _shown(fields: dict[str, Any]) -> str:
     """`settings.seed=1, design.width=64 and 3 more`."""
-    values = (
-        (path, f"{value:.4g}" if isinstance(value, float) else json.dumps(value)) for path, value in fields.items()
-    )
+    values = ((path, _value(value)) for path, value in fields.items())
     texts = [f"{path.partition('.')[2]}={value}" for path, value in values]
     rest = f" and {len(texts) - MAX_DIFFERENCES} more" if len(texts) > MAX_DIFFERENCES else ""
     return ", ".join(texts[:MAX_DIFFERENCES]) + rest
+
+
+def _value(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else json.dumps(value)

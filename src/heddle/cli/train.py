@@ -58,11 +58,13 @@ from heddle.cli.train_options import (
     SpikeDeviations,
     StochasticRounding,
     TeacherFolder,
+    Track,
     Transfer,
     distillation_of,
     lora_settings_of,
     steps_of,
     tokenizer_of,
+    trackers_of,
     transfer_width_of,
 )
 from heddle.progress import print_text
@@ -126,6 +128,7 @@ def train(  # noqa: PLR0913 - one parameter per option
         int | None, typer.Option("--evaluate-every", metavar="N", help="Steps between evaluations.")
     ] = None,
     spike_guard: SpikeDeviations = None,
+    track: Track = None,
     compile_model: CompileModel = None,
     checkpoint_activations: Annotated[
         bool, typer.Option("--checkpoint-activations", help="Recompute activations in backward; saves memory.")
@@ -208,6 +211,7 @@ def train(  # noqa: PLR0913 - one parameter per option
             transfer_width=transfer_width_of(transfer),
             spike_guard=spike_guard,
         )
+        trackers = trackers_of(track)
         degrees.mesh_shape(ranks.count)
         ranks.rows(batch_size, gradient_accumulation_steps)
         lora_settings = lora_settings_of(lora, lora_targets, from_)
@@ -245,6 +249,7 @@ def train(  # noqa: PLR0913 - one parameter per option
             ranks=ranks,
             degrees=degrees,
             async_save=async_save,
+            trackers=trackers,
         )
         training = run(job)
         return TrainedRun(job.out, training.model, _report(training, job, as_json))
@@ -254,7 +259,7 @@ def _report(training: "TrainingResult", job: "TrainingJob", as_json: bool) -> di
     import json
 
     from heddle.data.chat import ChatDataset
-    from heddle.data.corpus import Corpus
+    from heddle.data.corpus import MANY_BYTES_PER_CHARACTER, Corpus
     from heddle.generation.generate import sample_text
 
     steps, skipped = training.progress.step, training.progress.skipped_steps
@@ -262,6 +267,7 @@ def _report(training: "TrainingResult", job: "TrainingJob", as_json: bool) -> di
     if isinstance(job.source, Corpus):
         report["bits_per_byte"] = training.bits_per_byte
         report["sample"] = sample_text(training.model, job.source.tokenizer, job.settings.sequence_length)
+        report["bits_per_character"] = training.bits_per_byte * job.source.bytes_per_character
         score = f"{training.bits_per_byte:.4f} bits per byte on held-out text"
     elif isinstance(job.source, ChatDataset):
         report["bits_per_byte"] = training.bits_per_byte
@@ -276,6 +282,8 @@ def _report(training: "TrainingResult", job: "TrainingJob", as_json: bool) -> di
     print_text(f"{job.out}: {score} after {steps} steps")
     if skipped:
         print_text(f"{skipped} steps were skipped: their loss or gradient was not finite")
+    if isinstance(job.source, Corpus) and job.source.bytes_per_character >= MANY_BYTES_PER_CHARACTER:
+        print_text(f"about {report['bits_per_character']:.4f} bits per character")
     if "sample" in report:
         print_text(f"a sample:\n{report['sample']}")
     return report

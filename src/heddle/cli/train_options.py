@@ -47,6 +47,10 @@ AsyncSave = Annotated[
     bool | None,
     typer.Option("--async-save/--no-async-save", help="Train on while a checkpoint is written. [on an accelerator]"),
 ]
+Track = Annotated[
+    list[str] | None,
+    typer.Option("--track", metavar="NAME", help="Log to tensorboard, wandb, trackio or mlflow, too; repeatable."),
+]
 Transfer = Annotated[
     str | None,
     typer.Option("--transfer", metavar="width=N", help="The width at which --lr was chosen; weights scale from there."),
@@ -62,6 +66,16 @@ def steps_of(steps: int | None, tokens: int | None, tokens_per_step: int) -> int
     if tokens < max(1, tokens_per_step):
         raise ConfigError(f"--tokens {tokens}: is less than one step of {tokens_per_step} tokens; give more")
     return tokens // max(1, tokens_per_step)
+
+
+def trackers_of(track: list[str] | None) -> tuple[str, ...]:
+    """The trackers of --track. Raises ConfigError for one that is unknown or not installed."""
+    from heddle.training.trackers import check_trackers
+
+    try:
+        return check_trackers(track or [])
+    except ConfigError as error:
+        raise ConfigError(f"--{error}") from None
 
 
 def transfer_width_of(transfer: str | None) -> int | None:

@@ -60,6 +60,23 @@ class RunLock:
             self.descriptor = None
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a process holds the lock of a folder. Nothing is written; False where it cannot be known."""
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 @contextmanager
 def lock_output(path: Path) -> Iterator[int]:
     """Lock the name of a file or folder while it is written; missing parents are created.

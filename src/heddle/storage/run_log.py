@@ -174,8 +174,13 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     path = folder / LOG_FILE
     raw_lines = [line for line in _read_lines(path) if line.endswith(b"\n")]
     _verify_lines(path, raw_lines)
+    return _parse_lines(path, raw_lines)
+
+
+def _parse_lines(path: Path, raw_lines: Sequence[bytes], before: int = 0) -> list[dict[str, Any]]:
+    """The lines as plain data, without their `chain`. before: how many lines the file has before them."""
     lines = []
-    for number, text in enumerate(raw_lines, start=1):
+    for number, text in enumerate(raw_lines, start=before + 1):
         try:
             line = parse_json_object(text)
         except ValueError as error:
@@ -183,6 +188,48 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
         del line["chain"]
         lines.append(line)
     return lines
+
+
+class LogReader:
+    """Follows the log of a run that may be training: `read` returns what is new, and verifies only that.
+
+    lines: of the whole log so far, without their `chain`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / LOG_FILE
+        self.lines: list[dict[str, Any]] = []
+        self._restart()
+
+    def _restart(self) -> None:
+        self.lines.clear()
+        self._head, self._offset, self._inode = EMPTY_CHAIN, 0, -1
+
+    def read(self) -> bool:
+        """Add the new lines to `lines`; whether anything changed. A log that was cut back is read from its beginning.
+
+        A last line that is not yet whole is left for later. Raises CheckpointError if a line was altered.
+        """
+        if not os.path.lexists(self.path):
+            changed = bool(self.lines)
+            self._restart()
+            return changed
+        with file_io.open_regular_file(self.path) as (descriptor, size):
+            inode = os.fstat(descriptor).st_ino
+            is_other = inode != self._inode or size < self._offset
+            if is_other:
+                self._restart()
+                self._inode = inode
+            os.lseek(descriptor, self._offset, os.SEEK_SET)
+            raw = bytearray(size - self._offset)
+            file_io.read_exactly(descriptor, memoryview(raw), self.path)
+        new = [line for line in io.BytesIO(raw).readlines() if line.endswith(b"\n")]
+        head, altered = _follow_chain(new, self._head)
+        if altered is not None:
+            raise _altered(self.path, len(self.lines) + altered)
+        self.lines += _parse_lines(self.path, new, len(self.lines))
+        self._head, self._offset = head, self._offset + sum(map(len, new))
+        return is_other or bool(new)
 
 
 def verify_log(folder: Path, position: LogPosition | None = None) -> None:
@@ -221,9 +268,7 @@ def _verify_lines(path: Path, lines: Sequence[bytes], position: LogPosition | No
     """Follow the chain through all lines. position: how many lines there must be, and the chain of the last."""
     head, altered = _follow_chain(lines, EMPTY_CHAIN)
     if altered is not None:
-        raise CheckpointError(
-            f"{path}: line {altered} was altered (its chain does not follow from the lines before it); {LOG_REMEDY}"
-        )
+        raise _altered(path, altered)
     if position is not None and len(lines) < position.lines:
         raise CheckpointError(
             f"{path}: has {len(lines)} lines, but {position.lines} when the checkpoint was saved; {LOG_REMEDY}"
@@ -232,6 +277,12 @@ def _verify_lines(path: Path, lines: Sequence[bytes], position: LogPosition | No
         raise CheckpointError(
             f"{path}: its {position.lines} lines are not those of the checkpoint (another chain); {LOG_REMEDY}"
         )
+
+
+def _altered(path: Path, number: int) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: line {number} was altered (its chain does not follow from the lines before it); {LOG_REMEDY}"
+    )
 
 
 def _follow_chain(lines: Sequence[bytes], head: str) -> tuple[str, int | None]:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from heddle.errors import ConfigError
 from heddle.model.attention_maps import forward_with_weights
+from heddle.model.config import describe
 from heddle.model.decoder import Decoder, build
-from heddle.model.size import describe
 from heddle.numerics.attention.observer import Observation
 from heddle.parts.mixers import Mixer
 

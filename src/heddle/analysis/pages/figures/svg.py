@@ -43,7 +43,8 @@ class ChartLine:
     """Points in the style of a model.
 
     name: in the legend, "" for a line that is not listed. has_line: whether a line connects the points. filled:
-    whether the markers are. is_curve: whether it has no markers, and a band for its intervals.
+    whether the markers are. is_curve: whether it has no markers, and a band for its intervals. is_behind: whether it is
+    thin and pale, behind others.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ChartLine:
     has_line: bool = True
     filled: bool = True
     is_curve: bool = False
+    is_behind: bool = False
 
     @property
     def path(self) -> str:
@@ -106,6 +108,7 @@ class Series:
     has_line: bool = True
     filled: bool = True
     is_curve: bool = False
+    is_behind: bool = False
 
 
 def scaled_lines(series: Iterable[Series], x_scale: Scale, y_scale: Scale) -> list[ChartLine]:
@@ -123,7 +126,9 @@ def scaled_lines(series: Iterable[Series], x_scale: Scale, y_scale: Scale) -> li
             for value in each.values
             if math.isfinite(value.y)
         ]
-        lines.append(ChartLine(each.name, each.style, points, each.has_line, each.filled, each.is_curve))
+        lines.append(
+            ChartLine(each.name, each.style, points, each.has_line, each.filled, each.is_curve, each.is_behind)
+        )
     return lines
 
 

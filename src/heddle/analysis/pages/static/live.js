@@ -9,11 +9,14 @@
     const answer = await fetch("/", { cache: "no-store" });
     const next = new DOMParser().parseFromString(await answer.text(), "text/html");
     const opened = [...document.querySelectorAll("details[open][id]")].map((details) => details.id);
+    const focused = document.activeElement?.id;
     for (const plot of document.querySelectorAll(".plot")) Plotly.purge(plot);
     for (const part of [".threads", ".wrap"]) document.querySelector(part).replaceWith(next.querySelector(part));
     for (const id of opened) document.getElementById(id)?.setAttribute("open", "");
     document.title = next.title;
-    document.getElementById("figure-data").textContent = next.getElementById("figure-data").textContent;
+    if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
+    const data = document.getElementById("figure-data"); // only pages that draw with a script have it
+    if (data) data.textContent = next.getElementById("figure-data").textContent;
     document.body.dataset.revision = revision;
     dispatchEvent(new Event("heddle-content"));
   };

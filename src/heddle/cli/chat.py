@@ -1,0 +1,243 @@
+"""`heddle chat`: talk to a trained model, or write on with it, in the terminal or on a page."""
+
+import contextlib
+import math
+import signal
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from heddle.cli.options import Device, Kernel, PartFile, Precision, Quiet, Threads, dtype_of, open_session
+from heddle.cli.serve import check_installed, load_any
+from heddle.errors import ConfigError, DataError
+from heddle.progress import print_status, print_text, print_warning
+from heddle.signals import Interrupted
+
+if TYPE_CHECKING:
+    from heddle.serving.conversation import Conversation, Reply, SamplingSettings
+    from heddle.serving.engine import Engine
+    from heddle.serving.requests import RequestReader
+
+MAX_MODELS = 2
+COMMANDS = """\
+/temperature X   0 is greedy
+/top-p X         sample from the most likely tokens with this probability
+/max-tokens N    most tokens of an answer
+/seed N          the same answers again; /seed alone: others each time
+/stop TEXT       an answer ends before it; /stop alone: none
+/tokens          the last answer's tokens, their probabilities, and what else was likely
+/state           bytes of the state, at the length of the text and beyond
+/undo            forget the last answer and what it answered
+/reset           forget everything
+/quit            end; so does Ctrl-D, and Ctrl-C stops an answer
+A line that begins with // is a text that begins with /."""
+
+
+def chat(  # noqa: PLR0913 - one parameter per option
+    models: Annotated[
+        list[Path], typer.Argument(metavar="RUN [RUN2]", help="A run, a model's folder, or one of transformers.")
+    ],
+    page: Annotated[bool, typer.Option("--page", help="On a page in the browser, instead of the terminal.")] = False,
+    port: Annotated[int, typer.Option("--port", metavar="N", help="Port of the page; 0 is any free one.")] = 0,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    device: Device = "auto",
+    precision: Precision = "fp32",
+    threads: Threads = None,
+    kernel: Kernel = None,
+    part: PartFile = None,
+    quiet: Quiet = False,
+) -> None:
+    """Talk to a model, or write on with it; two models answer side by side.
+
+    A model with a chat template answers messages; any other one continues the text. /help lists the commands.
+    """
+    if len(models) > MAX_MODELS:
+        raise ConfigError(f"{models[MAX_MODELS]}: one or two models can answer; leave the others out")
+    if not page and (open_page or port):
+        raise ConfigError(f"{'--open' if open_page else '--port'}: is for the page; give --page, too")
+    if page:
+        check_installed()
+    with ExitStack() as stack:
+        runtime = open_session(stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet)
+        from heddle.serving.engine import Engine
+        from heddle.serving.limits import ServerLimits
+        from heddle.serving.requests import RequestReader
+
+        limits, pairs = ServerLimits(seconds=3600), []
+        names = [folder.resolve().name for folder in models]
+        for folder, name in zip(models, names, strict=True):
+            decoder, tokenizer = load_any(folder, dtype_of(precision), runtime.device)
+            reader = RequestReader(tokenizer, str(folder) if names.count(name) > 1 else name, limits)
+            pairs.append((stack.enter_context(Engine(decoder, tokenizer, limits)), reader))
+        if page:
+            _serve_page(pairs, port, open_page)
+        else:
+            from heddle.serving.conversation import Conversation, SamplingSettings
+
+            Terminal([Conversation(*pair) for pair in pairs], SamplingSettings()).run()
+
+
+def _serve_page(pairs: "list[tuple[Engine, RequestReader]]", port: int, open_page: bool) -> None:
+    import webbrowser
+
+    from heddle.cli.serve import page_of
+    from heddle.serving.access import Access
+    from heddle.serving.app import Application
+    from heddle.serving.chat_page import add_chat_page
+    from heddle.serving.server import host_names, listen, run_server
+
+    with listen("127.0.0.1", port) as listener:
+        used_port = listener.getsockname()[1]
+        access = Access(host_names("127.0.0.1", used_port))
+        first, *others = (Application(engine, reader, access) for engine, reader in pairs)
+        add_chat_page(first, page_of(pairs), others)
+        address = f"http://127.0.0.1:{used_port}/"
+        print_text(address)
+        print_status("chat: Ctrl-C ends the page")
+        if open_page:
+            webbrowser.open(address)
+        run_server(first, listener)
+
+
+class Terminal:
+    """Reads lines, answers them, and follows commands."""
+
+    def __init__(self, conversations: "list[Conversation]", settings: "SamplingSettings") -> None:
+        self.conversations, self.settings = conversations, settings
+
+    def run(self) -> None:
+        """Until the end of the input, or /quit."""
+        names = " and ".join(conversation.reader.name for conversation in self.conversations)
+        does = "answers messages" if self.conversations[0].is_chat else "continues your text"
+        print_status(f"chat: {names} {does}; /help lists the commands")
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - gives input() a history and editing
+
+        while (line := _read_line()) is not None:
+            if line.startswith("/") and not line.startswith("//"):
+                name, _, value = line[1:].partition(" ")
+                if name in ("quit", "exit"):
+                    return
+                self.command(name, value.strip())
+            else:
+                self.answer(line.removeprefix("/") if line.startswith("//") else line)
+
+    def answer(self, text: str) -> None:
+        """Let every model answer; Ctrl-C ends the answer that is being written."""
+        from heddle.serving.requests import RequestError
+
+        for conversation in self.conversations:
+            if len(self.conversations) > 1:
+                print_text(f"--- {conversation.reader.name}")
+            try:
+                conversation.answer(text, self.settings, lambda piece: print_text(piece, end=""))
+                print_text("")
+            except RequestError as error:
+                print_text("")
+                print_warning(str(error))
+            except Interrupted as interrupted:
+                if interrupted.exit_code != 128 + signal.SIGINT:
+                    raise
+                print_text("")
+                print_status("chat: the answer was stopped and is forgotten; Ctrl-D ends the chat")
+
+    def command(self, name: str, value: str) -> None:
+        """One command."""
+        if name == "help":
+            print_text(f"{COMMANDS}\nnow: {self._shown_settings()}")
+        elif name in ("temperature", "top-p", "max-tokens", "seed", "stop"):
+            self._set(name, value)
+        elif name == "undo":
+            is_undone = [conversation.undo() for conversation in self.conversations]
+            print_status("chat: the last answer is forgotten" if any(is_undone) else "chat: there is no answer yet")
+        elif name == "reset":
+            for conversation in self.conversations:
+                while conversation.undo():
+                    pass
+            print_status("chat: everything is forgotten")
+        elif name in ("tokens", "state"):
+            for conversation in self.conversations:
+                _print_tokens(conversation) if name == "tokens" else _print_state(conversation)
+        else:
+            print_warning(f"/{name}: is no command; /help lists them")
+
+    def _set(self, name: str, value: str) -> None:
+        """Change a setting, if the models take it."""
+        from heddle.serving.requests import RequestError
+
+        try:
+            if name == "stop":
+                changed = replace(self.settings, stop=(value,) if value else ())
+            elif name == "seed":
+                changed = replace(self.settings, seed=int(value) if value else None)
+            elif name == "max-tokens":
+                changed = replace(self.settings, max_tokens=int(value))
+            elif name == "top-p":
+                changed = replace(self.settings, top_p=float(value))
+            else:
+                changed = replace(self.settings, temperature=float(value))
+            for conversation in self.conversations:
+                conversation.check(changed)
+        except ValueError:
+            print_warning(f"/{name} {value}: must be a number")
+        except RequestError as error:
+            print_warning(f"/{name} {value}: {error}")
+        else:
+            self.settings = changed
+            print_status(f"chat: {self._shown_settings()}")
+
+    def _shown_settings(self) -> str:
+        seed = "none" if self.settings.seed is None else self.settings.seed
+        stop = repr(self.settings.stop[0]) if self.settings.stop else "none"
+        return (
+            f"temperature {self.settings.temperature:g}, top-p {self.settings.top_p:g}, "
+            f"max-tokens {self.settings.max_tokens}, seed {seed}, stop {stop}"
+        )
+
+
+def _read_line() -> str | None:
+    """The next line; None at the end of the input."""
+    try:
+        return input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
+    except EOFError:
+        return None
+    except UnicodeDecodeError:
+        raise DataError("standard input: is not UTF-8 text") from None
+
+
+def _last_reply(conversation: "Conversation") -> "Reply | None":
+    if conversation.last_reply is None:
+        print_status(f"chat: {conversation.reader.name} has not answered yet")
+    return conversation.last_reply
+
+
+def _print_tokens(conversation: "Conversation") -> None:
+    reply, tokenizer = _last_reply(conversation), conversation.reader.tokenizer
+    if reply is None:
+        return
+    if not reply.scores:
+        print_status("chat: this device decodes by recorded steps, which give no probabilities")
+    for score in reply.scores:
+        others = ", ".join(
+            f"{tokenizer.decode([token])!r} {math.exp(value):.1%}" for token, value in score.alternatives
+        )
+        print_text(f"{math.exp(score.log_probability):7.1%}  {tokenizer.decode([score.token])!r:16}  of {others}")
+
+
+def _print_state(conversation: "Conversation") -> None:
+    from heddle.progress import format_amount
+    from heddle.serving.model_view import ModelView
+
+    reply = conversation.last_reply
+    lengths = [*([reply.tokens] if reply else []), 512, 4096, 32768]
+    sizes = ModelView(conversation.engine.model).state_bytes(lengths)
+    print_text(
+        f"{conversation.reader.name}: "
+        + ", ".join(
+            f"{format_amount(size, 'bytes')} at {length:,} tokens" for length, size in zip(lengths, sizes, strict=True)
+        )
+    )
