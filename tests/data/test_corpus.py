@@ -17,7 +17,7 @@ from heddle.data import corpus_encoder
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import CorpusLoader
 from heddle.errors import DataError
-from heddle.tokenization import DEFAULT_VOCAB_SIZE
+from heddle.tokenization import DEFAULT_VOCAB_SIZE, fast_encoder
 from heddle.tokenization.distinct_words import distinct_word_bytes
 from heddle.tokenization.tokenizer import Tokenizer
 
@@ -292,3 +292,30 @@ def test_one_long_line_needs_little_memory(tmp_path: Path) -> None:
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         peaks.append(int(result.stdout) * 1024)
     assert peaks[1] - peaks[0] < 20 * 10**6
+
+
+def test_a_script_of_many_characters_is_suggested_a_larger_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("heddle.data.corpus.DEFAULT_VOCAB_SIZE", 300)
+    draw = random.Random(0)
+    chinese = "".join(chr(0x4E00 + draw.randrange(3000)) for _ in range(6000))
+    for name, text in (("chinese", chinese), ("english", "The weaver lifts a thread. " * 300)):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        result = prepare_corpus([str(tmp_path / name)], vocab_size=300, max_train_tokens=None)
+        assert result.bytes_per_character == len(text.encode()) / len(text)
+        printed = capsys.readouterr().err
+        assert ("tokens a character with a vocabulary of 300;" in printed) == (name == "chinese")
+
+
+def test_a_long_encoding_names_the_library_that_is_faster(
+    texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(corpus_encoder, "_HINT_BYTES", 1000)
+    fast = make_corpus(texts, cache / "fast")
+    assert "gigatoken" not in capsys.readouterr().err
+    monkeypatch.setattr(fast_encoder, "_gigatoken", lambda: None)
+    slow = make_corpus(texts, cache / "slow")
+    assert "pip install 'heddle-lm[data]'" in capsys.readouterr().err
+    assert slow.hash == fast.hash
+    np.testing.assert_array_equal(slow.train[0].read(0, len(slow.train[0])), fast.train[0].read(0, len(fast.train[0])))

@@ -166,10 +166,10 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("hf:@/none", "data hf:@/none does not exist: give a folder or file on this disk; nothing is downloaded"),
+        ("hf:@/none", "data hf:@/none does not exist: give a folder or file on this disk, or OWNER/NAME of the hub"),
         ("hf:", "data hf:. does not exist|data hf: does not exist"),
-        ("hf:wikitext", "data hf:wikitext does not exist"),
-        ("hf:@/one,txt=body", "has no option 'txt=body'; choices: text=COLUMN, split=NAME"),
+        ("hf:wikitext/raw/train", "data hf:wikitext/raw/train does not exist"),
+        ("hf:@/one,txt=body", "has no option 'txt=body'; choices: text=COLUMN, split=NAME, rows=N"),
         ("hf:@/one,text=", "has no option 'text='"),
         ("hf:@/one,text=a,text=b", "gives text twice"),
         ("hf:@/one,text=titel", r"data file @/one/data-00000-of-00003.arrow has no column 'titel': name one with "

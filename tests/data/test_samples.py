@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heddle.data.samples import Batch, CorpusLoader, check_token_count, evaluation_windows, feistel_permute
+from heddle.data.samples import (
+    Batch,
+    CorpusLoader,
+    check_token_count,
+    epoch_shuffle,
+    evaluation_windows,
+    feistel_permute,
+)
 from heddle.data.token_file import TokenFile, write_token_file
 from heddle.errors import DataError
 
@@ -77,6 +84,13 @@ def test_orders_differ_and_spread_evenly(size: int) -> None:
         assert len({tuple(order) for order in orders.tolist()}) > 395
         neighbors = np.abs(np.diff(orders, axis=1)) == 1
         assert neighbors.mean() < 3 * 2 / size
+
+
+def test_every_epoch_has_another_order() -> None:
+    orders = epoch_shuffle(np.arange(3 * 50), 50, (0, 0)).reshape(3, 50)
+    assert len({tuple(order) for order in orders.tolist()}) == 3
+    assert all(sorted(order) == list(range(50)) for order in orders.tolist())
+    assert not np.array_equal(orders[0], epoch_shuffle(np.arange(50), 50, (0, 1)))
 
 
 def test_the_order_never_changes() -> None:

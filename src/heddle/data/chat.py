@@ -16,7 +16,8 @@ import numpy as np
 
 from heddle import progress
 from heddle.data.chat_format import ASSISTANT, ROLES, ChatFormat, TokenizedConversation
-from heddle.data.documents import UnreadableError, read_json_lines
+from heddle.data.compressed import UnreadableError
+from heddle.data.documents import read_json_lines
 from heddle.data.samples import Batch, epoch_shuffle
 from heddle.data.sources import is_in_validation
 from heddle.errors import DataError, describe_path

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from heddle.data.documents import UnreadableError
+from heddle.data.compressed import UnreadableError
 from heddle.progress import printable
 from heddle.tokenization.tokenizer import Tokenizer
 

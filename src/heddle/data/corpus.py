@@ -16,13 +16,18 @@ from heddle.data.split import TRAIN, SourceSplit, split_source
 from heddle.data.token_file import TokenFile
 from heddle.errors import DataError
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
+from heddle.tokenization.backend import MAX_RUN_LENGTH
 from heddle.tokenization.distinct_words import distinct_word_bytes
-from heddle.tokenization.tokenizer import MAX_RUN_LENGTH, MIN_VOCAB_SIZE, Tokenizer
+from heddle.tokenization.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 
 # BPE trains on at most this much of the training split, evenly over its documents, and by weight over the sources.
 TOKENIZER_TRAINING_BYTES = 16 * 1024 * 1024
 # BPE trains on at most this many bytes of distinct words, which limits its memory to about 300 MB in any script.
 TOKENIZER_DISTINCT_WORD_BYTES = 3 * 1024 * 1024
+# A text with so many bytes and tokens for each character is suggested a larger vocabulary.
+MANY_BYTES_PER_CHARACTER = 1.5
+MANY_TOKENS_PER_CHARACTER = 0.75
+SUGGESTED_VOCAB_SIZE = 16_384
 _MAX_LISTED_FILES = 1000
 _BUDGET_SLACK = 65536
 
@@ -42,6 +47,12 @@ class Corpus:
     hash: str
     name: str
     report: dict[str, Any]
+
+    @property
+    def bytes_per_character(self) -> float:
+        """Bytes of UTF-8 for each character, over all sources."""
+        sources = self.report["sources"]
+        return float(sum(source["bytes"] for source in sources) / sum(source["characters"] for source in sources))
 
 
 def prepare_corpus(
@@ -67,7 +78,7 @@ def prepare_corpus(
     elif vocab_size is not None and vocab_size < MIN_VOCAB_SIZE:
         Tokenizer.train([], vocab_size)  # raises DataError, before anything is read
     cache = DataCache(cache_folder)
-    scanned, weights = _scan_sources(sources)
+    scanned, weights = _scan_sources(sources, cache)
     splits = [split_source(source) for source in scanned]
     corpus_tokenizer = loaded_tokenizer or _train_tokenizer(cache, splits, weights, vocab_size or DEFAULT_VOCAB_SIZE)
     encoder = CorpusEncoder(cache, corpus_tokenizer)
@@ -92,6 +103,8 @@ def prepare_corpus(
     )
     corpus.report.update(_report(corpus, splits))
     _announce(corpus, scanned)
+    if loaded_tokenizer is None:
+        _suggest_vocab_size(corpus)
     return corpus
 
 
@@ -107,8 +120,8 @@ def check_tokenizer_fits(tokenizer: Tokenizer, vocab_size: int | None) -> None:
         )
 
 
-def _scan_sources(arguments: Sequence[str]) -> tuple[list[ScannedSource], list[float]]:
-    sources = [parse_source(argument) for argument in arguments]
+def _scan_sources(arguments: Sequence[str], cache: DataCache) -> tuple[list[ScannedSource], list[float]]:
+    sources = [parse_source(argument, cache) for argument in arguments]
     with progress.progress_bar("reading", sum(source.size for source, _ in sources), "bytes") as bar:
         return [source.scan(bar.advance) for source, _ in sources], [weight for _, weight in sources]
 
@@ -163,6 +176,7 @@ def _report(corpus: Corpus, splits: Sequence[SourceSplit]) -> dict[str, Any]:
                 "weight": corpus.weights[index],
                 "files": source.files,
                 "bytes": source.counts.bytes,
+                "characters": source.counts.characters,
                 "documents": source.counts.documents,
                 "split": split.method,
                 "train": {
@@ -189,6 +203,21 @@ def _report(corpus: Corpus, splits: Sequence[SourceSplit]) -> dict[str, Any]:
             "tokens": len(validation),
         },
     }
+
+
+def _suggest_vocab_size(corpus: Corpus) -> None:
+    """Say where a script with many characters, such as Chinese, is cut into almost as many tokens as characters."""
+    text_bytes, size = sum(file.text_bytes for file in corpus.train), corpus.tokenizer.vocab_size
+    tokens_per_character = sum(map(len, corpus.train)) * corpus.bytes_per_character / text_bytes
+    if (
+        corpus.bytes_per_character >= MANY_BYTES_PER_CHARACTER
+        and tokens_per_character > MANY_TOKENS_PER_CHARACTER
+        and DEFAULT_VOCAB_SIZE <= size < SUGGESTED_VOCAB_SIZE
+    ):
+        progress.print_status(
+            f"corpus {corpus.name}: {tokens_per_character:.2f} tokens a character with a vocabulary of {size:,}; "
+            f"this script has more characters than that serves: try vocab_size {SUGGESTED_VOCAB_SIZE:,}"
+        )
 
 
 def _announce(corpus: Corpus, scanned: Sequence[ScannedSource]) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from heddle.errors import describe_path
+from heddle.data.compressed import UnreadableError, open_text, text_suffix
+from heddle.data.warc import WARC_SUFFIXES, read_warc_texts
 
 # A document is at most this many bytes of UTF-8.
 MAX_DOCUMENT_BYTES = 64 * 1024
@@ -21,32 +22,25 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TO_LAST_BLANK_LINE = re.compile(rb".*\n[ \t\r]*\n", re.DOTALL)
 
 
-class UnreadableError(Exception):
-    """Why a file cannot be used. The text completes a sentence that begins with the file's name."""
-
-
 def read_documents(path: Path, field: str = "text") -> Iterator[str]:
     """Yield the documents of one file, in order; from a `.jsonl` file, the `field` of each line.
+
+    From a WARC file, each record of plain text. The name of a compressed file goes on with `.gz` or `.zst`.
 
     A file of at most 64 KB is one document. A longer file is split into documents of at most 64 KB: after the last
     blank line that fits, else the last line end, else the last space, else between two characters. Joined, the
     documents are the exact text of the file, without a byte order mark and without documents of white space alone.
     Raises UnreadableError.
     """
-    try:
-        check_is_file(path)
-        with open(path, "rb") as file:
-            is_json = path.suffix.lower() == ".jsonl"
-            yield from _json_documents(file, field) if is_json else _text_documents(file)
-    except OSError as error:
-        raise UnreadableError(f"cannot be read ({error.strerror or error}): make it readable") from error
-
-
-def check_is_file(path: Path) -> None:
-    """Raise UnreadableError for a pipe, a device or anything else that is no file: reading it might wait for ever."""
-    what = describe_path(path)
-    if what != "is a file":
-        raise UnreadableError(f"{what}: give a file")
+    suffix = text_suffix(path)
+    with open_text(path) as file:
+        if suffix == ".jsonl":
+            yield from _json_documents(file, field)
+        elif suffix in WARC_SUFFIXES:
+            for text in read_warc_texts(file):
+                yield from documents_from_bytes(text)
+        else:
+            yield from _text_documents(file)
 
 
 def split_documents(blocks: Iterable[bytes]) -> Iterator[bytes]:

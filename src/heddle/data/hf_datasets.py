@@ -1,7 +1,7 @@
 """`hf:PATH,text=COLUMN,split=NAME`: the text column of a data set on this disk, read a batch of rows at a time.
 
 PATH is a folder that `datasets` saved (`save_to_disk`), a .parquet, .arrow or .jsonl file, or a folder of such files.
-Nothing is downloaded, and no code of a data set is run.
+No code of a data set is run. What is not on this disk is a name of the hub (`heddle.data.hub`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from heddle.data.documents import UnreadableError, check_is_file, documents_from_bytes, read_documents
+from heddle.data.compressed import UnreadableError, check_is_file, import_pyarrow, text_suffix
+from heddle.data.documents import documents_from_bytes, read_documents
 from heddle.errors import DataError, describe_path
 from heddle.progress import printable
 
 HF_PREFIX = "hf:"
+OPTIONS = ("text", "split", "rows")
 ARROW_SUFFIXES = (".arrow", ".feather", ".ipc")
 DATASET_SUFFIXES = (".parquet", *ARROW_SUFFIXES, ".jsonl")
 # A file belongs to a split if one of these words is in its path.
@@ -51,22 +53,30 @@ def is_hf_argument(argument: str) -> bool:
     return argument.startswith(HF_PREFIX)
 
 
-def parse_hf_argument(argument: str) -> HFDataset:
-    """Parse `hf:PATH,text=COLUMN,split=NAME`. Raises DataError for another option, or one given twice."""
+def split_options(argument: str) -> tuple[str, dict[str, str]]:
+    """Cut the options `,name=value` off an argument without its `hf:`. Raises DataError for one that is unknown."""
     path_text, options = argument.removeprefix(HF_PREFIX), dict[str, str]()
     while match := _OPTION.fullmatch(path_text):
         path_text, key, value = match["rest"], match["key"], match["value"]
-        if key not in ("text", "split") or not value:
+        if key not in OPTIONS or not value:
             raise DataError(
-                f"data {printable(argument)}: has no option '{key}={value}'; choices: text=COLUMN, split=NAME"
+                f"data {printable(argument)}: has no option '{key}={value}'; choices: text=COLUMN, split=NAME, rows=N"
             )
         if key in options:
             raise DataError(f"data {printable(argument)}: gives {key} twice; keep one")
         options[key] = value
+    return path_text, options
+
+
+def parse_hf_argument(argument: str) -> HFDataset:
+    """Parse `hf:PATH,text=COLUMN,split=NAME` of this disk. Raises DataError for a path that is not there."""
+    path_text, options = split_options(argument)
     dataset = HFDataset(Path(path_text), options.get("text", "text"), options.get("split"))
     what = describe_path(dataset.path) if path_text else "does not exist"
     if what not in ("is a file", "is a folder"):
-        raise DataError(f"{dataset.display_name} {what}: give a folder or file on this disk; nothing is downloaded.")
+        raise DataError(f"{dataset.display_name} {what}: give a folder or file on this disk, or OWNER/NAME of the hub.")
+    if "rows" in options:
+        raise DataError(f"{dataset.display_name} is on this disk: rows is for data sets of the hub; leave it out.")
     return dataset
 
 
@@ -74,7 +84,7 @@ def list_dataset_files(dataset: HFDataset) -> list[Path]:
     """The files of the split, in order. Raises DataError, naming the existing splits, where it is missing."""
     path = dataset.path
     if path.is_file():
-        if path.suffix.lower() not in DATASET_SUFFIXES:
+        if text_suffix(path) not in DATASET_SUFFIXES:
             raise DataError(
                 f"{dataset.display_name} is not a {', '.join(DATASET_SUFFIXES)} file: "
                 "give one, or a folder of such files."
@@ -92,16 +102,24 @@ def list_dataset_files(dataset: HFDataset) -> list[Path]:
     return _folder_files(dataset)
 
 
+def read_any_text(path: Path) -> Iterator[str]:
+    """Yield the documents of any file of text: of a Parquet or Arrow file its column `text`."""
+    if path.suffix.lower() in (".parquet", *ARROW_SUFFIXES):
+        yield from read_column(path, "text")
+    else:
+        yield from read_documents(path)
+
+
 def read_column(path: Path, column: str) -> Iterator[str]:
     """Yield the documents of one column: each row's text, split as `read_documents` splits files; nulls are skipped.
 
-    Raises UnreadableError, naming the existing columns where this one is missing, and DataError without pyarrow.
+    Raises UnreadableError, naming the existing columns where this one is missing.
     """
     suffix = path.suffix.lower()
-    if suffix == ".jsonl":
+    if text_suffix(path) == ".jsonl":
         yield from read_documents(path, column)
         return
-    pyarrow = _import_pyarrow(path)
+    pyarrow = import_pyarrow()
     check_is_file(path)
     try:
         batches = _read_parquet(path, column) if suffix == ".parquet" else _read_arrow(pyarrow, path, column)
@@ -162,16 +180,6 @@ def _check_column(schema: Any, column: str) -> int:
     return int(index)
 
 
-def _import_pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise DataError(
-            f"data file {printable(str(path))} needs pyarrow to be read: pip install 'heddle-lm[data]'."
-        ) from error
-    return pyarrow
-
-
 def _saved_dataset_files(dataset: HFDataset, folder: Path) -> list[Path]:
     """The files of a data set saved with `save_to_disk`, in its order."""
     state_file = folder / "state.json"
@@ -204,7 +212,7 @@ def _folder_files(dataset: HFDataset) -> list[Path]:
             )
     else:
         _check_split(dataset, [])
-    formats = sorted({"arrow" if path.suffix.lower() in ARROW_SUFFIXES else path.suffix.lower() for path in files})
+    formats = sorted({"arrow" if path.suffix.lower() in ARROW_SUFFIXES else text_suffix(path) for path in files})
     if not files:
         raise DataError(
             f"{dataset.display_name} holds no {', '.join(DATASET_SUFFIXES)} file: give the folder of a saved data set."
@@ -223,7 +231,9 @@ def _walk_files(dataset: HFDataset) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(dataset.path, onerror=unreadable):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         yield from (
-            Path(folder, name) for name in names if not name.startswith(".") and name.lower().endswith(DATASET_SUFFIXES)
+            Path(folder, name)
+            for name in names
+            if not name.startswith(".") and text_suffix(Path(name)) in DATASET_SUFFIXES
         )
 
 

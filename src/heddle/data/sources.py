@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from heddle.data import hf_datasets
-from heddle.data.documents import UnreadableError, read_documents
+from heddle.data import hf_datasets, hub
+from heddle.data.cache import DataCache
+from heddle.data.compressed import UnreadableError, text_suffix
 from heddle.data.recall import is_recall_argument
 from heddle.errors import DataError, describe_path
 from heddle.progress import printable
@@ -25,7 +26,7 @@ TEXT_SUFFIXES = frozenset(
     .cu .cuh .m .mm .cs .java .kt .kts .scala .go .rs .swift .js .jsx .mjs .ts .tsx .rb .php .pl .pm .lua .r
     .jl .hs .ml .mli .fs .clj .ex .exs .erl .elm .lisp .el .scm .sh .bash .zsh .fish .ps1 .sql .html .htm
     .css .scss .xml .yaml .yml .toml .ini .cfg .json .csv .tsv .proto .cmake .f .f90 .f95 .zig .nim .dart .v
-    .sv .vhd .s .asm .srt .vtt .po .log
+    .sv .vhd .s .asm .srt .vtt .po .log .parquet .warc .wet
     """.split()  # noqa: SIM905
 )
 _IGNORED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
@@ -114,7 +115,7 @@ class TextFile:
     path: Path
     display_name: str
     required: bool
-    read: Callable[[Path], Iterator[str]] = read_documents
+    read: Callable[[Path], Iterator[str]] = hf_datasets.read_any_text
 
 
 @dataclass(frozen=True)
@@ -168,10 +169,10 @@ class FileSource:
         )
 
 
-def parse_source(argument: str) -> tuple[TextSource, float]:
+def parse_source(argument: str, cache: DataCache | None = None) -> tuple[TextSource, float]:
     """Parse a data argument into its source and its weight (1 if none is given).
 
-    The argument is `stdlib` (the source code of the running Python), a data set (`hf:PATH`, see `hf_datasets`), a file,
+    The argument is `stdlib` (the source code of this Python), a data set (`hf:PATH` or `hf:NAME`, see `hub`), a file,
     or a folder. A folder is searched recursively; hidden files, linked folders, `__pycache__`, installed packages and
     files without a text suffix are ignored. Each may end in `@WEIGHT`, such as `books@3`: a positive number with at
     most three decimals. An existing file or folder whose name ends like that is not split. Write `./stdlib` for a
@@ -189,7 +190,7 @@ def parse_source(argument: str) -> tuple[TextSource, float]:
     if argument == "stdlib":
         return _standard_library_source(), weight
     if hf_datasets.is_hf_argument(argument):
-        return _hf_source(argument), weight
+        return _hf_source(argument, cache), weight
     if argument.startswith("chat:"):
         raise DataError(f"data {printable(argument)} is conversations, not text: train on them without other data.")
     if is_recall_argument(argument):
@@ -210,7 +211,10 @@ def parse_source(argument: str) -> tuple[TextSource, float]:
     return FileSource(name, (TextFile(path, display_name, required=True),)), weight
 
 
-def _hf_source(argument: str) -> FileSource:
+def _hf_source(argument: str, cache: DataCache | None) -> FileSource:
+    if (on_hub := hub.parse_hub_argument(argument)) is not None:
+        rows = hub.download_rows(on_hub, cache or DataCache(None))
+        return FileSource(on_hub.name, tuple(TextFile(path, on_hub.name, required=True) for path in rows))
     dataset = hf_datasets.parse_hf_argument(argument)
     read = partial(hf_datasets.read_column, column=dataset.column)
     paths = hf_datasets.list_dataset_files(dataset)
@@ -240,7 +244,7 @@ def _folder_source(root: Path, name: str, suffixes: frozenset[str]) -> FileSourc
         subfolders[:] = [n for n in subfolders if n not in _IGNORED_FOLDERS and not n.startswith(".")]
         for file_name in names:
             path = Path(folder, file_name)
-            if file_name.startswith(".") or path.suffix.lower() not in suffixes:
+            if file_name.startswith(".") or text_suffix(path) not in suffixes:
                 ignored_files += 1
                 continue
             relative = path.relative_to(root).as_posix()

@@ -5,16 +5,43 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
+from torch.nn.functional import adaptive_max_pool2d
 
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
+from heddle.notebook import Image, gray_image, html_table
 from heddle.numerics.attention.observer import Observation, observing_attention
 from heddle.parts.context.layout import Layout
+
+_MAX_SHOWN = 8  # heads of a layer, in a notebook
+_MAX_PIXELS = 96
+
+
+class AttentionWeights(list[Tensor | None]):
+    """The weights of each layer, [B, H, T, S] or None. In a notebook: those of the first row, as images."""
+
+    def _repr_html_(self) -> str:
+        rows = [(index, *_shown(index, weights)) for index, weights in enumerate(self)]
+        return html_table(("layer", "heads", "weights, dark: 1"), rows, "attention weights of the first row")
+
+
+def _shown(index: int, weights: Tensor | None) -> tuple[str, Image]:
+    if weights is None:
+        return "none", Image()
+    heads = weights[0, :_MAX_SHOWN].float()
+    pixels = (min(heads.shape[1], _MAX_PIXELS), min(heads.shape[2], _MAX_PIXELS))
+    codes = (255 - adaptive_max_pool2d(heads.abs(), pixels).clamp(0, 1) * 255).round().to("cpu", torch.uint8)
+    images = (
+        gray_image([bytes(row) for row in head.tolist()], f"layer {index}, head {number}")
+        for number, head in enumerate(codes)
+    )
+    count = weights.shape[1]
+    return f"{count}" if count <= _MAX_SHOWN else f"{_MAX_SHOWN} of {count}", Image("".join(images))
 
 
 def attention_weights(
     model: Decoder, tokens: Tensor, layout: Layout | None = None, implied: bool = False
-) -> list[Tensor | None]:
+) -> AttentionWeights:
     """Return the attention weights [B, H, T, S] of each layer for tokens int64 [B, T]; None for a layer without any.
 
     Weights are in at least float32, before dropout. Each row sums to 1, or to less with a sink; rows of padding are
@@ -23,7 +50,7 @@ def attention_weights(
     its convolution) in each output (before its norm and gate): these rows need not sum to 1 and may be negative. The
     heads of two mixers in one layer are concatenated. Raises ConfigError if these two read different lengths.
     """
-    weights: list[Tensor | None] = [None] * len(model.layers)
+    weights = AttentionWeights([None] * len(model.layers))
 
     def on_weights(index: int, observation: Observation) -> None:
         weights[index] = observation.weights

@@ -9,8 +9,9 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from heddle.config import Config, DesignError, PositiveFloat, PositiveInt, Probability, Width, refuse
+from heddle.config import Config, DesignError, PositiveFloat, PositiveInt, Probability, Width, is_kind, refuse
 from heddle.model.limits import MAX_DISTINCT_LAYERS, too_many_layers
+from heddle.notebook import html_table
 from heddle.parts.context.build import BuildContext
 from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.mixers import MixerConfig
@@ -140,6 +141,17 @@ class ModelConfig(Config):
         except DesignError as error:
             refuse(f"residual.{error.path}", error.reason)
 
+    def _repr_html_(self) -> str:
+        rows = [
+            (layer.count, *("none" if part is None else describe(part.dump()) for part in parts))
+            for layer in self.distinct_layers
+            for parts in [(layer.config.mixer, layer.config.feedforward)]
+        ]
+        vocab_size = "that of the data" if self.vocab_size is None else f"{self.vocab_size:,}"
+        caption = f"width {self.width:,}, vocabulary {vocab_size}, {self.depth} layers"
+        caption += f", norm {describe(self.norm.dump())}, residual {describe(self.residual.dump())}"
+        return html_table(("layers", "mixer", "feed-forward"), rows, caption)
+
     @cached_property
     def depth(self) -> int:
         """The number of layers, repeats counted."""
@@ -197,3 +209,15 @@ class ModelConfig(Config):
         """Yield each single layer from the bottom up, with the path of its entry."""
         for index, layer in enumerate(self.layers):
             yield from layer.expand(f"layers[{index}]")
+
+
+def describe(data: dict[str, object]) -> str:
+    """Return a part as a short phrase: `attention heads=4 kv_heads=2 position=rope`. Omits fields that are off."""
+    words = [str(data["kind"])]
+    for name, value in data.items():
+        if name == "kind" or value is False or value == 0.0:
+            continue
+        if isinstance(value, dict):
+            value = f"({describe(value)})" if is_kind(MixerConfig.slot, value["kind"]) else value["kind"]
+        words.append(name if value is True else f"{name}={value}")
+    return " ".join(words)

@@ -1,6 +1,7 @@
 """The embedding (tokens -> vectors) and the head (hidden states -> logits) of a model."""
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,7 @@ class Head(SelfInitialized):
         self.weight = weight
         self.bias = nn.Parameter(torch.empty(weight.shape[0])) if config.bias else None
         self.tied, self.scale, self.softcap = config.tied, config.resolved().scale, config.softcap
+        self.projection: nn.Module | None = None  # computes the logits instead of `weight`, as a quantized head does
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Draw an untied weight from normal(0, std) and set the bias to zero."""
@@ -82,8 +84,11 @@ class Head(SelfInitialized):
     @property
     def output_head(self) -> OutputHead:
         """The weights and options that the loss needs."""
-        return OutputHead(self.weight, self.bias, self.scale, self.softcap)
+        weight = self.weight if self.projection is None else cast(Tensor, self.projection.weight)
+        return OutputHead(weight, self.bias, self.scale, self.softcap)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., width] -> [..., vocab_size]."""
-        return scale_and_cap(linear(hidden, self.weight, self.bias), self.scale, self.softcap)
+        projection = self.projection
+        logits = linear(hidden, self.weight, self.bias) if projection is None else projection(hidden)
+        return scale_and_cap(logits, self.scale, self.softcap)

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from heddle.config import is_kind
-from heddle.model.config import ModelConfig
+from heddle.model.config import ModelConfig, describe
 from heddle.model.decoder import Decoder
 from heddle.model.distinct_layers import (
     around_layers,
@@ -25,12 +24,12 @@ from heddle.model.distinct_layers import (
 )
 from heddle.model.limits import refuse_overflow
 from heddle.model.shapes_only import ShapesOnly
+from heddle.notebook import html_table
 from heddle.numerics.dispatch.flop_counter import count_flops
 from heddle.numerics.dispatch.operation import KernelChoice, record_choices
 from heddle.numerics.linear import packed_weights
 from heddle.parts.context.encoder_output import EncoderOutput
 from heddle.parts.context.layout import Layout
-from heddle.parts.mixers import MixerConfig
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,15 @@ class Size:
     layers: tuple[LayerSize, ...]
     encoder_length: int = 0
     encoder: tuple[LayerSize, ...] = ()
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (f"{layer.count} × {layer.mixer}, {layer.feedforward}", layer.parameters, layer.state_bytes)
+            for layer in (*self.encoder, *self.layers)
+        ]
+        total = (f"all, {self.batch} × {self.context_length:,} tokens", self.parameters, self.state_bytes)
+        caption = f"{self.active_parameters:,} active parameters, {self.flops_per_token:,.4g} FLOPs per token"
+        return html_table(("layers", "parameters of each", "state of each, bytes"), [*rows, total], caption)
 
 
 @contextmanager
@@ -261,15 +269,3 @@ def _layer_sizes(model: Decoder, layer_bytes: list[int] | None) -> tuple[LayerSi
         else:
             runs.append(sizes[index])
     return tuple(runs)
-
-
-def describe(data: dict[str, object]) -> str:
-    """Return a part as a short phrase: `attention heads=4 kv_heads=2 position=rope`. Omits fields that are off."""
-    words = [str(data["kind"])]
-    for name, value in data.items():
-        if name == "kind" or value is False or value == 0.0:
-            continue
-        if isinstance(value, dict):
-            value = f"({describe(value)})" if is_kind(MixerConfig.slot, value["kind"]) else value["kind"]
-        words.append(name if value is True else f"{name}={value}")
-    return " ".join(words)

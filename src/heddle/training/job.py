@@ -33,6 +33,7 @@ class TrainingJob:
     init_checkpoint: starts from its weights. lora: trains only adapters. distillation: trains towards a teacher.
     evaluation: how much evaluations read, and whether a solved task ends the training. observer: of the last one.
     ranks: those that share the work, of `heddle.distributed.process_group.join_ranks`. degrees: how they share it.
+    trackers: names of TRACKERS (`heddle.training.trackers`), to which the log's lines are sent.
     async_save: training goes on while a checkpoint is written from a copy in host memory; None: on an accelerator.
     """
 
@@ -51,6 +52,7 @@ class TrainingJob:
     ranks: Ranks = ONE_PROCESS
     degrees: ParallelDegrees = field(default_factory=ParallelDegrees)
     async_save: bool | None = None
+    trackers: tuple[str, ...] = ()
 
     @property
     def autocast(self) -> torch.dtype | None:

@@ -5,7 +5,6 @@ algorithms (`heddle.runtime`). On an accelerator the host queues a step before i
 """
 
 import math
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,18 +35,18 @@ from heddle.training.non_finite import first_non_finite
 from heddle.training.optimizer import Optimizer, build_optimizer
 from heddle.training.prefetch import prepared_batches
 from heddle.training.settings import scheduled_learning_rate
-from heddle.training.smoothed_loss import SmoothedLoss
+from heddle.training.smoothed_loss import RATE_STEPS, SmoothedLoss, step_speed
 from heddle.training.spike_guard import SpikeGuard
 from heddle.training.step import PreparedBatch, accumulate_gradients, apply_gradients, prepare_batch
 from heddle.training.step_log import QueuedStep, finite, log_line, peak_memory, peak_note
 from heddle.training.step_result import BatchResult
+from heddle.training.trackers import open_trackers
 from heddle.training.training_result import TrainingResult
 
 MAX_CONSECUTIVE_SKIPS = 10
 FINAL_EVALUATION_TOKENS = 2**16  # held-out tokens of the evaluation at the end
 INTERIM_EVALUATION_TOKENS = 2**14  # and of an evaluation during training
 _QUEUED_STEPS = 1  # on an accelerator: a step is queued before the one before it is read
-RATE_STEPS = 100  # the rate beside the progress bar is that of the median of the last steps
 
 
 class Diverged(MachineError):
@@ -83,7 +82,8 @@ def train(job: TrainingJob) -> TrainingResult:
         unread = 0 if torch.device(job.device).type in UNPINNED else _QUEUED_STEPS
         guard = SpikeGuard.of_run(settings, job.out)
         saver = stack.enter_context(CheckpointSaver(job.out, job.ranks, job.is_save_async))
-        state = _LoopState(models, optimizer, batch_at, progress, log, stop_request, unread, guard, saver)
+        track = stack.enter_context(open_trackers(job, progress.step + 1))
+        state = _LoopState(models, optimizer, batch_at, progress, log, stop_request, unread, guard, saver, track)
         try:
             tokens_per_second = _train_steps(job, state)
         finally:
@@ -95,6 +95,7 @@ def train(job: TrainingJob) -> TrainingResult:
                 f"{job.out}: after {settings.steps} steps the loss on held-out text is not finite; "
                 f"try a learning rate below {settings.learning_rate:g} in another folder"
             )
+        track({"step": state.progress.step, f"final_{training_data.metric}": ratio_of_sums(scores)})
         return TrainingResult(models.model, scores, state.progress, tokens_per_second)
 
 
@@ -114,10 +115,10 @@ def evaluate(
     if job.ranks.count == 1:
         return job.training_data.evaluate(model, batches, job.autocast, observer)
 
-    def evaluate_part(part: Sequence[Batch]) -> Scores:
-        return job.training_data.evaluate(model, part, job.autocast)
+    def evaluate_part(part: Sequence[Batch], own_observer: TokenObserver | None) -> Scores:
+        return job.training_data.evaluate(model, part, job.autocast, own_observer)
 
-    return scores_on_ranks(model, batches, evaluate_part, job.ranks)
+    return scores_on_ranks(model, batches, evaluate_part, job.ranks, observer)
 
 
 def _until_stopped(batches: Iterable[Batch], stop_request: StopRequest | None, ranks: Ranks) -> Iterator[Batch]:
@@ -139,6 +140,7 @@ class _LoopState:
     max_queued: int  # steps that are queued before the first of them is read
     guard: SpikeGuard
     saver: CheckpointSaver
+    track: Callable[[dict[str, Any]], None]  # sends a line of the log to the job's trackers
     queued: deque[QueuedStep] = field(default_factory=deque)
     last_read: float = 0.0  # when the numbers of the step before were read
     saved_step: int = 0  # that of the last checkpoint
@@ -173,7 +175,8 @@ def _train_steps(job: TrainingJob, state: _LoopState) -> float:
             early_stop.add(line)
             if job.ranks.is_first:
                 state.log.write(line)
-            rate = settings.tokens_per_step / statistics.median(seconds[-RATE_STEPS:])
+                state.track(line)
+            rate = step_speed(settings.tokens_per_step, seconds, RATE_STEPS)
             bar.advance(settings.tokens_per_step, loss.note(line) + peak_note(line), rate)
             _stop_if_diverged(job, state, step)
 
@@ -201,7 +204,7 @@ def _train_steps(job: TrainingJob, state: _LoopState) -> float:
                 state.saver.wait()
             if signal_number and not finished:
                 raise Interrupted(signal_number, f"saved at step {state.saved_step}; the same command continues")
-    return settings.tokens_per_step / statistics.median(seconds) if seconds else math.nan
+    return step_speed(settings.tokens_per_step, seconds) if seconds else math.nan
 
 
 def _queue_step(job: TrainingJob, state: _LoopState, take: Callable[[int], PreparedBatch]) -> QueuedStep:
@@ -259,7 +262,7 @@ def _rewind(job: TrainingJob, state: _LoopState, line: dict[str, Any]) -> None:
     state.queued.clear()
     state.saver.wait()
     state.log.close()
-    state.progress = resume_run(job.out, state.models.model, state.optimizer, state.log)
+    state.progress = resume_run(job.out, state.models.model, state.optimizer, state.log, job.ranks, job.settings.steps)
     state.progress.skipped_batches = first_batch - state.progress.step
     state.guard.read(job.out)
 
