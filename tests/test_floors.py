@@ -18,12 +18,13 @@ ALLOWED: dict[str, set[str]] = {
     "annotations": set(),
     "errors": set(),
     "progress": {"errors"},
+    "notebook": set(),
     "signals": set(),  # what loops and the command line answer
     "config": {"annotations", "errors", "progress"},
     "runtime": {"errors"},  # settings of the whole process: for programs that own it (cli, a worker), decision 2
     "numerics": {"errors"},
     "parts": FLOOR_2,
-    "model": FLOOR_3,
+    "model": FLOOR_3 | {"notebook"},
     "laws": FLOOR_4,
     "tokenization": BASE,
     "storage": FLOOR_4 | {"distributed", "tokenization"},  # decisions 32, 76
@@ -36,7 +37,8 @@ ALLOWED: dict[str, set[str]] = {
     "conversion": FLOOR_4 | {"data", "exchange", "storage", "tokenization", "training"},  # decision 52
     # decisions 1, 9, 52
     "analysis": FLOOR_4
-    | {"conversion", "data", "exchange", "generation", "runtime", "signals", "storage", "tokenization", "training"},
+    | {"conversion", "data", "distributed", "exchange", "generation", "runtime", "signals", "storage", "tokenization"}
+    | {"training"},
     "serving": FLOOR_4 | {"data", "generation", "signals", "tokenization"},
 }
 TOP = {"", "__main__", "cli"}  # heddle itself, `python -m heddle` and the command line may import everything

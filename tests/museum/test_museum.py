@@ -1,27 +1,56 @@
-"""Every bug of the museum has something that kills it: a planted bug that a law catches, or a test."""
+"""Every bug of the museum has something that kills it: a planted bug that a law or a test catches."""
 
+import contextlib
+import io
+
+import pytest
+
+from tests.laws.planting import plant
 from tests.laws.test_planted import BUGS
-from tests.museum.exhibits import EXHIBITS
+from tests.museum.exhibits import CANNOT_EXIST, EXHIBITS
+from tests.museum.mutants import MUTANTS, Mutant
 from tests.source import ROOT
 
+FAST = [mutant for mutant in MUTANTS if not mutant.is_slow]
+SLOW = [mutant for mutant in MUTANTS if mutant.is_slow]
 
-def is_alive(killer: str, planted: set[str]) -> bool:
-    """Whether nothing kills a bug: neither a planted bug of this description nor this test exists."""
-    path, _, function = killer.partition("::")
-    if not path.endswith(".py"):
-        return killer not in planted
-    file = ROOT / path
-    return not file.is_file() or f"def {function}" not in file.read_text(encoding="utf-8")
+
+def killers() -> set[str]:
+    """The descriptions of all planted bugs."""
+    return {bug.description for bug in BUGS} | {mutant.description for mutant in MUTANTS}
+
+
+def run_test(node: str) -> pytest.ExitCode:
+    """Run a test within this process, where a bug is planted; the first failure ends it."""
+    options = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not soak", "--tb=no"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        return pytest.ExitCode(pytest.main([f"{ROOT / node.split('::')[0]}::{node.split('::')[1]}", *options]))
+
+
+def check_killed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, mutant.target, mutant.old, mutant.new)
+    assert run_test(mutant.killer) == pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.mark.parametrize("mutant", FAST, ids=[mutant.description for mutant in FAST])
+def test_a_mutant_is_killed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_killed(mutant, monkeypatch)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mutant", SLOW, ids=[mutant.description for mutant in SLOW])
+def test_a_slow_mutant_is_killed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_killed(mutant, monkeypatch)
 
 
 def test_every_exhibit_has_what_kills_it() -> None:
-    planted = {bug.description for bug in BUGS}
-    assert [row.source for row in EXHIBITS if any(is_alive(killer, planted) for killer in row.killers)] == []
+    planted = killers()
+    assert [row.source for row in EXHIBITS if not row.killers or not planted.issuperset(row.killers)] == []
     assert len({row.source for row in EXHIBITS}) == len(EXHIBITS)
+    assert CANNOT_EXIST.keys().isdisjoint(row.source for row in EXHIBITS)
+    assert len({mutant.description for mutant in MUTANTS}) == len(MUTANTS)
 
 
-def test_a_bug_that_nothing_kills_is_seen() -> None:
-    planted = {bug.description for bug in BUGS}
-    assert is_alive("a bug that nobody planted", planted)
-    assert is_alive("tests/training/test_step.py::test_that_is_not_there", planted)
-    assert is_alive("tests/not_there.py", planted)
+def test_a_test_that_passes_kills_nothing() -> None:
+    assert run_test("tests/training/test_settings.py::test_the_shapes_of_the_schedules") == pytest.ExitCode.OK
+    assert run_test("tests/training/test_settings.py::test_that_is_not_there") == pytest.ExitCode.USAGE_ERROR
