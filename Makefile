@@ -7,6 +7,7 @@ DESIGNS ?= preset:gqa-tiny preset:local_global-tiny preset:gated_delta-tiny
 BUDGET ?= --tokens 40000 --batch-size 4 --sequence-length 128 --recall mqar --speed-context-length 2048
 ALL_DESIGNS := $(patsubst %,preset:%-tiny,mha gqa mqa local_global mla linear gated_delta hybrid)
 COMPARE_ARGS ?=
+BENCH_ARGS ?=
 SOAK_SECONDS ?= 600
 PYTEST_ARGS ?=
 QUICK := tests/test_*.py tests/laws/test_laws.py tests/laws/test_pairs.py tests/parts
@@ -17,7 +18,7 @@ RUN := .venv/bin/python
 export PYTHON TORCH_INDEX PIP_ARGS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help compare compare-all ablation test test-browser quick soak bench evidence docs clean core dev
+.PHONY: help compare compare-all ablation test test-browser quick soak bench evidence docs package clean core dev
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -50,7 +51,7 @@ test: dev ## check style and types, and run the tests
 	echo "heddle: style, types and tests pass"
 
 test-browser: dev ## open every kind of page in chromium: no error, no request, phone, dark, keyboard, 400 choices
-	@$(RUN) -m pytest -q tests/browser/check_pages.py
+	@$(RUN) -m pytest -q tests/browser/check_pages.py tests/browser/check_live_pages.py
 
 quick: dev ## what one runs many times a day: style, types, house rules, parts, every law on every option
 	@$(MAKE) --no-print-directory test PYTEST_ARGS='$(QUICK) $(PYTEST_ARGS)'
@@ -59,8 +60,8 @@ soak: dev ## run only the long tests (HEDDLE_SOAK_DESIGNS=2000: more random desi
 	@$(RUN) -m pytest -m soak -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 	@$(RUN) tools/soak.py --seconds $(SOAK_SECONDS)
 
-bench: dev ## run every benchmark in turn
-	@$(RUN) -m benchmarks.run_all
+bench: dev ## speed against peers and limits: about 40 minutes (BENCH_ARGS=--all: every benchmark); continues where it stopped
+	@$(RUN) -m benchmarks.run_all $(BENCH_ARGS)
 
 evidence: core ## run every row of docs/evidence.md: about an hour of one core; continues where it stopped
 	@$(RUN) -m evidence --workers $(WORKERS)
@@ -68,6 +69,9 @@ evidence: core ## run every row of docs/evidence.md: about an hour of one core; 
 docs: ## build the documentation as a site, offline: build/docs/index.html
 	@sh tools/install.sh docs
 	@$(RUN) -m tools.site build/docs
+
+package: dev ## build the sdist and the wheel into dist/, offline, and try the wheel from an empty folder
+	@$(RUN) tools/package.py
 
 clean: ## remove .venv, caches and build outputs, but not runs/
 	@rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -160,7 +160,7 @@ def fitted_exponent(curve: Sequence[Row]) -> float:
 def factor_moved(by_width: dict[int, list[Row]]) -> float:
     """The largest fitted best rate of any width, divided by the least."""
     exponents = [fitted_exponent(curve) for curve in by_width.values()]
-    return 2.0 ** (max(exponents) - min(exponents))
+    return float(2.0 ** (max(exponents) - min(exponents)))
 
 
 def render_svg(rows: Iterable[Row]) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
+from benchmarks import figures  # noqa: E402
 from heddle.analysis.explorer.choices import comments  # noqa: E402
 from heddle.analysis.explorer.published import FILE  # noqa: E402
 from heddle.config import (  # noqa: E402
@@ -74,6 +75,14 @@ of the cases named on these pages, in designs that combine every two choices of 
 ends with the bugs planted in its code and the law that catches each. [commonly-wrong.md](../commonly-wrong.md) shows
 common mistakes in such parts.
 """
+BENCHMARKS = f"""# Benchmarks
+
+{WRITTEN}
+
+Goals of speed on a CPU, and what was measured beside a peer in the same run: [how](../benchmarks/README.md).
+`make bench` measures every row in about 40 minutes on two cores, on the machine at hand; a row whose benchmark did not
+run stands here as not measured. A ratio is the peer's time over heddle's: the median of alternated turns, quartiles.
+"""
 PAIRS = """## Combinations that are refused
 
 All other combinations work: `tests/laws/test_pairs.py` builds a design for every two choices of different slots and
@@ -111,6 +120,7 @@ def pages() -> dict[Path, str]:
     contents_of[ROOT / "docs/huggingface/published.md"] = published_facts.page(WRITTEN)
     contents_of[FILE] = published_designs.page()
     contents_of[ROOT / "docs/rank-laws.md"] = rank_laws.page(WRITTEN)
+    contents_of |= figures.pages(ROOT / "docs", joined(BENCHMARKS.strip()).strip())
     contents_of[folder / "kernels.md"] = joined("# Kernels", WRITTEN, kernels_intro(), *kernel_blocks())
     return contents_of
 

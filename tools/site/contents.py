@@ -42,8 +42,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "docs/laws.md", "docs/rank-laws.md", "docs/commonly-wrong.md", "docs/shipped-bugs.md", "docs/reliability.md",
     ),
     "Project": (
-        "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/README.md", "docs/decisions/README.md",
-        "docs/renames.md", "docs/log.md",
+        "CONTRIBUTING.md", "SECURITY.md", "THIRD_PARTY.md", "CHANGELOG.md", "docs/README.md",
+        "docs/decisions/README.md", "docs/renames.md", "docs/log.md",
     ),
     "More": (),
 }  # fmt: skip
@@ -98,6 +98,7 @@ def markdown_files() -> tuple[str, ...]:
         *ROOT.glob("README*.md"),
         ROOT / "CONTRIBUTING.md",
         ROOT / "SECURITY.md",
+        ROOT / "THIRD_PARTY.md",
         ROOT / "CHANGELOG.md",
         ROOT / "benchmarks/README.md",
     ]
