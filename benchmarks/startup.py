@@ -7,8 +7,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from benchmarks.harness import alternate, limit_row, show, write
+from benchmarks.harness import alternate, limit_row, run_rows
 
 QUESTION = "How long does `heddle --help` take, and the first step of a first training?"
 TRAIN_ROUNDS = 5
@@ -43,16 +44,23 @@ def first_step() -> float:
             process.wait()
 
 
-if __name__ == "__main__":
+def rows(quick: bool) -> list[dict[str, Any]]:
+    """Medians of processes in turn, and of first steps (quick: one of each)."""
     calls = {name: (lambda arguments=arguments: run_python(arguments)) for name, arguments in COMMANDS.items()}
-    medians = {name: statistics.median(seconds) for name, seconds in alternate(calls, rounds=15).items()}
-    rows = [limit_row("heddle --help", medians["heddle --help"], 0.3, "seconds")]
-    rows += [
-        {"case": name, "value": round(value, 3), "unit": "seconds"}
-        for name, value in medians.items()
-        if "help" not in name
+    rounds = 1 if quick else 15
+    medians = {name: statistics.median(seconds) for name, seconds in alternate(calls, rounds=rounds).items()}
+    first_steps = [first_step() for _ in range(1 if quick else TRAIN_ROUNDS)]
+    return [
+        limit_row("heddle --help", medians["heddle --help"], 0.3, "seconds"),
+        *(
+            {"case": name, "value": round(value, 3), "unit": "seconds"}
+            for name, value in medians.items()
+            if "help" not in name
+        ),
+        limit_row("first step of gqa-tiny, empty cache", statistics.median(first_steps), 6, "seconds")
+        | {"figure": "cold start"},
     ]
-    first_steps = [first_step() for _ in range(TRAIN_ROUNDS)]
-    rows.append(limit_row("first step of gqa-tiny, empty cache", statistics.median(first_steps), 6, "seconds"))
-    show(rows)
-    write("benchmarks.startup", QUESTION, rows)
+
+
+if __name__ == "__main__":
+    run_rows("benchmarks.startup", QUESTION, rows)
