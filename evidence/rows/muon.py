@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from evidence.row import Finding, Results, Row, Training, attention, best_rate, differences, stack
 
 RATES = (0.003, 0.008, 0.02)
-STEPS, FEWER = 360, 240
+STEPS, FEWER, MORE = 360, 240, 1440
+LONG_RATE = 0.008  # the best of both at fewer steps; more rates would take half an hour
 SETTINGS = {"batch_size": 8, "sequence_length": 96}
 DESIGN = stack(*[attention()] * 2, hidden=176)
 
@@ -25,6 +26,10 @@ def findings(results: Results) -> Sequence[Finding]:
             "After two thirds of the tokens Muon's loss is lower than AdamW's after all",
             differences(results, adamw, fewer, "loss"),
         ),
+        Finding(
+            "After four times the tokens Muon's loss is lower",
+            differences(results, f"adamw {MORE} {LONG_RATE:g}", f"muon {MORE} {LONG_RATE:g}", "loss"),
+        ),
     ]
 
 
@@ -41,10 +46,17 @@ ROW = Row(
             "stdlib",
             SETTINGS | {"optimizer": optimizer, "steps": steps, "learning_rate": rate},
         )
-        for optimizer, steps in (("adamw", STEPS), ("muon", STEPS), ("muon", FEWER))
-        for rate in RATES
+        for optimizer, steps, rates in (
+            ("adamw", STEPS, RATES),
+            ("muon", STEPS, RATES),
+            ("muon", FEWER, RATES),
+            ("adamw", MORE, [LONG_RATE]),
+            ("muon", MORE, [LONG_RATE]),
+        )
+        for rate in rates
     ],
     findings=findings,
     remark="Keys are the optimizer, its steps and its rate. The best of three rates is chosen on the same seeds, for "
-    "both alike.",
+    "both alike. Within 360 steps a third fewer tokens cost 0.1 bits per byte, more than any optimizer gains "
+    "there; Muon's lead comes with longer training.",
 )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from evidence.row import Finding, Results, Row, Training, attention, differences
 
 KINDS = ("pre_norm", "post_norm", "residual_dual", "sandwich")
-SETTINGS = {"steps": 200, "batch_size": 4, "sequence_length": 64, "learning_rate": 1e-3}
+SETTINGS = {"steps": 300, "batch_size": 8, "sequence_length": 64, "learning_rate": 3e-3}
 
 
 def findings(results: Results) -> Sequence[Finding]:

@@ -75,7 +75,7 @@ def test_small_updates_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """AdamW's update under a constant gradient is the rate; bfloat16 alone rounds most of them away."""
     assert moved(stochastic=False) == pytest.approx(1.0, abs=0.05)
     assert moved(stochastic=True) == pytest.approx(1.0, abs=0.05)
-    monkeypatch.setattr(master_weights, "stochastic_round", lambda values, stream: values.bfloat16())
+    monkeypatch.setattr(master_weights, "stochastic_round", lambda values, stream, first: values.bfloat16())
     assert moved(stochastic=True) < 0.8
 
 

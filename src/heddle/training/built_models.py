@@ -34,7 +34,7 @@ class RankRefusal(NamedTuple):
     name: str
     reason: str
     remedy: str
-    is_asked: Callable[[TrainingJob], bool]
+    is_needed: Callable[[TrainingJob], bool]
 
 
 def _compares_layers(job: TrainingJob) -> bool:
@@ -101,7 +101,7 @@ def _build_on_ranks(job: TrainingJob) -> BuiltModels:
 def _refuse_on_ranks(job: TrainingJob) -> None:
     """Raise ConfigError for what only one process can do."""
     for refusal in REFUSED_ON_RANKS:
-        if refusal.is_asked(job):
+        if refusal.is_needed(job):
             raise ConfigError(
                 f"{refusal.name}: {refusal.reason}, and there are {job.ranks.count} ranks; {refusal.remedy}, or train "
                 "on one process"
