@@ -44,7 +44,7 @@ run
 converted = folder / "converted"
 rewrite = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--report-tokens", "2048"]
 assert run_command(["convert", str(folder / "run"), str(converted), *rewrite]) == 0
-model, tokenizer = heddle.load(converted)
+model, _ = heddle.load(converted)
 model.config
 
 # %% [markdown]
@@ -66,5 +66,4 @@ scores
 before, after = (heddle.size(each.model.config, context_length=2048) for each in (run, healed))
 print(f"state at 2,048 tokens: {before.state_bytes:,} -> {after.state_bytes:,} bytes")
 assert after.state_bytes < 0.6 * before.state_bytes
-assert tokenizer is not None
-print(heddle.generate(healed.model, "thread 3 of", tokenizer, max_new_tokens=24))
+print(healed.generate("thread 3 of", max_new_tokens=24))

@@ -49,7 +49,12 @@ def test_python_trains_as_the_command_does(file: Path, tmp_path: Path, capsys: p
         run = heddle.train(config=config, out=tmp_path / f"again{number}", json=False)
         assert run.folder == tmp_path / f"again{number}"
         assert run.report == command | {"run": str(run.folder)}
-    loaded, _ = heddle.load(run.folder)
+        assert repr(run) == f"TrainedRun(folder={run.folder!r})"
+    loaded, tokenizer = heddle.load(run.folder)
+    assert tokenizer is not None
+    text = heddle.generate(loaded, "def ", tokenizer, max_new_tokens=5)
+    assert run.generate("def ", max_new_tokens=5) == text
+    assert run.generate(["def ", "a"], max_new_tokens=5)[0] == text
     for name, weight in loaded.state_dict().items():
         assert torch.equal(weight, run.model.state_dict()[name])
 

@@ -6,7 +6,7 @@ Each runs the command itself, so names, defaults and refusals have one source.
 import io
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +19,33 @@ from heddle.notebook import html_table
 if TYPE_CHECKING:
     from heddle.model.config import ModelConfig
     from heddle.model.decoder import Decoder
+    from heddle.tokenization.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A finished training. folder: the run's. report: what `heddle train --json` prints, as plain values."""
+    """A finished training. folder: the run's. report: what `heddle train --json` prints, as plain values.
+
+    tokenizer: of its text; None where a task made the tokens.
+    """
 
     folder: Path
-    model: "Decoder"
-    report: dict[str, Any]
+    model: "Decoder" = field(repr=False)
+    report: dict[str, Any] = field(repr=False)
+    tokenizer: "Tokenizer | None" = field(default=None, repr=False)
+
+    def generate(self, prompts: str | Sequence[str], **options: Any) -> Any:
+        """Continue a text or several: `heddle.generate` with the model and the tokenizer of this run.
+
+        options: those of `heddle.generate`, such as `max_new_tokens=100` or `temperature=0.8`. Returns what is new, a
+        string or a list of strings. Raises ConfigError for a wrong option, and where the run has no tokenizer.
+        """
+        from heddle.generation.generate import generate
+
+        if self.tokenizer is None:
+            raise ConfigError(f"{self.folder}: was trained on tokens without text; call heddle.generate with tokens")
+        texts: Any = prompts
+        return generate(self.model, texts, self.tokenizer, **options)
 
     def _repr_html_(self) -> str:
         plain = [(name, value) for name, value in self.report.items() if isinstance(value, int | float | str)]

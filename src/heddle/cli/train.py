@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from heddle.data.chat import ChatDataset
     from heddle.data.corpus import Corpus
     from heddle.data.recall import TaskStream
+    from heddle.tokenization.tokenizer import Tokenizer
     from heddle.training.job import TrainingJob
     from heddle.training.training_result import TrainingResult
 
@@ -219,6 +220,7 @@ def train(  # noqa: PLR0913 - one parameter per option
         distillation = distillation_of(teacher, distillation_loss)
         config = design_of(design, overrides, init_checkpoint, distillation)
         source: Corpus | ChatDataset | TaskStream
+        text_tokenizer: Tokenizer | None = None
         if task is None:
             source_tokenizer = tokenizer_of(tokenizer, vocab_size, init_checkpoint, distillation)
             documents = {} if init_checkpoint is None else init_checkpoint.documents
@@ -228,7 +230,7 @@ def train(  # noqa: PLR0913 - one parameter per option
                 return open_data(data or ["stdlib"], settings, sizes, source_tokenizer, documents)
 
             source = ranks.in_order(open_text)
-            source_vocab_size = source.tokenizer.vocab_size
+            text_tokenizer, source_vocab_size = source.tokenizer, source.tokenizer.vocab_size
         else:
             source, source_vocab_size = task, task.vocab_size
             task.check_vocab_size(config.vocab_size)
@@ -252,7 +254,8 @@ def train(  # noqa: PLR0913 - one parameter per option
             trackers=trackers,
         )
         training = run(job)
-        return TrainedRun(job.out, training.model, _report(training, job, as_json))
+        report = _report(training, job, as_json)
+        return TrainedRun(job.out, training.model, report, text_tokenizer)
 
 
 def _report(training: "TrainingResult", job: "TrainingJob", as_json: bool) -> dict[str, Any]:

@@ -18,7 +18,9 @@ Prompts = str | Tensor | Sequence[str] | Sequence[int] | Sequence[Tensor] | Sequ
 
 NewRows = str | Tensor | list[str] | list[int] | list[Tensor] | list[list[int]]
 
-TEXT_WITHOUT_TOKENIZER = "prompts: are strings; give the tokenizer too, or lists of tokens"
+TEXT_WITHOUT_TOKENIZER = (
+    "prompts: are strings; give the tokenizer too, from `model, tokenizer = heddle.load(folder)`, or lists of tokens"
+)
 TOKENS_WITH_TOKENIZER = "prompts: with a tokenizer every prompt is a string; leave the tokenizer out for tokens"
 
 
