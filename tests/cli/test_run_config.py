@@ -89,3 +89,15 @@ def test_python_refuses_what_is_no_option(tmp_path: Path) -> None:
         heddle.train(config=ranks)
     with pytest.raises(ConfigError, match="--steps"):
         heddle.train("preset:gqa-tiny", steps=1.5)
+
+
+@pytest.mark.parametrize(("text", "count"), [("100k", 100_000), ("1.5M", 1_500_000), ("2e6", 2_000_000), ("70", 70)])
+def test_numbers_of_tokens_have_units(text: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["train", "preset:gqa-tiny", "--tokens", text, "--print-config"]) == 0
+    assert f"\ntokens: {count}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["100q", "1.5", "k", "nan", "inf", "1e400"])
+def test_a_number_of_tokens_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["train", "preset:gqa-tiny", "--tokens", text, "--print-config"]) == 2
+    assert f"'--tokens': {text} is no whole number of tokens" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from heddle.cli.calls import ComparedDesigns
+from heddle.cli.counts import token_count
 from heddle.cli.devices import Devices, RunProcesses, Share, WorkerCount, choose_devices, parse_process_share
 from heddle.cli.durations import parse_budget, parse_stopping
 from heddle.cli.live_page import open_live_page
@@ -73,7 +74,8 @@ def compare(  # noqa: PLR0913 - one parameter per option
     tokenizer: TokenizerFile = None,
     vocab_size: VocabSize = None,
     tokens: Annotated[
-        int | None, typer.Option("--tokens", metavar="N", help="Training tokens of each run. [100000]")
+        int | None,
+        typer.Option("--tokens", metavar="N", parser=token_count, help="Training tokens of each run. [100k]"),
     ] = None,
     seconds: Annotated[
         float | None, typer.Option("--seconds", metavar="X", help="Or the training time of each run.")

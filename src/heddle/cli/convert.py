@@ -18,6 +18,7 @@ from heddle.cli.convert_report import (
     print_results,
     require_report,
 )
+from heddle.cli.counts import token_count
 from heddle.cli.options import Data, Device, Json, PartFile, Quiet, Threads, open_session, parse_loss_weights
 from heddle.errors import CheckpointError, ConfigError
 from heddle.progress import print_text
@@ -54,7 +55,8 @@ def convert(  # noqa: PLR0913 - one parameter per option
         int, typer.Option("--sequence-length", metavar="N", help="Tokens per row of the text.")
     ] = 256,
     heal: Annotated[
-        int | None, typer.Option("--heal", metavar="TOKENS", help="Then train it this long towards MODEL.")
+        int | None,
+        typer.Option("--heal", metavar="TOKENS", parser=token_count, help="Then train it this long towards MODEL."),
     ] = None,
     heal_loss: Annotated[
         str | None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from heddle.cli.counts import token_count
 from heddle.errors import ConfigError
 from heddle.progress import print_status, print_text
 
@@ -29,7 +30,8 @@ Method = Annotated[
     str | None, typer.Option("--method", metavar="NAME", help="all: convert in every way there is, and compare.")
 ]
 ReportTokens = Annotated[
-    int, typer.Option("--report-tokens", metavar="N", help="Held-out tokens of the report; 0: no report.")
+    int,
+    typer.Option("--report-tokens", metavar="N", parser=token_count, help="Held-out tokens of the report; 0: none."),
 ]
 SpeedContexts = Annotated[
     list[int] | None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from heddle.cli.counts import parse_count
 from heddle.cli.options import (
     Data,
     Device,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from heddle.analysis.comparison.tables import TextTable
     from heddle.analysis.ladder.run import Ladder
 
-UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 MAX_COUNT = 20  # a larger number given as sizes is a number of parameters
 DEFAULT_TOKENS = "20"
 IRREDUCIBLE = ("shared", "separate")
@@ -166,18 +166,6 @@ def parse_ratios(text: str) -> tuple[float, ...]:
         return tuple(sorted({float(ratio) for ratio in text.split(",")}))
     except ValueError:
         raise ConfigError(f"--tokens-per-parameter {text}: must be numbers such as 20, or 5,10,20") from None
-
-
-def parse_count(option: str, text: str, unit_name: str = "parameters") -> float:
-    """Parse a number of parameters such as 500k, 1.5M or 2e6. Raises ConfigError."""
-    unit = UNITS.get(text[-1:].lower(), 1.0)
-    try:
-        value = float(text[:-1] if unit != 1.0 else text) * unit
-    except ValueError:
-        value = 0.0
-    if not 1 <= value < float("inf"):
-        raise ConfigError(f"{option} {text}: must be a number of {unit_name}, such as 500k, 20M or 2e6")
-    return value
 
 
 def parse_sizes(text: str) -> int | tuple[float, ...]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from heddle.cli.calls import TrainedRun
+from heddle.cli.counts import token_count
 from heddle.cli.options import (
     CudaOptions,
     Data,
@@ -102,7 +103,8 @@ def train(  # noqa: PLR0913 - one parameter per option
     vocab_size: VocabSize = None,
     steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="Optimizer steps. [500]")] = None,
     tokens: Annotated[
-        int | None, typer.Option("--tokens", metavar="N", help="Training tokens, instead of --steps.")
+        int | None,
+        typer.Option("--tokens", metavar="N", parser=token_count, help="Training tokens, as 2M, instead of --steps."),
     ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", help="Sequences per step.")] = 8,
     sequence_length: Annotated[
