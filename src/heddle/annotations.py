@@ -1,7 +1,11 @@
 """Types of fields, as they are written: which class a field holds, and whether it is a list on disk."""
 
 import types
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 T = TypeVar("T")
 
@@ -15,6 +19,16 @@ def nested_class(annotation: Any, base: type[T]) -> type[T] | None:
             if nested := nested_class(argument, base):
                 return nested
     return None
+
+
+def nested_field(fields: Mapping[str, FieldInfo], name: Any, base: type[BaseModel]) -> str | None:
+    """The place of a field one level further down, such as `layers.*.mixer`; None if it is at none or several."""
+    places = []
+    for outer, field in fields.items():
+        nested = nested_class(field.annotation, base)
+        if nested is not None and name in nested.model_fields:
+            places.append(f"{outer}.*.{name}" if is_list(field.annotation) else f"{outer}.{name}")
+    return places[0] if len(places) == 1 else None
 
 
 def is_list(annotation: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from heddle.annotations import has_words, is_list, nested_class
+from heddle.annotations import has_words, is_list, nested_class, nested_field
 from heddle.errors import ConfigError, choices_hint, describe_path, describe_value, shorten_value
 
 B = TypeVar("B")
@@ -229,7 +229,7 @@ def parse_config(target: type[C], data: Any, path: str = "") -> C:
     known = cls.model_fields
     for name in data:
         if name not in known:
-            raise DesignError(path, _unknown("field", name, sorted(known)))
+            raise DesignError(path, _unknown("field", name, sorted(known), nested_field(known, name, Config)))
     values = {name: _decode_value(known[name].annotation, value, join(path, name)) for name, value in data.items()}
     config = build_under(path, lambda: cls(**values))
     assert isinstance(config, target)
@@ -295,5 +295,6 @@ def _explain(cls: type[Config], fields: dict[str, Any], error: ValidationError) 
     return DesignError(path, f"should be {allowed_values}, got {describe_value(value)}")
 
 
-def _unknown(what: str, value: Any, choices: list[str]) -> str:
-    return f"unknown {what} {shorten_value(value)}; {choices_hint(str(value), choices)}"
+def _unknown(what: str, value: Any, choices: list[str], nested: str | None = None) -> str:
+    hint = f"did you mean '{nested}'?" if nested else choices_hint(str(value), choices)
+    return f"unknown {what} {shorten_value(value)}; {hint}"

@@ -34,6 +34,7 @@ MESSAGES = {
     "layers.0.mixer.hads=2": f"layers[0].mixer: unknown field 'hads'; did you mean 'heads'? choices: {CHOICES}",
     "nonsense=1": "unknown field 'nonsense'; choices: embedding, encoder, head, initialization, layers, norm, "
     "residual, vocab_size, width",
+    "mixer.heads=2": "unknown field 'mixer'; did you mean 'layers.*.mixer'?",
     "layers.0.mixer.heads=two": "layers[0].mixer.heads: should be a valid integer, got 'two' (text)",
     "layers.0.mixer.heads=0": "layers[0].mixer.heads: should be greater than 0, got 0 (a whole number)",
     "layers.0.mixer.heads=-1": "layers[0].mixer.heads: should be greater than 0, got -1 (a whole number)",
