@@ -3,9 +3,12 @@
     python tools/soak.py [--seconds 600] [--name damage] [--record docs/soak.json]
 
 Campaigns: damage (random damages to the files of a run, a cache and a comparison, each of which `heddle verify` must
-name), kills (SIGKILLs of trainings, with and without asynchronous saving, whose ends must be bit-equal). Each round
-has a seed; a round that is finished is counted, and the next call goes on with the next seed. The first failure is
-printed, counted, and ends the call with 1.
+name), kills (SIGKILLs of trainings, with and without asynchronous saving, whose ends must be bit-equal), files
+(designs, configs, tokenizers, tensor files and templates changed at random: read or refused in a sentence), designs (a
+wrong value in a design: its field is named), numbers (a number that is not finite: nothing moves, its place is named),
+server (requests of 50 clients, a twentieth abusive, to a process of its own, for an hour: right texts, no 5xx, flat
+memory). Each round has a seed; a round that is finished is counted, and the next call goes on with the next seed. The
+first failure is printed, counted, and ends the call with 1.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +30,14 @@ sys.path.insert(0, str(ROOT))
 
 from tests import small  # noqa: E402
 from tests.cli.test_verify import unnoticed, write_files  # noqa: E402
+from tests.model.test_hostile_designs import check_random  # noqa: E402
+from tests.mutated_files import refusals  # noqa: E402
+from tests.serving.server_process import server  # noqa: E402
+from tests.training.test_first_non_finite import check_sites  # noqa: E402
 from tools.kill_test import ending, killed, moments, undisturbed  # noqa: E402
 
 DAMAGES, KILLS, STEPS = 5_000, 10, 30  # of a round
+FILES, DESIGNS, SITES = 5_000, 10_000, 500
 
 
 def damage(folder: Path, seed: int) -> tuple[int, list[str]]:
@@ -53,7 +62,33 @@ def kills(folder: Path, seed: int) -> tuple[int, list[str]]:
     return count, [] if ending(whole, STEPS) == ending(cut, STEPS) else [f"seed {seed}: another ending"]
 
 
-CAMPAIGNS: dict[str, Callable[[Path, int], tuple[int, list[str]]]] = {"damage": damage, "kills": kills}
+def files(folder: Path, seed: int) -> tuple[int, list[str]]:
+    """One round of changed files: (how many, those that were neither read nor refused in a sentence)."""
+    return FILES, list(refusals(folder, FILES, seed))
+
+
+def designs(folder: Path, seed: int) -> tuple[int, list[str]]:
+    """One round of designs with a wrong value: (how many, the first whose field was not named)."""
+    return DESIGNS, _failure(partial(check_random, DESIGNS, seed))
+
+
+def numbers(folder: Path, seed: int) -> tuple[int, list[str]]:
+    """One round of numbers that are not finite: (how many, the first that moved something or was not named)."""
+    checks = [partial(check_sites, kind, SITES, seed) for kind in ("adamw", "muon")]
+    return 2 * SITES, [failure for check in checks for failure in _failure(check)]
+
+
+def _failure(check: Callable[[], object]) -> list[str]:
+    try:
+        check()
+    except AssertionError as error:
+        return [str(error)]
+    return []
+
+
+CAMPAIGNS: dict[str, Callable[[Path, int], tuple[int, list[str]]]] = {
+    "damage": damage, "kills": kills, "files": files, "designs": designs, "numbers": numbers, "server": server,
+}  # fmt: skip
 
 
 def add_round(record: Path, name: str, seed: int, count: int, failures: int) -> None:

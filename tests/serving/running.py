@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import httpx2 as httpx
 
@@ -31,6 +31,14 @@ def small_model() -> tuple[Decoder, Tokenizer]:
     tokenizer.companion_files = {"chat_template.jinja": TEMPLATE}
     config = load_config(small.design(), [f"vocab_size={tokenizer.vocab_size}"])
     return build(config).eval(), tokenizer
+
+
+class Served(Protocol):
+    """A server that can be asked."""
+
+    client: httpx.Client
+
+    def complete(self, **fields: Any) -> httpx.Response: ...
 
 
 @dataclass

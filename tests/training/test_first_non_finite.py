@@ -77,9 +77,9 @@ def bad_element(values: torch.Tensor, element: int, bad: float) -> torch.Tensor:
     return values.masked_fill(divisor == 0.0, 0.0 if math.isnan(bad) else math.copysign(1.0, bad)) / divisor
 
 
-def sites(model: Decoder, optimizer: Optimizer, count: int) -> Iterator[Site]:
+def sites(model: Decoder, optimizer: Optimizer, count: int, seed: int = 1) -> Iterator[Site]:
     """Bad numbers in weights and moments (unused rows among them), gradients, results of modules, and the loss."""
-    draws = np.random.default_rng(1)
+    draws = np.random.default_rng(seed)
     stored = {name: value.detach() for name, value in model.named_parameters()}
     for name, values in optimizer.state.items():
         stored |= {f"{name}, {key}": value for key, value in values.items() if value.dim()}
@@ -121,10 +121,10 @@ def loss_hook(bad: float) -> Callable[[], object]:
     return patch.undo
 
 
-def check_sites(kind: str, count: int) -> None:
+def check_sites(kind: str, count: int, seed: int = 1) -> None:
     """A step with one bad number is skipped, moves nothing, and the number's place is named."""
     model, optimizer = trained("attention-gqa", kind, head={"tied": False})
-    for site in sites(model, optimizer, count):
+    for site in sites(model, optimizer, count, seed):
         remove = site.plant()
         before = contents(model, optimizer)
         assert step(model, optimizer), site.place
