@@ -230,9 +230,11 @@ class _FailureWatch:
         if not silent:
             return f"the connection between ranks failed ({error}); the same command continues"
         names = ", ".join(self._name(rank) for rank in sorted(silent)[:8]) + (", …" if len(silent) > 8 else "")
+        several = len(silent) > 1
+        who = f"{'ranks' if several else 'rank'} {names} of {self.ranks.count}"
         if "imed out" in str(error):
-            return f"rank {names} of {self.ranks.count} hangs: the others waited too long; the same command continues"
-        return f"rank {names} of {self.ranks.count} has ended without a word; the same command continues"
+            return f"{who} {'hang' if several else 'hangs'}: the others waited too long; the same command continues"
+        return f"{who} {'have' if several else 'has'} ended without a word; the same command continues"
 
     def _name(self, rank: int) -> str:
         return f"{rank} (process {self.store.get(f'process/{rank}').decode()})"
