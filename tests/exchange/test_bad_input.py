@@ -176,6 +176,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "no kind": (fields(model_type=None), r"config\.json: model_type None is not read"),
     "a kind of wrong kind": (fields(model_type=["llama"]), r"model_type \['llama'\] is not read"),
     "unknown rope": (fields(rope_parameters={"rope_type": "spiral"}), r"rope_type 'spiral' is not known; heddle reads"),
+    "escapes in rope": (fields(rope_parameters={"rope_type": "\x1b[2J"}), r"rope_type '\\x1b\[2J' is not known"),
     "rope is no table": (fields(rope_parameters=[1]), r"field 'rope_parameters' .* should be a table"),
     "no config": (lambda f: (f / CONFIG_FILE).unlink(), r"holds no config\.json"),
     "config is a list": (replaced(CONFIG_FILE, b"[1, 2]"), r"config\.json: is no table in JSON"),

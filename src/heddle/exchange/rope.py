@@ -8,7 +8,7 @@ from typing import Any
 
 from heddle.config import Config
 from heddle.errors import ConfigError
-from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.config_reader import ConfigReader, short_repr
 from heddle.parts.positions.rope import RopeConfig
 from heddle.parts.scalings.linear import LinearConfig
 from heddle.parts.scalings.llama3 import Llama3Config
@@ -120,7 +120,7 @@ def _read_scaling(config: ConfigReader, parameters: ConfigReader, original_lengt
         kind = "longrope"
     if kind not in SCALING_FIELDS:
         known = ", ".join(("default", *SCALING_FIELDS))
-        raise ConfigError(f"{parameters.source}: rope_type '{kind}' is not known; heddle reads {known}")
+        raise ConfigError(f"{parameters.source}: rope_type {short_repr(kind)} is not known; heddle reads {known}")
     scaling: dict[str, Any] = {name: parameters.optional(hf_name) for name, hf_name in SCALING_FIELDS[kind].items()}
     parameters.unread.discard(ORIGINAL_LENGTH)
     max_positions: Any = config.data.get("max_position_embeddings")

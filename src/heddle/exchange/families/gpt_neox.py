@@ -6,7 +6,7 @@
 from typing import Any
 
 from heddle.exchange import design_parts
-from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.config_reader import ConfigReader, short_repr
 from heddle.exchange.families import _common
 from heddle.exchange.family import Family
 from heddle.exchange.rope import read_rope, write_rope
@@ -50,7 +50,7 @@ def _read_alias(config: ConfigReader, default: float, old: str, new: str) -> flo
     """A field by its older name, the only one that transformers reads. Raises ConfigError if the newer name differs."""
     value = config.get(old, default)
     if config.get(new, value) != value:
-        raise config.invalid(new, f"but '{old}' is {value}; make them equal")
+        raise config.invalid(new, f"but '{old}' is {short_repr(value)}; make them equal")
     return value
 
 
