@@ -5,10 +5,11 @@
 
 The mutants are drawn by the seed, in turn from every file. Each is the work of one operator at one place: an exchanged
 comparison, operation, constant or boolean, a negated condition, a result that is None, a statement left out. A child
-process, forked after the imports, replaces the code of that one function and runs the checks that reached it: the laws
-of the cases that pass through the function, and the test file of its module. The tree is not touched. Which cases reach
-which function is measured once for the tree and stored beside the record. A mutant is a line of the record; the next
-call goes on after it. Without a result within the limit of processor seconds it is counted apart, as without an end.
+process, forked after the imports, replaces the code of that one function and runs the checks that reach it: the laws
+of the cases that pass through the function, and the test files of its name or that import its module. The tree is not
+touched. Which cases reach which function is measured once for the tree and stored beside the record. A mutant is a line
+of the record; the next call goes on after it. Without a result within the limit of processor seconds it is counted
+apart, as without an end.
 --table prints the counts and the survivors as Markdown.
 """
 
@@ -16,12 +17,14 @@ import argparse
 import ast
 import contextlib
 import copy
+import functools
 import hashlib
 import importlib
 import io
 import json
 import os
 import random
+import re
 import resource
 import select
 import signal
@@ -36,6 +39,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 FLOORS = ("numerics", "parts", "model")
+TEST_FOLDERS = (*FLOORS, "generation", "conversion", "training")
+MOST_FILES = 5  # of tests for a mutant
 ONLY_ELSEWHERE = {"flex.py", "liger.py", "varlen.py"}  # they run on an accelerator only
 CHECKED_CASES = 3  # of those that reach a function, drawn for each mutant
 REACH_LAWS = ("chunked_decoding", "gradient_accumulation")  # they show which functions a case reaches
@@ -219,9 +224,24 @@ def violation(name: str, laws: Iterable[str]) -> str:
 
 
 def test_files(site: Site) -> list[str]:
-    """The test files named as the module, such as tests/numerics/test_norms.py of numerics.norms."""
-    floor, name = site.module.split(".")[0], site.module.rpartition(".")[2]
-    return [str(path) for path in (ROOT / "tests" / floor).glob(f"test_{name}.py")]
+    """The test files of a module: those of its name, such as tests/numerics/test_norms.py, and a few that import it."""
+    name = site.module.rpartition(".")[2]
+    named, importing = [], []
+    for path, text in test_texts().items():
+        if path.stem.startswith(f"test_{name}"):
+            named.append(path)
+        elif re.search(rf"heddle\.{re.escape(site.module)}\b", text):
+            importing.append(path)
+    own = [path for path in importing if path.parent.name == site.module.split(".")[0]]
+    others = [path for path in importing if path not in own]
+    return [str(path) for path in [*named, *own, *others][:MOST_FILES]]
+
+
+@functools.cache
+def test_texts() -> dict[Path, str]:
+    """The test files that may kill a mutant, the shortest first."""
+    paths = [path for folder in TEST_FOLDERS for path in (ROOT / "tests" / folder).glob("test_*.py")]
+    return {path: path.read_text() for path in sorted(paths, key=lambda path: path.stat().st_size)}
 
 
 def check(site: Site, cases: list[str]) -> str:
@@ -308,7 +328,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=30.0)
+    parser.add_argument("--limit", type=float, default=60.0)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--record", type=Path, default=ROOT / "runs" / "mutants.jsonl")
     parser.add_argument("--table", action="store_true")
