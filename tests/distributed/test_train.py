@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from heddle import progress
 from heddle.distributed import process_group
 from heddle.distributed.degrees import ParallelDegrees
-from heddle.distributed.ranks import Ranks, held_rows, whole, with_local_part
+from heddle.distributed.ranks import Ranks, held_rows, local_part, whole, with_local_part
 from heddle.errors import ConfigError, HeddleError, OtherRankFailed, RankLost
 from heddle.model import decoder
 from heddle.model.compiled import compiled
@@ -25,7 +25,7 @@ from heddle.training import built_models, loop, master_weights, spike_guard, wid
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.init_checkpoint import LoraSettings, open_init_checkpoint
 from heddle.training.job import TrainingJob
-from heddle.training.loop import evaluate, train
+from heddle.training.loop import Diverged, evaluate, train
 from heddle.training.optimizer import build_optimizer
 from heddle.training.step import accumulate_gradients
 from tests import small
@@ -205,6 +205,36 @@ def test_a_spike_leads_all_ranks_back(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [line.get("skipped_batches") for line in lines] == [None] * 4 + [2] * 4
     for actual, line in zip(numbers(tmp_path / "two"), numbers(tmp_path / "one"), strict=True):
         assert actual == pytest.approx(line, abs=TOLERANCE), line
+
+
+def test_a_bad_number_in_the_rows_of_any_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last row of a weight lies on rank 1, and rank 0 writes the log."""
+    build_models = built_models.build_models
+
+    def damaged(job: TrainingJob) -> Any:
+        models = build_models(job)
+        rows = local_part(models.model.layers[0].mixer.q.weight.detach())
+        if job.ranks.rank == 1:
+            rows[-1] = torch.nan
+        return models
+
+    monkeypatch.setattr(loop, "build_models", damaged)
+    monkeypatch.setattr(loop, "MAX_CONSECUTIVE_SKIPS", 2)
+    job = small.job(small.corpus(tmp_path / "text"), tmp_path / "run", save_every=None)
+    reason = "weight layers.0.mixer.q.weight holds "
+
+    def ending(rank: int) -> str:
+        with pytest.raises(Diverged) as raised:
+            train(replace(job, ranks=Ranks(rank, 2)))
+        return str(raised.value)
+
+    with progress.quiet():
+        assert all(reason in message for message in on_ranks(2, ending))
+    assert reason in read_log(job.out)[-1]["first_non_finite"]
+    monkeypatch.setattr(Ranks, "first_text", lambda ranks, text: text)
+    job = replace(job, out=tmp_path / "alone")
+    with progress.quiet():
+        assert [reason in message for message in on_ranks(2, ending)] == [False, True]
 
 
 @pytest.mark.parametrize("kind", ["tensor", "pipeline", "context", "expert"])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 WAIT_SECONDS = 45.0
+TEXT_BYTES = 1024  # of a text that ranks exchange
 Result = TypeVar("Result")
 
 
@@ -67,6 +68,16 @@ class Ranks:
     def largest(self, number: int) -> int:
         """The largest number of all ranks."""
         return number if self.count == 1 else int(self.gather(torch.tensor(number)).max())
+
+    def first_text(self, text: str | None) -> str | None:
+        """The text of the first rank that has one, on each rank: at most its first 1,024 bytes in UTF-8."""
+        if self.count == 1:
+            return text
+        encoded = (text or "").encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+        texts = (
+            bytes(row).rstrip(b"\0") for row in self.gather(torch.tensor(list(encoded), dtype=torch.uint8)).tolist()
+        )
+        return next((encoded.decode(errors="ignore") for encoded in texts if encoded), None)
 
     def wait(self) -> None:
         """Wait until every rank is here."""

@@ -275,7 +275,8 @@ def _origin(job: TrainingJob, state: _LoopState, step: QueuedStep) -> str | None
     def compute_gradients() -> BatchResult:
         return accumulate_gradients(model, batch, (settings.seed, step.number - 1), 1, job.autocast, teacher)
 
-    return first_non_finite(model, state.optimizer, compute_gradients if job.ranks.count == 1 else None)
+    origin = first_non_finite(model, state.optimizer, compute_gradients if job.ranks.count == 1 else None)
+    return job.ranks.first_text(origin)  # each rank has looked at its own rows
 
 
 def _stop_if_diverged(job: TrainingJob, state: _LoopState, step: QueuedStep) -> None:
