@@ -26,9 +26,10 @@ from tests.distributed.steps import memory_of_four_ranks
 from tools.kill_test import children, done, finish, start
 
 QUESTION = "What do ranks cost on one machine: speed, restart, checkpoint, memory, and a dry run of many?"
-DESIGN, TOKENS = "preset:gqa-small", ("--batch-size", "8", "--sequence-length", "256")
+DESIGN, LENGTH = "preset:gqa-small", 256
 WAYS = {"two ranks": ("--nproc", "2", "--threads", "1"), "one process": ("--threads", "2")}
-ROUNDS, STEPS, WARMUP_STEPS = 5, 12, 2
+BATCHES = {8: (5, 12), 32: (3, 7)}  # sequences of a step: rounds, and steps of a training
+WARMUP_STEPS = 2
 MiB = 2**20
 EIGHT_BILLION = {
     "vocab_size": 128_256,
@@ -43,24 +44,27 @@ EIGHT_BILLION = {
 }
 
 
-def options(steps: int, *others: str) -> list[str]:
+def options(steps: int, *others: str, batch_size: int = 8) -> list[str]:
     """The arguments of a training."""
-    return [DESIGN, "--data", "README.md", *TOKENS, "--device", "cpu", "--steps", str(steps), "--quiet", *others]
+    size = ["--batch-size", str(batch_size), "--sequence-length", str(LENGTH), "--steps", str(steps)]
+    return [DESIGN, "--data", "docs", "--device", "cpu", "--quiet", *size, *others]
 
 
 def speed(folder: Path, quick: bool) -> Iterator[dict[str, Any]]:
     """Tokens per second of two ranks of one thread over those of one process of two."""
-    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
-    for turn in range(2 if quick else ROUNDS):
-        for name in list(WAYS) if turn % 2 else list(WAYS)[::-1]:
-            out = folder / f"{name} {turn}"
-            finish(start(options(4 if quick else STEPS, *WAYS[name]), out))
-            steps = [line["seconds"] for line in read_log(out)[WARMUP_STEPS:]]
-            seconds[name].append(statistics.median(steps))
-    ranks, alone = seconds.values()
-    ratios = [one / two for two, one in zip(ranks, alone, strict=True)]
-    row: dict[str, Any] = {"case": "two ranks × 1 thread, over one process × 2 threads"} | ratio_row(ratios, 0.9)
-    yield row | {f"{name} seconds": round(statistics.median(values), 3) for name, values in seconds.items()}
+    for batch_size, (rounds, steps) in BATCHES.items():
+        seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+        for turn in range(2 if quick else rounds):
+            for name in list(WAYS) if turn % 2 else list(WAYS)[::-1]:
+                out = folder / f"{name} {batch_size} {turn}"
+                finish(start(options(4 if quick else steps, *WAYS[name], batch_size=batch_size), out))
+                lines = [line["seconds"] for line in read_log(out)[WARMUP_STEPS:]]
+                seconds[name].append(statistics.median(lines))
+        ranks, alone = seconds.values()
+        ratios = [one / two for two, one in zip(ranks, alone, strict=True)]
+        case = f"two ranks × 1 thread, over one process × 2 threads, {batch_size * LENGTH:,} tokens a step"
+        row: dict[str, Any] = {"case": case} | ratio_row(ratios, 0.9)
+        yield row | {f"{name} seconds": round(statistics.median(values), 3) for name, values in seconds.items()}
 
 
 def restart(folder: Path, quick: bool) -> Iterator[dict[str, Any]]:

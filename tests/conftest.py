@@ -26,14 +26,15 @@ def reset_globals() -> None:
     """Reset global state, as before each test.
 
     PyTorch fills `empty` with NaN (integers with their largest value) only in deterministic mode. On a CPU that mode
-    costs no time and refuses few operations, such as `put_`. It is on whether or not the machine has a GPU: the tests
-    run on the CPU. What runs on a GPU (`benchmarks/gpu.py`) is no test.
+    costs no time and warns of few operations, such as `put_`, and warnings are errors. As it only warns, kernels are
+    chosen as without it. It is on whether or not the machine has a GPU: the tests run on the CPU. What runs on a GPU
+    (`benchmarks/gpu.py`) is no test.
     """
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_float32_matmul_precision("highest")  # a command may have changed it
     torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # a command may clear it
     random.seed(0)
     np.random.seed(0)

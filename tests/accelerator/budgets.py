@@ -56,8 +56,8 @@ def count(
     make: Callable[[], calls.Call], gradients: bool = True, compiled: bool = False, fla: bool = False
 ) -> tuple[Launches, list[KernelChoice]]:
     """What a call and its backward pass cost, and the kernels that were chosen. The options are those of `counting`."""
-    lifts, deterministic = torch._C._only_lift_cpu_tensors(), torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)  # without --deterministic, which tests are run with
+    lifts, mode = torch._C._only_lift_cpu_tensors(), torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(0)  # without the filling of memory that tests are run with
     torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(…, device=…) makes a fake tensor
     try:
         with (
@@ -75,7 +75,7 @@ def count(
             return counter.total, choices
     finally:
         torch._C._set_only_lift_cpu_tensors(lifts)
-        torch.use_deterministic_algorithms(deterministic)
+        torch.set_deterministic_debug_mode(mode)
 
 
 def launches(

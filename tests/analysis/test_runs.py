@@ -28,6 +28,7 @@ def write_run(folder: Path, losses: list[float], steps: int = 40, **settings: An
     for step, loss in enumerate(losses, start=1):
         extra = {"validation_bits_per_byte": loss + 1} if step % 2 == 0 else {}
         seconds = 10.0 if step == 1 else 1.0
+        extra["peak_memory_bytes"] = 1e6 * step
         log.write({"step": step, "tokens": 100 * step, "bits_per_byte": loss, "seconds": seconds} | extra)
     log.close()
     return folder
@@ -48,6 +49,7 @@ def test_a_run_is_summarized(folder: Path) -> None:
     assert run.training == 3.0  # of the last 20 steps
     assert run.validation == 5.0
     assert run.tokens_per_second == 100.0  # the first step is left out
+    assert run.peak_memory_bytes == 4e7
     assert summarize(folder / "b", folder / "b").name == "b"
 
 
@@ -146,6 +148,7 @@ def test_runs_are_compared_at_equal_tokens(folder: Path, capsys: pytest.CaptureF
     assert lines[0] == ["b", "deep/a"]
     assert ["training", "at", "200", "tokens", "8.0000", "1.0000"] in lines
     assert ["settings.seed", "0", "1"] in lines
+    assert ["memory", "40.0", "MB", "2.0", "MB"] in lines
 
 
 @pytest.fixture

@@ -51,6 +51,9 @@ def written(folder: Path, seed: int) -> State:
     return result
 
 
+MEASURED = ("seconds", "peak_memory_bytes")  # of a line of a run's log: they differ from run to run
+
+
 class Died(BaseException):
     """The process ended here: nothing after this happens."""
 

@@ -20,7 +20,7 @@ from heddle.training.checkpoint_saver import CheckpointSaver
 from heddle.training.job import TrainingJob
 from heddle.training.loop import train
 from tests import small
-from tests.storage.shared import Died, System, standing_in
+from tests.storage.shared import MEASURED, Died, System, standing_in
 
 STEPS = 7
 
@@ -37,7 +37,7 @@ def job(texts: Corpus, out: Path, async_save: bool = True) -> TrainingJob:
 
 def ending(out: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The lines of the log but their times, and the SHA-256 of all tensors of each checkpoint."""
-    lines = [{name: value for name, value in line.items() if name != "seconds"} for line in read_log(out)]
+    lines = [{name: value for name, value in line.items() if name not in MEASURED} for line in read_log(out)]
     return lines, [tensors_sha256(checkpoint_folder(out, step)) for step in checkpoint_steps(out)]
 
 

@@ -25,6 +25,7 @@ from heddle.training.init_checkpoint import LoraSettings, open_init_checkpoint
 from heddle.training.job import TrainingJob
 from heddle.training.loop import evaluate, train
 from tests import small
+from tests.storage.shared import MEASURED
 from tests.training.test_resume import dying
 
 STEPS = 5
@@ -89,7 +90,7 @@ def test_weights_texts_and_tokenizer_go_along(texts: Corpus, first: Path, tmp_pa
 
 
 def ending(out: Path) -> tuple[str, list[dict[str, Any]]]:
-    lines = [{name: value for name, value in line.items() if name != "seconds"} for line in read_log(out)]
+    lines = [{name: value for name, value in line.items() if name not in MEASURED} for line in read_log(out)]
     return tensors_sha256(checkpoint_folder(out, STEPS)), lines
 
 

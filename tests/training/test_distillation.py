@@ -32,7 +32,7 @@ from heddle.training.step import accumulate_gradients, apply_gradients
 from heddle.training.step_result import BatchResult
 from tests import small
 from tests.laws.planting import plant
-from tests.storage.shared import Died
+from tests.storage.shared import MEASURED, Died
 from tools.kill_test import ending, killed, moments, undisturbed
 
 KEY = (5, 7)
@@ -269,7 +269,7 @@ def test_a_distillation_stopped_and_resumed_has_the_same_bits(
 ) -> None:
     small.same_after_a_signal(lambda name: job(texts, tmp_path / name, teacher_folder), monkeypatch)
     lines = [
-        [{key: value for key, value in line.items() if key != "seconds"} for line in read_log(tmp_path / name)]
+        [{key: value for key, value in line.items() if key not in MEASURED} for line in read_log(tmp_path / name)]
         for name in ("whole", "cut")
     ]
     assert lines[0] == lines[1]

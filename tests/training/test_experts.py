@@ -31,6 +31,7 @@ from heddle.training.router_metrics import RouterMetrics, recent_router_summary
 from heddle.training.step import accumulate_gradients, apply_gradients
 from heddle.training.step_result import BatchResult
 from tests import small
+from tests.storage.shared import MEASURED
 
 KEY = (5, 7)
 ROWS, CONTEXT, WIDTH = 4, 12, 16
@@ -250,7 +251,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def ending(out: Path, steps: int) -> tuple[str, list[dict[str, Any]]]:
-    lines = [{name: value for name, value in line.items() if name != "seconds"} for line in read_log(out)]
+    lines = [{name: value for name, value in line.items() if name not in MEASURED} for line in read_log(out)]
     return tensors_sha256(checkpoint_folder(out, steps)), lines
 
 

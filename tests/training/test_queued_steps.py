@@ -21,6 +21,7 @@ from heddle.training.loop import Diverged, train
 from heddle.training.prefetch import Prefetcher
 from heddle.training.step import accumulate_gradients, apply_gradients, prepare_batch
 from tests import small
+from tests.storage.shared import MEASURED
 
 EXPERTS = small.design(layers=[{"mixer": {"kind": "attention", "heads": 2}, "feedforward": small.MOE}])
 
@@ -43,7 +44,7 @@ def job(texts: Corpus, out: Path, **settings: Any) -> TrainingJob:
 
 def result(out: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The lines of the log without their seconds, and the hashes of all tensors of each checkpoint."""
-    lines = [{name: value for name, value in line.items() if name != "seconds"} for line in read_log(out)]
+    lines = [{name: value for name, value in line.items() if name not in MEASURED} for line in read_log(out)]
     folders = [checkpoint_folder(out, step) for step in checkpoint_steps(out)]
     names = ("model.safetensors", "training.safetensors")
     return lines, [tensors_sha256(read_folder(folder), name) for folder in folders for name in names]

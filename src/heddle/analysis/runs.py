@@ -28,6 +28,7 @@ class RunSummary:
     last 20 steps, None for a task. validation: its newest value. tokens_per_second: that of all steps. time:
     of the last line, in seconds since 1970. fields: every value of the design, the data and the settings by
     its path. curve: (tokens, metric) of the training, or else of the validation, as the means of at most 100 groups.
+    peak_memory_bytes: the most that the run took, None if its log does not say.
     """
 
     name: str
@@ -41,6 +42,7 @@ class RunSummary:
     time: float
     fields: dict[str, Any]
     curve: list[tuple[int, float]]
+    peak_memory_bytes: int | None = None
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -80,6 +82,7 @@ def summarize(run: Path, folder: Path) -> RunSummary:
         time=written.stat().st_mtime,
         fields=dict(pair for key in _COMPARED for pair in _flat(saved.get(key), key)),
         curve=_curve(log, metric) or _curve(log, f"validation_{metric}"),
+        peak_memory_bytes=last.get("peak_memory_bytes"),
     )
 
 

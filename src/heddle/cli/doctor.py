@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import nullcontext
 from getpass import getuser
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from heddle.cli.options import Json, PartFile, Precision, dtype_of, with_vocab_size
+from heddle.cli.options import Deterministic, Json, PartFile, Precision, dtype_of, with_vocab_size
 from heddle.cli.show import print_kernels
 from heddle.progress import format_amount, printable
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
@@ -51,6 +52,7 @@ def doctor(
     ] = "auto",
     gpu: Annotated[bool, typer.Option("--gpu", help="The same as --device cuda.")] = False,
     precision: Precision = "bf16",
+    deterministic: Deterministic = False,
     part: PartFile = None,
     as_json: Json = False,
 ) -> None:
@@ -59,15 +61,17 @@ def doctor(
     It works without a GPU: kernels are then chosen as on one, and nothing runs there.
     """
     from heddle.config import load_part
+    from heddle.numerics.dispatch.operation import choose_deterministic
 
     for file in part or []:
         load_part(file)
     dtype = dtype_of(precision)
     facts = machine_facts("cuda" if gpu else device)
     facts["precision"] = precision
-    facts["designs"] = {
-        design: kernel_facts(design, dtype, facts["device"]) for design in dict.fromkeys(designs or DEFAULT_DESIGNS)
-    }
+    with choose_deterministic() if deterministic else nullcontext():
+        facts["designs"] = {
+            design: kernel_facts(design, dtype, facts["device"]) for design in dict.fromkeys(designs or DEFAULT_DESIGNS)
+        }
     if as_json:
         print(json.dumps(facts, indent=2))
     else:

@@ -99,6 +99,7 @@ def open_session(
     cuda = cuda or CudaOptions()
     if cuda.deterministic:  # cuBLAS reads it when a process first uses the GPU
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # read when the compiler is imported
     use_own_compile_cache()
     runtime = set_up_runtime(device, threads, cuda.tf32, cuda.deterministic)
     if cuda.tf32:

@@ -10,7 +10,7 @@ import typer
 
 from heddle.cli.options import Json
 from heddle.errors import CheckpointError, ConfigError
-from heddle.progress import print_warning, printable, terminal_safe
+from heddle.progress import format_amount, print_warning, printable, terminal_safe
 
 if TYPE_CHECKING:
     from heddle.analysis.runs import RunSummary
@@ -114,6 +114,7 @@ def _print_columns(summaries: Sequence["RunSummary"], varying: Sequence[dict[str
         f"training at {tokens:,} tokens": [_number(value) for value in values],
         "validation": [_number(run.validation) for run in summaries],
         "tokens/s": ["" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}" for run in summaries],
+        "memory": [_memory(run.peak_memory_bytes) for run in summaries],
     } | {path: [_value(fields[path]) for fields in varying] for path in varying[0]}
     table = Table(box=None, pad_edge=False)
     table.add_column("", overflow="fold")
@@ -122,6 +123,10 @@ def _print_columns(summaries: Sequence["RunSummary"], varying: Sequence[dict[str
     for title, cells in rows.items():
         table.add_row(*(escape(terminal_safe(text)) for text in (title, *cells)))
     Console(highlight=False, width=WIDTH).print(table)
+
+
+def _memory(value: int | None) -> str:
+    return "" if value is None else format_amount(value, "bytes")
 
 
 def _number(value: float | None) -> str:

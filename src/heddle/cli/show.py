@@ -2,12 +2,14 @@
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from heddle.cli.options import (
+    Deterministic,
     Device,
     Json,
     Kernel,
@@ -57,6 +59,7 @@ def show(  # noqa: PLR0913 - one parameter per option
     profile: ProfileFile = None,
     device: Device = "auto",
     precision: Precision = "fp32",
+    deterministic: Deterministic = False,
     kernel: Kernel = None,
     part: PartFile = None,
     as_json: Json = False,
@@ -84,10 +87,12 @@ def show(  # noqa: PLR0913 - one parameter per option
     from heddle.exchange.family_match import family_lines
     from heddle.exchange.imported_checkpoint import imported_family
     from heddle.model.limits import refuse_overflow
+    from heddle.numerics.dispatch.operation import choose_deterministic
     from heddle.numerics.kernels import kernels
     from heddle.runtime import device_name
 
-    with kernels(**parse_kernels(kernel)), refuse_overflow():
+    equal_bits = choose_deterministic() if deterministic else nullcontext()
+    with kernels(**parse_kernels(kernel)), refuse_overflow(), equal_bits:
         config = with_vocab_size(load_config(data), DEFAULT_VOCAB_SIZE)
         # Kernels are chosen as on the device, which this machine need not have.
         facts = measure(config, context_lengths, batch_size, dtype_of(precision), device_name(device), encoder_length)

@@ -22,7 +22,7 @@ from torch.nn import functional
 from heddle.numerics.dispatch.device_size import DeviceSize
 from heddle.numerics.dispatch.flop_counter import add_flops
 from heddle.numerics.dispatch.libraries import NOT_CUDA
-from heddle.numerics.dispatch.operation import Kernel, Operation, device_type, has_triton
+from heddle.numerics.dispatch.operation import Kernel, Operation, device_type, has_triton, optional_nondeterministic
 from heddle.numerics.liger import liger_loss_sum, liger_unsupported
 from heddle.numerics.linear import linear_flops
 from heddle.numerics.loss_steps import (
@@ -262,7 +262,9 @@ LINEAR_CROSS_ENTROPY = Operation(
     (
         Kernel("chunked", _chunked, _chunked_unsupported, traceable=False),
         Kernel("fused", _fused, lambda facts: None),
-        Kernel("liger", _by_liger, _liger_kernel_unsupported, traceable=False),
+        Kernel(
+            "liger", _by_liger, _liger_kernel_unsupported, traceable=False, nondeterministic=optional_nondeterministic
+        ),
         Kernel("reference", reference_sums, lambda facts: None),
     ),
 )

@@ -1,6 +1,8 @@
 """Whether a device can hold what a training keeps of each parameter: asked before anything is allocated."""
 
 import os
+import resource
+import sys
 
 import torch
 
@@ -35,3 +37,9 @@ def device_memory(device: str) -> int:
     if torch.device(device).type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_process_memory() -> int:
+    """The most bytes of memory that this process has held so far; Linux counts KiB, macOS bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -8,6 +8,7 @@ import torch
 
 from heddle.data.samples import Batch
 from heddle.progress import format_amount
+from heddle.training.memory_limit import peak_process_memory
 from heddle.training.step_result import StepNumbers, StepResult
 
 
@@ -49,8 +50,10 @@ def finite(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """Return `peak_memory_bytes`, the most that tensors took on a CUDA device so far; nothing for others."""
-    return {"peak_memory_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
+    """Return `peak_memory_bytes` so far: of tensors on a CUDA device, of the whole process on a CPU; else nothing."""
+    if device.type == "cuda":
+        return {"peak_memory_bytes": torch.cuda.max_memory_allocated(device)}
+    return {"peak_memory_bytes": peak_process_memory()} if device.type == "cpu" else {}
 
 
 def peak_note(line: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ TASK.json describes one task, whose name is in TASKS. RESULT.json receives its r
 import ctypes
 import json
 import os
-import resource
 import signal
 import statistics
 import sys
@@ -161,6 +160,7 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
     from heddle.storage.run_log import read_log
     from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan, evaluate_extrapolation
     from heddle.training.loop import train
+    from heddle.training.memory_limit import peak_process_memory
     from heddle.training.router_metrics import recent_router_summary
     from heddle.training.smoothed_loss import step_speed
 
@@ -172,7 +172,7 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
     curve = [(line["tokens"], line["validation_bits_per_byte"]) for line in log if "validation_bits_per_byte" in line]
     rates = sorted(settings.tokens_per_step / second for second in seconds)
     trained_tokens = trained.progress.step * settings.tokens_per_step
-    peak_memory = torch.cuda.max_memory_allocated() if job.device.startswith("cuda") else _peak_memory()
+    peak_memory = torch.cuda.max_memory_allocated() if job.device.startswith("cuda") else peak_process_memory()
     plan = ExtrapolationPlan(**task["extrapolation"])
     extrapolation = evaluate_extrapolation(
         trained.model, corpus.validation, plan, corpus.tokenizer.byte_lengths, job.autocast
@@ -205,12 +205,6 @@ def end_at(curve: Sequence[tuple[int, float]], final: float) -> list[tuple[int, 
     """
     last = next((bits for _, bits in reversed(curve) if bits is not None), final)
     return [(tokens, None if bits is None else bits + final - last) for tokens, bits in curve]
-
-
-def _peak_memory() -> int:
-    """The most bytes that this process has used; Linux reports KiB, macOS bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _calibrate(task: dict[str, Any]) -> dict[str, Any]:

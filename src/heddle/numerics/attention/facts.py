@@ -225,3 +225,9 @@ def flex_unsupported(facts: AttentionFacts) -> str | None:
     if is_compiling() and facts.gradients and facts.score_bias and not facts.linear_bias:
         return "torch loses the gradient of a score bias that is computed in the same graph"
     return None if facts.queries and facts.keys else "there are no tokens"
+
+
+def flex_nondeterministic(facts: AttentionFacts) -> str | None:
+    """Why equal calls of FlexAttention may differ in bits: queries, keys and values are summed in a fixed order."""
+    learned = facts.gradients and facts.score_bias and not facts.linear_bias
+    return "atomic additions sum the gradient of a score bias" if learned else None

@@ -21,7 +21,7 @@ from heddle.numerics.attention.softmax import attention
 from heddle.numerics.dispatch.device_size import DeviceSize
 from heddle.numerics.dispatch.flop_counter import add_flops, counts_flops
 from heddle.numerics.dispatch.libraries import NOT_CUDA
-from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
+from heddle.numerics.dispatch.operation import Kernel, Operation, device_type, optional_nondeterministic
 from heddle.numerics.linear import linear
 from heddle.numerics.norms import at_least_float32, without_autocast
 
@@ -234,7 +234,9 @@ LATENT = Operation(
     (
         Kernel("expanded", _expanded, _expanded_unsupported),
         Kernel("tiled", _expanded_tiles, _should_absorb),
-        Kernel("flash_mla", _flash_mla, _flash_mla_unsupported, traceable=False),
+        Kernel(
+            "flash_mla", _flash_mla, _flash_mla_unsupported, traceable=False, nondeterministic=optional_nondeterministic
+        ),
         Kernel("absorbed", _absorbed, _absorbed_unsupported),
         Kernel("absorbed_untiled", _absorbed_untiled, lambda facts: None),
         Kernel("reference", reference, lambda facts: None),

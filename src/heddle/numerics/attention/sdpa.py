@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.numerics.dispatch.operation import device_type
+from heddle.numerics.dispatch.operation import device_type, is_deterministic
 
 WIDTH_STEP = 8  # CUDA's fused kernels take heads whose widths are multiples of it
 _CUDNN_WIDTH = 256  # the widest heads of cuDNN's kernel on a Hopper GPU, forward and backward
@@ -133,7 +133,7 @@ def _cudnn_serves(q: Tensor, v: Tensor) -> bool:
     widths = q.shape[-1], v.shape[-1]
     fits = max(widths) <= _CUDNN_WIDTH and not any(width % WIDTH_STEP for width in widths)
     narrow = compute_dtype(q) in (torch.bfloat16, torch.float16)
-    return fits and narrow and not torch.are_deterministic_algorithms_enabled() and _cudnn_takes_unequal_widths()
+    return fits and narrow and not is_deterministic() and _cudnn_takes_unequal_widths()
 
 
 @cache

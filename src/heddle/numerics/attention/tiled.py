@@ -10,6 +10,8 @@ logit, so its column of dS is the gradient of the logit.
 On a CPU this is faster than torch's fused kernel for short rows, above all in the backward pass (docs/log.md). A causal
 tile of queries is multiplied only by the keys it may see. The heads of a group are folded into the queries of one head.
 Nothing of size T×S is saved: the backward pass recomputes P tile by tile. Narrow dtypes are computed in float32.
+`scale` multiplies Q and K, which are smaller than S and dS. A key is hidden by adding −inf: torch's `masked_fill_` is
+slow on a CPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,9 +58,9 @@ def masked_attention(
     if bias is not None:
         groups = k.shape[1] // blocks
         bias = bias.reshape(groups, bias.shape[0] * bias.shape[1] // groups, bias.shape[2])
-    hidden = None if mask is None else ~mask
+    hiding = None if mask is None else at_least_float32(q.new_zeros(mask.shape)).masked_fill_(~mask, float("-inf"))
     inputs = (folded, k.flatten(0, 1), v.flatten(0, 1), sink, bias)
-    y: Tensor = _MaskedAttention.apply(*inputs, hidden, blocks, scale, modifiers.softcap)
+    y: Tensor = _MaskedAttention.apply(*inputs, hiding, blocks, scale, modifiers.softcap)
     return y.view(*q.shape[:3], v.shape[3])
 
 
@@ -76,30 +78,28 @@ def _query_tiles(queries: int, keys: int) -> Iterator[tuple[slice, int]]:
         yield slice(start, stop), keys - queries + stop
 
 
-def _fold_heads(x: Tensor, groups: int, queries: slice) -> Tensor:
-    """One tile of queries of heads [B, H, T, d], the last query first -> [B·G, H/G · tile, d]."""
-    return x[:, :, queries].flip(2).reshape(x.shape[0] * groups, -1, x.shape[3])
+def _reversed(x: Tensor, table: Tensor | None, dim: int = 2) -> Tensor:
+    """x with its queries in reverse order if there is a table of biases, which is read in this order; else x itself."""
+    return x if table is None else x.flip(dim)
 
 
-def _unfold_heads(tile: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """[B·G, H/G · tile, d] with the last query first -> heads [B, H, tile, d] in order. shape: B, H, tile."""
-    return tile.view(*shape, -1).flip(2)
+def _fold_heads(x: Tensor, groups: int, queries: slice, table: Tensor | None) -> Tensor:
+    """One tile of queries of heads [B, H, T, d], reversed if there is a table -> [B·G, H/G · tile, d]."""
+    return _reversed(x[:, :, queries], table).reshape(x.shape[0] * groups, -1, x.shape[3])
 
 
-def _future_keys(tile_size: int, device: torch.device) -> Tensor:
-    """The mask of hidden keys within a causal tile's own positions, bool [tile, tile], the last query first."""
-    return torch.ones(tile_size, tile_size, dtype=torch.bool, device=device).triu_(1).flip(0)
+def _hide_future(tile_size: int, like: Tensor, table: Tensor | None) -> Tensor:
+    """What hides later keys within a causal tile's positions, [tile, tile]: −inf, elsewhere 0; reversed as above."""
+    return _reversed(like.new_full((tile_size, tile_size), float("-inf")).triu_(1), table, 0)
 
 
-def _weights(
-    q: Tensor, k: Tensor, scale: float, hidden: Tensor | None, modifiers: BlockModifiers
-) -> tuple[Tensor, Tensor | None]:
-    """P of q [N, R · T, d] and k [N, S, d], and the tanh of the scores if there is a softcap.
+def _weights(q: Tensor, k: Tensor, hiding: Tensor | None, modifiers: BlockModifiers) -> tuple[Tensor, Tensor | None]:
+    """P of q · scale [N, R · T, d] and k [N, S, d], and the tanh of the scores if there is a softcap.
 
-    `hidden` [T, w] is True where one of the last w keys is hidden from a query. The sink [N, R · T, 1] is the score of
-    the first key. The bias [M, R, T, w] belongs to the last w keys, and M divides N.
+    `hiding` [T, w] is −inf where one of the last w keys is hidden from a query, else 0. The sink [N, R · T, 1] is the
+    score of the first key. The bias [M, R, T, w] belongs to the last w keys, and M divides N.
     """
-    scores = torch.bmm(q, k.transpose(1, 2)).mul_(scale)
+    scores = torch.bmm(q, k.transpose(1, 2))
     tanh_scores = None
     if modifiers.softcap is not None:
         tanh_scores = scores.div_(modifiers.softcap).tanh_()
@@ -110,9 +110,9 @@ def _weights(
         biased.unflatten(0, (len(scores) // len(bias), -1)).add_(bias)
     if modifiers.sink is not None:
         scores[:, :, :1] = modifiers.sink
-    if hidden is not None:
-        tile_size, keys = hidden.shape
-        scores[:, :, -keys:].unflatten(1, (-1, tile_size)).masked_fill_(hidden, float("-inf"))
+    if hiding is not None:
+        tile_size, keys = hiding.shape
+        scores[:, :, -keys:].unflatten(1, (-1, tile_size)).add_(hiding)
     return scores.softmax(-1), tanh_scores
 
 
@@ -178,13 +178,11 @@ class _CausalAttention(torch.autograd.Function):
         out: Tensor = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
         for query_range, visible_keys in _query_tiles(queries, keys.shape[1]):
             tile_size = query_range.stop - query_range.start
-            tile_q = at_least_float32(_fold_heads(q, k.shape[1], query_range))
+            tile_q = at_least_float32(_fold_heads(q, k.shape[1], query_range, table)) * ctx.scale
             modifiers = _tile_modifiers(ctx, (q, k, sink, table), query_range)
-            weights, _ = _weights(
-                tile_q, keys[:, :visible_keys], ctx.scale, _future_keys(tile_size, q.device), modifiers
-            )
-            y = torch.bmm(weights, values[:, :visible_keys])
-            out[:, :, query_range] = _unfold_heads(y, (batch, heads, tile_size))
+            weights, _ = _weights(tile_q, keys[:, :visible_keys], _hide_future(tile_size, keys, table), modifiers)
+            y = torch.bmm(weights, values[:, :visible_keys]).view(batch, heads, tile_size, -1)
+            out[:, :, query_range] = _reversed(y, table)
         return out
 
     @staticmethod
@@ -192,26 +190,30 @@ class _CausalAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, table = ctx.saved_tensors
         keys, values = (_with_sink_row(x.flatten(0, 1), sink) for x in (k, v))
+        scaled_keys = keys * ctx.scale
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
         grad_sink = None if sink is None else sink.new_empty(sink.shape)
         grad_table = torch.zeros_like(table) if ctx.needs_input_grad[4] else None
         for query_range, visible_keys in _query_tiles(q.shape[2], keys.shape[1]):
             tile_size = query_range.stop - query_range.start
-            tile_q, tile_grad = (at_least_float32(_fold_heads(x, k.shape[1], query_range)) for x in (q, gradients[0]))
+            folded = (_fold_heads(x, k.shape[1], query_range, table) for x in (q, gradients[0]))
+            tile_q, tile_grad = map(at_least_float32, folded)
+            tile_q = tile_q * ctx.scale
             modifiers = _tile_modifiers(ctx, (q, k, sink, table), query_range)
-            hidden = _future_keys(tile_size, q.device)
-            weights, tanh_scores = _weights(tile_q, keys[:, :visible_keys], ctx.scale, hidden, modifiers)
+            hiding = _hide_future(tile_size, keys, table)
+            weights, tanh_scores = _weights(tile_q, keys[:, :visible_keys], hiding, modifiers)
             grad_v[:, :visible_keys].baddbmm_(weights.transpose(1, 2), tile_grad)
             score_gradient = _softmax_gradient(weights, values[:, :visible_keys], tile_grad)
             if grad_sink is not None:
-                grad_sink[:, :, query_range] = score_gradient[:, :, :1].reshape(*q.shape[:2], tile_size, 1).flip(2)
+                by_head = score_gradient[:, :, :1].reshape(*q.shape[:2], tile_size, 1)
+                grad_sink[:, :, query_range] = _reversed(by_head, table)
             if grad_table is not None:
                 text = visible_keys if sink is None else visible_keys - 1
                 over_rows = score_gradient[:, :, -text:].unflatten(0, (len(q), -1)).sum(0)
                 grad_table[:, :text] += _sum_by_offset(over_rows, q.shape[1], text)
-            score_gradient = _softcap_gradient(score_gradient, tanh_scores).mul_(ctx.scale)
-            tile_grad_q = torch.bmm(score_gradient, keys[:, :visible_keys])
-            grad_q[:, :, query_range] = _unfold_heads(tile_grad_q, (*q.shape[:2], tile_size))
+            score_gradient = _softcap_gradient(score_gradient, tanh_scores)
+            tile_grad_q = torch.bmm(score_gradient, scaled_keys[:, :visible_keys])
+            grad_q[:, :, query_range] = _reversed(tile_grad_q.view(*q.shape[:2], tile_size, -1), table)
             grad_k[:, :visible_keys].baddbmm_(score_gradient.transpose(1, 2), tile_q)
         without_sink = slice(0 if sink is None else 1, None)
         grads_kv = (x[:, without_sink].reshape(like.shape).to(like.dtype) for x, like in ((grad_k, k), (grad_v, v)))
@@ -224,7 +226,7 @@ def _tile_modifiers(
     """The modifiers of one tile of queries."""
     q, k, sink, table = inputs
     if sink is not None:
-        sink = _fold_heads(sink, k.shape[1], query_range)
+        sink = _fold_heads(sink, k.shape[1], query_range, table)
     bias = None
     if table is not None:
         visible_keys = k.shape[2] - q.shape[2] + query_range.stop
@@ -241,37 +243,37 @@ class _MaskedAttention(torch.autograd.Function):
     @staticmethod
     @_without_autocast
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        q, k, v, sink, bias, hidden, ctx.blocks, ctx.scale, ctx.cap = inputs
-        ctx.save_for_backward(q, k, v, sink, bias, hidden)
+        q, k, v, sink, bias, hiding, ctx.blocks, ctx.scale, ctx.cap = inputs
+        ctx.save_for_backward(q, k, v, sink, bias, hiding)
         out: Tensor = q.new_empty(*q.shape[:2], v.shape[2])
         for part in _parts(q, k):
             part_k, part_v = (_with_sink_row(x[part], sink) for x in (k, v))
             modifiers, _ = _part_modifiers(ctx, sink, bias, part)
-            weights, _ = _weights(at_least_float32(q[part]), part_k, ctx.scale, hidden, modifiers)
+            weights, _ = _weights(at_least_float32(q[part]) * ctx.scale, part_k, hiding, modifiers)
             out[part] = torch.bmm(weights, part_v)
         return out
 
     @staticmethod
     @_without_autocast
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sink, bias, hidden = ctx.saved_tensors
+        q, k, v, sink, bias, hiding = ctx.saved_tensors
         grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
         grad_sink = None if sink is None else torch.empty_like(sink)
         grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[4] else None
         without_sink = slice(0 if sink is None else 1, None)
         for part in _parts(q, k):
             part_k, part_v = (_with_sink_row(x[part], sink) for x in (k, v))
-            part_q, part_grad = (at_least_float32(x[part]) for x in (q, gradients[0]))
+            part_q, part_grad = at_least_float32(q[part]) * ctx.scale, at_least_float32(gradients[0][part])
             modifiers, rows = _part_modifiers(ctx, sink, bias, part)
-            weights, tanh_scores = _weights(part_q, part_k, ctx.scale, hidden, modifiers)
+            weights, tanh_scores = _weights(part_q, part_k, hiding, modifiers)
             score_gradient = _softmax_gradient(weights, part_v, part_grad)
             if grad_sink is not None:
                 grad_sink[part] = score_gradient[:, :, :1]
             if grad_bias is not None and rows is not None:
                 grad_bias.index_add_(0, rows, score_gradient[:, :, without_sink])
-            score_gradient = _softcap_gradient(score_gradient, tanh_scores).mul_(ctx.scale)
+            score_gradient = _softcap_gradient(score_gradient, tanh_scores)
             grad_v[part] = torch.bmm(weights.transpose(1, 2), part_grad)[:, without_sink]
-            grad_q[part] = torch.bmm(score_gradient, part_k)
+            grad_q[part] = torch.bmm(score_gradient, part_k * ctx.scale)
             grad_k[part] = torch.bmm(score_gradient.transpose(1, 2), part_q)[:, without_sink]
         return grad_q, grad_k, grad_v, grad_sink, grad_bias, None, None, None, None
 

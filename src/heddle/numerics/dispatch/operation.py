@@ -20,6 +20,7 @@ _forced: ContextVar[Mapping[str, str] | None] = ContextVar("forced", default=Non
 _recorded: ContextVar[list["KernelChoice"] | None] = ContextVar("recorded", default=None)
 _calls: ContextVar[list["KernelCall"] | None] = ContextVar("calls", default=None)
 _assumed_device: ContextVar[str | None] = ContextVar("assumed_device", default=None)
+_assumed_deterministic: ContextVar[bool] = ContextVar("assumed_deterministic", default=False)
 
 
 def device_type(tensor: Tensor) -> str:
@@ -33,17 +34,41 @@ def has_triton() -> bool:
     return not torch.cuda.is_available() or find_spec("triton") is not None
 
 
+def is_deterministic() -> bool:
+    """Whether equal calls must give equal bits: torch was asked for deterministic algorithms, not only for warnings."""
+    if is_compiling():  # a graph reads this flag alone; it is traced anew when the flag changes
+        return torch.are_deterministic_algorithms_enabled()
+    asked = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return asked or _assumed_deterministic.get()
+
+
+def optional_nondeterministic(facts: Any) -> str:
+    """Why equal calls may differ in bits, of a kernel whose library does not follow torch's flag."""
+    return "its library promises no equal bits for equal calls"
+
+
 @dataclass(frozen=True)
 class Kernel(Generic[Facts]):
     """One way to compute an operation. `unsupported(facts)` returns why it cannot run, or None if it can.
 
     traceable: whether a graph of `torch.compile` or `torch.export` may hold it: it does not loop over lengths.
+    nondeterministic: returns why equal calls may differ in bits although torch was asked for deterministic algorithms.
+    None for a kernel that follows torch's flag.
     """
 
     name: str
     run: Callable[..., Any]
     unsupported: Callable[[Facts], str | None]
     traceable: bool = True
+    nondeterministic: Callable[[Facts], str | None] | None = None
+
+    def rejected(self, facts: Facts) -> str | None:
+        """Why the kernel is not for a call, or None: what it does not support, and bits that may not vary."""
+        reason = self.unsupported(facts)
+        if reason is not None or self.nondeterministic is None or not is_deterministic():
+            return reason
+        cause = self.nondeterministic(facts)
+        return None if cause is None else f"deterministic algorithms are wanted, and {cause}"
 
 
 class KernelChoice(NamedTuple):
@@ -86,7 +111,7 @@ class Operation(Generic[Facts]):
         for kernel in self.kernels:
             if forced is not None and kernel.name != forced:
                 continue
-            reason = kernel.unsupported(facts)
+            reason = kernel.rejected(facts)
             if reason is None:
                 recorded = _recorded.get()
                 if recorded is not None:
@@ -109,12 +134,12 @@ class Operation(Generic[Facts]):
         """Whether the kernel of this name supports the facts and no other kernel is forced."""
         forced = None if is_compiling() else (_forced.get() or {}).get(self.name)
         (kernel,) = (kernel for kernel in self.kernels if kernel.name == name)
-        return forced in (None, name) and kernel.unsupported(facts) is None
+        return forced in (None, name) and kernel.rejected(facts) is None
 
     def first_supported(self, facts: Facts) -> Kernel[Facts]:
         """The first kernel that supports the facts, ignoring `force_kernels`. Kernels use it for their inner calls."""
         kernels = [kernel for kernel in self.kernels if kernel.traceable] if is_compiling() else self.kernels
-        return next(kernel for kernel in kernels if kernel.unsupported(facts) is None)
+        return next(kernel for kernel in kernels if kernel.rejected(facts) is None)
 
 
 @contextmanager
@@ -131,6 +156,16 @@ def force_kernels(kernel_names: Mapping[str, str], operations: Mapping[str, Oper
         yield
     finally:
         _forced.reset(token)
+
+
+@contextmanager
+def choose_deterministic() -> Iterator[None]:
+    """Within the block, choose kernels as if torch were asked for deterministic algorithms. torch's flag stays."""
+    token = _assumed_deterministic.set(True)
+    try:
+        yield
+    finally:
+        _assumed_deterministic.reset(token)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from heddle.numerics.dispatch.flop_counter import add_flops
-from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
+from heddle.numerics.dispatch.operation import Kernel, Operation, device_type, optional_nondeterministic
 from heddle.numerics.norms import at_least_float32, without_autocast
 from heddle.numerics.recurrent import fla
 from heddle.numerics.recurrent.batched_chunks import batched_sums
@@ -106,7 +106,9 @@ CAUSAL_SUMS = Operation(
     "causal_sums",
     (
         Kernel("chunked", chunked_sums, _chunked_unsupported),
-        Kernel("fla", fla.fla_causal_sums, fla.fla_unsupported, traceable=False),
+        Kernel(
+            "fla", fla.fla_causal_sums, fla.fla_unsupported, traceable=False, nondeterministic=optional_nondeterministic
+        ),
         Kernel("recurrent", _recurrent, _recurrent_unsupported),
         Kernel("batched", _batched, _batched_unsupported),
         Kernel("reference", reference, lambda facts: None),

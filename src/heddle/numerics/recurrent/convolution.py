@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 from torch.nn import functional
 
 from heddle.numerics.dispatch.flop_counter import add_flops
-from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
+from heddle.numerics.dispatch.operation import Kernel, Operation, device_type, optional_nondeterministic
 from heddle.numerics.dispatch.transfer import to_device
 from heddle.numerics.norms import at_least_float32, without_autocast
 from heddle.numerics.recurrent import causal_conv1d as causal_conv1d_library
@@ -210,7 +210,13 @@ CONVOLUTION = Operation(
     "convolution",
     (
         Kernel("step", _step, _step_unsupported),
-        Kernel(_LIBRARY, _library, causal_conv1d_library.conv_unsupported, traceable=False),
+        Kernel(
+            _LIBRARY,
+            _library,
+            causal_conv1d_library.conv_unsupported,
+            traceable=False,
+            nondeterministic=optional_nondeterministic,
+        ),
         Kernel("shifted", _shifted, _shifted_unsupported),
         Kernel("patched", _patched, _patched_unsupported),
         Kernel("grouped", _grouped, _grouped_unsupported),

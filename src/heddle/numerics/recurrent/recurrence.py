@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
+from heddle.numerics.dispatch.operation import Kernel, Operation, device_type, optional_nondeterministic
 from heddle.numerics.norms import without_autocast
 from heddle.numerics.recurrent import fla
 
@@ -96,7 +96,9 @@ def recurrence_operation(name: str, kernels: RecurrenceKernels) -> Operation[Rec
         (
             Kernel("step", kernels.step, _step_unsupported),
             Kernel("chunked", kernels.chunked, _chunked_unsupported),
-            Kernel("fla", kernels.fla, fla.fla_unsupported, traceable=False),
+            Kernel(
+                "fla", kernels.fla, fla.fla_unsupported, traceable=False, nondeterministic=optional_nondeterministic
+            ),
             Kernel("batched", kernels.batched, _batched_unsupported),
             Kernel("reference", kernels.reference, lambda facts: None),
         ),
