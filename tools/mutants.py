@@ -17,7 +17,6 @@ import argparse
 import ast
 import contextlib
 import copy
-import functools
 import hashlib
 import importlib
 import io
@@ -33,6 +32,7 @@ import time
 import types
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,7 +191,7 @@ def reach(names: list[str]) -> dict[str, list[str]]:
     """By function: the cases whose laws call it, each measured in a process of its own."""
     reached: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        functions = in_child(lambda name=name: called_functions(name), 120.0)  # type: ignore[misc]
+        functions = in_child(lambda name=name: called_functions(name), 120.0)
         for function in json.loads(functions or "[]"):
             reached[function].append(name)
     return dict(reached)
@@ -237,17 +237,42 @@ def test_files(site: Site) -> list[str]:
     return [str(path) for path in [*named, *own, *others][:MOST_FILES]]
 
 
-@functools.cache
+@cache
 def test_texts() -> dict[Path, str]:
     """The test files that may kill a mutant, the shortest first."""
     paths = [path for folder in TEST_FOLDERS for path in (ROOT / "tests" / folder).glob("test_*.py")]
     return {path: path.read_text() for path in sorted(paths, key=lambda path: path.stat().st_size)}
 
 
-def check(site: Site, cases: list[str]) -> str:
-    """Plant a mutant and return what kills it, or 'survives'."""
+def passes(file: str) -> bool:
+    """Whether a test file passes in this process."""
     import pytest
 
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no"]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return pytest.main([file, *options]) == pytest.ExitCode.OK
+
+
+def outcome(file: str) -> str:
+    """The same in a word."""
+    return "passes" if passes(file) else "fails"
+
+
+def sound_files(files: list[str], known: Path) -> list[str]:
+    """Those of the test files that pass in a child without a mutant: others would seem to kill each one.
+
+    known: the file that remembers which do.
+    """
+    results: dict[str, bool] = json.loads(known.read_text()) if known.is_file() else {}
+    for file in files:
+        if file not in results:
+            results[file] = in_child(partial(outcome, file), 120.0) == "passes"
+            known.write_text(json.dumps(results))
+    return [file for file in files if results[file]]
+
+
+def check(site: Site, cases: list[str], files: list[str]) -> str:
+    """Plant a mutant and return what kills it, or 'survives'."""
     from tests.laws.violations import OTHERS
 
     try:
@@ -257,11 +282,9 @@ def check(site: Site, cases: list[str]) -> str:
         for name, laws in [*((name, FIRST_LAWS) for name in chosen), *((name, rest) for name in chosen[:1])]:
             if law := violation(name, laws):
                 return f"{law} on {name}"
-        options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no"]
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            for file in test_files(site):
-                if pytest.main([file, *options]) != pytest.ExitCode.OK:
-                    return Path(file).name
+        for file in files:
+            if not passes(file):
+                return Path(file).name
     except BaseException as error:  # a mutant may raise anything
         return f"{type(error).__name__}: {str(error)[:100]}"
     return "survives"
@@ -349,7 +372,8 @@ def main() -> int:
             continue
         began = time.monotonic()
         cases = reached.get(f"{site.module}:{site.function}", [])
-        result = in_child(lambda site=site, cases=cases: check(site, cases), arguments.limit) or "no end"
+        files = sound_files(test_files(site), arguments.record.with_suffix(".sound.json"))
+        result = in_child(partial(check, site, cases, files), arguments.limit) or "no end"
         line = {**site._asdict(), "key": site.key, "killed_by": result, "seconds": round(time.monotonic() - began, 1)}
         with arguments.record.open("a") as file:
             file.write(json.dumps(line) + "\n")
