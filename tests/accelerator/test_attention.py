@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from heddle.numerics.attention import flex
+from heddle.numerics.attention import sdpa as torch_sdpa
 from heddle.numerics.attention.flex import block_mask_of, flex_attention
 from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.attention.products import masked_products
@@ -288,3 +289,30 @@ def test_a_block_that_no_query_needs_is_not_listed() -> None:
     assert block_mask.kv_num_blocks.tolist() == [[[1, 1, 1]]]
     _, block_mask = block_mask_of(tail(384, 384))
     assert block_mask.full_kv_num_blocks[0].tolist() == [[0, 1, 2]]
+
+
+def run_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, modifiers: ScoreModifiers) -> Tensor:
+    return sdpa(q, k, v, scale, causal=not mask.all_visible)
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_cudnn_takes_values_of_another_width(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, the only kind of number that it takes; keys and values are not padded."""
+    mask = tail(19, 19)
+    inputs = tuple(x.detach() for x in draw(mask, Shape(groups=groups, d_k=24, d_v=16), torch.bfloat16))
+    wanted = expected(mask, ScoreModifiers(), inputs)
+    calls, cudnn = list[int](), torch_sdpa._cudnn
+
+    def counted(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        calls.append(v.shape[-1])
+        return cudnn(q, k, v, scale)
+
+    monkeypatch.setattr(torch_sdpa, "_cudnn", counted)
+    assert_equal(on_cuda(run_sdpa, mask, ScoreModifiers(), inputs), wanted, tolerance=0.05)
+    assert calls == [16]
+    for old, new in (("scale=scale", "scale=1.0"), ("0.0, True", "0.0, False")):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch_sdpa, "_cudnn", cudnn)
+            plant(patch, "numerics.attention.sdpa:_cudnn", old, new)
+            with pytest.raises(AssertionError):
+                assert_equal(on_cuda(run_sdpa, mask, ScoreModifiers(), inputs), wanted, tolerance=0.05)

@@ -8,13 +8,16 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from heddle.laws.harness import model_under_test, random_tokens
+from heddle.model.size import kernel_choices
 from heddle.numerics.dispatch.operation import record_choices
 from heddle.numerics.kernels import kernels
 from heddle.numerics.recurrent import causal_conv1d as conv_library
@@ -306,3 +309,37 @@ def test_models_pass_documents_and_their_dtype(name: str) -> None:
     assert "fla" in {choice.kernel for choice in choices}
     errors = [float((x.double() - exact_output).square().mean()) for x in (got, plain)]
     assert errors[0] <= 4 * errors[1] + 1e-6 * float(exact_output.square().mean())
+
+
+@pytest.mark.parametrize("name", ["delta", "kda", "mamba2", "mamba2-groups", "retention-plain", "linear-attention-elu"])
+@pytest.mark.parametrize("cached_tokens", [-1, 0, 40])
+def test_show_asks_the_libraries_for_nothing(name: str, cached_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their kernels cannot run on tensors without values: only the shapes of the results are given."""
+    config = case(name)
+    expected = {choice.kernel for choice in kernel_choices(config, 24, cached_tokens, torch.bfloat16, "cuda")}
+    assert "fla" in expected
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("Triton takes no meta tensors")
+
+    names = [*fla.FUNCTIONS.items(), ("causal_conv1d_fn", conv_library.MODULE)]
+    for function, module in names:
+        monkeypatch.setattr(import_module(module), function, refuse)
+    assert {choice.kernel for choice in kernel_choices(config, 24, cached_tokens, torch.bfloat16, "cuda")} == expected
+    with monkeypatch.context() as patch:
+        plant(patch, "numerics.recurrent.fla:_run", "is_meta", "is_sparse")
+        with pytest.raises(RuntimeError, match="no meta tensors"):
+            kernel_choices(config, 24, cached_tokens, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_shapes_without_values_are_those_of_the_results(documents: bool) -> None:
+    inputs = delta_inputs(1, documents)
+    with record_choices("cuda"):
+        state = torch.zeros(BATCH, HEADS, D_K, D_V)
+        results = fla.fla_delta_rule(inputs, state)
+        bounds = inputs.cu_seqlens
+        values: dict[str, Any] = {name: x.to("meta") for name, x in inputs._asdict().items() if isinstance(x, Tensor)}
+        values["cu_seqlens"] = None if bounds is None else (bounds[0].to("meta"), bounds[1].to("meta"))
+        shapes = fla.fla_delta_rule(inputs._replace(**values), state.to("meta"))
+    assert [(x.shape, x.dtype) for x in shapes] == [(x.shape, x.dtype) for x in results]

@@ -38,6 +38,8 @@ def run_conv(x: Tensor, weight: Tensor, conv_state: Tensor | None, segment_ids: 
 
     segment_ids: int64 [B, T], each token's document, or None if a row is one document.
     """
+    if x.is_meta:  # `heddle show` on a machine that has the library
+        return x.new_empty(x.shape)
     library = optional_module(MODULE)
     assert library is not None
     y: Tensor = library.causal_conv1d_fn(

@@ -100,9 +100,19 @@ def _run(
         arguments["initial_state"] = state.float()
     else:
         arguments["cu_seqlens"], arguments["cu_seqlens_cpu"] = cu_seqlens
-    y, last = library[name](**arguments, scale=1.0, output_final_state=True)
+    if tensors["v"].is_meta:  # `heddle show` on a machine that has fla
+        y, last = _shapes(arguments)
+    else:
+        y, last = library[name](**arguments, scale=1.0, output_final_state=True)
     if cu_seqlens is not None:
         row_ends = torch.arange(length, batch * length + 1, length, device=y.device)
         last = last[torch.searchsorted(cu_seqlens[0], row_ends) - 1]
         y = y.view(batch, length, *y.shape[2:])
     return y.transpose(1, 2).to(state.dtype), last.to(state.dtype)
+
+
+def _shapes(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Meta tensors of the shapes of fla's results: [rows, T, H, d_v] and, for each row or document, [H, d_k, d_v]."""
+    k, v, bounds = arguments["k"], arguments["v"], arguments.get("cu_seqlens")
+    states = len(v) if bounds is None else len(bounds) - 1
+    return v.new_empty(v.shape), v.new_empty(states, v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
