@@ -88,7 +88,9 @@ def test_a_rank_that_hangs_is_named(options: list[str], tmp_path: Path) -> None:
     os.kill(victim, signal.SIGCONT)  # the launcher waits for it, to let it save
     _, told = process.communicate()
     assert process.returncode == 75, told
-    assert re.search(rf"rank \d \(process {victim} on \S+\) of 2 hangs", told), told
+    assert re.search(
+        rf"rank \d \(process {victim} on \S+\) of 2 hangs: the others waited too long in \w+ of \[.*number \d+; ", told
+    ), told
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from heddle import progress
+from heddle.distributed.flight_recorder import newest_collective
 from heddle.distributed.ranks import ONE_PROCESS, WAIT_SECONDS, Ranks
 from heddle.errors import OtherRankFailed, RankLost
 
@@ -233,7 +234,9 @@ class _FailureWatch:
         several = len(silent) > 1
         who = f"{'ranks' if several else 'rank'} {names} of {self.ranks.count}"
         if "imed out" in str(error):
-            return f"{who} {'hang' if several else 'hangs'}: the others waited too long; the same command continues"
+            collective = newest_collective()
+            wait = "waited too long" if collective is None else f"waited too long in {collective}"
+            return f"{who} {'hang' if several else 'hangs'}: the others {wait}; the same command continues"
         return f"{who} {'have' if several else 'has'} ended without a word; the same command continues"
 
     def _name(self, rank: int) -> str:
