@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,8 +19,10 @@ settings.load_profile("heddle")
 
 
 @pytest.fixture(autouse=True)
-def _reset_globals() -> None:
+def _reset_globals() -> Iterator[None]:
     reset_globals()
+    yield
+    reset_globals()  # fixtures of a wider scope run before those of the next test
 
 
 def reset_globals() -> None:

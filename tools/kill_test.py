@@ -26,6 +26,8 @@ from heddle.storage.checkpoints import checkpoint_folder
 from heddle.storage.folder import tensors_sha256
 from heddle.storage.run_log import LOG_FILE, read_log
 
+MEASURED = ("seconds", "peak_memory_bytes")  # of a line of the log: they differ from run to run
+
 
 class Moment(NamedTuple):
     """When to kill, in steps of the log and seconds after them; step 0: seconds after the start.
@@ -151,7 +153,7 @@ def done(out: Path) -> int:
 
 def ending(out: Path, steps: int) -> Ending:
     """Return the ending of a run."""
-    log = [{name: value for name, value in line.items() if name != "seconds"} for line in read_log(out)]
+    log = [{name: value for name, value in line.items() if name not in MEASURED} for line in read_log(out)]
     return Ending(tensors_sha256(checkpoint_folder(out, steps)), log)
 
 

@@ -5,8 +5,7 @@ of the output.
 """
 
 import copy
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -45,12 +44,9 @@ TOLERANCE = 2e-2  # bfloat16 has 8 bits
 
 
 @pytest.fixture(autouse=True)
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Libraries are found in the folder of stand-ins."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "stand_ins"))
-    yield
-    for name in [name for name in sys.modules if name.split(".")[0] in ("fla", "causal_conv1d")]:
-        del sys.modules[name]
 
 
 def exact(*shape: int) -> Tensor:

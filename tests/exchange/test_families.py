@@ -111,7 +111,7 @@ def test_exported_again_it_is_the_same_files(family: str, variant: str, tmp_path
     assert all(torch.equal(weights[name], tensor) for name, tensor in theirs.state_dict().items())
     moved = their_logits(again, tokens, mask) - their_logits(theirs, tokens, mask)
     has_mamba = family in ("mamba2", "nemotron_h")  # whose chunks are cut anew: an export does not keep their size
-    limit = 3e-6 if has_mamba else 1e-6
+    limit = 3e-6 if has_mamba else 2e-6
     assert float(moved.abs().max()) <= limit  # where weights begin in memory decides their last bit
     config, before = again.config.to_dict(), theirs.config.to_dict()
     ignored = {"dtype", "architectures", "transformers_version", "_name_or_path", "heddle", "rope_parameters"}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from heddle.storage import atomic, file_io
 from heddle.storage.folder import read_folder, tensors_sha256, write_folder
+from tools.kill_test import MEASURED as MEASURED
 
 COUNTED = ("open", "write", "fsync", "rename", "unlink", "mkdir", "rmdir", "listdir")
 
@@ -49,9 +50,6 @@ def written(folder: Path, seed: int) -> State:
     result = state(folder)
     assert result is not None
     return result
-
-
-MEASURED = ("seconds", "peak_memory_bytes")  # of a line of a run's log: they differ from run to run
 
 
 class Died(BaseException):

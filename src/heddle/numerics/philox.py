@@ -3,8 +3,8 @@
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") maps a counter of four 32-bit words
 and a 64-bit key to four words. Element i of a stream is word `i mod 4` of the block with counter `i // 4`, so no other
 element has to be drawn before it. The quantile function of the normal distribution (Wichura 1988, AS 241) turns one
-word into one normal number. It is computed from sums, products, quotients and square roots alone: every machine rounds
-these alike, while math libraries differ in the last bits of their logarithms.
+word into one normal number. It is computed from sums, products and quotients alone: every machine rounds these alike,
+while math libraries differ in the last bits of their logarithms and square roots.
 """
 
 import hashlib
@@ -106,7 +106,7 @@ def normal_quantile(words: Tensor) -> Tensor:
     result = ratio.div_(polynomial(square, MEDIAN_DENOMINATOR)).mul_(from_median)
     tail = from_median.abs().gt_(0.425).nonzero().squeeze(-1)
     probability = from_median[tail]
-    distance = logarithm(0.5 - probability.abs()).neg_().sqrt_().sub_(1.6)
+    distance = square_root(logarithm(0.5 - probability.abs()).neg_()).sub_(1.6)
     quantile = polynomial(distance, TAIL_NUMERATOR).div_(polynomial(distance, TAIL_DENOMINATOR))
     return result.index_copy_(0, tail, quantile.mul_(probability.sign()))
 
@@ -125,3 +125,18 @@ def logarithm(x: Tensor) -> Tensor:
     ratio = mantissa.sub(0.75).div_(mantissa.add(0.75))  # log(m / ¾) = 2 atanh(ratio), |ratio| <= 1/5
     series = polynomial(ratio * ratio, tuple(2.0 / power for power in range(1, 27, 2)))
     return series.mul_(ratio).add_(exponent.double() * 0.6931471805599453).add_(-0.2876820724517809)
+
+
+def square_root(x: Tensor) -> Tensor:
+    """√x of float64 from 1e-100 to 1e100, correctly rounded.
+
+    A library's root may be wrong in its last bit, on each CPU in other elements (Intel's MKL on AMD's and on its own).
+    One Newton step with an exact remainder mends that: Dekker (1971), "A floating-point technique for extending the
+    available precision", splits the root into two halves whose products are exact.
+    """
+    root = x.sqrt()
+    scaled = root * (2.0**27 + 1)
+    upper = scaled - (scaled - root)
+    lower = root - upper
+    remainder = ((x - upper * upper) - 2 * upper * lower) - lower * lower
+    return root.add_(remainder.div_(root * 2))
