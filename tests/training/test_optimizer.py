@@ -12,6 +12,7 @@ from torch import Tensor
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
+from heddle.training.moment_buffers import share_buffers
 from heddle.training.muon import StackedMuon
 from heddle.training.optimizer import Optimizer, build_optimizer, learning_rate_factors
 from heddle.training.settings import OPTIMIZERS
@@ -346,3 +347,20 @@ def contents(decoder: Decoder, optimizer: Optimizer) -> list[Tensor]:
 def test_where_the_optimizer_is_not_fused_a_bad_step_is_read() -> None:
     decoder = build(small.config(), device="meta")
     assert not build_optimizer(decoder, DECAY).skips_on_device
+
+
+def test_small_moments_lie_in_one_buffer_and_keep_their_numbers() -> None:
+    shapes = [(), (3,), (4, 5), (17, 2), (600, 600)]
+    states = [{"step": torch.ones(()), "exp_avg": torch.randn(shape or (1,))} for shape in shapes]
+    states[1]["exp_avg"] = torch.randn(6, dtype=torch.float64)[::2]
+    before = [state["exp_avg"].clone() for state in states]
+    checked = share_buffers(states)
+    assert len(checked) == 3, "a buffer of each dtype, and the moment that is not small"
+    for state, moment in zip(states, before, strict=True):
+        assert torch.equal(state["exp_avg"], moment)
+        assert state["exp_avg"].is_contiguous()
+        state["exp_avg"].view(-1)[-1] = math.nan
+        assert sum(int(tensor.isnan().sum()) for tensor in checked) == 1, "the last number of each is in what is checked"
+        state["exp_avg"].copy_(moment)
+    states[0]["exp_avg"].fill_(7.0)
+    assert torch.equal(states[2]["exp_avg"], before[2]), "moments do not overlap"

@@ -20,6 +20,7 @@ from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
 from heddle.parts.modules.linear import SelfInitialized
 from heddle.training.master_weights import MasterWeights, memory_of
+from heddle.training.moment_buffers import share_buffers
 from heddle.training.muon import StackedMuon
 
 LearningRateScales = Sequence[tuple[str, float]]  # (path, factor); the last path that matches a parameter counts
@@ -59,6 +60,8 @@ class Optimizer:
     ) -> None:
         self.trainable, self.optimizers, self.updated_tensors = trainable, optimizers, updated_tensors
         self.masters, self.key = masters, (0, 0)
+        self._buffers: list[Tensor] = []  # they hold the moments of so many updated tensors:
+        self._states_in_buffers = 0
         self._weights: dict[str, nn.Parameter] = {**trainable, **masters.copies}
         self._optimizer_of = {
             id(tensor): optimizer
@@ -85,6 +88,8 @@ class Optimizer:
             values = {key: value for key, value in state.get(name, {}).items() if key != "master"}
             if values:
                 self._optimizer_of[id(tensor)].state[tensor] = values
+        self._states_in_buffers = 0
+        self._share_buffers()
 
     @property
     def skips_on_device(self) -> bool:
@@ -106,12 +111,22 @@ class Optimizer:
 
         A row of the embedding that no text uses counts too. Numbers whose squares overflow count as not finite.
         """
-        moments = [value for values in self.state.values() for value in values.values() if value.dim()]
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in (*self.trainable.values(), *moments):
-            by_dtype.setdefault(tensor.dtype, []).append(local_part(tensor.detach()))
-        norms = [norm.float() for tensors in by_dtype.values() for norm in torch._foreach_norm(tensors)]
-        return torch.stack(norms).isfinite().all()
+        for tensor in (*map(local_part, self.trainable.values()), *self._moments()):
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        with torch.no_grad():
+            norms = [norm.float() for tensors in by_dtype.values() for norm in torch._foreach_norm(tensors)]
+            return torch.stack(norms).isfinite().all()
+
+    def _moments(self) -> list[Tensor]:
+        """Tensors that hold all moments and float32 copies of this rank."""
+        return [*self._buffers, *map(local_part, self.masters.state.values())]
+
+    def _share_buffers(self) -> None:
+        """Let one buffer hold many moments, once an update or a load has added some."""
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        if len(states) != self._states_in_buffers:
+            self._buffers, self._states_in_buffers = share_buffers(states), len(states)
 
     def take_gradients(self) -> list[nn.Parameter]:
         """Return the tensors whose gradients are to be clipped, before a step: float32 copies get theirs here."""
@@ -135,6 +150,7 @@ class Optimizer:
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # where torch's fused optimizers read it
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        self._share_buffers()
         self.masters.write_back(self.key)
         self.discard_gradients()
 
