@@ -360,7 +360,9 @@ def test_small_moments_lie_in_one_buffer_and_keep_their_numbers() -> None:
         assert torch.equal(state["exp_avg"], moment)
         assert state["exp_avg"].is_contiguous()
         state["exp_avg"].view(-1)[-1] = math.nan
-        assert sum(int(tensor.isnan().sum()) for tensor in checked) == 1, "the last number of each is in what is checked"
+        assert sum(int(tensor.isnan().sum()) for tensor in checked) == 1, (
+            "the last number of each is in what is checked"
+        )
         state["exp_avg"].copy_(moment)
     states[0]["exp_avg"].fill_(7.0)
     assert torch.equal(states[2]["exp_avg"], before[2]), "moments do not overlap"

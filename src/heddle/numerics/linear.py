@@ -202,9 +202,9 @@ def linears(x: Tensor, linear_maps: Sequence[LinearMap]) -> Sequence[Tensor]:
 
 
 def _facts(x: Tensor, linear_maps: Sequence[LinearMap]) -> LinearFacts:
-    rows, weight = x.numel() // max(x.shape[-1], 1), linear_maps[0][0]
-    requires_grad = x.requires_grad or any(weight.requires_grad for weight, _ in linear_maps)
+    weight, device = linear_maps[0][0], device_type(x)
+    gradients = torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w, _ in linear_maps))
     # Autocast does not cast the inputs of oneDNN's operators.
-    packing = packing_enabled() and x.dtype == weight.dtype and not torch.is_autocast_enabled(device_type(x))
-    elements = sum(weight.numel() for weight, _ in linear_maps)
-    return LinearFacts(rows, torch.is_grad_enabled() and requires_grad, packing, elements, device_type(x), x.dtype)
+    packing = packing_enabled() and x.dtype == weight.dtype and not torch.is_autocast_enabled(device)
+    elements = sum([weight.numel() for weight, _ in linear_maps])
+    return LinearFacts(x.numel() // max(x.shape[-1], 1), gradients, packing, elements, device, x.dtype)

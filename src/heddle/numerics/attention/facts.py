@@ -1,8 +1,8 @@
 """The facts that choose a kernel of softmax attention, and the reasons why a kernel does not support a call."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ NO_SOFTCAP = "torch's fused kernel has no softcap"
 NO_BIAS = "torch's fused kernel takes a score bias only as a mask, which is built one tile of queries at a time"
 
 
-@dataclass(frozen=True)
-class AttentionFacts:
+class AttentionFacts(NamedTuple):
     """What decides the kernel: sizes and the static facts of the mask.
 
     dtype: in which the call is computed. width: the larger of d_k and d_v. fixed_shape: whether calls of the same

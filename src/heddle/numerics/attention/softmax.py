@@ -178,7 +178,7 @@ def _per_document(
         single_token = doc_q.shape[0] == 1
         doc_mask = replace(static_mask, q_positions=positions, k_positions=positions, all_visible=single_token)
         facts = attention_facts(q, k, v, doc_mask, dropout=False, modifiers=modifiers)
-        kernel = ATTENTION.first_supported(replace(facts, fixed_shape=False))
+        kernel = ATTENTION.first_supported(facts._replace(fixed_shape=False))
         out.append(kernel.run(q, k, v, doc_mask, scale, modifiers=modifiers)[0].transpose(0, 1))
     return torch.cat(out).view(rows, length, q.shape[1], v.shape[-1]).transpose(1, 2)
 

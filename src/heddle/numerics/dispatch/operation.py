@@ -111,7 +111,9 @@ class Operation(Generic[Facts]):
         for kernel in self.kernels:
             if forced is not None and kernel.name != forced:
                 continue
-            reason = kernel.rejected(facts)
+            reason = kernel.unsupported(facts)
+            if reason is None and kernel.nondeterministic is not None:
+                reason = kernel.rejected(facts)
             if reason is None:
                 recorded = _recorded.get()
                 if recorded is not None:
