@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 from benchmarks.machine import (
     ROOT,
     THREADS,
-    Calibration,
     limit,
     machine_name,
     read_results,
     result_file,
     source_hash,
 )
+from heddle.analysis.bench.rounds import Calibration, Quartiles, measure_in_rounds, quartiles_of, ratio_of
 from heddle.runtime import hardware, versions
 
 QUICK_PAIRS = 2
@@ -191,7 +191,7 @@ def measured_rows(module: str) -> dict[str, dict[str, Any]]:
 @cache
 def calibration() -> Calibration:
     """The calibration of this process."""
-    return Calibration()
+    return Calibration(THREADS)
 
 
 def compare(module: str, sides: list[str], case: Case) -> dict[str, Any]:
@@ -200,32 +200,19 @@ def compare(module: str, sides: list[str], case: Case) -> dict[str, Any]:
     `ratio` is the median of a peer's seconds over heddle's, with its quartiles: of the fastest peer of `case.against`.
     Other peers: `ratio to NAME`.
     """
-    workers = [Worker(module, side, case.arguments) for side in sides]
-    seconds: list[list[float]] = [[] for _ in sides]
-    taken_again = 0
+    workers = {side: Worker(module, side, case.arguments) for side in sides}
     try:
-        values = [worker.values() for worker in workers]
-        for turn in range(2 * case.pairs):
-            moved, times = calibration().moved(), [0.0] * len(sides)
-            for number in range(len(sides)):  # no side is always the first
-                index = (number + turn) % len(sides)
-                times[index] = workers[index].step()
-            if (calibration().moved() or moved) and taken_again < case.pairs:
-                taken_again += 1
-                continue
-            for side_seconds, side_time in zip(seconds, times, strict=True):
-                side_seconds.append(side_time)
-            if len(seconds[0]) == case.pairs:
-                break
+        values = [worker.values() for worker in workers.values()]
+        rounds = measure_in_rounds({side: worker.step for side, worker in workers.items()}, case.pairs, calibration())
     finally:
-        for worker in workers:
+        for worker in workers.values():
             worker.close()
-    row: dict[str, Any] = {"case": case.name, "pairs": len(seconds[0]), "turns taken again": taken_again}
+    row: dict[str, Any] = {"case": case.name, "pairs": case.pairs, "turns taken again": rounds.repeated}
     if case.figure:
         row["figure"] = case.figure
-    if taken_again == case.pairs:
+    if rounds.is_noisy:
         row["unsteady"] = True
-    return row | difference_row(case, sides, values) | seconds_row(case, dict(zip(sides, seconds, strict=True)))
+    return row | difference_row(case, sides, values) | seconds_row(case, rounds.seconds)
 
 
 def difference_row(case: Case, sides: Sequence[str], values: Sequence[Sequence[float]]) -> dict[str, Any]:
@@ -253,21 +240,26 @@ def seconds_row(case: Case, seconds: Mapping[str, Sequence[float]]) -> dict[str,
             row[f"{side} % of the limit"] = round(100 * case.work[1] / row[f"{side} seconds"] / reached, 1)
     against = min(case.against or peers[:1], key=lambda side: row[f"{side} seconds"])
     for side in peers:
-        ratios = [peer / own for peer, own in zip(seconds[side], seconds[heddle], strict=True)]
+        ratios = ratio_of(seconds[side], seconds[heddle])
         if side == against:
-            row |= ratio_row(ratios, case.goal) | {"against": side}
+            row |= _quartiles_row(ratios, case.goal) | {"against": side}
         else:
-            summary = ratio_row(ratios, None)
+            summary = _quartiles_row(ratios, None)
             row |= {f"ratio to {side}": summary["ratio"], f"quartiles to {side}": summary["quartiles"]}
     return row
 
 
 def ratio_row(ratios: Sequence[float], goal: float | None) -> dict[str, Any]:
     """The median ratio, its quartiles, the goal and whether it is met."""
-    ratio = statistics.median(ratios)
-    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratio, ratio, ratio)
-    row: dict[str, Any] = {"ratio": round(ratio, 3), "quartiles": [round(low, 3), round(high, 3)]}
-    return row if goal is None else row | {"goal": f">= {goal}", "met": ratio >= goal}
+    return _quartiles_row(quartiles_of(ratios), goal)
+
+
+def _quartiles_row(ratios: Quartiles, goal: float | None) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "ratio": round(ratios.median, 3),
+        "quartiles": [round(ratios.low, 3), round(ratios.high, 3)],
+    }
+    return row if goal is None else row | {"goal": f">= {goal}", "met": ratios.median >= goal}
 
 
 def limit_row(name: str, value: float, limit: float, unit: str) -> dict[str, Any]:
@@ -278,10 +270,10 @@ def limit_row(name: str, value: float, limit: float, unit: str) -> dict[str, Any
 def alternate(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Seconds of calls of this process, run in turn. A first round warms up and is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):
+    for number in range(rounds + 1):
         for name, call in calls.items():
             elapsed = timed(call)
-            if turn:
+            if number:
                 seconds[name].append(elapsed)
     return seconds
 

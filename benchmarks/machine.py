@@ -1,23 +1,18 @@
-"""The machine of a measurement: its name, whether it is as fast as before, and what was measured on it."""
+"""The machine of a measurement: its name, and what was measured on it."""
 
 import hashlib
 import json
 import os
 import re
-import statistics
-import time
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from heddle.runtime import hardware
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 THREADS = int(os.environ.get("BENCH_THREADS", "2"))  # 1: to try a benchmark while others use the machine
-MOVED = 1.15  # times the seconds of the calibration product
 
 
 @cache
@@ -57,27 +52,3 @@ def limit(name: str) -> float | None:
     """A limit of this machine that `benchmarks.limits` measured: `fp32 products` in FLOP/s, `read` in bytes/s."""
     values = [row["value"] for row in read_results("benchmarks.limits").get("results", []) if row.get("limit") == name]
     return max(values, default=None)
-
-
-class Calibration:
-    """A float32 product whose seconds say how fast the machine is at the moment."""
-
-    def __init__(self) -> None:
-        torch.set_num_threads(THREADS)
-        self.x = torch.ones(1024, 1024)
-        self.usual = statistics.median(self.seconds() for _ in range(7))
-
-    def seconds(self) -> float:
-        """The fastest of three products."""
-        times = []
-        for _ in range(3):
-            began = time.perf_counter()
-            torch.mm(self.x, self.x)
-            times.append(time.perf_counter() - began)
-        return min(times)
-
-    def moved(self) -> bool:
-        """Whether the product is now slower than usual. What is usual is the fastest that was seen."""
-        seconds = self.seconds()
-        self.usual = min(self.usual, seconds)
-        return seconds > MOVED * self.usual

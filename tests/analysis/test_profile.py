@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis.profile import BACKWARD, OUTSIDE, PART, PHASE, Frame, summarize_events
+from heddle.analysis.bench.workload import PHASE
+from heddle.analysis.profile import BACKWARD, OUTSIDE, PART, Frame, summarize_events
 from heddle.cli.main import run_command
 from tests import small
 

@@ -60,6 +60,7 @@ def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
             "presets",
             "check",
             "doctor",
+            "bench",
             "train",
             "compare",
             "ladder",

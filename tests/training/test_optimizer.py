@@ -12,10 +12,10 @@ from torch import Tensor
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
-from heddle.training.moment_buffers import share_buffers
 from heddle.training.muon import StackedMuon
 from heddle.training.optimizer import Optimizer, build_optimizer, learning_rate_factors
 from heddle.training.settings import OPTIMIZERS
+from heddle.training.state_buffers import share_buffers
 from heddle.training.step import apply_gradients
 from heddle.training.step_result import BatchResult
 from tests import small

@@ -44,16 +44,20 @@ def product_rate(dtype: torch.dtype, shape: tuple[int, int, int], device: str = 
 
 def fastest_seconds(call: Callable[[], object], device: str = "cpu") -> float:
     """Seconds of the fastest of several calls."""
-    kinds: dict[str, Callable[[], None]] = {
-        "cuda": partial(torch.cuda.synchronize, device),
-        "mps": torch.mps.synchronize,
-    }
-    synchronize = kinds.get(kind_of_device(device), lambda: None)
     fastest = float("inf")
     for _ in range(MEASUREMENTS + 1):
-        synchronize()
+        synchronize(device)
         start = time.perf_counter()
         call()
-        synchronize()
+        synchronize(device)
         fastest = min(fastest, time.perf_counter() - start)
     return fastest
+
+
+def synchronize(device: str) -> None:
+    """Wait until an accelerator has done what it was given."""
+    kind = kind_of_device(device)
+    if kind == "cuda":
+        torch.cuda.synchronize(device)
+    elif kind == "mps":
+        torch.mps.synchronize()

@@ -12,25 +12,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
+from heddle.analysis.bench.workload import (
+    PHASE,
+    TOKEN,
+    TOKENS,
+    TRAINING,
+    Workload,
+    least_cost,
+    training_step,
+    weight_dtype,
+)
 from heddle.analysis.machine_limits import measure_limits
-from heddle.data.samples import Batch
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
-from heddle.model.size import size
 from heddle.numerics.linear import packed_weights
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.mixers import Mixer
-from heddle.training.optimizer import build_optimizer
-from heddle.training.step import accumulate_gradients, apply_gradients
 
-PHASE, PART, BACKWARD = "phase: ", "part: ", "autograd::engine::evaluate_function: "
-STEPS, PROFILED_STEPS, TOKENS = 3, 2, 8
+PART, BACKWARD = "part: ", "autograd::engine::evaluate_function: "
+STEPS, PROFILED_STEPS = 3, 2
 REST = {"forward": "loss", "backward": "loss", "update": "optimizer"}  # what runs in no part
 OUTSIDE = "outside of operations"  # Python, and the profiler itself
 
@@ -76,39 +81,30 @@ def profile_design(config: ModelConfig, rows: int, length: int, precision: str) 
     precision: fp32, bf16 (training casts automatically, decoding has bfloat16 weights) or bf16-params.
     """
     limits = measure_limits("cpu")
-    flops = limits["fp32_flops_per_second" if precision == "fp32" else "bf16_flops_per_second"]
-    sizes = size(config, length)
-    training = _profile_training(config, (rows, length), precision, 3 * rows * length * sizes.flops_per_token / flops)
-    if not build(config, device="meta").causal:
-        return [training]
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    decoding_sizes = size(config, length, dtype=dtype)
-    read = decoding_sizes.active_parameters * dtype.itemsize + decoding_sizes.state_bytes
-    return [training, _profile_decoding(config, length, dtype, read / limits["read_bytes_per_second"])]
+    training, token = Workload(TRAINING, rows, length), Workload(TOKEN, 1, length)
+    profiles = [_profile_training(config, training, precision, _least_seconds(config, training, precision, limits))]
+    if build(config, device="meta").causal:
+        profiles.append(_profile_decoding(config, token, precision, _least_seconds(config, token, precision, limits)))
+    return profiles
 
 
-def _profile_training(config: ModelConfig, shape: tuple[int, int], precision: str, least_seconds: float) -> Profile:
-    rows, length = shape
-    model = build(config, dtype=torch.bfloat16 if precision == "bf16-params" else torch.float32).train()
-    optimizer = build_optimizer(model, 0.1)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size or 1, (rows, length + 1))
-    batch = Batch(tokens, ((length,),) * rows, np.arange(rows))
-    autocast = torch.bfloat16 if precision == "bf16" else None
-
-    def step() -> None:
-        with record_function(PHASE + "forward"):
-            result = accumulate_gradients(model, batch, (0, 0), autocast=autocast)
-        with record_function(PHASE + "update"):
-            apply_gradients(model, optimizer, result, 1e-4, 1.0)
-
-    return _profile_steps(f"training step of {rows} × {length:,} tokens", model, step, least_seconds)
+def _least_seconds(config: ModelConfig, workload: Workload, precision: str, limits: dict[str, float]) -> float:
+    """The seconds of some workload at the machine's limit."""
+    limit, amount = least_cost(config, workload, precision)
+    return amount / limits[limit]
 
 
-def _profile_decoding(config: ModelConfig, length: int, dtype: torch.dtype, least_seconds: float) -> Profile:
-    model = build(config, dtype=dtype).eval()
+def _profile_training(config: ModelConfig, workload: Workload, precision: str, least_seconds: float) -> Profile:
+    model = build(config, dtype=weight_dtype(workload, precision))
+    step = training_step(model, workload.rows, workload.length, precision)
+    return _profile_steps(workload.name, model, step, least_seconds)
+
+
+def _profile_decoding(config: ModelConfig, workload: Workload, precision: str, least_seconds: float) -> Profile:
+    model = build(config, dtype=weight_dtype(workload, precision)).eval()
     with torch.no_grad(), packed_weights():
-        text = torch.zeros(1, length, dtype=torch.int64)
-        _, state = model(text, None, model.init_state(1, length + 4 * TOKENS * (STEPS + PROFILED_STEPS)))
+        text = torch.zeros(1, workload.length, dtype=torch.int64)
+        _, state = model(text, None, model.init_state(1, workload.length + 4 * TOKENS * (STEPS + PROFILED_STEPS)))
 
         def step() -> None:
             nonlocal state
@@ -116,11 +112,11 @@ def _profile_decoding(config: ModelConfig, length: int, dtype: torch.dtype, leas
                 hidden, state = model(text[:, :1], None, state)
                 model.head(hidden[:, -1]).argmax(-1)
 
-        return _profile_steps(f"one token after {length:,}", model, step, least_seconds, TOKENS)
+        return _profile_steps(workload.name, model, step, least_seconds, TOKENS)
 
 
 def _profile_steps(
-    name: str, model: Decoder, step: Callable[[], None], least_seconds: float, repetitions: int = 1
+    name: str, model: Decoder, step: Callable[[], object], least_seconds: float, repetitions: int = 1
 ) -> Profile:
     """Warm up, measure without the profiler, then with it."""
     times = []

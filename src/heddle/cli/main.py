@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from heddle import __version__
+from heddle.cli.bench import bench
 from heddle.cli.chat import chat
 from heddle.cli.check import check
 from heddle.cli.compare import compare
@@ -50,6 +51,7 @@ COMMANDS: dict[Callable[..., object], str] = {
     presets: "List the presets, or print one.",
     check: "Run the correctness tests on a design.",
     doctor: "Print this machine's limits and kernels.",
+    bench: "Measure the speed of designs here.",
     train: "Train a design, or resume a run.",
     compare: "Train designs side by side and report.",
     ladder: "Train designs at several sizes; predict more.",

@@ -19,7 +19,7 @@ from heddle.numerics.dispatch.flop_counter import add_flops
 from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
 
 MAX_PACKED_ROWS = 64  # with more rows a product is bound by arithmetic, and packing gains little
-MIN_PACKED_ELEMENTS = 2**17  # calling a kernel costs more than reading a smaller weight
+MIN_PACKED_ELEMENTS = 2**15  # calling a kernel costs more than reading a smaller weight
 FOUR_ROW_ELEMENTS = 2**20  # oneDNN reads a weight this large faster for four rows than for one
 
 Cached = TypeVar("Cached")

@@ -20,8 +20,8 @@ from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
 from heddle.parts.modules.linear import SelfInitialized
 from heddle.training.master_weights import MasterWeights, memory_of
-from heddle.training.moment_buffers import share_buffers
 from heddle.training.muon import StackedMuon
+from heddle.training.state_buffers import share_buffers
 
 LearningRateScales = Sequence[tuple[str, float]]  # (path, factor); the last path that matches a parameter counts
 EPSILON = 1e-8  # AdamW's ε

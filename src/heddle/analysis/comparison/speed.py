@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from heddle.analysis.comparison.statistics import quartiles
+from heddle.analysis.machine_limits import synchronize
 from heddle.data.corpus import Corpus
 from heddle.data.samples import CorpusLoader
 from heddle.errors import ConfigError
@@ -130,14 +131,9 @@ def _timed_decode(model: Decoder, state: State) -> list[float]:
 
 def time_call(call: Callable[[], Value], model: Decoder) -> tuple[float, Value]:
     """(seconds, result) of a call; the device's queue is empty before and after."""
-    synchronize(model)
+    device = str(model.embed.weight.device)
+    synchronize(device)
     start = time.perf_counter()
     result = call()
-    synchronize(model)
+    synchronize(device)
     return time.perf_counter() - start, result
-
-
-def synchronize(model: Decoder) -> None:
-    """Wait for the accelerator, if there is one."""
-    if model.embed.weight.device.type == "cuda":
-        torch.cuda.synchronize()

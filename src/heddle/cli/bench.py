@@ -1,0 +1,166 @@
+"""`heddle bench`: how fast designs train, read a prompt and decode on this machine, beside each other and a peer."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from heddle.cli.options import Device, Json, PartFile, Quiet, Threads, TrainingPrecision, open_session, with_vocab_size
+from heddle.errors import ConfigError, MachineError
+from heddle.progress import format_amount, print_status, print_text, terminal_safe
+from heddle.tokenization import DEFAULT_VOCAB_SIZE
+
+if TYPE_CHECKING:
+    from heddle.analysis.bench.rounds import Quartiles
+    from heddle.analysis.bench.run import Bench, MeasuredWorkload, Measurement
+    from heddle.model.config import ModelConfig
+
+CONTEXT_LENGTHS = [128, 2048]
+MAX_ROUNDS, MAX_LENGTH = 1000, 2**20
+_TRAINED_BYTES = 16  # of a float32 weight, its gradient and AdamW's two moments
+
+
+def bench(  # noqa: PLR0913 - one parameter per option
+    designs: Annotated[
+        list[str], typer.Argument(metavar="DESIGN|FIELD=VALUE", help="Ratios are to the first; overrides apply to all.")
+    ],
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            "--peer", metavar="NAME", help="transformers: its model of each design, at its defaults and tuned."
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", help="Sequences of a training step.")] = 4,
+    sequence_length: Annotated[int, typer.Option("--sequence-length", metavar="N", help="Tokens of each.")] = 512,
+    context_length: Annotated[
+        list[int] | None,
+        typer.Option("--context-length", metavar="N", help="Tokens before a decoded one; repeatable. [128 2048]"),
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Measurements of each.")] = 9,
+    device: Device = "auto",
+    precision: TrainingPrecision = "fp32",
+    threads: Threads = None,
+    part: PartFile = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> list[dict[str, Any]]:
+    """Measure training, prefill and decoding in rounds; print medians, quartiles and shares of the machine's limits.
+
+    Each design runs in a process of its own. While it measures, run nothing else.
+    """
+    contexts = sorted(set(context_length or CONTEXT_LENGTHS))
+    for option, values, most in (
+        ("--batch-size", [batch_size], MAX_LENGTH),
+        ("--sequence-length", [sequence_length], MAX_LENGTH),
+        ("--context-length", contexts, MAX_LENGTH),
+        ("--rounds", [rounds], MAX_ROUNDS),
+    ):
+        for value in values:
+            if not 1 <= value <= most:
+                raise ConfigError(f"{option} {value}: must be from 1 to {most:,}")
+    with ExitStack() as stack:
+        runtime = open_session(stack, device=device, threads=threads, parts=part, quiet=quiet)
+        from heddle.analysis.bench.run import PEER_PROCESSES, Bench, check_peer, run_bench
+        from heddle.analysis.bench.workload import PREFILL, TOKEN, TRAINING, Workload
+        from heddle.analysis.comparison.plan import load_entries
+        from heddle.analysis.machine_limits import measure_limits
+
+        sources = [design for design in designs if "=" not in design or Path(design).exists()]
+        entries = load_entries(sources, [design for design in designs if design not in sources])
+        configs = {entry.name: with_vocab_size(entry.config, DEFAULT_VOCAB_SIZE) for entry in entries}
+        check_peer(peer, configs)
+        _check_memory(configs, len(PEER_PROCESSES[peer]), runtime.device)
+        training = Workload(TRAINING, batch_size, sequence_length)
+        decoding = [Workload(kind, 1, length) for length in contexts for kind in (PREFILL, TOKEN)]
+        asked = Bench(
+            designs=configs,
+            measured=[training, *decoding],
+            rounds=rounds,
+            precision=precision,
+            peer=peer,
+            device=runtime.device,
+            threads=runtime.threads,
+            part_files=[str(file) for file in part or []],
+        )
+        limits = measure_limits(runtime.device)
+        if not (as_json or quiet):
+            print_status(_describe_limits(limits, asked))
+        results = run_bench(asked, limits, (lambda _: None) if as_json else _print_workload)
+    facts = [_facts(result) for result in results]
+    if as_json:
+        print_text(json.dumps({"limits": limits, "results": facts}, indent=2))
+    return facts
+
+
+def _check_memory(configs: "dict[str, ModelConfig]", sides: int, device: str) -> None:
+    """Raise MachineError where the processes together need more memory for weights and moments than the device has."""
+    import torch
+
+    from heddle.model.distinct_layers import build_distinct_layers, parameter_counts
+    from heddle.training.memory_limit import device_memory
+
+    with torch.no_grad():
+        counts = [parameter_counts(build_distinct_layers(config, torch.float32))[0] for config in configs.values()]
+    needed, memory = sides * _TRAINED_BYTES * sum(counts), device_memory(device)
+    if needed > memory:
+        raise MachineError(
+            f"bench: {sides * len(counts)} models in training take {format_amount(needed, 'bytes')} or more, "
+            f"and the device has {format_amount(memory, 'bytes')}; name fewer or smaller designs"
+        )
+
+
+def _describe_limits(limits: dict[str, float], asked: "Bench") -> str:
+    products = limits["fp32_flops_per_second" if asked.precision == "fp32" else "bf16_flops_per_second"]
+    return (
+        f"{asked.device}, {asked.threads} threads: products reach {products / 1e9:,.0f} GFLOP/s, "
+        f"memory is read at {limits['read_bytes_per_second'] / 1e9:,.0f} GB/s"
+    )
+
+
+def _print_workload(result: "MeasuredWorkload") -> None:
+    """Print a table of one workload."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    again = f"; taken again: {result.repeated}" if result.repeated else ""
+    unsteady = "; the machine was busy, do not rely on this" if result.is_noisy else ""
+    table = Table(box=None, pad_edge=False, title=f"{result.workload.name}{again}{unsteady}", title_justify="left")
+    table.add_column("design", overflow="fold")
+    for name in ("ms (quartiles)", "tokens/s", "of the limit", "time over the first's"):
+        table.add_column(name, justify="right")
+    for row in result.measurements:
+        name = row.design if row.side == "heddle" else f"{row.design}, {row.side}"
+        seconds = _format(row.seconds, 1e3)
+        table.add_row(escape(terminal_safe(name)), seconds, f"{row.tokens_per_second:,.0f}", f"{row.limit_share:.0%}",
+                      _ratio(row))  # fmt: skip
+    Console(highlight=False).print("", table)
+
+
+def _format(values: "Quartiles", scale: float) -> str:
+    digits = 1 if values.median * scale >= 10 else 3
+    median, low, high = (f"{value * scale:,.{digits}f}" for value in values)
+    return f"{median} ({low}–{high})"
+
+
+def _ratio(row: "Measurement") -> str:
+    return (
+        ""
+        if row.ratio.low == row.ratio.high == 1
+        else f"{row.ratio.median:.2f} ({row.ratio.low:.2f}–{row.ratio.high:.2f})"
+    )
+
+
+def _facts(result: "MeasuredWorkload") -> dict[str, Any]:
+    """A measured workload as plain values."""
+    return {
+        "workload": result.workload._asdict(),
+        "turns_taken_again": result.repeated,
+        "is_noisy": result.is_noisy,
+        "measurements": [
+            row._asdict() | {"seconds": row.seconds._asdict(), "ratio": row.ratio._asdict()}
+            for row in result.measurements
+        ],
+    }
