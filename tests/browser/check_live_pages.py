@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from heddle.model.size import size
 from heddle.storage.manifest import LogPosition
 from heddle.storage.model import save
 from heddle.storage.run_log import RunLog, read_log
@@ -73,6 +74,45 @@ def models(tmp_path: Path) -> list[str]:
     return [str(tmp_path / name) for name in ("talks", "writes")]
 
 
+# Notes each text about the state of the first model, as it is drawn.
+WATCH_STATE = """window.drawn = [];
+new MutationObserver(records => records.forEach(record => record.addedNodes.forEach(node => {
+  if (node.localName === "p") window.drawn.push(node.textContent);
+}))).observe(document.querySelector(".state"), {childList: true}); 0"""
+
+
+def check_growth(drawn: list[str]) -> None:
+    """While 12 tokens came, the state was drawn after each of them, with the bytes of the model's state."""
+    model, tokenizer = small_model()
+    prompt = len(tokenizer.bos_ids) + len(tokenizer.encode("The weaver"))
+    sizes = [size(model.config, context_length=prompt + new).state_bytes for new in range(1, 13)]
+    assert sizes == sorted(set(sizes))
+    expected = [f"{readable(sizes[new - 1])} for the {prompt + new} tokens so far" for new in range(1, 13)]
+    assert [text.partition(";")[0] for text in drawn[:12]] == expected
+    assert {text.partition("at ")[2] for text in drawn[:12]} == {str(prompt + 12)}
+
+
+def readable(count: int) -> str:
+    """Bytes as the page says them."""
+    return f"{count / 1000:.1f} KB" if count >= 1000 else f"{count} bytes"
+
+
+def test_top_k_of_the_page(browser: Browser, models: list[str]) -> None:
+    texts = []
+    with serving("chat", models[1], "--page", "--device", "cpu", "--threads", "1", exit_code=0) as (address, _):
+        browser.look(1280, 900)
+        for top_k in ("", "1", "1"):
+            browser.open(address)
+            fields = {"temperature": "2", "top-p": "1", "top-k": top_k, "max-tokens": "24", "text": "The weaver"}
+            for field, value in fields.items():
+                browser.run(f"document.getElementById('{field}').value = '{value}'")
+            browser.run("document.getElementById('send').click()")
+            browser.wait_for("document.querySelector('.status').textContent.includes('a second')")
+            texts.append(browser.run("[...document.querySelectorAll('.token')].map(each => each.textContent).join('')"))
+        assert texts[0] != texts[1] == texts[2]
+        assert browser.errors == []
+
+
 def test_two_models_answer_side_by_side(browser: Browser, models: list[str]) -> None:
     with serving("chat", *models, "--page", "--device", "cpu", "--threads", "1", exit_code=0) as (address, _):
         check_page(browser, address)
@@ -83,6 +123,7 @@ def test_two_models_answer_side_by_side(browser: Browser, models: list[str]) -> 
         browser.run("document.getElementById('text').focus()")
         for letter in "The weaver":
             browser.press(letter, letter)
+        browser.run(WATCH_STATE)
         browser.run("document.getElementById('send').focus()")
         browser.press("Enter", "\r")
         drawn = "document.querySelectorAll('.state > svg').length === 2"
@@ -93,6 +134,7 @@ def test_two_models_answer_side_by_side(browser: Browser, models: list[str]) -> 
         )
         assert answers[0] == answers[1] != ""  # the same weights
         assert browser.run("document.querySelectorAll('.model .token').length") == 24
+        check_growth(browser.run("window.drawn"))
         attended = "document.querySelector('.attended').textContent"
         before = browser.run(attended)
         assert before.startswith("The weaver") or before.endswith(answers[0][:-1]) or "The weaver" in before

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,6 +94,15 @@ def test_a_conversation_goes_on_from_its_text(conversation: Conversation) -> Non
     assert conversation.turns == [("The weaver", expected)]
 
 
+def test_top_k_of_a_conversation(conversation: Conversation) -> None:
+    settings = SamplingSettings(temperature=2.0, top_k=1, top_p=1.0, max_tokens=12, seed=3)
+    greedy = conversation.answer("The weaver", GREEDY, lambda piece: None).text
+    conversation.undo()
+    assert conversation.answer("The weaver", settings, lambda piece: None).text == greedy
+    conversation.undo()
+    assert conversation.answer("The weaver", replace(settings, top_k=0), lambda piece: None).text != greedy
+
+
 def test_an_answer_that_is_given_up_is_forgotten(conversation: Conversation) -> None:
     def stop(piece: str) -> None:
         raise KeyboardInterrupt
@@ -120,8 +130,8 @@ def test_the_terminal_follows_commands(
     conversation: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = iter(
-        ["/temperature 0", "/max-tokens 3", "//x", "/tokens", "/state", "/temperature 9", "/seed a", "/nope", "/help",
-         "/stop z", "/reset", "/tokens", "/quit", "never read"]
+        ["/temperature 0", "/top-k 4", "/max-tokens 3", "//x", "/tokens", "/state", "/temperature 9", "/seed a",
+         "/top-k -1", "/nope", "/help", "/stop z", "/reset", "/tokens", "/quit", "never read"]
     )  # fmt: skip
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     Terminal([conversation], SamplingSettings()).run()
@@ -129,9 +139,10 @@ def test_the_terminal_follows_commands(
     assert next(lines) == "never read"
     assert out.count("%  ") == 3  # a row for each token
     assert "at 4,096 tokens" in out
-    assert "now: temperature 0, top-p 0.95, max-tokens 3, seed none, stop none" in out
+    assert "now: temperature 0, top-k 4, top-p 0.95, max-tokens 3, seed none, stop none" in out
     assert "/temperature 9: temperature: must be a number from 0.0 to 2.0" in err
     assert "/seed a: must be a number" in err
+    assert "/top-k -1: top_k: must be a whole number from 0 to" in err
     assert "/nope: is no command" in err
     assert "stop 'z'" in err
     assert "has not answered yet" in err

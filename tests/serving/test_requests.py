@@ -62,6 +62,37 @@ def test_openai_client_chats_by_the_template(server: Running) -> None:
         assert chunks[-1].usage.completion_tokens == 8
 
 
+@pytest.mark.parametrize("scores", [{}, {"logprobs": 1}])
+def test_top_k_is_that_of_generate(scores: dict[str, int], server: Running) -> None:
+    model, tokenizer = small_model()
+    texts = {}
+    for top_k in (0, 1, 3):
+        expected = generate(
+            model, "The weaver", tokenizer, max_new_tokens=12, temperature=1.5, top_k=top_k or None, seed=7
+        )
+        answer = server.complete(max_tokens=12, temperature=1.5, top_k=top_k, seed=7, **scores).json()
+        texts[top_k] = answer["choices"][0]["text"]
+        assert texts[top_k] == expected
+    assert len(set(texts.values())) == 3
+    assert texts[1] == generate(model, "The weaver", tokenizer, max_new_tokens=12)
+
+
+def test_a_stream_counts_its_tokens_as_they_come(server: Running) -> None:
+    asked = {"stream": True, "max_tokens": 6, "temperature": 0, "logprobs": 0}
+    counted, plain = (
+        [
+            json.loads(line[6:])
+            for line in server.complete(**asked, stream_options=options).text.split("\n\n")
+            if "{" in line
+        ]
+        for options in ({"continuous_usage_stats": True}, {})
+    )
+    usages = [piece["usage"] for piece in counted if "usage" in piece]
+    assert [usage["completion_tokens"] for usage in usages] == [1, 2, 3, 4, 5, 6]
+    assert {usage["total_tokens"] - usage["completion_tokens"] for usage in usages} == {usages[0]["prompt_tokens"]}
+    assert [piece for piece in plain if "usage" in piece] == []
+
+
 def test_a_stop_string_ends_the_text(server: Running) -> None:
     text = server.complete(max_tokens=40, temperature=0).json()["choices"][0]["text"]
     stop = text[5:9]
@@ -82,6 +113,9 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     ({"temperature": "hot"}, 400, "temperature"),
     ({"temperature": True}, 400, "temperature"),
     ({"top_p": 0}, 400, "top_p"),
+    ({"top_k": -1}, 400, "top_k"),
+    ({"top_k": 10**6}, 400, "top_k"),
+    ({"top_k": 2.5}, 400, "top_k"),
     ({"seed": -1}, 400, "seed"),
     ({"n": 2}, 400, "n"),
     ({"logprobs": 1000}, 400, "logprobs"),

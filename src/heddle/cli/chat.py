@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MAX_MODELS = 2
 COMMANDS = """\
 /temperature X   0 is greedy
+/top-k N         sample from the N most likely tokens; 0: from all
 /top-p X         sample from the most likely tokens with this probability
 /max-tokens N    most tokens of an answer
 /seed N          the same answers again; /seed alone: others each time
@@ -149,7 +150,7 @@ class Terminal:
         """One command."""
         if name == "help":
             print_text(f"{COMMANDS}\nnow: {self._shown_settings()}")
-        elif name in ("temperature", "top-p", "max-tokens", "seed", "stop"):
+        elif name in ("temperature", "top-k", "top-p", "max-tokens", "seed", "stop"):
             self._set(name, value)
         elif name == "undo":
             is_undone = [conversation.undo() for conversation in self.conversations]
@@ -176,6 +177,8 @@ class Terminal:
                 changed = replace(self.settings, seed=int(value) if value else None)
             elif name == "max-tokens":
                 changed = replace(self.settings, max_tokens=int(value))
+            elif name == "top-k":
+                changed = replace(self.settings, top_k=int(value))
             elif name == "top-p":
                 changed = replace(self.settings, top_p=float(value))
             else:
@@ -194,7 +197,7 @@ class Terminal:
         seed = "none" if self.settings.seed is None else self.settings.seed
         stop = repr(self.settings.stop[0]) if self.settings.stop else "none"
         return (
-            f"temperature {self.settings.temperature:g}, top-p {self.settings.top_p:g}, "
+            f"temperature {self.settings.temperature:g}, top-k {self.settings.top_k}, top-p {self.settings.top_p:g}, "
             f"max-tokens {self.settings.max_tokens}, seed {seed}, stop {stop}"
         )
 

@@ -116,6 +116,7 @@ def page_of(models: "Sequence[tuple[Engine, RequestReader]]") -> str:
             parameters=sum(parameter.numel() for parameter in engine.model.parameters()),
             is_chat=reader.chat_format is not None,
             has_scores=engine.gives_scores,
+            vocab_size=reader.tokenizer.vocab_size,
         )
         for index, (engine, reader) in enumerate(models)
     ]

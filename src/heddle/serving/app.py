@@ -123,7 +123,8 @@ class Answer:
             yield self._chunk([delta])
         while event.error is None:
             if event.text or event.scores:
-                yield self._chunk([self._choice(event.text, list(event.scores), None, "delta")])
+                usage = self._usage(event.new_tokens) if self.request.continuous_usage else None
+                yield self._chunk([self._choice(event.text, list(event.scores), None, "delta")], usage)
             if event.is_last:
                 yield self._chunk([self._choice("", [], event.finish_reason, "delta")])
                 if self.request.include_usage:

@@ -19,13 +19,15 @@ class SamplingSettings:
 
     temperature: float = 0.8
     top_p: float = 0.95
+    top_k: int = 0  # 0: of all tokens
     max_tokens: int = 256
     seed: int | None = None
     stop: tuple[str, ...] = ()
 
     def fields(self) -> dict[str, Any]:
         """As fields of a request."""
-        fields = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_tokens}
+        sampling = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        fields: dict[str, Any] = sampling | {"max_tokens": self.max_tokens}
         seed = {} if self.seed is None else {"seed": self.seed}
         return fields | seed | ({"stop": list(self.stop)} if self.stop else {})
 

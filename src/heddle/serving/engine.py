@@ -50,7 +50,7 @@ class TokenReader:
         self._tokenizer, self._deadline, self._new_tokens = tokenizer, deadline, request.new_tokens
         self._stream, self._buffer = tokenizer.decode_stream(request.prompt_ids), StopStringBuffer(request.stop)
         self._count, self._scores = 0, list[TokenScore]()
-        sampling = (request.temperature, None, request.top_p, request.seed)
+        sampling = (request.temperature, request.top_k, request.top_p, request.seed)
         self.generation = GenerationRequest(
             prompt_ids=[request.prompt_ids],
             max_new_tokens=request.new_tokens,

@@ -27,6 +27,7 @@ class ModelView:
         # Observing registers hooks, which must not see the calls of the other thread: the twin shares only tensors.
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         self._twin = copy.deepcopy(model, shared).eval()
+        self._meta_model = build(model.config, dtype=model.embed.weight.dtype, device="meta")
         self._lock = threading.Lock()
 
     def last_step(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
@@ -60,5 +61,4 @@ class ModelView:
         is_valid = all(type(length) is int and 0 < length <= MAX_LENGTH for length in lengths)
         if not is_valid or not 0 < len(lengths) <= MAX_LENGTHS:
             raise RequestError(f"lengths: must be a list of 1 to {MAX_LENGTHS} numbers of tokens", "lengths")
-        meta_model = build(self.model.config, dtype=self.model.embed.weight.dtype, device="meta")
-        return [meta_model.init_state(1, length).bytes for length in lengths]
+        return [self._meta_model.init_state(1, length).bytes for length in lengths]

@@ -16,8 +16,22 @@ from heddle.tokenization.tokenizer import Tokenizer
 MAX_ALTERNATIVES = 20  # OpenAI's limits of top_logprobs and logprobs
 MAX_MESSAGES = 1000
 DEFAULT_TOKENS = 128  # where a request names no number of new tokens
+_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")  # the second one is vLLM's, as is top_k
 _SHARED_FIELDS = frozenset(
-    ("model", "max_tokens", "temperature", "top_p", "stop", "seed", "stream", "stream_options", "logprobs", "n", "user")
+    (
+        "model",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "stop",
+        "seed",
+        "stream",
+        "stream_options",
+        "logprobs",
+        "n",
+        "user",
+    )
 )
 _FIELDS = {
     "completions": _SHARED_FIELDS | {"prompt"},
@@ -41,7 +55,10 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A prompt and how to continue it. alternatives: how many tokens to score beside the chosen one; None: no score."""
+    """A prompt and how to continue it. alternatives: how many tokens to score beside the chosen one; None: no score.
+
+    include_usage: the numbers of tokens come at the end of a stream; continuous_usage: with each of its pieces, too.
+    """
 
     prompt_ids: list[int]
     new_tokens: int
@@ -52,6 +69,8 @@ class TextRequest:
     alternatives: int | None = None
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    top_k: int | None = None
 
 
 class RequestReader:
@@ -82,8 +101,8 @@ class RequestReader:
         _number(fields, "n", 1, (1, 1), whole=True)
         _text(fields, "user", "")
         options = fields.get("stream_options", {})
-        if not isinstance(options, dict) or set(options) - {"include_usage"}:
-            raise RequestError("stream_options: has one field, include_usage", "stream_options")
+        if not isinstance(options, dict) or set(options) - set(_STREAM_OPTIONS):
+            raise RequestError(f"stream_options: has only {' and '.join(_STREAM_OPTIONS)}", "stream_options")
         temperature = float(_number(fields, "temperature", 1.0, (0.0, 2.0)))
         top_p = float(_number(fields, "top_p", 1.0, (0.0, 1.0)))
         if top_p == 0.0:
@@ -93,11 +112,13 @@ class RequestReader:
             new_tokens=self._new_tokens(fields),
             temperature=temperature,
             top_p=None if top_p == 1.0 else top_p,
+            top_k=int(_number(fields, "top_k", 0, (0, self.tokenizer.vocab_size), whole=True)) or None,
             seed=int(_number(fields, "seed", secrets.randbelow(2**31), (0, 2**62 - 1), whole=True)),
             stop=self._stop_strings(fields),
             alternatives=_chat_alternatives(fields) if kind == "chat" else _alternatives(fields),
             stream=_truth(fields, "stream"),
             include_usage=_truth(options, "include_usage"),
+            continuous_usage=_truth(options, "continuous_usage_stats"),
         )
 
     def _new_tokens(self, fields: Mapping[str, Any]) -> int:

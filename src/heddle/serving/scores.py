@@ -19,7 +19,7 @@ class TokenScore(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoringSampler(Sampler):
-    """A sampler of one row that keeps the score of each token it chose, before temperature and top-p.
+    """A sampler of one row that keeps the score of each token it chose, before temperature, top-k and top-p.
 
     For steps that run one by one: a recorded graph calls no sampler.
     """

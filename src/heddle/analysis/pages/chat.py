@@ -19,6 +19,7 @@ class ServedModel:
     parameters: int
     is_chat: bool
     has_scores: bool
+    vocab_size: int
 
 
 def chat_page(models: Sequence[ServedModel], most_tokens: int) -> str:
@@ -28,5 +29,6 @@ def chat_page(models: Sequence[ServedModel], most_tokens: int) -> str:
         title=f"heddle chat: {' and '.join(model.name for model in models)}",
         models=models,
         most_tokens=most_tokens,
+        smallest_vocabulary=min(model.vocab_size for model in models),
         data=[asdict(model) for model in models],
     )

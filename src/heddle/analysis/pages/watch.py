@@ -33,7 +33,7 @@ CHARTS: tuple[tuple[str, str, str, Callable[[float], str] | None, str], ...] = (
         format_number,
         "The tokens of a step over the median seconds of the last 100 steps, without evaluations and checkpoints.",
     ),
-    ("memory", "memory", "", format_bytes, "The most that tensors took on the GPU so far."),
+    ("memory", "memory", "", format_bytes, "The most so far: of tensors on a GPU, of the whole process on a CPU."),
 )
 
 

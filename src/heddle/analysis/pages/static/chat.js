@@ -4,7 +4,7 @@
   const models = JSON.parse(document.getElementById("models-data").textContent);
   const $ = (id) => document.getElementById(id);
   const ALTERNATIVES = 5;
-  const POINTS = 32; // of the curve of the state
+  const POINTS = 63; // of the curve of the state; the server answers at most 64 at once
   let halting = null; // ends the answers that are being written
 
   const element = (name, text = "", className = "") => {
@@ -75,7 +75,7 @@
     request(turns) {
       const settings = {
         model: this.facts.name, temperature: $("temperature").valueAsNumber, top_p: $("top-p").valueAsNumber,
-        max_tokens: $("max-tokens").valueAsNumber,
+        top_k: $("top-k").valueAsNumber || 0, max_tokens: $("max-tokens").valueAsNumber,
       };
       if ($("seed").value) settings.seed = $("seed").valueAsNumber;
       if ($("stop").value) settings.stop = [$("stop").value];
@@ -93,16 +93,17 @@
       turn.request = this.request(turns);
       const scored = this.isChat ? { logprobs: true, top_logprobs: ALTERNATIVES } : { logprobs: ALTERNATIVES };
       const body = { ...turn.request, ...(this.facts.has_scores ? scored : {}), stream: true,
-                     stream_options: { include_usage: true } };
+                     stream_options: { include_usage: true, continuous_usage_stats: true } };
       const address = this.facts.address + (this.isChat ? "/v1/chat/completions" : "/v1/completions");
       this.say("");
       this.turns = turns;
       const paragraph = this.show(turn);
+      this.sizes = undefined;
       const started = performance.now();
       try {
         for await (const event of events(await ask(address, body, signal))) {
           if (event.error) throw new Error(event.error.message);
-          if (event.usage) turn.usage = event.usage;
+          if (event.usage) await this.grow(turn, event.usage, body.max_tokens);
           const choice = event.choices[0];
           if (!choice) continue;
           const piece = choice.text ?? choice.delta.content ?? "";
@@ -111,6 +112,7 @@
           turn.tokens.push(...tokens);
           if (this.facts.has_scores) for (const token of tokens) paragraph.append(this.token(turn, token));
           else paragraph.append(piece);
+          if (tokens.length) this.showToken(tokens[tokens.length - 1]);
           this.transcript.scrollTop = this.transcript.scrollHeight;
         }
         const seconds = (performance.now() - started) / 1000;
@@ -127,7 +129,17 @@
       this.root.querySelector(".views").hidden = false;
       if (turn.tokens.length) await this.choose(turn, turn.tokens.length - 1);
       else await this.look(turn, turn.text);
-      await this.showState(turn);
+      const now = turn.usage?.total_tokens ?? this.view?.tokens.length ?? 1;
+      await this.readSizes(1, now, Math.max(64, 2 * now));
+      this.showState(now);
+    }
+
+    // While an answer comes: the state of the tokens so far, on the way to the most that the text may have.
+    async grow(turn, usage, newTokens) {
+      turn.usage = usage;
+      this.root.querySelector(".views").hidden = false;
+      if (this.sizes === undefined) await this.readSizes(1, usage.prompt_tokens, usage.prompt_tokens + newTokens);
+      this.showState(usage.total_tokens);
     }
 
     say(text, failed = false) {
@@ -164,7 +176,11 @@
     }
 
     async choose(turn, index) {
-      const token = turn.tokens[index];
+      this.showToken(turn.tokens[index]);
+      await this.look(turn, turn.tokens.slice(0, index).map((each) => each.id));
+    }
+
+    showToken(token) {
       for (const other of this.transcript.querySelectorAll("[aria-current]")) other.removeAttribute("aria-current");
       token.span.setAttribute("aria-current", "true");
       const rows = [[token.text, token.probability], ...token.alternatives.filter(([text]) => text !== token.text)];
@@ -174,7 +190,6 @@
         row.append(element("code", JSON.stringify(text)), element("span", `${(100 * probability).toFixed(1)} %`), bar);
         return row;
       }));
-      await this.look(turn, turn.tokens.slice(0, index).map((each) => each.id));
     }
 
     // What the step after this part of the answer attended to. reply: its tokens, or its text where they are not known.
@@ -228,30 +243,46 @@
       }));
     }
 
-    async showState(turn) {
-      const now = turn.usage?.total_tokens ?? this.view?.tokens.length ?? 1;
-      const end = Math.max(64, 2 * now), step = Math.max(1, Math.ceil(end / (POINTS - 1)));
-      const lengths = [...new Set([1, now, ...Array.from({ length: POINTS - 2 }, (_, index) => (index + 1) * step)])].sort((a, b) => a - b);
-      const root = this.root.querySelector(".state");
+    // The bytes of the state at lengths from the first to the last, and at `now`; the server's, or its refusal.
+    async readSizes(first, now, last) {
+      const step = Math.max(1, Math.ceil((last - first) / (POINTS - 1)));
+      const steps = Array.from({ length: POINTS }, (_, index) => Math.min(last, first + index * step));
+      const lengths = [...new Set([...steps, now])].sort((a, b) => a - b);
       try {
         const { bytes } = await (await ask(`${this.facts.address}/chat/state`, { lengths })).json();
-        const most = Math.max(...bytes), last = lengths[lengths.length - 1], at = bytes[lengths.indexOf(now)];
-        const x = (length) => (100 * length / last).toFixed(2), y = (size) => (88 - 80 * size / most).toFixed(2);
-        const points = lengths.map((length, index) => `${x(length)},${y(bytes[index])}`).join(" ");
-        const text = element("p", `${readable(at)} for the ${now.toLocaleString("en")} tokens so far; ${readable(bytes[bytes.length - 1])} at ${last.toLocaleString("en")}`);
-        const picture = new DOMParser().parseFromString(
-          `<svg xmlns="http://www.w3.org/2000/svg"><svg viewBox="0 0 100 90" preserveAspectRatio="none" width="100%" height="100%">`
-          + `<line x1="0" x2="100" y1="88" y2="88" stroke="var(--line)" vector-effect="non-scaling-stroke"/>`
-          + `<polyline points="${points}" fill="none" stroke="var(--series-3)" stroke-width="2.25" vector-effect="non-scaling-stroke"/></svg>`
-          + `<circle cx="${x(now)}%" cy="${y(at) / 0.9}%" r="5" fill="var(--series-3)"/></svg>`, "image/svg+xml").documentElement;
-        picture.setAttribute("role", "img");
-        picture.setAttribute("aria-label", "bytes of the state over tokens");
-        root.replaceChildren(text, picture);
+        this.sizes = { lengths, bytes };
       } catch (error) {
-        root.textContent = error.message;
+        this.sizes = null;
+        this.root.querySelector(".state").textContent = error.message;
       }
     }
+
+    // The line of the sizes: strong up to the tokens so far, pale beyond.
+    showState(now) {
+      if (!this.sizes) return;
+      const { lengths, bytes } = this.sizes, last = lengths[lengths.length - 1], most = Math.max(...bytes);
+      const at = sizeAt(this.sizes, now), x = (length) => (100 * length / last).toFixed(2), y = (size) => (88 - 80 * size / most).toFixed(2);
+      const points = lengths.map((length, index) => [length, bytes[index]]);
+      const drawn = (pairs, more) => `<polyline points="${pairs.map(([length, size]) => `${x(length)},${y(size)}`).join(" ")}" fill="none" stroke="var(--series-3)" vector-effect="non-scaling-stroke" ${more}/>`;
+      const text = element("p", `${lengths.includes(now) ? "" : "about "}${readable(at)} for the ${now.toLocaleString("en")} tokens so far; ${readable(bytes[bytes.length - 1])} at ${last.toLocaleString("en")}`);
+      const picture = new DOMParser().parseFromString(
+        `<svg xmlns="http://www.w3.org/2000/svg"><svg viewBox="0 0 100 90" preserveAspectRatio="none" width="100%" height="100%">`
+        + `<line x1="0" x2="100" y1="88" y2="88" stroke="var(--line)" vector-effect="non-scaling-stroke"/>`
+        + drawn(points, 'stroke-width="1.5" opacity="0.4"') + drawn([...points.filter(([length]) => length < now), [now, at]], 'stroke-width="2.75"')
+        + `</svg><circle cx="${x(now)}%" cy="${y(at) / 0.9}%" r="5" fill="var(--series-3)"/></svg>`, "image/svg+xml").documentElement;
+      picture.setAttribute("role", "img");
+      picture.setAttribute("aria-label", "bytes of the state over tokens");
+      this.root.querySelector(".state").replaceChildren(text, picture);
+    }
   }
+
+  // Bytes at a length: those that were read, or on the line between its neighbors.
+  const sizeAt = ({ lengths, bytes }, now) => {
+    const next = lengths.findIndex((length) => length >= now);
+    if (next < 1) return bytes[next < 0 ? bytes.length - 1 : 0];
+    const share = (now - lengths[next - 1]) / (lengths[next] - lengths[next - 1]);
+    return Math.round(bytes[next - 1] + share * (bytes[next] - bytes[next - 1]));
+  };
 
   const readable = (bytes) => {
     const units = ["bytes", "KB", "MB", "GB"];
