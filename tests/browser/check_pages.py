@@ -19,7 +19,7 @@ from heddle.analysis.pages.report import report_page
 from heddle.analysis.pages.runs import runs_page
 from heddle.analysis.runs import RunSummary
 from heddle.cli.main import run_command
-from heddle.config import kind_class, parse_config
+from heddle.config import kind_class, kinds, parse_config
 from heddle.errors import ConfigError
 from heddle.laws.harness import model_under_test
 from heddle.model.config import ModelConfig
@@ -216,6 +216,54 @@ def test_pictures_are_drawn_from_the_numbers_of_heddle(browser: Browser, explore
     drawn = browser.run("Array.from({length: 8}, (_, p) => Array.from({length: 12}, (_, d) => sinusoid(p, d, 12)))")
     assert torch.allclose(torch.tensor(drawn, dtype=torch.float64), table)
     check_norms(browser)
+
+
+SCALINGS: list[dict[str, Any]] = [
+    {"kind": "linear", "factor": 4.0},
+    {"kind": "ntk", "factor": 4.0},
+    {"kind": "ntk", "factor": 4.0, "original_length": 1024},
+    {"kind": "llama3", "factor": 8.0, "original_length": 2048, "low_freq_factor": 2.0, "high_freq_factor": 9.0},
+    {"kind": "longrope", "factor": 4.0, "original_length": 1024, "short_factor": [1.5] * 16, "long_factor": [2.5] * 16},
+    {"kind": "yarn", "factor": 8.0, "original_length": 1024},
+    {"kind": "yarn", "factor": 8.0, "original_length": 1024, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+    {"kind": "yarn", "factor": 8.0, "original_length": 16, "beta_slow": 30.0},
+]
+
+
+def test_scalings_are_drawn_from_the_frequencies_of_heddle(browser: Browser, explorers: dict[str, Path]) -> None:
+    browser.open(explorers["scalings"])
+    assert {each["kind"] for each in SCALINGS} == set(kinds("scalings"))
+    for scaling in SCALINGS:
+        part = parse_config(kind_class("scalings", scaling["kind"]), {k: v for k, v in scaling.items() if k != "kind"})
+        for tokens in (1024, 5000):
+            expected = part.scale_frequencies(32, 10000.0, tokens, torch.float64).inv_freq  # type: ignore[attr-defined]
+            drawn = browser.run(f"scaledFrequencies({json.dumps(scaling)}, 32, 10000, {tokens})")
+            assert drawn == pytest.approx(expected, rel=1e-12), scaling
+
+
+def test_a_chosen_scaling_is_the_design_that_is_built(
+    browser: Browser, explorers: dict[str, Path], tmp_path: Path
+) -> None:
+    browser.look(1280, 900)
+    browser.open(explorers["design"])
+    browser.run("document.getElementById('tab-scalings').click(); state.design.tokens = 32768; render()")
+    seen = set()
+    for kind in kinds("scalings"):
+        browser.run(f"document.getElementById('kind-{kind}').click()")
+        assert browser.run("$('refusals').textContent") == ""
+        file = tmp_path / "design.yaml"
+        file.write_text(browser.run("$('yaml').textContent"), encoding="utf-8")
+        mixer = heddle.load_config(str(file)).dump()["layers"][0]["mixer"]
+        assert mixer["position"]["scaling"]["kind"] == kind
+        seen.add(browser.run("$('pictures').innerHTML"))
+    assert len(seen) == len(kinds("scalings"))
+    wrong = {"beta_fast": 0.5, "attention_factor": -1}
+    browser.run("document.getElementById('kind-yarn').click()")
+    for field, value in wrong.items():
+        event = "dispatchEvent(new Event('input', {bubbles: true}))"
+        browser.run(f"$('field.{field}').value = {value}; $('field.{field}').{event}")
+        assert f"scaling.{field}" in browser.run("$('refusals').textContent")
+    assert browser.errors == []
 
 
 def check_norms(browser: Browser) -> None:

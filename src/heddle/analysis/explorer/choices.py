@@ -13,19 +13,22 @@ from heddle.model.schema import schema
 
 SLOTS = {
     "mixers": "mixer", "positions": "position", "feedforwards": "feed-forward", "residuals": "residual",
-    "norms": "norm",
+    "norms": "norm", "scalings": "scaling",
 }  # fmt: skip
 WORDS = {"string": "choice", "integer": "integer", "number": "number", "boolean": "boolean"}
 FIRST_VALUES = {  # of fields that have no default
     "heads": 8, "kv_rank": 256, "nope_dim": 64, "hidden": 2048, "experts": 8, "top_k": 2, "length": 2048,
     "first": {"kind": "attention", "heads": 8, "window": 1024},
     "second": {"kind": "mamba2", "heads": 8},
+    "factor": 8.0, "original_length": 4096,
+    "short_factor": [1.0] * 32, "long_factor": [round(32 ** (pair / 31), 3) for pair in range(32)],
 }  # fmt: skip
 FIRST_FIELDS: dict[str, dict[str, Any]] = {  # of kinds that are better shown with more than they need
     "attention": {"kv_heads": 2, "position": {"kind": "rope"}},
     "differential_attention": {"position": {"kind": "rope"}},
     "latent_attention": {"rope_dim": 32, "position": {"kind": "rope"}},
     "retention": {"gate": "silu"},
+    "longrope": {"factor": 32.0},
     "moe": {"hidden": 1024, "shared": 1},
 }
 

@@ -13,6 +13,7 @@ from heddle.parts.context.costs import Costs
 
 COSTS = tuple(Costs.__dataclass_fields__)
 RESIDUAL = "residuals"
+SCALING = "scalings"
 
 
 class Symbols:
@@ -136,6 +137,8 @@ def model_formulas() -> Formulas:
 @cache
 def formulas_of(slot: str, kind: str) -> Formulas | None:
     """The formulas of a kind; None if it declares none."""
+    if slot == SCALING:  # changes angles, at no cost
+        return None
     config: Any = kind_class(slot, kind)
     symbols = Symbols()
     declared = config.costs(symbols)

@@ -32,6 +32,10 @@ def explorer_page(slot: str | None = None, config: ModelConfig | None = None) ->
     start = _start() if config is None else explorer_design(config) | {"tokens": 4096, "bytes": 2}
     if slot == "positions" and config is None:
         start["layers"][0]["mixer"]["position"] = {"kind": "rope"}
+    if slot == "scalings" and config is None:
+        yarn = next(kind.first for kind in kinds_of("scalings") if kind.kind == "yarn")
+        start["layers"][0]["mixer"]["position"] = {"kind": "rope", "scaling": dict(yarn)}
+        start["tokens"] = 32768
     subject = "a whole design" if slot is None else f"the {SLOTS[slot]} of a layer"
     return render(
         "explorer.html",

@@ -3,7 +3,7 @@
 const $ = id => document.getElementById(id);
 const escape = words => String(words).replace(/[&<>"]/g, sign => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[sign]);
 const copy = value => JSON.parse(JSON.stringify(value));
-const TITLES = { mixers: "Mixer", positions: "Position", feedforwards: "Feed-forward", residuals: "Residual", norms: "Norm" };
+const TITLES = { mixers: "Mixer", positions: "Position", feedforwards: "Feed-forward", residuals: "Residual", norms: "Norm", scalings: "Scaling" };
 const ADDITIVE = ["learned", "sinusoidal"];
 let state = copy(DATA.start);
 let position = 12, drawn = "";
@@ -15,11 +15,18 @@ const mixerTakes = name => layer().mixer && kindOf("mixers", layer().mixer.kind)
 
 function chosen(slot = state.slot) {
   if (slot === "positions") return layer().mixer?.position ?? state.design.embedding?.position ?? null;
+  if (slot === "scalings") return layer().mixer?.position?.scaling ?? null;
   return holder(slot)[SINGULAR[slot]] ?? null;
 }
 
 function choose(slot, part) {
-  if (slot !== "positions") holder(slot)[SINGULAR[slot]] = part;
+  if (slot === "scalings") {
+    if (part && layer().mixer?.position?.kind !== "rope") choose("positions", { kind: "rope" });
+    if (part) {
+      layer().mixer.position.scaling = part;
+      delete layer().mixer.position.inv_freq;
+    } else delete layer().mixer?.position?.scaling;
+  } else if (slot !== "positions") holder(slot)[SINGULAR[slot]] = part;
   else {
     delete layer().mixer?.position;
     delete state.design.embedding?.position;
@@ -70,7 +77,7 @@ function drawForm() {
   const models = DATA.whole ? `<label for="design-model"><span>start from</span><select id="design-model"><option value="">this design</option>${DATA.models.map((model, index) => `<option value="${index}">${escape(model.name)}</option>`).join("")}</select></label>` : "";
   $("around").innerHTML = models + number("design-width", "model width", design.width) + number("design-tokens", "context, tokens", design.tokens)
     + `<label for="design-bytes"><span>numbers</span><select id="design-bytes">${[[4, "float32"], [2, "bfloat16"]].map(([bytes, name]) => `<option value="${bytes}" ${design.bytes === bytes ? "selected" : ""}>${name}</option>`).join("")}</select></label>` + whole;
-  const none = ["positions", "mixers", "feedforwards"].includes(state.slot) && (state.slot === "positions" || DATA.whole) ? [["", "none"]] : [];
+  const none = ["positions", "mixers", "feedforwards", "scalings"].includes(state.slot) && (["positions", "scalings"].includes(state.slot) || DATA.whole) ? [["", "none"]] : [];
   $("kinds").innerHTML = [...DATA.slots[state.slot].map(kind => [kind.kind, kind.kind]), ...none].map(([value, name]) => `<button type="button" id="kind-${value}" data-kind="${value}" aria-pressed="${(part?.kind ?? "") === value}">${name}</button>`).join("");
   $("fields").innerHTML = part ? kindOf(state.slot, part.kind).fields.map(field => fieldInput(field, part, `field.${field.name}`)).join("") : "";
   if (focused) $(focused)?.focus();
@@ -95,15 +102,17 @@ const bytesOf = value => value >= 2 ** 40 ? `${amount(value / 2 ** 40)} TiB` : v
 const undeclared = design => design.layers.flatMap(each => [["mixers", each.mixer], ["feedforwards", each.feedforward]])
   .filter(([slot, part]) => part && !FORMULAS[slot][part.kind]).map(([, part]) => part.kind);
 
+const heldByMixer = design => state.slot === "scalings" || state.slot === "positions" && !design.embedding?.position;
+
 function numbers(design) {
   const missing = undeclared(design);
   if (missing.length) return `<p>${escape(missing.join(", "))} declares no costs, so there are no numbers of this design.</p>`;
-  const { sums, slots } = sizes(design, state.layer), own = slots[state.slot === "positions" && !design.embedding?.position ? "mixers" : state.slot];
+  const { sums, slots } = sizes(design, state.layer), own = slots[heldByMixer(design) ? "mixers" : state.slot];
   const shown = DATA.whole ? sums : own ?? [0, 0, 0, 0, 0];
   const cards = [["parameters", shown[0], short(shown[0]), amount(shown[0])], ["active for a token", shown[0] - shown[1], short(shown[0] - shown[1]), amount(shown[0] - shown[1])],
     ["FLOPs per token", shown[2] / design.tokens, short(shown[2] / design.tokens), "forward pass, averaged over the context"],
     ["state", stateBytes(shown, design), bytesOf(stateBytes(shown, design)), `after ${amount(design.tokens)} tokens, one text`]];
-  const share = DATA.whole && own ? `<p class="small">The ${TITLES[state.slot].toLowerCase()} of one layer: ${amount(own[0])} parameters, ${short(own[2] / design.tokens)} FLOPs per token, ${bytesOf(stateBytes(own, design))} of state.</p>` : state.slot === "positions" && !design.embedding?.position ? '<p class="small">These are the numbers of the mixer that holds it.</p>' : state.slot === "norms" ? '<p class="small">Of one norm over the model’s width.</p>' : "";
+  const share = DATA.whole && own ? `<p class="small">The ${TITLES[state.slot].toLowerCase()} of one layer: ${amount(own[0])} parameters, ${short(own[2] / design.tokens)} FLOPs per token, ${bytesOf(stateBytes(own, design))} of state.</p>` : heldByMixer(design) ? '<p class="small">These are the numbers of the mixer that holds it.</p>' : state.slot === "norms" ? '<p class="small">Of one norm over the model’s width.</p>' : "";
   return `<div class="numbers">${cards.map(([name, , big, detail]) => `<div><span>${name}</span><strong>${big}</strong><small>${detail}</small></div>`).join("")}</div>${share}`;
 }
 
@@ -130,13 +139,14 @@ function curve(title, valueAt, unit) {
 
 function curves() {
   if (undeclared(state.design).length) return "";
-  const pick = design => { const all = sizes(design, Math.min(state.layer, design.layers.length - 1)); return DATA.whole ? all.sums : all.slots[state.slot] ?? [0, 0, 0, 0, 0]; };
+  const pick = design => { const all = sizes(design, Math.min(state.layer, design.layers.length - 1)); return DATA.whole ? all.sums : all.slots[state.slot === "scalings" ? "mixers" : state.slot] ?? [0, 0, 0, 0, 0]; };
   return curve("state, one text", design => stateBytes(pick(design), design), bytesOf) + curve("FLOPs per token", design => pick(design)[2] / design.tokens, short);
 }
 
 function pictures(slot, part) {
   const around = surroundings(state.design, layer());
   if (slot === "positions") return positionPictures(part, layer().mixer ? complete("mixers", layer().mixer, around) : {}, position);
+  if (slot === "scalings") return scalingPicture(part, layer().mixer.position, complete("mixers", layer().mixer, around));
   const none = '<p class="small">No picture of this kind is known.</p>';
   if (["mixers", "feedforwards"].includes(slot) && !FORMULAS[slot][part.kind]) return none;
   const v = complete(slot, part, around);
@@ -150,6 +160,7 @@ function pictures(slot, part) {
 }
 
 function shapes(slot, part) {
+  if (slot === "scalings") return shapes("mixers", layer().mixer);
   const v = complete(slot, part, surroundings(state.design, layer())), rows = [["x", ["B", "T", v.width]]];
   if (slot === "mixers" && v.heads && v.head_dim) {
     const groups = v.kv_heads || v.key_heads || v.groups || v.heads, keys = part.kind === "mamba2" ? v.state_size : v.head_dim;
@@ -186,6 +197,7 @@ const uses = (value, slot, name) => {
   const { layers, residual, norm, embedding } = value;
   if (slot === "residuals" || slot === "norms") return (slot === "norms" ? norm : residual).kind === name;
   if (slot === "positions") return embedding?.position?.kind === name || layers.some(each => each.mixer?.position?.kind === name);
+  if (slot === "scalings") return layers.some(each => each.mixer?.position?.scaling?.kind === name);
   return layers.some(each => each[SINGULAR[slot]]?.kind === name);
 };
 
@@ -254,7 +266,7 @@ document.addEventListener("click", event => {
   else if (button.dataset.model !== undefined) {
     const name = chosen().kind, slot = state.slot;
     setModel(Number(button.dataset.model));
-    const at = state.design.layers.findIndex(each => (slot === "positions" ? each.mixer?.position : each[SINGULAR[slot]])?.kind === name);
+    const at = state.design.layers.findIndex(each => (slot === "positions" ? each.mixer?.position : slot === "scalings" ? each.mixer?.position?.scaling : each[SINGULAR[slot]])?.kind === name);
     if (at >= 0) state.layer = at;
   } else if (button.id === "pin") state.pinned = state.pinned ? undefined : copy(state.design);
   else if (button.id === "copy-yaml" || button.id === "copy-link") {

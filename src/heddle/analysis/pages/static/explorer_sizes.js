@@ -1,7 +1,7 @@
 // What a design costs, from the formulas that the parts declare. `DATA` and `FORMULAS` come from Python.
 "use strict";
 const SUMS = ["parameters", "inactive", "flops", "cached", "recurrent"];
-const SINGULAR = { mixers: "mixer", positions: "position", feedforwards: "feedforward", residuals: "residual", norms: "norm" };
+const SINGULAR = { mixers: "mixer", positions: "position", feedforwards: "feedforward", residuals: "residual", norms: "norm", scalings: "scaling" };
 const kindOf = (slot, name) => DATA.slots[slot].find(kind => kind.kind === name);
 const valueOf = (part, field) => part[field.name] === undefined ? field.default : part[field.name];
 const isWord = value => typeof value === "string";
@@ -53,6 +53,14 @@ function refusals(design) {
   for (const layer of design.layers)
     for (const slot of ["mixers", "feedforwards"])
       if (layer[SINGULAR[slot]]) refusePart(slot, layer[SINGULAR[slot]], design, SINGULAR[slot], found);
+  for (const { mixer } of design.layers) {
+    const rotation = mixer?.position, scaling = rotation?.scaling;
+    if (!scaling) continue;
+    const v = complete("mixers", mixer, surroundings(design, { mixer })), path = "mixer.position.scaling";
+    refusePart("scalings", scaling, design, path, found);
+    const dims = rotation.rotary_dim || v.rope_dim || v.head_dim;
+    for (const [name, reason] of scalingRefusals(scaling, dims, rotation.base ?? 10000)) found.push([`${path}.${name}`, reason]);
+  }
   refusePart("residuals", design.residual, design, "residual", found);
   refusePart("norms", design.norm, design, "norm", found);
   const position = design.embedding?.position;
