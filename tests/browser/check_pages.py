@@ -11,6 +11,7 @@ import torch
 
 import heddle
 from heddle.analysis.explorer.choices import SLOTS
+from heddle.analysis.explorer.published import published_designs
 from heddle.analysis.inspection.collect import inspect_layers
 from heddle.analysis.pages.conversion import conversion_page
 from heddle.analysis.pages.explorer import explorer_page
@@ -163,6 +164,24 @@ def test_a_choice_changes_what_it_must(browser: Browser, explorers: dict[str, Pa
     assert browser.run("$('yaml').textContent") == after[1]
     browser.run("$('field.kv_rank').value = 999; $('field.kv_rank').dispatchEvent(new Event('input', {bubbles: true}))")
     assert "larger than the width" in browser.run("$('refusals').textContent")
+    assert browser.errors == []
+
+
+def test_every_published_model_opens_after_any_layer_of_another(browser: Browser, explorers: dict[str, Path]) -> None:
+    browser.open(explorers["design"])
+    walk = """DATA.models.map((model, index) => {
+      const list = document.getElementById("design-model");
+      list.value = String(index);
+      list.dispatchEvent(new Event("input", {bubbles: true}));
+      const drawn = model.design.layers.map((_, each) => {
+        state.layer = each;
+        return DATA.pages.map(slot => { state.slot = slot; render(); return $("pictures").innerHTML; }).join();
+      }).join();
+      return [model.name, drawn.includes("NaN"), refusals(state.design).length];
+    })"""
+    opened = browser.run(f"history.replaceState = () => {{}}; state.design.tokens = 1024; {walk}")
+    assert len(opened) == len(published_designs())
+    assert [name for name, is_broken, refused in opened if is_broken or refused] == []
     assert browser.errors == []
 
 

@@ -239,9 +239,9 @@ function fromAddress() {
 }
 
 function setModel(index) {
-  const { tokens, bytes } = state.design;
+  const { tokens, bytes } = state.design, name = layer().mixer?.kind;
   state.design = { tokens, bytes, ...copy(DATA.models[index].design) };
-  const name = chosen()?.kind, at = state.design.layers.findIndex(each => each.mixer?.kind === name);
+  const at = state.design.layers.findIndex(each => each.mixer?.kind === name);
   state.layer = Math.max(0, at);
 }
 
