@@ -171,3 +171,21 @@ def test_a_log_that_was_begun_anew_is_read_from_its_beginning(tmp_path: Path) ->
     log.close()
     assert reader.read()
     assert [line["step"] for line in reader.lines] == [7, 8, 9]
+
+
+def test_a_page_draws_all_curves_of_a_log(tmp_path: Path) -> None:
+    """The loss, the rate, the gradient's norm, the speed and the memory, each from its own numbers."""
+    run = write_run(tmp_path / "run", [4.0, 3.0, 2.0])
+    log = RunLog(run)
+    log.resume(LogPosition())
+    for step in range(1, 4):
+        own = {"learning_rate": 0.1 * step, "gradient_norm": 7.0 + step, "peak_memory_bytes": 1e6 * step}
+        log.write({"step": step, "tokens": 100 * step, "loss": 1.0, "bits_per_byte": 5.0 - step, "seconds": 0.5} | own)
+    log.close()
+    followed = RunFollower(run, "run").follow()
+    assert followed.curves["memory"] == [(100, 1e6), (200, 2e6), (300, 3e6)]
+    assert followed.curves["rate"] == [(100, 0.1), (200, 0.2), (300, pytest.approx(0.3))]
+    assert followed.curves["raw_norm"] == [(100, 8.0), (200, 9.0), (300, 10.0)]
+    text = watch_page([followed])
+    for title in ("bits per byte", "learning rate", "gradient norm", "tokens/s", "memory"):
+        assert f">{title}</" in text, title
