@@ -1,5 +1,6 @@
 """The `tokenizers` library underneath: reading tokenizer.json, how a text is divided, its end-of-document token."""
 
+import base64
 import json
 from typing import Any
 
@@ -7,6 +8,7 @@ from tokenizers import AddedToken, Regex, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
 
 from heddle.errors import DataError
+from heddle.tokenization.trial import try_steps
 
 EOD_TOKEN = "<|end|>"
 # BPE splits longer runs, since its time grows faster than the length of a run, and one letter may fill 100 MB.
@@ -31,19 +33,33 @@ def byte_level_pre_tokenizer() -> pre_tokenizers.Sequence:
 
 
 def read_backend(json_text: str, name: str) -> BackendTokenizer:
-    """Read a tokenizer.json into a backend tokenizer. Raises DataError, naming the tokenizer, where it is malformed."""
+    """Read a tokenizer.json into a backend tokenizer. Raises DataError, naming the tokenizer, where it is malformed.
+
+    Its sizes are counted and its expressions are tried in another process before the library reads it here.
+    """
     try:
-        backend = BackendTokenizer.from_str(json_text)
-        data = json.loads(json_text)
+        data = json.loads(json_text, object_pairs_hook=_distinct)
+        steps = {key: data.get(key) for key in _STEPS}
+        if _count_values(list(steps.values())) > MAX_STEP_VALUES:
+            raise DataError(f"tokenizer {name} splits a text in more than {MAX_STEP_VALUES} steps: give another one.")
+        if any(_growth(step) > MAX_GROWTH for step in steps.values()):
+            raise DataError(f"tokenizer {name} may make more than {MAX_GROWTH} characters of one: give another one.")
+        try_steps(steps, frozenset({_PATTERN}), name)
+        return BackendTokenizer.from_str(json_text)
+    except DataError:
+        raise
     except BaseException as error:
         if not is_backend_error(error):
             raise
         raise DataError(f"tokenizer {name} is not a valid tokenizer.json: save it again with `tokenizers`.") from error
-    if _count_values([data.get(key) for key in _STEPS]) > MAX_STEP_VALUES:
-        raise DataError(f"tokenizer {name} splits a text in more than {MAX_STEP_VALUES} steps: give another one.")
-    if any(_growth(data.get(key)) > MAX_GROWTH for key in _STEPS):
-        raise DataError(f"tokenizer {name} may make more than {MAX_GROWTH} characters of one: give another one.")
-    return backend
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs. A key that stands twice would be counted once and read twice."""
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("a key stands twice")
+    return content
 
 
 def _growth(step: Any) -> int:
@@ -53,11 +69,23 @@ def _growth(step: Any) -> int:
     growth = 1
     for nested in (*(step.get("normalizers") or ()), *(step.get("decoders") or ())):
         growth = min(growth * _growth(nested), MAX_GROWTH + 1)
-    if step.get("type") != "Replace":
+    kind = step.get("type")
+    if kind == "Prepend":
+        return 1 + len(step["prepend"])
+    if kind == "Precompiled":
+        return _longest_replacement(step.get("precompiled_charsmap") or "")
+    if kind != "Replace":
         return growth
     pattern = step["pattern"].get("String")
     content = len(step["content"])
     return max(1, -(-content // len(pattern)) if pattern else content + 1)  # a pattern may match an empty text
+
+
+def _longest_replacement(characters: str) -> int:
+    """The longest text that a map of sentencepiece puts for a character: a trie's size, it, then texts ended by 0."""
+    content = base64.b64decode(characters)
+    texts = content[4 + int.from_bytes(content[:4], "little") :].decode("utf-8")
+    return max(1, *map(len, texts.split("\0")))
 
 
 def is_backend_error(error: BaseException) -> bool:
