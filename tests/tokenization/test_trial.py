@@ -6,7 +6,7 @@ import pytest
 
 from heddle.errors import DataError
 from heddle.tokenization.backend import read_backend
-from heddle.tokenization.trial import try_steps
+from heddle.tokenization.trial import check_steps
 
 # The usual alternatives of byte-level tokenizers: contractions, words by case, digits, signs, line ends, spaces.
 USUAL = (
@@ -23,14 +23,14 @@ def splits(pattern: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("pattern", USUAL)
 def test_usual_expressions_pass(pattern: str) -> None:
-    try_steps(splits(pattern), frozenset(), "usual")
+    check_steps(splits(pattern), frozenset(), "usual")
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(?:m*n)|m", "(((k*)*)*)*l"])
 def test_an_expression_that_takes_too_long_is_refused(pattern: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Also one whose every search ends, but whose time grows as the square of the text's length."""
     with pytest.raises(DataError, match=r"^tokenizer trap cannot encode every text: ") as refused:
-        try_steps(splits(pattern), frozenset(), "trap")
+        check_steps(splits(pattern), frozenset(), "trap")
     assert len(str(refused.value)) <= 400
     assert capfd.readouterr() == ("", "")
 
@@ -39,7 +39,7 @@ def test_expressions_of_decoders_and_normalizers_are_tried() -> None:
     replace = {"type": "Replace", "pattern": {"Regex": "(a+)+b"}, "content": ""}
     for steps in ({"decoder": replace}, {"normalizer": {"type": "Sequence", "normalizers": [replace]}}):
         with pytest.raises(DataError, match="cannot encode every text"):
-            try_steps(steps, frozenset(), "trap")
+            check_steps(steps, frozenset(), "trap")
 
 
 def test_a_key_that_stands_twice_hides_no_step() -> None:

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Regex, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
 
 from heddle.errors import DataError
-from heddle.tokenization.trial import try_steps
+from heddle.tokenization.trial import check_steps
 
 EOD_TOKEN = "<|end|>"
 # BPE splits longer runs, since its time grows faster than the length of a run, and one letter may fill 100 MB.
@@ -44,7 +44,7 @@ def read_backend(json_text: str, name: str) -> BackendTokenizer:
             raise DataError(f"tokenizer {name} splits a text in more than {MAX_STEP_VALUES} steps: give another one.")
         if any(_growth(step) > MAX_GROWTH for step in steps.values()):
             raise DataError(f"tokenizer {name} may make more than {MAX_GROWTH} characters of one: give another one.")
-        try_steps(steps, frozenset({_PATTERN}), name)
+        check_steps(steps, frozenset({_PATTERN}), name)
         return BackendTokenizer.from_str(json_text)
     except DataError:
         raise
