@@ -169,7 +169,9 @@ def test_flash_equals_the_reference(case: str) -> None:
     torch.testing.assert_close(actual.y, expected(mask, options("sink"), inputs).y, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, Shape(heads=6, groups=1, d_k=16, d_v=8)])
+@pytest.mark.parametrize(
+    "shape", [SHAPE, Shape(heads=6, groups=1, d_k=16, d_v=8), Shape(heads=4, groups=2, d_k=8, d_v=16)]
+)
 @pytest.mark.parametrize(("window", "causal"), [(None, True), (3, True), (None, False), (2, False)])
 def test_varlen_equals_the_reference(window: int | None, causal: bool, shape: Shape) -> None:
     mask = Layout.packed([[4, 7, 1], [1, 2, 9]]).attention_mask(window, causal)

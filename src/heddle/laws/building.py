@@ -104,7 +104,7 @@ def state_dict_completeness(config: ModelConfig) -> None:
 def size_matches_model(config: ModelConfig) -> None:
     """The parameters and state bytes that `size` reports are those of the model that is built."""
     reported = size(config, context_length=21, batch=2, encoder_length=ENCODER_LENGTH)
-    model = build(config)
+    model = build(config, device=torch.get_default_device())
     parameters = sum({id(value): value.numel() for value in model.parameters()}.values())
     if reported.parameters != parameters:
         raise LawViolation(f"{reported.parameters} parameters are reported, {parameters} are built")

@@ -79,7 +79,7 @@ def _casts(q: Tensor) -> bool:
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, sink: Tensor | None = None) -> Tensor:
     """torch's flash kernel for CUDA, by name: it plans nothing for a new length. Arguments as in `sdpa`, no mask."""
     d_v = v.shape[-1]
-    q, k, v = _pad_to_equal_widths(*in_autocast_dtype(q, k, v))
+    q, k, v = pad_to_equal_widths(*in_autocast_dtype(q, k, v))
     kernel = torch.ops.aten._scaled_dot_product_flash_attention
     y, logsumexp = kernel(q, k, v, 0.0, causal, scale=scale)[:2]
     y = y[..., :d_v]
@@ -113,7 +113,7 @@ def _torch_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | No
         return _cudnn(q, k, v, scale)
     if mask is not None and mask.is_floating_point() and device_type(q) != "cpu":
         mask = mask.to(q.dtype)  # a CPU's kernel reads a float32 bias as such; others refuse it, or misread it
-    q, k, v = _pad_to_equal_widths(q, k, v)
+    q, k, v = pad_to_equal_widths(q, k, v)
     y = functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -149,7 +149,7 @@ def _sdpa_then_sink(
 ) -> Tensor:
     """Attend without the sink, then scale the output by the sink's share of the softmax (CPU, no gradients)."""
     d_v = v.shape[-1]
-    q, k, v = _pad_to_equal_widths(q, k, v)
+    q, k, v = pad_to_equal_widths(q, k, v)
     bias = mask
     if mask is not None and mask.dtype == torch.bool:
         bias = q.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
@@ -166,7 +166,7 @@ def with_sink(y: Tensor, logsumexp: Tensor, sink: Tensor) -> Tensor:
     return (y * output_share).to(y.dtype)
 
 
-def _pad_to_equal_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def pad_to_equal_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pad keys or values with zeros to the same width, as torch's kernel requires."""
     d_k, d_v = q.shape[-1], v.shape[-1]
     if d_k < d_v:

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from heddle.numerics.attention.mask import AttentionMask
-from heddle.numerics.attention.sdpa import in_autocast_dtype, with_sink
+from heddle.numerics.attention.sdpa import in_autocast_dtype, pad_to_equal_widths, with_sink
 
 
 @cache
@@ -51,9 +50,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     rows, d_v = q.shape[0], v.shape[3]
-    q, k, v = in_autocast_dtype(q, k, v)
-    if d_v < q.shape[3]:
-        v = functional.pad(v, (0, q.shape[3] - d_v))
+    q, k, v = pad_to_equal_widths(*in_autocast_dtype(q, k, v))
     starts = mask.cached("cu_seqlens", lambda: cu_seqlens(mask))
     most = longest_document(mask)
     if mask.causal:
