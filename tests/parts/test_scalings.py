@@ -1,4 +1,4 @@
-"""YaRN against transformers' frequencies and the paper's ramp, and its errors."""
+"""Scalings against transformers' frequencies, YaRN against the paper's ramp, NTK against its formula, and errors."""
 
 import math
 from typing import Any
@@ -70,6 +70,46 @@ def test_yarn_equals_the_formula_of_the_paper(name: str) -> None:
             assert theta == pytest.approx(plain, rel=1e-12)
         if turns * slack < fields.get("beta_slow", 1.0):
             assert theta == pytest.approx(plain / factor, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs", "fields", "length"),
+    [
+        ("linear", "linear", {"factor": 3.0}, 1),
+        ("ntk", "dynamic", {"factor": 2.0, "original_length": 64}, 64),
+        ("ntk", "dynamic", {"factor": 2.0, "original_length": 64}, 500),
+        (
+            "llama3", "llama3",
+            {"factor": 8.0, "original_length": 512, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 1,
+        ),
+    ],
+)  # fmt: skip
+def test_scalings_equal_those_of_transformers(kind: str, theirs: str, fields: dict[str, Any], length: int) -> None:
+    want, factor = reference.scaled(theirs, (64, 10000.0), fields, length)
+    mine = parse_config(RopeConfig, {"base": 10000.0, "scaling": {"kind": kind, **fields}}).build(64)
+    assert list(mine.scaled_frequencies(length).inv_freq) == pytest.approx(want.tolist(), rel=1e-6)
+    assert mine.attention_factor == factor == 1.0
+
+
+@pytest.mark.parametrize("length", [64, 65])
+def test_longrope_equals_that_of_transformers(length: int) -> None:
+    fields = {
+        "original_length": 64,
+        "factor": 4.0,
+        "short_factor": [1.0] * 16,
+        "long_factor": [1.5 + i for i in range(16)],
+    }
+    want, factor = reference.scaled("longrope", (32, 10000.0), fields, length)
+    mine = parse_config(RopeConfig, {"base": 10000.0, "scaling": {"kind": "longrope", **fields}}).build(32)
+    assert list(mine.scaled_frequencies(length).inv_freq) == pytest.approx(want.tolist(), rel=1e-6)
+    assert mine.attention_factor == pytest.approx(factor, rel=1e-12)
+
+
+def test_ntk_slows_the_slowest_pair_by_the_factor_and_leaves_the_fastest() -> None:
+    """The paper's two conditions, which determine the base; the pairs between are a geometric series."""
+    mine = parse_config(RopeConfig, {"base": 10000.0, "scaling": {"kind": "ntk", "factor": 5.0}}).build(64)
+    slowing = [10000.0 ** (-2 * i / 64) / theta for i, theta in enumerate(mine.scaled_frequencies(1).inv_freq)]
+    assert slowing == pytest.approx([5.0 ** (i / 31) for i in range(32)], rel=1e-12)
 
 
 def test_only_a_latent_mixer_scales_its_scores() -> None:

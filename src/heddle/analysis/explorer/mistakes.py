@@ -31,6 +31,36 @@ MISTAKES = (
         "dims need a projection of their own.", "position_shift_invariance",
     ),
     Mistake(
+        "scalings", ("linear",), "Positions divided in whole numbers",
+        "A division of integers that rounds down gives neighboring tokens the same position.",
+        "tests/parts/test_scalings.py",
+    ),
+    Mistake(
+        "scalings", ("ntk",), "NTK's base multiplied by the factor alone",
+        "Without the exponent d / (d − 2), the slowest pair rotates less than s times slower.",
+        "tests/parts/test_scalings.py",
+    ),
+    Mistake(
+        "scalings", ("ntk", "longrope"), "Keys in the cache rotated for a shorter text",
+        "While a text grows, cached keys keep the angles of the length at which they were written.",
+        "chunked_decoding",
+    ),
+    Mistake(
+        "scalings", ("yarn",), "YaRN's ramp turned around",
+        "Fast pairs are slowed down, so neighbors are squeezed together, and slow pairs reach untrained angles.",
+        "tests/parts/test_scalings.py",
+    ),
+    Mistake(
+        "scalings", ("yarn", "longrope"), "YaRN without its attention factor",
+        "Cosines and sines are not multiplied by m, so the softmax over a long text is too flat.",
+        "tests/parts/test_scalings.py",
+    ),
+    Mistake(
+        "scalings", ("llama3", "yarn", "longrope"), "The new length given as the original one",
+        "Pairs that saw only a part of a turn in training are left as they were, and reach untrained angles.",
+        "tests/exchange/test_families.py",
+    ),
+    Mistake(
         "mixers", ("attention", "differential_attention"), "Grouped-query attention with a full-size cache",
         "Keys and values are repeated for every query head before they are stored, so nothing is saved.",
         "size_matches_model",
