@@ -140,6 +140,8 @@ GPT_INERT = frozenset(
 )
 # Experts, in a model with a dense layer among theirs.
 MIXTRAL: Fields = {"num_experts": 6, "num_experts_per_tok": 2}
+MINIMAX_M2: Fields = {"num_local_experts": 6, "num_experts_per_tok": 2}
+HALF_TURNED: Fields = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}
 EXPERTS: Fields = MIXTRAL | {"moe_intermediate_size": 20, "num_hidden_layers": 4}
 LATENT: Fields = {
     "num_key_value_heads": 6,
@@ -512,6 +514,19 @@ CASES: dict[str, Case] = {
         },
         inert=OF_LOSSES,
         fixed=frozenset(["router_jitter_noise"]),
+    ),
+    "minimax_m2": Case(
+        {
+            "plain": MINIMAX_M2 | {"rope_parameters": HALF_TURNED},
+            "one-kv-head-tied-yarn": MINIMAX_M2
+            | {"num_local_experts": 9, "num_experts_per_tok": 4, "num_key_value_heads": 1}
+            | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3, "attention_dropout": 0.1, **YARN},
+            "three-kv-heads-linear-gelu": MINIMAX_M2
+            | {"num_local_experts": 3, "num_experts_per_tok": 3, "num_key_value_heads": 3, "head_dim": 10}
+            | {"hidden_act": "gelu", **scaled("linear", factor=3.0)},
+        },
+        inert=frozenset({"router_aux_loss_coef"}),
+        fixed=frozenset({"router_jitter_noise", "output_router_logits"}),
     ),
     "qwen3_moe": Case(
         {
