@@ -91,6 +91,7 @@ def case(precision: str, context: int, goal: float | None, rows: int = 1) -> Cas
         against=("transformers tuned",),
         figure=f"token after {context}" if precision == "bf16" and rows == 1 else "",
         work=("read", read),
+        tolerance=peers.TOLERANCES[precision],
     )
 
 

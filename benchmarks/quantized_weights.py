@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import peers
 from benchmarks.decode import STEPS, decode_loop
-from benchmarks.harness import Case, Measured, limit_row, main, show
+from benchmarks.harness import Case, Measured, Step, limit_row, main, show
 from heddle.cli.calls import train
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import evaluation_windows
@@ -29,11 +29,11 @@ CONTEXT, LENGTH, BATCHES = 128, 256, 16  # batches of 8 windows
 QUESTION = "How much faster is a token with weights of 8 and 4 bits, and how many bits per byte do they add?"
 
 
-def side(bits: int | None, arguments: dict[str, Any]) -> Measured:
-    """heddle's greedy loop."""
+def decoding(bits: int | None, context: int) -> Measured:
+    """heddle's greedy loop after `context` tokens."""
     model = peers.ours(dtype=torch.bfloat16).eval()
     with torch.no_grad():
-        _, start = model(peers.tokens(1, CONTEXT), None, model.init_state(1, CONTEXT + STEPS))
+        _, start = model(peers.tokens(1, context), None, model.init_state(1, context + STEPS))
     model = model if bits is None else quantize_weights(model, bits).model
 
     def step(token: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
@@ -46,7 +46,12 @@ def side(bits: int | None, arguments: dict[str, Any]) -> Measured:
         with packed_weights(cache):
             return loop.step()
 
-    return Measured(packed, lambda: [])
+    return Measured(packed, loop.values)
+
+
+def side(bits: int | None, _: dict[str, Any]) -> Step:
+    """Without the values, which differ; the loss says by how much."""
+    return decoding(bits, CONTEXT).step
 
 
 def bits_per_byte(model: Decoder, corpus: Corpus) -> float:
