@@ -281,6 +281,7 @@ CASES: dict[str, Data] = {
     ),
     "head-untied": design(layer(attention()), head={"tied": False}),
     "embedding-scale": design(layer(attention()), embedding={"scale": True}),
+    "embedding-multiplier": design(layer(attention()), embedding={"scale": True, "multiplier": 1.5}),
     "dropout-everywhere": design(
         layer(attention(kv_heads=2, dropout=0.2), ALL_DROP, repeat=2),
         embedding={"dropout": 0.2},
@@ -384,6 +385,7 @@ APART = (layer(attention(kv_heads=2, window=3), None), layer(None), layer(attent
 
 CASES |= {
     "residual-pre-norm-dropout": wired("pre_norm", dropout=0.3),
+    "residual-pre-norm-multiplier": wired("pre_norm", multiplier=0.6, drop_path=0.4),
     "residual-parallel-dropout": wired("parallel", *APART, norms=2, dropout=0.2, drop_path=0.3),
     "residual-post-norm": wired("post_norm", drop_path=0.4, dropout=0.2),
     "residual-post-norm-apart": wired("post_norm", *APART, norm={"kind": "rms"}),

@@ -84,11 +84,35 @@ NEMOTRON_DENSE: Fields = {
     "chunk_size": 16,
 }
 NEMOTRON = NEMOTRON_DENSE | {"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 15}
+OF_LOSSES = frozenset(["output_router_logits", "router_aux_loss_coef"])
+GRANITE: Fields = {
+    "hidden_size": 42, "intermediate_size": 20, "shared_intermediate_size": 15, "mamba_n_heads": 12, "mamba_d_head": 7,
+    "mamba_d_state": 5, "mamba_chunk_size": 16, "num_local_experts": 6, "num_experts_per_tok": 2,
+    "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 0.6,
+}  # fmt: skip
 OF_NEMOTRON_EXPERTS = frozenset(
     """
     moe_intermediate_size moe_shared_expert_intermediate_size n_routed_experts num_experts_per_tok routed_scaling_factor
     norm_topk_prob n_group topk_group
     """.split()  # noqa: SIM905
+)
+GRANITE_DENSE: Fields = GRANITE | {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 15}
+# Without Mamba-2 layers, a file says what fits any width.
+GRANITE_SOFTMAX: Fields = {name: GRANITE_DENSE[name] for name in GRANITE_DENSE if not name.startswith("mamba_")}
+GRANITE_SOFTMAX |= {"mamba_n_heads": 1}
+OF_GRANITE_DENSE = frozenset({"intermediate_size", "num_experts_per_tok"})
+OF_GRANITE_MAMBA = frozenset(
+    """
+    mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups mamba_d_conv mamba_conv_bias mamba_proj_bias mamba_expand
+    mamba_chunk_size time_step_limit
+    """.split()  # noqa: SIM905
+)
+GRANITE_DENSE_VARIANTS = ("no-experts-all-attention", "projections-with-biases")
+OF_GRANITE = (
+    OF_LOSSES
+    | {f"{variant}:rope_parameters.rope_theta" for variant in ("plain", "projections-with-biases")}
+    | {f"no-experts-all-attention:{name}" for name in OF_GRANITE_DENSE | OF_GRANITE_MAMBA}
+    | {f"projections-with-biases:{name}" for name in OF_GRANITE_DENSE}
 )
 OF_NEMOTRON = frozenset(
     """
@@ -196,7 +220,6 @@ FACTORS = scaled(
     mscale_all_dim=0.6,
 )
 OF_LATENTS = frozenset(["num_key_value_heads", "qk_head_dim", "output_router_logits"])
-OF_LOSSES = frozenset(["output_router_logits", "router_aux_loss_coef"])
 
 # Their product of all experts takes rows of multiples of 16 bytes. A limit that no number reaches would be read by
 # nobody.
@@ -780,6 +803,23 @@ CASES: dict[str, Case] = {
         - {"time_step_min"},
         refused=frozenset({"attention_bias"}),
         fixed=frozenset({"tie_word_embeddings"}),
+    ),
+    "granitemoehybrid": Case(
+        {
+            "plain": GRANITE | {"layer_types": [LINEAR, FULL, LINEAR]},
+            "rope-biases-tied-one-kv-head-yarn": GRANITE
+            | {"layer_types": [FULL, LINEAR, FULL], "position_embedding_type": "rope", "attention_bias": True}
+            | {"tie_word_embeddings": True, "num_key_value_heads": 1, "mamba_d_conv": 2, "mamba_conv_bias": False}
+            | {"mamba_n_groups": 3, "mamba_n_heads": 6, "mamba_d_head": 21, "mamba_expand": 3, "rms_norm_eps": 1e-3}
+            | YARN,
+            "no-experts-all-attention": GRANITE_SOFTMAX
+            | {"layer_types": [FULL] * 3, "position_embedding_type": "rope"}
+            | {"hidden_act": "gelu", "num_key_value_heads": 3, "head_dim": 10},
+            "projections-with-biases": GRANITE_DENSE | {"layer_types": [LINEAR, LINEAR, FULL], "mamba_proj_bias": True},
+        },
+        inert=OF_GRANITE,
+        refused=frozenset(f"{variant}:num_local_experts" for variant in GRANITE_DENSE_VARIANTS),
+        fixed=frozenset(f"{variant}:output_router_logits" for variant in GRANITE_DENSE_VARIANTS),
     ),
     "ernie4_5": Case(
         {

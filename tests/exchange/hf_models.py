@@ -46,7 +46,12 @@ def plain(family: str) -> dict[str, str]:
 CLEAR = 2e-5  # scores of experts that are further apart are chosen alike in float32
 LENGTH_DEPENDENT = ("longrope", "dynamic")
 # A convolution of theirs reads the bias of the projection before it at padding, where ours reads nothing.
-READS_PADDING = {"lfm2": "conv_bias", "mamba2": "use_bias", "nemotron_h": "use_bias"}  # by model_type, if true
+READS_PADDING = {
+    "lfm2": "conv_bias",
+    "mamba2": "use_bias",
+    "nemotron_h": "use_bias",
+    "granitemoehybrid": "mamba_proj_bias",
+}  # by model_type, if true
 LENGTHS = [41, 17, 1]  # of the rows that are padded together
 
 

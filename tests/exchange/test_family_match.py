@@ -34,7 +34,7 @@ def test_a_design_that_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["residual.kind=residual_dual", "layers.*.mixer.scale=0.7", "embedding.scale=true"]
+    "override", ["residual.kind=residual_dual", "layers.*.mixer.sink=true", "embedding.scale=true"]
 )
 def test_what_is_in_the_way_and_that_the_change_removes_it(override: str) -> None:
     report = match_report(loaded(override))

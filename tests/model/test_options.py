@@ -142,6 +142,13 @@ PLANTED: dict[str, tuple[str, str, str, str, Data]] = {
         "residual.norms",
         design(layer(attention(), None, 2), residual={"kind": "parallel"}),
     ),
+    "a multiplier of embeddings that is never read": (
+        "model.embedding:Embedding.forward",
+        "self.multiplier is not None",
+        "False",
+        "embedding.multiplier",
+        CASES["embedding-multiplier"],
+    ),
     "a softcap that is never read": (
         "model.embedding:Head.forward",
         "self.scale, self.softcap",

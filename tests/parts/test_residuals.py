@@ -28,6 +28,7 @@ NAMES = ("mixer", "feedforward")
 NORM = parse_config(NormConfig, {"kind": "layer", "bias": False})  # type: ignore[type-abstract]
 KINDS: dict[str, dict[str, Any]] = {
     "pre_norm": {},
+    "pre_norm, multiplied": {"kind": "pre_norm", "multiplier": 0.6},
     "post_norm": {},
     "deep_norm": {},
     "sandwich": {},
@@ -98,8 +99,8 @@ def serial(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth:
     for index in range(depth):
         for branch in names:
             f, gain = PLAIN[branch], weights[f"layers.{index}.norms.{branch}.weight"]
-            if name == "pre_norm":
-                x = x + f(norm(x, gain))
+            if name.startswith("pre_norm"):
+                x = x + KINDS[name].get("multiplier", 1.0) * f(norm(x, gain))
             elif name == "post_norm":
                 x = norm(x + f(x), gain)
             elif name == "deep_norm":
@@ -193,6 +194,12 @@ def test_stack_equals_its_formula(name: str, names: tuple[str, ...]) -> None:
 
 PARTS = "parts.residuals"
 BUGS = {
+    "a multiplier of the stream": (
+        "pre_norm, multiplied",
+        f"{PARTS}.pre_norm:PreNorm.forward",
+        "stream + (y if self.multiplier is None else self.multiplier * y)",
+        "self.multiplier * (stream + y)",
+    ),
     "a final norm left on post-norm": (
         "post_norm",
         f"{PARTS}.post_norm:PostNormConfig.build_final_norm",

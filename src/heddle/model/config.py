@@ -21,9 +21,10 @@ from heddle.parts.residuals import ResidualConfig
 
 
 class EmbeddingConfig(Config):
-    """`scale` multiplies embeddings by sqrt(width). `position` is added to them."""
+    """`scale` multiplies embeddings by sqrt(width), `multiplier` by a number. `position` is added to them."""
 
     scale: bool = False
+    multiplier: PositiveFloat | None = None  # Granite's embedding_multiplier
     position: AdditivePositionConfig | None = None
     dropout: Probability = 0.0
 

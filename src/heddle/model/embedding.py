@@ -25,6 +25,7 @@ class Embedding(SelfInitialized):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, width))
         self.scale = _rounded_to_dtypes(math.sqrt(width)) if config.scale else None
+        self.multiplier = config.multiplier
         self.position = None if config.position is None else build_under("position", config.position.build, width)
         self.dropout = Dropout(config.dropout)
         self.lookup_module: nn.Module | None = None
@@ -41,7 +42,7 @@ class Embedding(SelfInitialized):
     def forward(self, tokens: Tensor, layout: Layout | None = None) -> Tensor:
         """tokens int64 [B, T] -> [B, T, width]. Vectors [B, T, width] may replace tokens.
 
-        Without a layout the plain rows are returned: without scale, positions, dropout or padding.
+        Without a layout the plain rows are returned: without scale, multiplier, positions, dropout or padding.
         """
         x: Tensor
         if tokens.is_floating_point():
@@ -52,6 +53,8 @@ class Embedding(SelfInitialized):
             return x
         if self.scale is not None:
             x = x * self.scale[x.dtype]
+        if self.multiplier is not None:
+            x = x * self.multiplier
         if self.position is not None:
             x = self.position(x, layout)
         x = self.dropout(x)

@@ -9,6 +9,7 @@ from heddle.exchange.weight_map import DEPTHWISE_CONV, TensorTransform, WeightMa
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.mamba2 import Mamba2Config
 
+AUTO = "auto"
 UNLIMITED = 1e30  # a time step no smaller counts as infinite
 # Of the first weights, or of kernels.
 UNUSED_FIELDS = """time_step_min time_step_max time_step_floor time_step_rank chunk_size use_mamba_kernels
@@ -46,10 +47,20 @@ def read_fields(config: ConfigReader, names: Names, eps: float) -> dict[str, Any
     """The mixer but for its time steps."""
     fields: dict[str, Any] = {"kind": "mamba2"}
     for field, (name, default) in zip(Names._fields[:-1], names[:-1], strict=True):
-        fields[field] = config.require_count(name) if default is None else config.get(name, default)
+        fields[field] = _read_field(config, name, default)
     for name in UNUSED_FIELDS:
         config.optional(name)
     return fields | {"norm": {"kind": "rms", "eps": eps}}
+
+
+def _read_field(config: ConfigReader, name: str, default: int | None) -> int:
+    """A field that must be given if `default` is None; some files say AUTO for the default."""
+    if default is None:
+        return config.require_count(name)
+    if config.data.get(name) == AUTO:
+        config.unread.discard(name)
+        return default
+    return config.get(name, default)
 
 
 def time_step_limit(least: float, maximum: float = UNLIMITED) -> dict[str, Any]:

@@ -1,21 +1,26 @@
 """Pre-norm (Xiong et al. 2020), as in GPT-2 and Llama: `x + f(N(x))`, and a norm at the end.
 
+With `multiplier` m it is `x + m · f(N(x))` (Granite, IBM 2024).
+
 x ──┬── N ── mixer ──(+)──┬── N ── feedforward ──(+)── …  ── N ──
     └─────────────────┘   └───────────────────────┘
 """
 
 from torch import Tensor, nn
 
+from heddle.config import PositiveFloat
 from heddle.parts.context.build import ResidualContext
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
 
 
 class PreNormConfig(ResidualConfig):
-    """No fields of its own."""
+    """`multiplier` is a number that every branch's output is multiplied by (Granite's residual_multiplier)."""
 
     aliases = ("prenorm",)
     keeps_stream = True
+
+    multiplier: PositiveFloat | None = None
 
     def input_norm(self, branch: str) -> str:
         """Each branch has one."""
@@ -23,7 +28,7 @@ class PreNormConfig(ResidualConfig):
 
     def build(self, context: ResidualContext) -> "PreNorm":
         """Build the block of one layer."""
-        return PreNorm(context)
+        return PreNorm(context, self.multiplier)
 
     def build_final_norm(self, width: int, norm: NormConfig) -> nn.Module:
         """Build the final norm."""
@@ -33,12 +38,13 @@ class PreNormConfig(ResidualConfig):
 class PreNorm(Residual):
     """The block: one norm per branch."""
 
-    def __init__(self, context: ResidualContext) -> None:
+    def __init__(self, context: ResidualContext, multiplier: float | None = None) -> None:
         super().__init__(context)
-        self.norms = context.build_norms()
+        self.norms, self.multiplier = context.build_norms(), multiplier
 
     def forward(self, stream: Tensor, branches: Branches) -> Tensor:
         """stream [B, T, width] -> the same shape."""
         for name, branch in branches.items():
-            stream = stream + self.drops[name](branch(self.norms[name](stream)))
+            y = self.drops[name](branch(self.norms[name](stream)))
+            stream = stream + (y if self.multiplier is None else self.multiplier * y)
         return stream

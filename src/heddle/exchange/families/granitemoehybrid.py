@@ -1,0 +1,183 @@
+"""Granite 4.0 (IBM 2025): Mamba-2 or attention, then experts or an MLP, with multipliers of embeddings and branches.
+
+Attention has no positions, except with `position_embedding_type: rope`. `num_local_experts: 0` is a model without
+experts, whose MLP is what is elsewhere the shared expert.
+"""
+
+from typing import Any
+
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common, _layer_types, _mamba, _moe
+from heddle.exchange.family import Family
+from heddle.exchange.rope import FULL, read_rope
+from heddle.exchange.weight_map import STACKED, WeightMap
+from heddle.model.config import ModelConfig
+from heddle.parts.mixers.mamba2 import Mamba2Config
+from heddle.parts.positions.rope import RopeConfig
+from heddle.parts.residuals.pre_norm import PreNormConfig
+
+LINEAR = "linear_attention"
+ALIASES = {"mamba": LINEAR, "attention": FULL}
+NAMES = _mamba.Names(
+    heads=("mamba_n_heads", 128),
+    head_dim=("mamba_d_head", 64),
+    state_size=("mamba_d_state", 256),
+    groups=("mamba_n_groups", 1),
+    conv_kernel=("mamba_d_conv", 4),
+    conv_bias=("mamba_conv_bias", True),
+    bias=("mamba_proj_bias", False),
+    expand=("mamba_expand", 2),
+)
+ROTARY, NO_POSITION = "rope", "nope"
+
+
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """`layer_types` says which mixer each layer has."""
+    eps = config.get("rms_norm_eps", 1e-6)
+    types, activation = _read_types(config), _common.read_activation(config)
+    if LINEAR in types and activation != "silu":
+        raise config.invalid("hidden_act", f"layers of type {LINEAR} have silu; choose it")
+    config.optional("mamba_chunk_size")
+    config.expect("normalization_function", "rmsnorm", default="rmsnorm")
+    mixers = {LINEAR: _read_mamba(config, eps), FULL: _read_attention(config)}
+    feedforward = _read_feedforward(config, activation, len(types))
+    layers = [{"mixer": mixers[kind], "feedforward": feedforward} for kind in types]
+    scaling = config.get("logits_scaling", 1.0)
+    if not scaling > 0:
+        raise config.invalid("logits_scaling", "divides the logits and should be above 0")
+    return _common.design_fields(
+        config,
+        {"kind": "rms", "eps": eps},
+        _layer_types.merge_repeats(layers),
+        embedding={"multiplier": _read_multiplier(config, "embedding_multiplier")},
+        residual={"kind": "pre_norm", "multiplier": _read_multiplier(config, "residual_multiplier")},
+        head={"tied": config.get("tie_word_embeddings", False), "scale": 1 / scaling},
+    )
+
+
+def _read_multiplier(config: ConfigReader, name: str) -> float | None:
+    multiplier = config.get(name, 1.0)
+    return None if multiplier == 1.0 else multiplier
+
+
+def _read_types(config: ConfigReader) -> list[str]:
+    depth = _layer_types.read_depth(config)
+    types = config.get("layer_types", [LINEAR] * depth, "layers_block_type")
+    types = [ALIASES.get(kind, kind) for kind in types]
+    if len(types) != depth or set(types) - {LINEAR, FULL}:
+        raise config.invalid("layer_types", f"should say {LINEAR} or {FULL} of each of {depth} layers")
+    return types
+
+
+def _read_mamba(config: ConfigReader, eps: float) -> dict[str, Any]:
+    """The Mamba-2 mixer; `mamba_d_head: auto` divides the inner width by the heads."""
+    inner: int = config.get("mamba_expand", 2) * config.require_count("hidden_size")
+    heads: int = config.get("mamba_n_heads", 128)
+    if heads < 1:
+        raise config.invalid("mamba_n_heads", "should be above 0")
+    names = NAMES._replace(head_dim=("mamba_d_head", inner // heads))
+    return _mamba.read_mixer(config, names, eps)
+
+
+def _read_attention(config: ConfigReader) -> dict[str, Any]:
+    heads = _common.read_heads(config, config.require("hidden_size", int))
+    rotary = config.expect("position_embedding_type", None, NO_POSITION, ROTARY) == ROTARY
+    rope = read_rope(config, heads["head_dim"])
+    return {
+        "kind": "attention",
+        **heads,
+        "bias": config.get("attention_bias", False),
+        "dropout": config.get("attention_dropout", 0.0),
+        "scale": config.get("attention_multiplier", 1.0),
+        "position": rope if rotary else None,
+    }
+
+
+def _read_feedforward(config: ConfigReader, activation: str, depth: int) -> dict[str, Any]:
+    """The feed-forward of every layer: experts and a shared one, or a gated one."""
+    experts, top_k = config.get("num_local_experts", 8, "num_experts"), config.get("num_experts_per_tok", 2)
+    hidden, shared = config.get("intermediate_size", 11008), config.get("shared_intermediate_size", 1024)
+    if not experts:
+        config.optional("router_aux_loss_coef")
+        config.expect("output_router_logits", False, default=False)
+        return {"kind": "gated", "hidden": shared, "activation": activation}
+    return {
+        "kind": "moe",
+        "experts": experts,
+        "top_k": top_k,
+        "hidden": hidden,
+        "activation": activation,
+        "routing": "topk_softmax",
+        "shared": 1,
+        "shared_hidden": shared,
+        **_moe.read_aux_loss(config, top_k, depth),
+    }
+
+
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads."""
+    mixer, residual = design_parts.first_attention(design), design.residual
+    is_rotary = isinstance(mixer.position, RopeConfig)
+    types = [LINEAR if isinstance(layer.mixer, Mamba2Config) else FULL for layer in design_parts.layers(design)]
+    return (
+        _common.write_common(design)
+        | _common.write_attention(design)
+        | (_mamba.write_mixer(design, NAMES) if LINEAR in types else {NAMES.heads[0]: 1})
+        | _write_feedforward(design)
+        | {
+            "layer_types": types,
+            "position_embedding_type": ROTARY if is_rotary else None,
+            "attention_bias": mixer.bias is True,
+            "attention_multiplier": mixer.scale,
+            "embedding_multiplier": design.embedding.multiplier or 1.0,
+            "residual_multiplier": (isinstance(residual, PreNormConfig) and residual.multiplier) or 1.0,
+            "logits_scaling": float(f"{1 / design.head.scale:.12g}"),
+            "rms_norm_eps": design_parts.norm_eps(design),
+        }
+    )
+
+
+def _write_feedforward(design: ModelConfig) -> dict[str, Any]:
+    moe, dense = design_parts.first_moe(design), design_parts.first_gated(design)
+    if not any(design_parts.has_experts(design)):
+        return {
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "intermediate_size": dense.hidden,
+            "shared_intermediate_size": dense.hidden,
+            "hidden_act": design_parts.HF_ACTIVATIONS[dense.activation],
+        }
+    return {
+        "num_local_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "intermediate_size": moe.hidden,
+        "shared_intermediate_size": moe.shared_hidden or moe.hidden,
+        "hidden_act": design_parts.HF_ACTIVATIONS[moe.activation or "silu"],
+        **_moe.write_aux_loss(design, moe),
+    }
+
+
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """Llama's names of embeddings, norms and attention; gate and up are one matrix."""
+    _common.map_embedding_and_head(design, weights)
+    for index in range(design.depth):
+        hf, heddle = f"model.layers.{index}", f"layers.{index}"
+        _common.map_pre_norms(weights, hf, heddle)
+        if f"{heddle}.mixer.convolution.weight" in weights.shapes:
+            _mamba.map_mixer(weights, f"{hf}.mamba", f"{heddle}.mixer")
+        else:
+            _common.map_attention(weights, hf, heddle)
+        experts, own = f"{hf}.block_sparse_moe", f"{heddle}.feedforward"
+        shared = own
+        if f"{own}.router.weight" in weights.shapes:
+            shared = f"{own}.shared"
+            weights.add_tensor(f"{experts}.router.layer.weight", f"{own}.router.weight")
+            gate_up = (f"{own}.gate.weight", f"{own}.up.weight")
+            weights.add_tensor(f"{experts}.input_linear.weight", *gate_up, transform=STACKED)
+            weights.add_tensor(f"{experts}.output_linear.weight", f"{own}.down.weight")
+        weights.add_module(f"{hf}.shared_mlp.input_linear", f"{shared}.gate", f"{shared}.up")
+        weights.add_module(f"{hf}.shared_mlp.output_linear", f"{shared}.down")
+
+
+FAMILY = Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", read_config, write_config, map_weights)
