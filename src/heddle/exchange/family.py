@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,13 @@ def family_of(config: Mapping[str, Any], source: str) -> Family:
         architectures = config.get("architectures")
         model_type = classes.get(tuple(architectures)) if isinstance(architectures, list) else None
     if not isinstance(model_type, str) or model_type not in families():
-        known = ", ".join(families())
+        near = get_close_matches(model_type[:40], families(), n=1) if isinstance(model_type, str) else []
+        question = f"did you mean {near[0]!r}? " if near else ""
         code = "; the code that 'auto_map' names is never run" if config.get("auto_map") else ""
-        raise ConfigError(f"{source}: model_type {short_repr(model_type)} is not read; heddle reads {known}{code}")
+        raise ConfigError(
+            f"{source}: model_type {short_repr(model_type)} is not read; {question}"
+            f"heddle reads the {len(families())} families of docs/huggingface/families.md{code}"
+        )
     for field_name in ("quantization_config", "quantization"):  # transformers, MLX
         quantization = config.get(field_name)
         if quantization is not None:

@@ -55,7 +55,7 @@ def config_from_keys(keys: Keys, shapes: Shapes) -> dict[str, Any]:
     graph = keys.require("general.architecture", str)
     if graph not in ARCHITECTURE_FIELDS:
         known = ", ".join(ARCHITECTURE_FIELDS)
-        raise ConfigError(f"{keys.source}: its architecture {graph!r} is not read; heddle reads {known}")
+        raise ConfigError(f"{keys.source}: its architecture {short_repr(graph)} is not read; heddle reads {known}")
     return _common_fields(keys, graph, shapes) | ARCHITECTURE_FIELDS[graph](keys, graph, shapes)
 
 
