@@ -196,8 +196,7 @@ def test_a_swapped_argument_of_the_delta_rule_is_caught(old: str, new: str, monk
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("scale=1.0, ", ""),
-        ('arguments["initial_state"] = state.float()', 'arguments["initial_state"] = None'),
+        ('arguments["initial_state"] = at_least_float32(state)', 'arguments["initial_state"] = None'),
         ("y = y.view(batch, length, *y.shape[2:])", "y = y.view(length, batch, *y.shape[2:]).transpose(0, 1)"),
         (
             'arguments["cu_seqlens"], arguments["cu_seqlens_cpu"] = cu_seqlens',
@@ -210,6 +209,12 @@ def test_a_wrong_call_of_fla_is_caught(old: str, new: str, monkeypatch: pytest.M
     plant(monkeypatch, "numerics.recurrent.fla:_run", old, new)
     with pytest.raises((AssertionError, ValueError)):
         check_all(lambda documents, has_state: check_delta(1, documents, has_state))
+
+
+def test_a_scale_that_fla_adds_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "numerics.recurrent.fla:_call", "scale=1.0, ", "")
+    with pytest.raises(AssertionError):
+        check_delta(1, False, False)
 
 
 FACTS = RecurrenceFacts(8, True, device="cuda", dtype=torch.bfloat16, key_width=64)
@@ -260,9 +265,9 @@ def test_the_short_convolution(dtype: torch.dtype, documents: bool, has_state: b
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("None if segment_ids is None else segment_ids.int()", "None"),
-        ("conv_state.to(x.dtype).contiguous().mT", "conv_state.flip(1).to(x.dtype).contiguous().mT"),
-        ("return y.mT", "return y.mT.flip(1)"),
+        ('tensors["seq_idx"] = segment_ids.int()', "pass"),
+        ("conv_state.to(x.dtype)", "conv_state.flip(1).to(x.dtype)"),
+        ("tensors)[0]", "tensors)[0].flip(1)"),
     ],
 )
 def test_a_wrong_call_of_causal_conv1d_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from heddle.numerics.dispatch.libraries import NOT_CUDA, optional_module
+from heddle.numerics.dispatch.libraries import NOT_CUDA, constant_in_graphs, optional_module
+from heddle.numerics.recurrent.library_calls import LIBRARY_CALLS, LibraryCall, call_library
 
 if TYPE_CHECKING:
     from heddle.numerics.recurrent.convolution import ConvolutionFacts
 
 MODULE = "causal_conv1d"
+FUNCTION = "causal_conv1d_fn"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 KERNEL_SIZES = range(2, 5)
 ALIGNMENT = 8  # of channels
+
+
+@constant_in_graphs
+def is_installed() -> bool:
+    """Whether the library's functions are there."""
+    return optional_module(MODULE) is not None
 
 
 def conv_unsupported(facts: "ConvolutionFacts") -> str | None:
@@ -30,7 +38,7 @@ def conv_unsupported(facts: "ConvolutionFacts") -> str | None:
         return f"it takes 2 to 4 tokens of a multiple of 8 channels, here {facts.kernel_size} of {facts.channels}"
     if facts.taps and (facts.has_state or not facts.packed):
         return "documents follow a state or padding"
-    return "causal-conv1d is not installed" if optional_module(MODULE) is None else None
+    return None if is_installed() else "causal-conv1d is not installed"
 
 
 def run_conv(x: Tensor, weight: Tensor, conv_state: Tensor | None, segment_ids: Tensor | None) -> Tensor:
@@ -40,12 +48,26 @@ def run_conv(x: Tensor, weight: Tensor, conv_state: Tensor | None, segment_ids: 
     """
     if x.is_meta:  # `heddle show` on a machine that has the library
         return x.new_empty(x.shape)
+    tensors = {"x": x, "weight": weight}
+    if segment_ids is not None:
+        tensors["seq_idx"] = segment_ids.int()
+    if conv_state is not None:
+        tensors["initial_states"] = conv_state.to(x.dtype)
+    return call_library(FUNCTION, tensors)[0]
+
+
+def _call(
+    x: Tensor, weight: Tensor, seq_idx: Tensor | None = None, initial_states: Tensor | None = None
+) -> tuple[Tensor]:
     library = optional_module(MODULE)
     assert library is not None
     y: Tensor = library.causal_conv1d_fn(
         x.contiguous().mT,
         weight,
-        seq_idx=None if segment_ids is None else segment_ids.int(),
-        initial_states=None if conv_state is None else conv_state.to(x.dtype).contiguous().mT,
+        seq_idx=seq_idx,
+        initial_states=None if initial_states is None else initial_states.contiguous().mT,
     )
-    return y.mT
+    return (y.mT,)
+
+
+LIBRARY_CALLS[FUNCTION] = LibraryCall(_call, lambda **tensors: (tensors["x"].new_empty(tensors["x"].shape),))

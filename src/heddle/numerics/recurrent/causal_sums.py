@@ -106,9 +106,7 @@ CAUSAL_SUMS = Operation(
     "causal_sums",
     (
         Kernel("chunked", chunked_sums, _chunked_unsupported),
-        Kernel(
-            "fla", fla.fla_causal_sums, fla.fla_unsupported, traceable=False, nondeterministic=optional_nondeterministic
-        ),
+        Kernel("fla", fla.fla_causal_sums, fla.fla_unsupported, nondeterministic=optional_nondeterministic),
         Kernel("recurrent", _recurrent, _recurrent_unsupported),
         Kernel("batched", _batched, _batched_unsupported),
         Kernel("reference", reference, lambda facts: None),

@@ -214,7 +214,6 @@ CONVOLUTION = Operation(
             _LIBRARY,
             _library,
             causal_conv1d_library.conv_unsupported,
-            traceable=False,
             nondeterministic=optional_nondeterministic,
         ),
         Kernel("shifted", _shifted, _shifted_unsupported),

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from heddle.numerics.dispatch.libraries import NOT_CUDA, optional_module
+from heddle.numerics.dispatch.libraries import NOT_CUDA, constant_in_graphs, optional_module
+from heddle.numerics.norms import at_least_float32
 from heddle.numerics.recurrent.chunked_sums import CallLayout, token_log_decays
+from heddle.numerics.recurrent.library_calls import LIBRARY_CALLS, LibraryCall, call_library
 
 if TYPE_CHECKING:
     from heddle.numerics.recurrent.gated_delta import DeltaInputs
@@ -36,6 +38,12 @@ def functions() -> dict[str, Callable[..., Any]] | None:
     return None if None in modules.values() else {name: getattr(module, name) for name, module in modules.items()}
 
 
+@constant_in_graphs
+def is_installed() -> bool:
+    """Whether fla's functions are there."""
+    return functions() is not None
+
+
 def fla_unsupported(facts: "RecurrenceFacts") -> str | None:
     """Why fla cannot compute a call, or None."""
     if facts.device != "cuda":
@@ -48,7 +56,7 @@ def fla_unsupported(facts: "RecurrenceFacts") -> str | None:
         return f"keys are {facts.key_width} wide, more than {MAX_KEY_WIDTH}"
     if facts.has_documents and (facts.has_state or not facts.has_cu_seqlens):
         return "documents follow a state or padding"
-    return "flash-linear-attention is not installed" if functions() is None else None
+    return None if is_installed() else "flash-linear-attention is not installed"
 
 
 def fla_delta_rule(inputs: "DeltaInputs", state: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,22 +96,20 @@ def _run(
     name: str, tensors: dict[str, Tensor], dtype: torch.dtype, cu_seqlens: CuSeqlens | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Call a function of fla. `tensors` are [B, H, T, ...], or [H] for "g_gamma"; q, k and v are rounded to `dtype`."""
-    library = functions()
-    assert library is not None
     batch, _, length, _ = tensors["v"].shape
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Tensor] = {}
     for key, x in tensors.items():
-        narrow = x.to(dtype) if key in ("q", "k", "v") else x.float()
+        narrow = x.to(dtype) if key in ("q", "k", "v") else at_least_float32(x)
         rows = narrow if key == "g_gamma" else narrow.transpose(1, 2)
         arguments[key] = rows if cu_seqlens is None or key == "g_gamma" else rows.flatten(0, 1)[None]
     if cu_seqlens is None:
-        arguments["initial_state"] = state.float()
+        arguments["initial_state"] = at_least_float32(state)
     else:
         arguments["cu_seqlens"], arguments["cu_seqlens_cpu"] = cu_seqlens
     if tensors["v"].is_meta:  # `heddle show` on a machine that has fla
-        y, last = _shapes(arguments)
+        y, last = _shapes(**arguments)
     else:
-        y, last = library[name](**arguments, scale=1.0, output_final_state=True)
+        y, last = call_library(name, arguments)
     if cu_seqlens is not None:
         row_ends = torch.arange(length, batch * length + 1, length, device=y.device)
         last = last[torch.searchsorted(cu_seqlens[0], row_ends) - 1]
@@ -111,8 +117,20 @@ def _run(
     return y.transpose(1, 2).to(state.dtype), last.to(state.dtype)
 
 
-def _shapes(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Meta tensors of the shapes of fla's results: [rows, T, H, d_v] and, for each row or document, [H, d_k, d_v]."""
+def _call(name: str, arguments: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    library = functions()
+    assert library is not None
+    results: tuple[Tensor, Tensor] = library[name](**arguments, scale=1.0, output_final_state=True)
+    return results
+
+
+def _shapes(**arguments: Tensor) -> tuple[Tensor, Tensor]:
+    """Empty tensors of the shapes of fla's results: [rows, T, H, d_v] and, for each row or document, [H, d_k, d_v]."""
     k, v, bounds = arguments["k"], arguments["v"], arguments.get("cu_seqlens")
-    states = len(v) if bounds is None else len(bounds) - 1
-    return v.new_empty(v.shape), v.new_empty(states, v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
+    states = v.shape[0] if bounds is None else bounds.shape[0] - 1
+    wide = torch.promote_types(v.dtype, torch.float32)
+    return v.new_empty(v.shape), v.new_empty(states, v.shape[2], k.shape[3], v.shape[3], dtype=wide)
+
+
+for _name in FUNCTIONS:
+    LIBRARY_CALLS[_name] = LibraryCall(lambda name=_name, **tensors: _call(name, tensors), _shapes)

@@ -96,9 +96,7 @@ def recurrence_operation(name: str, kernels: RecurrenceKernels) -> Operation[Rec
         (
             Kernel("step", kernels.step, _step_unsupported),
             Kernel("chunked", kernels.chunked, _chunked_unsupported),
-            Kernel(
-                "fla", kernels.fla, fla.fla_unsupported, traceable=False, nondeterministic=optional_nondeterministic
-            ),
+            Kernel("fla", kernels.fla, fla.fla_unsupported, nondeterministic=optional_nondeterministic),
             Kernel("batched", kernels.batched, _batched_unsupported),
             Kernel("reference", kernels.reference, lambda facts: None),
         ),

@@ -64,7 +64,7 @@ def call_cu_seqlens(layout: Layout) -> tuple[Tensor, Tensor] | None:
     None if a row is one document, if the host does not know the lengths, or if no library on the device reads them.
     """
     if is_compiling() or device_type(layout.positions) != "cuda" or fla.functions() is None:
-        return None  # on CUDA the library is looked up here in any case, before a compiler meets it
+        return None
     lengths = layout.packed_lengths
     if lengths is None or layout.call_segment_ids is None:
         return None

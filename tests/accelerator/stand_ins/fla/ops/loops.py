@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-HALF = (torch.float16, torch.bfloat16)
+STATES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # the dtype of states by that of q
 
 
 def checked(
@@ -21,11 +21,11 @@ def checked(
     cu_seqlens_cpu: Tensor | None,
 ) -> list[tuple[int, slice]]:
     """The sequences as (row, tokens). Raises what the library or its kernels would not accept."""
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in HALF:
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in STATES:
         raise TypeError(f"q, k and v must be of one half precision: {q.dtype}, {k.dtype}, {v.dtype}")
     if q.shape != k.shape or q.shape[:2] != v.shape[:2] or v.shape[2] % q.shape[2]:
         raise ValueError(f"shapes do not fit: {q.shape}, {k.shape}, {v.shape}")
-    if initial_state is not None and initial_state.dtype != torch.float32:
+    if initial_state is not None and initial_state.dtype != STATES[q.dtype]:
         raise TypeError("initial_state must be in float32")
     if cu_seqlens is None:
         sequences = [(row, slice(0, q.shape[1])) for row in range(q.shape[0])]
@@ -71,4 +71,4 @@ def loop(
             state = state + key @ value
             rows.append((wide_q[row, t][..., None, :] @ state).squeeze(-2) * scale)
         lasts.append(state)
-    return torch.stack(rows).view(v.shape).to(q.dtype), torch.stack(lasts).float()
+    return torch.stack(rows).view(v.shape).to(q.dtype), torch.stack(lasts).to(STATES[q.dtype])
