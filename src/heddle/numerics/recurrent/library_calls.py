@@ -62,11 +62,13 @@ def _gradients(
 _library.impl("library_gradients", _gradients, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("heddle::library_gradients", lib=_library)
-def _(
+def _gradient_shapes(
     name: str, keys: str, tensors: Sequence[Tensor], wanted: Sequence[int], output_gradients: Sequence[Tensor]
 ) -> list[Tensor]:
     return [tensors[i].new_empty(tensors[i].shape) for i in wanted]
+
+
+torch.library.register_fake("heddle::library_gradients", _gradient_shapes, lib=_library)
 
 
 def _save(ctx: Any, inputs: tuple[str, str, Sequence[Tensor]], output: list[Tensor]) -> None:
