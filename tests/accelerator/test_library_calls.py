@@ -79,7 +79,7 @@ def opcheck(name: str, documents: bool, has_state: bool, dtype: torch.dtype = to
     arguments: tuple[Any, ...] = (name, ",".join(leaves), list(leaves.values()))
     torch.library.opcheck(library_operator, arguments)
     sources = [x for x in leaves.values() if x.requires_grad]
-    got, want = library_operator(*arguments), list(LIBRARIES[name].run(**leaves))
+    got, want = library_operator(*arguments), list(LIBRARIES[name].run(leaves))
     for probed in (got, want):
         probe = torch.stack([x.double().sin().sum() for x in probed]).sum()
         probed.extend(torch.autograd.grad(probe, sources))
@@ -171,8 +171,8 @@ def test_shapes_that_differ_from_the_results_are_caught(monkeypatch: pytest.Monk
     """The planted bug: the state has the shape [N, H, d_v, d_k]."""
     original = LIBRARY_CALLS["chunk_kda"]
 
-    def shapes(**tensors: Tensor) -> tuple[Tensor, ...]:
-        y, last = original.shapes(**tensors)
+    def shapes(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        y, last = original.shapes(tensors)
         return y, last.mT.contiguous()
 
     monkeypatch.setitem(LIBRARY_CALLS, "chunk_kda", LibraryCall(original.run, shapes))
@@ -185,10 +185,10 @@ def test_a_backward_pass_that_drops_a_gradient_is_caught(share: float, monkeypat
     """The planted bug: the values are right, and the decay gets none, or half, of its gradient."""
     original = LIBRARY_CALLS["chunk_kda"]
 
-    def run(**tensors: Tensor) -> tuple[Tensor, ...]:
+    def run(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
         g = tensors["g"]
         partly = g.detach() if not share else share * g + (1 - share) * g.detach()
-        return original.run(**{**tensors, "g": partly})
+        return original.run({**tensors, "g": partly})
 
     monkeypatch.setitem(LIBRARY_CALLS, "chunk_kda", LibraryCall(run, original.shapes))
     error, words = (AssertionError, "not close") if share else (OpCheckError, "not have been used")

@@ -23,7 +23,7 @@ ALIGNMENT = 8  # of channels
 
 
 @constant_in_graphs
-def is_installed() -> bool:
+def conv_installed() -> bool:
     """Whether the library's functions are there."""
     return optional_module(MODULE) is not None
 
@@ -38,7 +38,7 @@ def conv_unsupported(facts: "ConvolutionFacts") -> str | None:
         return f"it takes 2 to 4 tokens of a multiple of 8 channels, here {facts.kernel_size} of {facts.channels}"
     if facts.taps and (facts.has_state or not facts.packed):
         return "documents follow a state or padding"
-    return None if is_installed() else "causal-conv1d is not installed"
+    return None if conv_installed() else "causal-conv1d is not installed"
 
 
 def run_conv(x: Tensor, weight: Tensor, conv_state: Tensor | None, segment_ids: Tensor | None) -> Tensor:
@@ -56,18 +56,17 @@ def run_conv(x: Tensor, weight: Tensor, conv_state: Tensor | None, segment_ids: 
     return call_library(FUNCTION, tensors)[0]
 
 
-def _call(
-    x: Tensor, weight: Tensor, seq_idx: Tensor | None = None, initial_states: Tensor | None = None
-) -> tuple[Tensor]:
+def _call(tensors: dict[str, Tensor]) -> tuple[Tensor]:
     library = optional_module(MODULE)
     assert library is not None
+    states = tensors.get("initial_states")
     y: Tensor = library.causal_conv1d_fn(
-        x.contiguous().mT,
-        weight,
-        seq_idx=seq_idx,
-        initial_states=None if initial_states is None else initial_states.contiguous().mT,
+        tensors["x"].contiguous().mT,
+        tensors["weight"],
+        seq_idx=tensors.get("seq_idx"),
+        initial_states=None if states is None else states.contiguous().mT,
     )
     return (y.mT,)
 
 
-LIBRARY_CALLS[FUNCTION] = LibraryCall(_call, lambda **tensors: (tensors["x"].new_empty(tensors["x"].shape),))
+LIBRARY_CALLS[FUNCTION] = LibraryCall(_call, lambda tensors: (tensors["x"].new_empty(tensors["x"].shape),))

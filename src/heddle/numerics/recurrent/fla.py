@@ -6,6 +6,7 @@ also given on the host, where fla plans its chunks: else it would wait for the d
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +40,7 @@ def functions() -> dict[str, Callable[..., Any]] | None:
 
 
 @constant_in_graphs
-def is_installed() -> bool:
+def fla_installed() -> bool:
     """Whether fla's functions are there."""
     return functions() is not None
 
@@ -56,7 +57,7 @@ def fla_unsupported(facts: "RecurrenceFacts") -> str | None:
         return f"keys are {facts.key_width} wide, more than {MAX_KEY_WIDTH}"
     if facts.has_documents and (facts.has_state or not facts.has_cu_seqlens):
         return "documents follow a state or padding"
-    return None if is_installed() else "flash-linear-attention is not installed"
+    return None if fla_installed() else "flash-linear-attention is not installed"
 
 
 def fla_delta_rule(inputs: "DeltaInputs", state: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +108,7 @@ def _run(
     else:
         arguments["cu_seqlens"], arguments["cu_seqlens_cpu"] = cu_seqlens
     if tensors["v"].is_meta:  # `heddle show` on a machine that has fla
-        y, last = _shapes(**arguments)
+        y, last = _shapes(arguments)
     else:
         y, last = call_library(name, arguments)
     if cu_seqlens is not None:
@@ -124,7 +125,7 @@ def _call(name: str, arguments: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return results
 
 
-def _shapes(**arguments: Tensor) -> tuple[Tensor, Tensor]:
+def _shapes(arguments: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Empty tensors of the shapes of fla's results: [rows, T, H, d_v] and, for each row or document, [H, d_k, d_v]."""
     k, v, bounds = arguments["k"], arguments["v"], arguments.get("cu_seqlens")
     states = v.shape[0] if bounds is None else bounds.shape[0] - 1
@@ -133,4 +134,4 @@ def _shapes(**arguments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 for _name in FUNCTIONS:
-    LIBRARY_CALLS[_name] = LibraryCall(lambda name=_name, **tensors: _call(name, tensors), _shapes)
+    LIBRARY_CALLS[_name] = LibraryCall(partial(_call, _name), _shapes)

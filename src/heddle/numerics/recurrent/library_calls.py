@@ -18,14 +18,14 @@ from heddle.numerics.norms import without_autocast
 class LibraryCall(NamedTuple):
     """A function of a library over named tensors: `run` calls it, `shapes` gives empty results of the same shapes."""
 
-    run: Callable[..., tuple[Tensor, ...]]
-    shapes: Callable[..., tuple[Tensor, ...]]
+    run: Callable[[dict[str, Tensor]], tuple[Tensor, ...]]
+    shapes: Callable[[dict[str, Tensor]], tuple[Tensor, ...]]
 
 
 LIBRARY_CALLS: dict[str, LibraryCall] = {}
 _library = torch.library.Library("heddle", "FRAGMENT")
 _library.define(
-    "library_gradients(str name, str keys, Tensor[] tensors, int[] wanted, Tensor[] output_gradients) -> Tensor[]"
+    "library_gradients(str name, str keys, Tensor[] tensors, int[] indices, Tensor[] output_gradients) -> Tensor[]"
 )
 
 
@@ -33,29 +33,29 @@ def call_library(name: str, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """Call a function of the table with these tensors. In a graph it is one operator, else the function itself."""
     if is_compiling():
         return tuple(library_operator(name, ",".join(tensors), list(tensors.values())))
-    return LIBRARY_CALLS[name].run(**tensors)
+    return LIBRARY_CALLS[name].run(tensors)
 
 
 @torch.library.custom_op("heddle::library_call", mutates_args=())
 def library_operator(name: str, keys: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """A function of the table; keys: the names of its tensors, with commas between. Its results are contiguous."""
     with torch.no_grad(), without_autocast(tensors[0]):
-        return [x.contiguous() for x in LIBRARY_CALLS[name].run(**_named(keys, tensors))]
+        return [x.contiguous() for x in LIBRARY_CALLS[name].run(_named(keys, tensors))]
 
 
 @library_operator.register_fake
 def _(name: str, keys: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list(LIBRARY_CALLS[name].shapes(**_named(keys, tensors)))
+    return list(LIBRARY_CALLS[name].shapes(_named(keys, tensors)))
 
 
 def _gradients(
-    name: str, keys: str, tensors: Sequence[Tensor], wanted: Sequence[int], output_gradients: Sequence[Tensor]
+    name: str, keys: str, tensors: Sequence[Tensor], indices: Sequence[int], output_gradients: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The gradients of the wanted tensors. It is no `custom_op`, which keeps autograd from what it calls."""
+    """The gradients of the tensors with these indices. A `custom_op` would keep autograd from what it calls."""
     with torch.enable_grad(), without_autocast(tensors[0]):
-        leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(tensors)]
-        results = LIBRARY_CALLS[name].run(**_named(keys, leaves))
-    gradients = torch.autograd.grad(results, [leaves[i] for i in wanted], list(output_gradients))
+        leaves = [x.detach().requires_grad_(i in indices) for i, x in enumerate(tensors)]
+        results = LIBRARY_CALLS[name].run(_named(keys, leaves))
+    gradients = torch.autograd.grad(results, [leaves[i] for i in indices], list(output_gradients))
     return [x.contiguous() for x in gradients]
 
 
@@ -63,9 +63,9 @@ _library.impl("library_gradients", _gradients, "CompositeExplicitAutograd")
 
 
 def _gradient_shapes(
-    name: str, keys: str, tensors: Sequence[Tensor], wanted: Sequence[int], output_gradients: Sequence[Tensor]
+    name: str, keys: str, tensors: Sequence[Tensor], indices: Sequence[int], output_gradients: Sequence[Tensor]
 ) -> list[Tensor]:
-    return [tensors[i].new_empty(tensors[i].shape) for i in wanted]
+    return [tensors[i].new_empty(tensors[i].shape) for i in indices]
 
 
 torch.library.register_fake("heddle::library_gradients", _gradient_shapes, lib=_library)
@@ -77,11 +77,11 @@ def _save(ctx: Any, inputs: tuple[str, str, Sequence[Tensor]], output: list[Tens
 
 
 def _backward(ctx: Any, output_gradients: Sequence[Tensor]) -> tuple[None, None, list[Tensor | None]]:
-    wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2]) if needed]
+    indices = [i for i, needed in enumerate(ctx.needs_input_grad[2]) if needed]
     gradients = torch.ops.heddle.library_gradients(
-        ctx.name, ctx.keys, list(ctx.saved_tensors), wanted, list(output_gradients)
+        ctx.name, ctx.keys, list(ctx.saved_tensors), indices, list(output_gradients)
     )
-    by_index = dict(zip(wanted, gradients, strict=True))
+    by_index = dict(zip(indices, gradients, strict=True))
     return None, None, [by_index.get(i) for i in range(len(ctx.saved_tensors))]
 
 
