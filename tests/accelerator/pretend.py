@@ -24,6 +24,9 @@ from tests.accelerator.waits import NAME, READS, WRITES, Log, log_waits
 
 _setup_privateuseone_for_python_backend(NAME)
 getattr(torch, NAME).get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+# `torch.random.fork_rng` keeps the generator of every device, and this one has none.
+getattr(torch, NAME).get_rng_state = lambda device=None: torch.empty(0, dtype=torch.uint8)
+getattr(torch, NAME).set_rng_state = lambda state, device=None: None
 Model = TypeVar("Model", bound=nn.Module)
 
 DEVICE = torch.device(NAME, 0)
