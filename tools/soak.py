@@ -7,8 +7,9 @@ name), kills (SIGKILLs of trainings, with and without asynchronous saving, whose
 (designs, configs, tokenizers, tensor files and templates changed at random: read or refused in a sentence), designs (a
 wrong value in a design: its field is named), numbers (a number that is not finite: nothing moves, its place is named),
 server (requests of 50 clients, a twentieth abusive, to a process of its own, for an hour: right texts, no 5xx, flat
-memory). Each round has a seed; a round that is finished is counted, and the next call goes on with the next seed. The
-first failure is printed, counted, and ends the call with 1.
+memory), commands (SIGKILLs and signals at random moments of one command after the other: given again, each leaves what
+it leaves undisturbed, and a signal is answered in a sentence). Each round has a seed; a round that is finished is
+counted, and the next call goes on with the next seed. The first failure is printed, counted, and ends the call with 1.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests import small  # noqa: E402
+from tests import killed_commands, small  # noqa: E402
 from tests.cli.test_verify import unnoticed, write_files  # noqa: E402
 from tests.model.test_hostile_designs import check_random  # noqa: E402
 from tests.mutated_files import refusals  # noqa: E402
@@ -38,6 +39,7 @@ from tools.kill_test import ending, killed, moments, undisturbed  # noqa: E402
 
 DAMAGES, KILLS, STEPS = 5_000, 10, 30  # of a round
 FILES, DESIGNS, SITES = 5_000, 10_000, 500
+COMMAND_KILLS = 3  # and as many other signals at least
 
 
 def damage(folder: Path, seed: int) -> tuple[int, list[str]]:
@@ -60,6 +62,18 @@ def kills(folder: Path, seed: int) -> tuple[int, list[str]]:
     starting = undisturbed(options, whole)
     count = len(killed(options, cut, moments(KILLS, STEPS, starting, seed)))
     return count, [] if ending(whole, STEPS) == ending(cut, STEPS) else [f"seed {seed}: another ending"]
+
+
+def commands(folder: Path, seed: int) -> tuple[int, list[str]]:
+    """One round of kills and signals of one command: (how many, what was wrong)."""
+    workspace, names = folder / "workspace", list(killed_commands.COMMANDS)
+    if not workspace.is_dir():
+        workspace.mkdir()
+        cache = str(workspace / "cache")
+        killed_commands.write_workspace(workspace, partial(killed_commands.give, HEDDLE_CACHE=cache))
+    command = killed_commands.KilledCommand(names[seed % len(names)], workspace, folder / "trials")
+    trials = command.tried(COMMAND_KILLS, seed)
+    return trials.kills + trials.signals, trials.failures
 
 
 def files(folder: Path, seed: int) -> tuple[int, list[str]]:
@@ -88,6 +102,7 @@ def _failure(check: Callable[[], object]) -> list[str]:
 
 CAMPAIGNS: dict[str, Callable[[Path, int], tuple[int, list[str]]]] = {
     "damage": damage, "kills": kills, "files": files, "designs": designs, "numbers": numbers, "server": server,
+    "commands": commands,
 }  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 In training the first signal asks the loop to save and stop, and a second one stops at once.
 """
 
+import atexit
+import os
 import signal
 import threading
 import time
@@ -70,15 +72,50 @@ def interrupted_on_stop_signals() -> Iterator[None]:
         yield
 
 
+def end_on_stop_signals() -> None:
+    """From now on, a signal ends this process at once in a sentence, and once its threads have ended nothing does.
+
+    For a process whose work is done. Outside the main thread nothing changes.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        os.write(2, f"heddle: ended by {signal.Signals(number).name}; what was saved before remains\n".encode())
+        os._exit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in _not_ignored():
+            signal.signal(number, handle)
+        atexit.register(_ignore_stop_signals)
+
+
+def _ignore_stop_signals() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def masked_stop_signals() -> Iterator[None]:
+    """Within the block, signals wait. A process that is started in it begins so, and unmasks them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _not_ignored() -> list[signal.Signals]:
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 @contextmanager
 def _handling(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    watched = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    previous_handlers = {number: signal.signal(number, handle) for number in watched}
+    previous_handlers = {number: signal.signal(number, handle) for number in _not_ignored()}
     try:
         yield
     finally:
         for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is handle:  # else `end_on_stop_signals` was called
+                signal.signal(number, handler)

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from heddle import progress
 from heddle.errors import HeddleError, MachineError
-from heddle.signals import Interrupted, catch_stop_signals
+from heddle.signals import Interrupted, catch_stop_signals, masked_stop_signals
 from heddle.storage.atomic import write_file
 from heddle.storage.json_file import read_json_file
 from heddle.storage.lock import InUseError, lock_output
@@ -269,9 +269,10 @@ class _Pool:
 
 
 def start_worker(request_file: Path, result_file: Path, *inherited: int) -> _Process:
-    """Start a process that runs the task of a request and writes its result. inherited: descriptors it holds too."""
+    """Start a process for a request. Signals wait until it handles them. inherited: descriptors it holds."""
     command = [sys.executable, "-m", WORKER_MODULE, str(request_file), str(result_file)]
-    return subprocess.Popen(command, start_new_session=True, pass_fds=inherited)
+    with masked_stop_signals():
+        return subprocess.Popen(command, start_new_session=True, pass_fds=inherited)
 
 
 def _read_result(task: Task, exit_code: int) -> Result:

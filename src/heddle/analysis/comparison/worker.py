@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from heddle import progress
 from heddle.analysis.comparison.rank_worker import ON_RANKS, run_on_ranks
 from heddle.errors import HeddleError, RankLost, is_out_of_memory, nondeterministic_operation
+from heddle.signals import STOP_SIGNALS, Interrupted, interrupted_on_stop_signals
+from heddle.storage.json_file import write_json_file
 
 if TYPE_CHECKING:
     from heddle.data.corpus import Corpus
@@ -27,25 +29,30 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the task of this process. After a signal exit with 130 or 143, without a result."""
-    started = time.monotonic()
+    """Run the task of this process. After a signal exit with 129, 130 or 143, without a result."""
     task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    _exit_with_parent(task["parent_pid"])
-    if len(task["devices"]) > 1 and task["task"] in ON_RANKS:
-        sys.exit(run_on_ranks(task, *sys.argv[1:]))
-    from heddle.signals import Interrupted
-    from heddle.storage.json_file import write_json_file
-
     try:
-        # several workers share one terminal, so only one that is alone draws a progress bar
-        with progress.quiet() if task["quiet"] or not task["alone"] else nullcontext():
-            result, exit_code = perform_task(task)
+        with interrupted_on_stop_signals():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the parent masked them
+            _exit_with_parent(task["parent_pid"])
+            exit_code = _run_task(task)
     except Interrupted as interrupted:
         if not task["quiet"]:
             progress.print_status(f"{task['label']}: {interrupted}")
-        sys.exit(interrupted.exit_code)
-    write_json_file(Path(sys.argv[2]), result | {"wall_seconds": time.monotonic() - started})
+        exit_code = interrupted.exit_code
     sys.exit(exit_code)
+
+
+def _run_task(task: dict[str, Any]) -> int:
+    """Run a task and write its result; returns the exit code."""
+    started = time.monotonic()
+    if len(task["devices"]) > 1 and task["task"] in ON_RANKS:
+        return run_on_ranks(task, *sys.argv[1:])
+    # several workers share one terminal, so only one that is alone draws a progress bar
+    with progress.quiet() if task["quiet"] or not task["alone"] else nullcontext():
+        result, exit_code = perform_task(task)
+    write_json_file(Path(sys.argv[2]), result | {"wall_seconds": time.monotonic() - started})
+    return exit_code
 
 
 def perform_task(task: dict[str, Any]) -> tuple[dict[str, Any], int]:
