@@ -190,8 +190,9 @@ def _rounded_outputs(model: Decoder, dtype: torch.dtype) -> Iterator[None]:
     """Within the block, what each module without submodules returns is rounded to `dtype`."""
 
     def rounded(_module: nn.Module, _inputs: object, output: object) -> object:
-        floats = isinstance(output, Tensor) and output.is_floating_point()
-        return output.to(dtype).to(output.dtype) if floats else output
+        if not (isinstance(output, Tensor) and output.is_floating_point()):
+            return output
+        return output.to(dtype).to(output.dtype)
 
     handles = [part.register_forward_hook(rounded) for part in model.modules() if not list(part.children())]
     yield
