@@ -13,8 +13,10 @@ downloaded. `tests/exchange/test_published.py` reads each file, compares the des
 same file, and compares the number of parameters with the published one. The files are facts, kept in
 `tests/exchange/published` with all their fields, as they were seen in the public repository that the last column names;
 where a model's own file was not seen, the row says what stands for it, and no number of parameters is compared.
-A number such as 671B is compared to its last digit, others exactly. *Saved again* means a file that another version of
-transformers wrote."""
+A number such as 671B is compared to its last digit, others exactly. Of those marked *hub*, the total is the one that
+the hub counts in the headers of the weights, as the list HUB holds it. *Saved again* means a file that another version
+of transformers wrote."""
+HUB = "r-pedro17/llmatch: `data/hf_models.json`, the hub's counts"
 READ = ("model", "family", "parameters", "published", "seen in")
 REFUSED_INTRO = """## Refused
 
@@ -31,7 +33,7 @@ def page(written: str) -> str:
     return joined(
         "# Published models",
         written,
-        INTRO,
+        INTRO.replace("HUB", HUB.partition(",")[0]),
         table(READ, list(by_family(read))),
         REFUSED_INTRO,
         table(REFUSED, refused),
@@ -48,6 +50,7 @@ def row(entry: Published) -> tuple[str, ...]:
     family = family_of(entry.config, entry.name)
     parameters = size(design_from_config(entry.config, family, entry.name), context_length=8, batch=1).parameters
     published = f"{entry.published:,}" if isinstance(entry.published, int) else entry.published or "–"
+    published += ", *hub*" if entry.counted_in == HUB else ""
     return (
         entry.name,
         f"[`{family.model_type}`](families.md#{family.model_type})",

@@ -56,6 +56,22 @@ def test_it_is_read_and_has_as_many_parameters_as_published(name: str) -> None:
     assert entry.counts(parameters), f"{parameters} parameters, published are {entry.published}"
 
 
+def test_forty_totals_come_from_another_than_the_config() -> None:
+    """`test_it_is_read...` compares each with heddle's count, to the last digit."""
+    totals = {entry.name: entry.published for entry in READ.values() if entry.counted_in is not None}
+    assert all(isinstance(total, int) for total in totals.values())
+    assert len({name.partition(",")[0] for name in totals}) >= 48
+    assert len({family_of(READ[name].config, name).model_type for name in totals}) >= 15
+
+
+def test_a_wrong_total_is_noticed() -> None:
+    """One parameter more or less, and one unit of the last digit."""
+    for entry in (READ["TinyLlama/TinyLlama-1.1B-Chat-v1.0"], READ["codellama/CodeLlama-34b-hf"]):
+        parameters = heddle.size(design_of(entry), context_length=8, batch=1).parameters
+        step = 1 if isinstance(entry.published, int) else 100_000_000
+        assert [entry.counts(parameters + off) for off in (-step, 0, step)] == [False, True, False]
+
+
 @pytest.mark.parametrize("name", READ)
 def test_transformers_reads_the_same_and_it_exports_as_its_family(name: str) -> None:
     design, written = design_of(READ[name]), newer(READ[name])

@@ -1,7 +1,8 @@
 """config.json files of published models: facts that were seen in public repositories, with where, and their sizes.
 
 A file per family, and one for those that are refused. `published`: the parameters that the publisher or the hub counts.
-`refused`: what the refusal says. `edited`: what the source changed.
+`counted_in`: where that number was seen, if it is a count of stored weights. `refused`: what the refusal says.
+`edited`: what the source changed.
 """
 
 import json
@@ -18,6 +19,7 @@ class Published:
     source: str
     config: dict[str, Any]
     published: int | str | None = None
+    counted_in: str | None = None
     refused: str | None = None
     edited: str | None = None
 
