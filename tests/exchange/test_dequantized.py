@@ -92,6 +92,36 @@ def pack_fp8(outputs: int, inputs: int, seed: int) -> Packed:
     return {".weight": stored, ".weight_scale_inv": scales}, weight
 
 
+def table(entries: int, seed: int) -> Tensor:
+    """A table of numbers between −1 and 1, in rising order as those of bitsandbytes."""
+    return torch.sort(torch.rand(entries, generator=torch.Generator().manual_seed(seed)) * 2 - 1).values
+
+
+def pack_4bit(outputs: int, inputs: int, seed: int, *, kind: str = "nf4", double: bool = False) -> Packed:
+    """Blocks of 24 numbers of the flat weight, the last of which is cut, and of 8 factors, if they are packed too."""
+    count = outputs * inputs
+    entries, codes = random(count, high=16, seed=seed), table(16, 1)
+    factors = [0.5 + float(number) / 64 for number in random(-(-count // 24), high=64, seed=2)]
+    description: dict[str, Any] = {"quant_type": kind, "blocksize": 24, "dtype": "bfloat16", "shape": [outputs, inputs]}
+    tensors = {".weight.quant_map": codes, ".weight.absmax": torch.tensor(factors)}
+    if double:
+        numbers, nested_codes = random(len(factors), high=256, seed=3), table(256, 4)
+        nested = torch.rand(-(-len(factors) // 8), generator=torch.Generator().manual_seed(5)) + 0.5
+        factors = [float(nested_codes[int(n)] * nested[i // 8] + 0.75) for i, n in enumerate(numbers)]
+        tensors[".weight.absmax"] = numbers.to(torch.uint8)
+        tensors |= {".weight.nested_absmax": nested, ".weight.nested_quant_map": nested_codes}
+        description |= {"nested_blocksize": 8, "nested_dtype": "float32", "nested_offset": 0.75}
+    packed = torch.zeros(count // 2, 1, dtype=torch.uint8)
+    weight = torch.zeros(count)
+    for i in range(count):
+        packed[i // 2] |= int(entries[i]) << (0 if i % 2 else 4)
+        weight[i] = float(codes[int(entries[i])]) * factors[i // 24]
+    text = json.dumps(description).encode()
+    tensors[f".weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(list(text), dtype=torch.uint8)
+    return tensors | {".weight": packed}, weight.view(outputs, inputs)
+
+
+FOUR_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 METHODS: dict[str, tuple[Callable[[int, int, int], Packed], dict[str, Any]]] = {
     "fp8": (pack_fp8, {"quant_method": "fp8", "weight_block_size": [24, 24]}),
     "gptq": (pack_gptq, {"quant_method": "gptq", "bits": 4, "group_size": 16}),
@@ -104,6 +134,12 @@ METHODS: dict[str, tuple[Callable[[int, int, int], Packed], dict[str, Any]]] = {
         {"quant_method": "gptq", "bits": 8, "group_size": 16, "checkpoint_format": "gptq_v2"},
     ),
     "awq": (pack_awq, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}),
+    "nf4": (pack_4bit, FOUR_BITS),
+    "nf4-double": (
+        lambda o, i, seed: pack_4bit(o, i, seed, double=True),
+        FOUR_BITS | {"bnb_4bit_use_double_quant": True},
+    ),
+    "fp4": (lambda o, i, seed: pack_4bit(o, i, seed, kind="fp4"), FOUR_BITS | {"bnb_4bit_quant_type": "fp4"}),
 }
 
 
@@ -157,6 +193,8 @@ BUGS = [
     ("gptq", "unpack_gptq", "zeros + 1", "zeros"),
     ("gptq-shuffled", "unpack_gptq", 'tensors.get(".g_idx")', "None"),
     ("awq", "_in_order", "list(AWQ_ORDER)", "[0, 2, 4, 6, 1, 3, 5, 7]"),
+    ("nf4", "unpack_bitsandbytes", "(packed >> 4, packed & 15)", "(packed & 15, packed >> 4)"),
+    ("nf4-double", "unpack_bitsandbytes", ' + description["nested_offset"]', ""),
 ]
 
 
@@ -217,6 +255,39 @@ def cut_a_scale(tensors: dict[str, Tensor]) -> None:
         tensors[name] = tensors[name][:, :5].contiguous()
 
 
+def lengthen_blocks(tensors: dict[str, Tensor]) -> None:
+    change_description(tensors, b'"blocksize": 24', b'"blocksize": 99')
+
+
+def forget_the_shape(tensors: dict[str, Tensor]) -> None:
+    change_description(tensors, b'"shape"', b'"space"')
+
+
+def shrink_the_offset(tensors: dict[str, Tensor]) -> None:
+    change_description(tensors, b'"nested_offset": 0.75', b'"nested_offset": null')
+
+
+def change_description(tensors: dict[str, Tensor], old: bytes, new: bytes) -> None:
+    for name in [name for name in tensors if "bitsandbytes" in name]:
+        text = bytes(tensors[name].tolist())
+        assert old in text
+        tensors[name] = torch.tensor(list(text.replace(old, new)), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "message"),
+    [
+        ("nf4", lengthen_blocks, r"the tensors of '.*_proj.weight' do not make a weight in bitsandbytes \("),
+        ("nf4", forget_the_shape, r"the tensors of '.*_proj.weight' do not make a weight in bitsandbytes \("),
+        ("nf4-double", shrink_the_offset, r"the tensors of '.*_proj.weight' do not make a weight in bitsandbytes \("),
+    ],
+)
+def test_a_description_that_does_not_fit_is_refused(method: str, change: Any, message: str) -> None:
+    packed, _ = folders(method, change)
+    with pytest.raises(CheckpointError, match=message):
+        load(packed, dequantize=torch.float32)
+
+
 @pytest.mark.parametrize(
     ("change", "fields", "message"),
     [
@@ -224,6 +295,7 @@ def cut_a_scale(tensors: dict[str, Tensor]) -> None:
         (cut_a_scale, {}, r"the tensors of '.*q_proj.weight' do not make a weight in awq \(.*; download them again"),
         (lambda tensors: None, {"bits": 8}, r"bits is 8, awq has 4"),
         (lambda tensors: None, {"quant_method": "hqq"}, r"quant_method 'hqq' is not unpacked; heddle unpacks fp8, mx"),
+        (lambda tensors: None, {"quant_method": "bitsandbytes", "load_in_8bit": True}, r"unpacks .* \(nf4, fp4\)"),
     ],
 )
 def test_what_cannot_be_unpacked_is_refused(change: Any, fields: dict[str, Any], message: str) -> None:

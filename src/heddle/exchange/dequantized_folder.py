@@ -9,7 +9,7 @@ from torch import Tensor
 
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.config_reader import short_repr
-from heddle.exchange.packed_weights import PACKING_METHODS, TensorsBySuffix
+from heddle.exchange.packed_weights import BITSANDBYTES, PACKING_METHODS, TensorsBySuffix, packing_of
 from heddle.exchange.safetensors_folder import CONFIG_FILE, SafetensorsFolder
 from heddle.progress import format_amount, print_status
 
@@ -32,11 +32,12 @@ class DequantizedFolder(SafetensorsFolder):
         if not isinstance(fields, dict):
             raise ConfigError(f"{source}: has no '{QUANTIZATION}', so nothing is to be dequantized; import it as it is")
         self.method, self.fields = fields.get("quant_method"), fields
-        if self.method not in PACKING_METHODS:
-            methods = ", ".join(PACKING_METHODS)
+        packing = packing_of(fields)
+        if packing is None:
+            methods = f"{', '.join(PACKING_METHODS)} and 4 bits of {BITSANDBYTES} (nf4, fp4)"
             reason = f"quant_method {short_repr(self.method)} is not unpacked; heddle unpacks {methods}"
             raise ConfigError(f"{source}: field '{QUANTIZATION}': {reason}")
-        self.packing = PACKING_METHODS[self.method]
+        self.packing = packing
 
     @cached_property
     def _groups(self) -> Mapping[str, Mapping[str, Spec]]:
@@ -103,7 +104,10 @@ class DequantizedFolder(SafetensorsFolder):
         specs = {name: spec for name, spec in stored.items() if name not in self._owners}
         for name, group in self._groups.items():
             parts = {suffix: torch.empty(spec[2], dtype=spec[1], device="meta") for suffix, spec in group.items()}
-            file = group[self.packing.marker][0]
+            marker, file = self.packing.marker, group[self.packing.marker][0]
+            if self.packing.shape_in_marker:
+                base = name.removesuffix(self.packing.result)
+                parts[marker] = super().tensor(file, base + marker)
             specs[name] = (file, self.dtype, tuple(self._unpack(name, parts).shape))
         return specs
 

@@ -4,10 +4,14 @@ fp8      DeepSeek-V3's blocks: each block of the matrix has one factor, `weight_
 mxfp4    OCP Microscaling, as gpt-oss stores it: 32 numbers of 4 bits (E2M1) share one power of two (E8M0)
 gptq     Frantar et al. 2023: integers, eight of 4 bits in a word along the inputs; a factor and a zero for each group
 awq      Lin et al. 2024: the same with the words along the outputs, in the order of its kernels
+nf4, fp4 Dettmers et al. 2023, as bitsandbytes stores them: numbers of 4 bits name an entry of a table, and each block
+         of the flat weight has one factor. With double quantization the factors are stored so too, in 8 bits
 
 All products are in float32.
 """
 
+import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -29,6 +33,7 @@ class Packing(NamedTuple):
 
     marker: the suffix of the stored tensor that every such weight has. suffixes: those of its other tensors, of which
     files may lack the `optional` ones. result: the suffix of the weight. unpack: its numbers in float32.
+    shape_in_marker: the bytes of that tensor say the shape, which other formats tell by the shapes of their tensors.
     """
 
     marker: str
@@ -36,6 +41,7 @@ class Packing(NamedTuple):
     result: str
     unpack: Callable[[TensorsBySuffix, Fields], Tensor]
     optional: tuple[str, ...] = ()
+    shape_in_marker: bool = False
 
 
 def unpack_fp8(tensors: TensorsBySuffix, fields: Fields) -> Tensor:
@@ -83,6 +89,46 @@ def unpack_awq(tensors: TensorsBySuffix, fields: Fields) -> Tensor:
     return ((integers - zeros) * scales).mT.contiguous()
 
 
+def unpack_bitsandbytes(tensors: TensorsBySuffix, fields: Fields) -> Tensor:
+    """uint8 [numbers / 2, 1], the upper four bits first, and a description in JSON -> the weight in its own shape.
+
+    Raises ValueError for a description that does not fit the tensors.
+    """
+    kind = fields.get("bnb_4bit_quant_type", "fp4")
+    description = _parse_description(bytes(tensors[f"{DESCRIPTION}{kind}"].tolist()))
+    packed, shape = tensors[""].flatten(), description["shape"]
+    entries = torch.stack((packed >> 4, packed & 15), dim=-1).flatten()[: math.prod(shape)]
+    factors = tensors[".absmax"]
+    if tensors.keys() & set(NESTED):
+        if not tensors.keys() >= set(NESTED):
+            raise ValueError("one of the tensors of double quantization is missing")
+        outer = _block_factors(tensors[".nested_absmax"], description["nested_blocksize"], len(factors))
+        factors = tensors[".nested_quant_map"][factors.long()] * outer + description["nested_offset"]
+    values = tensors[".quant_map"].float()[entries.long()]
+    return (values * _block_factors(factors.float(), description["blocksize"], len(values))).reshape(shape)
+
+
+def _parse_description(raw: bytes) -> dict[str, Any]:
+    """The fields of a weight that bitsandbytes packed. Raises ValueError for one that is missing or of another type."""
+    description = json.loads(raw.decode("utf-8"))
+    if not isinstance(description, dict):
+        raise ValueError("the description is no table")
+    fields = {"nested_blocksize": 0, "nested_offset": 0.0} | description
+    shape, sizes = fields.get("shape"), [fields.get("blocksize"), fields["nested_blocksize"]]
+    if not isinstance(shape, list) or not all(isinstance(size, int) and size >= 0 for size in shape + sizes):
+        raise ValueError("the description lacks the shape or the size of the blocks")
+    if not isinstance(fields["nested_offset"], int | float):
+        raise ValueError("the description has no number as its offset")
+    return fields
+
+
+def _block_factors(factors: Tensor, size: int, count: int) -> Tensor:
+    """One factor for each of `count` numbers. Raises ValueError if there is not one factor for each block."""
+    if size < 1 or len(factors) != -(-count // size):
+        raise ValueError("the factors are not one for each block")
+    return factors.repeat_interleave(size)[:count]
+
+
 def _bits(fields: Fields) -> int:
     bits = fields.get("bits", 4)
     if bits not in (2, 4, 8):
@@ -102,6 +148,21 @@ def _in_order(integers: Tensor) -> Tensor:
     return words[..., list(AWQ_ORDER)].flatten(-2)
 
 
+def packing_of(fields: Fields) -> Packing | None:
+    """How the weights of a `quantization_config` are packed, or None if heddle does not unpack them."""
+    method = fields.get("quant_method")
+    if method == BITSANDBYTES:
+        is_4bit = fields.get("load_in_4bit") or fields.get("_load_in_4bit")
+        kind = fields.get("bnb_4bit_quant_type", "fp4")
+        marker, suffixes = f"{DESCRIPTION}{kind}", ("", ".absmax", ".quant_map", *NESTED)
+        packing = Packing(marker, suffixes, "", unpack_bitsandbytes, optional=NESTED, shape_in_marker=True)
+        return packing if is_4bit and kind in ("nf4", "fp4") else None
+    return PACKING_METHODS.get(method) if isinstance(method, str) else None
+
+
+DESCRIPTION = ".quant_state.bitsandbytes__"
+BITSANDBYTES = "bitsandbytes"
+NESTED = (".nested_absmax", ".nested_quant_map")
 GROUPED = (".qzeros", ".scales", ".g_idx")
 PACKING_METHODS = {
     "fp8": Packing("_scale_inv", ("",), "", unpack_fp8),
