@@ -9,17 +9,35 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.import_utils import direct_transformers_import
 
 from heddle.errors import MachineError
-from heddle.exchange.transformers import HeddleConfig, HeddleForCausalLM, HeddleModel, export, load
+from heddle.exchange.transformers import (
+    HeddleConfig,
+    HeddleForCausalLM,
+    HeddleForSequenceClassification,
+    HeddleForTokenClassification,
+    HeddleModel,
+    export,
+    load,
+)
 from tests.exchange.transformers.designs import decoder, model, prompts
 from tests.source import ROOT
 from tests.storage.shared import System, standing_in
 
+CLASSIFIERS = {
+    AutoModelForSequenceClassification: HeddleForSequenceClassification,
+    AutoModelForTokenClassification: HeddleForTokenClassification,
+}
 CODE = "modeling_heddle.py"
 NAME = "dual-alibi"
 
@@ -29,7 +47,7 @@ def unregistered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that export wrote, in a process where transformers has not met our classes."""
     export(decoder(NAME), tmp_path / "model")
     monkeypatch.delitem(CONFIG_MAPPING._extra_content, "heddle")
-    for auto_class in (AutoModel, AutoModelForCausalLM):
+    for auto_class in (AutoModel, AutoModelForCausalLM, *CLASSIFIERS):
         monkeypatch.delitem(auto_class._model_mapping._extra_content, HeddleConfig)
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(transformers.dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 0)
@@ -42,6 +60,8 @@ def test_a_folder_names_its_classes(unregistered: Path, tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(unregistered, trust_remote_code=True)
     assert type(loaded) is HeddleForCausalLM
     assert type(AutoModel.from_pretrained(unregistered, trust_remote_code=True)) is HeddleModel
+    for auto_class, kind in CLASSIFIERS.items():
+        assert type(auto_class.from_pretrained(unregistered, trust_remote_code=True)) is kind
     tokens = torch.tensor(prompts([5]))
     torch.testing.assert_close(loaded(tokens).logits, model(NAME)(tokens).logits, rtol=0, atol=1e-12)
     loaded.save_pretrained(tmp_path / "again")

@@ -20,12 +20,20 @@ CODE = '''"""The classes of this model. They are those of the installed heddle: 
 
 try:
     from heddle.exchange.transformers import HeddleConfig, HeddleForCausalLM, HeddleModel
+    from heddle.exchange.transformers import HeddleForSequenceClassification, HeddleForTokenClassification
 except ImportError as error:
     raise ImportError("this model needs heddle: pip install 'heddle-lm[hf]'") from error
 
 __all__ = ["HeddleConfig", "HeddleForCausalLM", "HeddleModel"]
+__all__ += ["HeddleForSequenceClassification", "HeddleForTokenClassification"]
 '''
-_CLASSES = {"AutoConfig": "HeddleConfig", "AutoModel": "HeddleModel", "AutoModelForCausalLM": "HeddleForCausalLM"}
+_CLASSES = {
+    "AutoConfig": "HeddleConfig",
+    "AutoModel": "HeddleModel",
+    "AutoModelForCausalLM": "HeddleForCausalLM",
+    "AutoModelForSequenceClassification": "HeddleForSequenceClassification",
+    "AutoModelForTokenClassification": "HeddleForTokenClassification",
+}
 AUTO_MAP = {auto_class: f"{CODE_FILE.removesuffix('.py')}.{name}" for auto_class, name in _CLASSES.items()}
 # Sizes that are also written at the top level, under the names that other programs look for.
 SIZE_FIELDS = (

@@ -6,29 +6,54 @@ A folder of such a model names them too (`auto_map`), for programs that do not i
 from pathlib import Path
 
 import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+from transformers.models.auto import modeling_auto
 
 from heddle.exchange import export as _export
 from heddle.exchange import load as _load
 from heddle.exchange.family_match import FamilyMatch
 from heddle.exchange.transformers.cache import HeddleCache
+from heddle.exchange.transformers.classification import HeddleForSequenceClassification, HeddleForTokenClassification
 from heddle.exchange.transformers.config import HeddleConfig
 from heddle.exchange.transformers.modeling import HeddleForCausalLM, HeddleModel
 from heddle.model.decoder import Decoder
 from heddle.tokenization.tokenizer import Tokenizer
 
-__all__ = ["HeddleCache", "HeddleConfig", "HeddleForCausalLM", "HeddleModel", "export", "load"]
+__all__ = [
+    "HeddleCache",
+    "HeddleConfig",
+    "HeddleForCausalLM",
+    "HeddleForSequenceClassification",
+    "HeddleForTokenClassification",
+    "HeddleModel",
+    "export",
+    "load",
+]
 
 AutoConfig.register(HeddleConfig.model_type, HeddleConfig)
 AutoModel.register(HeddleConfig, HeddleModel)
 AutoModelForCausalLM.register(HeddleConfig, HeddleForCausalLM)
-# Pipelines and lm-eval ask this table, which `register` leaves as it is, whether a model writes text.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[HeddleConfig.model_type] = HeddleForCausalLM.__name__
+AutoModelForSequenceClassification.register(HeddleConfig, HeddleForSequenceClassification)
+AutoModelForTokenClassification.register(HeddleConfig, HeddleForTokenClassification)
+# Pipelines and lm-eval ask these tables, which `register` leaves as they are, what a model gives.
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[HeddleConfig.model_type] = HeddleForCausalLM.__name__
+modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[HeddleConfig.model_type] = (
+    HeddleForSequenceClassification.__name__
+)
+modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[HeddleConfig.model_type] = (
+    HeddleForTokenClassification.__name__
+)
 # `transformers serve` and TRL look up the class of a folder by its name in the module transformers. That module is
 # replaced in sys.modules when processing_utils is first imported, which PEFT and Trainer do, and whoever imported it
 # before has the old one. Attributes of the modules' class are found in all of them.
-for _class in (HeddleConfig, HeddleModel, HeddleForCausalLM):
+_CLASSIFIERS = (HeddleForSequenceClassification, HeddleForTokenClassification)
+for _class in (HeddleConfig, HeddleModel, HeddleForCausalLM, *_CLASSIFIERS):
     setattr(type(transformers), _class.__name__, _class)
 
 
