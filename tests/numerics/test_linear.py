@@ -1,5 +1,7 @@
 """The linear map: kernels agree, and its FLOPs are those that torch counts."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,6 +19,7 @@ from heddle.numerics.linear import (
     packed_weights,
     reference,
 )
+from tests.laws.planting import plant
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -120,3 +123,25 @@ def test_packed_weights_are_never_used_on_another_device(rows: int) -> None:
             linears(x, [(weight, None), (weight, None)])
         assert {choice.kernel for choice in choices} == {kernel}
         assert bool(cache) == (device == "cpu")
+
+
+class Quantized(torch.Tensor):
+    """A type of other programs, such as torchao's: it is multiplied by its own function, and cannot be joined."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.cat or "reorder" in str(function):
+            raise NotImplementedError(f"{function} of a quantized weight")
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+@torch.no_grad()
+def test_weights_of_another_type_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weights = torch.randn(1, 256), [torch.randn(256, 256), torch.randn(128, 256)]
+    maps = [(weight.as_subclass(Quantized), None) for weight in weights]
+    with packed_weights():
+        for y, weight in zip(linears(x, maps), weights, strict=True):
+            torch.testing.assert_close(y.as_subclass(torch.Tensor), x @ weight.T, rtol=0, atol=1e-4)
+        plant(monkeypatch, "numerics.linear:_facts", "packing and all(", "packing or all(")
+        with pytest.raises(NotImplementedError, match="of a quantized weight"):
+            linears(x, maps)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn import functional
+from torch.nn import Parameter, functional
 
 from heddle.numerics.dispatch.flop_counter import add_flops
 from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
@@ -204,7 +204,9 @@ def linears(x: Tensor, linear_maps: Sequence[LinearMap]) -> Sequence[Tensor]:
 def _facts(x: Tensor, linear_maps: Sequence[LinearMap]) -> LinearFacts:
     weight, device = linear_maps[0][0], device_type(x)
     gradients = torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w, _ in linear_maps))
-    # Autocast does not cast the inputs of oneDNN's operators.
+    # Autocast does not cast the inputs of oneDNN's operators. Other programs' own types, such as torchao's quantized
+    # weights, know how to multiply, and not how to be packed.
     packing = packing_enabled() and x.dtype == weight.dtype and not torch.is_autocast_enabled(device)
+    packing = packing and all(type(w) in (Parameter, Tensor) for w, _ in linear_maps)
     elements = sum([weight.numel() for weight, _ in linear_maps])
     return LinearFacts(x.numel() // max(x.shape[-1], 1), gradients, packing, elements, device, x.dtype)
