@@ -95,6 +95,12 @@ CASES: dict[str, Data] = {
         layer(attention(kv_heads=2, qk_norm="per_head"), repeat=2), norm={"kind": "layer"}
     ),
     "attention-qk-layer-norm-projection": design(layer(attention(qk_norm="projection")), norm={"kind": "layer"}),
+    "attention-norm-after-rotation": alone(kv_heads=2, qk_norm="head", norm_after_rotation=True),
+    "attention-projection-norm-after-rotation": design(
+        layer(attention(kv_heads=2, qk_norm="projection", norm_after_rotation=True)),
+        layer(attention(qk_norm="per_head", norm_after_rotation=True, window=3)),
+        norm={"kind": "layer"},
+    ),
     "attention-scale": alone(scale=0.7),
     "attention-temperature": alone(kv_heads=2, temperature_beta=0.6, temperature_length=3),
     "attention-window-1": alone(window=1),

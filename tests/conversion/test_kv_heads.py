@@ -46,6 +46,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "head-norm": ATTENTION | {"qk_norm": "head", "bias": "qkv", "position": ROPE | {"rotary_dim": 4}},
     "per-head-norm": ATTENTION | {"qk_norm": "per_head", "bias": True},
     "projection-norm": ATTENTION | {"qk_norm": "projection"},
+    "norm-after-rotation": ATTENTION | {"qk_norm": "head", "norm_after_rotation": True},
     "axial": ATTENTION | {"head_dim": 10, "position": {"kind": "axial_rope", "rotary_dim": 8}},
     "relative-bias": ATTENTION | {"position": {"kind": "relative_bias", "buckets": 4, "max_distance": 9}},
     "alibi": ATTENTION | {"position": {"kind": "alibi"}},

@@ -57,6 +57,7 @@ def scaled(kind: str, **fields: Any) -> Fields:
 
 
 LLAMA3 = scaled("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+NTK_ALPHA = scaled("dynamic", factor=1.0, alpha=50.0)
 YARN = scaled("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=4.0, beta_slow=0.5, truncate=False)
 LONG = scaled(
     "longrope", short_factor=[1.0, 1.1, 1.3, 1.7], long_factor=[1.2, 2.0, 3.5, 6.0],
@@ -803,6 +804,18 @@ CASES: dict[str, Case] = {
         - {"time_step_min"},
         refused=frozenset({"attention_bias"}),
         fixed=frozenset({"tie_word_embeddings"}),
+    ),
+    "hunyuan_v1_dense": Case(
+        {
+            "plain": {"num_key_value_heads": 3},
+            "alpha-tied-biases": {"tie_word_embeddings": True, "attention_bias": True, **NTK_ALPHA},
+            "one-kv-head-yarn-gelu": {"num_key_value_heads": 1, "head_dim": 10, "rms_norm_eps": 1e-3, **YARN}
+            | {"attention_dropout": 0.1, "hidden_act": "gelu"},
+        },
+        inert=frozenset({"eod_token_id", "alpha-tied-biases:rope_parameters.factor"}),
+        inexact=frozenset({"alpha-tied-biases"}),  # frequencies of another base are the product of two powers
+        exact=True,
+        narrow=True,
     ),
     "granitemoehybrid": Case(
         {

@@ -187,6 +187,8 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("minimax_m2", "plain", {"use_routing_bias": False}, "use_routing_bias"),
     ("minimax_m2", "plain", {"shared_intermediate_size": 9}, "shared_intermediate_size"),
     ("minimax_m2", "plain", {"rotary_dim": 9}, "rotary_dim"),
+    ("hunyuan_v1_dense", "plain", {"use_qk_norm": False}, "use_qk_norm"),
+    ("hunyuan_v1_dense", "plain", {"use_cla": True}, "use_cla"),
     ("granitemoehybrid", "plain", {"hidden_act": "gelu"}, "hidden_act"),
     ("granitemoehybrid", "plain", {"normalization_function": "layernorm"}, "normalization_function"),
     ("granitemoehybrid", "plain", {"position_embedding_type": "alibi"}, "position_embedding_type"),

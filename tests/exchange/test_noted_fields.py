@@ -30,7 +30,7 @@ def test_what_is_off_or_a_note_leaves_every_design_as_it_is(family: str) -> None
     off = dict.fromkeys(MUST_BE_OFF - plain.keys(), False)
     null = dict.fromkeys(("attention_warp", "rope_scaling_of_nobody"))
     extra = dict.fromkeys(NOTED_FIELDS - plain.keys(), "some") | off | null
-    if family in ("qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi", "cohere", "minimax_m2"):
+    if family in ("qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi", "cohere", "minimax_m2", "hunyuan_v1_dense"):
         for name in ("use_qk_norm", "qk_layernorm"):
             extra.pop(name, None)  # a field of the family itself
     design = design_from_config(plain | extra, families()[family], noted=noted)
@@ -55,6 +55,11 @@ ON: list[tuple[str, Fields, str]] = [
     ("qwen3_moe", {"qkv_bias": True}, "'qkv_bias' is True"),
     ("qwen3_moe", {"use_qk_norm": False}, "'use_qk_norm' is False; heddle builds True only"),
     ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "'shared_expert_intermediate_size' is 64"),
+    (
+        "hunyuan_v1_dense",
+        {"rope_scaling": {"type": "dynamic", "alpha": "many"}},
+        "'alpha' is 'many'; should be",
+    ),
     ("llama", {"tie_encoder_decoder": True}, "'tie_encoder_decoder' is True"),
     ("gpt2", {"hidden_size": 7}, "'hidden_size' is 7; but 'n_embd' is 42; make them equal"),
     ("gpt2", {"attention_warp": 0}, "'attention_warp': heddle does not know what this asks of gpt2"),

@@ -149,6 +149,13 @@ PLANTED: dict[str, tuple[str, str, str, str, Data]] = {
         "embedding.multiplier",
         CASES["embedding-multiplier"],
     ),
+    "a norm after the rotation that is never read": (
+        "parts.mixers.attention:Attention._heads",
+        "if self.norm_after_rotation",
+        "if False",
+        "layers[0].mixer.norm_after_rotation",
+        CASES["attention-norm-after-rotation"],
+    ),
     "a softcap that is never read": (
         "model.embedding:Head.forward",
         "self.scale, self.softcap",

@@ -8,12 +8,15 @@ import torch
 
 import heddle
 from heddle.config import parse_config
-from heddle.laws.harness import forward_no_grad, model_under_test, random_tokens
+from heddle.laws.harness import forward_no_grad, model_under_test, normal_tensor, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.parts.mixers.attention import Attention
 from heddle.parts.modules.temperature import query_temperature
 from tests.cases import alone
+from tests.laws.planting import plant
+
+ALIBI = {"kind": "alibi"}
 
 
 def model_of(**fields: Any) -> Decoder:
@@ -92,6 +95,39 @@ def test_qk_norms(kind: str, shapes: list[tuple[int, ...]]) -> None:
     model = model_of(kv_heads=2, qk_norm=kind)
     names = [f"layers.0.mixer.{which}_norm.weight" for which in "qk"]
     assert [tuple(model.get_parameter(name).shape) for name in names] == shapes
+
+
+@pytest.mark.parametrize("kind", ["head", "per_head", "projection"])
+def test_norms_after_the_rotation(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is normed are rotated heads, as in a formula of its own; heads that are normed first are others."""
+    model = model_of(kv_heads=2, qk_norm=kind, norm_after_rotation=True)
+    mixer, x, layout = (
+        model.layers[0].mixer,
+        normal_tensor((2, 7, 24), torch.Generator().manual_seed(4)),
+        heddle.Layout.causal(2, 7, start=3),
+    )
+    assert isinstance(mixer, Attention)
+    assert mixer.position is not None
+    for projection, norm, heads in ((mixer.q, mixer.q_norm, 4), (mixer.k, mixer.k_norm, 2)):
+        assert norm is not None
+        gain = norm.get_parameter("weight")
+        with torch.no_grad():
+            gain.copy_(1.0 + 0.4 * torch.arange(gain.numel()).sin().view_as(gain))
+            rotated = mixer.position(projection(x).unflatten(-1, (heads, 6)).transpose(1, 2), layout).transpose(1, 2)
+            dims = rotated.flatten(-2) if kind == "projection" else rotated
+            expected = (dims / (dims.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain).reshape(rotated.shape)
+            actual = mixer._heads(projection(x), norm, heads, layout).transpose(1, 2)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+            with monkeypatch.context() as patch:
+                plant(patch, "parts.mixers.attention:Attention._heads", "if self.norm_after_rotation", "if False")
+                wrong = mixer._heads(projection(x), norm, heads, layout).transpose(1, 2)
+            assert float((wrong - expected).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("fields", [{}, {"qk_norm": "head", "position": None}, {"qk_norm": "head", "position": ALIBI}])
+def test_a_norm_after_no_rotation_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(heddle.errors.ConfigError, match="norm_after_rotation: needs qk_norm and a rotary position"):
+        model_of(norm_after_rotation=True, **fields)
 
 
 @pytest.mark.parametrize("start", [0, 5])

@@ -122,12 +122,14 @@ def map_embedding_and_head(design: ModelConfig, weights: WeightMap) -> None:
         weights.add_module("lm_head", "head")
 
 
-def map_attention(weights: WeightMap, hf: str, heddle: str, out: str = "o_proj", norm: str = "norm") -> None:
-    """The four projections of a layer, and its norms of queries and keys; `out` and `norm` are names that differ."""
+def map_attention(
+    weights: WeightMap, hf: str, heddle: str, out: str = "o_proj", norms: tuple[str, str] = ("q_norm", "k_norm")
+) -> None:
+    """The four projections of a layer, and its norms of queries and keys; `out` and `norms` are names that differ."""
     for name, role in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"), (out, "out")):
         weights.add_module(f"{hf}.self_attn.{name}", f"{heddle}.mixer.{role}")
-    for name in "qk":
-        weights.add_module(f"{hf}.self_attn.{name}_{norm}", f"{heddle}.mixer.{name}_norm")
+    for name, role in zip(norms, "qk", strict=True):
+        weights.add_module(f"{hf}.self_attn.{name}", f"{heddle}.mixer.{role}_norm")
 
 
 def map_gated(weights: WeightMap, hf: str, heddle: str) -> None:

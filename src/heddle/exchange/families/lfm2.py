@@ -104,7 +104,7 @@ def map_weights(design: ModelConfig, weights: WeightMap) -> None:
             weights.add_tensor(f"{hf}.conv.conv.bias", f"{mixer}.convolution.bias")
             weights.add_module(f"{hf}.conv.out_proj", f"{mixer}.out")
         else:
-            _common.map_attention(weights, hf, f"layers.{index}", out="out_proj", norm="layernorm")
+            _common.map_attention(weights, hf, f"layers.{index}", out="out_proj", norms=("q_layernorm", "k_layernorm"))
         for name, role in FEEDFORWARD.items():
             weights.add_module(f"{hf}.feed_forward.{name}", f"layers.{index}.feedforward.{role}")
         weights.add_module(f"{hf}.operator_norm", f"layers.{index}.residual.norms.mixer")

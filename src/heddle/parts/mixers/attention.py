@@ -41,7 +41,7 @@ from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.modules.temperature import query_temperature
-from heddle.parts.positions import MixerPositionConfig, build_mixer_position
+from heddle.parts.positions import MixerPositionConfig, RotationConfig, build_mixer_position
 
 
 def default_groups(heads: int) -> int:
@@ -70,6 +70,8 @@ class AttentionConfig(MixerConfig):
     # The norm of q and k before the rotary embedding: one weight shared by all heads (Qwen3), one weight per head
     # (Cohere), or one norm over the whole projection (OLMo-2).
     qk_norm: Literal["head", "per_head", "projection"] | None = None
+    # The norm after the rotation (Hunyuan 2025); its gains then make scores depend on absolute positions.
+    norm_after_rotation: bool = False
     bias: bool | Literal["qkv"] = False  # true: q, k, v and out; qkv: those three (Qwen2)
     sink: bool = False  # one learned logit per head, without a value
     gate: Literal["head", "channel"] | None = None  # one gate per head, or one per channel of each head (Qwen3-Next)
@@ -86,6 +88,8 @@ class AttentionConfig(MixerConfig):
         if (self.temperature_beta is None) != (self.temperature_length is None):
             missing = "temperature_beta" if self.temperature_beta is None else "temperature_length"
             refuse(missing, "is missing; give both temperature_beta and temperature_length, or neither")
+        if self.norm_after_rotation and (self.qk_norm is None or not isinstance(self.position, RotationConfig)):
+            refuse("norm_after_rotation", "needs qk_norm and a rotary position; give both, or leave it out")
         return self
 
     @classmethod
@@ -173,6 +177,8 @@ class AttentionConfig(MixerConfig):
         beta, length = n.has("temperature_beta"), n.has("temperature_length")
         n.refuse("temperature_beta", beta * (1 - length), "needs temperature_length; give both, or neither")
         n.refuse("temperature_length", length * (1 - beta), "needs temperature_beta; give both, or neither")
+        rotates = n.has("qk_norm") * (n.equals("position", "rope") + n.equals("position", "axial_rope"))
+        n.refuse("norm_after_rotation", n.norm_after_rotation * (1 - rotates), "needs qk_norm and a rotary position")
         bias, values = n.has("bias"), n.heads * value_dim
         key_norm, query_norm = n.norm(groups * dim), n.norm(n.heads * dim)
         norms = n.equals("qk_norm", "head") * 2 * n.norm(dim)
@@ -214,12 +220,12 @@ class Attention(SelfInitialized, Mixer):
         self.gate = None if config.gate is None else Linear(context.width, gate_widths[config.gate], bias=qkv_bias)
         self.sink = nn.Parameter(torch.empty(self.heads)) if config.sink else None
         self.softcap = config.softcap
-        self.qk_norm = config.qk_norm
+        self.qk_norm, self.norm_after_rotation = config.qk_norm, config.norm_after_rotation
         self.q_norm = self._qk_norm(context, self.heads)
         self.k_norm = self._qk_norm(context, self.kv_heads)
         self.position, self.score_bias = build_mixer_position(config.position, self.head_dim, self.heads, self.causal)
         self.temperature_beta, self.temperature_length = config.temperature_beta, config.temperature_length
-        self.absolute_positions = config.temperature_beta is not None
+        self.absolute_positions = config.temperature_beta is not None or config.norm_after_rotation
         self.dropout = Dropout(config.dropout)
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
@@ -278,10 +284,16 @@ class Attention(SelfInitialized, Mixer):
 
     def _heads(self, x: Tensor, norm: nn.Module | None, heads: int, layout: Layout) -> Tensor:
         """Projection [B, T, heads · d] -> normalized and rotated heads [B, heads, T, d]."""
-        if norm is not None and self.qk_norm == "projection":
-            x = norm(x)
+        before, after = (None, norm) if self.norm_after_rotation else (norm, None)
+        if before is not None and self.qk_norm == "projection":
+            x = before(x)
         x = x.unflatten(-1, (heads, self.head_dim))
-        if norm is not None and self.qk_norm != "projection":
-            x = norm(x)
+        if before is not None and self.qk_norm != "projection":
+            x = before(x)
         x = x.transpose(1, 2)
-        return x if self.position is None else self.position(x, layout)
+        x = x if self.position is None else self.position(x, layout)
+        if after is None:
+            return x
+        x = x.transpose(1, 2)
+        x = after(x.flatten(-2)).view_as(x) if self.qk_norm == "projection" else after(x)
+        return x.transpose(1, 2)
