@@ -16,7 +16,7 @@ from heddle.model.config import ModelConfig
 from heddle.parts.scalings.ntk import NtkConfig
 
 ALPHA = "alpha"
-BESIDE_ALPHA = frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
+UNUSED_FIELDS = frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def _read_rope(config: ConfigReader, head_dim: int) -> dict[str, Any]:
         return read_rope(config, head_dim)
     alpha = ConfigReader(table, f"{config.source}, rope_parameters").require(ALPHA, float)
     config.unread -= {"rope_scaling", "rope_parameters"}
-    plain = {name: value for name, value in table.items() if name not in BESIDE_ALPHA | {ALPHA, "type"}}
+    plain = {name: value for name, value in table.items() if name not in UNUSED_FIELDS | {ALPHA, "type"}}
     theta = config.get("rope_theta", 10000.0)
     rope = read_rope_table(config, plain | {"rope_type": "default"}, head_dim, theta)
     return rope | {"scaling": {"kind": "ntk", "factor": alpha}}
