@@ -2,7 +2,8 @@
 # Installs heddle into .venv at exactly the versions of constraints.txt: `sh tools/install.sh core` or `... dev`.
 # A receipt is written last and holds what was installed, from where; while it still holds, nothing is done. A mark stands
 # while pip works: found at the start, it means that an install was cut short, and .venv is made anew.
-# Read from the environment: PYTHON, TORCH_INDEX (one more index, for torch alone), PIP_ARGS (words for every pip call).
+# Read from the environment: PYTHON, TORCH_INDEX (one more index, for torch alone), PIP_ARGS (words for every pip call),
+# HASHES (not empty: .venv is made anew from the files of hashes.txt, which pip compares by SHA-256).
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
@@ -27,14 +28,14 @@ same_python() { # the default takes whatever .venv has; a named interpreter must
 
 wanted() {
     pwd
-    cksum pyproject.toml constraints.txt
+    cksum pyproject.toml constraints.txt ${HASHES:+hashes.txt}
 }
 
 install() { # a name for the message, then pip's arguments
     what=$1
     shift
     # shellcheck disable=SC2086  # PIP_ARGS is a list of words
-    .venv/bin/python -m pip install -q --no-input -c constraints.txt ${PIP_ARGS:-} "$@" >>"$log" 2>&1 && return
+    .venv/bin/python -m pip install -q --no-input ${PIP_ARGS:-} "$@" >>"$log" 2>&1 && return
     rm -f "$mark"
     grep -q 'connection broken' "$log" && stop "pip could not install $what: no package index answers (see $log)."
     stop "pip could not install $what: $(grep -i '^ *error:' "$log" | head -n 1) (see $log)"
@@ -55,7 +56,10 @@ case $answer in
 *) stop "Python 3.11 or newer is needed and '$python', asked for its version, answered '$answer'; name another as in: make test PYTHON=python3.12." ;;
 esac
 
-if [ -e "$mark" ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1 || ! same_python; then
+if [ -n "${HASHES:-}" ] && [ "$(uname -sm)" != "Linux x86_64" ]; then
+    stop "hashes.txt holds the files for Linux on x86-64, and this is $(uname -sm); leave HASHES out."
+fi
+if [ -n "${HASHES:-}" ] || [ -e "$mark" ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1 || ! same_python; then
     "$python" -c 'import venv, ensurepip' 2>/dev/null ||
         stop "'$python' cannot make a virtual environment, its venv or ensurepip module is missing; on Debian or Ubuntu: apt-get install python3-venv."
     echo "heddle: making .venv with $python ($answer)"
@@ -67,10 +71,20 @@ rm -f .venv/*.receipt
 : >"$mark"
 : >"$log"
 echo "heddle: installing torch and heddle ($extra) into .venv; the first time takes minutes"
-install torch ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)" setuptools
+if [ -n "${HASHES:-}" ]; then # setuptools first: it builds the packages that have no wheel
+    grep '^setuptools==' hashes.txt >.venv/setuptools.txt
+    install setuptools --require-hashes --no-deps -r .venv/setuptools.txt
+    install "the files of hashes.txt" --require-hashes --no-deps --no-build-isolation \
+        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r hashes.txt
+    .venv/bin/python -m pip check >>"$log" 2>&1 ||
+        echo "heddle: this build of torch brings libraries that hashes.txt does not hold; they are not compared"
+else
+    install torch -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
+        "$(grep '^torch==' constraints.txt)" setuptools
+fi
 case $extra in
-core) install "heddle and what it needs" --no-build-isolation -e . ;;
-*) install "heddle and its '$extra' tools" --no-build-isolation -e ".[$extra]" ;;
+core) install "heddle and what it needs" -c constraints.txt --no-build-isolation -e . ;;
+*) install "heddle and its '$extra' tools" -c constraints.txt --no-build-isolation -e ".[$extra]" ;;
 esac
 wanted >".venv/$extra.receipt"
 rm -f "$mark"
