@@ -33,6 +33,7 @@ FIGURES = tuple(
             "tiny_training",
             "training gqa-tiny, float32, against plain PyTorch, eager or compiled",
         ),
+        ("finite check", "finite_check", "training, float32, against the same without the check for finite numbers"),
         ("stacked seeds", "", "eight stacked seeds of gqa-tiny against two one-thread workers"),
         ("prefill", "prefill", "prompt of 2,048 tokens, bfloat16, against transformers tuned"),
         ("prefill llama.cpp", "llama_cpp", "prompt of 2,048 tokens, bfloat16, against llama.cpp"),

@@ -23,5 +23,13 @@ if __name__ == "__main__":
         "benchmarks.finite_check",
         "What does the check of weights and moments cost a training step?",
         {"heddle": heddle_side, "without the check": unchecked_side},
-        [Case("check of weights and moments, fp32", {"precision": "fp32"}, goal=0.99, pairs=30)],
+        [
+            Case(
+                "check of weights and moments, fp32",
+                {"precision": "fp32"},
+                goal=0.99,
+                pairs=30,
+                figure="finite check",
+            )
+        ],
     )
