@@ -75,6 +75,7 @@ def forward(kind: str, **fields: Any) -> Data:
     return design(layer(attention(3), {"kind": kind, "hidden": 17, **fields}, repeat=2))
 
 
+LAYER_NORM: Data = {"kind": "layer"}
 ALL_DROP: Data = {"kind": "gated", "hidden": 13, "dropout": 0.3}
 
 CASES: dict[str, Data] = {
@@ -231,6 +232,17 @@ CASES: dict[str, Data] = {
     "learned": design(
         layer(attention(position=None), repeat=2), embedding={"position": {"kind": "learned", "length": 90}}
     ),
+    "learned-offset": design(
+        layer(attention(position=None), repeat=2),
+        embedding={"position": {"kind": "learned", "length": 90, "offset": 2}, "norm": True, "multiplier": 1.5},
+    ),
+    "token-types": design(
+        layer(attention(position=None, bias=True), repeat=2),
+        norm=LAYER_NORM,
+        residual={"kind": "post_norm"},
+        embedding={"token_types": 3, "position": {"kind": "learned", "length": 90}, "norm": True},
+        head={"bias": True, "transform": "gelu", "transform_bias": True},
+    ),
     "norm-rms-offset-cast": design(
         layer(attention(), repeat=2), norm={"kind": "rms", "offset": 1.0, "cast": "after", "eps": 1e-6}
     ),
@@ -268,6 +280,19 @@ CASES: dict[str, Data] = {
     ),
     "pair-windows": design(
         layer({"kind": "pair", "first": attention(3, window=2), "second": attention(kv_heads=2, window=5)}, repeat=2)
+    ),
+    "pair-multipliers": design(
+        layer(
+            {
+                "kind": "pair",
+                "first": attention(kv_heads=2),
+                "second": {"kind": "mamba2", "heads": 4, "state_size": 3},
+                "input_multipliers": [1.3, 0.8],
+                "output_multipliers": [0.7, 1.2],
+            },
+            {"kind": "gated", "hidden": 13, "gate_multiplier": 0.6, "multiplier": 1.4},
+            repeat=2,
+        )
     ),
     "pair-cross": design(
         layer({"kind": "pair", "first": attention(kv_heads=1), "second": cross(3, encoder_width=9)}), layer(attention())
@@ -373,13 +398,18 @@ CASES |= {
             repeat=2,
         )
     ),
+    "mamba2-norm-before-gate": design(
+        layer({
+            "kind": "mamba2", "heads": 4, "groups": 2, "head_dim": 3, "state_size": 5, "gated_norm": "before",
+            "multipliers": [0.9, 1.3, 0.6, 1.2, 0.7],
+        }, repeat=2)
+    ),
+    "mamba2-no-norm": design(layer({"kind": "mamba2", "heads": 6, "state_size": 5, "gated_norm": "none"}, repeat=2)),
     "short-conv": design(layer({"kind": "short_conv"}, repeat=2), norm={"kind": "layer"}),
     "short-conv-biases": design(
         layer({"kind": "short_conv", "conv_kernel": 2, "conv_bias": True, "bias": True}), layer(attention())
     ),
 }  # fmt: skip
-
-LAYER_NORM: Data = {"kind": "layer"}
 
 
 def wired(kind: str, *layers: Data, norm: Data = LAYER_NORM, **fields: Any) -> Data:
@@ -391,6 +421,10 @@ APART = (layer(attention(kv_heads=2, window=3), None), layer(None), layer(attent
 
 CASES |= {
     "residual-pre-norm-dropout": wired("pre_norm", dropout=0.3),
+    "residual-pre-norm-no-first": wired(
+        "pre_norm", layer(attention(), repeat=3), norm={"kind": "rms"}, first_norm=False, drop_path=0.3
+    )
+    | {"embedding": {"norm": True}, "head": {"tied": False, "transform": "silu"}},
     "residual-pre-norm-multiplier": wired("pre_norm", multiplier=0.6, drop_path=0.4),
     "residual-parallel-dropout": wired("parallel", *APART, norms=2, dropout=0.2, drop_path=0.3),
     "residual-post-norm": wired("post_norm", drop_path=0.4, dropout=0.2),

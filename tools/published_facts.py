@@ -29,11 +29,15 @@ def page(written: str) -> str:
     """docs/huggingface/published.md."""
     entries = published_configs()
     read = [row(entry) for entry in entries if entry.refused is None]
+    compared = [entry for entry in entries if entry.refused is None and entry.published is not None]
+    exact = sum(isinstance(entry.published, int) for entry in compared)
+    counted = f"**{len(compared)} totals are compared**, {exact} of them to the last parameter."
     refused = [(entry.name, str(entry.refused), source(entry)) for entry in entries if entry.refused is not None]
     return joined(
         "# Published models",
         written,
         INTRO.replace("HUB", HUB.partition(",")[0]),
+        counted,
         table(READ, list(by_family(read))),
         REFUSED_INTRO,
         table(REFUSED, refused),

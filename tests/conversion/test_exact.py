@@ -240,11 +240,22 @@ REFUSALS: dict[str, tuple[str, list[Rewrite], str]] = {
     "no biases": ("attention-qk-layer-norm-per-head", [Tied(tied=False), FoldNorms()], "layers.0.mixer.q: has no bias"),
     "no norms before branches": ("residual-post-norm", [FoldNorms()], "residual: kind post_norm has no norm"),
     "post-norm does not grow": ("residual-post-norm", [Depth(depth=9)], "residual: kind post_norm changes the stream"),
+    "a copy of a layer without a norm": (
+        "residual-pre-norm-no-first",
+        [Depth(depth=9)],
+        "residual.first_norm: leaves the first layer without a norm",
+    ),
+    "a head that transforms": ("residual-pre-norm-no-first", [FoldNorms()], "head.transform: reads the final norm"),
     "fewer layers": ("attention-gqa", [Depth(depth=1)], "depth: 1 is less than the 2 of the design"),
     "layers and a whole": ("attention-gqa", [Depth(depth=9, layers=(0,))], "depth: belongs to the whole design"),
     "numbered layers": ("differential", [Depth(depth=4)], "layers.1.mixer: kind differential_attention depends on"),
     "same width": ("attention-gqa", [StreamWidth(width=24)], "width: 24 is what the design has already"),
     "layer norm": ("delta-convolution-2", [StreamWidth(width=32)], "norm: kind layer is not scaled"),
+    "experts of a multiplied layer": (
+        "pair-multipliers",
+        [Experts(experts=4)],
+        "layers.0.feedforward.gate_multiplier: is a number that no expert has",
+    ),
     "experts of experts": ("moe", [Experts(experts=4, layers=(0,))], "layers.0.feedforward: is neither mlp nor gated"),
     "different experts": ("moe", [Dense()], "layers.0.feedforward: expert 1 differs from expert 0"),
     "no experts": ("attention-gqa", [Dense()], "feedforward: no layer has experts"),
@@ -259,6 +270,18 @@ def test_refusals(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         converted(case(design), *rewrites)
     assert str(caught.value).startswith(message)
+
+
+def test_a_first_layer_without_a_norm_is_folded_around() -> None:
+    config = case("residual-pre-norm-no-first")
+    model, folded = model_under_test(config), converted(config, FoldNorms(final_norm=False))
+    tokens = random_tokens(config, 2, 9)
+    with torch.no_grad():
+        assert float((model(tokens)[0] - folded(tokens)[0]).abs().max()) < 1e-9
+    assert folded.state_dict().keys() == model.state_dict().keys()
+    gains = [value for name, value in folded.named_parameters() if "residual.norms" in name]
+    assert len(gains) == 5
+    assert all(bool((gain == 1.0).all()) for gain in gains)
 
 
 def test_dense_takes_the_scale_of_the_gates() -> None:

@@ -91,6 +91,15 @@ GRANITE: Fields = {
     "mamba_d_state": 5, "mamba_chunk_size": 16, "num_local_experts": 6, "num_experts_per_tok": 2,
     "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 0.6,
 }  # fmt: skip
+FALCON_PLAIN: Fields = {
+    "mamba_d_ssm": 42, "mamba_n_heads": 14, "mamba_d_head": 3, "mamba_d_state": 5, "mamba_chunk_size": 16,
+}  # fmt: skip
+FALCON: Fields = FALCON_PLAIN | {
+    "embedding_multiplier": 3.0, "lm_head_multiplier": 0.6, "key_multiplier": 0.7, "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.9,
+    "ssm_multipliers": [0.9, 1.1, 0.7, 1.3, 0.6], "mlp_multipliers": [0.8, 1.4],
+}  # fmt: skip
+OF_FALCON = frozenset({"mamba_expand", "num_logits_to_keep", "plain:mamba_norm_before_gate"})
 OF_NEMOTRON_EXPERTS = frozenset(
     """
     moe_intermediate_size moe_shared_expert_intermediate_size n_routed_experts num_experts_per_tok routed_scaling_factor
@@ -148,6 +157,21 @@ GROWING_YARN = scaled(
     "yarn", rope_theta=5.0, factor=4.0, original_max_position_embeddings=8, beta_fast=1.0, beta_slow=0.5, mscale=1.0,
     mscale_all_dim=1.0, llama_4_scaling_beta=0.3,
 )  # fmt: skip
+BERT_BASE: Fields = OWN_BASE | {"max_position_embeddings": 48, "layer_norm_eps": 1e-4}
+BERT_INERT = frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"})
+BERT_FIXED = frozenset({"is_decoder", "add_cross_attention"})
+MODERN_BASE: Fields = OWN_BASE | {"local_attention": 14, "norm_eps": 1e-4, "cls_token_id": 2, "sep_token_id": 3}
+MODERN_BIASES: Fields = {
+    "attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifier_bias": True, "decoder_bias": False,
+    "layer_types": [SLIDING, FULL, SLIDING], "hidden_activation": "silu", "classifier_activation": "relu",
+    "local_attention": 8,
+}  # fmt: skip
+MODERN_INERT = frozenset(
+    """
+    classifier_dropout embedding_dropout mlp_dropout deterministic_flash_attn initializer_cutoff_factor
+    sparse_prediction sparse_pred_ignore_index cls_token_id sep_token_id
+    """.split()  # noqa: SIM905
+)
 GPT_BASE: Fields = {
     "vocab_size": 97,
     "n_layer": 3,
@@ -199,6 +223,11 @@ SIGMOID: Fields = {
         "first_k_dense_replace", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size",
     )
 } | {"num_mtp_layers": 0, **GROUPS}  # fmt: skip
+KIMI: Fields = {
+    **{name: LATENT[name] for name in LATENT if name not in ("head_dim", "first_k_dense_replace", "n_routed_experts")},
+    "num_hidden_layers": 5, "num_experts": LATENT["n_routed_experts"], "rms_norm_eps": 0.1,  # as DELTA
+    "linear_num_heads": 3, "linear_head_dim": 6, "linear_conv_kernel_dim": 3,
+}  # fmt: skip
 # As DELTA, of the later models, whose layers are all dense or all mixtures, with RoPE's sections of images.
 DELTA_DENSE: Fields = {name: value for name, value in DELTA.items() if "expert" not in name and "moe" not in name}
 DELTA_DENSE.pop("mlp_only_layers")
@@ -438,6 +467,36 @@ CASES: dict[str, Case] = {
         base=GPT_BASE | {"n_embd": 42},
         refused=frozenset({"add_cross_attention"}),
     ),
+    "bert": Case(
+        {"plain": {}, "three-types-relu": {"type_vocab_size": 3, "hidden_act": "relu", "layer_norm_eps": 1e-2}},
+        inert=BERT_INERT,
+        base=BERT_BASE,
+        fixed=BERT_FIXED,
+        live=frozenset({"max_position_embeddings"}),
+    ),
+    "roberta": Case(
+        {
+            "plain": {"pad_token_id": 1, "type_vocab_size": 1},
+            "other-padding-two-types-relu": {"pad_token_id": 3, "hidden_act": "relu", "layer_norm_eps": 1e-2},
+        },
+        inert=BERT_INERT,
+        base=BERT_BASE,
+        fixed=BERT_FIXED,
+        live=frozenset({"max_position_embeddings", "pad_token_id"}),
+    ),
+    "modernbert": Case(
+        {
+            "plain": {},
+            "biases-types-silu-no-decoder-bias": MODERN_BIASES,
+            "untied-every-second-linear": {
+                "layer_types": [FULL, SLIDING, FULL],
+                "tie_word_embeddings": False,
+                "rope_parameters": by_type({"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}, 100.0),
+            },
+        },
+        inert=MODERN_INERT,
+        base=MODERN_BASE,
+    ),
     "gpt_neox": Case(
         {
             "plain": {"num_attention_heads": 3},
@@ -591,6 +650,22 @@ CASES: dict[str, Case] = {
         },
         inert=OF_LATENTS | {"num_nextn_predict_layers"},
         fixed=frozenset(["head_dim"]),
+    ),
+    "kimi_linear": Case(
+        {
+            "plain": KIMI | GROUPS | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"]},
+            "by-types-biases-no-query-rank": KIMI
+            | {"q_lora_rank": None, "attention_bias": True, "linear_num_heads": 4, "linear_conv_kernel_dim": 4}
+            | {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]}
+            | {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"], "num_hidden_layers": 4}
+            | {"norm_topk_prob": False, "routed_scaling_factor": 0.75},
+            "five-heads-two-groups": KIMI
+            | {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+            | {"linear_num_heads": 5, "linear_head_dim": 7, "n_group": 2, "q_lora_rank": 11},
+        },
+        inert=OF_LATENTS | {"head_dim", "model_max_length"},
+        refused=frozenset({"num_hidden_layers"}),
+        fixed=frozenset({"tie_word_embeddings"}),
     ),
     "qwen3_next": Case(
         {
@@ -804,6 +879,20 @@ CASES: dict[str, Case] = {
         - {"time_step_min"},
         refused=frozenset({"attention_bias"}),
         fixed=frozenset({"tie_word_embeddings"}),
+    ),
+    "falcon_h1": Case(
+        {
+            "plain": FALCON,
+            "biases-tied-normed-before-yarn": FALCON
+            | {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "projectors_bias": True}
+            | {"tie_word_embeddings": True, "num_key_value_heads": 1, "mamba_conv_bias": False, "mamba_d_conv": 2}
+            | {"mamba_rms_norm": True, "mamba_n_groups": 3, "mamba_n_heads": 6, "mamba_d_head": 7, "rms_norm_eps": 1e-3}
+            | YARN,
+            "normed-after-no-multipliers": FALCON_PLAIN
+            | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "head_dim": 10, "attention_dropout": 0.1},
+        },
+        inert=OF_FALCON,
+        refused=frozenset({"mamba_d_ssm", "mamba_d_head", "mamba_n_heads", "projectors_bias", "mamba_proj_bias"}),
     ),
     "hunyuan_v1_dense": Case(
         {

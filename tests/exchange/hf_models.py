@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import heddle
+from heddle.exchange.family import families
 from heddle.exchange.imported_model import ImportedModel
 from heddle.exchange.load import load
 from heddle.numerics.experts import routing
@@ -23,7 +24,7 @@ from tests.exchange.cases import BASE, CASES, Fields
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -51,8 +52,19 @@ READS_PADDING = {
     "mamba2": "use_bias",
     "nemotron_h": "use_bias",
     "granitemoehybrid": "mamba_proj_bias",
+    "falcon_h1": "mamba_proj_bias",
 }  # by model_type, if true
+# Names that transformers writes, and those of published files, which an export writes.
+WRITTEN_NAMES = {"kimi_linear": (r"block_sparse_moe\.(gate_proj|up_proj|down_proj)", r"mlp.\1")}
 LENGTHS = [41, 17, 1]  # of the rows that are padded together
+
+
+MASKED = frozenset(name for name, family in families().items() if family.architecture.endswith("ForMaskedLM"))
+
+
+def auto_class(family: str) -> Any:
+    """The class of transformers that makes the models of a family."""
+    return AutoModelForMaskedLM if family in MASKED else AutoModelForCausalLM
 
 
 def their_tokenizer(folder: Path) -> Any:
@@ -79,7 +91,8 @@ def with_config_limits(model: Any) -> Any:
 def drawn(config: Any) -> Any:
     """A model with weights so wide that logits and choices are far from even, and no gain or bias at its start."""
     torch.manual_seed(3)
-    model = with_config_limits(AutoModelForCausalLM.from_config(config, **plain(config.model_type)).float().eval())
+    kind = auto_class(config.model_type)
+    model = with_config_limits(kind.from_config(config, **plain(config.model_type)).float().eval())
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if (tensor.dim() == 1 and "inv_freq" not in name) or "norm" in name:
@@ -146,12 +159,32 @@ def their_logits(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tens
         padded[mask.bool()] = torch.cat([row[0] for row in rows])
         return padded
     positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
-    logits: Tensor = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    inputs: dict[str, Any] = {"attention_mask": mask, "position_ids": positions}
+    if model.config.model_type in MASKED:
+        inputs |= encoder_inputs(model.config, tokens, positions)
+    else:
+        inputs["use_cache"] = False
+    if model.config.model_type == "heddle" and (types := model.config.load_design().embedding.token_types):
+        inputs["token_type_ids"] = tokens % types
+    logits: Tensor = model(tokens, **inputs).logits
     return logits
+
+
+def encoder_inputs(config: Any, tokens: Tensor, positions: Tensor | None) -> dict[str, Tensor]:
+    """Each token's type, and its position as a row of the table, for classes that do not count from zero."""
+    inputs = {}
+    if types := getattr(config, "type_vocab_size", 0):
+        inputs["token_type_ids"] = tokens % types
+    if config.model_type == "roberta":
+        rows = torch.arange(tokens.shape[1]).expand_as(tokens) if positions is None else positions
+        inputs["position_ids"] = rows + config.pad_token_id + 1
+    return inputs
 
 
 @torch.no_grad()
 def our_logits(model: heddle.Decoder, tokens: Tensor, layout: heddle.Layout | None = None) -> Tensor:
+    if types := model.config.embedding.token_types:
+        layout = (layout or heddle.Layout.causal(*tokens.shape)).with_token_types(tokens % types)
     logits: Tensor = model.head(model(tokens, layout)[0])
     return logits
 

@@ -20,10 +20,11 @@ from safetensors.torch import load_file, save_file
 import heddle
 from heddle.errors import CheckpointError, HeddleError, MachineError
 from heddle.exchange.export import export
-from heddle.exchange.load import load
+from heddle.exchange.family import family_of
+from heddle.exchange.load import load, original_design
 from heddle.exchange.safetensors_folder import CONFIG_FILE, INDEX_FILE
 from tests.exchange.cases import CASES
-from tests.exchange.hf_models import read_json, saved
+from tests.exchange.hf_models import config_of, read_json, saved
 from tests.exchange.tokenizer_cases import tokenizer_json
 from tests.storage.shared import System, standing_in
 
@@ -419,3 +420,11 @@ def test_a_tied_head_that_was_written_must_be_the_embedding(same: bool, tmp_path
     else:
         with pytest.raises(HeddleError, match="field 'tie_word_embeddings'"):
             load(folder)
+
+
+def test_a_huge_number_of_another_field_does_not_fill_the_sentence() -> None:
+    """Seed 3, file 2646 of `tools/soak.py --name files`: the number of one field in the remedy for another."""
+    config = json.loads(config_of("granitemoehybrid", next(iter(CASES["granitemoehybrid"].variants))).to_json_string())
+    config |= {"mamba_n_heads": 10**300, "mamba_d_head": 4}
+    with pytest.raises(HeddleError, match=r"'mamba_expand' is 2; times hidden_size is not 10{59}… \(301 characters\)"):
+        original_design(config, family_of(config, "config.json"), "config.json")

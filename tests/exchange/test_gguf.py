@@ -87,6 +87,20 @@ VARIANTS: dict[str, dict[str, Fields]] = {
         "plain": {"num_experts": 5, "moe_intermediate_size": 24, "norm_topk_prob": True, **EXPERTS},
         "tied": {"num_experts": 4, "norm_topk_prob": True, "tie_word_embeddings": True, **EXPERTS},
     },
+    "qwen2_moe": {
+        "plain": {
+            "head_dim": 8,
+            "num_experts": 5,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 32,
+            "norm_topk_prob": False,
+            **EXPERTS,
+        },
+    },
+    "olmoe": {"plain": {"head_dim": 8, "num_key_value_heads": 6, "num_experts": 5, "norm_topk_prob": False, **EXPERTS}},
+    "ernie4_5": {"plain": {}, "tied": {"tie_word_embeddings": True}},
+    "hunyuan_v1_dense": {"plain": {}, "tied": {"tie_word_embeddings": True}},
+    "gemma": {"plain": {}},
     "gemma2": {"plain": GEMMA | CAPS},
     "gemma3_text": {"plain": GEMMA | TWO_ROTATIONS, "untied": GEMMA | TWO_ROTATIONS | {"tie_word_embeddings": False}},
     "olmo2": {"plain": {"head_dim": 8}, "yarn": {"head_dim": 8, **YARN}},
@@ -295,6 +309,9 @@ PLANTED: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
     "no window": ("gemma2", "plain", _drop("attention.sliding_window")),
     "no cap of scores": ("gemma2", "plain", _drop("attn_logit_softcapping")),
     "no cap of logits": ("gemma2", "plain", _drop("final_logit_softcapping")),
+    "rows in pairs": ("ernie4_5", "plain", _graph("ernie4_5", interleaved_rope=True)),
+    "rows in pairs after their norm": ("hunyuan_v1_dense", "plain", _graph("hunyuan_v1_dense", interleaved_rope=True)),
+    "offset left out of the first Gemma": ("gemma", "plain", _graph("gemma", norm_plus_one=False)),
     "offset left out": ("gemma2", "plain", _graph("gemma2", norm_plus_one=False)),
 }  # fmt: skip
 
@@ -312,7 +329,6 @@ REFUSED = [
     ("layers.*.mixer.window=64", "layers.*.mixer.window"),
     ("layers.*.feedforward.activation=gelu", "layers.*.feedforward.activation"),
     ("layers.*.mixer.position.rotary_dim=16", "layers.*.mixer.position.rotary_dim"),
-    ("layers.*.mixer.position.layout=interleaved", "layers.*.mixer.position.layout"),
     ("layers.*.mixer.scale=0.5", "layers.*.mixer.scale"),
     ("layers.*.mixer.sink=true", "layers.*.mixer.sink"),
     ("head.softcap=30", "head.softcap"),
@@ -334,6 +350,14 @@ def test_what_llama_cpp_cannot_run_is_named_with_a_change_that_helps(override: s
     changes = str(caught.value).rpartition(" with ")[2].split(" ")
     match_architecture(heddle.load_config("preset:gqa-tiny", overrides=["vocab_size=300", override, *changes]))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_design_may_have_the_pairs_of_another_family(tmp_path: Path) -> None:
+    """Llama's graph pairs dims as Llama does; ERNIE's pairs neighbours."""
+    design = heddle.load_config(
+        "preset:gqa-tiny", overrides=["vocab_size=300", "layers.*.mixer.position.layout=interleaved"]
+    )
+    assert match_architecture(design)[1].name == "ernie4_5"
 
 
 def refused(design: ModelConfig) -> str | None:

@@ -187,6 +187,17 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("minimax_m2", "plain", {"use_routing_bias": False}, "use_routing_bias"),
     ("minimax_m2", "plain", {"shared_intermediate_size": 9}, "shared_intermediate_size"),
     ("minimax_m2", "plain", {"rotary_dim": 9}, "rotary_dim"),
+    ("falcon_h1", "plain", {"projectors_bias": True}, "projectors_bias"),
+    ("falcon_h1", "plain", {"hidden_act": "gelu"}, "hidden_act"),
+    ("falcon_h1", "plain", {"mamba_d_ssm": 40}, "mamba_d_ssm"),
+    ("falcon_h1", "plain", {"attn_layer_indices": [0]}, "attn_layer_indices"),
+    ("falcon_h1", "plain", {"ssm_out_multiplier": 0.0}, "ssm_out_multiplier"),
+    ("falcon_h1", "plain", {"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers"),
+    ("kimi_linear", "plain", {"layer_types": ["sliding_attention"] * 5}, "layer_types"),
+    ("kimi_linear", "plain", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+    ("kimi_linear", "plain", {"hidden_act": "situ"}, "hidden_act"),
+    ("kimi_linear", "plain", {"mla_use_nope": False}, "mla_use_nope"),
+    ("kimi_linear", "plain", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
     ("hunyuan_v1_dense", "plain", {"use_qk_norm": False}, "use_qk_norm"),
     ("hunyuan_v1_dense", "plain", {"use_cla": True}, "use_cla"),
     ("granitemoehybrid", "plain", {"hidden_act": "gelu"}, "hidden_act"),
@@ -212,6 +223,28 @@ def test_refused_by_name(family: str, variant: str, fields: dict[str, Any], name
     config = read_json(saved(family, variant)[1]) | fields
     with pytest.raises(ConfigError, match=f"^config.json: field '{named}' is "):
         original_design(config, families()[family], "config.json")
+
+
+def test_kimi_linear_as_it_is_published() -> None:
+    """Layers numbered from 1 and other names of fields ask the same design; what a later model adds is refused."""
+    config = read_json(saved("kimi_linear", "five-heads-two-groups")[1])
+    design = original_design(config, families()["kimi_linear"], "config.json")
+    plain = {name: value for name, value in config.items() if "linear_" not in name and not name.endswith("_types")}
+    table = {"num_heads": 5, "head_dim": 7, "short_conv_kernel_size": 3}
+    numbers = {"kda_layers": [1, 3], "full_attn_layers": [2]}
+    named = plain | {"first_k_dense_replace": 1, "linear_attn_config": table | numbers}
+    assert original_design(named, families()["kimi_linear"], "config.json") == design
+    for wrong, sentence in (
+        (table | numbers | {"gate_lower_bound": -5.0}, "'gate_lower_bound': heddle does not know"),
+        (
+            table | numbers | {"kda_layers": [1]},
+            r"field 'kda_layers' is \[1\]; it and full_attn_layers should name each",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=f"config.json: linear_attn_config: {sentence}"):
+            original_design(named | {"linear_attn_config": wrong}, families()["kimi_linear"], "config.json")
+    with pytest.raises(ConfigError, match=r"config\.json: 'routed_expert_hidden_size': heddle does not know"):
+        original_design(named | {"routed_expert_hidden_size": 9}, families()["kimi_linear"], "config.json")
 
 
 @pytest.mark.parametrize("change", [{"mscale": None}, {"attention_factor": 1.5}])

@@ -118,3 +118,11 @@ def test_a_wrong_value_in_a_random_design_names_its_field() -> None:
 @pytest.mark.soak
 def test_a_wrong_value_in_many_random_designs_names_its_field() -> None:
     check_random(100_000, seed=1)
+
+
+@pytest.mark.parametrize("answer", ["layers[0]: is wrong; choose another", ""])
+def test_a_refusal_without_its_field_is_seen(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that names no field, and a wrong value that is accepted."""
+    monkeypatch.setattr("tests.model.test_hostile_designs.sentence", lambda design: answer)
+    with pytest.raises(AssertionError):
+        check_random(20, seed=0)

@@ -29,3 +29,21 @@ def test_preset(name: str) -> None:
 def test_the_error_of_an_unknown_preset_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"^preset:gqa-tny: unknown preset; did you mean 'preset:gqa-tiny'"):
         load_config("preset:gqa-tny")
+
+
+@pytest.mark.parametrize(("name", "full_layers"), [("tiny", [2, 5]), ("small", [2, 5]), ("medium", [3, 7, 11])])
+def test_a_hybrid_has_full_attention_last_of_three_or_four_layers(name: str, full_layers: list[int]) -> None:
+    mixers = [layer.mixer for _, layer in load_config(f"preset:hybrid-{name}").expand()]
+    assert [
+        index for index, mixer in enumerate(mixers) if mixer is not None and mixer.kind == "attention"
+    ] == full_layers
+
+
+def test_a_token_uses_three_experts_of_nine() -> None:
+    """Two of eight that are chosen, and the shared one, each a third as wide as the dense feed-forward."""
+    dense, mixture = (load_config(f"preset:{kind}-medium").layers[0].feedforward for kind in ("gqa", "moe"))
+    assert dense is not None
+    assert mixture is not None
+    fields, hidden = mixture.dump(), dense.dump()["hidden"]
+    assert (fields["experts"], fields["top_k"], fields["shared"]) == (8, 2, 1)
+    assert 0 <= hidden - 3 * fields["hidden"] < 24

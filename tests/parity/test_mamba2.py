@@ -40,11 +40,15 @@ EPS = 1e-4
 PLAIN: Data = {"heads": 6, "state_size": 5}
 SHARED: Data = {"heads": 4, "state_size": 7, "groups": 2, "conv_kernel": 2, "conv_bias": False, "bias": True}
 LIMITED: Data = {"heads": 6, "state_size": 3, "groups": 3, "time_step_limit": [0.3, 0.6]}
+BEFORE: Data = SHARED | {"gated_norm": "before", "multipliers": [0.7, 1.2, 0.6, 1.4, 0.9]}
+UNNORMED: Data = PLAIN | {"gated_norm": "none", "multipliers": [1.2, 0.8, 1.3, 0.7, 1.1]}
 SIZES = [PLAIN, SHARED, LIMITED]
+OWN_SIZES = [BEFORE, UNNORMED]  # no class of theirs has them alone; see the family falcon_h1
 
 
 def ours(sizes: Data) -> Mamba2:
-    config = parse_config(Mamba2Config, sizes | {"norm": {"kind": "rms", "eps": EPS}})
+    norm = {} if sizes.get("gated_norm") == "none" else {"norm": {"kind": "rms", "eps": EPS}}
+    config = parse_config(Mamba2Config, sizes | norm)
     mixer = config.build(BuildContext(WIDTH, RMSConfig(offset=1.0))).double().eval()
     randomize(mixer)
     return mixer
@@ -52,9 +56,12 @@ def ours(sizes: Data) -> Mamba2:
 
 def loop(mixer: Any, x: Tensor) -> Tensor:
     """One document x [T, WIDTH], one head and one token at a time. Named as in the paper: C, B and x are q, k and v."""
-    z, a = projected(mixer, "gate", x), projected(mixer, "a", x)
+    factors = dict(zip(("gate", "v", "k", "q", "a"), mixer.multipliers or [1.0] * 5, strict=True))
+    z, a = (projected(mixer, name, x) * factors[name] for name in ("gate", "a"))
     widths = [len(mixer.get_parameter(f"{name}.weight")) for name in "vkq"]
-    xs, bs, cs = loop_convolution(mixer, torch.cat([projected(mixer, name, x) for name in "vkq"], 1)).split(widths, 1)
+    xs, bs, cs = loop_convolution(
+        mixer, torch.cat([projected(mixer, name, x) * factors[name] for name in "vkq"], 1)
+    ).split(widths, 1)
     p, n = widths[0] // mixer.heads, widths[1] // mixer.groups
     gated = torch.zeros_like(z)
     for head in range(mixer.heads):
@@ -68,15 +75,19 @@ def loop(mixer: Any, x: Tensor) -> Tensor:
             h = torch.exp(-torch.exp(mixer.decay.rate[head]) * delta) * h
             h = h + delta * torch.outer(x_t, bs[t, group * n : (group + 1) * n])
             y = h @ cs[t, group * n : (group + 1) * n] + mixer.skip[head] * x_t
-            z_t = z[t, head * p : (head + 1) * p]
-            gated[t, head * p : (head + 1) * p] = y * z_t / (1 + torch.exp(-z_t))
+            gated[t, head * p : (head + 1) * p] = y
+    silu = z / (1 + torch.exp(-z))
+    if mixer.gated_norm == "none":
+        return projected(mixer, "out", gated * silu)
+    if mixer.gated_norm == "after":
+        gated = gated * silu
     normed = []
     for part, weight in zip(gated.chunk(mixer.groups, 1), mixer.norm.weight.view(mixer.groups, -1), strict=True):
         normed.append(weight * part / (part.pow(2).mean(1, keepdim=True) + EPS).sqrt())
-    return projected(mixer, "out", torch.cat(normed, 1))
+    return projected(mixer, "out", torch.cat(normed, 1) * (silu if mixer.gated_norm == "before" else 1.0))
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", SIZES + OWN_SIZES)
 @torch.no_grad()
 def test_values_equal_a_loop_of_the_paper(sizes: Data) -> None:
     compare_with_loop(ours(sizes), loop)
@@ -98,6 +109,20 @@ def test_a_planted_bug_is_caught_by_the_loop(target: str, old: str, new: str, mo
     plant(monkeypatch, target, old, new)
     with pytest.raises(AssertionError, match="not close"):
         compare_with_loop(ours(SHARED), loop)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("(gate, v, k, q, a), self.multipliers", "(gate, v, q, k, a), self.multipliers"),
+        ('self.gated_norm == "before"', "False"),
+    ],
+)
+@torch.no_grad()
+def test_a_planted_bug_of_options_is_caught_by_the_loop(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "parts.mixers.mamba2:Mamba2.forward", old, new)
+    with pytest.raises(AssertionError, match="not close"):
+        compare_with_loop(ours(BEFORE), loop)
 
 
 def their_config(sizes: Data) -> Any:
@@ -203,6 +228,8 @@ def test_the_state_has_a_fixed_size_and_at_least_float32(dtype: torch.dtype) -> 
         ({"heads": 6, "time_step_limit": [0.2, 0.1]}, r"time_step_limit: \[0.2, 0.1\] is no range; give the least"),
         ({"heads": 6, "time_step_limit": [0.2]}, r"time_step_limit: \[0.2\] is no range"),
         ({"heads": 6, "time_step_limit": [-0.1, 0.2]}, r"time_step_limit\[0\]: should be greater than or equal to 0"),
+        ({"heads": 6, "multipliers": [1.0, 2.0]}, r"multipliers: \[1.0, 2.0\] should be five numbers; give those of z"),
+        ({"heads": 6, "gated_norm": "none", "norm": {"kind": "rms"}}, r"norm: does nothing beside gated_norm none"),
         ({"heads": 6, "conv_kernel": 0}, r"conv_kernel: should be greater than 0"),
     ],
 )

@@ -7,6 +7,7 @@ from heddle.config import parse_config
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.numerics.random import RandomKey, use_random_key
+from heddle.parts.context.layout import Layout
 from heddle.parts.modules.dropout import BranchDropout, Dropout
 from tests.cases import attention, design, layer
 
@@ -67,3 +68,18 @@ def test_every_dropout_has_its_own_site() -> None:
 def test_rates_grow_linearly_with_depth() -> None:
     drops = [module for module in model_with(0.4).modules() if isinstance(module, Dropout) and module.per_sample]
     assert [module.rate for module in drops] == pytest.approx([0.0, 0.0, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4])
+
+
+def test_the_embedding_drops_elements_of_its_output() -> None:
+    config = parse_config(ModelConfig, design(layer(attention()), embedding={"dropout": 0.5}))
+    model, tokens = build(config).train(), torch.arange(40).view(2, 20)
+    with use_random_key(RandomKey(3, 0, torch.arange(2))):
+        dropped = model.embed(tokens, Layout.causal(2, 20))
+    whole = model.embed.eval()(tokens, Layout.causal(2, 20))
+    zeros = dropped == 0
+    assert 0.4 < float(zeros.double().mean()) < 0.6
+    assert torch.equal(dropped, (2 * whole).masked_fill(zeros, 0.0))
+
+
+def test_a_printed_model_shows_its_rates() -> None:
+    assert repr(Dropout(0.25, per_sample=True)) == "Dropout(0.25, per_sample)"

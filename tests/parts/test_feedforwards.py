@@ -16,6 +16,7 @@ from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.feedforwards.gated import GatedConfig
 from heddle.parts.feedforwards.mlp import MLPConfig
 from heddle.parts.norms.rms import RMSConfig
+from tests.laws.planting import plant
 
 FORMULAS: dict[str, Callable[[float], float]] = {
     "relu": lambda x: max(x, 0.0),
@@ -44,6 +45,25 @@ def test_clamped() -> None:
         want = torch.tensor(hidden, dtype=torch.float64).view(up.shape) @ part.get_parameter("down.weight").T
         torch.testing.assert_close(part(x, Layout.causal(2, 3)), want, rtol=0, atol=1e-10)
     assert config.resolved(context).dump() == data | {"alpha": 1.702, "bias": False, "dropout": 0.0}
+
+
+@pytest.mark.parametrize("wrong", [None, "gate * self.gate_multiplier", "y * self.multiplier"])
+def test_multipliers(wrong: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Falcon-H1: one number of the gate before its activation, one of the output; a planted bug forgets one."""
+    data = {"kind": "gated", "hidden": 7, "bias": True, "gate_multiplier": 0.6, "multiplier": 1.4}
+    part = parse_config(FeedforwardConfig, data).build(BuildContext(5, RMSConfig())).double()  # type: ignore[type-abstract]
+    x = torch.randn(2, 3, 5, dtype=torch.float64)
+    with torch.no_grad():
+        for value in part.parameters():
+            value.normal_()
+        gate, up = (x @ part.get_parameter(f"{n}.weight").T + part.get_parameter(f"{n}.bias") for n in ("gate", "up"))
+        hidden = up * (0.6 * gate) / (1 + torch.exp(-0.6 * gate))
+        want = 1.4 * (hidden @ part.get_parameter("down.weight").T + part.get_parameter("down.bias"))
+        if wrong is None:
+            torch.testing.assert_close(part(x, Layout.causal(2, 3)), want, rtol=0, atol=1e-10)
+        else:
+            plant(monkeypatch, "parts.feedforwards.gated:Gated.forward", wrong, wrong.partition(" ")[0])
+            assert float((part(x, Layout.causal(2, 3)) - want).abs().max()) > 0.01
 
 
 @pytest.mark.parametrize(

@@ -290,3 +290,12 @@ def test_many_layouts(name: str) -> None:
     documents_alone(name, 60)
     chunks_continue(name, 60)
     refused_or_right(100, model_of(name))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.complex64])
+def test_tensors_without_whole_numbers_are_refused(dtype: torch.dtype) -> None:
+    zeros = torch.zeros(1, 1, dtype=torch.int64)
+    with pytest.raises(ConfigError, match=f"positions are {dtype}"):
+        Layout(zeros.to(dtype))
+    with pytest.raises(ConfigError, match=f"segment_ids are {dtype}"):
+        Layout(zeros, zeros.to(dtype))

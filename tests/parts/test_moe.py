@@ -16,7 +16,7 @@ from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.feedforwards.moe import MoE
-from heddle.parts.modules.router_statistics import RouterStatistics, record_router_statistics
+from heddle.parts.modules.router_statistics import RouterStatistics, _traced, record_router_statistics
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import attention, case, design, layer
 
@@ -223,3 +223,30 @@ def test_sizes_by_hand(kind: str) -> None:
     flops = 2 * 24 * ((inputs + 1) * (2 * 7 + 14) + 5 + 1)
     assert sizes.flops_per_token - sizes_without.flops_per_token == 2 * flops
     assert flops_per_token(build(load_config(data), device="meta"), 16) == sizes.flops_per_token
+
+
+def test_the_balance_loss_of_a_single_token_of_a_single_choice() -> None:
+    """tokens · E · f · P = E times the probability of the expert that it chose."""
+    part, layout = build_moe(top_k=1, aux_loss=1.0, renormalize=False).train(), Layout.causal(1, 1)
+    x = torch.randn(1, 1, WIDTH, dtype=torch.float64)
+    chosen = float((x @ part.router.weight.detach().T).softmax(-1).max())
+    aux_loss = statistics_of(part, x, layout).aux_loss
+    assert aux_loss is not None
+    assert float(aux_loss.detach()) == pytest.approx(4 * chosen, rel=1e-12)
+
+
+def test_a_recorder_ends_with_its_block() -> None:
+    part, x, layout = (
+        build_moe(aux_loss=1.0).train(),
+        torch.randn(1, 3, WIDTH, dtype=torch.float64),
+        Layout.causal(1, 3),
+    )
+    with record_router_statistics() as outer:
+        with record_router_statistics() as inner:
+            part(x, layout)
+        part(x, layout)
+    part(x, layout)
+    assert (len(inner.entries), len(outer.entries)) == (1, 1)
+    assert inner.closed
+    assert outer.closed
+    assert _traced.recorder is None

@@ -21,6 +21,7 @@ from heddle.model.load_config import load_config
 from heddle.model.size import size
 from heddle.parts.context.layout import Layout
 from tests.cases import Data, attention, cross, design, layer
+from tests.laws.planting import plant
 
 
 def pair(first: Data, second: Data) -> Data:
@@ -36,6 +37,28 @@ def test_output_is_the_sum_of_both_mixers() -> None:
     x, layout = torch.randn(2, 9, 24, dtype=torch.float64), Layout.causal(2, 9)
     parts = [getattr(mixer, name)(x, layout)[0] for name in ("first", "second")]
     assert torch.equal(mixer(x, layout)[0], parts[0] + parts[1])
+
+
+MULTIPLIED = {"input_multipliers": [1.5, 0.5], "output_multipliers": [2.0, 3.0]}
+
+
+def test_numbers_multiply_what_both_read_and_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixers = pair(attention(3, window=2), attention(kv_heads=2, window=5))
+    mixer = model_under_test(parse_config(ModelConfig, design(layer(mixers | MULTIPLIED)))).mixers()[0]
+    assert mixer is not None
+    x, layout = torch.randn(2, 9, 24, dtype=torch.float64), Layout.causal(2, 9)
+    with torch.no_grad():
+        expected = 2.0 * mixer.get_submodule("first")(1.5 * x, layout)[0]
+        expected = expected + 3.0 * mixer.get_submodule("second")(0.5 * x, layout)[0]
+        torch.testing.assert_close(mixer(x, layout)[0], expected, rtol=0, atol=1e-12)
+        plant(monkeypatch, "parts.mixers.pair:_multiplied", "second * multipliers[1]", "second * multipliers[0]")
+        assert float((mixer(x, layout)[0] - expected).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("name", MULTIPLIED)
+def test_other_than_two_numbers_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"mixer.{name}: \[2.0\] should be two numbers; give those of first and"):
+        load_config(design(layer(pair(attention(), attention()) | {name: [2.0]})))
 
 
 def test_a_second_mixer_with_zero_output_changes_nothing() -> None:
@@ -123,3 +146,12 @@ def test_two_encoder_widths_are_refused() -> None:
         match=r"^layers\[0\].mixer.second: reads an encoder output 8 wide, the first mixer one 7 wide; give both",
     ):
         load_config(design(layer(pair(cross(encoder_width=7), cross(encoder_width=8)))))
+
+
+@pytest.mark.parametrize("other", [attention(), {"kind": "differential_attention", "heads": 2}])
+def test_it_depends_on_the_number_of_its_layer_if_one_of_its_mixers_does(other: Data) -> None:
+    mixers = [
+        model_under_test(parse_config(ModelConfig, design(layer(pair(*mixers))))).mixers()[0]
+        for mixers in ((attention(), other), (other, attention()))
+    ]
+    assert [mixer is not None and mixer.uses_layer_index for mixer in mixers] == [other != attention()] * 2

@@ -3,14 +3,17 @@
 import pytest
 import torch
 
-from heddle.config import parse_config
+from heddle.config import DesignError, parse_config
 from heddle.errors import ConfigError
 from heddle.laws.harness import forward_no_grad, forward_with_state, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.numerics.rotary import rotary_table
 from heddle.parts.context.layout import Layout
 from heddle.parts.positions import rope
+from heddle.parts.positions.relative_bias import RelativeBiasConfig
+from heddle.parts.positions.sinusoidal import SinusoidalConfig
 from tests.cases import CASES, alone, attention, design, layer
+from tests.laws.planting import plant
 
 LEARNED = parse_config(
     ModelConfig, design(layer(attention(position=None)), embedding={"position": {"kind": "learned", "length": 8}})
@@ -114,3 +117,34 @@ def test_local_and_global_layers_with_different_bases_equal_plain_loops() -> Non
             x = x + out @ weights["mixer.out.weight"].T
         want = rms(x, model.get_parameter("final_norm.norm.weight"))
     torch.testing.assert_close(forward_no_grad(model, tokens)[0], want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("width", [4, 6])
+def test_sinusoids_pair_the_dims_of_any_even_width(width: int) -> None:
+    assert parse_config(SinusoidalConfig, {}).build(width) is not None
+    with pytest.raises(DesignError, match="is odd"):
+        parse_config(SinusoidalConfig, {}).build(width - 1)
+
+
+def test_buckets_of_both_directions_are_halved() -> None:
+    """Four of eight for each direction, of which two are single distances."""
+    config = parse_config(RelativeBiasConfig, {"buckets": 8, "max_distance": 2})
+    with pytest.raises(DesignError, match="within the 2 buckets"):
+        config.build(2, causal=False)
+    assert config.replace(max_distance=3).build(2, causal=False) is not None
+
+
+@pytest.mark.parametrize("bug", [None, "clamp(min=0) + self.offset"])
+def test_rows_before_the_offset_are_read_by_no_token(bug: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if bug is not None:
+        plant(monkeypatch, "parts.positions.learned:Learned.forward", bug, "clamp(min=0)")
+    position = {"kind": "learned", "length": 5, "offset": 2}
+    model = model_under_test(parse_config(ModelConfig, design(layer(None), embedding={"position": position})))
+    tokens, layout = random_tokens(model.config, 2, 5), Layout.padded([5, 3])
+    rows = model.get_parameter("embed.position.weight")
+    assert rows.shape == (7, 24)
+    want = model.embed.weight[tokens] + rows[layout.positions.clamp(min=0) + 2]
+    got = model.embed(tokens, layout)
+    assert torch.equal(got, want.masked_fill(layout.positions[..., None] < 0, 0.0)) == (bug is None)
+    with pytest.raises(ConfigError, match=r"^embedding\.position: position 5 is beyond the 5 learned positions"):
+        model(random_tokens(model.config, 1, 6))

@@ -10,6 +10,9 @@ from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.parts.context.layout import Layout
 from heddle.parts.positions.rope import Rope, RopeConfig
+from heddle.parts.scalings.linear import LinearConfig
+from heddle.parts.scalings.longrope import LongropeConfig
+from heddle.parts.scalings.ntk import NtkConfig
 from tests.parity import reference
 
 YARNS: dict[str, tuple[int, float, dict[str, Any]]] = {
@@ -172,3 +175,16 @@ def test_extreme_values_give_finite_frequencies(field: str, value: float) -> Non
 
 
 GOOD_FIELDS = {"factor": 4.0, "original_length": 64}
+
+
+def test_only_scalings_that_read_the_length_depend_on_it() -> None:
+    """Exactly True or False: a state then does or does not need a cache length."""
+    assert parse_config(NtkConfig, {"factor": 2.0}).length_dependent is False
+    assert parse_config(NtkConfig, {"factor": 2.0, "original_length": 8}).length_dependent is True
+    fields = {"short_factor": [1.0], "long_factor": [2.0], "original_length": 8, "factor": 1.0}
+    longrope = parse_config(LongropeConfig, fields)
+    assert longrope.length_dependent is True
+    assert longrope.scale_frequencies(2, 10000.0, 4, torch.float64).attention_factor == 1.0
+    linear = parse_config(LinearConfig, {"factor": 2.0})
+    assert linear.length_dependent is False
+    assert linear.shrunk(3) == linear

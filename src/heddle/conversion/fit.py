@@ -19,6 +19,7 @@ from heddle.conversion.activations import CalibrationText, LayerActivations
 from heddle.parts.context.layout import Layout
 from heddle.parts.mixers import Mixer
 from heddle.progress import progress_bar
+from heddle.training.eager_optimizer import EagerAdamw
 from heddle.training.settings import Settings, scheduled_learning_rate
 
 TOKENS_PER_STEP = 2048
@@ -75,7 +76,7 @@ def fit_mixer(mixer: Mixer, activations: LayerActivations, settings: Settings) -
     fitted, held_out = fit_chunks(activations)
     order = _chunk_order(len(fitted), settings)
     parameters = [parameter for parameter in mixer.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = EagerAdamw(parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
     scale = 1.0 / (_mean_square(fitted) or 1.0)  # outputs may all be zero
     error_before = lowest = relative_error(mixer, held_out)
     best = _copied(mixer)

@@ -127,6 +127,8 @@ def _top(weights: Weights, device: torch.device) -> Decoder:
         model.head.weight = nn.Parameter(weights.tensor("embed.weight").to(device))
         if model.head.bias is not None:
             model.head.bias = nn.Parameter(weights.tensor("head.bias").to(device))
+        if model.head.transform is not None:
+            fill_parameters(model.head.transform, "head.transform.", weights, device)
     else:
         fill_parameters(model.head, "head.", weights, device)
     return model

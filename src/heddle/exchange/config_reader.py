@@ -43,8 +43,9 @@ MUST_BE_OFF = frozenset(
 # Fields about tokens and training lengths. They do not change the model; an export writes them again.
 PRESERVED_FIELDS = (
     "max_position_embeddings", "n_positions", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
-    "sep_token_id", "eod_token_id", "decoder_start_token_id", "model_max_length", "use_cache",
+    "sep_token_id", "cls_token_id", "eod_token_id", "decoder_start_token_id", "model_max_length", "use_cache",
 )  # fmt: skip
+LONG_WORD = re.compile(r"\S{81,}")
 MAX_LISTED = 9  # names that a sentence lists
 # Names of fields that count layers or experts. A huge wrong value must be refused before memory is allocated for it.
 LAYER_OR_EXPERT_COUNT = re.compile(r".*(layers?|experts)(_per_tok(en)?)?")
@@ -52,7 +53,11 @@ LAYER_OR_EXPERT_COUNT = re.compile(r".*(layers?|experts)(_per_tok(en)?)?")
 
 def short_repr(value: Any) -> str:
     """`repr` of a value on one line, cut to fit an error message."""
-    text = repr(value)
+    return short_word(repr(value))
+
+
+def short_word(text: str) -> str:
+    """A text that is cut if it is longer than 80 characters."""
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
 
 
@@ -142,7 +147,8 @@ class ConfigReader:
         return {name: self.data[name] for name in PRESERVED_FIELDS if name in self.data}
 
     def invalid(self, name: str, remedy: str) -> ConfigError:
-        """The error for a field with a wrong value."""
+        """The error for a field with a wrong value. Numbers of other fields that its remedy names are cut, too."""
+        remedy = LONG_WORD.sub(lambda word: short_word(word[0]), remedy)
         return ConfigError(f"{self.source}: field '{name}' is {short_repr(self.data.get(name))}; {remedy}")
 
     def check_all_read(self) -> None:

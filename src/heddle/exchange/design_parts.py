@@ -11,9 +11,11 @@ from heddle.parts.context.build import BuildContext
 from heddle.parts.feedforwards.gated import GatedConfig
 from heddle.parts.feedforwards.mlp import MLPConfig
 from heddle.parts.feedforwards.moe import MoEConfig
+from heddle.parts.mixers import MixerConfig
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig
+from heddle.parts.mixers.pair import PairConfig
 from heddle.parts.norms.layer import LayerNormConfig
 from heddle.parts.norms.rms import RMSConfig
 from heddle.parts.positions.rope import RopeConfig
@@ -30,11 +32,22 @@ def layers(design: ModelConfig) -> list[LayerConfig]:
     return [layer for _, layer in design.expand()]
 
 
-def first_attention(design: ModelConfig) -> AttentionConfig:
-    """The first softmax attention, or a default one."""
+def mixers(design: ModelConfig) -> list[MixerConfig]:
+    """The mixers of every layer; those of a pair one after the other."""
+    result: list[MixerConfig] = []
     for layer in layers(design):
-        if isinstance(layer.mixer, AttentionConfig):
-            return layer.mixer
+        if isinstance(layer.mixer, PairConfig):
+            result += [layer.mixer.first, layer.mixer.second]
+        elif layer.mixer is not None:
+            result.append(layer.mixer)
+    return result
+
+
+def first_attention(design: ModelConfig) -> AttentionConfig:
+    """The first softmax attention, also of a pair, or a default one."""
+    for mixer in mixers(design):
+        if isinstance(mixer, AttentionConfig):
+            return mixer
     return AttentionConfig(heads=1, kv_heads=1, head_dim=design.width, value_dim=design.width)
 
 

@@ -47,7 +47,7 @@ def export(
     imported_type = preserved.pop("model_type", None)
     match = best_match(model.config, imported_type) if family is None else chosen_match(model.config, family)
     if match.family.model_type != imported_type:
-        preserved = NULL_TOKEN_IDS | preserved
+        preserved = {name: value for name, value in NULL_TOKEN_IDS.items() if name not in match.config} | preserved
     tensors = HFTensors(match.family, model)
     text_files, token_ids = write_tokenizer_files(tokenizer, imported)
     config = _full_config(match, model, _with_family_length(match, model, preserved) | token_ids)
@@ -94,11 +94,12 @@ def _with_family_length(match: FamilyMatch, model: Decoder, preserved: dict[str,
 
     The length is left out if it would change the design there (some kinds of RoPE scaling depend on it).
     """
-    fields = {name: value for name, value in preserved.items() if name not in LENGTH_FIELDS}
-    length = next((preserved[name] for name in LENGTH_FIELDS if preserved.get(name) is not None), None)
+    names = (*LENGTH_FIELDS, *match.config.keys() & {"model_max_length"})  # a tokenizer's, in other families
+    fields = {name: value for name, value in preserved.items() if name not in names}
+    length = next((preserved[name] for name in names if preserved.get(name) is not None), None)
     if length is None:
         return fields
-    length_field = {next((name for name in LENGTH_FIELDS if name in match.config), LENGTH_FIELDS[0]): length}
+    length_field = {next((name for name in names if name in match.config), names[0]): length}
     exported = design_from_config(match.config | length_field, match.family)
     return fields if differences(model.config, exported) else fields | length_field
 

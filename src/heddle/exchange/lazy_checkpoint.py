@@ -34,7 +34,7 @@ class LazyCheckpoint:
         self._model = build(self.design, device="meta")
         self._weight_map = build_weight_map(self.family, self._model)
         self._stored = self.checkpoint.tensor_specs()
-        self._weight_map.use_stacked(self._stored)
+        self._weight_map.use_alternatives(self._stored)
         self._rules: dict[str, list[TensorRule]] = {}  # of each parameter
         for rule in self._weight_map.rules.values():
             self._check(rule)

@@ -23,7 +23,10 @@ from heddle.model.decoder import Decoder, build
 from heddle.model.initialization import storage_dtype
 from heddle.progress import print_status
 
-HEAD_WEIGHT, HF_HEAD_WEIGHTS = "head.weight", ("lm_head.weight", "embed_out.weight")
+HEAD_WEIGHT = "head.weight"
+HF_HEAD_WEIGHTS = (
+    "lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight", "lm_head.decoder.weight", "decoder.weight",
+)  # fmt: skip
 IGNORED_TENSORS = ("*.rotary_emb.inv_freq",)  # buffers that older files of any family hold
 
 
@@ -117,8 +120,8 @@ class _WeightLoader:
         self.model, self.family, self.checkpoint = model, family, checkpoint
         self.allow_non_finite = allow_non_finite
         self.weight_map = build_weight_map(family, model)
-        if self.weight_map.stacked:
-            self.weight_map.use_stacked(checkpoint.tensor_specs())
+        if self.weight_map.alternatives:
+            self.weight_map.use_alternatives(checkpoint.tensor_specs())
         self.missing = dict(self.weight_map.rules)
         self.parameters = dict(model.named_parameters())
         self.loaded: dict[str, Tensor] = {}

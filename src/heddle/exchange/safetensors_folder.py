@@ -22,6 +22,7 @@ from heddle.storage.tensor_file import read_tensor, read_tensor_file, read_tenso
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+SUFFIX_ALIASES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}  # of BERT's norms
 INFINITY = {"__float__": "Infinity"}  # as newer versions of transformers write it
 MAX_JSON_LENGTH = 64 * 2**20  # characters
 MAX_JSON_DEPTH = 64  # levels of nested objects and arrays
@@ -137,8 +138,11 @@ class SafetensorsFolder:
         }
 
     def _name(self, stored_name: str) -> str:
-        """The name of a tensor in the text model, if it is another."""
+        """The name of a tensor in newer files and in the text model, if it is another."""
         name = text_model_name(stored_name) if self.ignored_tensors else stored_name
+        for suffix, newer in SUFFIX_ALIASES.items():
+            if name.endswith(suffix):
+                name = name.removesuffix(suffix) + newer
         if name != stored_name:
             self._stored_names[name] = stored_name
         return name

@@ -2,7 +2,8 @@
 
 A rule says that one Hugging Face tensor is made of one or more heddle parameters: concatenated, transposed or
 interleaved. Rules only move numbers, so every tensor keeps its bits in both directions. A Hugging Face tensor is always
-made of whole parameters, or of whole slices along their first dimension (one expert of a stacked weight).
+made of whole parameters, or of slices along their first dimension (one expert of a stacked weight, or the channels
+of q in a convolution of q, k and v).
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -12,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ParameterRef = str | tuple[str, int]  # a parameter's name, or (name, index) of a slice along its first dimension
+# A parameter's name, or (name, index) or (name, slice with both ends) along its first dimension.
+ParameterRef = str | tuple[str, int | slice]
 
 
 class TensorTransform(NamedTuple):
@@ -83,7 +85,7 @@ class WeightMap:
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
         self.shapes = shapes
         self.rules: dict[str, TensorRule] = {}
-        self.stacked: dict[str, tuple[TensorRule, tuple[str, ...]]] = {}
+        self.alternatives: dict[str, tuple[TensorRule, tuple[str, ...]]] = {}
 
     def add_tensor(self, hf_name: str, *parameters: ParameterRef, transform: TensorTransform = CONCATENATED) -> None:
         """Add the rule for one tensor. Does nothing if the model has no such parameter."""
@@ -98,20 +100,34 @@ class WeightMap:
             ]
             self.add_tensor(hf_module + suffix, *names, transform=transform)
 
-    def add_stacked(self, hf_name: str, *parameters: str, transform: TensorTransform, replace: Sequence[str]) -> None:
+    def add_alternative(
+        self, hf_name: str, *parameters: ParameterRef, transform: TensorTransform, replace: Sequence[str]
+    ) -> None:
         """Add the rule for one tensor that some files have in place of the tensors `replace`."""
-        self.stacked[hf_name] = TensorRule(hf_name, parameters, transform), tuple(replace)
+        self.alternatives[hf_name] = TensorRule(hf_name, parameters, transform), tuple(replace)
 
-    def use_stacked(self, names: Container[str]) -> None:
-        """Use the rules of the stacked tensors that a file holds, instead of those of the tensors that they replace."""
-        present = [hf_name for hf_name in self.stacked if hf_name in names]
-        replaced = {name for hf_name in present for name in self.stacked[hf_name][1]}
+    def add_renamed(self, hf_name: str, published_name: str) -> None:
+        """Add the rule for a tensor that some files name otherwise than `published_name`."""
+        rule = self.rules[published_name]
+        self.add_alternative(hf_name, *rule.parameters, transform=rule.transform, replace=[published_name])
+
+    def use_alternatives(self, names: Container[str]) -> None:
+        """Use the rules of the alternatives that a file holds, instead of those of the tensors that they replace."""
+        present = [hf_name for hf_name in self.alternatives if hf_name in names]
+        replaced = {name for hf_name in present for name in self.alternatives[hf_name][1]}
         self.rules = {name: rule for name, rule in self.rules.items() if name not in replaced}
-        self.rules |= {hf_name: self.stacked[hf_name][0] for hf_name in present}
+        self.rules |= {hf_name: self.alternatives[hf_name][0] for hf_name in present}
 
     def parameter_shapes(self, rule: TensorRule) -> list[torch.Size]:
         """The shapes of the parameters, or slices of parameters, of a rule."""
-        return [self.shapes[ref] if isinstance(ref, str) else self.shapes[ref[0]][1:] for ref in rule.parameters]
+        return [self._shape(ref) for ref in rule.parameters]
+
+    def _shape(self, ref: ParameterRef) -> torch.Size:
+        if isinstance(ref, str):
+            return self.shapes[ref]
+        name, rows = ref
+        shape = self.shapes[name][1:]
+        return shape if isinstance(rows, int) else torch.Size([rows.stop - rows.start, *shape])
 
     def hf_shape(self, rule: TensorRule) -> torch.Size:
         """The shape of a rule's Hugging Face tensor."""

@@ -13,7 +13,7 @@ from heddle.config import Config, DesignError, PositiveFloat, PositiveInt, Proba
 from heddle.model.limits import MAX_DISTINCT_LAYERS, too_many_layers
 from heddle.notebook import html_table
 from heddle.parts.context.build import BuildContext
-from heddle.parts.feedforwards import FeedforwardConfig
+from heddle.parts.feedforwards import Activation, FeedforwardConfig
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import AdditivePositionConfig
@@ -21,17 +21,25 @@ from heddle.parts.residuals import ResidualConfig
 
 
 class EmbeddingConfig(Config):
-    """`scale` multiplies embeddings by sqrt(width), `multiplier` by a number. `position` is added to them."""
+    """`scale` multiplies embeddings by sqrt(width), `multiplier` by a number. `position` is added to them.
+
+    token_types: how many types a token may have (BERT's segments, `layout.with_token_types`); a vector of each is
+    added. norm: whether the sum passes through the model's norm (BERT, ModernBERT).
+    """
 
     scale: bool = False
     multiplier: PositiveFloat | None = None  # Granite's embedding_multiplier
+    token_types: PositiveInt | None = None
     position: AdditivePositionConfig | None = None
+    norm: bool = False
     dropout: Probability = 0.0
 
 
 class HeadConfig(Config):
     """`tied` shares the embedding's weight. Logits are `cap · tanh(scale · (W h + b) / cap)` with `softcap` as cap.
 
+    transform: an activation f; then h is N(f(V h + c)) of the hidden states, N the model's norm (BERT's masked language
+    models). transform_bias: whether there is a c.
     width_scale: another factor of the logits, which a transfer over width sets; the next one replaces it.
     """
 
@@ -39,7 +47,15 @@ class HeadConfig(Config):
     bias: bool = False
     scale: PositiveFloat = 1.0  # Cohere's logit_scale
     softcap: PositiveFloat | None = None  # Gemma 2
+    transform: Activation | None = None
+    transform_bias: bool = False
     width_scale: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.transform_bias and self.transform is None:
+            refuse("transform_bias", "does nothing without a transform; give transform an activation, or leave it out")
+        return self
 
     def resolved(self) -> Self:
         """One factor of the logits: the product."""
@@ -163,11 +179,13 @@ class ModelConfig(Config):
         """For each layer from the bottom up, its index in `distinct_layers`."""
         index_of_parts: dict[Any, int] = {}
         index_of_object: dict[int, int] = {}  # repeats are the same object, which is faster to look up than its fields
-        order = []
+        order: list[int] = []
         for _, layer in self.expand():
-            index = index_of_object.get(id(layer))
+            differs = not order and self.residual.first_layer_differs
+            index = None if differs else index_of_object.get(id(layer))
             if index is None:
-                index = index_of_parts.setdefault((layer.mixer, layer.feedforward), len(index_of_parts))
+                index = index_of_parts.setdefault((differs, layer.mixer, layer.feedforward), len(index_of_parts))
+            if not differs:
                 index_of_object[id(layer)] = index
             order.append(index)
         return tuple(order)

@@ -91,7 +91,7 @@ class Decoder(nn.Module):
             raise DesignError("vocab_size", "is required to build a model; give it, or train on a text")
         self.config = config
         self.fingerprint = config.fingerprint()
-        self.embed = build_under("embedding", Embedding, config.vocab_size, config.width, config.embedding)
+        self.embed = build_under("embedding", Embedding, config.vocab_size, config.width, config.embedding, config.norm)
         layers = [(path, layer, index, 1) for index, (path, layer) in enumerate(config.expand())]
         if distinct_layers_only:
             layers = [(layer.path, layer.config, layer.index, layer.count) for layer in config.distinct_layers]
@@ -101,7 +101,7 @@ class Decoder(nn.Module):
         self.encoder = self._build_encoder(config, distinct_layers_only)
         self.final_norm = config.residual.build_final_norm(config.width, config.norm)
         weight = self.embed.weight if config.head.tied else nn.Parameter(torch.empty_like(self.embed.weight))
-        self.head = Head(weight, config.head)
+        self.head = Head(weight, config.head, config.norm)
         self.checkpointing, self.imported_config = False, dict[str, Any]()
         dropouts = [module for module in self.modules() if isinstance(module, Dropout)]
         for site, dropout in enumerate(dropouts):

@@ -8,25 +8,62 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heddle.config import build_under
+from heddle.errors import ConfigError
 from heddle.model.config import EmbeddingConfig, HeadConfig
+from heddle.numerics.activations import activation
 from heddle.numerics.cross_entropy import OutputHead
 from heddle.numerics.linear import linear
 from heddle.numerics.loss_steps import scale_and_cap
 from heddle.numerics.philox import ParameterDraws
 from heddle.parts.context.layout import Layout
 from heddle.parts.modules.dropout import Dropout
-from heddle.parts.modules.linear import SelfInitialized, fill_normal
+from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal
+from heddle.parts.norms import NormConfig
+
+
+class TokenTypes(SelfInitialized):
+    """A vector for each type of token (BERT, Devlin et al. 2019), added to the embedding."""
+
+    def __init__(self, number: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(number, width))
+
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
+        """Normal rows."""
+        fill_normal(self.weight, std, draws("weight"))
+
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        """x [B, T, width] -> x + weight[token_types]. Raises ConfigError for types that the table does not have."""
+        types = layout.token_types
+        if types is None:
+            return x + self.weight[0]
+        if types.shape != layout.positions.shape or types.is_floating_point():
+            expected = f"expected integers {list(layout.positions.shape)}"
+            raise ConfigError(f"token_types: are {types.dtype} of shape {list(types.shape)}; {expected}")
+        if layout.padding is not None:
+            types = types.masked_fill(layout.padding, 0)
+        if types.numel() and types.device.type != "meta":
+            least, most = torch.stack(types.aminmax()).tolist()
+            if least < 0 or most >= len(self.weight):
+                wrong = least if least < 0 else most
+                raise ConfigError(f"token_types: {wrong} is none of the {len(self.weight)} types of this design")
+        return x + functional.embedding(types, self.weight)
 
 
 class Embedding(SelfInitialized):
-    """Token embeddings, scaled, with absolute positions added. Padding becomes zero, whatever its token is."""
+    """Token embeddings, scaled, with token types and absolute positions added, and perhaps normed.
 
-    def __init__(self, vocab_size: int, width: int, config: EmbeddingConfig) -> None:
+    Padding becomes zero, whatever its token is.
+    """
+
+    def __init__(self, vocab_size: int, width: int, config: EmbeddingConfig, norm: NormConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, width))
         self.scale = _rounded_to_dtypes(math.sqrt(width)) if config.scale else None
         self.multiplier = config.multiplier
+        self.token_types = None if config.token_types is None else TokenTypes(config.token_types, width)
         self.position = None if config.position is None else build_under("position", config.position.build, width)
+        self.norm = norm.build(width) if config.norm else None
         self.dropout = Dropout(config.dropout)
         self.lookup_module: nn.Module | None = None
 
@@ -42,7 +79,8 @@ class Embedding(SelfInitialized):
     def forward(self, tokens: Tensor, layout: Layout | None = None) -> Tensor:
         """tokens int64 [B, T] -> [B, T, width]. Vectors [B, T, width] may replace tokens.
 
-        Without a layout the plain rows are returned: without scale, multiplier, positions, dropout or padding.
+        Without a layout the plain rows are returned: without scale, multiplier, token types, positions, norm, dropout
+        or padding. Raises ConfigError for token types of a layout that the design does not have.
         """
         x: Tensor
         if tokens.is_floating_point():
@@ -55,10 +93,17 @@ class Embedding(SelfInitialized):
             x = x * self.scale[x.dtype]
         if self.multiplier is not None:
             x = x * self.multiplier
+        if self.token_types is not None:
+            x = self.token_types(x, layout)
+        elif layout.token_types is not None:
+            raise ConfigError("token_types: this design has none; leave them out, or set embedding.token_types")
         if self.position is not None:
             x = self.position(x, layout)
+        padding = None if layout.padding is None else layout.padding[..., None]
+        if self.norm is not None:
+            x = self.norm(x if padding is None else x.masked_fill(padding, 0.0))  # what NaN gives has no gradient
         x = self.dropout(x)
-        return x if layout.padding is None else x.masked_fill(layout.padding[..., None], 0.0)
+        return x if padding is None else x.masked_fill(padding, 0.0)
 
 
 def _rounded_to_dtypes(number: float) -> dict[torch.dtype, float]:
@@ -67,13 +112,30 @@ def _rounded_to_dtypes(number: float) -> dict[torch.dtype, float]:
     return {dtype: torch.tensor(number, dtype=dtype, device="cpu").item() for dtype in dtypes}
 
 
+class HeadTransform(nn.Module):
+    """What a head does before the logits: `N(f(V h + c))`, as in BERT's masked language models."""
+
+    def __init__(self, width: int, config: HeadConfig, norm: NormConfig) -> None:
+        super().__init__()
+        assert config.transform is not None
+        self.dense = Linear(width, width, config.transform_bias)
+        self.activation = activation(config.transform)
+        self.norm = norm.build(width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., width] -> the same shape."""
+        y: Tensor = self.norm(self.activation(self.dense(hidden)))
+        return y
+
+
 class Head(SelfInitialized):
     """Hidden states -> logits."""
 
-    def __init__(self, weight: nn.Parameter, config: HeadConfig) -> None:
+    def __init__(self, weight: nn.Parameter, config: HeadConfig, norm: NormConfig) -> None:
         super().__init__()
         self.weight = weight
         self.bias = nn.Parameter(torch.empty(weight.shape[0])) if config.bias else None
+        self.transform = None if config.transform is None else HeadTransform(weight.shape[1], config, norm)
         self.tied, self.scale, self.softcap = config.tied, config.resolved().scale, config.softcap
         self.projection: nn.Module | None = None  # computes the logits instead of `weight`, as a quantized head does
 
@@ -88,10 +150,11 @@ class Head(SelfInitialized):
     def output_head(self) -> OutputHead:
         """The weights and options that the loss needs."""
         weight = self.weight if self.projection is None else cast(Tensor, self.projection.weight)
-        return OutputHead(weight, self.bias, self.scale, self.softcap)
+        return OutputHead(weight, self.bias, self.scale, self.softcap, self.transform)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., width] -> [..., vocab_size]."""
         projection = self.projection
+        hidden = hidden if self.transform is None else self.transform(hidden)
         logits = linear(hidden, self.weight, self.bias) if projection is None else projection(hidden)
         return scale_and_cap(logits, self.scale, self.softcap)

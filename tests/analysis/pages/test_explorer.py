@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from heddle.analysis.explorer.sizes import declared_size, refused_fields
 from heddle.analysis.pages import explorer
 from heddle.analysis.pages.explorer import explorer_page
 from heddle.cli.main import run_command
+from heddle.config import kind_class
 from heddle.errors import ConfigError
 from heddle.model.size import size
 from tests.analysis.explorer.random_choices import TEXT, random_designs
@@ -120,3 +122,38 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert '"count":3' in text
     assert run_command(["explore", "--slot", "heads"]) == 2
     assert capsys.readouterr().err.startswith("heddle: --slot: 'heads' has no page; choose one of mixers, ")
+
+
+MIXTURE = {"kind": "moe", "experts": 8, "top_k": 2, "hidden": 8}
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        (MIXTURE | {"shared_hidden": 8}, "shared_hidden"),
+        (MIXTURE | {"routing": "sigmoid", "groups": 2}, "top_groups"),
+        ({"kind": "gated", "hidden": 8, "limit": 7.0}, "limit"),
+        ({"kind": "gated", "hidden": 8, "alpha": 1.7}, "alpha"),
+    ],
+)
+def test_the_page_refuses_what_the_part_refuses(part: dict[str, Any], field: str) -> None:
+    """By name, though a part with such fields cannot be made; what makes it valid is not refused."""
+    fields = {name: value for name, value in part.items() if name != "kind"}
+    kind = kind_class("feedforwards", part["kind"])
+    layer = {"mixer": {"kind": "attention", "heads": 2}, "feedforward": part}
+    with pytest.raises(ConfigError, match=field):
+        heddle.load_config({"vocab_size": 50, "width": 32, "layers": [layer]})
+    assert refused_fields(kind.model_construct(**fields), 32)[0][0] == field
+    valid = fields | {"top_groups": 1}
+    if field != "top_groups":
+        valid = {name: value for name, value in fields.items() if name != field}
+    assert refused_fields(kind.model_construct(**valid), 32) == []
+
+
+def test_a_bias_of_the_inputs_alone_is_counted() -> None:
+    """qkv: biases of queries, keys and values, none of the output projection."""
+    attention = {"kind": "attention", "heads": 2, "bias": "qkv"}
+    config = heddle.load_config({"vocab_size": 50, "width": 32, "layers": [{"mixer": attention}]})
+    declared = declared_size(config, TEXT)
+    assert declared is not None
+    assert declared.parameters == size(config, context_length=TEXT).parameters

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import WatermarkingConfig
 
 import heddle
 from heddle.errors import ConfigError
@@ -87,6 +88,50 @@ def test_sampling_draws_the_same_with_and_without_a_cache(name: str) -> None:
     torch.manual_seed(4)
     assert written(name, inputs, use_cache=False, **kwargs) == first
     assert first[0] != first[1]
+
+
+BEAMS = {"num_beams": 3, "eos_token_id": 9}
+SAMPLED = {"do_sample": True, "temperature": 0.3}
+STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # the arguments, and those without the strategy
+    "beams that sample": (SAMPLED | {"num_beams": 3}, SAMPLED),
+    "top_p": (SAMPLED | {"top_p": 0.5}, SAMPLED),
+    "min_p": (SAMPLED | {"min_p": 0.5}, SAMPLED),
+    "typical_p": (SAMPLED | {"typical_p": 0.4}, SAMPLED),
+    "epsilon_cutoff": (SAMPLED | {"epsilon_cutoff": 0.03}, SAMPLED),
+    "eta_cutoff": (SAMPLED | {"eta_cutoff": 0.9}, SAMPLED),
+    "repetition_penalty": ({"repetition_penalty": 30.0}, {}),
+    "no_repeat_ngram_size": ({"no_repeat_ngram_size": 1}, {}),
+    "guidance_scale": ({"guidance_scale": 9.0}, {}),
+    "sequence_bias": ({"sequence_bias": [[[7], 50.0]]}, {}),
+    "bad_words_ids": ({"bad_words_ids": [[token] for token in range(20)]}, {}),
+    "suppress_tokens": ({"suppress_tokens": list(range(20, 40))}, {}),
+    "forced_eos_token_id": ({"forced_eos_token_id": 3}, {}),
+    "top_k": (SAMPLED | {"top_k": 2}, SAMPLED),
+    "top_h": (SAMPLED | {"top_h": 0.3}, SAMPLED),
+    "length_penalty": (BEAMS | {"length_penalty": -9.0}, BEAMS),
+    "min_new_tokens": ({"min_new_tokens": 12, "eos_token_id": 9}, {"eos_token_id": 9}),
+    "exponential_decay_length_penalty": (
+        {"exponential_decay_length_penalty": (2, 30.0), "eos_token_id": 3},
+        {"eos_token_id": 3},
+    ),
+    "encoder_repetition_penalty": ({"encoder_repetition_penalty": 30.0}, {}),
+    "begin_suppress_tokens": ({"begin_suppress_tokens": list(range(40))}, {}),
+    "watermarking_config": ({"watermarking_config": WatermarkingConfig(bias=20.0)}, {}),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategies_are_the_same_with_and_without_a_cache(strategy: str) -> None:
+    """A hybrid of recurrent states and keys: the strategy changes the text, and the cache does not."""
+    inputs = padded(prompts([6, 4]))
+
+    def text(use_cache: bool, arguments: dict[str, Any]) -> list[list[int]]:
+        torch.manual_seed(4)
+        return written("hybrid", inputs, use_cache=use_cache, **arguments)
+
+    arguments, without = STRATEGIES[strategy]
+    assert text(True, arguments) == text(False, arguments)
+    assert text(True, arguments) != text(True, without)
 
 
 @EACH

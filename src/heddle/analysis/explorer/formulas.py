@@ -9,7 +9,7 @@ import sympy
 
 from heddle.config import Part, kind_class
 from heddle.numerics.linear import linear_flops
-from heddle.parts.context.costs import Costs
+from heddle.parts.context.costs import Costs, projection
 
 COSTS = tuple(Costs.__dataclass_fields__)
 RESIDUAL = "residuals"
@@ -130,8 +130,10 @@ def model_formulas() -> Formulas:
     """The formulas of the embedding and the head."""
     n: Any = Symbols()
     parameters = n.vocab_size * (n.width * (2 - n.head_tied) + n.head_bias)
+    parameters += n.token_types * n.width + n.embedding_norm * n.norm(n.width)
     costs = Costs(parameters=parameters, flops=linear_flops(n.tokens, n.width, n.vocab_size))
-    return Formulas(_expressions(costs))
+    transform = projection(n, n.width, n.width, n.transform_bias) + Costs(parameters=n.norm(n.width))
+    return Formulas(_expressions(costs + transform.scaled(n.head_transform)))
 
 
 @cache

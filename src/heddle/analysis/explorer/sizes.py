@@ -37,10 +37,23 @@ def declared_size(config: ModelConfig, tokens: int, element_bytes: int = WIDE) -
     _accumulate(sums, final.final_costs_of(values_of(config.residual) | surroundings), 1)
     if config.embedding.position is not None:
         _accumulate(sums, _costs(config.embedding.position, surroundings) or (0,) * 5, 1)
-    head = {"vocab_size": config.vocab_size, "head_tied": config.head.tied, "head_bias": config.head.bias}
-    _accumulate(sums, model_formulas().costs_of(head | surroundings), 1)
+    _accumulate(sums, model_formulas().costs_of(_around_layers(config) | surroundings), 1)
     parameters, inactive, flops, cached, recurrent = sums
     return DeclaredSize(parameters, parameters - inactive, flops, cached * element_bytes + recurrent * WIDE)
+
+
+def _around_layers(config: ModelConfig) -> dict[str, Any]:
+    """The numbers of the formulas of the embedding and the head."""
+    embedding, head = config.embedding, config.head
+    return {
+        "vocab_size": config.vocab_size,
+        "token_types": embedding.token_types or 0,
+        "embedding_norm": embedding.norm,
+        "head_tied": head.tied,
+        "head_bias": head.bias,
+        "head_transform": head.transform is not None,
+        "transform_bias": head.transform_bias,
+    }
 
 
 def norm_weights(norm: Part) -> int:

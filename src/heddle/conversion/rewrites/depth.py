@@ -45,6 +45,9 @@ class Depth(Rewrite):
         if not design.residual.keeps_stream:
             reason = f"kind {design.residual.kind} changes the stream in every layer, so that no new layer can keep it"
             raise DesignError("residual", f"{reason}; only a design such as pre_norm can grow")
+        if design.residual.first_layer_differs:
+            reason = "leaves the first layer without a norm, which a copy of it would need"
+            raise DesignError("residual.first_norm", f"{reason}; leave the depth alone")
         origins = self.layer_sources(design.depth)
         self._check_indices(design, origins)
         new_design = design.replace(layers=tuple(design.layers[origin] for origin, _ in origins))

@@ -48,6 +48,8 @@ class Experts(Rewrite):
         changed: dict[int, LayerConfig] = {}
         for index in self.selected_layers(source.design):
             layer = source.design.layers[index]
+            if isinstance(layer.feedforward, GatedConfig):
+                _check_multipliers(layer.feedforward, f"{layer_path(index)}.feedforward")
             if isinstance(layer.feedforward, MLPConfig | GatedConfig):
                 changed[index] = layer.replace(feedforward=self.mixture(layer.feedforward))
             elif self.layers is not None:
@@ -75,6 +77,13 @@ class Experts(Rewrite):
             aux_loss=self.aux_loss,
             **settings,
         )
+
+
+def _check_multipliers(feedforward: GatedConfig, path: str) -> None:
+    """Raises DesignError for numbers that experts have no fields for."""
+    for name in ("gate_multiplier", "multiplier"):
+        if getattr(feedforward, name) is not None:
+            raise DesignError(f"{path}.{name}", "is a number that no expert has; leave this layer out")
 
 
 class _Experts(ConvertedWeights):

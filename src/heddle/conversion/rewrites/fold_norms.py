@@ -51,6 +51,9 @@ class FoldNorms(Rewrite):
             if design.head.tied:
                 reason = "the embedding reads the head's weight too, so the final norm cannot be folded into it"
                 raise DesignError("head.tied", f"{reason}; untie it first (head.tied=false), or give final_norm=false")
+            if design.head.transform is not None:
+                reason = "reads the final norm before the head's weight does, and nothing is folded into it"
+                raise DesignError("head.transform", f"{reason}; give final_norm=false")
             _check_biases(model, FINAL_NORM, [HEAD], "")
         else:
             folds_final = False
@@ -106,7 +109,7 @@ def _readers(layer: nn.Module, design: ModelConfig, path: str) -> _Readers:
     readers: _Readers = {}
     for branch in branch_names(layer):
         norm = design.residual.input_norm(branch)
-        if norm is not None:
+        if norm is not None and not isinstance(layer.get_submodule(f"residual.{norm}"), nn.Identity):
             readers.setdefault(f"residual.{norm}", []).extend(input_projections(layer, branch, path))
     return readers
 

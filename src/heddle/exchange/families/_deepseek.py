@@ -9,26 +9,32 @@ from heddle.exchange.rope import read_rope, write_rope
 from heddle.exchange.weight_map import WeightMap, interleaved_by_group
 from heddle.model.config import ModelConfig
 from heddle.parts.feedforwards.moe import MoEConfig
+from heddle.parts.mixers.latent_attention import LatentAttentionConfig
 
 
 def read_attention(config: ConfigReader, layout: str) -> dict[str, Any]:
     """The latent attention of every layer. layout: how RoPE pairs dims, `interleaved` or `half`."""
-    heads, rope_dim = config.require("num_attention_heads", int), config.require("qk_rope_head_dim", int)
+    rope_dim = config.require("qk_rope_head_dim", int)
+    config.expect("head_dim", rope_dim, None)  # written as the width of the rotated part
+    return read_latents(config, query_rank=1536) | {"position": _read_rope(config, rope_dim) | {"layout": layout}}
+
+
+def read_latents(config: ConfigReader, query_rank: int | None) -> dict[str, Any]:
+    """Latent attention without its rotation. query_rank: the family's default for `q_lora_rank`."""
+    heads = config.require("num_attention_heads", int)
     if heads // config.get("num_key_value_heads", heads) != 1:
         raise config.invalid("num_key_value_heads", f"latent attention has as many as num_attention_heads = {heads}")
-    config.expect("head_dim", rope_dim, None)  # written as the width of the rotated part
     config.optional("qk_head_dim")  # the sum of qk_nope_head_dim and qk_rope_head_dim
     config.expect("attention_dropout", 0.0, None)
     return {
         "kind": "latent_attention",
         "heads": heads,
         "kv_rank": config.require("kv_lora_rank", int),
-        "query_rank": config.optional("q_lora_rank") if "q_lora_rank" in config.data else 1536,
+        "query_rank": config.optional("q_lora_rank") if "q_lora_rank" in config.data else query_rank,
         "nope_dim": config.require("qk_nope_head_dim", int),
-        "rope_dim": rope_dim,
+        "rope_dim": config.require("qk_rope_head_dim", int),
         "value_dim": config.require("v_head_dim", int),
         "bias": config.get("attention_bias", False),
-        "position": _read_rope(config, rope_dim) | {"layout": layout},
     }
 
 
@@ -117,21 +123,25 @@ def write_common(design: ModelConfig) -> dict[str, Any]:
     return (
         _common.write_common(design)
         | write_layers(design)
-        | {
-            "num_attention_heads": mixer.heads,
-            "num_key_value_heads": mixer.heads,
-            "kv_lora_rank": mixer.kv_rank,
-            "q_lora_rank": mixer.query_rank,
-            "qk_nope_head_dim": mixer.nope_dim,
-            "qk_rope_head_dim": rope_dim,
-            "qk_head_dim": mixer.nope_dim + rope_dim,
-            "head_dim": rope_dim,
-            "v_head_dim": mixer.value_dim,
-            "attention_bias": mixer.bias,
-            "attention_dropout": 0.0,
-        }
+        | write_latents(mixer)
+        | {"qk_head_dim": mixer.nope_dim + rope_dim, "head_dim": rope_dim}
         | write_rope(design_parts.rope_of(mixer), rope_dim, _common.DEFAULT_MAX_POSITIONS)
     )
+
+
+def write_latents(mixer: LatentAttentionConfig) -> dict[str, Any]:
+    """The fields that `read_latents` reads."""
+    return {
+        "num_attention_heads": mixer.heads,
+        "num_key_value_heads": mixer.heads,
+        "kv_lora_rank": mixer.kv_rank,
+        "q_lora_rank": mixer.query_rank,
+        "qk_nope_head_dim": mixer.nope_dim,
+        "qk_rope_head_dim": mixer.rope_dim or 2,
+        "v_head_dim": mixer.value_dim,
+        "attention_bias": mixer.bias,
+        "attention_dropout": 0.0,
+    }
 
 
 def write_layers(design: ModelConfig) -> dict[str, Any]:
@@ -153,13 +163,13 @@ def write_layers(design: ModelConfig) -> dict[str, Any]:
         "n_routed_experts": moe.experts,
         "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": moe.hidden,
-        "n_shared_experts": _shared_experts(moe),
+        "n_shared_experts": shared_experts(moe),
         "routed_scaling_factor": moe.scale,
         **loss,
     }
 
 
-def _shared_experts(moe: MoEConfig) -> int:
+def shared_experts(moe: MoEConfig) -> int:
     """The width of the shared expert as a number of routed experts."""
     return max((moe.shared_hidden or moe.hidden) // moe.hidden, 1)
 
@@ -169,7 +179,7 @@ def map_weights(design: ModelConfig, weights: WeightMap) -> None:
     _common.map_embedding_and_head(design, weights)
     for index, layer in enumerate(design_parts.layers(design)):
         hf, heddle = f"model.layers.{index}", f"layers.{index}"
-        _map_attention(weights, f"{hf}.self_attn", f"{heddle}.mixer", getattr(layer.mixer, "heads", 1))
+        map_attention(weights, f"{hf}.self_attn", f"{heddle}.mixer", getattr(layer.mixer, "heads", 1))
         map_feedforward(weights, f"{hf}.mlp", f"{heddle}.feedforward")
         _common.map_pre_norms(weights, hf, heddle)
 
@@ -180,7 +190,8 @@ def map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
     weights.add_tensor(f"{hf}.gate.e_score_correction_bias", f"{heddle}.router.expert_bias")
 
 
-def _map_attention(weights: WeightMap, hf: str, heddle: str, heads: int) -> None:
+def map_attention(weights: WeightMap, hf: str, heddle: str, heads: int) -> None:
+    """The projections of latent attention; those to keys and to values are one tensor, interleaved by head."""
     weights.add_module(f"{hf}.q_proj", f"{heddle}.q")
     weights.add_module(f"{hf}.q_a_proj", f"{heddle}.q_down")
     weights.add_module(f"{hf}.q_a_layernorm", f"{heddle}.q_norm")

@@ -38,9 +38,14 @@ def read_mixer(config: ConfigReader, names: Names, eps: float) -> dict[str, Any]
     if config.get(*names.expand) * config.require_count("hidden_size") != fields["heads"] * fields["head_dim"]:
         heads = f"{fields['heads']} heads of {fields['head_dim']}"
         raise config.invalid(names.expand[0], f"times hidden_size is not {heads}; make them equal")
+    return fields | read_time_step_limit(config)
+
+
+def read_time_step_limit(config: ConfigReader) -> dict[str, Any]:
+    """The mixer's limits of time steps as `time_step_limit` has them."""
     limit = config.optional("time_step_limit") or [0.0, UNLIMITED]
     least, maximum = (UNLIMITED if step == INFINITY else float(step) for step in limit)
-    return fields | time_step_limit(least, maximum)
+    return time_step_limit(least, maximum)
 
 
 def read_fields(config: ConfigReader, names: Names, eps: float) -> dict[str, Any]:
@@ -72,11 +77,14 @@ def time_step_limit(least: float, maximum: float = UNLIMITED) -> dict[str, Any]:
 def write_mixer(design: ModelConfig, names: Names) -> dict[str, Any]:
     """The fields that `read_mixer` reads."""
     mixer = first_mixer(design)
+    expand = {names.expand[0]: max(1, mixer.heads * (mixer.head_dim or 1) // design.width)}
+    return write_fields(design, names) | expand | write_time_step_limit(mixer)
+
+
+def write_time_step_limit(mixer: Mamba2Config) -> dict[str, Any]:
+    """The field that `read_time_step_limit` reads."""
     least, maximum = mixer.time_step_limit or (0.0, UNLIMITED)
-    return write_fields(design, names) | {
-        names.expand[0]: max(1, mixer.heads * (mixer.head_dim or 1) // design.width),
-        "time_step_limit": [least, INFINITY if maximum >= UNLIMITED else maximum],
-    }
+    return {"time_step_limit": [least, INFINITY if maximum >= UNLIMITED else maximum]}
 
 
 def write_fields(design: ModelConfig, names: Names) -> dict[str, Any]:
@@ -86,9 +94,9 @@ def write_fields(design: ModelConfig, names: Names) -> dict[str, Any]:
 
 
 def first_mixer(design: ModelConfig) -> Mamba2Config:
-    """The first Mamba-2 mixer, or a default one."""
+    """The first Mamba-2 mixer, also of a pair, or a default one."""
     default = Mamba2Config(heads=1, head_dim=design.width)
-    return next((x.mixer for x in design_parts.layers(design) if isinstance(x.mixer, Mamba2Config)), default)
+    return next((mixer for mixer in design_parts.mixers(design) if isinstance(mixer, Mamba2Config)), default)
 
 
 # The weights of a norm of several groups, stored one after the other.

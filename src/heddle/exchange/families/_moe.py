@@ -115,7 +115,7 @@ def map_experts(weights: WeightMap, hf: str, heddle: str, names: dict[str, str] 
         replaced = [tensor for role in roles for tensor in hf_names.get(role, [])]
         parameters = [f"{heddle}.{role}.weight" for role in roles]
         if all(parameter in weights.shapes for parameter in parameters):
-            weights.add_stacked(f"{hf}.experts.{name}", *parameters, transform=STACKED, replace=replaced)
+            weights.add_alternative(f"{hf}.experts.{name}", *parameters, transform=STACKED, replace=replaced)
     weights.add_tensor(f"{hf}.gate.weight", f"{heddle}.router.weight")
 
 

@@ -39,7 +39,8 @@ class Architecture:
     full_attention_period: every so many layers there is one without a window, and all others have one; None: no layer
     has a window. requires_softcaps: it always caps scores and logits. width_scaled_depth: models of this depth scale
     scores by 1 / sqrt(width / heads) instead of 1 / sqrt(head_dim), as the largest Gemmas. square_heads: width must be
-    heads · head_dim. moe_in_every_layer: no dense layers. rope_scalings: the kinds of RoPE scaling that it supports.
+    heads · head_dim. grouped_heads: several heads may share keys and values. moe_in_every_layer: no dense layers.
+    rope_scalings: the kinds of RoPE scaling that it supports.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Architecture:
     requires_softcaps: bool = False
     width_scaled_depth: int | None = None
     square_heads: bool = False
+    grouped_heads: bool = True
     moe_in_every_layer: bool = False
     rope_scalings: tuple[type, ...] = (LinearConfig, YarnConfig)
 
@@ -69,12 +71,19 @@ def _local_keys(config: ConfigFields) -> ConfigFields:
 
 
 SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+
+
+def _shared_expert_keys(config: ConfigFields) -> ConfigFields:
+    return _expert_keys(config) | {"expert_shared_feed_forward_length": config["shared_expert_intermediate_size"]}
+
+
 SILU = {"hidden_act": ("layers.*.feedforward.activation", "silu")}
 GELU = {"hidden_activation": ("layers.*.feedforward.activation", "gelu_pytorch_tanh")}
 NO_ATTENTION_BIAS = {"attention_bias": ("layers.*.mixer.bias", False)}
 TIED = {"tie_word_embeddings": ("head.tied", True)}
 UNTIED = {"tie_word_embeddings": ("head.tied", False)}
 RENORMALIZED = {"norm_topk_prob": ("layers.*.feedforward.renormalize", True)}
+NOT_RENORMALIZED = {"norm_topk_prob": ("layers.*.feedforward.renormalize", False)}
 LLAMA_SCALINGS = (LinearConfig, YarnConfig, Llama3Config)
 
 # By the model_type of the family. Mistral is Llama, as long as it has no window.
@@ -89,6 +98,20 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_moe": Architecture(
         "qwen3moe", SILU | NO_ATTENTION_BIAS | RENORMALIZED, extra_keys=_expert_keys, moe_in_every_layer=True
     ),
+    "qwen2_moe": Architecture(
+        "qwen2moe", SILU | NOT_RENORMALIZED, extra_keys=_shared_expert_keys, moe_in_every_layer=True
+    ),
+    "olmoe": Architecture(
+        "olmoe",
+        SILU | NO_ATTENTION_BIAS | NOT_RENORMALIZED | UNTIED,
+        extra_keys=_expert_keys,
+        moe_in_every_layer=True,
+        square_heads=True,
+        grouped_heads=False,
+    ),
+    "ernie4_5": Architecture("ernie4_5", SILU | {"use_bias": ("layers.*.mixer.bias", False)}),
+    "hunyuan_v1_dense": Architecture("hunyuan-dense", SILU | NO_ATTENTION_BIAS),
+    "gemma": Architecture("gemma", GELU | NO_ATTENTION_BIAS | TIED, norm_plus_one=True, rope_scalings=()),
     "gemma2": Architecture(
         "gemma2",
         GELU | NO_ATTENTION_BIAS | TIED,
@@ -163,6 +186,8 @@ def _graph_mismatches(design: ModelConfig, config: ConfigFields, graph: Architec
         yield Mismatch("layers.*.mixer.scale", mixer.scale, scaled_dim**-0.5)
     if graph.square_heads and mixer.heads * head_dim != design.width:
         yield Mismatch("layers.*.mixer.head_dim", head_dim, design.width / mixer.heads)
+    if not graph.grouped_heads and mixer.kv_heads not in (None, mixer.heads):
+        yield Mismatch("layers.*.mixer.kv_heads", mixer.kv_heads, mixer.heads)
     if graph.requires_softcaps:
         for path, softcap, default in (
             ("layers.*.mixer.softcap", mixer.softcap, 50.0),

@@ -89,7 +89,7 @@ def _model_keys(
     config: dict[str, Any], model: Decoder, graph: Architecture, preserved: dict[str, Any]
 ) -> dict[str, Any]:
     """The GGUF keys of a model, without those of its tokenizer."""
-    head_dim = config["head_dim"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     keys = {
         "context_length": preserved.get("max_position_embeddings") or config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],

@@ -139,6 +139,31 @@ def _qwen3_moe(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
     }
 
 
+def _unnormalized_moe(keys: Keys, graph: str) -> dict[str, Any]:
+    return {
+        "num_experts": keys.require(f"{graph}.expert_count", int),
+        "num_experts_per_tok": keys.require(f"{graph}.expert_used_count", int),
+        "norm_topk_prob": False,
+    }
+
+
+def _qwen2_moe(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2_moe",
+        **_unnormalized_moe(keys, graph),
+        "moe_intermediate_size": keys.require(f"{graph}.expert_feed_forward_length", int),
+        "shared_expert_intermediate_size": keys.require(f"{graph}.expert_shared_feed_forward_length", int),
+    }
+
+
+def _olmoe(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    return {"model_type": "olmoe", **_unnormalized_moe(keys, graph), "attention_bias": False}
+
+
+def _gemma(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    return {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh", **GEMMA_ACTIVATION}
+
+
 def _query_scale(keys: Keys, graph: str, depth: int) -> dict[str, Any]:
     """Gemma's scale of scores: by head_dim, but in the largest by width / heads."""
     width, heads = keys.require(f"{graph}.embedding_length", int), keys.require(f"{graph}.attention.head_count", int)
@@ -181,6 +206,11 @@ ARCHITECTURE_FIELDS: dict[str, Callable[[Keys, str, Shapes], dict[str, Any]]] = 
     "qwen2": lambda keys, graph, shapes: {"model_type": "qwen2"},
     "qwen3": lambda keys, graph, shapes: {"model_type": "qwen3", "attention_bias": False},
     "qwen3moe": _qwen3_moe,
+    "qwen2moe": _qwen2_moe,
+    "olmoe": _olmoe,
+    "ernie4_5": lambda keys, graph, shapes: {"model_type": "ernie4_5", "use_bias": False},
+    "hunyuan-dense": lambda keys, graph, shapes: {"model_type": "hunyuan_v1_dense", "attention_bias": False},
+    "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "olmo2": _olmo2,

@@ -128,6 +128,8 @@ def unsupported_reasons(decoder: Decoder) -> list[str]:
         reasons.append(f"windows differ: {sorted(windows)}")
     if decoder.head.scale != 1.0 and decoder.head.softcap is not None:
         reasons.append("head.scale and head.softcap are both set")
+    if decoder.head.transform is not None:
+        reasons.append("head.transform is set, and the head is theirs")
     return [*reasons, *([LENGTH_DEPENDENT] if decoder.length_dependent else [])]
 
 

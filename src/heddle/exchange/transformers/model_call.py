@@ -20,7 +20,10 @@ from heddle.parts.context.layout import Layout
 
 @dataclass(frozen=True)
 class ModelCall:
-    """tokens [B, T], or embeddings [B, T, width]; the masks and positions beside them; and what is to be returned."""
+    """tokens [B, T], or embeddings [B, T, width]; the masks and positions beside them; and what is to be returned.
+
+    token_types: the type of each token [B, T], for designs that have any.
+    """
 
     tokens: Tensor
     attention_mask: Tensor | None
@@ -29,6 +32,7 @@ class ModelCall:
     return_states: bool
     return_weights: bool
     kwargs: Mapping[str, Any]
+    token_types: Tensor | None = None
 
     @property
     def traceable(self) -> bool:

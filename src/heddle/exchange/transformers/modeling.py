@@ -27,6 +27,7 @@ from heddle.exchange.transformers.outputs import (
     RecordedOutputs,
     check_kwargs,
     scaled_aux_loss,
+    take_token_types,
 )
 from heddle.exchange.transformers.pretrained import HeddlePreTrainedModel
 from heddle.model.decoder import Decoder, Layer
@@ -76,14 +77,14 @@ class HeddleModel(HeddlePreTrainedModel):
 
         attention_mask, 2-D [B, columns] (1: a token, 0: padding, anywhere) or 4-D, and position_ids become a layout;
         see `masks`. Without gradients a cache is created if none is passed, unless use_cache is False. Further
-        arguments: output_hidden_states, output_attentions, return_dict. Raises ConfigError for unknown arguments, and
-        for masks and positions that no layout can express.
+        arguments: output_hidden_states, output_attentions, return_dict, and token_type_ids [B, T] for designs that have
+        token types. Raises ConfigError for unknown arguments, and for masks and positions that no layout can express.
         """
         return_states, return_weights = (
             bool(getattr(self.config, name) if (value := kwargs.pop(name, None)) is None else value)
             for name in ("output_hidden_states", "output_attentions")
         )
-        modules = self._external_attention_modules()
+        modules, token_types = self._external_attention_modules(), take_token_types(kwargs, self.decoder)
         if modules is None:
             check_kwargs(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
@@ -93,7 +94,10 @@ class HeddleModel(HeddlePreTrainedModel):
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and not self.decoder.causal:
             raise ConfigError("attention_mask: is 4-D, but the design sees later tokens; give one of [batch, length]")
         cache, cache_layer = self._cache(past_key_values, use_cache)
-        call = ModelCall(tokens, attention_mask, position_ids, cache_layer, return_states, return_weights, kwargs)
+        if token_types is not None and cache_layer is not None:
+            raise ConfigError("token_type_ids: are not kept in a cache; give use_cache=False")
+        inputs = (tokens, attention_mask, position_ids, cache_layer)
+        call = ModelCall(*inputs, return_states, return_weights, kwargs, token_types)
         recomputed = self.decoder.checkpointing and torch.is_grad_enabled()  # in a copy of the call's context
         run = self._run if call.traceable and not recomputed else self._run_uncompiled
         hidden, recorded = run(call, modules)
@@ -116,6 +120,8 @@ class HeddleModel(HeddlePreTrainedModel):
                 inputs_and_layout = ModelInputs(tokens, inputs.layout)
                 return cache_layer.run_decoder(self.decoder, inputs_and_layout, inputs.is_token), recorded
             layout = inputs.layout or Layout.causal(tokens.shape[0], tokens.shape[1], device=tokens.device)
+            if call.token_types is not None:
+                layout = layout.with_token_types(call.token_types)
             if is_compiling() and layout.start is None and not self.decoder.length_dependent:
                 # Lengths that differ in each batch would compile the graph again.
                 layout = replace(layout, doc_lengths=None, max_position=None)

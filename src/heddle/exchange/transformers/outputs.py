@@ -67,6 +67,11 @@ def record_outputs(decoder: Decoder, return_states: bool, return_weights: bool) 
         yield recorded
 
 
+def take_token_types(kwargs: dict[str, Any], decoder: Decoder) -> Tensor | None:
+    """Take token_type_ids [B, T] out of the arguments, if the design reads them."""
+    return None if decoder.embed.token_types is None else kwargs.pop("token_type_ids", None)
+
+
 def check_kwargs(kwargs: dict[str, Any]) -> None:
     """Raises ConfigError naming an argument that would be ignored."""
     for name, value in kwargs.items():

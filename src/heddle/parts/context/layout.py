@@ -39,6 +39,7 @@ class Layout:
     encoder_output: what cross-attention reads, unless a state holds its projection already.
     coordinates: x and y of each token [B, T, 2], for positions in the plane. Causality still follows `positions`.
     The coordinates of padding are ignored.
+    token_types: the type of each token, int64 [B, T] (BERT's segments); None: type 0. Those of padding are ignored.
     attention_backend: computes the softmax attention of `attention` mixers in this call in heddle's place.
     """
 
@@ -52,6 +53,7 @@ class Layout:
     cache_view: "CacheView | None" = None
     encoder_output: EncoderOutput | None = None
     coordinates: Tensor | None = None
+    token_types: Tensor | None = None
     attention_backend: AttentionBackend | None = None
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -89,20 +91,23 @@ class Layout:
         if self.is_checked:
             return self
         layout = Layout.of(self.positions, self.segment_ids, self.coordinates)
-        return replace(layout, encoder_output=self.encoder_output, attention_backend=self.attention_backend)
+        names = ("encoder_output", "token_types", "attention_backend")
+        return replace(layout, **{name: getattr(self, name) for name in names})
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "Layout":
         """The layout of some rows, or of some tokens that follow each other: `function` selects them from each tensor.
 
         It knows no facts but `has_padding`.
         """
-        segment_ids, coordinates = (None if x is None else function(x) for x in (self.segment_ids, self.coordinates))
+        optional = (self.segment_ids, self.coordinates, self.token_types)
+        segment_ids, coordinates, token_types = (None if x is None else function(x) for x in optional)
         return Layout(
             function(self.positions),
             segment_ids,
             has_padding=self.has_padding,
             is_checked=self.is_checked,
             coordinates=coordinates,
+            token_types=token_types,
         )
 
     @staticmethod
@@ -252,6 +257,10 @@ class Layout:
     def with_coordinates(self, coordinates: Tensor) -> "Layout":
         """The same layout with x and y of each token in the plane: integers or floats [B, T, 2]."""
         return replace(self, coordinates=coordinates, cache={})
+
+    def with_token_types(self, token_types: Tensor) -> "Layout":
+        """The same layout with the type of each token, integers [B, T], for designs with `embedding.token_types`."""
+        return replace(self, token_types=token_types, cache={})
 
     @property
     def axial_positions(self) -> Tensor:

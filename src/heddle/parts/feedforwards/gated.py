@@ -1,6 +1,7 @@
 """Gated feed-forward (Shazeer 2020): `down(f(gate(x)) ⊙ up(x))`; SwiGLU with silu, GeGLU with gelu, ReGLU with relu.
 
 `swiglu_clamped` is gpt-oss's (2025): `down((clamp(up(x), ±limit) + 1) ⊙ g σ(alpha g))`, g = min(gate(x), limit).
+With multipliers it is `m · down(f(g · gate(x)) ⊙ up(x))` (Falcon-H1, 2025).
 """
 
 from collections.abc import Callable, Mapping
@@ -31,6 +32,8 @@ class GatedConfig(FeedforwardConfig):
     alpha: PositiveFloat | None = None
     bias: bool = False
     dropout: Probability = 0.0
+    gate_multiplier: PositiveFloat | None = None  # of the gate, before its activation
+    multiplier: PositiveFloat | None = None  # of the output
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -87,9 +90,12 @@ class Gated(Feedforward):
         settings = activation_settings(config.activation, config.limit, config.alpha)
         self.activation = activation(config.activation, settings)
         self.dropout = Dropout(config.dropout)
+        self.gate_multiplier, self.multiplier = config.gate_multiplier, config.multiplier
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """x [B, T, width] -> the same shape."""
         gate, up = fused_projections(x, self.gate, self.up)
+        if self.gate_multiplier is not None:
+            gate = gate * self.gate_multiplier
         y: Tensor = self.down(self.dropout(self.activation(up, gate)))
-        return y
+        return y if self.multiplier is None else y * self.multiplier

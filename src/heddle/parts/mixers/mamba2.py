@@ -6,16 +6,19 @@
 q, k and v are the paper's C, B and x: projections of the input after a causal depthwise convolution and SiLU. z and a
 are plain projections; A, b and D are one number per head. Head h reads q and k of group h // (heads / groups), and the
 norm is over a group's heads. The state S has state_size · head_dim elements per head, whatever the length of the text.
+
+With `gated_norm: before` the output is W_out (N(o) ⊙ SiLU(z)), with `none` W_out (o ⊙ SiLU(z)) (Falcon-H1, 2025).
+`multipliers` are constant numbers that z, v, k, q and a are multiplied by.
 """
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heddle.config import DesignError, Part, Width, build_under, refuse
+from heddle.config import DesignError, Part, PositiveFloat, Width, build_under, refuse
 from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.philox import ParameterDraws
@@ -51,6 +54,8 @@ class Mamba2Config(MixerConfig):
     bias: bool = False  # of the projections
     time_step_limit: tuple[TimeStep, ...] | None = None  # least and greatest Δ
     norm: NormConfig | None = None  # of each group's gated output; default: the model's norm
+    gated_norm: Literal["after", "before", "none"] = "after"  # the norm after the gate, before it, or no norm
+    multipliers: tuple[PositiveFloat, ...] | None = None  # of z, v, k, q and a (Falcon-H1's ssm_multipliers)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -58,11 +63,16 @@ class Mamba2Config(MixerConfig):
         limits = self.time_step_limit
         if limits is not None and (len(limits) != 2 or limits[0] >= limits[1]):
             refuse("time_step_limit", f"{list(limits)} is no range; give the least and the greatest time step")
+        if self.multipliers is not None and len(self.multipliers) != 5:
+            refuse("multipliers", f"{list(self.multipliers)} should be five numbers; give those of z, v, k, q and a")
+        if self.gated_norm == "none" and self.norm is not None:
+            refuse("norm", "does nothing beside gated_norm none; leave one of the two out")
         return self
 
     def resolved(self, context: BuildContext) -> Self:
         """Head width and norm written out."""
-        return self.replace(head_dim=self.head_width(context.width), norm=self.norm or context.norm)
+        norm = None if self.gated_norm == "none" else self.norm or context.norm
+        return self.replace(head_dim=self.head_width(context.width), norm=norm)
 
     def head_width(self, width: int) -> int:
         """`head_dim`, or 2 width / heads. Raises DesignError if that is not a whole number."""
@@ -99,8 +109,10 @@ class Mamba2Config(MixerConfig):
         """Projections, the convolution, decay, skip and norm, and the recurrence."""
         groups, dim = check_groups(n, "groups"), head_width(n, 2 * n.width)
         values, keys = n.heads * dim, groups * n.state_size
+        without_norm = n.equals("gated_norm", "none")
+        n.refuse("norm", without_norm * n.has("norm"), "does nothing beside gated_norm none; leave one of the two out")
         own = Costs(
-            parameters=3 * n.heads + n.norm(values),
+            parameters=3 * n.heads + (1 - without_norm) * n.norm(values),
             flops=causal_sums_flops(n.tokens, 1, n.heads, (n.state_size, dim)),
             recurrent=n.heads * n.state_size * dim,
         )
@@ -134,8 +146,11 @@ class Mamba2(SelfInitialized, RecurrentMixer):
         self.decay = GatedDecay(self.heads, limits=config.time_step_limit)
         self.skip = nn.Parameter(torch.empty(self.heads))  # D
         norm_shape = (value_width, None) if self.groups == 1 else (value_width // self.groups, self.groups)
-        check_norm_width("groups", norm_shape[0])
-        self.norm = build_under("norm", (config.norm or context.norm).build, *norm_shape)
+        self.gated_norm, self.multipliers = config.gated_norm, config.multipliers
+        self.norm: nn.Module | None = None
+        if self.gated_norm != "none":
+            check_norm_width("groups", norm_shape[0])
+            self.norm = build_under("norm", (config.norm or context.norm).build, *norm_shape)
         self.out = Linear(value_width, context.width, config.bias, output_projection=True)
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
@@ -152,11 +167,24 @@ class Mamba2(SelfInitialized, RecurrentMixer):
     ) -> tuple[Tensor, ConvRecurrentState | None]:
         """x [B, T, width] -> ([B, T, width], new state)."""
         q, k, v, a, gate = fused_projections(x, self.q, self.k, self.v, self.a, self.gate)
+        if self.multipliers is not None:
+            gate, v, k, q, a = (y * m for y, m in zip((gate, v, k, q, a), self.multipliers, strict=True))
         log_decay, time_step = self.decay(a)
         o, state = self._scan(torch.cat((v, k, q), dim=-1), log_decay, time_step, layout, state)
-        o = o.transpose(1, 2).flatten(2) * functional.silu(at_least_float32(gate))
+        o = o.transpose(1, 2).flatten(2)
+        if self.gated_norm == "before":
+            o = self._normed(o, gate.dtype)
+        o = o * functional.silu(at_least_float32(gate))
+        if self.gated_norm == "after":
+            o = self._normed(o, gate.dtype)
+        return self.out(o.to(gate.dtype)), state
+
+    def _normed(self, o: Tensor, dtype: torch.dtype) -> Tensor:
+        """o [B, T, heads · head_dim] -> the same shape, each group normed, in `dtype`."""
+        assert self.norm is not None
         o = _without_overflow(o if self.groups == 1 else o.unflatten(-1, (self.groups, -1)))
-        return self.out(self.norm(o.to(gate.dtype)).flatten(2)), state
+        y: Tensor = self.norm(o.to(dtype)).flatten(2)
+        return y
 
     @eager  # layouts differ from call to call, so this stays out of compiled regions
     def _scan(

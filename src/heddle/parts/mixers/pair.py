@@ -1,6 +1,7 @@
 """Two mixers side by side in one layer: `y = first(x) + second(x)`, as in hybrid-head models (Hymba, Dong et al. 2024).
 
-The sum has no weights: a factor or a gate per channel could be folded into the projections `out`. A second mixer whose
+With multipliers it is `o₁ · first(i₁ · x) + o₂ · second(i₂ · x)`, with constant numbers (Falcon-H1, 2025). No weight of
+the sum is learned: a factor or a gate per channel could be folded into the projections `out`. A second mixer whose
 `out` is zero leaves the first exactly as it was, so a second mixer can be added to a trained model.
 """
 
@@ -8,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from pydantic import model_validator
 from torch import Tensor
 
-from heddle.config import DesignError, Part, build_under
+from heddle.config import DesignError, Part, PositiveFloat, build_under, refuse
 from heddle.parts.context.build import BuildContext
 from heddle.parts.context.costs import Costs, Quantities
 from heddle.parts.context.layout import Layout
@@ -25,6 +27,16 @@ class PairConfig(MixerConfig):
 
     first: MixerConfig
     second: MixerConfig
+    input_multipliers: tuple[PositiveFloat, ...] | None = None  # of what first and second read
+    output_multipliers: tuple[PositiveFloat, ...] | None = None  # of what they give
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("input_multipliers", "output_multipliers"):
+            numbers = getattr(self, name)
+            if numbers is not None and len(numbers) != 2:
+                refuse(name, f"{list(numbers)} should be two numbers; give those of first and second")
+        return self
 
     def resolved(self, context: BuildContext) -> Self:
         """The defaults of both written out."""
@@ -97,7 +109,7 @@ class PairConfig(MixerConfig):
         if None not in (first.encoder_width, second.encoder_width) and first.encoder_width != second.encoder_width:
             widths = f"{second.encoder_width} wide, the first mixer one {first.encoder_width} wide"
             raise DesignError("second", f"reads an encoder output {widths}; give both the same encoder_width")
-        return Pair(first, second)
+        return Pair(first, second, self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,9 +131,10 @@ class PairState(MixerState):
 class Pair(Mixer):
     """The module. Its window is the larger of the two."""
 
-    def __init__(self, first: Mixer, second: Mixer) -> None:
+    def __init__(self, first: Mixer, second: Mixer, config: PairConfig) -> None:
         super().__init__()
         self.first, self.second = first, second
+        self.input_multipliers, self.output_multipliers = config.input_multipliers, config.output_multipliers
         self.window, self.causal = _larger(first.window, second.window), first.causal
         self.encoder_width = first.encoder_width or second.encoder_width
         self.state_note = " and ".join(filter(None, (first.state_note, second.state_note)))
@@ -142,9 +155,16 @@ class Pair(Mixer):
 
     def forward(self, x: Tensor, layout: Layout, state: PairState | None = None) -> tuple[Tensor, PairState | None]:
         """x [B, T, width] -> ([B, T, width], new state)."""
-        y, first = self.first(x, layout, None if state is None else state.first)
-        z, second = self.second(x, layout, None if state is None else state.second)
+        x_first, x_second = _multiplied(self.input_multipliers, x, x)
+        y, first = self.first(x_first, layout, None if state is None else state.first)
+        z, second = self.second(x_second, layout, None if state is None else state.second)
+        y, z = _multiplied(self.output_multipliers, y, z)
         return y + z, None if state is None else PairState(first, second)
+
+
+def _multiplied(multipliers: tuple[float, ...] | None, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Both tensors, each times its number."""
+    return (first, second) if multipliers is None else (first * multipliers[0], second * multipliers[1])
 
 
 def _larger(a: int | None, b: int | None) -> int | None:

@@ -1,4 +1,8 @@
-"""Learned absolute positions (GPT-2), added to the embedding: a table with one row per position."""
+"""Learned absolute positions (GPT-2), added to the embedding: a table with one row per position.
+
+With `offset` the table begins with so many rows that no token reads, as in RoBERTa (Liu et al. 2019), where the padding
+token's id and those before it have a row.
+"""
 
 from typing import Any, Self
 
@@ -20,6 +24,7 @@ class LearnedConfig(AdditivePositionConfig):
     """`length` is the number of positions; a later position raises ConfigError."""
 
     length: PositiveInt
+    offset: PositiveInt | None = None  # default: 0
 
     @classmethod
     def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
@@ -33,27 +38,28 @@ class LearnedConfig(AdditivePositionConfig):
     @classmethod
     def costs(cls, n: Quantities) -> Costs:
         """The table."""
-        return Costs(parameters=n.length * n.width)
+        return Costs(parameters=(n.length + n.offset) * n.width)
 
     def build(self, width: int) -> "Learned":
         """Build the module."""
-        return Learned(self.length, width)
+        return Learned(self, width)
 
 
 class Learned(SelfInitialized, AdditivePosition):
     """The module."""
 
-    def __init__(self, length: int, width: int) -> None:
+    def __init__(self, config: LearnedConfig, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(length, width))
+        self.offset = config.offset or 0
+        self.weight = nn.Parameter(torch.empty(config.length + self.offset, width))
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Normal rows."""
         fill_normal(self.weight, std, draws("weight"))
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        """x [B, T, width] -> x + weight[positions]. Raises ConfigError for a position beyond the table."""
-        length = self.weight.shape[0]
+        """x [B, T, width] -> x + weight[offset + positions]. Raises ConfigError for a position beyond the table."""
+        length = self.weight.shape[0] - self.offset
         newest = layout.max_position if layout.start is None else layout.start + layout.length - 1
         if layout.start is None and (newest is None or newest >= length):  # the exact one is known only on the device
             newest = int(layout.positions.max()) if layout.positions.numel() else -1
@@ -63,4 +69,4 @@ class Learned(SelfInitialized, AdditivePosition):
                 f"embedding.position: position {newest} is beyond the {length} learned positions; "
                 "shorten the text or train with a larger length"
             )
-        return x + functional.embedding(layout.positions.clamp(min=0), self.weight)
+        return x + functional.embedding(layout.positions.clamp(min=0) + self.offset, self.weight)

@@ -49,6 +49,11 @@ class ResidualConfig(Part, ABC):
             reason = f"{self.drop_path:g} does nothing in a model of one layer, because the rate starts at 0"
             raise DesignError("drop_path", f"{reason}; add layers, or leave it out")
 
+    @property
+    def first_layer_differs(self) -> bool:
+        """Whether the block of the first layer has other weights than those of equal layers after it."""
+        return False
+
     def expand(self, x: Tensor) -> Stream:
         """The stream that enters the first layer, made from the embedding x [B, T, width]."""
         return x

@@ -1,6 +1,7 @@
 """Pre-norm (Xiong et al. 2020), as in GPT-2 and Llama: `x + f(N(x))`, and a norm at the end.
 
-With `multiplier` m it is `x + m · f(N(x))` (Granite, IBM 2024).
+With `multiplier` m it is `x + m · f(N(x))` (Granite, IBM 2024). With `first_norm: false` the first branch of the first
+layer reads x as it is; the embedding has a norm then (ModernBERT, Warner et al. 2024).
 
 x ──┬── N ── mixer ──(+)──┬── N ── feedforward ──(+)── …  ── N ──
     └─────────────────┘   └───────────────────────┘
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from heddle.config import PositiveFloat
 from heddle.parts.context.build import ResidualContext
+from heddle.parts.context.costs import Costs, Quantities
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
 
@@ -21,6 +23,17 @@ class PreNormConfig(ResidualConfig):
     keeps_stream = True
 
     multiplier: PositiveFloat | None = None
+    first_norm: bool = True  # whether the first branch of the first layer has a norm
+
+    @property
+    def first_layer_differs(self) -> bool:
+        """Whether it lacks a norm."""
+        return not self.first_norm
+
+    @classmethod
+    def final_costs(cls, n: Quantities) -> Costs:
+        """A norm, less the one that the first layer may lack."""
+        return Costs(parameters=(1 - n.is_false("first_norm")) * n.norm(n.width))
 
     def input_norm(self, branch: str) -> str:
         """Each branch has one."""
@@ -28,7 +41,7 @@ class PreNormConfig(ResidualConfig):
 
     def build(self, context: ResidualContext) -> "PreNorm":
         """Build the block of one layer."""
-        return PreNorm(context, self.multiplier)
+        return PreNorm(context, self.multiplier, has_first_norm=self.first_norm)
 
     def build_final_norm(self, width: int, norm: NormConfig) -> nn.Module:
         """Build the final norm."""
@@ -36,11 +49,13 @@ class PreNormConfig(ResidualConfig):
 
 
 class PreNorm(Residual):
-    """The block: one norm per branch."""
+    """The block: one norm per branch, but for the first branch of a model without a first norm."""
 
-    def __init__(self, context: ResidualContext, multiplier: float | None = None) -> None:
+    def __init__(self, context: ResidualContext, multiplier: float | None = None, has_first_norm: bool = True) -> None:
         super().__init__(context)
         self.norms, self.multiplier = context.build_norms(), multiplier
+        if not has_first_norm and context.layer_index == 0:
+            self.norms[context.branches[0]] = nn.Identity()
 
     def forward(self, stream: Tensor, branches: Branches) -> Tensor:
         """stream [B, T, width] -> the same shape."""

@@ -94,6 +94,17 @@ function surroundings(design, layer) {
   return { width: design.width, tokens: design.tokens, branches, norm_weights: normWeights(design.norm) };
 }
 
+// The numbers of the formulas of the embedding and the head.
+const aroundLayers = design => ({
+  vocab_size: design.vocab_size,
+  token_types: design.embedding?.token_types ?? 0,
+  embedding_norm: design.embedding?.norm ? 1 : 0,
+  head_tied: design.head?.tied === false ? 0 : 1,
+  head_bias: design.head?.bias ? 1 : 0,
+  head_transform: design.head?.transform ? 1 : 0,
+  transform_bias: design.head?.transform_bias ? 1 : 0,
+});
+
 // Sums over all layers, and those of each slot of the chosen layer.
 function sizes(design, chosen = 0) {
   const sums = [0, 0, 0, 0, 0], slots = {};
@@ -113,8 +124,7 @@ function sizes(design, chosen = 0) {
   slots.positions = position ? costs("positions", position, around) : [0, 0, 0, 0, 0];
   slots.norms = costs("norms", design.norm, around);
   add(sums, slots.positions);
-  const head = { head_tied: design.head?.tied === false ? 0 : 1, head_bias: design.head?.bias ? 1 : 0 };
-  add(sums, FORMULAS.model.costs({ ...around, ...head, vocab_size: design.vocab_size }));
+  add(sums, FORMULAS.model.costs({ ...around, ...aroundLayers(design) }));
   return { sums, slots };
 }
 

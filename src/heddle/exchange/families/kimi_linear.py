@@ -1,0 +1,182 @@
+"""Kimi Linear (Kimi Team 2025): Kimi Delta Attention, latent attention without rotation between, DeepSeek-V3's experts.
+
+`linear_attn_config` numbers layers from 1. A `layer_types` beside it counts instead, as in transformers.
+"""
+
+import itertools
+from typing import Any
+
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common, _deepseek, _layer_types, _moe, mixtral
+from heddle.exchange.family import Family
+from heddle.exchange.rope import FULL
+from heddle.exchange.weight_map import DEPTHWISE_CONV, TensorTransform, WeightMap
+from heddle.model.config import ModelConfig
+from heddle.parts.mixers.kda import KDAConfig
+
+LINEAR = "linear_attention"
+DENSE, SPARSE = "dense", "sparse"
+# The logarithm of the rate of decay, stored as [1, 1, heads, 1].
+PER_HEAD = TensorTransform(
+    lambda parameters: parameters[0].view(1, 1, -1, 1), lambda tensor, shapes: [tensor.reshape(shapes[0])]
+)
+# Of a RoPE that no layer has, and of training or other programs.
+UNUSED_FIELDS = "head_dim rope_theta rope_parameters rope_scaling use_grouped_topk num_nextn_predict_layers".split()  # noqa: SIM905
+
+
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """The balancing bias keeps its loaded value (`bias_update` 0); set `bias_update` to train it."""
+    depth, eps = _layer_types.read_depth(config), config.get("rms_norm_eps", 1e-5)
+    config.expect("mla_use_nope", True, default=True)
+    config.expect("tie_word_embeddings", False, default=False)  # transformers would not tie them
+    config.expect("hidden_act", "silu", default="silu")  # the delta rule's convolution uses it too
+    config.note(*UNUSED_FIELDS)
+    linear = _read_linear(config)
+    types = _read_types(config, linear, depth)
+    mixers = {FULL: _deepseek.read_latents(config, query_rank=None), LINEAR: _read_delta(config, linear, eps)}
+    feedforwards = _read_feedforwards(config, depth)
+    layers = [
+        {"mixer": mixers[kind], "feedforward": feedforward}
+        for kind, feedforward in zip(types, feedforwards, strict=True)
+    ]
+    return _common.design_fields(config, {"kind": "rms", "eps": eps}, _layer_types.merge_repeats(layers))
+
+
+def _read_linear(config: ConfigReader) -> ConfigReader:
+    """The fields of `linear_attn_config`."""
+    empty: dict[str, Any] = {}
+    linear = ConfigReader(config.get("linear_attn_config", empty), f"{config.source}: linear_attn_config")
+    linear.optional("kda_layers")
+    linear.optional("full_attn_layers")
+    return linear
+
+
+def _read_types(config: ConfigReader, linear: ConfigReader, depth: int) -> list[str]:
+    default = [FULL if index and index % 4 == 0 else LINEAR for index in range(depth)]
+    if {"kda_layers", "full_attn_layers"} <= linear.data.keys():
+        numbers = {name: linear.require(name, list) for name in ("kda_layers", "full_attn_layers")}
+        if sorted(map(str, itertools.chain(*numbers.values()))) != sorted(map(str, range(1, depth + 1))):
+            raise linear.invalid("kda_layers", f"it and full_attn_layers should name each of 1 to {depth} once")
+        default = [FULL if number in numbers["full_attn_layers"] else LINEAR for number in range(1, depth + 1)]
+    types = config.get("layer_types", default)
+    if len(types) != depth or set(types) - {LINEAR, FULL}:
+        raise config.invalid("layer_types", f"should say {LINEAR} or {FULL} of each of {depth} layers")
+    return types
+
+
+def _read_delta(config: ConfigReader, linear: ConfigReader, eps: float) -> dict[str, Any]:
+    """A field of `linear_attn_config` counts before the one of the config."""
+    heads = linear.get("num_heads", config.get("linear_num_heads", 32))
+    head_dim = linear.get("head_dim", config.get("linear_head_dim", 128))
+    kernel = linear.get("short_conv_kernel_size", config.get("linear_conv_kernel_dim", 4))
+    linear.check_all_read()
+    return {
+        "kind": "kda",
+        "heads": heads,
+        "head_dim": head_dim,
+        "conv_kernel": kernel,
+        "norm": {"kind": "rms", "eps": eps},
+    }
+
+
+def _read_feedforwards(config: ConfigReader, depth: int) -> list[dict[str, Any]]:
+    """The feed-forward of each layer: the first `first_k_dense_replace` are dense, or `mlp_layer_types` says which."""
+    config.get("output_router_logits", False)
+    config.get("pretraining_tp", 1)
+    config.expect("moe_layer_freq", 1, default=1)
+    config.expect("moe_router_activation_func", "sigmoid", default="sigmoid")
+    dense_layers = config.get("first_k_dense_replace", 1)
+    types = config.get("mlp_layer_types", [DENSE if index < dense_layers else SPARSE for index in range(depth)])
+    if len(types) != depth or set(types) - {DENSE, SPARSE}:
+        raise config.invalid("mlp_layer_types", f"should say {DENSE} or {SPARSE} of each of {depth} layers")
+    dense = {"kind": "gated", "hidden": config.require("intermediate_size", int)}
+    moe = {
+        "kind": "moe",
+        "experts": config.require("num_experts", int, "num_local_experts"),
+        "top_k": config.require("num_experts_per_token", int, "num_experts_per_tok"),
+        "hidden": config.require("moe_intermediate_size", int),
+        "shared": config.require("num_shared_experts", int, "n_shared_experts"),
+        "scale": config.get("routed_scaling_factor", 2.446),
+        "routing": "sigmoid",
+        "renormalize": config.get("moe_renormalize", True, "norm_topk_prob"),
+        "groups": config.get("num_expert_group", 1, "n_group"),
+        "top_groups": config.get("topk_group", 1),
+        "bias_update": 0.0,
+    }
+    return [{DENSE: dense, SPARSE: moe}[kind] for kind in types]
+
+
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads."""
+    delta = next((mixer for mixer in design_parts.mixers(design) if isinstance(mixer, KDAConfig)), KDAConfig(heads=1))
+    moe, sparse = design_parts.first_moe(design), design_parts.has_experts(design)
+    latents = _deepseek.write_latents(design_parts.first_latent_attention(design))
+    common = _common.write_common(design)
+    return (
+        {name: value for name, value in common.items() if name != "max_position_embeddings"}
+        | latents
+        | {
+            "model_max_length": common["max_position_embeddings"],
+            "tie_word_embeddings": False,
+            "hidden_act": "silu",
+            "rms_norm_eps": design_parts.norm_eps(design),
+            "layer_types": [LINEAR if isinstance(x.mixer, KDAConfig) else FULL for x in design_parts.layers(design)],
+            "linear_num_heads": delta.heads,
+            "linear_head_dim": delta.head_dim or design.width,
+            "linear_conv_kernel_dim": delta.conv_kernel,
+            "intermediate_size": design_parts.first_gated(design).hidden,
+            "mlp_layer_types": [SPARSE if is_moe else DENSE for is_moe in sparse],
+            "num_experts": moe.experts,
+            "num_experts_per_token": moe.top_k,
+            "moe_intermediate_size": moe.hidden,
+            "num_shared_experts": _deepseek.shared_experts(moe),
+            "routed_scaling_factor": moe.scale,
+            "moe_renormalize": moe.renormalize,
+            "num_expert_group": moe.groups or 1,
+            "topk_group": moe.top_groups or 1,
+        }
+    )
+
+
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """Published names: one convolution for each of q, k and v, and Mixtral's names of experts."""
+    _common.map_embedding_and_head(design, weights)
+    for index, layer in enumerate(design_parts.layers(design)):
+        hf, heddle = f"model.layers.{index}", f"layers.{index}"
+        if isinstance(layer.mixer, KDAConfig):
+            _map_delta(weights, f"{hf}.self_attn", f"{heddle}.mixer")
+        else:
+            _deepseek.map_attention(weights, f"{hf}.self_attn", f"{heddle}.mixer", getattr(layer.mixer, "heads", 1))
+        _map_feedforward(weights, hf, f"{heddle}.feedforward")
+        _common.map_pre_norms(weights, hf, heddle)
+
+
+def _map_delta(weights: WeightMap, hf: str, heddle: str) -> None:
+    names = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "b_proj": "beta", "o_norm": "norm", "o_proj": "out"}
+    names |= {"f_a_proj": "decay_down", "f_b_proj": "decay_up", "g_a_proj": "gate_down", "g_b_proj": "gate_up"}
+    for name, role in names.items():
+        weights.add_module(f"{hf}.{name}", f"{heddle}.{role}")
+    weights.add_tensor(f"{hf}.A_log", f"{heddle}.decay.rate", transform=PER_HEAD)
+    weights.add_tensor(f"{hf}.dt_bias", f"{heddle}.decay.bias")
+    channels = weights.shapes[f"{heddle}.convolution.weight"][0] // 3  # values are as wide as keys
+    for number, name in enumerate("qkv"):
+        rows = slice(number * channels, (number + 1) * channels)
+        convolution = (f"{heddle}.convolution.weight", rows)
+        weights.add_tensor(f"{hf}.{name}_conv1d.weight", convolution, transform=DEPTHWISE_CONV)
+
+
+def _map_feedforward(weights: WeightMap, hf: str, heddle: str) -> None:
+    if f"{heddle}.router.weight" not in weights.shapes:
+        _common.map_gated(weights, f"{hf}.mlp", heddle)
+        for role in ("gate", "up", "down"):  # as transformers writes them
+            names = (f"{hf}.{module}.{role}_proj.weight" for module in ("block_sparse_moe", "mlp"))
+            weights.add_renamed(*names)
+        return
+    experts = f"{hf}.block_sparse_moe"
+    _moe.map_experts(weights, experts, heddle, mixtral.EXPERT_NAMES)
+    _common.map_gated(weights, f"{experts}.shared_experts", f"{heddle}.shared")
+    weights.add_tensor(f"{experts}.gate.e_score_correction_bias", f"{heddle}.router.expert_bias")
+
+
+FAMILY = Family("kimi_linear", "KimiLinearForCausalLM", read_config, write_config, map_weights)

@@ -1,0 +1,136 @@
+"""ModernBERT (Warner et al. 2024): an encoder with RoPE, GeGLU and pre-norm; every third layer sees the whole text.
+
+Layers with a window see `local_attention` // 2 tokens to each side and have a RoPE of their own. The embedding has a
+norm, so the first layer's attention has none. `classifier_pooling` and `sparse_prediction` are about classifiers and
+training.
+"""
+
+from typing import Any
+
+from heddle.exchange import design_parts
+from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.families import _common, _layer_types
+from heddle.exchange.family import Family
+from heddle.exchange.rope import FULL, SLIDING, read_ropes_by_layer_type, write_ropes_by_layer_type
+from heddle.exchange.weight_map import WeightMap
+from heddle.model.config import ModelConfig
+from heddle.parts.norms.layer import LayerNormConfig
+
+FULL_THETA, LOCAL_THETA, LOCAL_ATTENTION = 160000.0, 10000.0, 128
+NORM_EPS = ("norm_eps", "layer_norm_eps")  # the second is written beside the first by some programs
+# Fields that no logits depend on: of classifiers, of a kernel, of first weights and of training.
+UNUSED_FIELDS = (
+    "classifier_dropout", "classifier_pooling", "deterministic_flash_attn", "initializer_cutoff_factor",
+    "sparse_prediction", "sparse_pred_ignore_index", "reference_compile", "repad_logits_with_grad", "cls_token_id",
+)  # fmt: skip
+
+
+def read_config(config: ConfigReader) -> dict[str, Any]:
+    """Both formats: `layer_types` or `global_attn_every_n_layers`; `rope_parameters` by type, or two thetas."""
+    _common.check_width(config)
+    for name in UNUSED_FIELDS:
+        config.optional(name)
+    config.expect("position_embedding_type", "absolute", None)  # no class reads it
+    config.expect("rope_scaling", None)  # of all layers; newer files have a table for each type
+    layer = {"mixer": _read_mixer(config), "feedforward": _read_feedforward(config)}
+    mixers = [layer["mixer"] | own for own in _read_layers(config)]
+    return _common.design_fields(
+        config,
+        {"kind": "layer", "eps": config.get(NORM_EPS[0], 1e-5, NORM_EPS[1]), "bias": config.get("norm_bias", False)},
+        _layer_types.merge_repeats([layer | {"mixer": mixer} for mixer in mixers]),
+        embedding={"norm": True, "dropout": config.get("embedding_dropout", 0.0)},
+        residual={"kind": "pre_norm", "first_norm": False},
+        head={
+            "tied": config.get("tie_word_embeddings", True),
+            "bias": config.get("decoder_bias", True),
+            "transform": _common.read_activation(config, "classifier_activation", "gelu"),
+            "transform_bias": config.get("classifier_bias", False),
+        },
+    )
+
+
+def _read_mixer(config: ConfigReader) -> dict[str, Any]:
+    """The fields of attention that all layers share."""
+    return {
+        "kind": "attention",
+        "heads": config.require_count("num_attention_heads"),
+        "causal": False,
+        "bias": config.get("attention_bias", False),
+        "dropout": config.get("attention_dropout", 0.0),
+    }
+
+
+def _read_feedforward(config: ConfigReader) -> dict[str, Any]:
+    bias, dropout = config.get("mlp_bias", False), config.get("mlp_dropout", 0.0)
+    return _common.read_gated(config, "hidden_activation", "gelu", bias=bias, dropout=dropout)
+
+
+def _read_layers(config: ConfigReader) -> list[dict[str, Any]]:
+    """The window and the RoPE of each layer."""
+    period = config.get("global_attn_every_n_layers", 3)
+    if period < 1:
+        raise config.invalid("global_attn_every_n_layers", "should be at least 1, which gives no layer a window")
+    depth = _layer_types.read_depth(config)
+    types = _layer_types.read_types(config, [SLIDING if index % period else FULL for index in range(depth)])
+    local = config.get("local_attention", LOCAL_ATTENTION)
+    if local < 2:
+        raise config.invalid("local_attention", "should be at least 2, one token to each side")
+    thetas = config.get("global_rope_theta", FULL_THETA), config.get("local_rope_theta", LOCAL_THETA)
+    head_dim = config.require_count("hidden_size") // config.require_count("num_attention_heads")
+    ropes = read_ropes_by_layer_type(config, head_dim, *thetas)
+    return [{"window": local // 2 if kind == SLIDING else None, "position": ropes[kind]} for kind in types]
+
+
+def write_config(design: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_config` reads; of RoPE, the older fields too."""
+    mixer, gated = design_parts.first_attention(design), design_parts.first_gated(design)
+    full, sliding = _layer_types.ropes_by_layer_type(design)
+    window = design_parts.first_window(design)
+    ropes = write_ropes_by_layer_type(full, sliding, mixer.head_dim or design.width)
+    del ropes["rope_theta"], ropes["rope_scaling"]
+    return (
+        _common.write_common(design)
+        | ropes
+        | {
+            "global_rope_theta": full.base,
+            "local_rope_theta": sliding.base,
+            "layer_types": design_parts.layer_types(design),
+            "local_attention": LOCAL_ATTENTION if window is None else 2 * window,
+            "num_attention_heads": mixer.heads,
+            "attention_bias": mixer.bias is True,
+            "attention_dropout": mixer.dropout,
+            "embedding_dropout": design.embedding.dropout,
+            "mlp_bias": gated.bias,
+            "mlp_dropout": gated.dropout,
+            **_common.write_gated(design, "hidden_activation"),
+            "norm_eps": design_parts.norm_eps(design),
+            "norm_bias": isinstance(design.norm, LayerNormConfig) and design.norm.bias,
+            "decoder_bias": design.head.bias,
+            "classifier_bias": design.head.transform_bias,
+            "classifier_activation": design_parts.HF_ACTIVATIONS[design.head.transform or "gelu"],
+        }
+    )
+
+
+def map_weights(design: ModelConfig, weights: WeightMap) -> None:
+    """Queries, keys and values are one matrix, gate and up another."""
+    weights.add_module("model.embeddings.tok_embeddings", "embed")
+    weights.add_module("model.embeddings.norm", "embed.norm")
+    weights.add_module("model.final_norm", "final_norm.norm")
+    for index in range(design.depth):
+        hf, heddle = f"model.layers.{index}", f"layers.{index}"
+        weights.add_module(f"{hf}.attn_norm", f"{heddle}.residual.norms.mixer")
+        weights.add_module(f"{hf}.mlp_norm", f"{heddle}.residual.norms.feedforward")
+        weights.add_module(f"{hf}.attn.Wqkv", *(f"{heddle}.mixer.{role}" for role in "qkv"))
+        weights.add_module(f"{hf}.attn.Wo", f"{heddle}.mixer.out")
+        weights.add_module(f"{hf}.mlp.Wi", *(f"{heddle}.feedforward.{role}" for role in ("gate", "up")))
+        weights.add_module(f"{hf}.mlp.Wo", f"{heddle}.feedforward.down")
+    weights.add_module("head.dense", "head.transform.dense")
+    weights.add_module("head.norm", "head.transform.norm")
+    if design.head.tied:
+        weights.add_tensor("decoder.bias", "head.bias")
+    else:
+        weights.add_module("decoder", "head")
+
+
+FAMILY = Family("modernbert", "ModernBertForMaskedLM", read_config, write_config, map_weights)

@@ -1,0 +1,221 @@
+"""Masked language models in float64, files of older programs, what is left out, and what is refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.modernbert import modeling_modernbert
+
+import heddle
+from heddle.errors import ConfigError
+from heddle.exchange.family import families
+from heddle.exchange.lazy_checkpoint import LazyCheckpoint
+from heddle.exchange.load import load, original_design
+from heddle.exchange.transformers import HeddleConfig, HeddleForCausalLM
+from tests.exchange.cases import CASES, Fields
+from tests.exchange.hf_models import (
+    MASKED,
+    auto_class,
+    batch,
+    distance,
+    imported,
+    our_logits,
+    plain,
+    read_json,
+    saved,
+    their_logits,
+)
+from tests.exchange.test_older_files import Tensors, rewritten
+from tests.laws.planting import plant
+
+VARIANTS = [(family, variant) for family in sorted(MASKED) for variant in CASES[family].variants]
+
+
+def turned(q: Any, k: Any, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> tuple[Any, Any]:
+    """The rotation of transformers in the dtype of its angles; its own is in float32."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    half = cos.shape[-1] // 2
+    turned_q, turned_k = (x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin for x in (q, k))
+    return turned_q, turned_k
+
+
+def angles(module: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str) -> tuple[Any, Any]:
+    """Cosines and sines in float64; transformers' own are in float32."""
+    table, config = module.config.rope_parameters[layer_type], module.config
+    width = config.hidden_size // config.num_attention_heads
+    exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
+    angle = position_ids[..., None] * table["rope_theta"] ** -exponents / table.get("factor", 1.0)
+    return torch.cat((angle, angle), -1).cos(), torch.cat((angle, angle), -1).sin()
+
+
+@pytest.fixture(autouse=True)
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ModernBERT rotates in float32 whatever its dtype; here it rotates in the dtype of its tokens."""
+    monkeypatch.setattr(modeling_modernbert, "apply_rotary_pos_emb", turned)
+    monkeypatch.setattr(modeling_modernbert.ModernBertRotaryEmbedding, "forward", angles)
+
+
+def wide_logits(family: str, variant: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of transformers and of heddle for the tokens of a padded batch, in float64."""
+    _, folder = saved(family, variant)
+    theirs = auto_class(family).from_pretrained(folder, dtype=torch.float64, **plain(family)).eval()
+    tokens, mask, layout = batch()
+    ours = our_logits(load(folder, dtype=torch.float64).model, tokens, layout)
+    return their_logits(theirs, tokens, mask)[mask.bool()], ours[mask.bool()]
+
+
+@pytest.mark.parametrize(("family", "variant"), VARIANTS)
+def test_logits_in_float64(family: str, variant: str) -> None:
+    theirs, ours = wide_logits(family, variant)
+    assert float((theirs - ours).abs().max()) <= 1e-10
+
+
+BUGS = [
+    ("bert", "model.embedding:TokenTypes.forward", "functional.embedding(types, self.weight)", "self.weight[0]"),
+    ("bert", "model.embedding:HeadTransform.forward", "self.norm(self.activation(", "self.activation(self.norm("),
+    ("bert", "model.embedding:Embedding.forward", "if self.norm is not None", "if False"),
+    ("roberta", "parts.positions.learned:Learned.forward", "clamp(min=0) + self.offset", "clamp(min=0)"),
+    ("modernbert", "parts.residuals.pre_norm:PreNorm.forward", "branch(self.norms[name](stream))", "branch(stream)"),
+    ("modernbert", "exchange.families.modernbert:_read_layers", "local // 2", "local // 2 + 1"),
+    ("modernbert", "exchange.families.modernbert:map_weights", '("gate", "up")', '("up", "gate")'),
+]
+
+
+@pytest.mark.parametrize(("family", "target", "old", "new"), BUGS)
+def test_a_planted_bug_is_noticed(
+    family: str, target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, target, old, new)
+    theirs, ours = wide_logits(family, next(iter(CASES[family].variants)))
+    assert float((theirs - ours).abs().max()) > 1e-3
+
+
+def test_gains_and_biases_of_the_first_files_have_other_names(tmp_path: Path) -> None:
+    def older(config: Fields, tensors: Tensors) -> Tensors:
+        tensors = {name.replace("LayerNorm.weight", "LayerNorm.gamma"): tensor for name, tensor in tensors.items()}
+        return {name.replace("LayerNorm.bias", "LayerNorm.beta"): tensor for name, tensor in tensors.items()}
+
+    folder = rewritten("bert", "plain", tmp_path / "older", older)
+    model = load(folder).model
+    assert distance(saved("bert", "plain")[0], model) <= 1e-5
+    lazy = LazyCheckpoint(folder)
+    assert all(torch.equal(lazy.tensor(name), parameter) for name, parameter in model.named_parameters())
+
+
+def test_the_pooler_is_left_out_with_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def pooled(config: Fields, tensors: Tensors) -> Tensors:
+        return tensors | {"bert.pooler.dense.weight": torch.ones(48, 48), "cls.seq_relationship.bias": torch.ones(2)}
+
+    model = load(rewritten("bert", "plain", tmp_path / "pooled", pooled)).model
+    assert distance(saved("bert", "plain")[0], model) <= 1e-5
+    said = capsys.readouterr().err
+    assert "ignored: tensors bert.pooler.…, which heddle does not build" in said
+    assert "ignored: tensors cls.seq_relationship.…, which heddle does not build" in said
+
+
+def test_a_head_stored_twice_must_be_the_embedding(tmp_path: Path) -> None:
+    def twice(config: Fields, tensors: Tensors) -> Tensors:
+        return tensors | {"cls.predictions.decoder.weight": torch.ones(97, 48)}
+
+    with pytest.raises(ConfigError, match="'tie_word_embeddings' says that the head is the embedding"):
+        load(rewritten("bert", "plain", tmp_path / "twice", twice))
+
+
+def test_modernbert_of_older_files() -> None:
+    """A period and two thetas in place of types and tables; an odd window is rounded down."""
+    config = read_json(saved("modernbert", "untied-every-second-linear")[1])
+    del config["layer_types"], config["rope_parameters"]
+    older = {"global_attn_every_n_layers": 2, "global_rope_theta": 500.0, "local_rope_theta": 100.0}
+    tables = {"rope_type": "default"}
+    newer = {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": tables | {"rope_theta": 500.0},
+            "sliding_attention": tables | {"rope_theta": 100.0},
+        },
+    }
+    first, second = (
+        original_design(config | fields, families()["modernbert"], "config.json")
+        for fields in (older | {"local_attention": 15}, newer)
+    )
+    assert first == second
+    assert first.layers[1].dump()["mixer"]["window"] == 7
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+    ("bert", {"position_embedding_type": "relative_key_query"}, "position_embedding_type"),
+    ("bert", {"is_decoder": True}, "is_decoder"),
+    ("bert", {"add_cross_attention": True}, "add_cross_attention"),
+    ("bert", {"hidden_act": "tanh"}, "hidden_act"),
+    ("bert", {"type_vocab_size": 0}, "type_vocab_size"),
+    ("roberta", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+    ("roberta", {"is_decoder": True}, "is_decoder"),
+    ("roberta", {"add_cross_attention": True}, "add_cross_attention"),
+    ("modernbert", {"local_attention": 1}, "local_attention"),
+    ("modernbert", {"global_attn_every_n_layers": 0}, "global_attn_every_n_layers"),
+    ("modernbert", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("modernbert", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
+    ("modernbert", {"is_decoder": True}, "is_decoder"),
+    ("modernbert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+    ("roberta", {"pad_token_id": None}, "pad_token_id"),
+    ("roberta", {"pad_token_id": -1}, "pad_token_id"),
+    ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings"),
+]
+
+
+@pytest.mark.parametrize(("family", "fields", "named"), REFUSED)
+def test_it_is_refused_by_name(family: str, fields: dict[str, Any], named: str) -> None:
+    config = read_json(saved(family, next(iter(CASES[family].variants)))[1])
+    with pytest.raises(ConfigError, match=f"^config.json: field '{named}' is "):
+        original_design(config | fields, families()[family], "config.json")
+
+
+WRONG_TYPES = [
+    (torch.tensor([[0, 1, 2], [0, 0, 0]]), "2 is none of the 2 types"),
+    (torch.tensor([[0, 1, 1], [0, -1, 0]]), "-1 is none of the 2 types"),
+    (torch.zeros(2, 3), r"are torch.float32 of shape \[2, 3\]; expected integers \[2, 3\]"),
+    (torch.zeros(3, dtype=torch.int64), r"of shape \[3\]; expected integers \[2, 3\]"),
+]
+
+
+@pytest.mark.parametrize(("types", "message"), WRONG_TYPES)
+def test_token_types_that_the_design_lacks_are_refused(types: torch.Tensor, message: str) -> None:
+    layout = heddle.Layout.causal(2, 3).with_token_types(types)
+    with pytest.raises(ConfigError, match=message):
+        imported("bert", "plain").model(torch.ones(2, 3, dtype=torch.int64), layout)
+
+
+def test_token_types_of_a_design_without_any_are_refused() -> None:
+    layout = heddle.Layout.causal(1, 3).with_token_types(torch.zeros(1, 3, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="token_types: this design has none; leave them out, or set embedding"):
+        imported("llama", "plain").model(torch.ones(1, 3, dtype=torch.int64), layout)
+
+
+def test_token_types_of_padding_are_ignored() -> None:
+    model, (tokens, _, layout) = imported("bert", "plain").model, batch()
+    types = torch.where(layout.positions < 0, 77, tokens % 2)
+    hidden = model(tokens, layout.with_token_types(types))[0]
+    assert torch.equal(hidden, model(tokens, layout.with_token_types(tokens % 2))[0])
+    checked = heddle.Layout(layout.positions, token_types=types)
+    assert torch.equal(model(tokens, checked)[0], hidden)
+
+
+def test_the_classes_of_transformers_read_token_types() -> None:
+    decoder, tokens = imported("bert", "plain").model, batch()[0][:1]
+    model = HeddleForCausalLM.from_decoder(decoder)
+    with torch.no_grad():
+        got = model(input_ids=tokens, token_type_ids=tokens % 2).logits
+        assert torch.equal(got, our_logits(decoder, tokens))
+        assert float((got - model(input_ids=tokens).logits).abs().max()) > 0.01
+
+
+def test_token_types_beside_a_cache_are_refused() -> None:
+    design = heddle.load_config("preset:gqa-tiny", ["vocab_size=97", "embedding.token_types=2"])
+    causal = HeddleForCausalLM(HeddleConfig(design=design.dump())).eval()
+    tokens = batch()[0][:1]
+    with torch.no_grad(), pytest.raises(ConfigError, match="token_type_ids: are not kept in a cache; give use_cache="):
+        causal(input_ids=tokens, token_type_ids=tokens % 2, use_cache=True)
+    with torch.no_grad():
+        causal(input_ids=tokens, token_type_ids=tokens % 2, use_cache=False)
