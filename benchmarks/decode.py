@@ -1,7 +1,8 @@
 """How long does decoding a token take after 128 and 2,000 tokens, compared with transformers' Llama?
 
 All sides run the same greedy loop from a cache of the earlier tokens: model, logits of the last position, argmax. The
-prefill is not timed. (`benchmarks/huggingface.py` measures the same through transformers' `generate`.)
+prefill is not timed. (`benchmarks/huggingface.py` measures the same through transformers' `generate`.) heddle's side
+is the step of `heddle generate --compile`, "heddle eager" the one without; the time of compiling is not counted.
 """
 
 import copy
@@ -14,6 +15,10 @@ from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.harness import Case, Measured, main, timed
+from heddle.generation.model_runner import GenerationRequest, ModelRunner
+from heddle.generation.pinned_decoding import PinnedDecoder
+from heddle.generation.sampling import Sampler
+from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
 from heddle.model.size import size
 from heddle.numerics.linear import PackedWeightCache, packed_weights
@@ -45,7 +50,57 @@ def decode_loop(step: Callable[[Tensor, Any], tuple[Tensor, Any]], start: Any, r
     return Measured(seconds, lambda: values)
 
 
+class _Greedy(Sampler):
+    """The greedy choice, which also writes the first row's logits into a tensor that stays."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        object.__setattr__(self, "logits", logits)
+
+    def choose(self, logits: Tensor, position: Tensor) -> Tensor:
+        self.logits.copy_(logits[0, : len(self.logits)])  # type: ignore[attr-defined]
+        return super().choose(logits, position)
+
+
+class _Decoder(PinnedDecoder):
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors(), self.request.sampler.logits]  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def compiled_loop(model: Decoder, context: int, rows: int) -> Measured:
+    """The steps of `heddle generate --compile`, each time from the same state after `context` tokens."""
+    request = GenerationRequest([[0]] * rows, STEPS + 1, _Greedy(torch.zeros(8)), compile_decoding=True)
+    runner, tokens = ModelRunner(model.requires_grad_(False)), peers.tokens(rows, context)
+    _, start = runner.forward(tokens[:, :-1], None, model.init_state(rows, context + STEPS))
+    decoder = _Decoder(runner, request, tokens[:, -1], start)
+    decoder.grow(context + STEPS)
+    decoder.tokens.copy_(peers.tokens(rows, 1)[:, 0])
+    step, contents = decoder.compiled_step(), [tensor.clone() for tensor in decoder.tensors()]
+    values: list[float] = []
+
+    def loop() -> None:
+        for number in range(STEPS):
+            step()
+            if number == 0:
+                values[:] = decoder.tensors()[-1].tolist()
+
+    def seconds() -> float:
+        for tensor, content in zip(decoder.tensors(), contents, strict=True):
+            tensor.copy_(content)
+        return timed(loop) / STEPS
+
+    seconds()
+    return Measured(seconds, lambda: values)
+
+
 def heddle_side(arguments: dict[str, Any]) -> Measured:
+    """heddle's model, compiled."""
+    model = peers.ours(dtype=peers.DTYPES[arguments["precision"]]).eval()
+    return compiled_loop(model, arguments["context"], arguments["rows"])
+
+
+def eager_side(arguments: dict[str, Any]) -> Measured:
     """heddle's model and state."""
     model = peers.ours(dtype=peers.DTYPES[arguments["precision"]]).eval()
     context, rows = arguments["context"], arguments["rows"]
@@ -101,6 +156,7 @@ if __name__ == "__main__":
         "How much faster is decoding a token than with transformers, at its defaults and tuned?",
         {
             "heddle": heddle_side,
+            "heddle eager": eager_side,
             "transformers": partial(transformers_side, False),
             "transformers tuned": partial(transformers_side, True),
         },

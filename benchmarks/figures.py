@@ -5,6 +5,7 @@ that no result answers stands in the table as not measured.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -59,7 +60,7 @@ FIGURES = tuple(
         ("cold start", "startup", "`heddle train preset:gqa-tiny --data stdlib` to the first step, s"),
     )
 )
-BAR, ROW, LABEL, WIDTH = 14, 22, 430, 900  # pixels of the plot
+BAR, ROW, LABEL, VALUE, WIDTH = 14, 22, 480, 60, 960  # pixels of the plot
 
 
 def machines() -> list[Path]:
@@ -113,25 +114,34 @@ def limits_table(folder: Path) -> str:
 
 
 def plot(folder: Path) -> str:
-    """An SVG of the ratios of one machine: a bar for each, and a line at its goal."""
+    """An SVG of the ratios of one machine: a bar from 1 for each on a logarithmic axis, and a line at its goal."""
     rows_of = measured(folder)
     bars = [(figure, rows_of[figure.name][0]) for figure in FIGURES if "ratio" in rows_of.get(figure.name, ({},))[0]]
-    most = max((row["ratio"] for _, row in bars), default=1.0)
-    scale = (WIDTH - LABEL - 60) / most
+    goals = [float(row["goal"].split()[-1]) if "goal" in row else 1.0 for _, row in bars]
+    ratios = [row["ratio"] for _, row in bars]
+    low, high = math.log2(min(1.0, *ratios, *goals)), math.log2(max(1.0, *ratios, *goals))
+    scale = (WIDTH - LABEL - VALUE) / max(high - low, 1.0)
+    height = ROW * (len(bars) + 1) + 5
+
+    def x(ratio: float) -> float:
+        return round(LABEL + (math.log2(ratio) - low) * scale, 1)
+
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {ROW * len(bars) + 10}" '
-        'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="#fff"/>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
+        'font-size="11"><rect width="100%" height="100%" fill="#fff"/>'
     ]
-    for index, (figure, row) in enumerate(bars):
-        top = 5 + ROW * index
+    for power in range(math.ceil(low), math.floor(high) + 1):
+        lines.append(f'<path d="M{x(2.0**power)} {ROW - 4}V{height}" stroke="{"#888" if power == 0 else "#ddd"}"/>')
+        lines.append(f'<text x="{x(2.0**power)}" y="{ROW - 8}" text-anchor="middle">{2.0**power:g}×</text>')
+    for index, ((figure, row), ratio, goal) in enumerate(zip(bars, ratios, goals, strict=True)):
+        top = ROW * (index + 1)
         color = "#2a7f9e" if row.get("met", True) else "#b5651d"
+        left, right = sorted((x(1.0), x(ratio)))
         lines.append(f'<text x="{LABEL - 8}" y="{top + 11}" text-anchor="end">{escape(figure.text)}</text>')
-        length = row["ratio"] * scale
-        lines.append(f'<rect x="{LABEL}" y="{top}" width="{length:.1f}" height="{BAR}" fill="{color}"/>')
-        lines.append(f'<text x="{LABEL + length + 5:.1f}" y="{top + 11}">{row["ratio"]:.2f}×</text>')
+        lines.append(f'<rect x="{left}" y="{top}" width="{max(right - left, 1):.1f}" height="{BAR}" fill="{color}"/>')
+        lines.append(f'<text x="{WIDTH - 4}" y="{top + 11}" text-anchor="end">{ratio:.2f}×</text>')
         if "goal" in row:
-            x = LABEL + float(row["goal"].split()[-1]) * scale
-            lines.append(f'<path d="M{x:.1f} {top - 2}v{BAR + 4}" stroke="#000" stroke-width="1.5"/>')
+            lines.append(f'<path d="M{x(goal)} {top - 2}v{BAR + 4}" stroke="#000" stroke-width="1.5"/>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from benchmarks import peers
-from benchmarks.decode import STEPS, decode_loop
+from benchmarks.decode import compiled_loop
 from benchmarks.harness import Case, Measured, Step, limit_row, main, show
 from heddle.cli.calls import train
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import evaluation_windows
 from heddle.model.decoder import Decoder
 from heddle.model.quantized import quantize_weights
-from heddle.numerics.linear import PackedWeightCache, packed_weights
 from heddle.runtime import set_up_runtime
 from heddle.storage.model import load
 from heddle.training.evaluation.bits_per_byte import bits_and_bytes
@@ -30,23 +29,9 @@ QUESTION = "How much faster is a token with weights of 8 and 4 bits, and how man
 
 
 def decoding(bits: int | None, context: int) -> Measured:
-    """heddle's greedy loop after `context` tokens."""
+    """heddle's greedy steps after `context` tokens, compiled."""
     model = peers.ours(dtype=torch.bfloat16).eval()
-    with torch.no_grad():
-        _, start = model(peers.tokens(1, context), None, model.init_state(1, context + STEPS))
-    model = model if bits is None else quantize_weights(model, bits).model
-
-    def step(token: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
-        hidden, state = model(token, None, state)
-        return model.head(hidden[:, -1:]), state
-
-    loop, cache = decode_loop(step, start, 1), PackedWeightCache()
-
-    def packed() -> float:
-        with packed_weights(cache):
-            return loop.step()
-
-    return Measured(packed, loop.values)
+    return compiled_loop(model if bits is None else quantize_weights(model, bits).model, context, 1)
 
 
 def side(bits: int | None, _: dict[str, Any]) -> Step:

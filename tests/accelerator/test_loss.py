@@ -23,7 +23,7 @@ def draws(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def loss_and_gradients(kernel: str | None = None, head_fields: dict[str, float] | None = None) -> list[Tensor]:
+def loss_and_gradients(kernel: str | None = None, head_fields: dict[str, Any] | None = None) -> list[Tensor]:
     """The loss as on CUDA, and the gradients of hidden, weight and bias."""
     hidden, weight, bias = (draws(*shape).requires_grad_() for shape in ((TOKENS, WIDTH), (VOCABULARY, WIDTH), (11,)))
     targets = torch.arange(TOKENS) * 7 % VOCABULARY
@@ -33,7 +33,7 @@ def loss_and_gradients(kernel: str | None = None, head_fields: dict[str, float] 
     return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
 
 
-def largest_difference(kernel: str, head_fields: dict[str, float] | None = None) -> float:
+def largest_difference(kernel: str, head_fields: dict[str, Any] | None = None) -> float:
     pairs = zip(loss_and_gradients(kernel, head_fields), loss_and_gradients("reference", head_fields), strict=True)
     return max(float((actual - expected).abs().max()) for actual, expected in pairs)
 

@@ -60,6 +60,7 @@ CASES: dict[str, Callable[[], AttentionMask]] = {
     "padded": padded,
     "padded with a window": lambda: padded(3),
     "padded and bidirectional": lambda: padded(causal=False),
+    "one query of padded rows": lambda: padded().for_queries(slice(8, 9)),
 }
 CUDA_KERNELS = {"flash", "flex", "products", "varlen"}  # see tests/accelerator
 KERNELS = [kernel.name for kernel in ATTENTION.kernels if kernel.name not in CUDA_KERNELS]

@@ -63,7 +63,7 @@ def test_values_and_gradients_equal_the_definition_in_chunks_of_any_size(
 
 @pytest.mark.parametrize("kernel", ["chunked", "fused", "reference"])
 @pytest.mark.parametrize("fields", [{"scale": 0.3}, {"softcap": 1.5}, {"scale": 2.5, "softcap": 0.7}, {}])
-def test_bias_scale_and_softcap(fields: dict[str, float], kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bias_scale_and_softcap(fields: dict[str, Any], kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", DeviceSize(4 * 11, 4 * 11))
     results = []
     for side in ("torch", "heddle"):

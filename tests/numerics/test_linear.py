@@ -11,7 +11,6 @@ from heddle.numerics.dispatch.flop_counter import count_flops
 from heddle.numerics.dispatch.operation import record_choices
 from heddle.numerics.kernels import kernels
 from heddle.numerics.linear import (
-    MAX_PACKED_ROWS,
     PackedWeightCache,
     linear,
     linear_flops,
@@ -19,6 +18,7 @@ from heddle.numerics.linear import (
     packed_weights,
     reference,
 )
+from heddle.numerics.packed_product import MAX_PACKED_ROWS
 from tests.laws.planting import plant
 
 

@@ -120,8 +120,8 @@ def generate(  # noqa: PLR0913 - settings given by keyword
     num_beams: the beams of beam search.
     draft_model: a smaller model that proposes `speculative_tokens` tokens per round for speculative decoding: greedy
     text stays the same, sampled text follows the same distribution; `on_speculative_round` gets each round's counts.
-    compile_decoding: torch.compile makes one graph of a token's step: half a minute once, then less for each token. The
-    text is the same but for rounding.
+    compile_decoding: torch.compile makes one graph of a token's step: half a minute for a new design or length, seconds
+    where torch has kept it, then less for each token: for many tokens. The text is the same but for rounding.
     Where rotary frequencies depend on the text's length (dynamic NTK, LongRoPE), the length is that of the longest
     prompt plus max_new_tokens - 1, for all rows; the last new token is never read.
     Raises ConfigError for prompts that are empty or hold something else, and for a setting that is invalid, conflicts

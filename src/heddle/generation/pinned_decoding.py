@@ -4,7 +4,7 @@ The state is pinned (`State.pinned`): its facts hold for all next tokens until a
 reads `limit` slots. The limit doubles when it is reached. The first token of each limit runs without a graph: it grows
 the caches and loads the kernels. On a GPU the others replay what was captured after it. The host waits for none of
 them: tokens are chosen on the device, and read in blocks. `compile_decoding` compiles the step, on any device: fewer
-kernels in the graph, and on a CPU no Python between them.
+kernels in the graph. On a CPU it is recorded before, with packed weights, and no Python runs between its kernels.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,9 +15,11 @@ from torch import Tensor
 from heddle.errors import ConfigError
 from heddle.generation.capture import Step, capture
 from heddle.generation.model_runner import GenerationRequest, ModelRunner
+from heddle.generation.recorded_step import record_step
 from heddle.model.state import State
 
 MIN_LIMIT = 256  # slots that attention reads at least
+MIN_COMPILED_LIMIT = 1024  # where each limit is compiled: reading these takes less than compiling once more
 
 
 class PinnedDecoder:
@@ -40,6 +42,20 @@ class PinnedDecoder:
         """Read the newest tokens and choose the next ones, in place."""
         self.state.advance(self._read_tokens)
 
+    def compiled_step(self) -> Step:
+        """The step as one graph. It holds for the present limit; a call raises ConfigError if a compiler refuses it."""
+        if self.tokens.device.type == "cpu":
+            try:
+                return _refusing(record_step(self.step, self.tensors()))
+            except RuntimeError:  # it reads a value; torch.compile's tracer chooses kernels that read none
+                pass
+        return _refusing(torch.compile(self.step, fullgraph=True, dynamic=False))
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors that a step changes, each once."""
+        tensors = [self.tokens, self.position, *self.state.tensors().values()]
+        return list({id(tensor): tensor for tensor in tensors}.values())
+
     def _read_tokens(self, state: State) -> State:
         hidden, new_state = self.runner.forward(self.tokens.clamp(min=0)[:, None], None, state)
         self.position.add_(1)
@@ -48,9 +64,8 @@ class PinnedDecoder:
         return new_state
 
 
-def compile_step(step: Step) -> Step:
-    """The step as one graph of torch.compile. A call raises ConfigError if the compiler refuses it."""
-    compiled_step = torch.compile(step, fullgraph=True)
+def _refusing(compiled_step: Step) -> Step:
+    """The step, whose calls raise ConfigError if the compiler refuses it."""
 
     def run() -> None:
         try:
@@ -60,7 +75,7 @@ def compile_step(step: Step) -> Step:
 
             if not isinstance(error, TorchDynamoException):
                 raise
-            reason = str(error).strip().split("\n")[0]
+            reason = " ".join(str(error).split("\n\n")[0].split())
             raise ConfigError(
                 f"compile_decoding: torch.compile refuses a step of this design ({reason}); leave it out"
             ) from error
@@ -68,9 +83,14 @@ def compile_step(step: Step) -> Step:
     return run
 
 
-def next_limit(tokens: int, capacity: int) -> int:
-    """The slots that attention reads once rows have `tokens`: a power of two above it, at most the capacity."""
-    return min(capacity, max(MIN_LIMIT, 1 << tokens.bit_length()))
+def next_limit(tokens: int, capacity: int, is_compiled: bool = False) -> int:
+    """The slots that attention reads once rows have `tokens`: a power of two above it, at most the capacity.
+
+    is_compiled: each limit takes the compiler's time, so there are fewer: the powers are those of four.
+    """
+    if not is_compiled:
+        return min(capacity, max(MIN_LIMIT, 1 << tokens.bit_length()))
+    return min(capacity, max(MIN_COMPILED_LIMIT, 1 << (tokens.bit_length() + 1) // 2 * 2))
 
 
 def pinned_steps(
@@ -92,13 +112,15 @@ def pinned_steps(
     count = limit = state.table.max_tokens
     capacity = count + request.max_new_tokens - 1
     decoder = PinnedDecoder(runner, request, tokens, state)
-    step = compile_step(decoder.step) if request.compile_decoding else decoder.step
+    step, is_compiled = decoder.step, request.compile_decoding
     replay: Step | None = None
     for _ in range(request.max_new_tokens - 1):
         if count == limit:
-            limit, replay = next_limit(count, capacity), None
+            limit, replay = next_limit(count, capacity, is_compiled), None
             decoder.grow(limit)
-            is_loaded = not request.compile_decoding  # its kernels
+            if is_compiled and count + 1 < capacity:
+                step = decoder.compiled_step()
+            is_loaded = not is_compiled  # its kernels
         else:
             if replay is None and on_refusal is not None and is_loaded:
                 try:

@@ -41,12 +41,22 @@ CHUNK_MULTIPLE = DeviceSize(1, 128)  # tokens: accelerators multiply tiles of so
 
 
 class OutputHead(NamedTuple):
-    """weight [vocab, width] and bias [vocab] of a head. `scale` multiplies the logits, then `softcap` bounds them."""
+    """weight [vocab, width] and bias [vocab] of a head. `scale` multiplies the logits, then `softcap` bounds them.
+
+    transform: what hidden states pass through first, [N, width] -> [N, width].
+    """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    transform: Callable[[Tensor], Tensor] | None = None
+
+    def apply_transform(self, hidden: Tensor) -> "TeacherOutput":
+        """The hidden states after the transform, and the head without it."""
+        return TeacherOutput(
+            hidden if self.transform is None else self.transform(hidden), self._replace(transform=None)
+        )
 
 
 class TeacherOutput(NamedTuple):
@@ -91,7 +101,7 @@ def token_losses(hidden: Tensor, head: OutputHead, targets: Tensor) -> Tensor:
     chunk_size = _chunk_size(head.weight)
     chunks = zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
     with torch.no_grad():
-        return torch.cat([reference(hidden_chunk, head, target_chunk) for hidden_chunk, target_chunk in chunks])
+        return torch.cat([reference(*head.apply_transform(part), target_part) for part, target_part in chunks])
 
 
 def loss_sum(hidden: Tensor, head: OutputHead, targets: Tensor) -> Tensor:
@@ -99,6 +109,7 @@ def loss_sum(hidden: Tensor, head: OutputHead, targets: Tensor) -> Tensor:
 
     Within `torch.autocast`, products run in its dtype, sums and exponentials in float32.
     """
+    hidden, head = head.apply_transform(hidden)
     _count_flops(hidden, head)
     return _sums(hidden, head, targets, Objective())[0]
 
@@ -110,6 +121,9 @@ def distillation_sums(
 
     The teacher gets no gradient. Its logits, too, exist in chunks only.
     """
+    hidden, head = head.apply_transform(hidden)
+    with torch.no_grad():
+        teacher = teacher.head.apply_transform(teacher.hidden)
     _count_flops(hidden, head)
     _count_flops(*teacher)
     return DistillationSums(*_sums(hidden, head, targets, Objective(teacher, text_weight, logits_weight)))
@@ -173,7 +187,7 @@ def _log_probabilities(
     teacher: TeacherOutput, chunk: slice, product_dtype: torch.dtype, sum_dtype: torch.dtype
 ) -> Tensor:
     """Return the log-probabilities [chunk, vocab] of a teacher."""
-    weight, bias, scale, softcap = teacher.head
+    weight, bias, scale, softcap, _ = teacher.head
     logits = (teacher.hidden[chunk].to(product_dtype) @ weight.to(product_dtype).T).to(sum_dtype)
     return torch.log_softmax(scale_and_cap(logits if bias is None else logits.add_(bias), scale, softcap), 1)
 

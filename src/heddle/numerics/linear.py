@@ -17,13 +17,11 @@ from torch.nn import Parameter, functional
 
 from heddle.numerics.dispatch.flop_counter import add_flops
 from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
+from heddle.numerics.packed_product import MAX_PACKED_ROWS, LinearMap, pack_maps, packed_linear
 
-MAX_PACKED_ROWS = 64  # with more rows a product is bound by arithmetic, and packing gains little
 MIN_PACKED_ELEMENTS = 2**15  # calling a kernel costs more than reading a smaller weight
-FOUR_ROW_ELEMENTS = 2**20  # oneDNN reads a weight this large faster for four rows than for one
 
 Cached = TypeVar("Cached")
-LinearMap = tuple[Tensor, Tensor | None]  # weight [out, in] and bias [out]
 
 # The key is the address, shape and strides of the tensors, so that a slice of a stacked weight is recognized. The entry
 # is the tensors themselves (which keeps their addresses valid), their version counters, and the cached value.
@@ -89,32 +87,6 @@ def _packed_linears(x: Tensor, linear_maps: Sequence[LinearMap]) -> Tensor:
     tensors = [tensor for linear_map in linear_maps for tensor in linear_map if tensor is not None]
     y = packed_linear(rows, cached_pack(tensors, lambda: pack_maps(linear_maps)))
     return y.view(*x.shape[:-1], y.shape[-1])
-
-
-class PackedMaps(NamedTuple):
-    """Concatenated weights in oneDNN's layout, their biases, and whether a single row is faster repeated to four."""
-
-    weight: Tensor
-    bias: Tensor | None
-    pad_to_four_rows: bool
-
-
-def pack_maps(linear_maps: Sequence[LinearMap]) -> PackedMaps:
-    """Pack all weights and biases into one copy. A missing bias is zero if another map has one."""
-    weights, bias = torch.cat([weight.detach() for weight, _ in linear_maps]), None
-    if any(map_bias is not None for _, map_bias in linear_maps):
-        biases = (weight.new_zeros(len(weight)) if bias is None else bias.detach() for weight, bias in linear_maps)
-        bias = torch.cat(list(biases))
-    packed = torch.ops.mkldnn._reorder_linear_weight(weights, MAX_PACKED_ROWS)
-    return PackedMaps(packed, bias, weights.numel() >= FOUR_ROW_ELEMENTS)
-
-
-def packed_linear(rows: Tensor, packed: PackedMaps) -> Tensor:
-    """rows [N, in] -> [N, Σ out]."""
-    padded = packed.pad_to_four_rows and rows.shape[0] == 1
-    product = torch.ops.mkldnn._linear_pointwise.default
-    y: Tensor = product(rows.expand(4, -1) if padded else rows, packed.weight, packed.bias, "none", [], "")
-    return y[:1] if padded else y
 
 
 def cached_pack(tensors: Sequence[Tensor], compute: Callable[[], Cached]) -> Cached:

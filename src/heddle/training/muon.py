@@ -13,12 +13,13 @@ from torch import Tensor
 from heddle.distributed.owners import compute_on_owners, owner_count
 from heddle.distributed.ranks import local_part
 from heddle.numerics.dispatch.device_size import DeviceSize
+from heddle.training.eager_optimizer import EagerOptimizer
 
 STACK_ELEMENTS = DeviceSize(cpu=2**16, accelerator=2**28)  # a CPU multiplies larger matrices faster one by one
 SMALLEST_NORM = 1e-7  # torch's default
 
 
-class StackedMuon(torch.optim.Muon):
+class StackedMuon(EagerOptimizer, torch.optim.Muon):
     """torch's Muon, with its settings, its numbers and a momentum for each matrix.
 
     found_inf: 0 or 1, float32 [] on the device; 1 leaves weights and momenta as they are. None: gradients are finite.

@@ -19,6 +19,7 @@ from heddle.distributed.ranks import held_rows, local_part
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
 from heddle.parts.modules.linear import SelfInitialized
+from heddle.training.eager_optimizer import EagerAdamw
 from heddle.training.master_weights import MasterWeights, memory_of
 from heddle.training.muon import StackedMuon
 from heddle.training.state_buffers import share_buffers
@@ -198,7 +199,7 @@ def build_optimizer(
     optimizers: list[torch.optim.Optimizer] = []
     if adamw_groups:
         fused = model.embed.weight.device.type not in _UNFUSED
-        optimizers.append(torch.optim.AdamW(_param_groups(adamw_groups), lr=0.0, betas=(0.9, 0.95), fused=fused))
+        optimizers.append(EagerAdamw(_param_groups(adamw_groups), lr=0.0, betas=(0.9, 0.95), fused=fused))
     if muon_groups:
         adjust = "match_rms_adamw"
         optimizers.append(StackedMuon(_param_groups(muon_groups), lr=0.0, momentum=0.95, adjust_lr_fn=adjust))

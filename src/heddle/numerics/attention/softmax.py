@@ -112,11 +112,15 @@ def _folded(
     if modifiers.softcap is not None:
         all_rows = None if bias is None else bias[0]  # every key is visible, so all rows are equal
         return masked_attention(q, k, v, scale, None, BlockModifiers(modifiers.softcap, sink, all_rows))
-    batch = q.shape[0]
-    folded = q.reshape(batch, k.shape[1], -1, q.shape[-1])
+    return _fold_heads(q, k, v, scale, bias, sink)
+
+
+def _fold_heads(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, sink: Tensor | None) -> Tensor:
+    """`sdpa` with the heads of a group as its queries. bias: None, [B or 1, H, T, S], or [B or 1, 1, 1, S] for all."""
+    folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
     if sink is not None:
         sink = sink.reshape(*folded.shape[:3], 1)
-    if bias is not None:
+    if bias is not None and bias.shape[1] > 1:
         bias = bias.reshape(bias.shape[0], *folded.shape[1:3], k.shape[2])
     return sdpa(folded, k, v, scale, bias, sink=sink).reshape(*q.shape[:3], v.shape[-1])
 
@@ -211,7 +215,8 @@ def _tiles(
         # torch's kernels give zeros or NaN for rows without visible keys: such a row sees every key, then becomes zero.
         empty = ~visible.any(-1, keepdim=True)
         attn_mask = visible | empty if bias is None else bias.masked_fill(~(visible | empty), float("-inf"))
-        y = sdpa(tile_q, k, v, scale, attn_mask, sink=modifiers.sink_per_query(tile_q))
+        attend = _fold_heads if q.shape[2] == 1 else sdpa  # a token's heads see the same keys, which are read once
+        y = attend(tile_q, k, v, scale, attn_mask, sink=modifiers.sink_per_query(tile_q))
         out.append(y.masked_fill(empty, 0.0))
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 

@@ -17,17 +17,9 @@ from heddle.numerics.dispatch.flop_counter import add_flops
 from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
 from heddle.numerics.experts.grouped import blockwise, grouped
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights, SortedExperts, hidden_activation
-from heddle.numerics.linear import (
-    MAX_PACKED_ROWS,
-    PackedMaps,
-    cached_pack,
-    can_use_packed,
-    pack_maps,
-    packed_linear,
-    uncounted_linear,
-    uncounted_linears,
-)
+from heddle.numerics.linear import cached_pack, can_use_packed, uncounted_linear, uncounted_linears
 from heddle.numerics.norms import without_autocast
+from heddle.numerics.packed_product import MAX_PACKED_ROWS, PackedMaps, pack_maps, packed_linear
 
 
 class ExpertsFacts(NamedTuple):
