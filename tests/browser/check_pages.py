@@ -179,7 +179,7 @@ def test_every_published_model_opens_after_any_layer_of_another(browser: Browser
       }).join();
       return [model.name, drawn.includes("NaN"), refusals(state.design).length];
     })"""
-    opened = browser.run(f"history.replaceState = () => {{}}; state.design.tokens = 1024; {walk}")
+    opened = browser.run(f"history.replaceState = () => {{}}; state.design.tokens = 4096; {walk}")
     assert len(opened) == len(published_designs())
     assert [name for name, is_broken, refused in opened if is_broken or refused] == []
     assert browser.errors == []

@@ -240,7 +240,9 @@ function fromAddress() {
 
 function setModel(index) {
   const { tokens, bytes } = state.design, name = layer().mixer?.kind;
-  state.design = { tokens, bytes, ...copy(DATA.models[index].design) };
+  const design = copy(DATA.models[index].design), position = design.embedding?.position;
+  const longest = position?.kind === "learned" ? position.length : Infinity;
+  state.design = { bytes, ...design, tokens: Math.min(tokens, longest) };
   const at = state.design.layers.findIndex(each => each.mixer?.kind === name);
   state.layer = Math.max(0, at);
 }
