@@ -19,7 +19,7 @@ RUN := .venv/bin/python
 export PYTHON TORCH_INDEX PIP_ARGS HASHES
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help compare compare-all ablation test test-browser quick soak bench evidence docs package clean core dev
+.PHONY: help compare compare-all ablation test test-browser quick soak clients bench evidence docs package clean core dev
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -61,6 +61,9 @@ quick: dev ## what one runs many times a day: style, types, house rules, parts, 
 soak: dev ## run only the long tests (HEDDLE_SOAK_DESIGNS=2000: more random designs)
 	@$(RUN) -m pytest -m soak -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 	@$(RUN) tools/soak.py --seconds $(SOAK_SECONDS)
+
+clients: dev ## run other programs on heddle's folders, each in an environment of its own (needs a package index)
+	@$(RUN) -m pytest -s -m soak tests/clients $(PYTEST_ARGS)
 
 bench: dev ## speed against peers and limits: about 40 minutes (BENCH_ARGS=--all: every benchmark); continues where it stopped
 	@$(RUN) -m benchmarks.run_all $(BENCH_ARGS)

@@ -53,7 +53,7 @@ COMMANDS = {
     ),
     "tokenizing": Command(f"train @/good.yaml --data @/corpus --sequence-length 16 {TRAIN}", has_own_cache=True),
     "lora": Command(f"train --from @/run --lora 2 {TEXT}"),
-    "distillation": Command(f"train @/good.yaml --distill @/run --tokenizer @/tokenizer.json {TEXT}"),
+    "distillation": Command(f"train @/good.yaml --distill @/run {TEXT}"),
     "healing": Command(f"{CONVERT} --heal 1024"),
     "convert": Command(CONVERT),
     "import": Command("import @/exported ~/out --quiet"),
@@ -151,6 +151,8 @@ class Process:
 
         Returns the seconds of processor time that it took after the signal.
         """
+        if self.process.poll() is not None:  # it had ended already, and its processor time can no longer be read
+            return 0.0
         below = descendants(self.process.pid)
         before = sum(map(_cpu_of, [self.process.pid, *below]))
         victim = worker.choice(below) if worker and below else self.process.pid
@@ -269,7 +271,8 @@ class KilledCommand:
         if number == signal.SIGKILL:
             return
         if cpu > CPU_SECONDS:
-            yield f"{cpu:.1f} seconds of work after the signal"
+            name = signal.Signals(number).name
+            yield f"{cpu:.1f} seconds of work after {name}, code {ended.code}: {ended.err[-500:]}"
         if "Traceback" in ended.err or "Traceback" in ended.out:
             yield f"a traceback: {ended.err[-1500:]}"
         codes = {0} if self.name == "serve" else set[int]()
@@ -341,7 +344,7 @@ def _content(path: Path) -> Any:
         return _without_measured(json.loads(path.read_text()))
     if path.suffix == ".jsonl":
         return [_without_measured(json.loads(line)) for line in path.read_text().splitlines()]
-    if path.name in ("report.html", "index.html") or "-speed-" in path.name:  # shows what was measured
+    if path.name in ("report.html", "ladder.html", "index.html") or "-speed-" in path.name:  # shows what was measured
         return "measured"
     return hashlib.sha256(path.read_bytes()).hexdigest()
 

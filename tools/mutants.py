@@ -1,6 +1,8 @@
 """Plant generated bugs in floors 1 to 3 (numerics, parts, model), one after the other, and count those that tests kill.
 
     python tools/mutants.py [--count 500] [--seed 0] [--limit 30] [--seconds N] [--record runs/mutants.jsonl]
+    python -m pytest -p tools.reached_functions --reached runs/mutants.tests.json tests/parts tests/model
+    python tools/mutants.py --again [--record runs/mutants.jsonl]
     python tools/mutants.py --table [--record runs/mutants.jsonl]
 
 The mutants are drawn by the seed, in turn from every file. Each is the work of one operator at one place: an exchanged
@@ -10,6 +12,8 @@ of the cases that pass through the function, and the test files of its name or t
 touched. Which cases reach which function is measured once for the tree and stored beside the record. A mutant is a line
 of the record; the next call goes on after it. Without a result within the limit of processor seconds it is counted
 apart, as without an end.
+--again tries those that survived, or did not end, with single tests that call the function, whatever they are named;
+which ones do is measured before, by tools/reached_functions.py.
 --table prints the counts and the survivors as Markdown.
 """
 
@@ -42,6 +46,8 @@ FLOORS = ("numerics", "parts", "model")
 TEST_FOLDERS = (*FLOORS, "generation", "conversion", "training")
 MOST_FILES = 5  # of tests for a mutant
 ONLY_ELSEWHERE = {"flex.py", "liger.py", "varlen.py"}  # they run on an accelerator only
+MOST_SECONDS = 4.0  # of single tests for a mutant that survived
+WHOLE_DESIGNS = ("tests/test_golden_runs.py", "tests/model/test_size_equality.py")
 CHECKED_CASES = 3  # of those that reach a function, drawn for each mutant
 REACH_LAWS = ("chunked_decoding", "gradient_accumulation")  # they show which functions a case reaches
 FIRST_LAWS = ("kernel_equivalence", *REACH_LAWS, "padding_invariance", "document_packing", "state_rollback")
@@ -290,6 +296,82 @@ def check(site: Site, cases: list[str], files: list[str]) -> str:
     return "survives"
 
 
+class FirstFailure:
+    """A plugin of pytest that remembers the first test that failed."""
+
+    test = ""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Remember it."""
+        self.test = self.test or (report.nodeid if report.failed else "")
+
+
+def chosen_tests(site: Site, tests: dict[str, dict[str, Any]], whole: bool) -> list[str]:
+    """Tests that call the function of a mutant, in turn the shortest of each file, as many as `MOST_SECONDS` allow.
+
+    whole: only tests of whole designs, which kill most; else only the others.
+    """
+    name, by_file, chosen, seconds = f"{site.module}:{site.function}", defaultdict(list), list[str](), 0.0
+    for test in sorted((test for test in tests if name in tests[test]["functions"]), key=lambda t: tests[t]["seconds"]):
+        if test.startswith(WHOLE_DESIGNS) == whole:
+            by_file[test.partition("::")[0]].append(test)
+    while any(by_file.values()):
+        for queue in filter(None, by_file.values()):
+            test = queue.pop(0)
+            seconds += tests[test]["seconds"] + 0.005
+            if seconds > MOST_SECONDS:
+                return chosen
+            chosen.append(test)
+    return chosen
+
+
+def failing_test(chosen: list[str], site: Site | None) -> str:
+    """The first of the tests that fails, with a mutant planted before, or 'survives'."""
+    import pytest
+
+    first, options = FirstFailure(), ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of modules that the parent has imported
+    os.chdir(ROOT)
+    if site is not None:
+        plant(site)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        pytest.main([*chosen, *options], plugins=[first])
+    return first.test or "survives"
+
+
+def check_tests(site: Site, chosen: list[str], limit: float) -> str:
+    """Which of the tests kills a mutant, or 'survives'. A test that fails without the mutant does not count."""
+    while chosen:
+        result = in_child(partial(failing_test, chosen, site), limit) or "no end"
+        if result in ("survives", "no end"):
+            return result
+        if in_child(partial(failing_test, [result], None), limit) == "survives":
+            return result
+        chosen = chosen[chosen.index(result) + 1 :] if result in chosen else []
+    return "survives"
+
+
+def try_again(record: Path, limit: float, end: float) -> None:
+    """Try the survivors of a record with single tests, and write what kills them into it."""
+    import tests.cases  # for every child; imports of tests are slow
+    import tests.exchange.hf_models  # noqa: F401
+
+    known = json.loads(record.with_suffix(".tests.json").read_text())
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    for line in lines:
+        if line["killed_by"] not in ("survives", "no end") or line.get("tried_again") or time.monotonic() > end:
+            continue
+        site = Site(*(line[name] for name in Site._fields))
+        result, tried = "survives", 0
+        for whole in (True, False):
+            if result in ("survives", "no end"):
+                chosen = chosen_tests(site, known, whole)
+                result, tried = check_tests(site, chosen, limit), tried + len(chosen)
+        line |= {"killed_by": result, "tried_again": tried}
+        record.write_text("".join(json.dumps(each) + "\n" for each in lines))
+        print(f"{site.key}, line {site.line}, {site.change}, {tried} tests: {result[:100]}", flush=True)
+
+
 def in_child(call: Any, limit: float) -> str:
     """Return what `call` returns in a forked process; an empty text if it died, or took `limit` seconds of a processor.
 
@@ -354,6 +436,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=60.0)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--record", type=Path, default=ROOT / "runs" / "mutants.jsonl")
+    parser.add_argument("--again", action="store_true")
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
     if arguments.table:
@@ -363,6 +446,9 @@ def main() -> int:
 
     torch.set_num_threads(1)
     end = time.monotonic() + arguments.seconds
+    if arguments.again:
+        try_again(arguments.record, arguments.limit, end)
+        return 0
     arguments.record.parent.mkdir(exist_ok=True)
     finished = {json.loads(line)["key"] for line in arguments.record.read_text().splitlines()} \
         if arguments.record.is_file() else set()  # fmt: skip

@@ -8,7 +8,8 @@ name), kills (SIGKILLs of trainings, with and without asynchronous saving, whose
 wrong value in a design: its field is named), numbers (a number that is not finite: nothing moves, its place is named),
 server (requests of 50 clients, a twentieth abusive, to a process of its own, for an hour: right texts, no 5xx, flat
 memory), commands (SIGKILLs and signals at random moments of one command after the other: given again, each leaves what
-it leaves undisturbed, and a signal is answered in a sentence). Each round has a seed; a round that is finished is
+it leaves undisturbed, and a signal is answered in a sentence), flaky (the default test suite in random order, a share
+of its files a round, 40 rounds a repeat: runs with a failure). Each round has a seed; a round that is finished is
 counted, and the next call goes on with the next seed. The first failure is printed, counted, and ends the call with 1.
 """
 
@@ -33,13 +34,14 @@ from tests import killed_commands, small  # noqa: E402
 from tests.cli.test_verify import unnoticed, write_files  # noqa: E402
 from tests.model.test_hostile_designs import check_random  # noqa: E402
 from tests.mutated_files import refusals  # noqa: E402
+from tests.random_order import repeat_share  # noqa: E402
 from tests.serving.server_process import server  # noqa: E402
 from tests.training.test_first_non_finite import check_sites  # noqa: E402
 from tools.kill_test import ending, killed, moments, undisturbed  # noqa: E402
 
 DAMAGES, KILLS, STEPS = 5_000, 10, 30  # of a round
 FILES, DESIGNS, SITES = 5_000, 10_000, 500
-COMMAND_KILLS = 3  # and as many other signals at least
+COMMAND_KILLS = 10  # and as many other signals at least
 
 
 def damage(folder: Path, seed: int) -> tuple[int, list[str]]:
@@ -92,6 +94,11 @@ def numbers(folder: Path, seed: int) -> tuple[int, list[str]]:
     return 2 * SITES, [failure for check in checks for failure in _failure(check)]
 
 
+def flaky(folder: Path, seed: int) -> tuple[int, list[str]]:
+    """One share of a repeat of the test suite: (1, what failed in it)."""
+    return repeat_share(seed)
+
+
 def _failure(check: Callable[[], object]) -> list[str]:
     try:
         check()
@@ -102,7 +109,7 @@ def _failure(check: Callable[[], object]) -> list[str]:
 
 CAMPAIGNS: dict[str, Callable[[Path, int], tuple[int, list[str]]]] = {
     "damage": damage, "kills": kills, "files": files, "designs": designs, "numbers": numbers, "server": server,
-    "commands": commands,
+    "commands": commands, "flaky": flaky,
 }  # fmt: skip
 
 
@@ -139,7 +146,7 @@ def main() -> int:
                 add_round(arguments.record, name, seed, count, len(failures))
                 print(f"{name}, seed {seed}: {count} trials, {len(failures)} failures", flush=True)
                 if failures:
-                    print(failures[0])
+                    print(*failures, sep="\n")
                     return 1
     return 0
 

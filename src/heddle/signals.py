@@ -38,6 +38,7 @@ class StopRequest:
 def catch_stop_signals() -> Iterator[StopRequest]:
     """Within the block, record the first signal in the StopRequest; a second one raises Interrupted.
 
+    Raises Interrupted after a block that ends without having acted on the first one: it came too late to be read.
     Signals that the process was started to ignore stay ignored, as under nohup. Outside the main thread nothing is
     caught.
     """
@@ -51,6 +52,9 @@ def catch_stop_signals() -> Iterator[StopRequest]:
 
     with _handling(handle):
         yield stop_request
+    if stop_request.signal_number is not None:
+        name = signal.Signals(stop_request.signal_number).name
+        raise Interrupted(stop_request.signal_number, f"ended by {name}; the same command continues")
 
 
 @contextmanager

@@ -55,6 +55,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert run_command(["train", f"{root}/good.yaml", *text, *SIZE, "--save-every", "1"]) == 0
     own, tokenizer = load(root / "run")
     save(build(small.config(small.design(vocab_size=310))), root / "wider", tokenizer)
+    save(build(small.config(bidirectional())), root / "encoder", tokenizer)
     save(own, root / "other", Tokenizer.train([small.text(9000)[::-1]], small.VOCABULARY))
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (root / "talk.jsonl").write_text(json.dumps({"messages": talk}) + "\n" + json.dumps({"messages": talk[:1]}) + "\n")
@@ -244,6 +245,8 @@ ERRORS: list[tuple[str, int, str]] = [
     # generation
     ("generate @/none", 2, "@/none.*"),
     ("generate @/mine", 2, "@/mine.*"),
+    *((f"{verb} @/encoder", 2, "@/encoder: sees later tokens .causal: false., so it writes no text; read its logits")
+      for verb in ("generate", "serve", "chat")),
     ("generate @/run --max-new-tokens 0", 2, "max_new_tokens 0: must be at least 1"),
     ("generate @/run --temperature -1", 2, "temperature -1.0: must be 0 (greedy) or a number above it"),
     ("generate @/run --top-k 0", 2, "top_k 0: must be at least 1"),

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from heddle.analysis.workers import start_worker
 from heddle.cli.main import run_command
-from tests.killed_commands import COMMANDS, STOP_SIGNALS, Ended, KilledCommand, ending, write_workspace
+from tests.killed_commands import COMMANDS, STOP_SIGNALS, Ended, KilledCommand, Process, ending, write_workspace
 
 # Where a process dies, in the middle of what it writes.
 DIES = """
@@ -136,3 +137,11 @@ def test_kills_and_signals_at_random_moments(name: str, workspace: Path, tmp_pat
     trials = KilledCommand(name, workspace, tmp_path).tried(10, seed=1)
     assert trials.failures == []
     assert min(trials.kills, trials.signals) >= 10
+
+
+def test_a_command_that_had_ended_worked_no_longer(workspace: Path, tmp_path: Path) -> None:
+    """Its processor time is gone with it, and must not count as spent after the signal."""
+    process = Process(COMMANDS["export"], ["--help"], tmp_path / "cache", tmp_path / "output")
+    while process.process.poll() is None:
+        time.sleep(0.01)
+    assert process.end(signal.SIGINT) == 0.0

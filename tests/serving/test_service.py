@@ -12,9 +12,11 @@ import pytest
 from heddle.errors import ConfigError
 from heddle.generation.generate import generate
 from heddle.model.state import State
+from heddle.numerics.dispatch.transfer import to_device
 from heddle.serving.limits import ServerLimits
 from heddle.serving.server import host_names, listen
 from heddle.tokenization.tokenizer import Tokenizer
+from tests.laws.planting import plant
 from tests.serving.running import NAME, Running, Served, running_server, small_model
 
 PROMPTS = ("The weaver", "Another cloth", "La navette", "def weave")
@@ -253,16 +255,42 @@ def crowd(server: Served, clients: int, seconds: float, seed: int = 0) -> tuple[
     return statuses, len(wrong)
 
 
-def test_a_crowd_with_abusers_gets_right_texts_and_no_server_error() -> None:
-    """`tools/soak.py --name server` takes an hour, and a process of its own, whose memory must stay flat."""
+def check_crowd(clients: int, seconds: float) -> int:
+    """Right texts, no server error and no state left behind; the number of texts."""
     with running_server(new_tokens=1000) as server:
         before = states_in_memory()
-        statuses, wrong = crowd(server, 50, 2.0)
+        statuses, wrong = crowd(server, clients, seconds)
         server.wait_until_free()
         assert wrong == 0
         assert set(statuses) <= {0, 200, 400, 413, 429}
-        assert statuses.count(200) > 50
         assert states_in_memory() == before
+    return statuses.count(200)
+
+
+def test_a_crowd_with_abusers_gets_right_texts_and_no_server_error() -> None:
+    """`tools/soak.py --name server` takes an hour, and a process of its own, whose memory must stay flat."""
+    assert check_crowd(50, 2.0) > 50
+
+
+LEAKS = 'vars(to_device).setdefault("leaked", []).append(new_state)'
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("_choose", "zip(shared, chosen, strict=True)", "zip(shared, chosen[::-1], strict=True)"),
+        ("_choose", "row.newest == NOT_FINITE", "row.newest % 2 == 0"),
+        ("_forward", "hidden[:, -1], new_state", f"({LEAKS}, hidden[:, -1])[1], new_state"),
+    ],
+    ids=["tokens of other rows", "rows that fail", "states that stay"],
+)
+def test_planted_faults_are_seen(name: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, f"generation.scheduler:BatchScheduler.{name}", old, new)
+    try:
+        with pytest.raises(AssertionError):
+            check_crowd(20, 1.0)
+    finally:
+        vars(to_device).pop("leaked", None)
 
 
 def test_limits_and_addresses_that_cannot_be_are_refused() -> None:

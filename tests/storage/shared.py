@@ -1,5 +1,6 @@
 """Small checkpoints, and a stand-in for the system that counts, fails, dies and forgets what was not synced."""
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -139,3 +140,19 @@ def standing_in(system: System) -> Iterator[System]:
         yield system
     finally:
         file_io.system = os
+
+
+class FullDisk(System):
+    """Stands in for `os` on a disk that takes `room` more bytes, and then none. No removal makes room."""
+
+    def __init__(self, room: int):
+        super().__init__()
+        self.room = room
+
+    def write(self, descriptor: int, data: memoryview | bytes) -> int:
+        """Write what fits, as a disk does. Raises OSError when nothing does."""
+        if self.room <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count = os.write(descriptor, data[: self.room])
+        self.room -= count
+        return count

@@ -19,6 +19,7 @@ from heddle.training.optimizer import Optimizer, build_optimizer
 from heddle.training.step import accumulate_gradients, apply_gradients
 from heddle.training.step_result import BatchResult
 from tests.cases import CASES, case
+from tests.laws.planting import plant
 
 BAD = (float("nan"), float("inf"), -float("inf"))
 SITES, SOAK_SITES = 150, 5000  # of each optimizer
@@ -140,6 +141,22 @@ def check_sites(kind: str, count: int, seed: int = 1) -> None:
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_nothing_moves_and_the_place_is_named_wherever_a_number_is_not_finite(kind: str) -> None:
     check_sites(kind, SITES)
+
+
+@pytest.mark.parametrize(
+    ("target", "old", "new"),
+    [
+        ("training.optimizer:Optimizer.is_finite", "*self._moments()", ""),
+        ("training.optimizer:Optimizer.is_finite", "self.trainable.values()", "list(self.trainable.values())[-1:]"),
+        ("training.step:apply_gradients", "if not on_host or bool(result.is_finite):", "if True:"),
+        ("training.non_finite:_stored", "{label} {name}", "{label} a tensor"),
+    ],
+    ids=["moments are not read", "weights are not read", "no step is skipped", "the place is not named"],
+)
+def test_planted_faults_are_seen(target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, target, old, new)
+    with pytest.raises(AssertionError):
+        check_sites("adamw", 24)
 
 
 @pytest.mark.soak

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import signal
 import time
@@ -445,3 +446,27 @@ def test_equal_runs_are_equal_and_other_seeds_are_not(texts: Corpus, tmp_path: P
         train(small.job(texts, tmp_path / name, steps=3, seed=seed))
         prints.add(tensors_sha256(checkpoint_folder(tmp_path / name, 3)))
     assert len(prints) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_the_last_batch_of_the_last_evaluation_ends_the_training(
+    number: signal.Signals, texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing reads the request after that batch; without an exception the caller would go on to its next work."""
+    evaluate = loop.evaluate
+
+    def signalled(*arguments: Any) -> Any:
+        scores = evaluate(*arguments)
+        is_last = len(arguments) > 3
+        if is_last:
+            os.kill(os.getpid(), number)
+        return scores
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "evaluate", signalled)
+        with pytest.raises(Interrupted) as interrupted:
+            train(job(texts, tmp_path / "run"))
+    assert interrupted.value.exit_code == 128 + number
+    assert interrupted.value.sentence == f"ended by {number.name}; the same command continues"
+    again, undisturbed = train(job(texts, tmp_path / "run")), train(job(texts, tmp_path / "undisturbed"))
+    assert again.scores == undisturbed.scores

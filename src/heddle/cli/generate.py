@@ -22,6 +22,7 @@ from heddle.cli.options import (
     dtype_of,
     open_session,
 )
+from heddle.cli.serve import require_causal
 from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.progress import print_status, print_text
 
@@ -69,7 +70,7 @@ def generate(  # noqa: PLR0913 - one parameter per option
         int, typer.Option("--speculative-tokens", metavar="N", help="Tokens the draft model proposes at a time.")
     ] = 4,
     compile_decoding: Annotated[
-        bool, typer.Option("--compile", help="Compile the step of a token: half a minute once, then faster.")
+        bool, typer.Option("--compile", help="Compile the step of a token: pays from 1,000 new tokens on.")
     ] = False,
     weights: Annotated[
         str | None, typer.Option("--weights", metavar="NAME", help="int8 or int4: fewer bits a weight. [as saved]")
@@ -97,6 +98,7 @@ def generate(  # noqa: PLR0913 - one parameter per option
         model, tokenizer = load(run, dtype=dtype, device=runtime.device)
         if tokenizer is None:
             raise CheckpointError(f"{run}: holds no tokenizer.json, so it cannot read a prompt; train it with heddle")
+        require_causal(model, run)
         draft = None
         if draft_model is not None:
             draft, draft_tokenizer = load(draft_model, dtype=dtype, device=runtime.device)

@@ -138,7 +138,15 @@ def load_any(folder: Path, dtype: "torch.dtype", device: "torch.device | str") -
         model, tokenizer = load(folder, dtype=dtype, device=device)
     if tokenizer is None:
         raise CheckpointError(f"{folder}: holds no tokenizer.json, so it cannot read a prompt; train it with heddle")
+    require_causal(model, folder)
     return model, tokenizer
+
+
+def require_causal(model: "Decoder", folder: Path) -> None:
+    """Raises ConfigError for a model that sees later tokens."""
+    if not model.causal:
+        reason = "sees later tokens (causal: false), so it writes no text"
+        raise ConfigError(f"{folder}: {reason}; read its logits in Python, as docs/huggingface/loading.md shows")
 
 
 def _read_token(file: Path | None) -> str | None:
