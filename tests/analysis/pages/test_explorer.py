@@ -157,3 +157,11 @@ def test_a_bias_of_the_inputs_alone_is_counted() -> None:
     declared = declared_size(config, TEXT)
     assert declared is not None
     assert declared.parameters == size(config, context_length=TEXT).parameters
+
+
+def test_a_design_opens_with_no_more_tokens_than_it_has_learned_positions() -> None:
+    design = {"vocab_size": 50, "width": 16, "layers": [{"mixer": {"kind": "attention", "heads": 2}}]}
+    for length, shown in ((512, 512), (8192, 4096)):
+        embedding = {"position": {"kind": "learned", "length": length}}
+        page = explorer_page(config=heddle.load_config({**design, "embedding": embedding}))
+        assert re.search(r'"tokens": ?(\d+)', page)[1] == str(shown)  # type: ignore[index]

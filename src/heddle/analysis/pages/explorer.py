@@ -16,6 +16,7 @@ from heddle.analysis.explorer.published import explorer_design, published_design
 from heddle.analysis.pages.formulas import DIAGRAM, pieces_of
 from heddle.analysis.pages.render import render
 from heddle.model.config import ModelConfig
+from heddle.parts.positions.learned import LearnedConfig
 
 BLOCK = re.compile(r"\n\s*\n")
 CODE = re.compile(r"`([^`]+)`")
@@ -29,7 +30,7 @@ def explorer_page(slot: str | None = None, config: ModelConfig | None = None) ->
     slots = {name: kinds_of(name) for name in SLOTS}
     pages = list(SLOTS) if slot is None else [slot]
     kinds = [kind for name in pages for kind in slots[name]]
-    start = _start() if config is None else explorer_design(config) | {"tokens": 4096, "bytes": 2}
+    start = _start() if config is None else explorer_design(config) | {"tokens": _context(config), "bytes": 2}
     if slot == "positions" and config is None:
         start["layers"][0]["mixer"]["position"] = {"kind": "rope"}
     if slot == "scalings" and config is None:
@@ -69,6 +70,12 @@ def _script() -> str:
 
 def _kind_data(kind: Any) -> dict[str, Any]:
     return {key: value for key, value in asdict(kind).items() if key not in ("source", "slot")}
+
+
+def _context(config: ModelConfig) -> int:
+    """The tokens that the page shows at first: 4096, or the learned positions where there are fewer."""
+    position = config.embedding.position
+    return min(4096, position.length) if isinstance(position, LearnedConfig) else 4096
 
 
 def _start() -> dict[str, Any]:
