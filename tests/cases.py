@@ -378,6 +378,13 @@ CASES |= {
         layer({**RETENTION, "head_dim": 5, "decay": [1.0, 0.5, 0.01], "gate": "sigmoid"}, repeat=2)
     ),
     "retention-learned-decays": design(layer({**RETENTION, "decay": "learned", "position": ROPE}, repeat=2)),
+    "retention-lightning": design(
+        layer({**RETENTION, "activation": "silu", "gate": "sigmoid", "output_norm": "projection"}),
+        layer({**RETENTION, "head_dim": 5, "value_dim": 3, "output_norm": "projection", "norm": {"kind": "rms"}}),
+    ),
+    "retention-own-norm": design(
+        layer({**RETENTION, "activation": "relu", "norm": {"kind": "rms", "eps": 0.01}}), norm={"kind": "layer"}
+    ),
     "retention-beside-attention": design(
         layer({**RETENTION, "gate": "silu"}), layer(attention(window=3)), layer(LINEAR)
     ),
@@ -430,6 +437,9 @@ CASES |= {
     "residual-post-norm": wired("post_norm", drop_path=0.4, dropout=0.2),
     "residual-post-norm-apart": wired("post_norm", *APART, norm={"kind": "rms"}),
     "residual-deep-norm": wired("deep_norm", drop_path=0.4, dropout=0.2),
+    "residual-deep-norm-factors": wired(
+        "deep_norm", *APART, alpha=1.7, feedforward_alpha=0.6, multiplier=0.8, feedforward_multiplier=1.3, drop_path=0.3
+    ),
     "residual-sandwich": wired("sandwich", drop_path=0.5, dropout=0.1),
     "residual-sandwich-apart": wired("sandwich", *APART, norm={"kind": "rms", "offset": 1.0}),
     "residual-reordered": wired("reordered", drop_path=0.5, dropout=0.2),

@@ -189,6 +189,7 @@ GPT_INERT = frozenset(
 )
 # Experts, in a model with a dense layer among theirs.
 MIXTRAL: Fields = {"num_experts": 6, "num_experts_per_tok": 2}
+LIGHTNING: Fields = MIXTRAL | {"block_size": 16}
 MINIMAX_M2: Fields = {"num_local_experts": 6, "num_experts_per_tok": 2}
 HALF_TURNED: Fields = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}
 EXPERTS: Fields = MIXTRAL | {"moe_intermediate_size": 20, "num_hidden_layers": 4}
@@ -597,6 +598,21 @@ CASES: dict[str, Case] = {
         },
         inert=OF_LOSSES,
         fixed=frozenset(["router_jitter_noise"]),
+    ),
+    "minimax": Case(
+        {
+            "plain": LIGHTNING,
+            "linear-first-factors": LIGHTNING
+            | {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}
+            | {"num_hidden_layers": 4, "num_local_experts": 7, "num_experts_per_tok": 3}
+            | {"full_attn_alpha_factor": 2.1, "linear_attn_alpha_factor": 2.1, "mlp_alpha_factor": 1.6}
+            | {"full_attn_beta_factor": 0.8, "linear_attn_beta_factor": 0.8, "mlp_beta_factor": 1.2},
+            "five-heads-tied-window-yarn": LIGHTNING
+            | {"num_attention_heads": 5, "num_key_value_heads": 1, "sliding_window": 9}
+            | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3, **YARN},
+        },
+        inert=OF_LOSSES,
+        fixed=frozenset({"router_jitter_noise"}),
     ),
     "minimax_m2": Case(
         {

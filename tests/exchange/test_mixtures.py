@@ -44,6 +44,8 @@ def add(folder: Path, name: str) -> None:
         ("qwen3_5_moe_text", "mtp.fc.weight", "mtp."),
         ("glm4_moe", "model.layers.3.eh_proj.weight", "model.layers.3."),
         ("minimax_m2", "model.layers.3.eh_proj.weight", "model.layers.3."),
+        ("minimax", "model.layers.1.self_attn.slope_rate", "model.layers.*.self_attn.slope_rate"),
+        ("minimax", "model.layers.1.self_attn.key_decay", "model.layers.*.self_attn.*_decay"),
         ("nemotron_h", "mtp.layers.0.norm.weight", "mtp."),
     ],
 )

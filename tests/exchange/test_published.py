@@ -27,6 +27,7 @@ COUNTED = [
     "Qwen/Qwen3.5-397B-A17B, text model",
     "allenai/OLMoE-1B-7B-0125-Instruct",
     "zai-org/GLM-4.5-Air",
+    "MiniMaxAI/MiniMax-M1-80k-hf",
     "MiniMaxAI/MiniMax-M2.7",
     "moonshotai/Kimi-Linear-48B-A3B-Instruct",
     "ibm-granite/granite-4.0-h-small",

@@ -18,6 +18,7 @@ from heddle.numerics.recurrent import batched_chunks, chunked_sums, gated_delta,
 from heddle.parts.context.layout import Layout
 from heddle.parts.mixers import Mixer
 from tests.cases import LINEAR, RETENTION, ROPE, case, design, layer
+from tests.laws.planting import plant
 
 
 def model_of(mixer: dict[str, Any], **fields: Any) -> Decoder:
@@ -126,7 +127,69 @@ def test_retention_equals_its_formula(position: Any, decay: Any, gate: str | Non
     torch.testing.assert_close(got[0], want, rtol=0, atol=1e-11)
 
 
+LIGHTNING: dict[str, Any] = {
+    "activation": "silu",
+    "gate": "sigmoid",
+    "output_norm": "projection",
+    "norm": {"kind": "rms", "eps": 0.1},
+}
+
+
+@pytest.mark.parametrize("output_norm", ["per_head", "projection"])
+@pytest.mark.parametrize("function", ["silu", "relu"])
+def test_lightning_attention_equals_its_formula(function: str, output_norm: str) -> None:
+    """A loop over tokens: `W_out (norm(y) ⊙ σ(W_g x))`, y from the activations of q, k and v."""
+    fields = {
+        "activation": function,
+        "output_norm": output_norm,
+        "gate": "sigmoid",
+        "norm": {"kind": "rms", "eps": 0.1},
+    }
+    mixer = mixer_of(model_of(RETENTION, value_dim=5, decay=[0.9, 0.5, 0.3], **fields))
+    x = torch.randn(1, 9, 24, dtype=torch.float64)
+    assert lightning_distance(mixer, x, fields) < 1e-11
+
+
+def lightning_distance(mixer: Any, x: Tensor, fields: dict[str, Any]) -> float:
+    """The largest difference between the module and the loop."""
+    with torch.no_grad():
+        got, _ = mixer(x, Layout.causal(1, 9))
+        heads = []
+        for h, gamma in enumerate((0.9, 0.5, 0.3)):
+            q, k, v = (project(mixer, name, x[0], 3)[h] for name in "qkv")
+            q, k, v = ((z * z.sigmoid() if fields["activation"] == "silu" else z.clamp(min=0.0)) for z in (q, k, v))
+            state, rows = torch.zeros(q.shape[1], v.shape[1], dtype=torch.float64), []
+            for t in range(9):
+                state = gamma * state + torch.outer(k[t], v[t])
+                rows.append(q[t] @ state)
+            heads.append(torch.stack(rows))
+        gain = mixer.get_parameter("norm.weight")
+        if fields["output_norm"] == "per_head":
+            normed = [y / (y.pow(2).mean(1, keepdim=True) + 0.1).sqrt() * gain[h] for h, y in enumerate(heads)]
+            want = torch.cat(normed, dim=1)
+        else:
+            want = torch.cat(heads, dim=1)
+            want = want / (want.pow(2).mean(1, keepdim=True) + 0.1).sqrt() * gain
+        want = want * (x[0] @ mixer.get_parameter("gate.weight").T).sigmoid()
+        return float((got[0] - want @ mixer.get_parameter("out.weight").T).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("correct", "wrong"),
+    [
+        ("self.activation(y) for y in projections", "y for y in projections"),
+        ("[self.activation(y) for y in projections]", "[*map(self.activation, projections[:2]), projections[2]]"),
+        ("self.norm(y.flatten(2))", "self.norm(y.flatten(2).cumsum(1))"),
+    ],
+)
+def test_a_wrong_lightning_attention_is_caught(correct: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "parts.mixers.retention:Retention.forward", correct, wrong)
+    mixer = mixer_of(model_of(RETENTION, value_dim=5, decay=[0.9, 0.5, 0.3], **LIGHTNING))
+    assert lightning_distance(mixer, torch.randn(1, 9, 24, dtype=torch.float64), LIGHTNING) > 1e-3
+
+
 RECURRENT = [
+    "retention-lightning",
     "linear-attention-rope",
     "linear-attention-bidirectional",
     "retention-rope-gate",

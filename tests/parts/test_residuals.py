@@ -26,11 +26,14 @@ Function = Callable[[Array], Array]
 WIDTH, DEPTH = 6, 3
 NAMES = ("mixer", "feedforward")
 NORM = parse_config(NormConfig, {"kind": "layer", "bias": False})  # type: ignore[type-abstract]
+FACTORS = {"alpha": 1.7, "feedforward_alpha": 0.6, "multiplier": 0.8, "feedforward_multiplier": 1.3}
 KINDS: dict[str, dict[str, Any]] = {
     "pre_norm": {},
     "pre_norm, multiplied": {"kind": "pre_norm", "multiplier": 0.6},
     "post_norm": {},
     "deep_norm": {},
+    "deep_norm, all factors": {"kind": "deep_norm", **FACTORS},
+    "deep_norm, two factors": {"kind": "deep_norm", "alpha": 1.4, "multiplier": 0.7},
     "sandwich": {},
     "reordered": {},
     "parallel, one norm": {"kind": "parallel"},
@@ -105,11 +108,15 @@ def serial(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth:
                 x = norm(x + f(x), gain)
             elif name == "deep_norm":
                 x = norm((2 * depth) ** (1 / 4) * x + f(x), gain)
+            elif name == "deep_norm, two factors":
+                x = norm(1.4 * x + 0.7 * f(x), gain)
+            elif name == "deep_norm, all factors":
+                x = norm(1.7 * x + 0.8 * f(x) if branch == "mixer" else 0.6 * x + 1.3 * f(x), gain)
             elif name == "reordered":
                 x = x + norm(f(x), gain)
             else:
                 x = x + norm(f(norm(x, gain)), weights[f"layers.{index}.after.{branch}.weight"])
-    return x if name in ("post_norm", "deep_norm") else norm(x, weights["final_norm.norm.weight"])
+    return x if name.startswith(("post_norm", "deep_norm")) else norm(x, weights["final_norm.norm.weight"])
 
 
 def parallel(x: Array, weights: Weights, names: tuple[str, ...], depth: int) -> Array:
@@ -234,14 +241,32 @@ BUGS = {
     "DeepNorm that weights the sum instead of the stream": (
         "deep_norm",
         f"{PARTS}.deep_norm:DeepNorm.forward",
-        "self.alpha * stream + self.drops[name](branch(stream))",
-        "self.alpha * (stream + self.drops[name](branch(stream)))",
+        "alpha * stream + (y if",
+        "alpha * (stream + y) + (0 * y if",
     ),
     "DeepNorm's constant of a decoder with an encoder": (
         "deep_norm",
         f"{PARTS}.deep_norm:DeepNorm.__init__",
         "2 * context.depth",
         "3 * context.depth",
+    ),
+    "DeepNorm with the mixer's factor of the stream in both branches": (
+        "deep_norm, all factors",
+        f"{PARTS}.deep_norm:DeepNorm.__init__",
+        "config.feedforward_alpha or alpha",
+        "alpha",
+    ),
+    "DeepNorm that multiplies the stream and not the branch": (
+        "deep_norm, two factors",
+        f"{PARTS}.deep_norm:DeepNorm.forward",
+        "multiplier * y",
+        "y / multiplier",
+    ),
+    "DeepNorm whose feed-forward has no multiplier of its own": (
+        "deep_norm, all factors",
+        f"{PARTS}.deep_norm:DeepNorm.__init__",
+        "config.feedforward_multiplier or multiplier",
+        "multiplier",
     ),
     "a post-norm block that reads the normed stream twice": (
         "post_norm",

@@ -2,8 +2,11 @@
 
     S_t = γ_h S_{t−1} + k_t v_tᵀ,   y_t = norm_h(q_tᵀ S_t),   output W_out (y ⊙ act(W_g x))
 
-γ_h = 1 − 2^(−5−h) for head h = 0, 1, … unless given or learned; with other rates it is lightning attention (Qin et al.
-2024). A rotary embedding may rotate q and k. The norm is the model's default, over each head, with weights per head.
+γ_h = 1 − 2^(−5−h) for head h = 0, 1, … unless given or learned. A rotary embedding may rotate q and k. The norm is the
+model's unless given, over each head with weights per head, or over all heads at once.
+
+Lightning attention (Qin et al. 2024; MiniMax 2025) has an activation of q, k and v, other rates, and one norm of all
+heads: `W_out (norm(y) ⊙ σ(W_g x))`.
 """
 
 import math
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heddle.config import DesignError, Width, build_under, refuse
+from heddle.numerics.activations import PLAIN
 from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.dispatch.transfer import Constants
 from heddle.numerics.norms import at_least_float32
@@ -27,9 +31,11 @@ from heddle.parts.context.layout import Layout
 from heddle.parts.context.mixer_state import StateSpec
 from heddle.parts.context.recurrent_state import RecurrentState, call_layout, without_padding
 from heddle.parts.context.shrink import ShrinkContext, small_head_count, subsample
+from heddle.parts.feedforwards import Activation as PlainActivation
 from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_norm_width, scale_even, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
+from heddle.parts.norms import NormConfig
 from heddle.parts.positions import RotationConfig
 
 Factor = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -47,6 +53,9 @@ class RetentionConfig(MixerConfig):
     value_dim: Width | None = None  # default: head_dim
     decay: tuple[Factor, ...] | Literal["learned"] | None = None  # γ of each head; default: 1 − 2^(−5−h)
     gate: Literal["silu", "sigmoid"] | None = None  # of the output (Sun et al.: silu)
+    activation: PlainActivation | None = None  # of q, k and v
+    norm: NormConfig | None = None  # of the output; default: the model's norm
+    output_norm: Literal["per_head", "projection"] = "per_head"  # over each head, or over all of them at once
     position: RotationConfig | None = None
 
     @model_validator(mode="after")
@@ -56,10 +65,11 @@ class RetentionConfig(MixerConfig):
         return self
 
     def resolved(self, context: BuildContext) -> Self:
-        """Widths and rotary dims written out."""
+        """Widths, rotary dims and norm written out."""
         dim = context.head_dim(self.heads, self.head_dim)
         position = None if self.position is None else self.position.resolved(dim)
-        return self.replace(head_dim=dim, value_dim=self.value_dim or dim, position=position)
+        norm = self.norm or context.norm
+        return self.replace(head_dim=dim, value_dim=self.value_dim or dim, position=position, norm=norm)
 
     def shrunk(self, context: ShrinkContext) -> Self:
         """Few small heads and fewer rotary dims."""
@@ -90,13 +100,15 @@ class RetentionConfig(MixerConfig):
 
     @classmethod
     def costs(cls, n: Quantities) -> Costs:
-        """Projections, a norm for each head, and the recurrence."""
+        """Projections, a norm for each head or for all of them, and the recurrence."""
         dim = head_width(n, n.width)
         value_dim = n.default("value_dim", dim)
         check_rotation(n, dim)
         check_norm(n, value_dim)
+        together = n.equals("output_norm", "projection")
+        norms = together * n.norm(n.heads * value_dim) + (1 - together) * n.norm(value_dim, n.heads)
         own = Costs(
-            parameters=n.norm(value_dim, n.heads) + n.equals("decay", "learned") * n.heads,
+            parameters=norms + n.equals("decay", "learned") * n.heads,
             flops=causal_sums_flops(n.tokens, 1, n.heads, (dim, value_dim)),
             recurrent=n.heads * dim * value_dim,
         )
@@ -144,8 +156,12 @@ class Retention(RecurrentMixer):
         self.v = Linear(context.width, self.heads * self.value_dim, value_projection=True)
         self.out = Linear(self.heads * self.value_dim, context.width, output_projection=True)
         check_norm_width("value_dim", self.value_dim)
-        self.norm = context.norm.build(self.value_dim, self.heads)
-        self.activation = None if config.gate is None else GATES[config.gate]
+        norm, self.norm_per_head = config.norm or context.norm, config.output_norm == "per_head"
+        self.norm = (
+            norm.build(self.value_dim, self.heads) if self.norm_per_head else norm.build(self.heads * self.value_dim)
+        )
+        self.activation = None if config.activation is None else PLAIN[config.activation]
+        self.gate_function = None if config.gate is None else GATES[config.gate]
         self.gate = None if config.gate is None else Linear(context.width, self.heads * self.value_dim)
         self.decay = LearnedDecay(self.heads) if config.decay == "learned" else None
         factors = config.decay if isinstance(config.decay, tuple) else None
@@ -165,13 +181,17 @@ class Retention(RecurrentMixer):
         self, x: Tensor, layout: Layout, state: RecurrentState | None = None
     ) -> tuple[Tensor, RecurrentState | None]:
         """x [B, T, width] -> ([B, T, width], new state)."""
-        q, k, v = (split_heads(y, self.heads) for y in fused_projections(x, self.q, self.k, self.v))
+        projections = fused_projections(x, self.q, self.k, self.v)
+        if self.activation is not None:
+            projections = [self.activation(y) for y in projections]
+        q, k, v = (split_heads(y, self.heads) for y in projections)
         if self.position is not None:
             q, k = self.position(q, layout), self.position(k, layout)
         y, state = self._retain(q, k, v, layout, state)
-        y = self.norm(y.transpose(1, 2)).flatten(2).to(x.dtype)
-        if self.gate is not None and self.activation is not None:
-            y = y * self.activation(self.gate(x))
+        y = y.transpose(1, 2)
+        y = (self.norm(y).flatten(2) if self.norm_per_head else self.norm(y.flatten(2))).to(x.dtype)
+        if self.gate is not None and self.gate_function is not None:
+            y = y * self.gate_function(self.gate(x))
         return self.out(y), state
 
     @eager  # layouts differ from call to call, so this stays out of compiled regions
