@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 
-from heddle.exchange.family import families
+from heddle.exchange.family import MISSING_PARTS, families
 from heddle.exchange.family_match import HEDDLE
 from tests.exchange.cases import CASES
 from tools.markdown import joined, prose, table
@@ -37,7 +37,7 @@ fits that family; the model itself remembers it, also in its folder and in the r
 
 def page(written: str) -> str:
     """docs/huggingface/families.md."""
-    return joined("# Families", written, INTRO, table(HEADS, list(_rows())), MEANING, *_families())
+    return joined("# Families", written, INTRO, table(HEADS, list(_rows())), MEANING, *_families(), *_not_read())
 
 
 def _rows() -> Iterator[tuple[str, ...]]:
@@ -59,3 +59,9 @@ def _families() -> Iterator[str]:
             yield f"Variants tested: {', '.join(f'`{variant}`' for variant in CASES[name].variants)}."
         if family.ignored_tensors:
             yield f"Ignored tensors: {', '.join(f'`{pattern}`' for pattern in family.ignored_tensors)}."
+
+
+def _not_read() -> Iterator[str]:
+    yield "## Not read"
+    yield "Published since 2025, and refused by name, with what they need and heddle lacks:"
+    yield table(("family", "needs"), [(f"`{name}`", missing) for name, missing in MISSING_PARTS.items()])

@@ -169,17 +169,16 @@ def test_a_choice_changes_what_it_must(browser: Browser, explorers: dict[str, Pa
 
 def test_every_published_model_opens_after_any_layer_of_another(browser: Browser, explorers: dict[str, Path]) -> None:
     browser.open(explorers["design"])
-    walk = """DATA.models.map((model, index) => {
-      const list = document.getElementById("design-model");
+    walk = """const model = DATA.models[index], list = document.getElementById("design-model");
       list.value = String(index);
       list.dispatchEvent(new Event("input", {bubbles: true}));
       const drawn = model.design.layers.map((_, each) => {
         state.layer = each;
         return DATA.pages.map(slot => { state.slot = slot; render(); return $("pictures").innerHTML; }).join();
       }).join();
-      return [model.name, drawn.includes("NaN"), refusals(state.design).length];
-    })"""
-    opened = browser.run(f"history.replaceState = () => {{}}; state.design.tokens = 4096; {walk}")
+      return [model.name, drawn.includes("NaN"), refusals(state.design).length];"""
+    count = browser.run("history.replaceState = () => {}; state.design.tokens = 4096; DATA.models.length")
+    opened = [browser.run(f"(index => {{ {walk} }})({index})") for index in range(count)]
     assert len(opened) == len(published_designs())
     assert [name for name, is_broken, refused in opened if is_broken or refused] == []
     assert browser.errors == []

@@ -175,6 +175,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "classes that are no list": (anonymous(7), r"config\.json: model_type None is not read"),
     "unknown kind": (fields(model_type="mamba9"), r"'mamba9' is not read; did you mean 'mamba2'\? heddle reads"),
     "a long kind": (fields(model_type="x" * 4000), r"\(4002 characters\) is not read; heddle reads the \d+ families"),
+    "a kind without its parts": (fields(model_type="llama4_text"), r"'llama4_text' is not read; it needs .* in chunks"),
     "no kind": (fields(model_type=None), r"config\.json: model_type None is not read"),
     "a kind of wrong kind": (fields(model_type=["llama"]), r"model_type \['llama'\] is not read"),
     "unknown rope": (fields(rope_parameters={"rope_type": "spiral"}), r"rope_type 'spiral' is not known; heddle reads"),

@@ -14,6 +14,13 @@ from heddle.exchange.weight_map import WeightMap
 from heddle.model.config import ModelConfig
 
 FAMILIES_FOLDER = Path(__file__).parent / "families"
+# What heddle has no part for, by the model_type that needs it.
+MISSING_PARTS = {
+    "deepseek_v32": "an indexer that chooses which keys each query reads",
+    "deepseek_v4": "compressed attention, an indexer that chooses keys, and experts chosen by a token's id",
+    "gemma4_text": "embeddings for each layer, and layers that read the keys and values of others",
+    "llama4_text": "attention in chunks, and experts whose inputs are weighted",
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,10 @@ def family_of(config: Mapping[str, Any], source: str) -> Family:
         architectures = config.get("architectures")
         model_type = classes.get(tuple(architectures)) if isinstance(architectures, list) else None
     if not isinstance(model_type, str) or model_type not in families():
+        if isinstance(model_type, str) and (missing := MISSING_PARTS.get(model_type)):
+            raise ConfigError(
+                f"{source}: model_type {model_type!r} is not read; it needs {missing}, which heddle lacks"
+            )
         near = get_close_matches(model_type[:40], families(), n=1) if isinstance(model_type, str) else []
         question = f"did you mean {near[0]!r}? " if near else ""
         code = "; the code that 'auto_map' names is never run" if config.get("auto_map") else ""

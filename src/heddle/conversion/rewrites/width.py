@@ -29,7 +29,6 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.numerics.philox import ParameterDraws
 from heddle.parts.mixers.attention import Attention
-from heddle.parts.mixers.retention import Retention
 from heddle.parts.modules.linear import fill_normal
 from heddle.parts.norms.rms import RMSConfig, RMSNorm
 from heddle.parts.positions.learned import LearnedConfig
@@ -37,7 +36,6 @@ from heddle.parts.positions.learned import LearnedConfig
 # Norms within a mixer with the ε of the design, and the projections that their inputs are proportional to.
 NORM_INPUTS: dict[type[nn.Module], dict[str, str]] = {
     Attention: {"q_norm": "q", "k_norm": "k"},
-    Retention: {"norm": "v"},
 }
 
 
