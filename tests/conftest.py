@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start; this process is set below
+# A shell ignores SIGINT for what it runs in the background, and processes that tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A deadline or a slow-input check would measure the load of the machine, not the code.
 settings.register_profile(
