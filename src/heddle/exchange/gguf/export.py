@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from heddle.errors import CheckpointError, ConfigError
+from heddle.exchange import design_parts
 from heddle.exchange.export import HFTensors
 from heddle.exchange.family_match import FamilyMatch
-from heddle.exchange.gguf.architectures import Architecture, match_architecture, ropes_of
+from heddle.exchange.gguf.architectures import Architecture
 from heddle.exchange.gguf.gguf_tensors import GGUFTensor, gguf_tensors
+from heddle.exchange.gguf.graph_match import match_architecture, ropes_of
 from heddle.exchange.gguf.tokenizer import tokenizer_keys
 from heddle.exchange.imported_model import ImportedModel
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
+from heddle.parts.positions.learned import LearnedConfig
 from heddle.parts.scalings.linear import LinearConfig
 from heddle.parts.scalings.llama3 import Llama3Config
 from heddle.parts.scalings.yarn import YarnConfig
@@ -89,18 +92,25 @@ def _model_keys(
     config: dict[str, Any], model: Decoder, graph: Architecture, preserved: dict[str, Any]
 ) -> dict[str, Any]:
     """The GGUF keys of a model, without those of its tokenizer."""
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    design = model.config
+    mixer = design_parts.first_attention(design.resolved())
+    head_dim = mixer.head_dim or design.width // mixer.heads
+    lengths = [
+        values.get(name) for values in (preserved, config) for name in ("max_position_embeddings", "n_positions")
+    ]
     keys = {
-        "context_length": preserved.get("max_position_embeddings") or config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "block_count": config["num_hidden_layers"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
+        "context_length": next(length for length in lengths if length),
+        "embedding_length": design.width,
+        "block_count": design.depth,
+        "feed_forward_length": config.get("intermediate_size") or design_parts.first_mlp(design).hidden,
+        "attention.head_count": mixer.heads,
+        "attention.head_count_kv": mixer.kv_heads or mixer.heads,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "vocab_size": config["vocab_size"],
+        "attention.layer_norm_rms_epsilon" if "rms_norm_eps" in config else "attention.layer_norm_epsilon": float(
+            design_parts.norm_eps(design)
+        ),
+        "vocab_size": design.vocab_size,
         **_rope_keys(model.config, head_dim),
         **graph.extra_keys(config),
     }
@@ -108,8 +118,13 @@ def _model_keys(
 
 
 def _rope_keys(design: ModelConfig, head_dim: int) -> dict[str, Any]:
+    if isinstance(design.embedding.position, LearnedConfig):
+        return {}
     rope, sliding = ropes_of(design)
-    keys: dict[str, Any] = {"rope.dimension_count": head_dim, "rope.freq_base": float(rope.base)}
+    keys: dict[str, Any] = {
+        "rope.dimension_count": rope.rotary_dim or head_dim,
+        "rope.freq_base": float(rope.base),
+    }
     if sliding is not None:
         keys["rope.freq_base_swa"] = float(sliding.base)
     if isinstance(rope.scaling, LinearConfig):

@@ -13,6 +13,7 @@ from heddle.exchange.export import HFTensors
 from heddle.exchange.gguf.architectures import Architecture
 
 EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<index>\d+)\.(?P<after>.*)")
+FLOAT32_WEIGHTS = ("ffn_gate_inp", "position_embd")  # routers and learned positions
 SUFFIXES = (".weight", ".bias")
 Transform = Callable[[Tensor], Tensor]
 
@@ -43,7 +44,7 @@ def gguf_tensors(
 ) -> Iterator[GGUFTensor]:
     """All tensors of a GGUF, in the order of the family's tensors.
 
-    dtype: of matrices. Vectors and routers are always float32, as llama.cpp requires.
+    dtype: of matrices. Vectors, routers and learned positions are always float32, as llama.cpp requires.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -55,7 +56,9 @@ def gguf_tensors(
         hf_shape = tensors.weight_map.hf_shape(tensors.weight_map.rules[hf_names[0]])
         is_expert = stacked_name != hf_names[0]
         shape = torch.Size((len(hf_names), *hf_shape)) if is_expert else hf_shape
-        is_float32 = len(shape) < 2 or "ffn_gate_inp" in name
+        if graph.transposed and _is_layer_matrix(name):
+            shape = torch.Size(reversed(shape))
+        is_float32 = len(shape) < 2 or any(role in name for role in FLOAT32_WEIGHTS)
         transform, restore = _transforms_of(name, config, graph)
         if is_expert and len(hf_names) == 1:
             transform = partial(torch.unsqueeze, dim=0)
@@ -63,8 +66,12 @@ def gguf_tensors(
 
 
 def _depth(config: dict[str, Any]) -> int:
-    depth: int = config["num_hidden_layers"]
+    depth: int = config.get("num_hidden_layers") or config["n_layer"]
     return depth
+
+
+def _is_layer_matrix(name: str) -> bool:
+    return name.startswith("blk.") and name.endswith(".weight") and "norm" not in name
 
 
 def _group_experts(names: list[str]) -> list[tuple[str, ...]]:
@@ -80,6 +87,11 @@ def _transforms_of(name: str, config: dict[str, Any], graph: Architecture) -> tu
     for role, heads in ((".attn_q.", "num_attention_heads"), (".attn_k.", "num_key_value_heads")):
         if graph.interleaved_rope and role in name:
             return partial(interleave_rope_rows, heads=config[heads]), partial(_separate_rope_rows, heads=config[heads])
+    if graph.interleaved_heads and ".attn_qkv." in name:
+        heads = config["num_attention_heads"]
+        return partial(_swap_groups, sizes=(heads, 3)), partial(_swap_groups, sizes=(3, heads))
+    if graph.transposed and _is_layer_matrix(name):
+        return Tensor.t, Tensor.t
     if graph.norm_plus_one and name.endswith("norm.weight"):
         return partial(torch.add, other=1.0), partial(torch.sub, other=1.0)
     return _identity, _identity
@@ -94,6 +106,12 @@ def interleave_rope_rows(x: Tensor, heads: int) -> Tensor:
 def _separate_rope_rows(x: Tensor, heads: int) -> Tensor:
     split: Tensor = x.unflatten(0, (heads, -1, 2))
     return split.transpose(1, 2).flatten(0, 2)
+
+
+def _swap_groups(x: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """Reorder rows, seen as [*sizes, head_dim], to [sizes[1], sizes[0], head_dim]."""
+    split: Tensor = x.unflatten(0, (*sizes, -1))
+    return split.transpose(0, 1).flatten(0, 2)
 
 
 def _identity(x: Tensor) -> Tensor:

@@ -13,6 +13,15 @@ from heddle.parts.scalings.llama3 import Llama3Config
 
 T = TypeVar("T")
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
+PARTIAL_ROPE = ("phi2", "phi3", "gptneox")  # graphs whose RoPE may rotate some dims of a head only
+# Fields that the families of these graphs do not have.
+MISSING_FIELDS = {
+    "phi2": ("rms_norm_eps",),
+    "gpt2": ("head_dim", "intermediate_size", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_theta"),
+    "gptneox": ("head_dim", "num_key_value_heads", "rms_norm_eps"),
+    "command-r": ("rms_norm_eps",),
+    "cohere2": ("rms_norm_eps",),
+}
 GEMMA_ACTIVATION = {"hidden_activation": "gelu_pytorch_tanh"}
 # Of the scalings that Llama 3 was published with; a GGUF holds its factors alone.
 LLAMA3_FACTORS = (8.0, 32.0)
@@ -56,14 +65,16 @@ def config_from_keys(keys: Keys, shapes: Shapes) -> dict[str, Any]:
     if graph not in ARCHITECTURE_FIELDS:
         known = ", ".join(ARCHITECTURE_FIELDS)
         raise ConfigError(f"{keys.source}: its architecture {short_repr(graph)} is not read; heddle reads {known}")
-    return _common_fields(keys, graph, shapes) | ARCHITECTURE_FIELDS[graph](keys, graph, shapes)
+    config = _common_fields(keys, graph, shapes) | ARCHITECTURE_FIELDS[graph](keys, graph, shapes)
+    missing = MISSING_FIELDS.get(graph, ())
+    return {name: value for name, value in config.items() if name not in missing}
 
 
 def _common_fields(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
     width, heads = keys.require(f"{graph}.embedding_length", int), keys.require(f"{graph}.attention.head_count", int)
     rows = shapes.get("token_embd.weight", (0,))[0]
     head_dim = keys.get(f"{graph}.attention.key_length", width // max(heads, 1))
-    for name in ("attention.value_length", "rope.dimension_count"):
+    for name in ("attention.value_length", *(() if graph in PARTIAL_ROPE else ("rope.dimension_count",))):
         if keys.get(f"{graph}.{name}", head_dim) != head_dim:
             raise ConfigError(f"{keys.source}: key '{graph}.{name}' is not key_length = {head_dim}; heddle reads it so")
     theta = keys.get(f"{graph}.rope.freq_base", 10000.0)
@@ -201,6 +212,60 @@ def _olmo2(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
     return {"model_type": "olmo3", "sliding_window": window, **_ropes(keys, graph, theta, theta)}
 
 
+def _rotary_factor(keys: Keys, graph: str) -> float:
+    """The share of the dims of a head that RoPE rotates."""
+    width, heads = keys.require(f"{graph}.embedding_length", int), keys.require(f"{graph}.attention.head_count", int)
+    head_dim = keys.get(f"{graph}.attention.key_length", width // max(heads, 1))
+    return keys.get(f"{graph}.rope.dimension_count", head_dim) / max(head_dim, 1)
+
+
+def _layer_norm_eps(keys: Keys, graph: str) -> float:
+    return keys.get(f"{graph}.attention.layer_norm_epsilon", 1e-5)
+
+
+def _phi3(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    return {"model_type": "phi3", "partial_rotary_factor": _rotary_factor(keys, graph), "sliding_window": None}
+
+
+def _phi(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    return {
+        "model_type": "phi",
+        "partial_rotary_factor": _rotary_factor(keys, graph),
+        "layer_norm_eps": _layer_norm_eps(keys, graph),
+        "hidden_act": "gelu_new",
+    }
+
+
+def _gpt2(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "n_inner": keys.require(f"{graph}.feed_forward_length", int),
+        "layer_norm_epsilon": _layer_norm_eps(keys, graph),
+        "activation_function": "gelu_new",
+    }
+
+
+def _gpt_neox(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_neox",
+        "rotary_pct": _rotary_factor(keys, graph),
+        "rotary_emb_base": keys.get(f"{graph}.rope.freq_base", 10000.0),
+        "layer_norm_eps": _layer_norm_eps(keys, graph),
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_parallel_residual": keys.get(f"{graph}.use_parallel_residual", True),
+    }
+
+
+def _cohere(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    windows = {"sliding_window": keys.require(f"{graph}.attention.sliding_window", int)} if graph == "cohere2" else {}
+    return {
+        "model_type": "cohere2" if graph == "cohere2" else "cohere",
+        "logit_scale": keys.get(f"{graph}.logit_scale", 0.0625),
+        "layer_norm_eps": _layer_norm_eps(keys, graph),
+        **windows,
+    }
+
+
 ARCHITECTURE_FIELDS: dict[str, Callable[[Keys, str, Shapes], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": lambda keys, graph, shapes: {"model_type": "qwen2"},
@@ -214,4 +279,11 @@ ARCHITECTURE_FIELDS: dict[str, Callable[[Keys, str, Shapes], dict[str, Any]]] = 
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "olmo2": _olmo2,
+    "smollm3": lambda keys, graph, shapes: {"model_type": "smollm3"},
+    "phi3": _phi3,
+    "phi2": _phi,
+    "gpt2": _gpt2,
+    "gptneox": _gpt_neox,
+    "command-r": _cohere,
+    "cohere2": _cohere,
 }

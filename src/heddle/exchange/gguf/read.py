@@ -89,7 +89,6 @@ class GGUFFile:
         graph: Architecture = ARCHITECTURES[family.model_type]
         tensors = HFTensors(family, model)
         self._plan = {spec.name: spec for spec in gguf_tensors(tensors, self.config, graph, self.dtype)}
-        self._shapes = {name: tensors.weight_map.hf_shape(rule) for name, rule in tensors.weight_map.rules.items()}
 
     def tensor_specs(self) -> Container[str]:
         """The names of the family's tensors that the file holds."""
@@ -110,8 +109,8 @@ class GGUFFile:
                     continue
                 parts = list(values) if len(spec.hf_names) > 1 or values.dim() == 3 else [values]
                 for hf_name, part in zip(spec.hf_names, parts, strict=False):
-                    shape = self._shapes[hf_name]
-                    whole = part if part.shape != shape else spec.restore(part)
+                    has_shape = part.shape == spec.shape[len(spec.shape) - part.dim() :]
+                    whole = spec.restore(part) if has_shape else part
                     yield self.file.name, hf_name, whole.to(self.dtype).contiguous()
                 progress.advance(int(tensor.n_bytes))
         if packed:
