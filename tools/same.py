@@ -39,6 +39,7 @@ HERE = Path(__file__).resolve().parent
 DESIGNS, MAP = HERE / "same_designs.json", HERE / "same_options.json"
 PROBE = HERE / "same_sections.py"
 SECTIONS = ("logits", "families", "training", "reports", "files", "options", "api")
+ABSENT = "is not there"
 SHOWN = 40  # differences that are listed
 
 
@@ -75,32 +76,41 @@ def fingerprint(checkout: Path, old: Path | None) -> str:
     return sha.hexdigest()
 
 
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of everything that can differ; the order of a table's keys is one of them."""
-    if isinstance(value, dict) and value:
-        yield f"{path} keys", list(value)
-        for name, item in value.items():
-            yield from leaves(item, f"{path}.{name}" if path else str(name))
-    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
-        yield f"{path} length", len(value)
-        for index, item in enumerate(value):
-            yield from leaves(item, f"{path}.{index}")
+def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, str, str] | None]:
+    """Everything that can differ: (path, old value, new value) where it does, None where it is equal.
+
+    The order of a table's keys is one of them, and so is the length of a list.
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        yield from differences([key for key in old if key in new], [key for key in new if key in old], f"{path} order")
+        for name in dict.fromkeys([*old, *new]):
+            yield from differences(old.get(name, ABSENT), new.get(name, ABSENT), f"{path}.{name}")
+    elif isinstance(old, list) and isinstance(new, list) and any(isinstance(item, dict | list) for item in old):
+        yield from differences(len(old), len(new), f"{path} length")
+        for index, (before, after) in enumerate(zip(old, new, strict=False)):
+            yield from differences(before, after, f"{path}.{index}")
     else:
-        yield path, value
+        before, after = json.dumps(old), json.dumps(new)
+        yield None if before == after else (path, before, after)
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> tuple[int, list[tuple[str, str, str]]]:
-    """How many things were compared, and (path, old value, new value) of those that differ."""
-    before, after = dict(leaves(old)), dict(leaves(new))
-    paths = list(dict.fromkeys([*before, *after]))
-    shown = [{path: json.dumps(facts[path]) for path in facts} for facts in (before, after)]
-    pairs = [(path, *(side.get(path, "is not there") for side in shown)) for path in paths]
-    return len(paths), [(path, a, b) for path, a, b in pairs if a != b]
-
-
-def reason_for(path: str, expected: list[dict[str, str]]) -> str | None:
-    """The first declared entry whose pattern a difference has."""
+def named_by(path: str, expected: list[dict[str, str]]) -> str | None:
+    """The pattern of the first declared entry that a difference has."""
     return next((entry["path"] for entry in expected if fnmatchcase(path, entry["path"])), None)
+
+
+def expected_differences(declared: dict[str, Any]) -> list[dict[str, str]]:
+    """The declared entries and those of options that are gone. Raises ValueError for one without reason or remedy."""
+    expected = list(declared["expected"])
+    for entry in declared["options"]:
+        if entry["new"] is None and " " in entry["old"]:
+            verb, option = entry["old"].split()
+            reason = f"{entry.get('reason')}; {entry['remedy']}" if entry.get("remedy") else ""
+            expected.append({"path": f"options.read.{verb} *.values.{option}", "reason": reason})
+    for entry in [*expected, *declared["options"]]:
+        if not entry.get("reason"):
+            raise ValueError(f"{MAP.name}: {entry} has no reason, or no remedy for what is gone; write it")
+    return expected
 
 
 def compare(
@@ -109,12 +119,12 @@ def compare(
     """The lines of the report, and whether all that differs is named. facts: section -> those of OLD and of NEW."""
     rows, lines, used = [], [], Counter[str]()
     for section in sections:
-        count, found = differences(*facts(section))
-        named = [reason_for(f"{section}.{path}", expected) for path, *_ in found]
-        used.update(entry for entry in named if entry)
-        other = [each for each, entry in zip(found, named, strict=True) if entry is None]
-        rows.append((section, count, count - len(found), len(found) - len(other), len(other)))
-        lines += [f"{section}.{path}\n    OLD {a[:160]}\n    NEW {b[:160]}" for path, a, b in other[:SHOWN]]
+        compared = list(differences(*facts(section), section))
+        found = [each for each in compared if each is not None]
+        other = [each for each in found if named_by(each[0], expected) is None]
+        used.update(pattern for path, *_ in found if (pattern := named_by(path, expected)))
+        rows.append((section, len(compared), len(compared) - len(found), len(found) - len(other), len(other)))
+        lines += [f"{path}\n    OLD {before[:160]}\n    NEW {after[:160]}" for path, before, after in other[:SHOWN]]
         lines += [f"{section}: … and {len(other) - SHOWN} more"] if len(other) > SHOWN else []
     table = [f"{'section':<10}{'compared':>10}{'equal':>10}{'named':>10}{'different':>10}"]
     table += [f"{name:<10}" + "".join(f"{number:>10}" for number in numbers) for name, *numbers in rows]
@@ -164,6 +174,7 @@ def main() -> int:
     for checkout in (words.old, words.new):
         if not (checkout / "src/heddle/__init__.py").is_file():
             parser.error(f"{checkout}: holds no src/heddle; name the folder of a checkout")
+    expected = expected_differences(json.loads(MAP.read_text(encoding="utf-8")))
     with tempfile.TemporaryDirectory(prefix="heddle-same-") as temporary:
         work = (words.work or Path(temporary)).resolve()
 
@@ -171,7 +182,7 @@ def main() -> int:
             old = run_section(section, words.old.resolve(), work / "old", None)
             return old, run_section(section, words.new.resolve(), work / "new", work / "old")
 
-        lines, is_same = compare(sections, facts, json.loads(MAP.read_text(encoding="utf-8"))["expected"])
+        lines, is_same = compare(sections, facts, expected)
     print("\n".join(lines))
     return 0 if is_same else 1
 
