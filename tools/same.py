@@ -37,18 +37,18 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 DESIGNS, MAP = HERE / "same_designs.json", HERE / "same_options.json"
-PROBE = HERE / "same_sections.py"
+PROBE, COMMANDS = HERE / "same_sections.py", HERE / "same_commands.py"
 SECTIONS = ("logits", "families", "training", "reports", "files", "options", "api")
 ABSENT = "is not there"
-SHOWN = 40  # differences that are listed
+SHOWN = 12  # differences of a section that are listed
 
 
 def run_section(section: str, checkout: Path, work: Path, old: Path | None) -> dict[str, Any]:
     """The facts of a section, from a process with a checkout's package; kept beside its work folder and used again.
 
-    They are computed anew if the package, this tool or the versions under it changed. Raises RuntimeError if it fails.
+    They are computed anew if the package, the section or the machine changed. Raises RuntimeError if it fails.
     """
-    stamp = fingerprint(checkout, old)
+    stamp = fingerprint(section, checkout, old)
     kept = work / f"{section}.json"
     if kept.is_file() and (content := json.loads(kept.read_text(encoding="utf-8")))["of"] == stamp:
         return dict(content["facts"])
@@ -67,12 +67,15 @@ def run_section(section: str, checkout: Path, work: Path, old: Path | None) -> d
     return facts
 
 
-def fingerprint(checkout: Path, old: Path | None) -> str:
-    """Of a package's files, of this tool and of what both run on."""
-    sha = hashlib.sha256(json.dumps([str(old), sys.version, platform.node(), platform.version()]).encode())
+def fingerprint(section: str, checkout: Path, old: Path | None) -> str:
+    """Of a package's files, of what the section reads of this tool, and of what both run on."""
+    before = "" if old is None else json.loads((old / f"{section}.json").read_text(encoding="utf-8"))["of"]
+    sha = hashlib.sha256(json.dumps([before, sys.version, platform.node(), platform.version()]).encode())
     package = [path for path in (checkout / "src").rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    for path in sorted([*package, *HERE.glob("same*.*")]):
-        sha.update(f"{path.relative_to(checkout if path in package else HERE)} ".encode() + path.read_bytes())
+    for path in sorted(package):
+        sha.update(f"{path.relative_to(checkout)} ".encode() + path.read_bytes())
+    for path in (PROBE, DESIGNS, *((COMMANDS, MAP) if section == "options" else ())):
+        sha.update(path.read_bytes())
     return sha.hexdigest()
 
 
@@ -124,7 +127,7 @@ def compare(
         other = [each for each in found if named_by(each[0], expected) is None]
         used.update(pattern for path, *_ in found if (pattern := named_by(path, expected)))
         rows.append((section, len(compared), len(compared) - len(found), len(found) - len(other), len(other)))
-        lines += [f"{path}\n    OLD {before[:160]}\n    NEW {after[:160]}" for path, before, after in other[:SHOWN]]
+        lines += [f"{path}\n    OLD {before[:120]}\n    NEW {after[:120]}" for path, before, after in other[:SHOWN]]
         lines += [f"{section}: … and {len(other) - SHOWN} more"] if len(other) > SHOWN else []
     table = [f"{'section':<10}{'compared':>10}{'equal':>10}{'named':>10}{'different':>10}"]
     table += [f"{name:<10}" + "".join(f"{number:>10}" for number in numbers) for name, *numbers in rows]
