@@ -22,7 +22,7 @@ MAX_ROUNDS, MAX_LENGTH = 1000, 2**20
 _TRAINED_BYTES = 16  # of a float32 weight, its gradient and AdamW's two moments
 
 
-def bench(  # noqa: PLR0913 - one parameter per option
+def bench(
     designs: Annotated[
         list[str], typer.Argument(metavar="DESIGN|FIELD=VALUE", help="Ratios are to the first; overrides apply to all.")
     ],

@@ -38,7 +38,7 @@ COMMANDS = """\
 A line that begins with // is a text that begins with /."""
 
 
-def chat(  # noqa: PLR0913 - one parameter per option
+def chat(
     models: Annotated[
         list[Path], typer.Argument(metavar="RUN [RUN2]", help="A run, a model's folder, or one of transformers.")
     ],

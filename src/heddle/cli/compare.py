@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 DEFAULT_TUNING_BUDGET = "1"  # as much training as the comparison itself
 
 
-def compare(  # noqa: PLR0913 - one parameter per option
+def compare(
     context: typer.Context,
     designs: Annotated[
         list[str],

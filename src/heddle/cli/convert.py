@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 DRY_RUN_CONTEXT = 2048  # tokens; of the costs that a dry run prints
 
 
-def convert(  # noqa: PLR0913 - one parameter per option
+def convert(
     model: Annotated[
         Path | None, typer.Argument(metavar="MODEL", help="A run, a model folder or a folder of transformers.")
     ] = None,

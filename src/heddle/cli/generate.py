@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 DEFAULT_STREAMS = 32  # of a file of prompts
 
 
-def generate(  # noqa: PLR0913 - one parameter per option
+def generate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's or a model's folder.")],
     prompt: Annotated[
         list[str] | None,

@@ -11,7 +11,7 @@ from heddle.errors import CheckpointError, ConfigError
 from heddle.progress import print_text
 
 
-def inspect(  # noqa: PLR0913 - one parameter per option
+def inspect(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's or a model's folder.")],
     text: Annotated[str, typer.Option("--text", metavar="TEXT", help="Text that the model reads.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="HTML file to write.")] = Path("inspect.html"),

@@ -40,7 +40,7 @@ DEFAULT_TOKENS = "20"
 IRREDUCIBLE = ("shared", "separate")
 
 
-def ladder(  # noqa: PLR0913 - one parameter per option
+def ladder(
     designs: Annotated[
         list[str],
         typer.Argument(metavar="DESIGN|FIELD=VALUE", help="The first is the baseline; overrides apply to all."),

@@ -21,7 +21,7 @@ MAX_LAYOUTS = 6
 _DAY = 86_400
 
 
-def plan(  # noqa: PLR0913 - one parameter per option
+def plan(
     design: DesignArgument,
     overrides: Overrides = None,
     gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="How many GPUs.")] = 8,

@@ -25,7 +25,7 @@ MIN_TOKEN_CHARACTERS = 16
 ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="A run, a model's folder, or one of transformers.")]
 
 
-def serve(  # noqa: PLR0913 - one parameter per option
+def serve(
     model: ModelFolder,
     host: Annotated[
         str, typer.Option("--host", metavar="NAME", help="Address; beyond loopback, a token is needed.")

@@ -41,7 +41,7 @@ PROFILED_LENGTH = 512  # tokens of a profiled text, where no context length was 
 PRINTED_OPERATIONS = 12
 
 
-def show(  # noqa: PLR0913 - one parameter per option
+def show(
     design: Annotated[
         Any, typer.Argument(metavar="DESIGN", parser=plain_design, help="A file, preset:NAME or a folder.")
     ] = None,

@@ -81,7 +81,7 @@ if TYPE_CHECKING:
 DEFAULT_SEQUENCE_LENGTH = 256
 
 
-def train(  # noqa: PLR0913 - one parameter per option
+def train(
     context: typer.Context,
     design: Annotated[
         Any,

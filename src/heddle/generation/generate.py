@@ -84,7 +84,7 @@ def generate(
 ) -> list[list[int]]: ...
 
 
-def generate(  # noqa: PLR0913 - settings given by keyword
+def generate(
     model: Decoder,
     prompts: Prompts,
     tokenizer: TokenizerProtocol | None = None,

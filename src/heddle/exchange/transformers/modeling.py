@@ -175,7 +175,7 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         return model
 
     @can_return_tuple
-    def forward(  # noqa: PLR0913 - transformers reads the names off the signature
+    def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
