@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from heddle.analysis import machine_limits
 from heddle.analysis.bench.rounds import Calibration, Quartiles, measure_in_rounds, quartiles_of, ratio_of
 from heddle.analysis.bench.run import Bench, check_peer, check_values, run_bench
 from heddle.analysis.bench.workload import DEFAULTS, HEDDLE, PREFILL, TOKEN, TRAINING, Workload, least_cost
@@ -135,7 +136,7 @@ def test_wrong_options_are_refused(option: str, sentence: str, capsys: pytest.Ca
 
 
 def test_bench_prints_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heddle.analysis.machine_limits.measure_limits", lambda device: LIMITS)
+    monkeypatch.setattr(machine_limits, "measure_limits", lambda device: LIMITS)
     small = [*SMALL, "layers.0.mixer.heads=2", "layers.0.mixer.kv_heads=1"]
     arguments = ["--rounds", "1", "--sequence-length", "8", "--context-length", "8", "--device", "cpu", "--json"]
     assert run_command(["bench", "preset:gqa-tiny", *small, *arguments]) == 0

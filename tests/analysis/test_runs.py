@@ -10,6 +10,7 @@ import pytest
 
 from heddle.analysis.runs import at_equal_tokens, find_runs, summarize, varied_fields
 from heddle.cli.main import run_command
+from heddle.storage import lock
 from heddle.storage.checkpoints import checkpoint_steps, write_checkpoint
 from heddle.storage.lock import RunLock
 from heddle.storage.manifest import LogPosition
@@ -195,7 +196,7 @@ def test_pruning_asks(
 def test_a_run_that_begins_while_the_user_thinks_is_left_alone(
     checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("heddle.storage.lock.is_locked", lambda folder: False)
+    monkeypatch.setattr(lock, "is_locked", lambda folder: False)
     with RunLock(checkpoints[0]):
         assert run_command(["runs", str(checkpoints[0]), "--prune", "1", "--yes"]) == 0
     assert "is in use by" in capsys.readouterr().err

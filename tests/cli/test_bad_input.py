@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from heddle.cli.main import run_command
+from heddle.model import load_config
 from heddle.model.decoder import build
 from heddle.storage.checkpoints import checkpoint_folder
 from heddle.storage.model import load, save
@@ -399,7 +400,7 @@ def test_out_of_memory_is_one_sentence(
     def refuse(*args: object, **kwargs: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("heddle.model.load_config.load_config", refuse)
+    monkeypatch.setattr(load_config, "load_config", refuse)
     assert run_command(["show", "preset:gqa-tiny"]) == 1
     assert capsys.readouterr().err == "heddle: out of memory; try a smaller batch size, sequence length or design\n"
 
@@ -408,6 +409,6 @@ def test_a_bug_is_not_reported_as_a_user_error(monkeypatch: pytest.MonkeyPatch) 
     def fail(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("heddle.model.load_config.load_config", fail)
+    monkeypatch.setattr(load_config, "load_config", fail)
     with pytest.raises(ZeroDivisionError):
         run_command(["show", "preset:gqa-tiny"])

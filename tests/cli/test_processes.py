@@ -166,7 +166,7 @@ def test_two_processes_cannot_write_one_output(
         assert run_command(["export", f"{workspace}/run", f"{workspace}/exported"]) == 0
     arguments = [word.replace("@/", f"{workspace}/").replace("?", f"{tmp_path}/out") for word in command.split()]
     out = Path(next(word for word in arguments if word.startswith(str(tmp_path))))
-    holding = f"import sys, heddle.storage.lock as lock\nwith lock.lock_output(lock.Path({str(out)!r})):\n"
+    holding = f"import sys, {RunLock.__module__} as lock\nwith lock.lock_output(lock.Path({str(out)!r})):\n"
     holding += "    print('holds', flush=True)\n    sys.stdin.readline()\n"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", holding], stdin=pipe, stdout=pipe, text=True) as other:

@@ -95,7 +95,7 @@ def test_every_command_explains_each_option(command: str, capsys: pytest.Capture
 
 def test_help_and_usage_errors_import_nothing_heavy() -> None:
     code = (
-        "import sys; from heddle.cli.main import run_command\n"
+        f"import sys; from {run_command.__module__} import run_command\n"
         "for words in (['--help'], ['train', '--help'], ['frob']): run_command(words)\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'plotly', 'tokenizers')))"
     )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from heddle.cli.main import run_command
+from heddle.conversion import heal as heal_module
 from heddle.conversion.calibration import calibration_from_corpus
 from heddle.conversion.convert import CONVERSION_FILE, Conversion, convert
 from heddle.conversion.heal import (
@@ -156,9 +157,9 @@ def test_a_conversion_that_died_continues_and_its_folder_is_whole_or_absent(
 ) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     healed(folders, texts, whole)
-    for name in ("heddle.conversion.heal.train", "heddle.conversion.heal.write_folder"):
+    for name in ("train", "write_folder"):
         with monkeypatch.context() as patch:
-            patch.setattr(name, dying)
+            patch.setattr(heal_module, name, dying)
             with pytest.raises(Died):
                 healed(folders, texts, cut)
         assert not cut.exists()

@@ -279,7 +279,7 @@ def test_messages(texts: Path, cache: Path, capsys: pytest.CaptureFixture[str]) 
 def test_one_long_line_needs_little_memory(tmp_path: Path) -> None:
     # Ten times more text may not need noticeably more memory; both processes load the same libraries.
     code = (
-        "import resource, sys; from pathlib import Path; from heddle.data.corpus import prepare_corpus;"
+        f"import resource, sys; from pathlib import Path; from {corpus_module.__name__} import prepare_corpus;"
         "prepare_corpus([sys.argv[1]], vocab_size=300, max_train_tokens=None, cache_folder=Path(sys.argv[2]));"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
@@ -297,7 +297,7 @@ def test_one_long_line_needs_little_memory(tmp_path: Path) -> None:
 def test_a_script_of_many_characters_is_suggested_a_larger_vocabulary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("heddle.data.corpus.DEFAULT_VOCAB_SIZE", 300)
+    monkeypatch.setattr(corpus_module, "DEFAULT_VOCAB_SIZE", 300)
     draw = random.Random(0)
     chinese = "".join(chr(0x4E00 + draw.randrange(3000)) for _ in range(6000))
     for name, text in (("chinese", chinese), ("english", "The weaver lifts a thread. " * 300)):

@@ -20,6 +20,7 @@ from heddle.distributed.sharding import shard_model
 from heddle.errors import CheckpointError, ConfigError, MachineError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
+from heddle.storage import folder as folder_module
 from heddle.storage import manifest as manifest_module
 from heddle.storage import rank_folder, shards
 from heddle.storage.checkpoints import checkpoint_folder
@@ -389,8 +390,8 @@ def test_a_reader_that_does_not_check_coverage_is_caught(folder: Path, monkeypat
         return pieces
 
     monkeypatch.setattr(shards, "find_slices", careless)
-    monkeypatch.setattr("heddle.storage.folder.find_slices", careless)
-    monkeypatch.setattr("heddle.storage.folder.check_index", lambda *arguments: None)
+    monkeypatch.setattr(folder_module, "find_slices", careless)
+    monkeypatch.setattr(folder_module, "check_index", lambda *arguments: None)
     with pytest.raises(pytest.fail.Exception):
         test_slices_that_make_no_whole_are_named(folder, *HOSTILE[1])
 

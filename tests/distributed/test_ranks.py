@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from heddle.config import parse_config
 from heddle.data.samples import Batch
@@ -201,7 +201,7 @@ class Planted:
     @staticmethod
     def gradients_averaged(patch: pytest.MonkeyPatch) -> tuple[str, str]:
         """FSDP's own default divides by the number of ranks."""
-        patch.setattr("torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor", lambda self, factor: None)
+        patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
         return "attention-gqa", "plain"
 
     @staticmethod

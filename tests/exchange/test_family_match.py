@@ -18,12 +18,13 @@ from heddle.exchange.family_match import (
     rank_families,
 )
 from heddle.exchange.load import load
+from heddle.model.config import ModelConfig
 from tests.cases import CASES, case
 
 LLAMA = "preset:gqa-tiny"
 
 
-def loaded(*overrides: str, preset: str = LLAMA) -> "heddle.model.config.ModelConfig":
+def loaded(*overrides: str, preset: str = LLAMA) -> ModelConfig:
     return heddle.load_config(preset, ["vocab_size=97", *overrides])
 
 

@@ -168,7 +168,7 @@ def test_parameters_beyond_64_bits_are_counted() -> None:
     ],
 )
 def test_limits_are_checked_before_anything_is_built(data: Data, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heddle.model.decoder.Decoder.__init__", lambda *_: pytest.fail("a model was built"))
+    monkeypatch.setattr(Decoder, "__init__", lambda *_: pytest.fail("a model was built"))
     with pytest.raises(ConfigError, match=message):
         load_config(data)
 

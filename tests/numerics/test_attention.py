@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from heddle.errors import ConfigError
+from heddle.numerics.attention import softmax
 from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
 from heddle.numerics.attention.observer import Observation, notify_observer, observing_attention
 from heddle.numerics.attention.score_modifiers import ScoreModifiers
@@ -314,7 +315,7 @@ def test_a_bias_far_from_the_first_position_is_not_rounded(kernel: str, dtype: t
 
 
 def test_a_bias_of_many_queries_is_built_one_tile_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heddle.numerics.attention.softmax.MAX_BIAS_ELEMENTS", DeviceSize(4 * 40 * 17, 0))
+    monkeypatch.setattr(softmax, "MAX_BIAS_ELEMENTS", DeviceSize(4 * 40 * 17, 0))
     mask, modifiers = tail(40, 40), options("bias and sink")
     q, k, v = (x.detach() for x in draw(mask, Shape()))
     bias_sizes: list[int] = []

@@ -15,9 +15,9 @@ from heddle.storage.folder import write_folder
 from heddle.storage.lock import RunLock, lock_output
 from tests.storage.shared import System, content, standing_in, state
 
-HOLD = """
+HOLD = f"""
 import sys
-from heddle.storage.lock import RunLock
+from {RunLock.__module__} import RunLock
 from heddle.errors import CheckpointError
 sys.stdin.readline()
 try:

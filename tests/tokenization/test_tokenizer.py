@@ -129,7 +129,7 @@ def test_saving_and_loading_changes_nothing(trained: Tokenizer, tmp_path: Path) 
 
 
 def test_training_is_the_same_in_every_process(trained: Tokenizer) -> None:
-    code = f"from heddle.tokenization.tokenizer import Tokenizer; print(Tokenizer.train({TEXTS!r}, 400).hash)"
+    code = f"from {Tokenizer.__module__} import Tokenizer; print(Tokenizer.train({TEXTS!r}, 400).hash)"
     for seed in ("1", "2"):
         environment = {"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": seed}
         result = subprocess.run(

@@ -18,6 +18,7 @@ import heddle
 from heddle.data.corpus import Corpus
 from heddle.errors import CheckpointError
 from heddle.signals import Interrupted
+from heddle.storage import folder
 from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps
 from heddle.storage.folder import read_folder, tensors_sha256
 from heddle.storage.json_file import read_json_file, write_json_file
@@ -269,7 +270,7 @@ def test_an_altered_line_of_the_log_is_named_and_the_run_is_left_as_it_is(
 def test_shards_resume_with_the_same_bits(
     texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any
 ) -> None:
-    monkeypatch.setattr("heddle.storage.folder.MAX_SHARD_BYTES", 10_000)
+    monkeypatch.setattr(folder, "MAX_SHARD_BYTES", 10_000)
     with dying(monkeypatch, "save_run", 2, before=False):
         train(job(texts, tmp_path))
     train(job(texts, tmp_path))
