@@ -209,7 +209,7 @@ def test_a_bias_has_the_dtype_of_the_queries(name: str, autocast: bool, monkeypa
 def test_a_bias_of_another_dtype_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "has_triton", lambda: False)
     plant(monkeypatch, "numerics.attention.sdpa:_efficient", "mask.to(q.dtype)", "mask")
-    with pytest.raises(RuntimeError, match=r"refuses a bias of torch.float32 for queries of torch.bfloat16"):
+    with pytest.raises(RuntimeError, match=r"torch.float32.*torch.bfloat16"):
         run_biased("padded", NARROW, False)
 
 

@@ -92,7 +92,7 @@ def test_both_sides_compute_the_same() -> None:
 
 def test_a_side_that_computes_something_else_is_refused() -> None:
     check_values("a, transformers", [1.0, -4.0], [1.0, -4.01], "fp32")
-    with pytest.raises(MachineError, match=r"a, transformers: computes other numbers than heddle, 25 % apart"):
+    with pytest.raises(MachineError, match=r"transformers.*25 %"):
         check_values("a, transformers", [1.0, -4.0], [2.0, -4.0], "fp32")
     with pytest.raises(MachineError, match="nan % apart"):
         check_values("a, transformers", [1.0], [float("nan")], "fp32")
@@ -100,9 +100,9 @@ def test_a_side_that_computes_something_else_is_refused() -> None:
 
 def test_a_design_that_no_family_fits_has_no_peer() -> None:
     check_peer("transformers", {"a": design()})
-    with pytest.raises(ConfigError, match="gated_delta-tiny fits no family"):
+    with pytest.raises(ConfigError, match="gated_delta-tiny"):
         check_peer("transformers", {"gated_delta-tiny": load_config("preset:gated_delta-tiny")})
-    with pytest.raises(ConfigError, match="--peer llama: unknown; the choice is transformers"):
+    with pytest.raises(ConfigError, match=r"--peer llama:.*transformers"):
         check_peer("llama", {"a": design()})
 
 

@@ -79,13 +79,13 @@ def test_a_bad_file_is_a_sentence(line: str, sentence: str, tmp_path: Path, caps
 
 
 def test_python_refuses_what_is_no_option(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="batchsize: unknown option; did you mean 'batch_size'"):
+    with pytest.raises(ConfigError, match=r"batchsize:.*'batch_size'"):
         heddle.train("preset:gqa-tiny", batchsize=3)
-    with pytest.raises(ConfigError, match="nproc: is an option of the command line alone"):
+    with pytest.raises(ConfigError, match="nproc:"):
         heddle.train("preset:gqa-tiny", nproc=2)
     ranks = tmp_path / "ranks.yaml"
     ranks.write_text("design: preset:gqa-tiny\nnproc: 2\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="nproc: 2 ranks are an option of the command line alone"):
+    with pytest.raises(ConfigError, match="nproc: 2 ranks"):
         heddle.train(config=ranks)
     with pytest.raises(ConfigError, match="--steps"):
         heddle.train("preset:gqa-tiny", steps=1.5)

@@ -100,12 +100,12 @@ def test_an_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     text = tmp_path / "text.txt"
     text.write_text("warp and weft " * 100)
     (tmp_path / "file").write_text("")
-    with pytest.raises(MachineError, match=r"file/cache: cannot be written .*HEDDLE_CACHE"):
+    with pytest.raises(MachineError, match=r"file/cache:.*HEDDLE_CACHE"):
         make_corpus(tmp_path / "file" / "cache")
-    with pytest.raises(MachineError, match=r"file: cannot be written"):
+    with pytest.raises(MachineError, match=r"file:.*written"):
         make_corpus(tmp_path / "file")
     monkeypatch.setattr(os, "access", lambda *arguments: False)
-    with pytest.raises(MachineError, match=r"closed: cannot be written"):
+    with pytest.raises(MachineError, match=r"closed:.*written"):
         make_corpus(tmp_path / "closed")
 
 
@@ -151,5 +151,5 @@ def test_what_is_no_file_in_the_cache_is_named_and_not_waited_for(tmp_path: Path
     path = sorted((tmp_path / "cache").glob(pattern))[0]
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(CheckpointError, match=f"{path.name}: is a named pipe, not a file; choose another name"):
+    with pytest.raises(CheckpointError, match=rf"{path.name}:.*pipe"):
         make_corpus(tmp_path)

@@ -202,9 +202,7 @@ def test_a_given_tokenizer(texts: Path, cache: Path, tmp_path: Path) -> None:
         )
         assert corpus.tokenizer.hash == tokenizer.hash
     below = tokenizer.vocab_size - 1
-    with pytest.raises(
-        DataError, match=f"the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size is {below}: "
-    ):
+    with pytest.raises(DataError, match=f"{tokenizer.vocab_size} tokens.*vocab_size.*{below}"):
         prepare_corpus([str(texts)], vocab_size=below, max_train_tokens=None, cache_folder=cache, tokenizer=path)
 
 
@@ -252,7 +250,7 @@ def test_learning_stops_at_a_bound_of_distinct_words(texts: Path, cache: Path, m
 
 @pytest.mark.parametrize("vocab_size", [0, -1, 256])
 def test_a_vocabulary_that_is_too_small(texts: Path, cache: Path, vocab_size: int) -> None:
-    with pytest.raises(DataError, match=f"vocab_size {vocab_size} is too small"):
+    with pytest.raises(DataError, match=f"vocab_size {vocab_size}"):
         make_corpus(texts, cache, vocab_size=vocab_size)
 
 

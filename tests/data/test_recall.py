@@ -176,7 +176,7 @@ def test_batches_and_validation_rows() -> None:
     assert task_stream.vocab_size == 9
     task_stream.check_vocab_size(None)
     task_stream.check_vocab_size(9)
-    with pytest.raises(DataError, match=r"recall:mqar,pairs=2,keys=4,length=8 has 9 tokens, but vocab_size is 8: set"):
+    with pytest.raises(DataError, match=r"recall:mqar,pairs=2,keys=4,length=8.*9 tokens.*vocab_size.*8.*set"):
         task_stream.check_vocab_size(8)
 
 
@@ -238,7 +238,5 @@ def test_mistakes_are_one_sentence(argument: str, message: str) -> None:
 
 
 def test_a_task_is_no_text() -> None:
-    with pytest.raises(
-        DataError, match=r"data recall:mqar is a synthetic task, not text: train on it without other data"
-    ):
+    with pytest.raises(DataError, match="recall:mqar"):
         parse_source("recall:mqar@2")

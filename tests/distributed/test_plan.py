@@ -139,13 +139,13 @@ def test_a_step_of_many_sequences_is_cut_into_micro_batches() -> None:
 
 def test_refusals() -> None:
     config = published_design(LLAMA_8B)
-    with pytest.raises(ConfigError, match="batch_size 100: each of 64 GPUs needs as many sequences; take 64 or 128"):
+    with pytest.raises(ConfigError, match=r"batch_size 100:.*64 GPUs.*64.*128"):
         plan_training(config, GPUS["h100"], 64, batch_size=100)
-    with pytest.raises(ConfigError, match="gpus 0: must be between 1"):
+    with pytest.raises(ConfigError, match="gpus 0:"):
         plan_training(config, GPUS["h100"], 0)
-    with pytest.raises(ConfigError, match="sequence_length 0: must be at least 1"):
+    with pytest.raises(ConfigError, match="sequence_length 0:"):
         plan_training(config, GPUS["h100"], 8, sequence_length=0)
-    with pytest.raises(ConfigError, match="rows 0: must be at least 1"):
+    with pytest.raises(ConfigError, match="rows 0:"):
         RankLayout(1, 1, rows=0)
 
 

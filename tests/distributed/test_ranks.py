@@ -168,9 +168,9 @@ def test_products_in_bfloat16_sum_in_float32() -> None:
 def test_rows_of_ranks() -> None:
     assert ONE_PROCESS.rows(8, 2) == [slice(0, 4), slice(4, 8)]
     assert Ranks(1, 2).rows(8, 2) == [slice(2, 4), slice(6, 8)]
-    with pytest.raises(ConfigError, match="batch_size 6: is no multiple of 4 ranks; take a multiple of 4"):
+    with pytest.raises(ConfigError, match=r"batch_size 6:.*4 ranks"):
         Ranks(0, 4).rows(6, 1)
-    with pytest.raises(ConfigError, match="batch_size 6: is no multiple of 2 ranks × 2 accumulated parts"):
+    with pytest.raises(ConfigError, match=r"batch_size 6:.*2 ranks"):
         Ranks(0, 2).rows(6, 2)
 
 

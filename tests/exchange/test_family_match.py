@@ -72,11 +72,9 @@ def test_a_chosen_family_is_written_and_another_is_refused(tmp_path: Path) -> No
         again = load(tmp_path / family).model
         assert again.config == model.config
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    with pytest.raises(
-        ConfigError, match=r"family 'qwen2': cannot express .*mixer\.bias is false.*; choose llama, mis"
-    ):
+    with pytest.raises(ConfigError, match=r"family 'qwen2':.*mixer\.bias.*llama"):
         export(model, tmp_path / "qwen2", family="qwen2")
-    with pytest.raises(ConfigError, match=r"family 'warp': heddle does not write it; choose llama"):
+    with pytest.raises(ConfigError, match=r"family 'warp':.*llama"):
         export(model, tmp_path / "warp", family="warp")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["heddle", "mistral"]
 

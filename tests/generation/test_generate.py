@@ -96,7 +96,7 @@ def test_damaged_weights_are_an_error() -> None:
     model = build_double("attention-gqa")
     with torch.no_grad():
         model.embed.weight[3, 0] = float("nan")
-    with pytest.raises(MachineError, match="logits are not numbers; its weights or its state are damaged"):
+    with pytest.raises(MachineError, match="logits"):
         generate(model, [[3]], max_new_tokens=2)
     assert not model.eval().training
 
@@ -171,7 +171,7 @@ def test_a_string_gives_a_string(writer: Decoder, tokenizer: Tokenizer) -> None:
     pieces: list[str] = []
     generate(writer, "", tokenizer, max_new_tokens=12, on_text=lambda row, piece: pieces.append(f"{row}{piece}"))
     assert {piece[0] for piece in pieces} == {"0"}
-    with pytest.raises(ConfigError, match="with a tokenizer every prompt is a string"):
+    with pytest.raises(ConfigError, match="prompt is a string"):
         generate(writer, torch.tensor([[1]]), tokenizer)  # type: ignore[call-overload]
 
 
@@ -258,7 +258,7 @@ def test_prompts_open_with_the_end_token_as_in_training(writer: Decoder, tokeniz
     text = generate(writer, ["The weaver"], tokenizer, max_new_tokens=12)[0]
     ended = by_tokens.index(tokenizer.eod_id) if tokenizer.eod_id in by_tokens else len(by_tokens)
     assert text == tokenizer.decode(by_tokens[:ended])
-    with pytest.raises(ConfigError, match="with a tokenizer every prompt is a string"):
+    with pytest.raises(ConfigError, match="prompt is a string"):
         generate(writer, [[1, 2]], tokenizer)  # type: ignore[list-item]
 
 

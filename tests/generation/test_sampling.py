@@ -119,9 +119,9 @@ def test_the_global_generator_is_neither_read_nor_moved() -> None:
 def test_logits_that_are_not_numbers_are_an_error(temperature: float, bad: float) -> None:
     logits = torch.zeros(3, 5)
     logits[2, 4] = bad
-    with pytest.raises(MachineError, match="the model's logits are not numbers"):
+    with pytest.raises(MachineError, match="logits"):
         Sampler(temperature).sample(logits, 0)
-    with pytest.raises(MachineError, match="the model's logits are not numbers"):
+    with pytest.raises(MachineError, match="logits"):
         Sampler(temperature).sample(torch.full((1, 5), -math.inf), 0)
 
 

@@ -167,7 +167,7 @@ def test_every_kernel_supports_some_case() -> None:
 
 @pytest.mark.parametrize("kernel", sorted(CUDA_KERNELS))
 def test_kernels_of_cuda_do_not_serve_a_cpu(kernel: str) -> None:
-    with kernels(attention=kernel), pytest.raises(ConfigError, match=f"attention={kernel}: .* because it is for CUDA$"):
+    with kernels(attention=kernel), pytest.raises(ConfigError, match=f"attention={kernel}:.*CUDA"):
         attention(*draw(tail(9, 9), Shape()), tail(9, 9), 0.3)
 
 
@@ -200,7 +200,7 @@ def test_kernels_in_lower_precision(kernel: str, case: str, option: str, dtype: 
     expected = reference(q.double(), k.double(), v.double(), mask, 0.3, None, exact).detach()
     for gradients in (True, False):
         if kernel == "unmasked" and dtype == torch.bfloat16:
-            with kernels(attention=kernel), pytest.raises(ConfigError, match="a narrow product would round the scores"):
+            with kernels(attention=kernel), pytest.raises(ConfigError, match="narrow product"):
                 attention(q, k, v, mask, 0.3, None, modifiers)
             continue
         with kernels(attention=kernel), torch.set_grad_enabled(gradients):

@@ -50,7 +50,7 @@ def test_the_last_step_of_attention_is_that_of_the_model() -> None:
     for layer, weights in zip(layers, expected, strict=True):
         assert weights is not None
         assert torch.allclose(torch.tensor(layer["heads"]), weights[0, :, -1], atol=1e-4)
-    with pytest.raises(RequestError, match="attention is shown of 1 to"):
+    with pytest.raises(RequestError, match=r"attention.* 1 to"):
         view.last_step([1] * (model_view.MAX_TOKENS + 1))
 
 
@@ -76,7 +76,7 @@ def test_state_bytes_are_those_of_the_size() -> None:
         size(model.config, context_length=length).state_bytes for length in lengths
     ]
     for wrong in ([], [0], [True], ["1"], [2**21], [1] * 65):
-        with pytest.raises(RequestError, match="lengths: must be"):
+        with pytest.raises(RequestError, match="lengths:"):
             ModelView(model).state_bytes(wrong)  # type: ignore[arg-type]
 
 

@@ -295,7 +295,7 @@ def test_planted_faults_are_seen(name: str, old: str, new: str, monkeypatch: pyt
 
 
 def test_limits_and_addresses_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^streams 0: must be at least 1$"):
+    with pytest.raises(ConfigError, match=r"^streams 0:"):
         ServerLimits(streams=0)
     with listen("127.0.0.1", 0) as listener, pytest.raises(ConfigError, match="cannot be used"):
         listen("127.0.0.1", listener.getsockname()[1])

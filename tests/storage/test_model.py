@@ -156,7 +156,7 @@ def test_a_tokenizer_that_is_none_is_named(tmp_path: Path) -> None:
     model = build(small.config())
     documents = model_documents(model, None) | {TOKENIZER_FILE: "{}"}
     write_folder(tmp_path / "model", tensors={WEIGHTS_FILE: model_tensors(model)}, documents=documents, kind="model")
-    with pytest.raises(Exception, match=r"is not a valid tokenizer\.json"):
+    with pytest.raises(Exception, match=r"tokenizer\.json"):
         load(tmp_path / "model")
 
 

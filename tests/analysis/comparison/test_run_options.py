@@ -190,7 +190,7 @@ def test_python_compares_as_the_command_does(
     expected = read_report(tmp_path / "command")["designs"]
     assert [row["bits_per_byte"] for row in result.report["designs"]] == [row["bits_per_byte"] for row in expected]
     assert "<td>my local</td>" in result._repr_html_()
-    with pytest.raises(ConfigError, match="tokns: unknown option; did you mean 'tokens'"):
+    with pytest.raises(ConfigError, match=r"tokns:.*'tokens'"):
         heddle.compare(*designs, tokns=3)
-    with pytest.raises(ConfigError, match="designs: are missing"):
+    with pytest.raises(ConfigError, match="designs:"):
         heddle.compare()
