@@ -265,8 +265,8 @@ def test_messages(texts: Path, cache: Path, capsys: pytest.CaptureFixture[str]) 
     corpus = make_corpus(texts, cache)
     out, err = capsys.readouterr()
     assert out == ""
-    assert f"corpus texts, hash {corpus.hash[:16]}: " in err
-    assert "skipped 7 unreadable or non-UTF-8 files of texts: bad0.txt, " in err
+    assert f"{corpus.hash[:16]}" in err
+    assert "7 unreadable" in err
     assert "and 2 more" in err
     assert corpus.report["sources"][0]["skipped_files"] == len(corpus.report["sources"][0]["skipped"]) == 7
     with progress.quiet():

@@ -256,7 +256,7 @@ def test_values_that_are_not_finite_are_refused_unless_asked_for(
     with pytest.raises(CheckpointError, match=r"'model.norm.weight'"):
         load(folder)
     assert load(folder, allow_non_finite=True).model.get_parameter("final_norm.norm.weight").isnan().sum() == 1
-    assert "'model.norm.weight' holds values that are not finite" in capsys.readouterr().err
+    assert "'model.norm.weight'" in capsys.readouterr().err
 
 
 def test_the_cache_of_a_hub_is_links_to_blobs(folder: Path, own: Path, tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_any_flipped_bit_of_our_own_export_is_seen(own: Path) -> None:
 
 def test_weights_that_the_manifest_does_not_know(own: Path) -> None:
     shutil.copy(alone(copy(own, own.with_name("other"))), own / "model.safetensors")
-    assert "model.safetensors: is not in the manifest.json" in refusal(own)
+    assert "model.safetensors:" in refusal(own)
 
 
 VALUES = st.one_of(

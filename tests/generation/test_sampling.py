@@ -128,11 +128,11 @@ def test_logits_that_are_not_numbers_are_an_error(temperature: float, bad: float
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Sampler(-0.1), "temperature -0.1: must be 0 (greedy) or a number above it"),
+        (lambda: Sampler(-0.1), "temperature -0.1:"),
         (lambda: Sampler(math.nan), "temperature nan"),
         (lambda: Sampler(math.inf), "temperature inf"),
-        (lambda: Sampler(1.0, top_k=0), "top_k 0: must be at least 1"),
-        (lambda: Sampler(1.0, top_p=0.0), "top_p 0.0: must be above 0 and at most 1"),
+        (lambda: Sampler(1.0, top_k=0), "top_k 0:"),
+        (lambda: Sampler(1.0, top_p=0.0), "top_p 0.0:"),
         (lambda: Sampler(1.0, top_p=1.5), "top_p 1.5"),
         (lambda: Sampler(1.0, top_p=math.nan), "top_p nan"),
         (lambda: Sampler(seed=-1), "seed -1"),

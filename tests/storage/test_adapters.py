@@ -283,7 +283,7 @@ def test_facts_that_do_not_fit_are_refused(old: str, new: str, words: str, tmp_p
     ("arguments", "words"),
     [
         ({"targets": ("layers.*.mixer.qq",)}, "no projection is at 'layers.*.mixer.qq'; there are layers.*.mixer.q, "),
-        ({"targets": ("layers.*.feedforward.up",)}, "'layers.0.feedforward.up' is a stack of matrices"),
+        ({"targets": ("layers.*.feedforward.up",)}, "'layers.0.feedforward.up'"),
         ({"targets": ("layers.*.feedforward.router",)}, "no projection is at"),
         ({"rank": 0}, "rank = 0 must be at least 1"),
         ({"alpha": 0.0}, "alpha = 0.0 must be a number above 0"),

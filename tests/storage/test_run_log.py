@@ -64,7 +64,7 @@ def test_every_altered_byte_is_named_with_its_line_and_nothing_is_written(tmp_pa
             number = raw[:offset].count(b"\n") + 1
             with pytest.raises(CheckpointError) as caught:
                 RunLog(tmp_path).resume(position)
-            assert str(caught.value).startswith(f"{path}: line {number} was altered ")
+            assert str(caught.value).startswith(f"{path}: line {number}")
             assert "\n" not in str(caught.value)
             assert path.read_bytes() == damaged
             if offset < len(raw) - 1:  # without its line end, the last line is one that was cut short

@@ -164,7 +164,7 @@ def test_a_design_named_again_must_be_the_same(first: Path, tmp_path: Path, caps
     assert capsys.readouterr().err == ""
     changed = base.resolve_config(file, ["layers.*.mixer.position.base=500000"])
     assert changed != base.config
-    assert "position.base was 10000.0, now it is 500000" in capsys.readouterr().err
+    assert "position.base was 10000.0" in capsys.readouterr().err
     assert base.build_model(changed, "cpu").config == changed
 
 

@@ -301,22 +301,22 @@ def test_an_altered_run_json_is_named(texts: Corpus, tmp_path: Path) -> None:
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "design.width was 16, now it is 32": {"data": small.design(width=32)},
-    "design.layers[0].mixer.heads was 2, now it is 4": {
+    "design.width was 16": {"data": small.design(width=32)},
+    "design.layers[0].mixer.heads was 2": {
         "data": small.design(
             layers=[{"mixer": {"kind": "attention", "heads": 4, "kv_heads": 1, "position": {"kind": "rope"}},
                      "feedforward": {"kind": "gated", "hidden": 24}}]
         )
     },
-    "settings.seed was 0, now it is 1": {"seed": 1},
-    "settings.steps was 4, now it is 5": {"steps": 5},
-    "settings.learning_rate was 0.003, now it is 0.01": {"learning_rate": 0.01},
-    "settings.sequence_length was 16, now it is 8": {"sequence_length": 8},
-    "settings.optimizer was \"adamw\", now it is \"muon\"": {"optimizer": "muon"},
-    "settings.schedule was \"wsd\", now it is \"linear\"": {"schedule": "linear"},
-    "settings.warmup was null, now it is 3": {"warmup": 3},
-    "settings.lr_scale was [], now it is [[\"embed\", 2.0]]": {"lr_scale": (("embed", 2.0),)},
-    "settings.precision was \"fp32\", now it is \"bf16\"": {"precision": "bf16"},
+    "settings.seed was 0": {"seed": 1},
+    "settings.steps was 4": {"steps": 5},
+    "settings.learning_rate was 0.003": {"learning_rate": 0.01},
+    "settings.sequence_length was 16": {"sequence_length": 8},
+    'settings.optimizer was "adamw"': {"optimizer": "muon"},
+    'settings.schedule was "wsd"': {"schedule": "linear"},
+    "settings.warmup was null": {"warmup": 3},
+    "settings.lr_scale was []": {"lr_scale": (("embed", 2.0),)},
+    'settings.precision was "fp32"': {"precision": "bf16"},
 }  # fmt: skip
 
 

@@ -56,10 +56,10 @@ def test_an_empty_or_broken_value_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        (["x"], "vary x: expected path.to.field=value,value"),
-        (["=1"], "vary =1: expected path.to.field=value,value"),
-        (["x=1,2", "y=1", "x=3"], "vary x=3: x is varied already; give all its values at once"),
-        (["x=1,2,1"], "vary x=1,2,1: 1 is given twice; leave one out"),
+        (["x"], "vary x:"),
+        (["=1"], "vary =1:"),
+        (["x=1,2", "y=1", "x=3"], "vary x=3:"),
+        (["x=1,2,1"], "vary x=1,2,1: 1"),
         (["x={a: 1, b: 2},{b: 2, a: 1}"], "is given twice"),
     ],
 )
