@@ -34,7 +34,7 @@ def test_a_section_runs_alone_and_no_case_starts_without_time(tmp_path: Path) ->
 def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["--sections", "trian"])
-    assert "unknown section 'trian'; choices: limits, ops" in capsys.readouterr().err
+    assert "'trian'" in capsys.readouterr().err
 
 
 def test_a_slower_peer_has_a_ratio_above_one() -> None:

@@ -199,7 +199,7 @@ def test_tokens_keep_their_embeddings(tmp_path: Path) -> None:
     assert source.tokenizer is not None
     tokens = source.tokenizer.vocab_size
     assert Conversion(source, (VocabSize(vocab_size=tokens),)).plan().design.vocab_size == tokens
-    with pytest.raises(ConfigError, match=f"vocab_size: {tokens - 1} is less than the tokenizer's {tokens} tokens"):
+    with pytest.raises(ConfigError, match=f"vocab_size: {tokens - 1}.*{tokens} tokens"):
         Conversion(source, (VocabSize(vocab_size=tokens - 1),)).plan()
 
 
@@ -229,7 +229,7 @@ def test_adapters_are_merged(tmp_path: Path) -> None:
         expected = dict(merge_lora(adapted).named_parameters())
         assert all(torch.equal(weights.tensor(name), expected[name]) for name in weights.names)
     other = ModelWeights(build(case("attention-gqa"), seed=1))
-    with pytest.raises(CheckpointError, match="were trained on other weights of this design"):
+    with pytest.raises(CheckpointError, match="other weights"):
         MergeAdapters(folder=str(tmp_path / "attention-gqa")).apply(other, None)
 
 

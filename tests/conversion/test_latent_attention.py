@@ -316,7 +316,7 @@ def test_what_latent_attention_cannot_hold_is_named(name: str) -> None:
 
 def test_a_text_that_is_too_short_says_how_much_is_needed() -> None:
     source = source_model(design(MIXERS["mha"]))
-    with pytest.raises(ConfigError, match="of 51 tokens is too short to calibrate a width of 16; give at least 64"):
+    with pytest.raises(ConfigError, match=r"51 tokens.*16.*least 64"):
         converted_model(source, LatentAttentionReplacement(kv_rank=8, rope_dim=2), text=random_text())
 
 

@@ -92,11 +92,11 @@ def test_a_bomb_is_refused(suffix: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert sum(map(len, read_documents(path))) > 2**24 - 5  # not yet: below 64 MiB any ratio is right
     monkeypatch.setattr(compressed, "MAX_BYTES_OF_ANY_RATIO", 2**20)
     texts: list[str] = []
-    with pytest.raises(UnreadableError, match="decompresses to more than 100 times its size"):
+    with pytest.raises(UnreadableError, match="100 times"):
         texts.extend(read_documents(path))
     assert sum(map(len, texts)) < 2**23
     source = parse_source(str(path))[0]
-    with pytest.raises(DataError, match=rf"a\.txt{suffix} decompresses to more than 100 times its size: "):
+    with pytest.raises(DataError, match=rf"a\.txt{suffix}.*100 times"):
         source.scan(lambda _: None)
 
 
@@ -122,15 +122,15 @@ def test_damage_is_one_sentence(suffix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"plain text", "is no WARC file from record 1 on"),
-        (wet("a")[:-8], "is cut short in record 3"),
-        (record("response", "x", "application/http"), "holds no record of plain text: give the WET files"),
-        (record("conversion", b"\xff"), "is not UTF-8 in record 1"),
-        (b"WARC/1.0\r\nContent-Length: 9999999999999999\r\n\r\n", "has no size of record 1"),
-        (b"WARC/1.0\r\n" + b"a: b\r\n" * 20_000, "has too long a header of record 1"),
+        (b"plain text", r"WARC.*record 1"),
+        (wet("a")[:-8], "record 3"),
+        (record("response", "x", "application/http"), "WET"),
+        (record("conversion", b"\xff"), r"UTF-8.*record 1"),
+        (b"WARC/1.0\r\nContent-Length: 9999999999999999\r\n\r\n", "record 1"),
+        (b"WARC/1.0\r\n" + b"a: b\r\n" * 20_000, "record 1"),
         (
             b"WARC/1.0\nWARC-Type: conversion\nContent-Type: text/plain\nContent-Length: 99999999\n\n",
-            "has more than 16 MB in record 1",
+            r"16 MB.*record 1",
         ),
     ],
 )
@@ -147,5 +147,5 @@ def test_what_needs_pyarrow_is_said_and_in_a_folder_skipped(tmp_path: Path, monk
     source: Any = scan(tmp_path)
     assert list(source.read()) == ["another"]
     assert source.skipped_files[0].reason == "needs pyarrow to be read: pip install 'heddle-lm[data]'"
-    with pytest.raises(DataError, match=r"a\.txt\.zst needs pyarrow to be read"):
+    with pytest.raises(DataError, match=r"a\.txt\.zst.*pyarrow"):
         scan(tmp_path / "a.txt.zst")

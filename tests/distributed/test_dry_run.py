@@ -106,11 +106,11 @@ def test_memory_of_a_rank_is_the_planned_one() -> None:
 def test_refusals() -> None:
     with pytest.raises(ConfigError, match="the trainer recomputes whole layers"):
         dry_run(uniform(), RankLayout(1, 4, rows=1, accumulation=2), SEQUENCE_LENGTH)
-    with pytest.raises(ConfigError, match="vocab_size: is missing"):
+    with pytest.raises(ConfigError, match="vocab_size:"):
         dry_run(uniform().replace(vocab_size=None), RankLayout(1, 4, rows=1), SEQUENCE_LENGTH)
     distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(ConfigError, match="dry run: needs a process of its own"):
+        with pytest.raises(ConfigError, match="dry run:"):
             dry_run(uniform(), RankLayout(1, 4, rows=1), SEQUENCE_LENGTH)
     finally:
         distributed.destroy_process_group()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from heddle.config import parse_config
 from heddle.data.samples import Batch
@@ -168,9 +168,9 @@ def test_products_in_bfloat16_sum_in_float32() -> None:
 def test_rows_of_ranks() -> None:
     assert ONE_PROCESS.rows(8, 2) == [slice(0, 4), slice(4, 8)]
     assert Ranks(1, 2).rows(8, 2) == [slice(2, 4), slice(6, 8)]
-    with pytest.raises(ConfigError, match="batch_size 6: is no multiple of 4 ranks; take a multiple of 4"):
+    with pytest.raises(ConfigError, match=r"batch_size 6:.*4 ranks"):
         Ranks(0, 4).rows(6, 1)
-    with pytest.raises(ConfigError, match="batch_size 6: is no multiple of 2 ranks × 2 accumulated parts"):
+    with pytest.raises(ConfigError, match=r"batch_size 6:.*2 ranks"):
         Ranks(0, 2).rows(6, 2)
 
 
@@ -201,7 +201,7 @@ class Planted:
     @staticmethod
     def gradients_averaged(patch: pytest.MonkeyPatch) -> tuple[str, str]:
         """FSDP's own default divides by the number of ranks."""
-        patch.setattr("torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor", lambda self, factor: None)
+        patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
         return "attention-gqa", "plain"
 
     @staticmethod

@@ -158,22 +158,22 @@ def test_parameters_beyond_64_bits_are_counted() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (design(layer(attention()), width=10**9), r"^width: should be less than or equal to 1048576, got 1000000000"),
-        (design(*[layer(attention())] * 100_000), r"^layers: stands for 100000 layers; at most 1024 are built$"),
-        (design(layer(attention(), repeat=100_000)), r"^layers: stands for 100000 layers; at most 1024 are built$"),
+        (design(layer(attention()), width=10**9), r"^width:.*1048576.*1000000000"),
+        (design(*[layer(attention())] * 100_000), r"^layers:.*100000 layers.*most 1024"),
+        (design(layer(attention(), repeat=100_000)), r"^layers:.*100000 layers.*most 1024"),
         (
             design(*[layer(attention(window=index + 1)) for index in range(MAX_DISTINCT_LAYERS + 1)]),
-            r"^layers: has 129 different layers; at most 128 are built$",
+            r"^layers:.*129 different.*most 128",
         ),
     ],
 )
 def test_limits_are_checked_before_anything_is_built(data: Data, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heddle.model.decoder.Decoder.__init__", lambda *_: pytest.fail("a model was built"))
+    monkeypatch.setattr(Decoder, "__init__", lambda *_: pytest.fail("a model was built"))
     with pytest.raises(ConfigError, match=message):
         load_config(data)
 
 
 def test_large_yaml_is_refused() -> None:
     text = "layers:\n" + "- {repeat: 1}\n" * MAX_YAML_VALUES
-    with pytest.raises(ConfigError, match=r"more than 20000 keys and values; write fewer layers, with repeat"):
+    with pytest.raises(ConfigError, match="20000 keys"):
         parse_yaml(text, "it")

@@ -347,7 +347,7 @@ def test_experts_are_packed_once_and_again_after_a_change() -> None:
 
 def test_kernels_give_the_reason_why_they_do_not_support_a_call() -> None:
     weights, x = make_weights(True, False), torch.randn(40, WIDTH, dtype=torch.float64)
-    for kernel, words in (("grouped", "takes no torch.float64"), ("per_expert", "takes 64 assignments, here are 80")):
+    for kernel, words in (("grouped", r"torch.float64"), ("per_expert", r"64 assignments.*80")):
         with pytest.raises(ConfigError, match=words), torch.no_grad(), kernels(experts=kernel):
             run_experts(x, make_assignment(40, 2), weights, TANH)
     with pytest.raises(ConfigError, match="gradients are wanted"), kernels(experts="per_expert"):

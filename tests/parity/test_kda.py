@@ -177,7 +177,7 @@ def test_the_state_has_a_fixed_size() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"heads": 5}, "heads: 5 does not divide width = 24"), ({"gate_rank": 0}, "gate_rank: should")],
+    [({"heads": 5}, r"heads: 5.*24"), ({"gate_rank": 0}, "gate_rank:")],
 )
 def test_invalid_fields_raise(fields: Data, message: str) -> None:
     with pytest.raises(DesignError, match=message):

@@ -126,7 +126,7 @@ def test_norms_after_the_rotation(kind: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("fields", [{}, {"qk_norm": "head", "position": None}, {"qk_norm": "head", "position": ALIBI}])
 def test_a_norm_after_no_rotation_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(heddle.errors.ConfigError, match="norm_after_rotation: needs qk_norm and a rotary position"):
+    with pytest.raises(heddle.errors.ConfigError, match=r"norm_after_rotation:.*qk_norm"):
         model_of(norm_after_rotation=True, **fields)
 
 
@@ -156,5 +156,5 @@ def test_a_temperature_is_that_of_queries_alone() -> None:
 
 
 def test_half_a_temperature_is_refused() -> None:
-    with pytest.raises(heddle.errors.ConfigError, match="temperature_length: is missing; give both"):
+    with pytest.raises(heddle.errors.ConfigError, match="temperature_length:"):
         model_of(temperature_beta=0.6)

@@ -242,7 +242,7 @@ def test_unknown_content_is_refused_and_stays(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="other: holds something that heddle did not write"):
+    with pytest.raises(CheckpointError, match=r"other:.*did not write"):
         save(other)
     link = tmp_path / "link"
     link.symlink_to(own)

@@ -62,7 +62,7 @@ def test_every_altered_byte_is_refused(tmp_path: Path) -> None:
     raw = path.read_bytes()
     for version in (b"", raw[:-1], raw + b"\n", raw.replace(b"\n", b"\r\n"), raw[: len(raw) // 2], raw + raw, b"[1]"):
         path.write_bytes(version)
-        with pytest.raises(CheckpointError, match=r"run\.json: was altered .*; restore the file or choose another"):
+        with pytest.raises(CheckpointError, match=r"run\.json:.*altered"):
             read_json_file(path)
 
 
@@ -81,7 +81,7 @@ def test_a_reader_that_compares_less_is_caught(tmp_path: Path, monkeypatch: pyte
 def test_a_file_of_format_1_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"design": {}, "settings": {}}, indent=2) + "\n")
-    with pytest.raises(CheckpointError, match=r"run\.json: has no sha256, so heddle did not write it or wrote it in"):
+    with pytest.raises(CheckpointError, match=r"run\.json:.*sha256"):
         read_json_file(path)
 
 
@@ -89,15 +89,15 @@ def test_hostile_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     for raw in (b"{" + b'"a":{' * 100_000, b'{"sha256": ' + b"9" * 5000 + b"}", b"\xff\xfe", b"[" * 100_000):
         path.write_bytes(raw)
-        with pytest.raises(CheckpointError, match=r"run\.json: was altered"):
+        with pytest.raises(CheckpointError, match=r"run\.json:.*altered"):
             read_json_file(path)
     with open(path, "wb") as sparse:
         sparse.truncate(2**40)
-    with pytest.raises(CheckpointError, match=r"run\.json: is larger than"):
+    with pytest.raises(CheckpointError, match=r"run\.json:.*larger"):
         read_json_file(path)
     path.unlink()
-    with pytest.raises(CheckpointError, match=r"run\.json: is missing"):
+    with pytest.raises(CheckpointError, match=r"run\.json:.*missing"):
         read_json_file(path)
     os.mkfifo(path)
-    with pytest.raises(CheckpointError, match=r"run\.json: is a named pipe"):
+    with pytest.raises(CheckpointError, match=r"run\.json:.*pipe"):
         read_json_file(path)

@@ -99,16 +99,16 @@ def test_an_interrupted_branch_ends_with_the_same_bits(
 def test_what_is_no_branch_is_refused(texts: Corpus, tmp_path: Path) -> None:
     asked = job(texts, tmp_path / "branch", 10)
     for settings, sentence in (
-        ({"schedule": "cosine"}, r"^schedule cosine: branches decay from a constant rate; set wsd$"),
-        ({"warmup": None}, r"^warmup None: branches share their warmup, so it must be a number, and at most the 8 "),
-        ({"warmup": 9}, r"^warmup 9: "),
+        ({"schedule": "cosine"}, r"^schedule cosine:.*wsd"),
+        ({"warmup": None}, r"^warmup None:"),
+        ({"warmup": 9}, r"^warmup 9:"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             train_branch(replace(asked, settings=replace(asked.settings, **settings)), tmp_path / "trunk")
     train_branch(job(texts, tmp_path / "longer", 15), tmp_path / "previous")
-    with pytest.raises(CheckpointError, match=r"is no branch of it: it is at step 12$"):
+    with pytest.raises(CheckpointError, match="step 12"):
         train_branch(asked, tmp_path / "trunk", tmp_path / "previous")
     other = job(texts, tmp_path / "other", 20, learning_rate=0.1)
-    with pytest.raises(CheckpointError, match=r"is no branch of it: settings.learning_rate was 0.003, now it is 0.1$"):
+    with pytest.raises(CheckpointError, match=r"settings.learning_rate.*0.003.*0.1"):
         train_branch(other, tmp_path / "trunk-20", tmp_path / "previous")
     assert not (tmp_path / "trunk-20").exists()

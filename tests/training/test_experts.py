@@ -17,6 +17,7 @@ from heddle.model.decoder import Decoder, build
 from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.feedforwards.moe import MoE
+from heddle.parts.modules import router_statistics
 from heddle.parts.modules.router_statistics import RouterRecorder, RouterStatistics, record_router_statistics
 from heddle.storage.checkpoints import checkpoint_folder
 from heddle.storage.folder import tensors_sha256
@@ -133,7 +134,7 @@ def test_a_ledger_that_stays_open_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
     model = double()
     model.checkpointing = True
-    monkeypatch.setattr("heddle.parts.modules.router_statistics.RouterRecorder", Open)
+    monkeypatch.setattr(router_statistics, "RouterRecorder", Open)
     recorded: list[list[RouterStatistics]] = []
     monkeypatch.setattr(experts.RouterMetricsCollector, "add", lambda self, entries: recorded.append(entries))
     of(model)

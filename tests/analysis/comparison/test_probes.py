@@ -71,5 +71,5 @@ def test_choices() -> None:
     assert select_probes("mqar") == ("mqar",)
     assert select_probes("none") == ()
     assert select_probes("all") == tuple(RECALL_PROBES)
-    with pytest.raises(ConfigError, match="recall al: unknown choice; did you mean 'all'"):
+    with pytest.raises(ConfigError, match=r"recall al:.*'all'"):
         select_probes("al")

@@ -328,5 +328,5 @@ def test_short_documents_leave_recall_out_and_say_so(tmp_path: Path, original: D
 
 def test_a_folder_that_is_a_file_is_refused(original: Decoder, letters: Corpus, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("x")
-    with pytest.raises(CheckpointError, match="taken: cannot be made a folder"):
+    with pytest.raises(CheckpointError, match=r"taken:.*folder"):
         results_of([("original", ORIGINAL, original, "a")], letters, tmp_path / "taken" / "convert.json")

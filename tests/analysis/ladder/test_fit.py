@@ -175,7 +175,7 @@ def test_a_planted_floor_of_its_own_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_cannot_be_fitted_is_refused() -> None:
     losses = [LAWS["a"].loss(size) for size in SIZES]
-    with pytest.raises(DataError, match=r"^a: has a loss at 2 sizes; a fit needs 3 at least$"):
+    with pytest.raises(DataError, match=r"^a:.*2 sizes.*3"):
         fit_ladder({"a": SizeLosses(SIZES[:2], losses[:2], [1, 1])})
     with pytest.raises(DataError, match="does not fall with size"):
         fit_ladder({"a": SizeLosses(SIZES, losses[::-1], [1] * 5)})

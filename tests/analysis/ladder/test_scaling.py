@@ -94,8 +94,8 @@ def test_active_parameters_count() -> None:
 
 
 def test_what_has_no_other_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^retention: cannot be scaled to other sizes: "):
+    with pytest.raises(ConfigError, match=r"^retention:"):
         DesignScale("retention", preset("retention"), 64)
     scale = DesignScale("one", small.config(small.design(32)), 16)
-    with pytest.raises(ConfigError, match=r"^sizes 500: one comes no nearer than .* parameters, at width "):
+    with pytest.raises(ConfigError, match=r"^sizes 500:"):
         scale.nearest_rung(500)

@@ -167,10 +167,10 @@ def test_designs_are_compared_at_their_tokens_per_parameter() -> None:
 
 
 def test_too_few_tokens_are_refused() -> None:
-    with pytest.raises(DataError, match=r"^a: L\(N, D\) needs losses at 3 numbers of tokens of 3 sizes at least; "):
+    with pytest.raises(DataError, match=r"^a: L\(N, D\)"):
         draw_surface(np.random.default_rng(4), ratios=(5.0, 10.0)).fit()
     points = draw_surface(np.random.default_rng(4)).losses["a"]
     first = slice(8)  # two sizes
     few = SizeLosses(points.sizes[first], points.losses[first], points.seeds[first], points.tokens[first])
-    with pytest.raises(DataError, match=r"^a: L\(N, D\) needs "):
+    with pytest.raises(DataError, match=r"^a: L\(N, D\)"):
         LadderPoints({"a": few}, {}, 0.0).fit()

@@ -153,9 +153,9 @@ def test_the_colours_are_in_order_for_every_eye() -> None:
 
 
 def test_what_cannot_be_drawn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="no mixer of this design has attention weights"):
+    with pytest.raises(ConfigError, match="attention weights"):
         inspect_layers(model_of(layer(None)), TOKENS)
     monkeypatch.setattr(collect_module, "MAX_WEIGHTS", 10 * 8 * 8)
-    with pytest.raises(ConfigError, match="has 9 tokens with the start token; a page of 10 heads holds at most 8"):
+    with pytest.raises(ConfigError, match=r"9 tokens.*10 heads.*most 8"):
         inspect_layers(mixed(), TOKENS)
     assert len(inspect_layers(mixed(), TOKENS[:8])) == 3

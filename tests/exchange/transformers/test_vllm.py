@@ -110,7 +110,7 @@ def test_attention_of_others_gives_the_same_logits(name: str) -> None:
 def test_what_others_cannot_do_is_refused() -> None:
     model = with_recorder("gqa")
     tokens = torch.tensor(prompts([4]))
-    with pytest.raises(ConfigError, match="use_cache: attention that others compute"):
+    with pytest.raises(ConfigError, match="use_cache:"):
         model(tokens, use_cache=True)
     with pytest.raises(ConfigError, match="set it to False"):
         model.generate(tokens, max_new_tokens=2)
@@ -122,16 +122,16 @@ def test_what_others_cannot_do_is_refused() -> None:
 
 
 UNSUPPORTED: dict[str, Data] = {
-    r"layers\[1\].mixer is LatentAttention": design(layer(attention()), layer(latent())),
-    r"layers\[0\].mixer is GatedDelta": design(layer({"kind": "gated_delta", "heads": 2})),
-    r"layers\[0\].mixer.sink is set": design(layer(attention(sink=True))),
-    r"layers\[0\].mixer.softcap is set": design(layer(attention(softcap=3.0))),
-    "a bias of distance, is set": design(layer(attention(position=ALIBI))),
-    r"layers\[0\].mixer.causal is false": design(layer(attention(causal=False))),
-    r"layers\[0\].mixer.value_dim is 5": design(layer(attention(value_dim=5))),
-    r"layers\[1\].mixer has heads": design(layer(attention()), layer(attention(kv_heads=1))),
+    r"layers\[1\].mixer.*LatentAttention": design(layer(attention()), layer(latent())),
+    r"layers\[0\].mixer.*GatedDelta": design(layer({"kind": "gated_delta", "heads": 2})),
+    r"layers\[0\].mixer.sink": design(layer(attention(sink=True))),
+    r"layers\[0\].mixer.softcap": design(layer(attention(softcap=3.0))),
+    "bias of distance": design(layer(attention(position=ALIBI))),
+    r"layers\[0\].mixer.causal": design(layer(attention(causal=False))),
+    r"layers\[0\].mixer.value_dim.*5": design(layer(attention(value_dim=5))),
+    r"layers\[1\].mixer.*heads": design(layer(attention()), layer(attention(kv_heads=1))),
     r"windows differ: \[2, 3\]": design(layer(attention(window=2)), layer(attention(window=3))),
-    "head.scale and head.softcap are both": design(layer(attention()), head={"scale": 0.5, "softcap": 2.0}),
+    r"head.scale.*head.softcap": design(layer(attention()), head={"scale": 0.5, "softcap": 2.0}),
     "final length of the text": design(layer(attention(position=ROPE | {"scaling": LONG | {"original_length": 20}}))),
 }
 
