@@ -383,7 +383,7 @@ REFUSED = [
 @pytest.mark.parametrize(("override", "path"), REFUSED)
 def test_what_llama_cpp_cannot_run_is_named_with_a_change_that_helps(override: str, path: str, tmp_path: Path) -> None:
     design = heddle.load_config("preset:gqa-tiny", overrides=["vocab_size=300", override])
-    with pytest.raises(ConfigError, match=r"llama\.cpp.*name") as caught:
+    with pytest.raises(ConfigError, match=r"llama\.cpp") as caught:
         export_gguf(heddle.build(design, device="meta"), tmp_path / "model.gguf")
     assert f"{path} is " in str(caught.value)
     changes = str(caught.value).rpartition(" with ")[2].split(" ")

@@ -89,15 +89,15 @@ def test_unsupported_yaml_is_refused(text: str, message: str) -> None:
     if text.startswith("<<"):
         assert parse_yaml(text, "it") == {"<<": {"a": 1}, "b": 2}
         return
-    with pytest.raises(ConfigError, match=f"^{message}"):
+    with pytest.raises(ConfigError, match=message):
         parse_yaml(text, "it")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.yaml", b"- 1", r".*table of fields"),
-        ("a.yaml", b"", r".*table of fields"),
+        ("a.yaml", b"- 1", "table of fields"),
+        ("a.yaml", b"", "table of fields"),
         ("a.yaml", b"\xff\xfe", r"UTF-8.*YAML, TOML.*JSON"),
         ("a.yaml", b"#" * 10_000_000, "1048576 bytes"),
         ("a.json", b'{"width": 1, "width": 2}', r"JSON.*'width'"),
@@ -109,7 +109,7 @@ def test_unsupported_yaml_is_refused(text: str, message: str) -> None:
 def test_files_without_a_design_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     file = tmp_path / name
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{name}: {message}"):
+    with pytest.raises(ConfigError, match=f"{name}: .*{message}"):
         load_config(file)
 
 

@@ -236,8 +236,8 @@ def test_text_lengths_that_nothing_reads_are_refused() -> None:
         ([[0, 1]], None, r"position 0.*row 0.*5"),
         ([[7, 8]], None, r"position 7.*row 0.*5"),
         ([[-1, 7]], [[0, 1]], r"position 7.*row 0.*5"),
-        ([[0, 1]], [[0, 0]], r"id 0.*row 0.*1"),
-        ([[6, 0]], [[1, 0]], r"id 0.*1.*token 1.*row 0"),
+        ([[0, 1]], [[0, 0]], r"segment id 0.*row 0.*1"),
+        ([[6, 0]], [[1, 0]], r"segment id 0.*1.*token 1.*row 0"),
     ],
 )
 def test_a_call_that_does_not_go_on_is_refused(
