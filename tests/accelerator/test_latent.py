@@ -7,11 +7,12 @@ from torch import Tensor
 from heddle.errors import ConfigError
 from heddle.numerics.attention import flash_mla
 from heddle.numerics.attention.latent import LATENT, latent_attention, latent_attention_facts
-from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
+from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.dispatch.operation import record_choices
 from heddle.numerics.kernels import kernels
 from tests.accelerator.flash_mla_stand_in import install_flash_mla
 from tests.laws.planting import plant
+from tests.numerics.oracle import contiguous_positions
 
 HEADS, RANK, ROPE, NOPE = 3, 512, 64, 16
 
@@ -19,7 +20,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def mask_of(queries: int, keys: int, batch: int = 2) -> AttentionMask:
-    q_positions, k_positions = contiguous_positions(batch, queries, keys, torch.device("cpu"))
+    q_positions, k_positions = contiguous_positions(batch, queries, keys)
     return AttentionMask(q_positions, k_positions, contiguous=True, all_visible=queries == 1)
 
 
