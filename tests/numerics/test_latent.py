@@ -19,7 +19,7 @@ from heddle.numerics.kernels import kernels
 from heddle.parts.context.layout import Layout
 from tests.numerics.oracle import contiguous_positions, loop_attention
 
-KERNELS = {kernel.name: kernel.run for kernel in LATENT.kernels if kernel.name != "flash_mla"}
+KERNELS = {kernel.name: kernel.run for kernel in LATENT.kernels}
 HEADS, NOPE, ROPE, RANK, VALUE = 3, 7, 4, 6, 5
 SCALE = 0.3
 
