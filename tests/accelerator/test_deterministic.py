@@ -24,7 +24,7 @@ from heddle.numerics.dispatch.operation import (
 from heddle.numerics.kernels import OPERATIONS
 from tests.accelerator.pretend import pretending
 
-FOLLOW_NO_FLAG = {"fla", "causal_conv1d", "flash_mla", "liger", "flex"}
+FOLLOW_NO_FLAG = {"fla", "causal_conv1d", "flex"}
 
 
 def never(facts: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.conversion.activations import CalibrationText, calibration_text, layer_activations
+from heddle.conversion.activations import CalibrationText, layer_activations
 from heddle.conversion.heads.fit import fit_output
 from heddle.conversion.heads.groups import random_groups
 from heddle.conversion.heads.merge import Merge, MergedHeads
@@ -22,6 +22,7 @@ from heddle.model.decoder import Decoder
 from heddle.parts.context.build import BuildContext
 from heddle.parts.mixers.attention import AttentionConfig
 from tests.conversion.exactness import (
+    calibration_text,
     converted_model,
     design,
     difference,

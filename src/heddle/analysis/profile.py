@@ -9,7 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -40,19 +39,6 @@ REST = {"forward": "loss", "backward": "loss", "update": "optimizer"}  # what ru
 OUTSIDE = "outside of operations"  # Python, and the profiler itself
 
 
-@dataclass
-class Frame:
-    """A bar of a flame graph: seconds of a step under this name, and the bars that it consists of."""
-
-    name: str
-    seconds: float = 0.0
-    children: dict[str, "Frame"] = field(default_factory=dict)
-
-    def child(self, name: str) -> "Frame":
-        """The bar of this name, made if there is none."""
-        return self.children.setdefault(name, Frame(name))
-
-
 class ProfiledOperation(NamedTuple):
     """One line of the table. seconds: its own in one step; share: of all. calls: in one step."""
 
@@ -72,7 +58,6 @@ class Profile(NamedTuple):
     profiled_seconds: float
     limit_share: float
     operations: list[ProfiledOperation]
-    flames: Frame
 
 
 def profile_design(config: ModelConfig, rows: int, length: int, precision: str) -> list[Profile]:
@@ -128,9 +113,8 @@ def _profile_steps(
     with _named_parts(model), torch_profile(activities=[ProfilerActivity.CPU]) as recorded:
         for _ in range(count):
             step()
-    flames, operations = summarize_events(recorded.events() or [], count)
-    share = least_seconds / seconds
-    return Profile(name, seconds, flames.seconds, share, operations, flames)
+    profiled_seconds, operations = summarize_events(recorded.events() or [], count)
+    return Profile(name, seconds, profiled_seconds, least_seconds / seconds, operations)
 
 
 @contextmanager
@@ -165,30 +149,27 @@ def _named_parts(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def summarize_events(events: Iterable[Any], steps: int) -> tuple[Frame, list[ProfiledOperation]]:
-    """The flame graph of one step, and its operations with the longest first, from the profiler's events."""
+def summarize_events(events: Iterable[Any], steps: int) -> tuple[float, list[ProfiledOperation]]:
+    """The seconds of one step, and its operations with the longest first, from the profiler's events."""
     roots = [event for event in events if event.cpu_parent is None]
     collector = _Collector()
     for root in roots:
         collector.find_parts(root, "")
     for root in roots:
         if root.name.startswith(PHASE):
-            collector.add(root, collector.flames, "", "")
-    flames, totals = collector.flames, collector.totals
-    _divide(flames, steps)
-    flames.seconds = sum(frame.seconds for frame in flames.children.values())
+            collector.add(root, "", "")
+    step_seconds = sum(seconds for _, seconds in collector.totals.values()) / steps
     operations = [
-        ProfiledOperation(*names, calls / steps, seconds / steps, seconds / steps / max(flames.seconds, 1e-12))
-        for names, (calls, seconds) in totals.items()
+        ProfiledOperation(*names, calls / steps, seconds / steps, seconds / steps / max(step_seconds, 1e-12))
+        for names, (calls, seconds) in collector.totals.items()
     ]
-    return flames, sorted(operations, key=lambda operation: -operation.seconds)
+    return step_seconds, sorted(operations, key=lambda operation: -operation.seconds)
 
 
 class _Collector:
     """Adds up events. totals: by phase, part and operation, the calls and the seconds."""
 
     def __init__(self) -> None:
-        self.flames = Frame("step")
         self.part_of: dict[int, str] = {}
         self.totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
 
@@ -200,33 +181,18 @@ class _Collector:
         for child in event.cpu_children:
             self.find_parts(child, part)
 
-    def add(self, event: Any, frame: Frame, phase: str, part: str) -> None:
-        """Add an event, and all within it, under a bar of a phase and part."""
-        name, seconds, calls = event.name, event.cpu_time_total / 1e6, 1.0
-        if name.startswith((PHASE, PART)):
-            name = name.partition(": ")[2]
-            phase, part = (name, part) if event.name.startswith(PHASE) else (phase, name)
+    def add(self, event: Any, phase: str, part: str) -> None:
+        """Add an event, and all within it, to a phase and part."""
+        operation, calls = event.name, 1.0
+        if operation.startswith((PHASE, PART)):
+            name = operation.partition(": ")[2]
+            phase, part = (name, part) if operation.startswith(PHASE) else (phase, name)
             operation, calls = OUTSIDE, 0.0
-        elif name.startswith(BACKWARD):
+        elif operation.startswith(BACKWARD):  # the backward pass begins within the forward phase
             phase, part = "backward", self.part_of.get(event.sequence_nr, "")
-            frame.seconds -= seconds  # the backward pass begins within the forward phase
-            backward = self.flames.child("backward")
-            frame, name = backward.child(part or REST["forward"]), name.removeprefix(BACKWARD)
-            backward.seconds += seconds
-            frame.seconds += seconds
-            operation = name
-        else:
-            operation = name
-        inner = frame.child(name)
-        inner.seconds += seconds
+            operation = operation.removeprefix(BACKWARD)
         total = self.totals[phase, part or REST.get(phase, phase), operation]
         total[0] += calls
         total[1] += event.self_cpu_time_total / 1e6
         for child in event.cpu_children:
-            self.add(child, inner, phase, part)
-
-
-def _divide(frame: Frame, steps: int) -> None:
-    frame.seconds /= steps
-    for child in frame.children.values():
-        _divide(child, steps)
+            self.add(child, phase, part)

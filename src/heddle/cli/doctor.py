@@ -36,8 +36,6 @@ OPTIONAL_PACKAGES = {
     "triton": OptionalPackage("triton", "what torch.compile generates for a GPU"),
     "flash-linear-attention": OptionalPackage("fla", "linear attention, retention, delta rules, Mamba-2"),
     "causal-conv1d": OptionalPackage("causal_conv1d", "short convolutions"),
-    "liger-kernel": OptionalPackage("liger_kernel", "the vocabulary loss"),
-    "flash-mla": OptionalPackage("flash_mla", "decoding with latent attention"),
     "torchao": OptionalPackage("torchao", "products in FP8"),
 }
 

@@ -3,7 +3,6 @@
 import json
 import os
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,10 +30,7 @@ if TYPE_CHECKING:
     from heddle.model.config import ModelConfig
     from heddle.model.decoder import Decoder
 
-ProfileFile = Annotated[
-    Path | None,
-    typer.Option("--profile", metavar="FILE", help="Measure where time goes on this CPU; write an HTML page."),
-]
+Profile = Annotated[bool, typer.Option("--profile", help="Measure where the time of a step goes on this CPU.")]
 CONTEXT_LENGTHS = [2048, 8192, 32768, 131072]
 MAX_COUNT = 10**9
 PROFILED_LENGTH = 512  # tokens of a profiled text, where no context length was asked for
@@ -56,7 +52,7 @@ def show(
         typer.Option("--encoder-length", metavar="N", help="Tokens that cross-attention reads. [the context length]"),
     ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of designs, for editors.")] = False,
-    profile: ProfileFile = None,
+    profile: Profile = False,
     device: Device = "auto",
     precision: Precision = "fp32",
     deterministic: Deterministic = False,
@@ -97,8 +93,8 @@ def show(
         # Kernels are chosen as on the device, which this machine need not have.
         facts = measure(config, context_lengths, batch_size, dtype_of(precision), device_name(device), encoder_length)
         facts["exports_as"] = family_lines(config, imported_family(design) if isinstance(design, str) else None)
-        if profile is not None:
-            facts["profile"] = _profile(config, (str(design), precision), batch_size, context_length, profile)
+        if profile:
+            facts["profile"] = _profile(config, precision, batch_size, context_length)
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
@@ -107,21 +103,15 @@ def show(
 
 
 def _profile(
-    config: "ModelConfig", names: tuple[str, str], rows: int, context_length: list[int] | None, file: Path
+    config: "ModelConfig", precision: str, rows: int, context_length: list[int] | None
 ) -> list[dict[str, Any]]:
-    """Profile a training step and a token on this CPU and write the page; returns the tables as plain data.
-
-    names: of the design and of the precision.
-    """
+    """Profile a training step and a token on this CPU; returns the tables as plain data."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes lines of its own to stderr
-    from heddle.analysis.pages.profile import profile_page
     from heddle.analysis.profile import profile_design
     from heddle.runtime import set_up_runtime
-    from heddle.storage.atomic import write_file
 
     set_up_runtime("cpu")
-    profiles = profile_design(config, rows, (context_length or [PROFILED_LENGTH])[0], names[1])
-    write_file(file, profile_page(terminal_safe(names[0]), names[1], profiles), "choose another file")
+    profiles = profile_design(config, rows, (context_length or [PROFILED_LENGTH])[0], precision)
     return [
         {
             "step": profile.name,

@@ -57,12 +57,6 @@ class LayerActivations:
     mixer_outputs: list[Tensor] = field(default_factory=list)
 
 
-def calibration_text(tokens: Sequence[Tensor], layouts: Sequence[Layout] | None = None) -> CalibrationText:
-    """A text of token batches, int64 [B, T] each; without layouts each row is one document."""
-    causal = [Layout.causal(batch.shape[0], batch.shape[1], device=batch.device) for batch in tokens]
-    return CalibrationText(list(tokens), causal if layouts is None else list(layouts))
-
-
 @torch.no_grad()
 def initial_streams(model: Decoder, weights: "Weights", text: CalibrationText) -> list[Any]:
     """The stream that enters the first layer, for each batch. The embedding's weights are freed afterwards."""

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -220,10 +219,3 @@ class ChosenLayers(ConvertedWeights):
     def convert_layer(self, index: int) -> dict[str, Tensor]:
         """The layer of the source, or the replaced one."""
         return (self.replaced if index in self.chosen else self.source).layer(index)
-
-
-def fit_results(weights: Weights) -> Mapping[int, FitResult]:
-    """The results of the fits of a converted model, by layer; those of layers that were not read yet are missing."""
-    if isinstance(weights, ChosenLayers):
-        weights = weights.replaced
-    return weights.results if isinstance(weights, NewMixers) else {}

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from heddle.data.compressed import UnreadableError, open_text, text_suffix
-from heddle.data.warc import WARC_SUFFIXES, read_warc_texts
 
 # A document is at most this many bytes of UTF-8.
 MAX_DOCUMENT_BYTES = 64 * 1024
 # One line of a .jsonl file is parsed whole, so it is bounded.
 MAX_JSON_LINE_BYTES = 16 * 1024 * 1024
 
+_WARC_SUFFIXES = (".warc", ".wet")  # their headers would be read as text
 _BLOCK_BYTES = 1024 * 1024
 _BINARY_CHECK_BYTES = 8192
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -25,7 +25,7 @@ _TO_LAST_BLANK_LINE = re.compile(rb".*\n[ \t\r]*\n", re.DOTALL)
 def read_documents(path: Path, field: str = "text") -> Iterator[str]:
     """Yield the documents of one file, in order; from a `.jsonl` file, the `field` of each line.
 
-    From a WARC file, each record of plain text. The name of a compressed file goes on with `.gz` or `.zst`.
+    The name of a compressed file goes on with `.gz` or `.zst`. A WARC file is refused.
 
     A file of at most 64 KB is one document. A longer file is split into documents of at most 64 KB: after the last
     blank line that fits, else the last line end, else the last space, else between two characters. Joined, the
@@ -33,12 +33,11 @@ def read_documents(path: Path, field: str = "text") -> Iterator[str]:
     Raises UnreadableError.
     """
     suffix = text_suffix(path)
+    if suffix in _WARC_SUFFIXES:
+        raise UnreadableError("is a WARC file: write the text of its records to a .jsonl file, with warcio for example")
     with open_text(path) as file:
         if suffix == ".jsonl":
             yield from _json_documents(file, field)
-        elif suffix in WARC_SUFFIXES:
-            for text in read_warc_texts(file):
-                yield from documents_from_bytes(text)
         else:
             yield from _text_documents(file)
 

@@ -21,9 +21,7 @@ from torch.nn import functional
 
 from heddle.numerics.dispatch.device_size import DeviceSize
 from heddle.numerics.dispatch.flop_counter import add_flops
-from heddle.numerics.dispatch.libraries import NOT_CUDA
-from heddle.numerics.dispatch.operation import Kernel, Operation, device_type, has_triton, optional_nondeterministic
-from heddle.numerics.liger import liger_loss_sum, liger_unsupported
+from heddle.numerics.dispatch.operation import Kernel, Operation, device_type, has_triton
 from heddle.numerics.linear import linear_flops
 from heddle.numerics.loss_steps import (
     ChunkOptions,
@@ -78,8 +76,6 @@ class LossFacts(NamedTuple):
     """What decides the kernel of the loss."""
 
     device: str
-    scale: float
-    teacher: bool
 
 
 class DistillationSums(NamedTuple):
@@ -134,8 +130,8 @@ def _count_flops(hidden: Tensor, head: OutputHead) -> None:
 
 
 def _sums(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objective) -> tuple[Tensor, ...]:
-    facts = LossFacts(device_type(hidden), head.scale, objective.teacher is not None)
-    sums: tuple[Tensor, ...] = LINEAR_CROSS_ENTROPY.choose(facts).run(hidden, head, targets, objective)
+    kernel = LINEAR_CROSS_ENTROPY.choose(LossFacts(device_type(hidden)))
+    sums: tuple[Tensor, ...] = kernel.run(hidden, head, targets, objective)
     return sums
 
 
@@ -166,10 +162,6 @@ def _fused(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objecti
     else:  # it stands for a tensor on a GPU
         step = results_of_compiled_step if is_fake(hidden) else fused_step
     return _weighted_sum(step, hidden, head, targets, objective)
-
-
-def _by_liger(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objective) -> tuple[Tensor, ...]:
-    return (liger_loss_sum(hidden, head.weight, head.bias, targets, head.softcap),)
 
 
 def _weighted_sum(
@@ -263,22 +255,11 @@ def _chunked_unsupported(facts: LossFacts) -> str | None:
     return "each elementwise step reads and writes all logits" if facts.device == "cuda" and has_triton() else None
 
 
-def _liger_kernel_unsupported(facts: LossFacts) -> str | None:
-    if facts.device != "cuda":
-        return NOT_CUDA
-    if facts.teacher:
-        return "there is a teacher"
-    return "the head scales its logits" if facts.scale != 1.0 else liger_unsupported()
-
-
 LINEAR_CROSS_ENTROPY = Operation(
     "linear_cross_entropy",
     (
         Kernel("chunked", _chunked, _chunked_unsupported, traceable=False),
         Kernel("fused", _fused, lambda facts: None),
-        Kernel(
-            "liger", _by_liger, _liger_kernel_unsupported, traceable=False, nondeterministic=optional_nondeterministic
-        ),
         Kernel("reference", reference_sums, lambda facts: None),
     ),
 )

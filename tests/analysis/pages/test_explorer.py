@@ -12,7 +12,6 @@ from heddle.analysis.explorer.choices import SLOTS, kinds_of
 from heddle.analysis.explorer.formulas import formulas_of
 from heddle.analysis.explorer.mistakes import MISTAKES
 from heddle.analysis.explorer.published import explorer_design, published_designs
-from heddle.analysis.explorer.sizes import declared_size, refused_fields
 from heddle.analysis.pages import explorer
 from heddle.analysis.pages.explorer import explorer_page
 from heddle.cli.main import run_command
@@ -20,6 +19,7 @@ from heddle.config import kind_class
 from heddle.errors import ConfigError
 from heddle.model.size import size
 from tests.analysis.explorer.random_choices import TEXT, random_designs
+from tests.analysis.explorer.sizes import declared_size, refused_fields
 from tests.html_page import Page
 from tests.source import ROOT
 

@@ -44,7 +44,7 @@ class ModelCall:
         mask, position_ids = self.attention_mask, self.position_ids
         if mask is None and position_ids is None:
             return LayoutAndMask(None, None)
-        if has_external_attention and mask is None and position_ids is not None:  # reads no value: vLLM's calls
+        if has_external_attention and mask is None and position_ids is not None:  # reads no value
             positions = position_ids.expand(self.tokens.shape[:2])
             return LayoutAndMask(Layout(positions, has_padding=False, is_checked=True), None)
         inputs: LayoutAndMask = layout_from_inputs(self.tokens, mask, position_ids, cached)

@@ -12,16 +12,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from heddle.numerics.attention import flash_mla, softmax
+from heddle.numerics.attention import softmax
 from heddle.numerics.attention.mask import AttentionMask, visible_pairs
 from heddle.numerics.attention.online_softmax import online_attention
 from heddle.numerics.attention.softmax import attention
 from heddle.numerics.dispatch.device_size import DeviceSize
 from heddle.numerics.dispatch.flop_counter import add_flops, counts_flops
-from heddle.numerics.dispatch.libraries import NOT_CUDA
-from heddle.numerics.dispatch.operation import Kernel, Operation, device_type, optional_nondeterministic
+from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
 from heddle.numerics.linear import linear
 from heddle.numerics.norms import at_least_float32, without_autocast
 
@@ -35,10 +33,7 @@ UpProjections = tuple[Tensor, Tensor]
 
 
 class LatentAttentionFacts(NamedTuple):
-    """What decides the kernel: lengths, widths per head, and numbers of elements of all heads and rows.
-
-    in_order: all rows are equally long, and the queries are their last tokens. paged: see `flash_mla.pages`.
-    """
+    """What decides the kernel: lengths, widths per head, and numbers of elements of all heads and rows."""
 
     queries: int
     keys: int
@@ -50,10 +45,6 @@ class LatentAttentionFacts(NamedTuple):
     max_expanded_elements: int
     scores: int
     device: str
-    dtype: torch.dtype
-    gradients: bool
-    in_order: bool
-    paged: bool
 
 
 def expanded_flops(queries: int, keys: int, facts: LatentAttentionFacts) -> int:
@@ -167,13 +158,6 @@ def _wide_product(x: Tensor, y: Tensor) -> Tensor:
     return torch.bmm(x.to(y.dtype), y, out_dtype=torch.float32)
 
 
-def _flash_mla(
-    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, mask: AttentionMask, scale: float
-) -> Tensor:
-    q = _absorbed_queries(q_nope, q_rope, latents, k_up, v_up)
-    return _projected_values(flash_mla.attend(q, latents, mask.causal, scale), v_up)
-
-
 def _absorbed_queries(q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor) -> Tensor:
     """Queries in the latent space, [B, H, T, r + d_r], not scaled. Counts the FLOPs of the whole call."""
     batch, heads, queries, _ = q_nope.shape
@@ -212,18 +196,6 @@ def _expanded_unsupported(facts: LatentAttentionFacts) -> str | None:
     return _should_absorb(facts)
 
 
-def _flash_mla_unsupported(facts: LatentAttentionFacts) -> str | None:
-    if facts.device != "cuda":
-        return NOT_CUDA
-    if facts.gradients:
-        return "gradients are wanted"
-    if facts.dtype != torch.bfloat16 or (facts.latent_rank, facts.rope_width) != (512, 64):
-        return "it takes bfloat16 latents of 512 + 64 elements"
-    if not facts.in_order:
-        return "rows have different lengths"
-    return flash_mla.flash_mla_unsupported() if facts.paged else "slots of a row are not a multiple of its page"
-
-
 def _absorbed_unsupported(facts: LatentAttentionFacts) -> str | None:
     few = facts.device != "cpu" and facts.scores <= MAX_SCORES
     return "each tile is several launches, and the scores are few" if few else None
@@ -234,9 +206,6 @@ LATENT = Operation(
     (
         Kernel("expanded", _expanded, _expanded_unsupported),
         Kernel("tiled", _expanded_tiles, _should_absorb),
-        Kernel(
-            "flash_mla", _flash_mla, _flash_mla_unsupported, traceable=False, nondeterministic=optional_nondeterministic
-        ),
         Kernel("absorbed", _absorbed, _absorbed_unsupported),
         Kernel("absorbed_untiled", _absorbed_untiled, lambda facts: None),
         Kernel("reference", reference, lambda facts: None),
@@ -245,12 +214,11 @@ LATENT = Operation(
 
 
 def latent_attention_facts(
-    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, mask: AttentionMask | None = None
+    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor
 ) -> LatentAttentionFacts:
-    """The facts of one call of `latent_attention`. Without the mask those that its FLOPs depend on."""
+    """The facts of one call of `latent_attention`."""
     batch, heads, queries, nope_width = q_nope.shape
     keys, rope_width, value_width = latents.shape[2], q_rope.shape[3], v_up.shape[0] // heads
-    device, learned = device_type(latents), any(x.requires_grad for x in (q_nope, q_rope, latents, k_up, v_up))
     return LatentAttentionFacts(
         queries=queries,
         keys=keys,
@@ -261,11 +229,7 @@ def latent_attention_facts(
         expanded_elements=batch * heads * keys * (nope_width + rope_width + value_width),
         max_expanded_elements=MAX_EXPANDED_ELEMENTS.on(latents),
         scores=batch * heads * queries * keys,
-        device=device,
-        dtype=latents.dtype,
-        gradients=torch.is_grad_enabled() and learned,
-        in_order=mask is not None and (mask.contiguous or (mask.all_visible and queries == 1)),
-        paged=device == "cuda" and not is_compiling() and flash_mla.has_pages(latents),
+        device=device_type(latents),
     )
 
 
@@ -273,6 +237,6 @@ def latent_attention(
     q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, mask: AttentionMask, scale: float
 ) -> Tensor:
     """Attend. Shapes as in the module's docstring. `q_rope` and the `k_rope` in `latents` are already rotated."""
-    kernel = LATENT.choose(latent_attention_facts(q_nope, q_rope, latents, k_up, v_up, mask))
+    kernel = LATENT.choose(latent_attention_facts(q_nope, q_rope, latents, k_up, v_up))
     y: Tensor = kernel.run(q_nope, q_rope, latents, k_up, v_up, mask, scale)
     return y

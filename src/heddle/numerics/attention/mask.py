@@ -98,9 +98,3 @@ def visible_pairs(queries: int, keys: int, window: int | None, causal: bool) -> 
     first_visible = keys - queries + 1  # keys before and at the first query
     partial_queries = max(0, min(queries, max_keys - first_visible))  # queries that see fewer than `max_keys` keys
     return partial_queries * (2 * first_visible + partial_queries - 1) // 2 + (queries - partial_queries) * max_keys
-
-
-def contiguous_positions(batch: int, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions of queries [B, T] and keys [B, S] when the queries are the last of `keys` consecutive positions."""
-    k_positions = torch.arange(keys, device=device).expand(batch, keys)
-    return k_positions[:, keys - queries :], k_positions

@@ -1,15 +1,11 @@
-"""External attention functions, and the plugin for vLLM with a stand-in for vLLM."""
+"""Attention functions of other libraries, which `attn_implementation` names."""
 
-import tomllib
 from functools import cache
-from importlib.metadata import EntryPoint
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -22,16 +18,14 @@ from heddle.laws.harness import forward_no_grad
 from heddle.model.load_config import load_config
 from tests.cases import ALIBI, LONG, ROPE, Data, attention, design, latent, layer
 from tests.exchange.transformers.designs import MOE, padded, prompts
-from tests.exchange.transformers.vllm_stand_in import Registry, install
 from tests.generation.loops import amplify_layers
 from tests.laws.planting import plant
-from tests.source import ROOT
 
 SUPPORTED: dict[str, Data] = {
     "gqa": design(layer(attention(6, kv_heads=2), repeat=2)),
     "windows": design(layer(attention(window=3)), layer(attention()), head={"tied": False, "bias": True}),
     "normed": design(layer(attention(qk_norm="head", gate="head", scale=0.3), repeat=2), head={"softcap": 2.0}),
-    "moe": design(layer(attention(3), MOE, repeat=2), head={"scale": 0.7}),
+    "moe": design(layer(attention(3), MOE, repeat=2), head={"scale": 0.7, "softcap": 3.0}),
     "dual": design(layer(attention(position=ROPE)), layer(attention()), residual={"kind": "residual_dual"}),
     "learned": design(
         layer(attention(position=None)),
@@ -131,7 +125,6 @@ UNSUPPORTED: dict[str, Data] = {
     r"layers\[0\].mixer.value_dim.*5": design(layer(attention(value_dim=5))),
     r"layers\[1\].mixer.*heads": design(layer(attention()), layer(attention(kv_heads=1))),
     r"windows differ: \[2, 3\]": design(layer(attention(window=2)), layer(attention(window=3))),
-    r"head.scale.*head.softcap": design(layer(attention()), head={"scale": 0.5, "softcap": 2.0}),
     "final length of the text": design(layer(attention(position=ROPE | {"scaling": LONG | {"original_length": 20}}))),
 }
 
@@ -147,50 +140,7 @@ def test_designs_that_others_cannot_run_are_told(reason: str) -> None:
     assert reasons
 
 
-def test_the_entry_point_tells_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    ((name, value),) = project["entry-points"]["vllm.general_plugins"].items()
-    register = EntryPoint(name, value, "vllm.general_plugins").load()
-    register()
-    register()
-    assert list(Registry.classes) == ["HeddleForCausalLM"]
-
-
-@torch.no_grad()
-def check_served(name: str, folder: Path) -> None:
-    """Prompts, pieces of prompts and single tokens of several requests in the same calls."""
-    HeddleForCausalLM.from_decoder(decoder(name)).save_pretrained(folder)
-    config = AutoConfig.from_pretrained(folder)
-    assert config.architectures == ["HeddleForCausalLM"]
-    from heddle.exchange.transformers.vllm import MODEL_CLASS
-
-    served = EntryPoint("model", MODEL_CLASS, "").load()
-    model = served(vllm_config=SimpleNamespace(model_config=SimpleNamespace(hf_config=config)))
-    model.load_weights(load_file(folder / "model.safetensors").items())
-    rows = dict(enumerate(prompts([9, 6, 4])))
-    steps = [[(0, 9)], [(1, 4)], [(0, 1), (2, 4)], [(1, 2), (0, 1)], [(2, 1), (1, 1), (0, 1)]]
-    rows = {request: row + prompts([3], seed=request)[0] for request, row in rows.items()}
-    outputs: dict[int, list[Tensor]] = {request: [] for request in rows}
-    for step in steps:
-        requests = []
-        for request, count in step:
-            start = sum(map(len, outputs[request]))
-            requests.append((request, rows[request][start : start + count]))
-        for request, logits in model(requests).items():
-            outputs[request].append(logits)
-    for request, logits in outputs.items():
-        actual = torch.cat(logits)
-        torch.testing.assert_close(actual, alone(name, rows[request])[: len(actual)], rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", SUPPORTED)
-def test_vllm_would_run_an_exported_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
-    check_served(name, tmp_path)
-
-
-EXTERNAL, CONFIG = "exchange.transformers.external_attention", "exchange.transformers.config:HeddleConfig"
+EXTERNAL = "exchange.transformers.external_attention"
 ATTEND = f"{EXTERNAL}:ExternalAttention.__call__"
 # The function, the code in it, the code that replaces it, and a design for which the check must then fail.
 BUGS = {
@@ -204,27 +154,24 @@ BUGS = {
         "ExternalAttention(modules, None,",
         "gqa",
     ),
+    "another window told": (
+        "exchange.transformers.config:HeddleConfig.sliding_window",
+        "design_parts.first_window(",
+        "1 + design_parts.first_window(",
+        "windows",
+    ),
     "one cache for all layers": (f"{EXTERNAL}:attention_modules", "layer_idx=index", "layer_idx=0", "gqa"),
 }
-SERVED_BUGS = {
-    "a head left empty": ("exchange.transformers.vllm_model:VLLMHeddleForCausalLM.load_weights",
-                          "if name.startswith(HEAD_PREFIX)", "if False", "learned"),
-    "a soft cap not told": (f"{CONFIG}.final_logit_softcapping", ".head.softcap", ".head.bias or None", "normed"),
-    "a scale of logits not told": (f"{CONFIG}.logit_scale", ".head.scale", ".head.scale ** 0", "moe"),
-    "windows not told": (f"{CONFIG}.sliding_window", "design_parts.first_window(", "0 * design_parts.first_window(",
-                         "windows"),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("bug", [*BUGS, *SERVED_BUGS])
-def test_a_planted_bug_is_caught(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
-    function, old, new, name = (BUGS | SERVED_BUGS)[bug]
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, old, new, name = BUGS[bug]
     decoder(name), [alone(name, row) for row in prompts(LENGTHS)]
     with monkeypatch.context() as patch:
         plant(patch, function, old, new)
         with pytest.raises((AssertionError, KeyError, RuntimeError, ConfigError)):
-            check_logits(name) if bug in BUGS else check_served(name, tmp_path)
+            check_logits(name)
 
 
 def test_the_folder_says_nothing_of_others(tmp_path: Path) -> None:
@@ -234,5 +181,5 @@ def test_the_folder_says_nothing_of_others(tmp_path: Path) -> None:
     assert model.config.layer_types == ["full_attention"] * 2
     model.save_pretrained(tmp_path / "two")
     again = AutoConfig.from_pretrained(tmp_path / "two")
-    assert not {"layer_types", "sliding_window", "logit_scale"} & again.to_dict().keys()
+    assert not {"layer_types", "sliding_window"} & again.to_dict().keys()
     assert getattr(again, "layer_types", None) is None
