@@ -37,17 +37,18 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 DESIGNS, MAP = HERE / "same_designs.json", HERE / "same_options.json"
-PROBE = HERE / "same_sections.py"
+PROBE, COMMANDS = HERE / "same_sections.py", HERE / "same_commands.py"
 SECTIONS = ("logits", "families", "training", "reports", "files", "options", "api")
-SHOWN = 40  # differences that are listed
+ABSENT = "is not there"
+SHOWN = 12  # differences of a section that are listed
 
 
 def run_section(section: str, checkout: Path, work: Path, old: Path | None) -> dict[str, Any]:
     """The facts of a section, from a process with a checkout's package; kept beside its work folder and used again.
 
-    They are computed anew if the package, this tool or the versions under it changed. Raises RuntimeError if it fails.
+    They are computed anew if the package, the section or the machine changed. Raises RuntimeError if it fails.
     """
-    stamp = fingerprint(checkout, old)
+    stamp = fingerprint(section, checkout, old)
     kept = work / f"{section}.json"
     if kept.is_file() and (content := json.loads(kept.read_text(encoding="utf-8")))["of"] == stamp:
         return dict(content["facts"])
@@ -66,41 +67,53 @@ def run_section(section: str, checkout: Path, work: Path, old: Path | None) -> d
     return facts
 
 
-def fingerprint(checkout: Path, old: Path | None) -> str:
-    """Of a package's files, of this tool and of what both run on."""
-    sha = hashlib.sha256(json.dumps([str(old), sys.version, platform.node(), platform.version()]).encode())
+def fingerprint(section: str, checkout: Path, old: Path | None) -> str:
+    """Of a package's files, of what the section reads of this tool, and of what both run on."""
+    before = "" if old is None else json.loads((old / f"{section}.json").read_text(encoding="utf-8"))["of"]
+    sha = hashlib.sha256(json.dumps([before, sys.version, platform.node(), platform.version()]).encode())
     package = [path for path in (checkout / "src").rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    for path in sorted([*package, *HERE.glob("same*.*")]):
-        sha.update(f"{path.relative_to(checkout if path in package else HERE)} ".encode() + path.read_bytes())
+    for path in sorted(package):
+        sha.update(f"{path.relative_to(checkout)} ".encode() + path.read_bytes())
+    for path in (PROBE, DESIGNS, *((COMMANDS, MAP) if section == "options" else ())):
+        sha.update(path.read_bytes())
     return sha.hexdigest()
 
 
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of everything that can differ; the order of a table's keys is one of them."""
-    if isinstance(value, dict) and value:
-        yield f"{path} keys", list(value)
-        for name, item in value.items():
-            yield from leaves(item, f"{path}.{name}" if path else str(name))
-    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
-        yield f"{path} length", len(value)
-        for index, item in enumerate(value):
-            yield from leaves(item, f"{path}.{index}")
+def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, str, str] | None]:
+    """Everything that can differ: (path, old value, new value) where it does, None where it is equal.
+
+    The order of a table's keys is one of them, and so is the length of a list.
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        yield from differences([key for key in old if key in new], [key for key in new if key in old], f"{path} order")
+        for name in dict.fromkeys([*old, *new]):
+            yield from differences(old.get(name, ABSENT), new.get(name, ABSENT), f"{path}.{name}")
+    elif isinstance(old, list) and isinstance(new, list) and any(isinstance(item, dict | list) for item in old):
+        yield from differences(len(old), len(new), f"{path} length")
+        for index, (before, after) in enumerate(zip(old, new, strict=False)):
+            yield from differences(before, after, f"{path}.{index}")
     else:
-        yield path, value
+        before, after = json.dumps(old), json.dumps(new)
+        yield None if before == after else (path, before, after)
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> tuple[int, list[tuple[str, str, str]]]:
-    """How many things were compared, and (path, old value, new value) of those that differ."""
-    before, after = dict(leaves(old)), dict(leaves(new))
-    paths = list(dict.fromkeys([*before, *after]))
-    shown = [{path: json.dumps(facts[path]) for path in facts} for facts in (before, after)]
-    pairs = [(path, *(side.get(path, "is not there") for side in shown)) for path in paths]
-    return len(paths), [(path, a, b) for path, a, b in pairs if a != b]
-
-
-def reason_for(path: str, expected: list[dict[str, str]]) -> str | None:
-    """The first declared entry whose pattern a difference has."""
+def named_by(path: str, expected: list[dict[str, str]]) -> str | None:
+    """The pattern of the first declared entry that a difference has."""
     return next((entry["path"] for entry in expected if fnmatchcase(path, entry["path"])), None)
+
+
+def expected_differences(declared: dict[str, Any]) -> list[dict[str, str]]:
+    """The declared entries and those of options that are gone. Raises ValueError for one without reason or remedy."""
+    expected = list(declared["expected"])
+    for entry in declared["options"]:
+        if entry["new"] is None and " " in entry["old"]:
+            verb, option = entry["old"].split()
+            reason = f"{entry.get('reason')}; {entry['remedy']}" if entry.get("remedy") else ""
+            expected.append({"path": f"options.read.{verb} *.values.{option}", "reason": reason})
+    for entry in [*expected, *declared["options"]]:
+        if not entry.get("reason"):
+            raise ValueError(f"{MAP.name}: {entry} has no reason, or no remedy for what is gone; write it")
+    return expected
 
 
 def compare(
@@ -109,12 +122,12 @@ def compare(
     """The lines of the report, and whether all that differs is named. facts: section -> those of OLD and of NEW."""
     rows, lines, used = [], [], Counter[str]()
     for section in sections:
-        count, found = differences(*facts(section))
-        named = [reason_for(f"{section}.{path}", expected) for path, *_ in found]
-        used.update(entry for entry in named if entry)
-        other = [each for each, entry in zip(found, named, strict=True) if entry is None]
-        rows.append((section, count, count - len(found), len(found) - len(other), len(other)))
-        lines += [f"{section}.{path}\n    OLD {a[:160]}\n    NEW {b[:160]}" for path, a, b in other[:SHOWN]]
+        compared = list(differences(*facts(section), section))
+        found = [each for each in compared if each is not None]
+        other = [each for each in found if named_by(each[0], expected) is None]
+        used.update(pattern for path, *_ in found if (pattern := named_by(path, expected)))
+        rows.append((section, len(compared), len(compared) - len(found), len(found) - len(other), len(other)))
+        lines += [f"{path}\n    OLD {before[:120]}\n    NEW {after[:120]}" for path, before, after in other[:SHOWN]]
         lines += [f"{section}: … and {len(other) - SHOWN} more"] if len(other) > SHOWN else []
     table = [f"{'section':<10}{'compared':>10}{'equal':>10}{'named':>10}{'different':>10}"]
     table += [f"{name:<10}" + "".join(f"{number:>10}" for number in numbers) for name, *numbers in rows]
@@ -164,6 +177,7 @@ def main() -> int:
     for checkout in (words.old, words.new):
         if not (checkout / "src/heddle/__init__.py").is_file():
             parser.error(f"{checkout}: holds no src/heddle; name the folder of a checkout")
+    expected = expected_differences(json.loads(MAP.read_text(encoding="utf-8")))
     with tempfile.TemporaryDirectory(prefix="heddle-same-") as temporary:
         work = (words.work or Path(temporary)).resolve()
 
@@ -171,7 +185,7 @@ def main() -> int:
             old = run_section(section, words.old.resolve(), work / "old", None)
             return old, run_section(section, words.new.resolve(), work / "new", work / "old")
 
-        lines, is_same = compare(sections, facts, json.loads(MAP.read_text(encoding="utf-8"))["expected"])
+        lines, is_same = compare(sections, facts, expected)
     print("\n".join(lines))
     return 0 if is_same else 1
 

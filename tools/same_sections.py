@@ -297,7 +297,7 @@ def run_facts(folder: Path) -> dict[str, Any]:
 
 
 def reports(probe: Probe) -> dict[str, Any]:
-    """report.json of three comparisons and of a conversion."""
+    """What three comparisons and a conversion report."""
     probe.texts()
     dense, delta = probe.design("dense", DENSE), probe.design("delta", {"mixer": DELTA, "feedforward": GATED})
     options = (*QUICK, "--tokens", "1000", "--batch-size", "4", "--speed-context-length", "16", "--workers", "1")
@@ -311,8 +311,9 @@ def reports(probe: Probe) -> dict[str, Any]:
     probe.run("train", dense, *QUICK, "--batch-size", "4", "--steps", "5", "--out", "run")
     limits = ("--report-tokens", "128", "--calibration-tokens", "256", "--speed-context-length", "4")
     probe.run("convert", "run", "converted", "--to", "kv_heads=1", *QUICK, *limits)
-    names = ("two", "vary", "recall", "converted")
-    return {name: masked(json.loads(Path(name, "report.json").read_text())) for name in names}
+    written = {name: Path(name, "report.json") for name in ("two", "vary", "recall")}
+    written["converted"] = Path("converted/convert.json")
+    return {name: masked(json.loads(path.read_text(encoding="utf-8"))) for name, path in written.items()}
 
 
 def files(probe: Probe) -> dict[str, Any]:
@@ -348,14 +349,18 @@ def state_of(model: Any) -> Any:
 
 
 def options(probe: Probe) -> dict[str, Any]:
-    """What command lines are read as."""
+    """What random command lines of OLD are read as, and the exit codes of whole commands that end at once."""
     import same_commands
 
     declared = json.loads(MAP.read_text(encoding="utf-8"))
-    lines_file = (probe.old or probe.work) / "lines.json"
+    Path("options.yaml").write_text("steps: 12\nlr: 0.01\ndata: [texts]\n", encoding="utf-8")
+    drawn = (probe.old or probe.work) / "lines.json"
     if probe.old is None:
-        lines_file.write_text(json.dumps(same_commands.random_lines(declared["samples"], number=200, seed=11)))
-    return same_commands.facts(json.loads(lines_file.read_text()), declared, is_new=probe.old is not None)
+        lines = same_commands.random_lines(same_commands.described(), declared["samples"], number=200, seed=11)
+        drawn.write_text(json.dumps(lines), encoding="utf-8")
+    entries = declared["options"] if probe.old else []
+    facts = same_commands.facts(json.loads(drawn.read_text(encoding="utf-8")), entries)
+    return facts | {"run": {line: probe.run(*line.split(), expect=None)["code"] for line in declared["run"]}}
 
 
 def api(probe: Probe) -> dict[str, Any]:
