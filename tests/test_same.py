@@ -80,6 +80,15 @@ def test_what_is_missing_added_or_moved_differs(old: Any, new: Any, path: str) -
     assert text.startswith(f"{path}\n")
 
 
+def test_a_section_that_cannot_be_computed_is_different_whatever_is_declared() -> None:
+    def facts(_: str) -> Any:
+        raise RuntimeError("api of there failed")
+
+    lines, is_same = same.compare(["api"], facts, [{"path": "*", "reason": "anything"}])
+    assert not is_same
+    assert lines[0] == "api of there failed"
+
+
 def test_what_is_measured_is_masked_and_nothing_else() -> None:
     facts = {"loss": 1.5, "seconds": 2.0, "head": {"tied": True}, "log": {"head": "0a"}, "verdict": ["4 seeds, 34 s"]}
     other = altered(altered(facts, ["seconds"], 3.0), ["verdict"], ["4 seeds, 51 s"])

@@ -122,7 +122,12 @@ def compare(
     """The lines of the report, and whether all that differs is named. facts: section -> those of OLD and of NEW."""
     rows, lines, used = [], [], Counter[str]()
     for section in sections:
-        compared = list(differences(*facts(section), section))
+        try:
+            compared = list(differences(*facts(section), section))
+        except RuntimeError as error:
+            lines.append(str(error))
+            rows.append((section, 0, 0, 0, 1))
+            continue
         found = [each for each in compared if each is not None]
         other = [each for each in found if named_by(each[0], expected) is None]
         used.update(pattern for path, *_ in found if (pattern := named_by(path, expected)))

@@ -59,6 +59,11 @@ def masked(value: Any, key: str = "") -> Any:
     return DURATION.sub("a time", value) if isinstance(value, str) else value
 
 
+def json_facts(text: str) -> dict[str, Any]:
+    """A JSON table without what is measured, and without its own hash."""
+    return {name: masked(item, name) for name, item in json.loads(text).items() if name != "sha256"}
+
+
 def folder_facts(folder: Path, measured: tuple[str, ...] = ()) -> dict[str, Any]:
     """The SHA-256 of every file of a folder by name. JSON files named in `measured`: their values, and their form."""
     facts: dict[str, Any] = {}
@@ -69,8 +74,10 @@ def folder_facts(folder: Path, measured: tuple[str, ...] = ()) -> dict[str, Any]
             continue
         text = file.read_text(encoding="utf-8")
         documents = text.splitlines() if file.suffix == ".jsonl" else [text]
-        values = [masked({**json.loads(document), "sha256": "measured"}) for document in documents]
-        facts[name] = {"values": values, "form": text_digest(TOKENS.sub(lambda token: token[1] or "x", text))}
+        facts[name] = {
+            "values": [json_facts(document) for document in documents],
+            "form": text_digest(TOKENS.sub(lambda token: token[1] or "x", text)),
+        }
     return facts
 
 
@@ -291,7 +298,7 @@ def training(probe: Probe) -> dict[str, Any]:
 
 def run_facts(folder: Path) -> dict[str, Any]:
     """The log and the files of the last checkpoint of a run."""
-    lines = [masked(json.loads(line)) for line in (folder / "log.jsonl").read_text().splitlines()]
+    lines = [json_facts(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     last = sorted((folder / "checkpoints").iterdir())[-1]
     return {"log": lines, "checkpoint": last.name, "files": folder_facts(last, RUN_FILES)}
 
@@ -313,7 +320,7 @@ def reports(probe: Probe) -> dict[str, Any]:
     probe.run("convert", "run", "converted", "--to", "kv_heads=1", *QUICK, *limits)
     written = {name: Path(name, "report.json") for name in ("two", "vary", "recall")}
     written["converted"] = Path("converted/convert.json")
-    return {name: masked(json.loads(path.read_text(encoding="utf-8"))) for name, path in written.items()}
+    return {name: json_facts(path.read_text(encoding="utf-8")) for name, path in written.items()}
 
 
 def files(probe: Probe) -> dict[str, Any]:
