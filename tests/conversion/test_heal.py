@@ -210,14 +210,14 @@ def test_the_rate_falls_with_the_loss_that_the_conversion_added(
     assert [rate_share(loss) for loss in (-1.0, 0.0, 0.02, 0.5, 2.0, 9.0)] == [0.1, 0.1, 0.1, 0.5, 1.0, 1.0]
     source, distillation = folders[0], Distillation(Original(folders[0]))
     rates = {}
-    for target in ("kv_heads=1,groups=contiguous,merge=fresh", "head.tied=false"):
+    for target in ("kv_heads=1,groups=contiguous,merge=mean", "head.tied=false"):
         conversion = Conversion(source, tuple(parse_rewrites([target])))
         for name, adapt in (("adapted", True), ("fixed", False)):
             out = tmp_path / f"{target}-{name}"
             convert_and_heal(conversion, distillation, texts, settings(), out, adapt_rate=adapt)
             rates[target, name] = json.loads(read_folder(out).documents[CONVERSION_FILE])["healing"]["learning_rate"]
     assert rates[("head.tied=false", "adapted")] == 1e-4
-    assert 1e-4 < rates[("kv_heads=1,groups=contiguous,merge=fresh", "adapted")] <= 1e-3
+    assert 1e-4 < rates[("kv_heads=1,groups=contiguous,merge=mean", "adapted")] <= 1e-3
     assert {rate for (_, name), rate in rates.items() if name == "fixed"} == {1e-3}
 
 

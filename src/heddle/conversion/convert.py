@@ -62,7 +62,7 @@ class Conversion:
         text = self.text
         return {
             "source": {"name": self.source.folder.resolve().name, "weights_sha256": self.source.weights_sha256},
-            "rewrites": [{"rewrite": rewrite.name, **rewrite.dump()} for rewrite in self.rewrites],
+            "rewrites": [rewrite.describe() for rewrite in self.rewrites],
             "text": None
             if text is None
             else {"name": text.name, "sha256": text.sha256, "samples": text.samples, "tokens": text.tokens},

@@ -5,22 +5,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from heddle.conversion.activations import LayerActivations
 from heddle.conversion.heads.fit import fit_output
-from heddle.conversion.heads.groups import Groups, best_groups, contiguous_groups, random_groups
+from heddle.conversion.heads.groups import Groups, best_groups, contiguous_groups
 from heddle.conversion.heads.merge import Merge, MergedHeads
 from heddle.conversion.heads.parameters import Parameters, repeat_key_heads
 from heddle.conversion.heads.statistics import HeadStatistics, text_statistics, weight_statistics
 from heddle.model.config import ModelConfig
-from heddle.numerics.philox import ParameterDraws
 from heddle.parts.context.build import BuildContext
-from heddle.parts.mixers.attention import Attention, AttentionConfig
-from heddle.parts.residuals import InitialScales
+from heddle.parts.mixers.attention import AttentionConfig
 
-Grouping = Literal["contiguous", "similar-queries", "similar-keys-values", "similar-outputs", "random"]
+Grouping = Literal["contiguous", "similar-queries", "similar-keys-values", "similar-outputs"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,6 @@ class HeadConversion:
     groups: Grouping
     merge: Merge
     similarity: Literal["text", "weights"]
-    seed: int
 
     @property
     def compares(self) -> bool:
@@ -67,11 +63,8 @@ class HeadConversion:
         context = BuildContext(design.width, design.norm, design.depth, index)
         merger = MergedHeads(layer, config, context, self._statistics(layer, config, context, activations), self.merge)
         result = merger.merge_groups(self._groups(merger, kv_heads, activations))
-        new_config = config.replace(kv_heads=kv_heads)
-        if self.merge == "fresh":
-            result |= self._initial_projections(new_config, design, context)
         if self.merge == "least-squares":
-            return fit_output(result, new_config, context, activations())
+            return fit_output(result, config.replace(kv_heads=kv_heads), context, activations())
         return result
 
     def _statistics(
@@ -88,8 +81,6 @@ class HeadConversion:
     def _groups(self, merger: MergedHeads, groups: int, activations: Callable[[], LayerActivations]) -> Groups:
         if self.groups == "contiguous":
             return contiguous_groups(merger.heads, groups)
-        if self.groups == "random":
-            return random_groups(merger.heads, groups, (self.seed, merger.context.layer_index))
         if groups == 1:
             return [list(range(merger.heads))]
         if self.groups == "similar-outputs":
@@ -98,21 +89,3 @@ class HeadConversion:
             is_queries = self.groups == "similar-queries"
             costs = merger.similar_queries() if is_queries else merger.similar_keys_values()
         return best_groups(costs, groups)
-
-    def _initial_projections(
-        self, config: AttentionConfig, design: ModelConfig, context: BuildContext
-    ) -> dict[str, Tensor]:
-        """W_k and W_v (and biases) as a new model has them."""
-        with torch.device("cpu"):
-            mixer = config.build(context)
-        assert isinstance(mixer, Attention)
-        initial = design.initialization
-        scales = design.residual.initial_scales(design.depth) if initial.depth_scaled else InitialScales()
-        result = {}
-        for name, projection in (("k", mixer.k), ("v", mixer.v)):
-            path = f"layers.{context.layer_index}.mixer.{name}"
-            projection.value_scale, projection.output_scale = scales
-            projection.init_weights(initial.std, ParameterDraws(self.seed, path))
-            for parameter, value in projection.named_parameters():
-                result[f"mixer.{name}.{parameter}"] = value.detach()
-        return result

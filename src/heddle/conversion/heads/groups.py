@@ -5,7 +5,6 @@ joined with every choice of others. Beyond, a heuristic: groups are filled one a
 pair on, then two heads of different groups are swapped while that lowers the sum.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from itertools import combinations
 
@@ -20,13 +19,6 @@ def contiguous_groups(heads: int, groups: int) -> Groups:
     """Neighboring heads."""
     size = heads // groups
     return [list(range(start, start + size)) for start in range(0, heads, size)]
-
-
-def random_groups(heads: int, groups: int, seeds: Sequence[int]) -> Groups:
-    """Each grouping equally probable."""
-    order = np.random.default_rng(list(seeds)).permutation(heads).tolist()
-    size = heads // groups
-    return _ordered([order[start : start + size] for start in range(0, heads, size)])
 
 
 def best_groups(costs: np.ndarray, groups: int) -> Groups:

@@ -29,7 +29,7 @@ from heddle.parts.context.build import BuildContext
 from heddle.parts.context.layout import Layout
 from heddle.parts.mixers.attention import Attention, AttentionConfig
 
-Merge = Literal["mean", "first", "fresh", "aligned", "least-squares"]
+Merge = Literal["mean", "first", "aligned", "least-squares"]
 
 PAIR_TOKENS = 4096  # of the text on which every two heads are merged to see what that costs
 
@@ -55,7 +55,7 @@ class MergedHeads:
         equal = torch.full((len(group),), 1 / len(group), dtype=torch.float64, device=statistics.keys.device)
         dim, value_dim = statistics.keys.shape[-1], statistics.values.shape[-1]
         values = value_freedom(self.config)
-        if self.merge in ("mean", "first", "fresh"):
+        if self.merge in ("mean", "first"):
             if self.merge == "first":
                 equal = torch.zeros_like(equal).index_fill(0, torch.tensor(0, device=equal.device), 1.0)
             return mean_head(equal, dim), mean_head(equal, value_dim)
