@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from benchmarks.harness import alternate, limit_row, ratio_row, show, write
 from benchmarks.machine import THREADS
-from heddle.numerics.attention.mask import AttentionMask
-from heddle.numerics.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
+from heddle.numerics.attention.mask import NO_MODIFIERS, AttentionMask, ScoreModifiers
 from heddle.numerics.attention.softmax import attention
 from heddle.runtime import set_up_runtime
 

@@ -12,8 +12,7 @@ from torch.nn import functional
 from benchmarks.gpu_setup import Call, Comparison, Setup, with_backward
 from heddle.numerics.activations import activation
 from heddle.numerics.attention.latent import latent_attention
-from heddle.numerics.attention.mask import AttentionMask
-from heddle.numerics.attention.score_modifiers import ScoreModifiers
+from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers
 from heddle.numerics.attention.softmax import attention
 from heddle.numerics.cross_entropy import OutputHead, loss_sum
 from heddle.numerics.experts.mixture import run_experts
@@ -21,9 +20,9 @@ from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
 from heddle.numerics.recurrent.causal_sums import causal_means, causal_sums
 from heddle.numerics.recurrent.chunked_sums import CallLayout
 from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.parts.positions.alibi import AlibiConfig
-from heddle.training.muon import StackedMuon
+from heddle.training.optimizer import StackedMuon
 
 ATTENTION_GOAL = 1 / 1.15  # of bare compiled FlexAttention's seconds
 KINDS: dict[str, dict[str, Any]] = {

@@ -233,7 +233,7 @@ def test_planted_imports_are_caught(name: str, text: str) -> None:
         ("heddle.storage.save", "import torch.distributed.checkpoint"),
         ("heddle.cli.train", "import os\n\nos.environ.get('NO_COLOR')\nfrom heddle.laws import mixers"),
         ("heddle.data.cache", "import os\n\nos.environ.get('XDG_CACHE_HOME')"),
-        ("heddle.analysis.comparison.run", "from heddle.data import corpus"),
+        ("heddle.lab.compare.run", "from heddle.data import corpus"),
         ("heddle.storage.save", "from heddle import __version__"),
     ],
 )

@@ -11,7 +11,7 @@ from tests.source import ROOT, Source, package_sources, tracked_files
 # Modules on floors 1 to 3 that may take any keyword, each with its reason.
 TAKES_ANY_KEYWORD = {
     "heddle.numerics.kernels": "heddle.kernels(attention='reference'): one keyword per operation",
-    "heddle.numerics.dispatch.operation": "a kernel whose call is recorded takes what the kernel takes",
+    "heddle.numerics.dispatch": "a kernel whose call is recorded takes what the kernel takes",
 }
 
 FLOORS_1_TO_3 = {"numerics", "parts", "model"}

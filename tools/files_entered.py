@@ -36,7 +36,7 @@ from heddle.generation.sampling import Sampler
 from heddle.model import load_config
 from heddle.model.decoder import Decoder
 from heddle.numerics.attention.mask import AttentionMask
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.training.step import accumulate_gradients
 
 PACKAGE = Path(heddle.__file__).parent

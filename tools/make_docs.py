@@ -17,8 +17,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from benchmarks import figures  # noqa: E402
-from heddle.analysis.explorer.choices import comments  # noqa: E402
-from heddle.analysis.explorer.published import FILE  # noqa: E402
 from heddle.config import (  # noqa: E402
     PARTS,
     Config,
@@ -31,6 +29,10 @@ from heddle.config import (  # noqa: E402
     is_slot,
     kind_class,
     kinds,
+)
+from heddle.lab.explore.choices import (
+    FILE,  # noqa: E402
+    comments,  # noqa: E402
 )
 from heddle.laws import LAWS  # noqa: E402
 from heddle.model import config as model_config  # noqa: E402

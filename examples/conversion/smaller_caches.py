@@ -18,13 +18,11 @@ from typing import Any
 
 import torch
 
-from heddle.conversion.activations import CalibrationText
 from heddle.conversion.calibration import calibration_from_corpus, calibration_samples
-from heddle.conversion.convert import Conversion
+from heddle.conversion.convert import Conversion, open_source
 from heddle.conversion.heal import MIN_RATE_SHARE, Original, convert_and_heal, healing_rate, healing_settings
-from heddle.conversion.sources import open_source
 from heddle.conversion.targets import parse_rewrites
-from heddle.conversion.weights import ModelWeights, Weights, build_model
+from heddle.conversion.weights import CalibrationText, ModelWeights, Weights, build_model
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import Batch, evaluation_windows
 from heddle.model.decoder import Decoder
@@ -32,7 +30,7 @@ from heddle.model.load_config import load_config
 from heddle.model.size import size
 from heddle.storage.model import load
 from heddle.training.distillation import Distillation, LossWeights
-from heddle.training.evaluation.bits_per_byte import bits_and_bytes
+from heddle.training.evaluation.scores import bits_and_bytes
 from heddle.training.init_checkpoint import open_init_checkpoint
 from heddle.training.job import TrainingJob
 from heddle.training.loop import train

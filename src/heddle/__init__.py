@@ -21,17 +21,15 @@ if TYPE_CHECKING:
     from heddle.model.size import size as size
     from heddle.model.state import State as State
     from heddle.numerics.kernels import kernels as kernels
-    from heddle.parts.context.encoder_output import EncoderOutput as EncoderOutput
-    from heddle.parts.context.layout import Layout as Layout
+    from heddle.parts.layout import EncoderOutput, Layout
     from heddle.storage.model import load as load
+    from heddle.storage.model import load_state, save_state
     from heddle.storage.model import save as save
-    from heddle.storage.state import load_state as load_state
-    from heddle.storage.state import save_state as save_state
 
 _HOMES = {
     "Decoder": "heddle.model.decoder",
-    "EncoderOutput": "heddle.parts.context.encoder_output",
-    "Layout": "heddle.parts.context.layout",
+    "EncoderOutput": "heddle.parts.layout",
+    "Layout": "heddle.parts.layout",
     "State": "heddle.model.state",
     "attention_weights": "heddle.model.attention_maps",
     "build": "heddle.model.decoder",
@@ -40,10 +38,10 @@ _HOMES = {
     "kernels": "heddle.numerics.kernels",
     "load": "heddle.storage.model",
     "load_config": "heddle.model.load_config",
-    "load_state": "heddle.storage.state",
+    "load_state": "heddle.storage.model",
     "prefix": "heddle.generation.generate",
     "save": "heddle.storage.model",
-    "save_state": "heddle.storage.state",
+    "save_state": "heddle.storage.model",
     "show": "heddle.cli.calls",
     "size": "heddle.model.size",
     "train": "heddle.cli.calls",

@@ -5,7 +5,7 @@ import torch
 
 from heddle.numerics.attention.latent import LATENT, latent_attention_facts
 from heddle.numerics.attention.mask import AttentionMask
-from heddle.numerics.dispatch.operation import record_choices
+from heddle.numerics.dispatch import record_choices
 from tests.numerics.oracle import contiguous_positions
 
 HEADS, RANK, ROPE, NOPE = 3, 512, 64, 16

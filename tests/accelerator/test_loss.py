@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heddle.numerics import cross_entropy
 from heddle.numerics.cross_entropy import OutputHead, TeacherOutput, distillation_sums, loss_sum
-from heddle.numerics.dispatch.device_size import DeviceSize
-from heddle.numerics.dispatch.operation import record_choices
+from heddle.numerics.dispatch import DeviceSize, record_choices
 from heddle.numerics.kernels import kernels
 
 TOKENS, WIDTH, VOCABULARY = 300, 6, 11

@@ -7,9 +7,9 @@ from http.client import HTTPConnection
 
 import pytest
 
-from heddle.analysis import live as live_module
-from heddle.analysis.live import LivePage
 from heddle.errors import ConfigError
+from heddle.lab import live as live_module
+from heddle.lab.live import LivePage
 
 
 def fetch(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis.bench.workload import PHASE
-from heddle.analysis.profile import BACKWARD, OUTSIDE, PART, summarize_events
 from heddle.cli.main import run_command
+from heddle.lab.bench.run import PHASE
+from heddle.lab.profile import BACKWARD, OUTSIDE, PART, summarize_events
 from tests import small
 
 

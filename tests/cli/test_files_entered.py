@@ -23,5 +23,5 @@ def test_a_decoded_token_passes_through_at_most_six_files_outside_the_layers() -
 def test_segment_ids_are_read_by_few_files() -> None:
     holders, readers = files_entered.segment_id_files()
     assert "training/step.py" in holders
-    assert "parts/context/layout.py" in readers
+    assert "parts/layout.py" in readers
     assert set(readers) <= set(holders)

@@ -14,8 +14,8 @@ import pytest
 from heddle import __version__
 from heddle.cli.main import COMMANDS, run_command
 from heddle.generation.generate import generate
+from heddle.model.copies import quantize_weights
 from heddle.model.load_config import load_config
-from heddle.model.quantized import quantize_weights
 from heddle.storage.checkpoints import checkpoint_steps
 from heddle.storage.model import load
 from heddle.storage.run_log import RUN_FILE, read_log

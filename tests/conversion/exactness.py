@@ -6,16 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heddle.conversion.activations import CalibrationText
 from heddle.conversion.fit import FitResult
 from heddle.conversion.mixer_replacement import ChosenLayers, NewMixers
 from heddle.conversion.rewrite import Rewrite, merged_repeats
-from heddle.conversion.weights import ModelWeights, Weights, build_model
+from heddle.conversion.weights import CalibrationText, ModelWeights, Weights, build_model
 from heddle.laws.harness import model_under_test
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 
 VOCABULARY = 40
 

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import torch
 
-from heddle.conversion.activations import CalibrationText
+from heddle.conversion.weights import CalibrationText
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from tests.conversion.exactness import calibration_text, logits, source_model

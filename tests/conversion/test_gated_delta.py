@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from heddle.conversion.convert import Conversion, convert
+from heddle.conversion.convert import Conversion, convert, open_source
 from heddle.conversion.rewrites.gated_delta import GatedDeltaReplacement
-from heddle.conversion.sources import open_source
 from heddle.conversion.targets import parse_rewrite
 from heddle.conversion.weights import ModelWeights
 from heddle.parts.mixers.attention import AttentionConfig

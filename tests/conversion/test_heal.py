@@ -13,7 +13,7 @@ import pytest
 from heddle.cli.main import run_command
 from heddle.conversion import heal as heal_module
 from heddle.conversion.calibration import calibration_from_corpus
-from heddle.conversion.convert import CONVERSION_FILE, Conversion, convert
+from heddle.conversion.convert import CONVERSION_FILE, Conversion, ConversionSource, convert, open_source
 from heddle.conversion.heal import (
     Original,
     convert_and_heal,
@@ -23,7 +23,6 @@ from heddle.conversion.heal import (
     healing_settings,
     rate_share,
 )
-from heddle.conversion.sources import ConversionSource, open_source
 from heddle.conversion.targets import parse_rewrites
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.errors import CheckpointError, ConfigError

@@ -8,18 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.conversion.activations import CalibrationText, layer_activations
 from heddle.conversion.heads import conversion as head_conversion
-from heddle.conversion.heads.fit import fit_output
+from heddle.conversion.heads.conversion import fit_output
 from heddle.conversion.heads.merge import Merge, MergedHeads
-from heddle.conversion.heads.parameters import select_heads
-from heddle.conversion.heads.statistics import batches, build_mixer, text_statistics
+from heddle.conversion.heads.parameters import batches, build_mixer, select_heads, text_statistics
 from heddle.conversion.rewrites.kv_heads import KVHeads
 from heddle.conversion.targets import parse_rewrite
-from heddle.conversion.weights import ModelWeights
+from heddle.conversion.weights import CalibrationText, ModelWeights, layer_activations
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
-from heddle.parts.context.build import BuildContext
+from heddle.parts.build import BuildContext
 from heddle.parts.mixers.attention import AttentionConfig
 from tests.conversion.exactness import (
     calibration_text,

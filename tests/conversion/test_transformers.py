@@ -8,10 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import heddle
-from heddle.conversion.activations import CalibrationText
-from heddle.conversion.convert import Conversion, convert
+from heddle.conversion.convert import Conversion, convert, open_source
 from heddle.conversion.rewrites.kv_heads import KVHeads
-from heddle.conversion.sources import open_source
+from heddle.conversion.weights import CalibrationText
 from heddle.exchange.export import export
 from tests.conversion.exactness import calibration_text
 from tests.exchange.cases import CASES

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heddle.data.chat import ChatDataset, pack_best_fit, prepare_chat
-from heddle.data.chat_format import CHAT_TEMPLATE_FILE, ChatFormat
+from heddle.data.chat import CHAT_TEMPLATE_FILE, ChatDataset, ChatFormat, pack_best_fit, prepare_chat
 from heddle.data.sources import parse_source
 from heddle.errors import DataError
 from heddle.tokenization.tokenizer import Tokenizer
@@ -86,7 +85,7 @@ def test_default_template_and_labels_of_batches(tokenizer: Tokenizer, tmp_path: 
     check_everything(tokenizer, tmp_path)
 
 
-ENCODE_ANSWERS, BATCH = "data.chat_format:ChatFormat._encode_answers", "data.chat:PackedConversations.batch"
+ENCODE_ANSWERS, BATCH = "data.chat:ChatFormat._encode_answers", "data.chat:PackedConversations.batch"
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from heddle.data import compressed
-from heddle.data.compressed import UnreadableError, text_suffix
-from heddle.data.documents import read_documents
+from heddle.data import documents
+from heddle.data.documents import UnreadableError, read_documents, text_suffix
 from heddle.data.sources import ContentCounts, ScannedSource, parse_source
 from heddle.errors import DataError
 from tests import small
@@ -78,7 +77,7 @@ def test_a_bomb_is_refused(suffix: str, tmp_path: Path, monkeypatch: pytest.Monk
     path = tmp_path / f"a.txt{suffix}"
     WRITERS[suffix](path, b"loom " * (16 * 2**20 // 5))
     assert sum(map(len, read_documents(path))) > 2**24 - 5  # not yet: below 64 MiB any ratio is right
-    monkeypatch.setattr(compressed, "MAX_BYTES_OF_ANY_RATIO", 2**20)
+    monkeypatch.setattr(documents, "MAX_BYTES_OF_ANY_RATIO", 2**20)
     texts: list[str] = []
     with pytest.raises(UnreadableError, match="100 times"):
         texts.extend(read_documents(path))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from heddle.analysis.pages.formulas import pieces_of
+from heddle.lab.explore.page import pieces_of
 from tests.source import ROOT, package_sources
 from tools.site import build as site_build
 from tools.site import contents, markdown_pages, reference

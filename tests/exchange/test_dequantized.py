@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heddle.errors import CheckpointError, ConfigError
+from heddle.exchange.dequantized_folder import unpack_fp8, unpack_mxfp4
 from heddle.exchange.load import load
-from heddle.exchange.packed_weights import unpack_fp8, unpack_mxfp4
 from tests.exchange.hf_models import config_of as config
 from tests.exchange.hf_models import drawn, read_json, write
 from tests.laws.planting import plant

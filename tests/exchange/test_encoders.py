@@ -10,8 +10,7 @@ from transformers.models.modernbert import modeling_modernbert
 import heddle
 from heddle.errors import ConfigError
 from heddle.exchange.family import families
-from heddle.exchange.lazy_checkpoint import LazyCheckpoint
-from heddle.exchange.load import load, original_design
+from heddle.exchange.load import LazyCheckpoint, load, original_design
 from heddle.exchange.transformers import HeddleConfig, HeddleForCausalLM
 from tests.exchange.cases import CASES, Fields
 from tests.exchange.hf_models import (

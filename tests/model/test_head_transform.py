@@ -10,7 +10,7 @@ from heddle.laws.harness import forward_with_state, model_under_test, random_tok
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
 from heddle.numerics.cross_entropy import TeacherOutput, distillation_sums, loss_sum, token_losses
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from tests.cases import attention, case, design, layer
 from tests.laws.planting import plant
 

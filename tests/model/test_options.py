@@ -7,8 +7,7 @@ import pytest
 from heddle.config import Config, kind_class, kinds, parse_config
 from heddle.errors import ConfigError
 from heddle.laws import LawViolation
-from heddle.laws.alternatives import Option, options
-from heddle.laws.options import Behavior, changes, has_effect, options_have_effect
+from heddle.laws.options import Behavior, Option, changes, has_effect, options, options_have_effect
 from heddle.model.config import EmbeddingConfig, HeadConfig, InitializationConfig, LayerConfig, ModelConfig
 from heddle.model.load_config import load_config
 from tests.cases import CASES, MLP, Data, alone, attention, case, design, layer, moe, wired

@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from heddle.numerics.attention.mask import AttentionMask
-from heddle.numerics.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
+from heddle.numerics.attention.mask import NO_MODIFIERS, AttentionMask, ScoreModifiers
 
 
 def contiguous_positions(batch: int, queries: int, keys: int) -> tuple[Tensor, Tensor]:

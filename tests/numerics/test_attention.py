@@ -10,13 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from heddle.errors import ConfigError
 from heddle.numerics.attention import softmax
-from heddle.numerics.attention.mask import AttentionMask
+from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers
 from heddle.numerics.attention.observer import Observation, notify_observer, observing_attention
-from heddle.numerics.attention.score_modifiers import ScoreModifiers
 from heddle.numerics.attention.softmax import ATTENTION, attention, attention_flops, reference, softmax_weights
-from heddle.numerics.dispatch.device_size import DeviceSize
+from heddle.numerics.dispatch import DeviceSize
 from heddle.numerics.kernels import kernels
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from tests.numerics.oracle import contiguous_positions, is_visible, loop_attention, loop_weights
 
 

@@ -10,8 +10,7 @@ from torch.nn import functional
 from heddle.errors import ConfigError
 from heddle.numerics import activations
 from heddle.numerics.activations import Activation, glu
-from heddle.numerics.dispatch.flop_counter import count_flops
-from heddle.numerics.dispatch.operation import record_choices
+from heddle.numerics.dispatch import count_flops, record_choices
 from heddle.numerics.experts import grouped
 from heddle.numerics.experts.mixture import EXPERTS, experts_flops, run_experts
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights

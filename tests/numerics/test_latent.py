@@ -12,11 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from heddle.numerics.attention import latent
 from heddle.numerics.attention.latent import LATENT, LatentAttentionFacts, latent_attention_facts
 from heddle.numerics.attention.mask import AttentionMask
-from heddle.numerics.dispatch.device_size import DeviceSize
-from heddle.numerics.dispatch.flop_counter import count_flops
-from heddle.numerics.dispatch.operation import record_choices
+from heddle.numerics.dispatch import DeviceSize, count_flops, record_choices
 from heddle.numerics.kernels import kernels
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from tests.numerics.oracle import contiguous_positions, loop_attention
 
 KERNELS = {kernel.name: kernel.run for kernel in LATENT.kernels}

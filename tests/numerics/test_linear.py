@@ -7,10 +7,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from heddle.errors import ConfigError
-from heddle.numerics.dispatch.flop_counter import count_flops
-from heddle.numerics.dispatch.operation import record_choices
+from heddle.numerics.dispatch import count_flops, record_choices
 from heddle.numerics.kernels import kernels
 from heddle.numerics.linear import (
+    MAX_PACKED_ROWS,
     PackedWeightCache,
     linear,
     linear_flops,
@@ -18,7 +18,6 @@ from heddle.numerics.linear import (
     packed_weights,
     reference,
 )
-from heddle.numerics.packed_product import MAX_PACKED_ROWS
 from tests.laws.planting import plant
 
 

@@ -11,8 +11,8 @@ from torch.nn import functional
 import heddle
 from heddle.config import DesignError, parse_config
 from heddle.model.config import ModelConfig
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.layout import Layout
+from heddle.parts.build import BuildContext
+from heddle.parts.layout import Layout
 from heddle.parts.mixers.mamba2 import Mamba2, Mamba2Config
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import Data, design, layer
@@ -94,8 +94,8 @@ def test_values_equal_a_loop_of_the_paper(sizes: Data) -> None:
 
 
 BUGS = [
-    ("parts.modules.gated_decay:GatedDecay.forward", "-rate.exp()", "rate.exp()"),  # the decay's sign
-    ("parts.modules.gated_decay:GatedDecay.forward", "-rate.exp()[:, None]", "-rate[:, None].abs()"),
+    ("parts.modules.recurrent:GatedDecay.forward", "-rate.exp()", "rate.exp()"),  # the decay's sign
+    ("parts.modules.recurrent:GatedDecay.forward", "-rate.exp()[:, None]", "-rate[:, None].abs()"),
     ("numerics.recurrent.ssd:_chunked", "inputs.v * inputs.time_step", "inputs.v * 1"),  # k and v without Δ
     ("numerics.recurrent.ssd:state_space_duality", "inputs.skip[:, None, None]", "0 * inputs.skip[:, None, None]"),
     ("parts.mixers.mamba2:Mamba2._scan", "v, k, q = convolved", "v, q, k = convolved"),  # B and C exchanged

@@ -11,8 +11,7 @@ from heddle.config import parse_config
 from heddle.laws.harness import forward_no_grad, model_under_test, normal_tensor, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.parts.mixers.attention import Attention
-from heddle.parts.modules.temperature import query_temperature
+from heddle.parts.mixers.attention import Attention, query_temperature
 from tests.cases import alone
 from tests.laws.planting import plant
 

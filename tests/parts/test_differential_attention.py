@@ -13,8 +13,8 @@ from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.laws.harness import model_under_test, random_tokens
 from heddle.model.config import ModelConfig
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.layout import Layout
+from heddle.parts.build import BuildContext
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import ROPE, design, differential, layer

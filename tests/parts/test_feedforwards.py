@@ -10,11 +10,11 @@ import torch
 from heddle.config import DesignError, parse_config
 from heddle.numerics.activations import GATED, PLAIN
 from heddle.numerics.activations import activation as registered_activation
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.layout import Layout
+from heddle.parts.build import BuildContext
 from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.feedforwards.gated import GatedConfig
 from heddle.parts.feedforwards.mlp import MLPConfig
+from heddle.parts.layout import Layout
 from heddle.parts.norms.rms import RMSConfig
 from tests.laws.planting import plant
 

@@ -21,7 +21,7 @@ from heddle.laws.harness import (
 )
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from tests.cases import CASES, alone, attention, case, delta, design, layer
 from tests.laws.planting import plant
 from tests.random_layouts import random_layout, random_tensors
@@ -256,7 +256,7 @@ def test_a_call_that_does_not_go_on_is_refused(
     assert_close(forward_with_state(model, state, tokens[:, 9:], right)[0], expected, "after a refused call")
 
 
-FACTS, LAYOUT = "parts.context.layout_facts", "parts.context.layout:Layout"
+FACTS, LAYOUT = "parts.context.layout_facts", "parts.layout:Layout"
 NOT_NEXT = ([[7, 8]], None, "position 7 in row 0 follows 5, the state's newest")
 BUGS: list[tuple[str, str, str, Callable[[], object]]] = [
     (f"{FACTS}:_check_order", "position != last_position + 1", "position < 0", lambda: refused_or_right(100)),
@@ -269,9 +269,9 @@ BUGS: list[tuple[str, str, str, Callable[[], object]]] = [
      test_documents_are_counted_from_the_first_token),
     ("parts.positions.rope:Rope._inv_freq", "if all(", "if True or all(",
      lambda: test_a_longer_neighbor_changes_no_text("dynamic ntk")),
-    ("parts.context.position_table:PositionTable.extend", "check = check and", "check = False and",
+    ("parts.position_table:PositionTable.extend", "check = check and", "check = False and",
      lambda: test_a_call_that_does_not_go_on_is_refused("hybrid", *NOT_NEXT)),
-    ("parts.context.position_table:PositionTable.select", "table if texts is None else", "table if True else",
+    ("parts.position_table:PositionTable.select", "table if texts is None else", "table if True else",
      lambda: test_a_state_knows_the_length_of_each_text("longrope")),
 ]  # fmt: skip
 

@@ -19,7 +19,7 @@ from heddle.laws.harness import (
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
 from heddle.model.size import size
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from tests.cases import Data, attention, cross, design, layer
 from tests.laws.planting import plant
 

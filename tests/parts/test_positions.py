@@ -8,7 +8,7 @@ from heddle.errors import ConfigError
 from heddle.laws.harness import forward_no_grad, forward_with_state, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.numerics.rotary import rotary_table
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.parts.positions import rope
 from heddle.parts.positions.relative_bias import RelativeBiasConfig
 from heddle.parts.positions.sinusoidal import SinusoidalConfig

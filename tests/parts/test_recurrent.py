@@ -15,7 +15,7 @@ from heddle.laws.harness import forward_in_chunks, forward_no_grad, model_under_
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.numerics.recurrent import batched_chunks, chunked_sums, gated_delta, ssd
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer
 from tests.cases import LINEAR, RETENTION, ROPE, case, design, layer
 from tests.laws.planting import plant

@@ -12,8 +12,8 @@ from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.layout import Layout
+from heddle.parts.build import BuildContext
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.norms.rms import RMSConfig
 from heddle.parts.positions.relative_bias import buckets_by_offset

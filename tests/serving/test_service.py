@@ -12,8 +12,8 @@ import pytest
 from heddle.errors import ConfigError
 from heddle.generation.generate import generate
 from heddle.model.state import State
-from heddle.numerics.dispatch.transfer import to_device
-from heddle.serving import connections
+from heddle.numerics.transfer import to_device
+from heddle.serving import server as connections
 from heddle.serving.limits import ServerLimits
 from heddle.serving.server import host_names, listen
 from heddle.tokenization.tokenizer import Tokenizer

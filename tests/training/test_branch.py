@@ -10,13 +10,12 @@ import torch
 from heddle.data.corpus import Corpus
 from heddle.distributed.ranks import Ranks
 from heddle.errors import CheckpointError, ConfigError
+from heddle.lab.compare.worker import train_branch
 from heddle.signals import Interrupted
 from heddle.storage.run_log import read_log
 from heddle.training import loop
-from heddle.training.branch import train_branch
 from heddle.training.job import TrainingJob
-from heddle.training.loop import train
-from heddle.training.training_result import TrainingResult
+from heddle.training.loop import TrainingResult, train
 from tests import small
 from tests.laws.planting import plant
 
@@ -72,7 +71,7 @@ def test_a_branch_has_the_bits_of_a_training_alone(
 def test_a_trunk_that_goes_on_too_long_is_noticed(
     texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant(monkeypatch, "training.branch:train_branch", "steps=settings.constant_steps,", "steps=settings.steps - 1,")
+    plant(monkeypatch, "lab.compare.worker:train_branch", "steps=settings.constant_steps,", "steps=settings.steps - 1,")
     branch = train_branch(job(texts, tmp_path / "branch", 15), tmp_path / "trunk")
     with pytest.raises(AssertionError):
         assert_same(branch, train(job(texts, tmp_path / "alone", 15)))

@@ -28,8 +28,7 @@ from heddle.training.init_checkpoint import open_init_checkpoint
 from heddle.training.job import TrainingJob
 from heddle.training.loop import train
 from heddle.training.optimizer import build_optimizer
-from heddle.training.step import accumulate_gradients, apply_gradients
-from heddle.training.step_result import BatchResult
+from heddle.training.step import BatchResult, accumulate_gradients, apply_gradients
 from tests import small
 from tests.laws.planting import plant
 from tests.storage.shared import MEASURED, Died
@@ -118,7 +117,7 @@ def test_three_steps_equal_those_of_a_plain_loop(dtype: torch.dtype, tolerance: 
 
 PLANTED = {
     "divergence reversed": (
-        "numerics.loss_steps:step_in_place",
+        "numerics.cross_entropy:step_in_place",
         "grad_logits.mul_(text_weight + logits_weight).sub_(q, alpha=logits_weight)",
         "r = (grad_logits / q).log(); "
         "grad_logits.mul_(text_weight + logits_weight * (r - (grad_logits * r).sum(1, keepdim=True)))",
@@ -159,7 +158,7 @@ def test_each_layer_learns_from_what_enters_the_teachers_layer() -> None:
 
 
 def original_layout(batch: Batch) -> Any:
-    from heddle.parts.context.layout import Layout
+    from heddle.parts.layout import Layout
 
     return Layout.packed(batch.doc_lengths, batch.tokens.shape[1] - 1, torch.device("cpu"))
 

@@ -42,8 +42,7 @@ from heddle.progress import print_text, terminal_safe
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
 if TYPE_CHECKING:
-    from heddle.analysis.comparison.plan import ComparisonPlan
-    from heddle.analysis.comparison.tuning_fields import TuningPlan
+    from heddle.lab.compare.plan import ComparisonPlan, TuningPlan
 
 DEFAULT_TUNING_BUDGET = "1"  # as much training as the comparison itself
 
@@ -148,13 +147,18 @@ def compare(
         process_share = parse_process_share(share, os.environ)
         device = names[0] if names else device
         runtime = open_session(stack, device=device, threads=threads, parts=part, quiet=quiet, cuda=cuda)
-        from heddle.analysis.comparison.plan import ComparisonPlan, choose_baseline, load_entries, shared_vocab_size
-        from heddle.analysis.comparison.probes import select_probes
-        from heddle.analysis.comparison.run import compare as run
-        from heddle.analysis.comparison.tasks import choose_workers
-        from heddle.analysis.comparison.terminal import print_report
-        from heddle.analysis.comparison.tuning_fields import tuned_paths
-        from heddle.analysis.comparison.variation import parse_varied_fields
+        from heddle.lab.compare.plan import (
+            ComparisonPlan,
+            choose_baseline,
+            load_entries,
+            parse_varied_fields,
+            shared_vocab_size,
+            tuned_paths,
+        )
+        from heddle.lab.compare.probes import select_probes
+        from heddle.lab.compare.run import compare as run
+        from heddle.lab.compare.tasks import choose_workers
+        from heddle.lab.compare.terminal import print_report
         from heddle.runtime import kind_of_device
         from heddle.tokenization.tokenizer import Tokenizer
 
@@ -223,7 +227,7 @@ def compare(
 
 def _tuning(context: typer.Context, tune: list[str] | None, budget: str | None) -> "TuningPlan | None":
     """What is tuned, or None. An option that a tuned field replaces is refused, since it would have no effect."""
-    from heddle.analysis.comparison.tuning_fields import TuningPlan, parse_tuned_fields, parse_tuning_budget
+    from heddle.lab.compare.plan import TuningPlan, parse_tuned_fields, parse_tuning_budget
 
     if not tune:
         if budget is not None:
@@ -251,7 +255,7 @@ def _equalize(
     entries: Any, baseline: str, kind: str, vocabulary: Path | int, sequence_length: int, precision: str
 ) -> Any:
     """The entries with new widths, or with new fields of mixers, such that all designs have the same size."""
-    from heddle.analysis.comparison.equal_size import equalize_sizes
+    from heddle.lab.compare.equal_size import equalize_sizes
     from heddle.tokenization.tokenizer import Tokenizer
 
     if sequence_length < 1:  # sizes are measured at this length, before the plan is checked
@@ -262,7 +266,7 @@ def _equalize(
 
 def _check(plan: "ComparisonPlan") -> None:
     """Raise ConfigError for a setting that training would refuse, before any training starts."""
-    from heddle.analysis.comparison.tuning import check_tuning
+    from heddle.lab.compare.tuning import check_tuning
     from heddle.training.settings import Settings
 
     Settings(

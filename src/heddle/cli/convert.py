@@ -24,8 +24,8 @@ from heddle.errors import CheckpointError, ConfigError
 from heddle.progress import print_text
 
 if TYPE_CHECKING:
+    from heddle.conversion.convert import ConversionSource
     from heddle.conversion.rewrite import Rewrite
-    from heddle.conversion.sources import ConversionSource
     from heddle.data.corpus import Corpus
 
 DRY_RUN_CONTEXT = 2048  # tokens; of the costs that a dry run prints
@@ -94,13 +94,12 @@ def convert(
         _check_heal_options(heal, {"loss": heal_loss, "lr": heal_lr, "parameters": heal_parameters})
         if model is None:
             raise ConfigError("MODEL: is missing; give a run, a model folder or a folder of transformers")
-        from heddle.analysis.conversion.report import is_converted, report_conversion, report_variants
         from heddle.conversion.calibration import CALIBRATION_TOKENS, calibration_from_corpus, calibration_samples
-        from heddle.conversion.convert import Conversion
+        from heddle.conversion.convert import Conversion, open_source
         from heddle.conversion.convert import convert as convert_model
         from heddle.conversion.heal import Original, convert_and_heal, healing_rate, healing_settings
-        from heddle.conversion.sources import open_source
-        from heddle.conversion.variants import conversion_variants
+        from heddle.conversion.targets import conversion_variants
+        from heddle.lab.conversion.report import is_converted, report_conversion, report_variants
         from heddle.training.distillation import Distillation
 
         if not to and not sweep:

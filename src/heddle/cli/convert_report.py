@@ -14,10 +14,10 @@ from heddle.errors import ConfigError
 from heddle.progress import print_status, print_text
 
 if TYPE_CHECKING:
-    from heddle.analysis.conversion.report import ConversionReport
-    from heddle.analysis.conversion.results import ConversionResults
-    from heddle.conversion.sources import ConversionSource
+    from heddle.conversion.convert import ConversionSource
     from heddle.data.corpus import Corpus
+    from heddle.lab.conversion.report import ConversionReport
+    from heddle.lab.conversion.results import ConversionResults
     from heddle.runtime import Runtime
 
 MIN_WINDOWS = 4  # fewer give no interval
@@ -79,9 +79,9 @@ def conversion_report(
     runtime: "Runtime",
 ) -> "ConversionReport":
     """How the conversions of a model are measured. Raises ConfigError for a context that is not positive."""
-    from heddle.analysis.conversion.report import ConversionReport
-    from heddle.analysis.conversion.run import ConversionRecord
-    from heddle.analysis.conversion.texts import MeasurementSettings
+    from heddle.lab.conversion.measure import MeasurementSettings
+    from heddle.lab.conversion.report import ConversionReport
+    from heddle.lab.conversion.run import ConversionRecord
 
     default = MeasurementSettings()
     contexts = tuple(sorted(set(speed_contexts or default.speed_contexts)))
@@ -112,7 +112,7 @@ def print_results(results: "ConversionResults | None", out: Path, as_json: bool)
     if results is None:
         print_text(str(out))
         return
-    from heddle.analysis.conversion.verdict import conversion_verdict
+    from heddle.lab.conversion.results import conversion_verdict
 
     if as_json:
         print_text(json.dumps(results.to_plain(), indent=2))

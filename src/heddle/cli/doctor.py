@@ -59,7 +59,7 @@ def doctor(
     It works without a GPU: kernels are then chosen as on one, and nothing runs there.
     """
     from heddle.config import load_part
-    from heddle.numerics.dispatch.operation import choose_deterministic
+    from heddle.numerics.dispatch import choose_deterministic
 
     for file in part or []:
         load_part(file)
@@ -78,7 +78,7 @@ def doctor(
 
 def machine_facts(device: str) -> dict[str, Any]:
     """Device, hardware, versions, measured limits, optional packages and the folder of compiled code, as plain data."""
-    from heddle.analysis.machine_limits import measure_limits
+    from heddle.lab.bench.run import measure_limits
     from heddle.runtime import device_name, hardware, is_available, versions
 
     name = device_name(device)
@@ -97,8 +97,8 @@ def machine_facts(device: str) -> dict[str, Any]:
 def kernel_facts(design: str, dtype: "torch.dtype", device: str) -> dict[str, list[dict[str, Any]]]:
     """By phase, the kernel of each operation of a design on a device, and why better ones were rejected."""
     from heddle.cli.show import kernels_by_phase
-    from heddle.model.distinct_layers import build_distinct_layers
     from heddle.model.load_config import load_config
+    from heddle.model.size import build_distinct_layers
 
     config = with_vocab_size(load_config(design), DEFAULT_VOCAB_SIZE)
     return kernels_by_phase(build_distinct_layers(config, dtype), CONTEXT_LENGTH, device)

@@ -25,10 +25,10 @@ def explore(
 
     for file in part or []:
         load_part(file)
-    from heddle.analysis.explorer.choices import SLOTS
-    from heddle.analysis.pages.explorer import explorer_page
+    from heddle.lab.explore.choices import SLOTS
+    from heddle.lab.explore.page import explorer_page
     from heddle.model.load_config import load_config
-    from heddle.storage.atomic import write_file
+    from heddle.storage.file_io import write_file
 
     if slot is not None and slot not in SLOTS:
         raise ConfigError(f"--slot: '{slot}' has no page; choose one of {', '.join(SLOTS)}")

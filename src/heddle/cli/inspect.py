@@ -27,9 +27,8 @@ def inspect(
         raise ConfigError("--text: is empty; give some words")
     with ExitStack() as stack:
         runtime = open_session(stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet)
-        from heddle.analysis.inspection.collect import inspect_layers
-        from heddle.analysis.pages.inspection import InspectedModel, inspect_page
-        from heddle.storage.atomic import write_file
+        from heddle.lab.inspect import InspectedModel, inspect_layers, inspect_page
+        from heddle.storage.file_io import write_file
         from heddle.storage.model import load
 
         model, tokenizer = load(run, dtype=dtype_of(precision), device=runtime.device)

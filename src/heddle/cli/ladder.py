@@ -32,8 +32,8 @@ from heddle.progress import format_duration, print_text
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
 if TYPE_CHECKING:
-    from heddle.analysis.comparison.tables import TextTable
-    from heddle.analysis.ladder.run import Ladder
+    from heddle.lab.compare.tables import TextTable
+    from heddle.lab.ladder.run import Ladder
 
 MAX_COUNT = 20  # a larger number given as sizes is a number of parameters
 DEFAULT_TOKENS = "20"
@@ -111,9 +111,9 @@ def ladder(
     """
     with ExitStack() as stack:
         runtime = open_session(stack, device=device, threads=threads, parts=part, quiet=quiet)
-        from heddle.analysis.comparison.plan import load_entries, shared_vocab_size
-        from heddle.analysis.ladder.plan import LadderPlan, LadderSettings
-        from heddle.analysis.ladder.run import prepare_ladder, run_ladder
+        from heddle.lab.compare.plan import load_entries, shared_vocab_size
+        from heddle.lab.ladder.plan import LadderPlan, LadderSettings
+        from heddle.lab.ladder.run import prepare_ladder, run_ladder
         from heddle.tokenization.tokenizer import Tokenizer
 
         if irreducible not in IRREDUCIBLE:
@@ -177,9 +177,8 @@ def parse_sizes(text: str) -> int | tuple[float, ...]:
 
 def _print_estimate(ladder: "Ladder", as_json: bool) -> None:
     """The sizes, tokens and seconds of each run, and of all."""
-    from heddle.analysis.comparison.formatting import format_number
-    from heddle.analysis.comparison.tables import TextTable
-    from heddle.analysis.ladder.run import time_steps
+    from heddle.lab.compare.tables import TextTable, format_number
+    from heddle.lab.ladder.run import time_steps
 
     seconds, seeds = time_steps(ladder), ladder.plan.seeds
     rows: list[dict[str, Any]] = [
@@ -218,7 +217,7 @@ def _print_estimate(ladder: "Ladder", as_json: bool) -> None:
 
 
 def _print_report(report: dict[str, Any]) -> None:
-    from heddle.analysis.ladder.tables import best_size_table, cost_table, held_out_table, prediction_table, rung_table
+    from heddle.lab.ladder.report import best_size_table, cost_table, held_out_table, prediction_table, rung_table
 
     for design in report["designs"]:
         print_text(design["name"])

@@ -8,7 +8,7 @@ from heddle.errors import ConfigError
 from heddle.progress import print_status, print_warning
 
 if TYPE_CHECKING:
-    from heddle.analysis.live import LivePage
+    from heddle.lab.live import LivePage
 
 
 def open_live_page(stack: ExitStack, port: int | None, open_page: bool, what: str | None = None) -> "LivePage | None":
@@ -17,7 +17,7 @@ def open_live_page(stack: ExitStack, port: int | None, open_page: bool, what: st
     what: shown live beside other work; where this machine has no loopback address and nobody asked for a port, a
     warning says so and the page is None. Without it, raises ConfigError there.
     """
-    from heddle.analysis.live import LivePage
+    from heddle.lab.live import LivePage
 
     try:
         live = stack.enter_context(LivePage(port or 0))

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from heddle.cli.options import DesignArgument, Json, Overrides, PartFile, with_vocab_size
-from heddle.distributed.planning.gpus import GIB
 from heddle.errors import ConfigError
+from heddle.lab.plan.gpus import GIB
 from heddle.progress import format_amount, format_duration
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from heddle.distributed.planning.plan import Candidate, Plan
+    from heddle.lab.plan.plan import Candidate, Plan
     from heddle.model.config import ModelConfig
 
 MAX_LAYOUTS = 6
@@ -52,8 +52,8 @@ def plan(
     if tokens is not None and not 0 < tokens < float("inf"):
         raise ConfigError(f"--tokens {tokens}: must be a number above 0, such as 2e12")
     from heddle.config import load_part
-    from heddle.distributed.planning.gpus import find_gpu
-    from heddle.distributed.planning.plan import plan_training
+    from heddle.lab.plan.gpus import find_gpu
+    from heddle.lab.plan.plan import plan_training
     from heddle.model.load_config import load_config, read_design
 
     for file in part or []:
@@ -73,7 +73,7 @@ def plan(
 
 def _facts(plan: "Plan", gpu: str, tokens: float | None) -> dict[str, Any]:
     """Everything the command prints, as plain data. Bytes, seconds, FLOPs."""
-    from heddle.distributed.planning.plan import USABLE
+    from heddle.lab.plan.plan import USABLE
 
     cost = plan.cost
     return {
@@ -121,7 +121,7 @@ def _candidate_facts(plan: "Plan", candidate: "Candidate", tokens: float | None)
 
 def _dry_run_facts(config: "ModelConfig", plan: "Plan") -> dict[str, Any]:
     """What a traced step takes in the fastest layout that the trainer offers, or in the leanest if none fits."""
-    from heddle.training.dry_run import dry_run
+    from heddle.lab.plan.dry_run import dry_run
 
     leanest = sorted(plan.too_large, key=lambda candidate: candidate.bytes)
     candidate = next(

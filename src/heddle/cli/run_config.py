@@ -55,8 +55,8 @@ PrintConfig = Annotated[
 
 
 def _read_options(path: Path) -> Mapping[str, Any]:
-    from heddle.model.parse_yaml import parse_yaml
-    from heddle.storage.json_file import read_json_file
+    from heddle.model.load_config import parse_yaml
+    from heddle.storage.file_io import read_json_file
     from heddle.storage.run_log import RUN_FILE
 
     if path.is_dir():

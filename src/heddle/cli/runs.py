@@ -13,7 +13,7 @@ from heddle.errors import CheckpointError, ConfigError
 from heddle.progress import format_amount, print_warning, printable, terminal_safe
 
 if TYPE_CHECKING:
-    from heddle.analysis.runs import RunSummary
+    from heddle.lab.runs import RunSummary
 
 _ORDERS = ("name", "time", "training", "validation", "tokens", "tokens_per_second")
 MAX_DIFFERENCES = 6  # fields shown for a run; JSON has all
@@ -41,7 +41,7 @@ def runs(
     is that of the median step. Only --prune changes anything: it asks first, and
     leaves runs alone that are training, damaged checkpoints, and foreign files.
     """
-    from heddle.analysis.runs import find_runs, summarize, varied_fields
+    from heddle.lab.runs import find_runs, summarize, varied_fields
 
     if keep is not None:
         from heddle.cli.prune import prune_runs
@@ -63,7 +63,7 @@ def runs(
     summaries.sort(key=lambda run: (getattr(run, order) is None, getattr(run, order)))
     varying = varied_fields(summaries)
     if page is not None:
-        from heddle.analysis.pages.runs import write_runs_page
+        from heddle.lab.pages.runs import write_runs_page
 
         write_runs_page(summaries, [_shown(fields) for fields in varying], page)
     if as_json:
@@ -104,7 +104,7 @@ def _print_columns(summaries: Sequence["RunSummary"], varying: Sequence[dict[str
     from rich.markup import escape
     from rich.table import Table
 
-    from heddle.analysis.runs import at_equal_tokens
+    from heddle.lab.runs import at_equal_tokens
 
     tokens, values = at_equal_tokens(summaries)
     rows: dict[str, list[str]] = {

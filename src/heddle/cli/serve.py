@@ -67,8 +67,7 @@ def serve(
     check_installed()
     with ExitStack() as stack:
         runtime = open_session(stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet)
-        from heddle.serving.access import Access
-        from heddle.serving.app import Application
+        from heddle.serving.app import Access, Application
         from heddle.serving.chat_page import add_chat_page
         from heddle.serving.engine import Engine
         from heddle.serving.limits import ServerLimits
@@ -107,7 +106,7 @@ def serve(
 
 def page_of(models: "Sequence[tuple[Engine, RequestReader]]") -> str:
     """The page on which one talks to these models; the first has the server's own addresses."""
-    from heddle.analysis.pages.chat import ServedModel, chat_page
+    from heddle.lab.pages.chat import ServedModel, chat_page
 
     served = [
         ServedModel(
@@ -125,7 +124,7 @@ def page_of(models: "Sequence[tuple[Engine, RequestReader]]") -> str:
 
 def load_any(folder: Path, dtype: "torch.dtype", device: "torch.device | str") -> "tuple[Decoder, Tokenizer]":
     """Load a model of heddle or of transformers with its tokenizer. Raises CheckpointError if it has none."""
-    from heddle.conversion.sources import is_transformers_folder
+    from heddle.conversion.convert import is_transformers_folder
 
     if is_transformers_folder(folder):
         from heddle.exchange.load import load as load_transformers
@@ -164,7 +163,7 @@ def _read_token(file: Path | None) -> str | None:
 
 def check_installed() -> None:
     """Raise ConfigError without the libraries of the server."""
-    from heddle.numerics.dispatch.libraries import optional_module
+    from heddle.numerics.dispatch import optional_module
 
     for name in ("fastapi", "uvicorn"):
         if optional_module(name) is None:

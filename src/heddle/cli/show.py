@@ -66,7 +66,7 @@ def show(
     for file in part or []:
         load_part(file)
     if schema:
-        from heddle.model.schema import schema as make_schema
+        from heddle.model.config import schema as make_schema
 
         print(json.dumps(make_schema(), indent=2))
         return None
@@ -82,8 +82,8 @@ def show(
     data = read_design(design, overrides or [])  # a design that is too large is refused before torch is imported
     from heddle.exchange.family_match import family_lines
     from heddle.exchange.imported_checkpoint import imported_family
-    from heddle.model.limits import refuse_overflow
-    from heddle.numerics.dispatch.operation import choose_deterministic
+    from heddle.model.config import refuse_overflow
+    from heddle.numerics.dispatch import choose_deterministic
     from heddle.numerics.kernels import kernels
     from heddle.runtime import device_name
 
@@ -107,7 +107,7 @@ def _profile(
 ) -> list[dict[str, Any]]:
     """Profile a training step and a token on this CPU; returns the tables as plain data."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes lines of its own to stderr
-    from heddle.analysis.profile import profile_design
+    from heddle.lab.profile import profile_design
     from heddle.runtime import set_up_runtime
 
     set_up_runtime("cpu")
@@ -144,8 +144,7 @@ def measure(
     encoder_length: int | None = None,
 ) -> dict[str, Any]:
     """Everything `show` prints, as plain data. encoder_length None: as many tokens as each context."""
-    from heddle.model.distinct_layers import build_distinct_layers
-    from heddle.model.size import measure_size
+    from heddle.model.size import build_distinct_layers, measure_size
 
     model = build_distinct_layers(config, dtype)
     sizes = [measure_size(model, length, batch_size, encoder_length) for length in context_lengths]

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from heddle.data.recall import TaskStream
     from heddle.tokenization.tokenizer import Tokenizer
     from heddle.training.job import TrainingJob
-    from heddle.training.training_result import TrainingResult
+    from heddle.training.loop import TrainingResult
 
 DEFAULT_SEQUENCE_LENGTH = 256
 
@@ -175,7 +175,7 @@ def train(
             stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet, cuda=cuda
         )
         from heddle.distributed.degrees import ParallelDegrees
-        from heddle.model.compiled import should_compile
+        from heddle.model.copies import should_compile
         from heddle.runtime import versions
         from heddle.training.init_checkpoint import open_init_checkpoint
         from heddle.training.job import TrainingJob

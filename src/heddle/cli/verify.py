@@ -25,7 +25,7 @@ def verify(
     Nothing is written, and a training may go on meanwhile. Exit code: 0 if no file is damaged, 1 if one is, 2 if no
     file there has a hash of heddle's.
     """
-    from heddle.analysis.verification import DAMAGED, NOT_COVERED, verify_files
+    from heddle.lab.verify import DAMAGED, NOT_COVERED, verify_files
 
     results = []
     with progress.quiet() if quiet else nullcontext(), progress.progress_bar("verifying", None, "files") as bar:

@@ -14,8 +14,8 @@ from heddle.progress import print_status, print_text
 from heddle.signals import Interrupted
 
 if TYPE_CHECKING:
-    from heddle.analysis.live import LivePage
-    from heddle.analysis.watching import FolderFollower, WatchedRun
+    from heddle.lab.live import LivePage
+    from heddle.lab.runs import FolderFollower, WatchedRun
 
 POLL_SECONDS = 1.0
 MAX_READ_SHARE = 0.1  # of the time is spent on reading logs, however long they are
@@ -42,9 +42,9 @@ def watch(
     Runs that begin later below a folder are followed too. Ctrl-C ends the page,
     not the runs. Nothing is written into them.
     """
-    from heddle.analysis.pages.watch import watch_page
-    from heddle.analysis.watching import FolderFollower, write_sample
-    from heddle.storage.atomic import write_file
+    from heddle.lab.pages.runs import watch_page
+    from heddle.lab.runs import FolderFollower, write_sample
+    from heddle.storage.file_io import write_file
 
     if out is not None and (port is not None or open_page):
         raise ConfigError(f"--out {out}: a file needs no server; leave --port and --open out")
@@ -66,7 +66,7 @@ def watch(
 
 
 def _follow(follower: "FolderFollower", live: "LivePage") -> NoReturn:
-    from heddle.analysis.pages.watch import watch_page
+    from heddle.lab.pages.runs import watch_page
 
     shown: list[WatchedRun] | None = None
     while True:

@@ -15,12 +15,11 @@ from pydantic import Field
 from torch import Tensor
 
 from heddle.config import DesignError, PositiveFloat, PositiveInt
-from heddle.conversion.activations import CalibrationText
 from heddle.conversion.fit import FitResult, check_fit_text, fit_mixer
 from heddle.conversion.heads.parameters import repeat_key_heads
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.sensitivity import LayerCount, count_layers, replacement_losses, top_layers
-from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import Decoder, Layer, build
 from heddle.model.initialization import initialize

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from heddle.config import Config, DesignError, own_class
-from heddle.conversion.activations import CalibrationText
-from heddle.conversion.weights import Weights
+from heddle.conversion.weights import CalibrationText, Weights
 from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from heddle.analysis.comparison import abilities, probes, recall_curve
-from heddle.analysis.comparison.probes import RecallProbe
 from heddle.cli.main import run_command
+from heddle.lab.compare import abilities, probes, recall_curve
+from heddle.lab.compare.probes import RecallProbe
 from tests import small
 from tests.analysis.comparison.runs import Workers, command, read_report
 

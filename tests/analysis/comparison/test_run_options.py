@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import heddle
-from heddle.analysis.comparison import probes
 from heddle.cli.main import run_command
 from heddle.errors import ConfigError
+from heddle.lab.compare import probes
 from tests import small
 from tests.analysis.comparison.runs import Workers, command, read_report
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis import workers as processes
-from heddle.analysis.comparison import report_writer
-from heddle.analysis.comparison.tasks import run_result
-from heddle.analysis.comparison.worker import perform_task
 from heddle.cli.main import run_command
 from heddle.data.corpus import prepare_corpus
-from heddle.data.held_out import split_held_out
+from heddle.data.token_file import split_held_out
+from heddle.lab import workers as processes
+from heddle.lab.compare import run as report_writer
+from heddle.lab.compare.tasks import run_result
+from heddle.lab.compare.worker import perform_task
 from heddle.signals import Interrupted
-from heddle.storage.json_file import write_json_file
+from heddle.storage.file_io import write_json_file
 from tests import small
 
 OPTIONS = ["--sequence-length", "32", "--device", "cpu", "--threads", "1", "--recall", "none"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from heddle.analysis.conversion.results import (
+from heddle.lab.conversion.results import (
     CONVERTED,
     HEALED,
     ORIGINAL,

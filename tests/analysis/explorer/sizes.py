@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from heddle.analysis.explorer.formulas import Formulas, formulas_of, model_formulas, values_of
 from heddle.config import Part
+from heddle.lab.explore.formulas import Formulas, formulas_of, model_formulas, values_of
 from heddle.model.config import LayerConfig, ModelConfig
 
 WIDE = 4  # bytes of a number that is float32 at least

@@ -10,7 +10,6 @@ from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import evaluation_windows
 from heddle.model.decoder import build
 from heddle.training.evaluation import loss_profile
-from heddle.training.evaluation.bits_per_byte import bits_and_bytes, token_scores
 from heddle.training.evaluation.loss_profile import (
     LossProfile,
     frequency_groups,
@@ -19,6 +18,7 @@ from heddle.training.evaluation.loss_profile import (
     position_groups,
     token_frequencies,
 )
+from heddle.training.evaluation.scores import bits_and_bytes, token_scores
 from tests import small
 from tests.laws.planting import plant
 

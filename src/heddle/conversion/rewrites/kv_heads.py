@@ -2,7 +2,7 @@
 
 `groups` says which heads share: neighbors, those with similar queries or with similar keys and values, or those whose
 merging changes the layer's output on the text least. `merge` says how a group becomes one head: see
-`heddle.conversion.heads.alignment`. `least-squares` also refits the output projection on the text.
+`heddle.conversion.heads.merge`. `least-squares` also refits the output projection on the text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,16 +12,14 @@ from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import DesignError, Width, refuse
-from heddle.conversion.activations import CalibrationText, LayerActivations
 from heddle.conversion.heads.conversion import Grouping, HeadConversion
 from heddle.conversion.heads.merge import Merge
-from heddle.conversion.heads.statistics import build_mixer
+from heddle.conversion.heads.parameters import build_mixer
 from heddle.conversion.rewrite import Rewrite, replace_layers
-from heddle.conversion.sensitivity import replacement_losses
-from heddle.conversion.state_budget import StateBudget, plan_sizes
-from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.conversion.sensitivity import StateBudget, plan_sizes, replacement_losses
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, LayerActivations, Weights
 from heddle.model.config import ModelConfig
-from heddle.parts.context.build import BuildContext
+from heddle.parts.build import BuildContext
 from heddle.parts.mixers import Mixer
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.positions import ScoreBiasConfig

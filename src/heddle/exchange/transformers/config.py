@@ -12,7 +12,7 @@ from heddle.exchange.families.heddle import AUTO_MAP, FAMILY, SIZE_FIELDS
 from heddle.exchange.transformers.external_attention import uses_external_attention
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
-from heddle.storage.atomic import write_file
+from heddle.storage.file_io import write_file
 
 
 class HeddleConfig(PreTrainedConfig):

@@ -16,8 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from heddle.errors import ConfigError
 from heddle.model.decoder import LENGTH_DEPENDENT, Decoder
 from heddle.numerics.attention.backend import AttentionFunction
-from heddle.numerics.attention.mask import AttentionMask
-from heddle.numerics.attention.score_modifiers import ScoreModifiers
+from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers
 from heddle.numerics.attention.softmax import WeightDropout
 from heddle.parts.mixers.attention import Attention
 
