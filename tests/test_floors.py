@@ -14,6 +14,10 @@ BASE = {"errors", "progress", "config"}
 FLOOR_2 = BASE | {"numerics"}
 FLOOR_3 = FLOOR_2 | {"parts"}
 FLOOR_4 = FLOOR_3 | {"model"}
+LAB = FLOOR_4 | {
+    "conversion", "data", "distributed", "exchange", "generation", "runtime", "signals", "storage", "tokenization",
+    "training",
+}  # fmt: skip
 ALLOWED: dict[str, set[str]] = {
     "annotations": set(),
     "errors": set(),
@@ -35,22 +39,21 @@ ALLOWED: dict[str, set[str]] = {
     "exchange.transformers": FLOOR_4 | {"data", "exchange", "generation", "storage", "tokenization"},  # decision 24
     "training": FLOOR_4 | {"data", "distributed", "signals", "storage", "tokenization"},
     "conversion": FLOOR_4 | {"data", "exchange", "storage", "tokenization", "training"},  # decision 52
-    # decisions 1, 9, 52
-    "analysis": FLOOR_4
-    | {"conversion", "data", "distributed", "exchange", "generation", "runtime", "signals", "storage", "tokenization"}
-    | {"training"},
+    "lab": LAB | {"lab.bench"},  # decision 104: what studies models; no other room imports it
+    "lab.bench": LAB | {"exchange.transformers", "lab"},  # the peer
+    "lab.plan": LAB | {"lab"},  # a rank of a process group that is not there
     "serving": FLOOR_4 | {"data", "generation", "signals", "tokenization"},
 }
 TOP = {"", "__main__", "cli"}  # heddle itself, `python -m heddle` and the command line may import everything
 
 # Folders of parts that are no slots: what every part may import.
-SHARED_BY_PARTS = {"context", "modules"}
+SHARED_BY_PARTS = {"modules"}
 
 # Imports that have a home: only these units may hold them.
 HOMES = {
     "transformers": {"exchange.transformers"},
     "pyarrow": {"data"},
-    "torch.distributed": {"distributed", "storage"},
+    "torch.distributed": {"distributed", "lab.plan", "storage"},
 }
 # Modules outside cli/ that may read environment variables: where the cache lies, and what the terminal is.
 READS_ENVIRONMENT = {"heddle.data.cache", "heddle.progress"}
@@ -203,6 +206,8 @@ def faults_of(name: str, text: str) -> list[str]:
         ("heddle.generation.loop", "import heddle.serving"),
         ("heddle.training.loop", "from heddle.cli.main import main"),
         ("heddle.training.loop", "from heddle.laws import mixers"),
+        ("heddle.training.loop", "from heddle.lab import workers"),
+        ("heddle.serving.app", "from heddle.lab.pages import chat"),
         ("heddle.training.loop", "from heddle.runtime import Runtime"),
         ("heddle.nowhere", "from heddle.errors import HeddleError"),
         ("heddle.cli.show", "from transformers import AutoModel"),

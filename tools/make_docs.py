@@ -30,10 +30,7 @@ from heddle.config import (  # noqa: E402
     kind_class,
     kinds,
 )
-from heddle.lab.explore.choices import (
-    FILE,  # noqa: E402
-    comments,  # noqa: E402
-)
+from heddle.lab.explore.choices import FILE, comments  # noqa: E402
 from heddle.laws import LAWS  # noqa: E402
 from heddle.model import config as model_config  # noqa: E402
 from heddle.model.decoder import build  # noqa: E402

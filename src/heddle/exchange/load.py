@@ -40,7 +40,7 @@ def load(
 ) -> ImportedModel:
     """Read a folder that transformers or `heddle export` wrote. dtype None keeps the dtype of each tensor.
 
-    dequantize: the dtype of weights that are stored quantized, in a way of `exchange/dequantized_folder.py`; None: such a
+    dequantize: the dtype of weights that are stored quantized, in a way of `dequantized_folder.py`; None: such a
     folder is refused. allow_non_finite: whether weights may hold infinite numbers and NaN.
     Peak memory is the model plus one tensor. Raises CheckpointError and ConfigError with one sentence that names the
     file, tensor or field that is missing, altered, unknown or not supported.

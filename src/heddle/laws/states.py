@@ -310,10 +310,10 @@ def _chunkings(length: int) -> list[list[int]]:
     chunkings = [[1] * length, [length]]
     for pattern in ([length // 2, 1, 1], [3, 1, 1, 4], [1, 5], [length - 1]):
         sizes, remaining = [], length
-        for size in pattern * length:
-            if 0 < size <= remaining:
-                sizes.append(size)
-                remaining -= size
+        for chunk in pattern * length:
+            if 0 < chunk <= remaining:
+                sizes.append(chunk)
+                remaining -= chunk
         sizes += [remaining] if remaining else []
         if sizes not in chunkings:
             chunkings.append(sizes)
@@ -337,11 +337,11 @@ def all_chunkings(config: ModelConfig, length: int = 6) -> None:
     def follow(state: State, chunks: list[int]) -> None:
         """Try every next chunk from this state. Chunkings with the same beginning share its calls."""
         start = sum(chunks)
-        for size in range(1, length - start + 1):
-            stop = start + size
+        for chunk in range(1, length - start + 1):
+            stop = start + chunk
             hidden, after = forward_with_state(model, fork(state), tokens[:, start:stop])
-            assert_close(hidden, full[:, start:stop], f"after {chunks} a chunk of {size} (tokens counted from it)")
-            follow(after, [*chunks, size])
+            assert_close(hidden, full[:, start:stop], f"after {chunks} a chunk of {chunk} (tokens counted from it)")
+            follow(after, [*chunks, chunk])
 
     follow(new_state(model, 2, length), [])
 

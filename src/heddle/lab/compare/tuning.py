@@ -350,10 +350,10 @@ def _sentences(report: Mapping[str, Any]) -> list[str]:
     parts = [f"{text} ({join_names(names, 8)})" for text, names in chosen.items()]
     cost = f"{budget['runs']} runs, together as long as {budget['whole_runs']:.1f} of the comparison's"
     sentences = [f"Each design was trained at its own best values, found by {cost}: {join_names(parts, 8)}."]
-    for field in report["fields"]:
-        if field["added"]:
-            added = join_names([format_value(value) for value in field["added"]], 8)
-            sentences.append(f"A best {field['name']} was at an edge of its range, which was widened by {added}.")
+    for tuned in report["fields"]:
+        if tuned["added"]:
+            added = join_names([format_value(value) for value in tuned["added"]], 8)
+            sentences.append(f"A best {tuned['name']} was at an edge of its range, which was widened by {added}.")
     open_ends = {design["name"]: design["open_ends"] for design in report["designs"] if design["open_ends"]}
     if open_ends:
         parts = [f"{name} ({' and '.join(ends)})" for name, ends in open_ends.items()]

@@ -25,7 +25,7 @@ from heddle.training.width_transfer import scale_to_width
 #
 # Depth, head widths, experts, states, windows and positions stay; heads, hidden channels and the ranks of latents are
 # in
-# proportion to the width (`heddle.training.width_transfer`). Where a number of heads would not be whole, or 1 for several,
+# proportion to the width (`training/width_transfer.py`). Where a number of heads would not be whole, or 1 for several,
 # the nearest number is taken that divides the width, and the widths of heads change instead. Groups of heads that share
 # keys stay as large as they are.
 #
