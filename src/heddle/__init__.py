@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from heddle.cli.calls import compare as compare
-    from heddle.cli.calls import show as show
-    from heddle.cli.calls import train as train
+    from heddle.analysis.comparison.compare import compare as compare
+    from heddle.analysis.conversion.convert import convert as convert
+    from heddle.analysis.ladder.ladder import ladder as ladder
+    from heddle.analysis.show import show as show
+    from heddle.analysis.training_plan import plan as plan
     from heddle.generation.generate import generate as generate
     from heddle.generation.generate import prefix as prefix
     from heddle.model.attention_maps import attention_weights as attention_weights
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from heddle.storage.model import save as save
     from heddle.storage.state import load_state as load_state
     from heddle.storage.state import save_state as save_state
+    from heddle.training.run import train as train
 
 _HOMES = {
     "Decoder": "heddle.model.decoder",
@@ -35,18 +38,21 @@ _HOMES = {
     "State": "heddle.model.state",
     "attention_weights": "heddle.model.attention_maps",
     "build": "heddle.model.decoder",
-    "compare": "heddle.cli.calls",
+    "compare": "heddle.analysis.comparison.compare",
+    "convert": "heddle.analysis.conversion.convert",
     "generate": "heddle.generation.generate",
     "kernels": "heddle.numerics.kernels",
+    "ladder": "heddle.analysis.ladder.ladder",
     "load": "heddle.storage.model",
     "load_config": "heddle.model.load_config",
     "load_state": "heddle.storage.state",
+    "plan": "heddle.analysis.training_plan",
     "prefix": "heddle.generation.generate",
     "save": "heddle.storage.model",
     "save_state": "heddle.storage.state",
-    "show": "heddle.cli.calls",
+    "show": "heddle.analysis.show",
     "size": "heddle.model.size",
-    "train": "heddle.cli.calls",
+    "train": "heddle.training.run",
 }
 
 __all__ = [
@@ -58,11 +64,14 @@ __all__ = [
     "attention_weights",
     "build",
     "compare",
+    "convert",
     "generate",
     "kernels",
+    "ladder",
     "load",
     "load_config",
     "load_state",
+    "plan",
     "prefix",
     "save",
     "save_state",

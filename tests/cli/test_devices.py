@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from heddle.analysis import machine_limits
+from heddle.analysis.comparison.devices import check_workers, choose_devices, parse_devices, parse_process_share
 from heddle.analysis.comparison.tasks import choose_workers
 from heddle.analysis.workers import Workers
-from heddle.cli.devices import check_workers, choose_devices, parse_devices, parse_process_share
 from heddle.cli.main import run_command
 from heddle.errors import ConfigError
 
