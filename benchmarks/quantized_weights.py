@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from heddle.cli.calls import train
 
 from benchmarks import peers
 from benchmarks.decode import compiled_loop
 from benchmarks.harness import Case, Measured, Step, limit_row, main, show
-from heddle.cli.calls import train
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import evaluation_windows
 from heddle.model.copies import quantize_weights

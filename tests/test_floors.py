@@ -15,8 +15,8 @@ FLOOR_2 = BASE | {"numerics"}
 FLOOR_3 = FLOOR_2 | {"parts"}
 FLOOR_4 = FLOOR_3 | {"model"}
 LAB = FLOOR_4 | {
-    "conversion", "data", "distributed", "exchange", "generation", "runtime", "signals", "storage", "tokenization",
-    "training",
+    "annotations", "conversion", "data", "distributed", "exchange", "generation", "notebook", "runtime", "session",
+    "settings", "signals", "storage", "tokenization", "training",
 }  # fmt: skip
 ALLOWED: dict[str, set[str]] = {
     "annotations": set(),
@@ -25,6 +25,8 @@ ALLOWED: dict[str, set[str]] = {
     "notebook": set(),
     "signals": set(),  # what loops and the command line answer
     "config": {"annotations", "errors", "progress"},
+    "settings": {"errors"},
+    "session": {"config", "data", "errors", "numerics", "progress", "runtime", "settings"},  # for programs that own it
     "runtime": {"errors"},  # settings of the whole process: for programs that own it (cli, a worker), decision 2
     "numerics": {"errors"},
     "parts": FLOOR_2,
@@ -33,16 +35,19 @@ ALLOWED: dict[str, set[str]] = {
     "tokenization": BASE,
     "storage": FLOOR_4 | {"distributed", "tokenization"},  # decisions 32, 76
     "data": FLOOR_4 | {"storage", "tokenization"},
-    "distributed": FLOOR_4,
-    "generation": FLOOR_4 | {"distributed"},
+    "distributed": FLOOR_4 | {"runtime"},
+    "generation": FLOOR_4 | {"distributed", "settings"},
     "exchange": FLOOR_4 | {"storage", "tokenization"},  # decision 24
     "exchange.transformers": FLOOR_4 | {"data", "exchange", "generation", "storage", "tokenization"},  # decision 24
-    "training": FLOOR_4 | {"data", "distributed", "signals", "storage", "tokenization"},
-    "conversion": FLOOR_4 | {"data", "exchange", "storage", "tokenization", "training"},  # decision 52
-    "lab": LAB | {"lab.bench"},  # decision 104: what studies models; no other room imports it
+    # decision 105
+    "training": FLOOR_4
+    | {"data", "distributed", "generation", "notebook", "runtime", "session", "settings", "signals", "storage"}
+    | {"tokenization"},
+    "conversion": FLOOR_4 | {"data", "exchange", "settings", "storage", "tokenization", "training"},  # decision 52
+    "lab": LAB | {"lab.bench"},  # decision 106: what studies models; no other room imports it
     "lab.bench": LAB | {"exchange.transformers", "lab"},  # the peer
     "lab.plan": LAB | {"lab"},  # a rank of a process group that is not there
-    "serving": FLOOR_4 | {"data", "generation", "signals", "tokenization"},
+    "serving": FLOOR_4 | {"data", "generation", "settings", "signals", "tokenization"},
 }
 TOP = {"", "__main__", "cli"}  # heddle itself, `python -m heddle` and the command line may import everything
 
@@ -55,8 +60,16 @@ HOMES = {
     "pyarrow": {"data"},
     "torch.distributed": {"distributed", "lab.plan", "storage"},
 }
-# Modules outside cli/ that may read environment variables: where the cache lies, and what the terminal is.
-READS_ENVIRONMENT = {"heddle.data.cache", "heddle.progress"}
+# Modules outside cli/ that may read or set environment variables: where the cache lies, what the terminal is, what
+# torch reads when it starts, and what torchrun and Slurm say.
+READS_ENVIRONMENT = {
+    "heddle.lab.compare.compare",
+    "heddle.lab.show",
+    "heddle.data.cache",
+    "heddle.distributed.started",
+    "heddle.progress",
+    "heddle.session",
+}
 ENVIRONMENT = {"os.environ", "os.getenv", "os.putenv"}
 # Functions that import the module their first argument names.
 IMPORTING = {"import_module", "__import__"}
@@ -208,7 +221,7 @@ def faults_of(name: str, text: str) -> list[str]:
         ("heddle.training.loop", "from heddle.laws import mixers"),
         ("heddle.training.loop", "from heddle.lab import workers"),
         ("heddle.serving.app", "from heddle.lab.pages import chat"),
-        ("heddle.training.loop", "from heddle.runtime import Runtime"),
+        ("heddle.generation.loop", "from heddle.runtime import Runtime"),
         ("heddle.nowhere", "from heddle.errors import HeddleError"),
         ("heddle.cli.show", "from transformers import AutoModel"),
         ("heddle.model.decoder", "from torch import distributed"),

@@ -50,13 +50,14 @@ def run_section(section: str, checkout: Path, work: Path, old: Path | None) -> d
     """
     stamp = fingerprint(section, checkout, old)
     kept = work / f"{section}.json"
-    if kept.is_file() and (content := json.loads(kept.read_text(encoding="utf-8")))["of"] == stamp:
+    if kept.is_file() and (content := json.loads(kept.read_text(encoding="utf-8"))).get("of") == stamp:
         return dict(content["facts"])
     folder = work / section
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HEDDLE", "PYTEST"))}
-    environment |= {"PYTHONPATH": str(checkout / "src"), "HEDDLE_CACHE": str(work / "cache"), "PYTHONHASHSEED": "0"}
+    environment |= {"PYTHONPATH": f"{checkout / 'src'}{os.pathsep}{HERE.parent}", "PYTHONHASHSEED": "0"}
+    environment |= {"HEDDLE_CACHE": str(work / "cache")}
     environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1") | {"COLUMNS": "100", "NO_COLOR": "1"}
     words = [sys.executable, "-W", "ignore", str(PROBE), section, str(checkout), str(kept), str(old or "")]
     process = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)

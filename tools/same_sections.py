@@ -74,10 +74,8 @@ def folder_facts(folder: Path, measured: tuple[str, ...] = ()) -> dict[str, Any]
             continue
         text = file.read_text(encoding="utf-8")
         documents = text.splitlines() if file.suffix == ".jsonl" else [text]
-        facts[name] = {
-            "values": [json_facts(document) for document in documents],
-            "form": text_digest(TOKENS.sub(lambda token: token[1] or "x", text)),
-        }
+        form = text_digest(TOKENS.sub(lambda token: token[1] or "x", text))
+        facts[name] = {"values": [json_facts(document) for document in documents], "form": form}
     return facts
 
 
@@ -163,7 +161,7 @@ def numbers(source: Any, overrides: list[str] | None = None) -> dict[str, Any]:
     config = heddle.load_config(source, overrides or [])
     size = heddle.size(config, context_length=64, batch=2)
     model = heddle.build(config, dtype=torch.float64, device="cpu", seed=3).eval()
-    facts = {
+    facts: dict[str, Any] = {
         "draws": named_digest(dict(model.named_parameters())),
         "costs": [size.parameters, size.active_parameters, size.flops_per_token, size.state_bytes],
     }
@@ -357,7 +355,7 @@ def state_of(model: Any) -> Any:
 
 def options(probe: Probe) -> dict[str, Any]:
     """What random command lines of OLD are read as, and the exit codes of whole commands that end at once."""
-    import same_commands
+    from tools import same_commands
 
     declared = json.loads(MAP.read_text(encoding="utf-8"))
     Path("options.yaml").write_text("steps: 12\nlr: 0.01\ndata: [texts]\n", encoding="utf-8")

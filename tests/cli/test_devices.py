@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from heddle.cli.devices import check_workers, choose_devices, parse_devices, parse_process_share
 from heddle.cli.main import run_command
 from heddle.errors import ConfigError
 from heddle.lab.bench import run
+from heddle.lab.compare.devices import check_workers, choose_devices, parse_devices, parse_process_share
 from heddle.lab.compare.tasks import choose_workers
 from heddle.lab.workers import Workers
 

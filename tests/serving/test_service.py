@@ -62,7 +62,7 @@ def test_a_token_is_asked_for() -> None:
 
 
 def test_a_body_is_refused_while_it_is_read() -> None:
-    with running_server(body_bytes=1000) as server:
+    with running_server(max_body=1000) as server:
         host, port = server.address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=20) as connection:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: 1000000000\r\n\r\n"
@@ -71,7 +71,7 @@ def test_a_body_is_refused_while_it_is_read() -> None:
 
 
 def test_streams_beyond_the_queue_get_429_and_cancelled_ones_free_their_state() -> None:
-    with running_server(streams=2, queue=1, new_tokens=20_000, seconds=20) as server:
+    with running_server(streams=2, queue=1, max_new_tokens=20_000, max_seconds=20) as server:
         before = states_in_memory()
         streams = []
         for _ in range(2):
@@ -97,7 +97,7 @@ def test_streams_beyond_the_queue_get_429_and_cancelled_ones_free_their_state() 
 
 
 def test_a_full_queue_refuses_before_the_text_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    with running_server(streams=1, queue=1, new_tokens=20_000) as server:
+    with running_server(streams=1, queue=1, max_new_tokens=20_000) as server:
         encoded, encode = list[str](), Tokenizer.encode
 
         def recorded(self: Tokenizer, text: str) -> list[int]:
@@ -117,7 +117,7 @@ def test_a_full_queue_refuses_before_the_text_is_tokenized(monkeypatch: pytest.M
 
 
 def test_a_refusal_says_when_the_queue_will_have_moved() -> None:
-    with running_server(streams=2, queue=3, seconds=60) as server:
+    with running_server(streams=2, queue=3, max_seconds=60) as server:
         engine = server.engine
         assert engine.retry_seconds == 1
         engine.metrics.running_seconds.observe(10.0)
@@ -163,7 +163,7 @@ def test_metrics_tell_the_seconds_of_requests_and_tokens() -> None:
 
 
 def test_states_have_a_bounded_number_of_slots() -> None:
-    with running_server(streams=8, slots=100, new_tokens=200) as server:
+    with running_server(streams=8, slots=100, max_new_tokens=200) as server:
         most = 0
 
         def ask() -> None:
@@ -179,7 +179,7 @@ def test_states_have_a_bounded_number_of_slots() -> None:
 
 
 def test_a_client_that_waits_for_a_whole_answer_and_goes_away_frees_its_state() -> None:
-    with running_server(new_tokens=100_000) as server:
+    with running_server(max_new_tokens=100_000) as server:
         host, port = server.address.removeprefix("http://").split(":")
         body = json.dumps({"model": NAME, "prompt": "The", "max_tokens": 100_000, "temperature": 0}).encode()
         with socket.create_connection((host, int(port)), timeout=20) as connection:
@@ -192,14 +192,14 @@ def test_a_client_that_waits_for_a_whole_answer_and_goes_away_frees_its_state() 
 
 
 def test_the_time_limit_ends_a_text() -> None:
-    with running_server(new_tokens=1_000_000, seconds=1) as server:
+    with running_server(max_new_tokens=1_000_000, max_seconds=1) as server:
         answer = server.complete(max_tokens=1_000_000, temperature=0).json()
         assert answer["choices"][0]["finish_reason"] == "length"
         assert 0 < answer["usage"]["completion_tokens"] < 1_000_000
 
 
 def test_a_draining_server_ends_running_streams_and_refuses_new_ones() -> None:
-    with running_server(new_tokens=2000) as server:
+    with running_server(max_new_tokens=2000) as server:
         model, tokenizer = small_model()
         body = {"model": NAME, "prompt": "The", "max_tokens": 300, "temperature": 0, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
@@ -258,7 +258,7 @@ def crowd(server: Served, clients: int, seconds: float, seed: int = 0) -> tuple[
 
 def check_crowd(clients: int, seconds: float) -> int:
     """Right texts, no server error and no state left behind; the number of texts."""
-    with running_server(new_tokens=1000) as server:
+    with running_server(max_new_tokens=1000) as server:
         before = states_in_memory()
         statuses, wrong = crowd(server, clients, seconds)
         server.wait_until_free()

@@ -7,13 +7,16 @@ host, so that no other web page can read it under a name of its own (DNS rebindi
 import json
 import threading
 import time
+import webbrowser
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
 from heddle.errors import ConfigError
+from heddle.progress import print_status, print_warning
 
 ADDRESS = "127.0.0.1"
 POLL_SECONDS = 1.0  # between two questions of a page for the status; static/live.js has the same
@@ -146,3 +149,23 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *arguments: Any) -> None:
         """Print nothing: the terminal belongs to the command."""
+
+
+def open_live_page(stack: ExitStack, port: int | None, open_page: bool, what: str | None = None) -> LivePage | None:
+    """A live page, until the stack closes.
+
+    what: shown live beside other work; where this machine has no loopback address and nobody asked for a port, a
+    warning says so and the page is None. Without it, raises ConfigError there.
+    """
+    try:
+        live = stack.enter_context(LivePage(port or 0))
+    except ConfigError as error:
+        if port is not None or what is None:
+            raise ConfigError(f"--{error}") from error
+        print_warning(f"{what} is not live: {error}")
+        return None
+    if what is not None:
+        print_status(f"{what} is live at {live.address}")
+    if open_page:
+        webbrowser.open(live.address)
+    return live

@@ -45,6 +45,11 @@ def load_config(source: str | Path | dict[str, Any], overrides: Sequence[str] = 
     return config
 
 
+def with_vocab_size(config: "ModelConfig", vocab_size: int) -> "ModelConfig":
+    """Return the config, with this vocab_size if it sets none."""
+    return config if config.vocab_size is not None else config.replace(vocab_size=vocab_size)
+
+
 def read_design(source: str | Path | dict[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return the plain data of a design with its overrides. Raises ConfigError for one that is too wide or too deep.
 

@@ -138,7 +138,7 @@ class Application:
         return await self._answer(request, "chat")
 
     async def _answer(self, request: Request, kind: str) -> Response:
-        body = await read_body(request, self.engine.limits.body_bytes)
+        body = await read_body(request, self.engine.limits.max_body)
         with self.engine.entry() as entry:  # before the body is tokenized
             text_request = await asyncio.to_thread(self.reader.read, kind, body)
             answer = Answer(self, kind, text_request, entry)

@@ -106,11 +106,11 @@ def _add_routes(application: Application) -> None:
         return {"tokens": [reader.tokenizer.decode([token]) for token in tokens], "layers": view.last_step(tokens)}
 
     async def attention(request: Request) -> Response:
-        body = await read_body(request, application.engine.limits.body_bytes)
+        body = await read_body(request, application.engine.limits.max_body)
         return json_answer(await asyncio.to_thread(look, body))
 
     async def state(request: Request) -> Response:
-        body = await read_body(request, application.engine.limits.body_bytes)
+        body = await read_body(request, application.engine.limits.max_body)
         lengths = parse_object(body).get("lengths")
         if not isinstance(lengths, list):
             raise RequestError("lengths: must be a list of numbers of tokens", "lengths")

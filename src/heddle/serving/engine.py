@@ -280,7 +280,7 @@ class Engine:
     def retry_seconds(self) -> int:
         """When a request that is refused now may find room: once as many have ended as wait before it."""
         turns = (1 + len(self._waiting)) / self.limits.streams
-        return min(self.limits.seconds, max(1, math.ceil(turns * self.metrics.running_seconds.mean)))
+        return min(self.limits.max_seconds, max(1, math.ceil(turns * self.metrics.running_seconds.mean)))
 
     @contextmanager
     def entry(self) -> Iterator[object]:
@@ -309,7 +309,7 @@ class Engine:
         if request.alternatives is not None and not self.gives_scores:
             raise RequestError("logprobs: this server decodes by recorded steps, which give none", "logprobs")
         now = time.monotonic()
-        job = Job(request, deliver, now, now + self.limits.seconds)
+        job = Job(request, deliver, now, now + self.limits.max_seconds)
         with self._changed:
             self._entering.discard(entry)
             self._waiting.append(job)

@@ -44,6 +44,22 @@ class LossWeights:
         if not any(asdict(self).values()):
             raise ConfigError("loss: every weight is 0, so nothing would learn; leave one above 0")
 
+    @classmethod
+    def parse(cls, text: str | None, option: str) -> "LossWeights":
+        """Parse `logits=0.9,text=0.1`; a name alone has weight 1, None is the default. Raises ConfigError."""
+        if text is None:
+            return cls()
+        weights = {"logits": 0.0, "text": 0.0, "layers": 0.0}
+        for term in text.split(","):
+            name, equals, number = term.strip().partition("=")
+            if name not in weights:
+                raise ConfigError(f"{option} {text}: unknown loss '{name}'; choices: {', '.join(weights)}")
+            try:
+                weights[name] = float(number) if equals else 1.0
+            except ValueError:
+                raise ConfigError(f"{option} {text}: the weight of {name} must be a number of at least 0") from None
+        return cls(**weights)
+
 
 class TeacherSource(Protocol):
     """A saved model that can teach, such as an `InitCheckpoint`."""

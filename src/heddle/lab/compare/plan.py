@@ -444,6 +444,12 @@ class ComparisonPlan:
         return {name: value for name, value in identity.items() if name not in MAY_CHANGE}
 
 
+def split_designs(designs: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The designs, and the overrides among them, which apply to all."""
+    sources = [design for design in designs if "=" not in design or Path(design).exists()]
+    return sources, [design for design in designs if design not in sources]
+
+
 def load_entries(
     sources: Sequence[str],
     overrides: Sequence[str],

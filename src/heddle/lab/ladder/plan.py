@@ -16,6 +16,7 @@ from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import flops_per_token, parameter_counts
+from heddle.settings import shared
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.run_log import first_difference, to_plain_json
 from heddle.training.settings import Settings
@@ -158,7 +159,7 @@ TEXT_FACTOR = 4  # how much more text than needed is made ready where tokens may
 
 
 @dataclass(frozen=True, kw_only=True)
-class LadderSettings:
+class SharedSettings:
     """What all runs of a ladder share; another value makes another ladder.
 
     tokens_per_parameter: D / N of every run, ascending. Where there are several, the runs of a size and seed are
@@ -213,16 +214,14 @@ class LadderSettings:
         if warmup is None and self.shares_trunk:  # one that does not depend on the steps
             warmup = max(MIN_WARMUP, round(WARMUP_TOKENS * parameters / self.tokens_per_step))
         return Settings(
-            steps=steps,
-            batch_size=self.batch_size,
-            sequence_length=self.sequence_length,
-            learning_rate=self.learning_rate * width_ratio**-self.rate_exponent,
-            seed=seed,
-            optimizer=self.optimizer,
-            schedule=self.schedule,
-            warmup=warmup,
-            precision=self.precision,
-            save_every=max(1, steps // CHECKPOINTS_PER_RUN),
+            **shared(self, Settings)
+            | {
+                "steps": steps,
+                "learning_rate": self.learning_rate * width_ratio**-self.rate_exponent,
+                "seed": seed,
+                "warmup": warmup,
+                "save_every": max(1, steps // CHECKPOINTS_PER_RUN),
+            }
         )
 
     def check_steps(self, sizes: Sequence[int]) -> None:
@@ -271,7 +270,7 @@ class LadderPlan:
     entries: tuple[DesignEntry, ...]
     sizes: int | tuple[float, ...]
     seeds: int
-    settings: LadderSettings
+    settings: SharedSettings
     target: float | None = None
     share_irreducible: bool = True
     threads: int | None = None
@@ -337,7 +336,7 @@ def join_with_saved(path: Path, plan: LadderPlan) -> LadderPlan:
     )
 
 
-def _join_tokens(plan: LadderPlan, saved: float | list[float]) -> LadderSettings:
+def _join_tokens(plan: LadderPlan, saved: float | list[float]) -> SharedSettings:
     """The plan's settings with the tokens per parameter of a folder, and its own where the folder has several."""
     asked = plan.settings.tokens_per_parameter
     if isinstance(saved, list):
@@ -387,7 +386,7 @@ def equal_rungs(rungs: dict[str, list[Rung]]) -> list[str]:
     return sentences
 
 
-def model_vocab_size(settings: LadderSettings, default: int) -> int:
+def model_vocab_size(settings: SharedSettings, default: int) -> int:
     """The vocabulary of designs that leave it open, before the text is read."""
     from heddle.tokenization.tokenizer import Tokenizer
 

@@ -2,30 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated
-
-import typer
 
 from heddle.errors import ConfigError
 
 MAX_WORKERS = 64
-
-WorkerCount = Annotated[
-    int | None, typer.Option("--workers", metavar="N", help="Runs at the same time. [one per CPU thread, at most 4]")
-]
-Devices = Annotated[
-    str | None,
-    typer.Option("--devices", metavar="NAMES", help="One run on each: 0-7, cuda:0,cuda:2, or cpu:4 (4 at a time)."),
-]
-Share = Annotated[
-    str | None,
-    typer.Option("--share", metavar="K/N", help="This is process K of N that share the folder. [of a Slurm array]"),
-]
-
-
-RunProcesses = Annotated[
-    int, typer.Option("--nproc", metavar="N", help="Processes that share each training run, on a device each.")
-]
 
 
 def choose_devices(devices: str | None, device: str, workers: int | None, processes: int) -> tuple[str, ...]:
