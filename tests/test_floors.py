@@ -14,6 +14,10 @@ BASE = {"errors", "progress", "config"}
 FLOOR_2 = BASE | {"numerics"}
 FLOOR_3 = FLOOR_2 | {"parts"}
 FLOOR_4 = FLOOR_3 | {"model"}
+LAB = FLOOR_4 | {
+    "annotations", "conversion", "data", "distributed", "exchange", "generation", "notebook", "runtime", "session",
+    "settings", "signals", "storage", "tokenization", "training",
+}  # fmt: skip
 ALLOWED: dict[str, set[str]] = {
     "annotations": set(),
     "errors": set(),
@@ -32,36 +36,35 @@ ALLOWED: dict[str, set[str]] = {
     "storage": FLOOR_4 | {"distributed", "tokenization"},  # decisions 32, 76
     "data": FLOOR_4 | {"storage", "tokenization"},
     "distributed": FLOOR_4 | {"runtime"},
-    "generation": FLOOR_4 | {"settings"},
+    "generation": FLOOR_4 | {"distributed", "settings"},
     "exchange": FLOOR_4 | {"storage", "tokenization"},  # decision 24
     "exchange.transformers": FLOOR_4 | {"data", "exchange", "generation", "storage", "tokenization"},  # decision 24
-    # decision 103
+    # decision 105
     "training": FLOOR_4
     | {"data", "distributed", "generation", "notebook", "runtime", "session", "settings", "signals", "storage"}
     | {"tokenization"},
     "conversion": FLOOR_4 | {"data", "exchange", "settings", "storage", "tokenization", "training"},  # decision 52
-    # decisions 1, 9, 52
-    "analysis": FLOOR_4
-    | {"annotations", "conversion", "data", "distributed", "exchange", "generation", "notebook", "runtime", "session"}
-    | {"settings", "signals", "storage", "tokenization", "training"},
+    "lab": LAB | {"lab.bench"},  # decision 106: what studies models; no other room imports it
+    "lab.bench": LAB | {"exchange.transformers", "lab"},  # the peer
+    "lab.plan": LAB | {"lab"},  # a rank of a process group that is not there
     "serving": FLOOR_4 | {"data", "generation", "settings", "signals", "tokenization"},
 }
 TOP = {"", "__main__", "cli"}  # heddle itself, `python -m heddle` and the command line may import everything
 
 # Folders of parts that are no slots: what every part may import.
-SHARED_BY_PARTS = {"context", "modules"}
+SHARED_BY_PARTS = {"modules"}
 
 # Imports that have a home: only these units may hold them.
 HOMES = {
     "transformers": {"exchange.transformers"},
     "pyarrow": {"data"},
-    "torch.distributed": {"distributed", "storage"},
+    "torch.distributed": {"distributed", "lab.plan", "storage"},
 }
 # Modules outside cli/ that may read or set environment variables: where the cache lies, what the terminal is, what
 # torch reads when it starts, and what torchrun and Slurm say.
 READS_ENVIRONMENT = {
-    "heddle.analysis.comparison.compare",
-    "heddle.analysis.show",
+    "heddle.lab.compare.compare",
+    "heddle.lab.show",
     "heddle.data.cache",
     "heddle.distributed.started",
     "heddle.progress",
@@ -216,6 +219,8 @@ def faults_of(name: str, text: str) -> list[str]:
         ("heddle.generation.loop", "import heddle.serving"),
         ("heddle.training.loop", "from heddle.cli.main import main"),
         ("heddle.training.loop", "from heddle.laws import mixers"),
+        ("heddle.training.loop", "from heddle.lab import workers"),
+        ("heddle.serving.app", "from heddle.lab.pages import chat"),
         ("heddle.generation.loop", "from heddle.runtime import Runtime"),
         ("heddle.nowhere", "from heddle.errors import HeddleError"),
         ("heddle.cli.show", "from transformers import AutoModel"),
@@ -246,7 +251,7 @@ def test_planted_imports_are_caught(name: str, text: str) -> None:
         ("heddle.storage.save", "import torch.distributed.checkpoint"),
         ("heddle.cli.train", "import os\n\nos.environ.get('NO_COLOR')\nfrom heddle.laws import mixers"),
         ("heddle.data.cache", "import os\n\nos.environ.get('XDG_CACHE_HOME')"),
-        ("heddle.analysis.comparison.run", "from heddle.data import corpus"),
+        ("heddle.lab.compare.run", "from heddle.data import corpus"),
         ("heddle.storage.save", "from heddle import __version__"),
     ],
 )

@@ -26,17 +26,17 @@ import numpy as np
 import torch
 
 import heddle
-from heddle.analysis import show
 from heddle.cli.main import run_command
 from heddle.config import Config
 from heddle.data.samples import Batch
 from heddle.generation.decode import decode
 from heddle.generation.model_runner import GenerationRequest
 from heddle.generation.sampling import Sampler
+from heddle.lab import show
 from heddle.model import load_config
 from heddle.model.decoder import Decoder
 from heddle.numerics.attention.mask import AttentionMask
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.settings import VerbSettings
 from heddle.training.step import accumulate_gradients
 

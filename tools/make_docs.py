@@ -19,8 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from benchmarks import figures  # noqa: E402
-from heddle.analysis.explorer.choices import comments  # noqa: E402
-from heddle.analysis.explorer.published import FILE  # noqa: E402
 from heddle.cli.command import VerbCommand  # noqa: E402
 from heddle.cli.main import SUBCOMMANDS, VERBS, app  # noqa: E402
 from heddle.config import (  # noqa: E402
@@ -36,6 +34,7 @@ from heddle.config import (  # noqa: E402
     kind_class,
     kinds,
 )
+from heddle.lab.explore.choices import FILE, comments  # noqa: E402
 from heddle.laws import LAWS  # noqa: E402
 from heddle.model import config as model_config  # noqa: E402
 from heddle.model.decoder import build  # noqa: E402

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from heddle.analysis.comparison.compare import compare as compare
-    from heddle.analysis.conversion.convert import convert as convert
-    from heddle.analysis.ladder.ladder import ladder as ladder
-    from heddle.analysis.show import show as show
-    from heddle.analysis.training_plan import plan as plan
     from heddle.generation.generate import generate as generate
     from heddle.generation.generate import prefix as prefix
+    from heddle.lab.compare.compare import compare
+    from heddle.lab.conversion.convert import convert
+    from heddle.lab.ladder.ladder import ladder
+    from heddle.lab.show import show
+    from heddle.lab.training_plan import plan
     from heddle.model.attention_maps import attention_weights as attention_weights
     from heddle.model.decoder import Decoder as Decoder
     from heddle.model.decoder import build as build
@@ -23,34 +23,32 @@ if TYPE_CHECKING:
     from heddle.model.size import size as size
     from heddle.model.state import State as State
     from heddle.numerics.kernels import kernels as kernels
-    from heddle.parts.context.encoder_output import EncoderOutput as EncoderOutput
-    from heddle.parts.context.layout import Layout as Layout
+    from heddle.parts.layout import EncoderOutput, Layout
     from heddle.storage.model import load as load
+    from heddle.storage.model import load_state, save_state
     from heddle.storage.model import save as save
-    from heddle.storage.state import load_state as load_state
-    from heddle.storage.state import save_state as save_state
     from heddle.training.run import train as train
 
 _HOMES = {
     "Decoder": "heddle.model.decoder",
-    "EncoderOutput": "heddle.parts.context.encoder_output",
-    "Layout": "heddle.parts.context.layout",
+    "EncoderOutput": "heddle.parts.layout",
+    "Layout": "heddle.parts.layout",
     "State": "heddle.model.state",
     "attention_weights": "heddle.model.attention_maps",
     "build": "heddle.model.decoder",
-    "compare": "heddle.analysis.comparison.compare",
-    "convert": "heddle.analysis.conversion.convert",
+    "compare": "heddle.lab.compare.compare",
+    "convert": "heddle.lab.conversion.convert",
     "generate": "heddle.generation.generate",
     "kernels": "heddle.numerics.kernels",
-    "ladder": "heddle.analysis.ladder.ladder",
+    "ladder": "heddle.lab.ladder.ladder",
     "load": "heddle.storage.model",
     "load_config": "heddle.model.load_config",
-    "load_state": "heddle.storage.state",
-    "plan": "heddle.analysis.training_plan",
+    "load_state": "heddle.storage.model",
+    "plan": "heddle.lab.training_plan",
     "prefix": "heddle.generation.generate",
     "save": "heddle.storage.model",
-    "save_state": "heddle.storage.state",
-    "show": "heddle.analysis.show",
+    "save_state": "heddle.storage.model",
+    "show": "heddle.lab.show",
     "size": "heddle.model.size",
     "train": "heddle.training.run",
 }

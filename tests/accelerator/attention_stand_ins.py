@@ -7,6 +7,7 @@ Each refuses what the real one refuses. The gradients are those of the softmax, 
 """
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -221,4 +222,4 @@ def operators() -> dict[OpOverload, Callable[..., Any]]:
     }
 
 
-FUNCTIONS: dict[str, Any] = {"heddle.numerics.attention.flex.compiled_kernel": compiled_flex}
+FUNCTIONS: dict[tuple[ModuleType, str], Any] = {(flex, "compiled_kernel"): compiled_flex}

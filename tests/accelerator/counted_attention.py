@@ -7,11 +7,12 @@ launches of a fused product with its share of the softmax.
 
 from collections.abc import Callable
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention import varlen
 
 from heddle.numerics.attention import flex
 from heddle.numerics.attention.mask import visible_pairs
@@ -29,11 +30,11 @@ def functions(counter: LaunchCounter) -> dict[Any, Callable[..., Any]]:
     }
 
 
-def patches(counter: LaunchCounter) -> dict[str, Any]:
-    """What replaces functions, by dotted name."""
+def patches(counter: LaunchCounter) -> dict[tuple[ModuleType, str], Any]:
+    """What replaces functions, by module and name."""
     return {
-        "torch.nn.attention.varlen.varlen_attn": wraps(varlen_attn)(lambda *a, **k: _varlen(counter, *a, **k)),
-        "heddle.numerics.attention.flex.compiled_kernel": lambda kind: lambda *a: _flex(counter, *a),
+        (varlen, "varlen_attn"): wraps(varlen.varlen_attn)(lambda *a, **k: _varlen(counter, *a, **k)),
+        (flex, "compiled_kernel"): lambda kind: lambda *a: _flex(counter, *a),
     }
 
 

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pkgutil import resolve_name
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -24,6 +23,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heddle.model.decoder import Decoder
+from heddle.numerics import cross_entropy
+from heddle.numerics.recurrent import fla as fla_library
 from heddle.parts.modules.eager import eager_methods
 
 # An H200: bf16 products, float32 products without TF32, copies (published measurements), and one eager launch.
@@ -311,11 +312,11 @@ def sdpa(counter: LaunchCounter) -> Callable[..., Tensor]:
 
 
 # Functions that heddle compiles on CUDA, by the names under which they are called.
-COMPILED = ("heddle.numerics.cross_entropy.fused_step",)
+COMPILED = ((cross_entropy, "fused_step"),)
 
 
 def compile_layers(model: Decoder) -> None:
-    """Let each layer count as compiled, and its methods marked `eager` as they are, as `heddle.model.compiled` does."""
+    """Let each layer count as compiled, and its methods marked `eager` as they are, as `heddle.model.copies` does."""
 
     def counted(function: Callable[..., Any], in_graph: bool) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -343,11 +344,12 @@ def counting(compiled: bool = False, fla: bool = False) -> Iterator[LaunchCounte
     counter = LaunchCounter()
     functions: dict[Any, Callable[..., Any]] = {torch.nn.functional.scaled_dot_product_attention: sdpa(counter)}
     functions |= counted_attention.functions(counter) | {torch.nn.functional.rms_norm: counted_norms.rms_norm(counter)}
-    patches = counted_attention.patches(counter) | {name: counter.compiled(resolve_name(name)) for name in COMPILED}
-    patches["heddle.numerics.recurrent.fla.functions"] = lambda: counted_recurrence.functions(counter) if fla else None
+    patches = counted_attention.patches(counter)
+    patches |= {(module, name): counter.compiled(getattr(module, name)) for module, name in COMPILED}
+    patches[fla_library, "functions"] = lambda: counted_recurrence.functions(counter) if fla else None
     with ExitStack() as stack:
-        for name, replacement in patches.items():
-            stack.enter_context(patch(name, replacement))
+        for (module, name), replacement in patches.items():
+            stack.enter_context(patch.object(module, name, replacement))
         stack.enter_context(patch.object(LaunchCounter, "current", counter))
         stack.enter_context(StandIns(functions))
         stack.enter_context(counter)

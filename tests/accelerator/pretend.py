@@ -9,6 +9,7 @@ replaced by a stand-in: see `OPERATOR_STAND_INS` and `FUNCTION_STAND_INS`.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from types import ModuleType
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from heddle.numerics.dispatch.operation import record_choices
+from heddle.numerics.dispatch import record_choices
 from tests.accelerator import attention_stand_ins, autocast
 from tests.accelerator.waits import NAME, READS, WRITES, Log, log_waits
 
@@ -35,9 +36,9 @@ AUTOCAST = autocast.register()
 # Operators that have no kernel for a CPU, such as `torch.ops.torch_attn._varlen_attn.default`: each maps to a function
 # of the same signature, which gets CPU tensors.
 OPERATOR_STAND_INS: dict[OpOverload, Callable[..., Any]] = {**attention_stand_ins.operators()}
-# Python functions that need a CUDA device, by dotted name ("heddle.numerics.attention.flex.compiled_kernel"): each maps
-# to what replaces it while `pretending` runs. It gets pretended tensors.
-FUNCTION_STAND_INS: dict[str, Any] = {**attention_stand_ins.FUNCTIONS}
+# Python functions that need a CUDA device, by module and name, and what replaces each while `pretending` runs: it gets
+# pretended tensors.
+FUNCTION_STAND_INS: dict[tuple[ModuleType, str], Any] = {**attention_stand_ins.FUNCTIONS}
 
 aten = torch.ops.aten
 _logs = [Log()]  # of the blocks of `pretending` that are open, the innermost last
@@ -110,8 +111,8 @@ def pretending() -> Iterator[Log]:
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         with ExitStack() as stack:
-            for name, replacement in {"torch.Event": _Event, **FUNCTION_STAND_INS}.items():
-                stack.enter_context(patch(name, replacement))
+            for (module, name), replacement in {(torch, "Event"): _Event, **FUNCTION_STAND_INS}.items():
+                stack.enter_context(patch.object(module, name, replacement))
             stack.enter_context(record_choices("cuda"))
             stack.enter_context(_Mode())
             yield _logs[-1]

@@ -12,14 +12,11 @@ from torch.nn.attention import flex_attention as torch_flex
 from heddle.numerics.attention import flex
 from heddle.numerics.attention import sdpa as torch_sdpa
 from heddle.numerics.attention.flex import block_mask_of, flex_attention
-from heddle.numerics.attention.mask import AttentionMask
-from heddle.numerics.attention.products import masked_products
-from heddle.numerics.attention.score_modifiers import LinearBias, ScoreModifiers
-from heddle.numerics.attention.sdpa import flash, sdpa
-from heddle.numerics.attention.softmax import attention, reference
-from heddle.numerics.attention.varlen import cu_seqlens, longest_document, varlen_attention
-from heddle.numerics.dispatch.operation import record_choices
-from heddle.parts.context.layout import Layout
+from heddle.numerics.attention.mask import AttentionMask, LinearBias, ScoreModifiers
+from heddle.numerics.attention.sdpa import cu_seqlens, flash, longest_document, sdpa, varlen_attention
+from heddle.numerics.attention.softmax import attention, masked_products, reference
+from heddle.numerics.dispatch import record_choices
+from heddle.parts.layout import Layout
 from tests.accelerator.pretend import on_device, pretending, values_of
 from tests.laws.planting import plant
 from tests.numerics.test_attention import CASES, OPTIONS, Bias, Shape, draw, graded, options, tail
@@ -276,7 +273,7 @@ def check_flex(target: str) -> None:
     ("old", "new"), [("mask.window - 1, 0", "mask.window, 0"), ("for x in (q, k, v)", "for x in (q, v, k)")]
 )
 def test_a_wrong_argument_of_varlen_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.attention.varlen:varlen_attention", old, new)
+    plant(monkeypatch, "numerics.attention.sdpa:varlen_attention", old, new)
     with pytest.raises(AssertionError):
         test_varlen_equals_the_reference(3, True, SHAPE)
 

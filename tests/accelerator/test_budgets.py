@@ -3,14 +3,16 @@
 import json
 import re
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from heddle.numerics.recurrent import batched_chunks
+from heddle.numerics.attention import sdpa
+from heddle.numerics.recurrent import batched_chunks, causal_sums
 from heddle.parts.modules.eager import eager_methods
-from tests.accelerator import budget_rows, budgets
+from tests.accelerator import budget_rows, budgets, launches
 from tests.accelerator.budgets import GOLDEN, PAGE, ROWS, Row, Table
 from tests.source import ROOT
 
@@ -79,24 +81,24 @@ def test_a_planted_loop_over_chunks_breaks_the_budget(monkeypatch: pytest.Monkey
             out.append(y)
         return torch.cat(out, dim=2), state
 
-    monkeypatch.setattr("heddle.numerics.recurrent.causal_sums.batched_sums", loop)
+    monkeypatch.setattr(causal_sums, "batched_sums", loop)
     assert len(faults(["retention"])) == 1
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("row", "name", "fault"),
+    ("row", "module", "name", "fault"),
     [
         # experts and delta rules between two graphs
-        ("mfu_moe_compile", "tests.accelerator.launches.eager_methods", lambda module, _: eager_methods(module, "cpu")),
-        ("mfu_gated_delta_compile", "tests.accelerator.launches.eager_methods", lambda m, _: eager_methods(m, "cpu")),
-        ("mfu_mla_compile", "heddle.numerics.attention.sdpa._cudnn_serves", lambda q, v: False),  # padded values
+        ("mfu_moe_compile", launches, "eager_methods", lambda module, _: eager_methods(module, "cpu")),
+        ("mfu_gated_delta_compile", launches, "eager_methods", lambda m, _: eager_methods(m, "cpu")),
+        ("mfu_mla_compile", sdpa, "_cudnn_serves", lambda q, v: False),  # padded values
     ],
 )
 def test_a_planted_fault_breaks_the_budget_of_a_training(
-    row: str, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+    row: str, module: ModuleType, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(name, fault)
+    monkeypatch.setattr(module, name, fault)
     assert ROWS[row].met(ROWS[row].measure()) is False
 
 

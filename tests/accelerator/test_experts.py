@@ -9,8 +9,7 @@ from torch.nn import functional
 
 from heddle.numerics.activations import glu
 from heddle.numerics.experts.grouped import block_rows
-from heddle.numerics.experts.mixture import run_experts
-from heddle.numerics.experts.routing import RoutingConfig, route
+from heddle.numerics.experts.mixture import RoutingConfig, route, run_experts
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
 from tests.accelerator.budget_rows import fake
 from tests.accelerator.budgets import count

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from heddle.laws.harness import model_under_test, random_tokens
 from heddle.model.size import kernel_choices
-from heddle.numerics.dispatch.operation import record_choices
+from heddle.numerics.dispatch import record_choices
 from heddle.numerics.kernels import kernels
-from heddle.numerics.recurrent import causal_conv1d as conv_library
+from heddle.numerics.recurrent import convolution as conv_library
 from heddle.numerics.recurrent import fla
 from heddle.numerics.recurrent.causal_sums import causal_means, causal_sums
 from heddle.numerics.recurrent.chunked_sums import CallLayout
@@ -33,8 +33,8 @@ from heddle.numerics.recurrent.convolution import (
 from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule
 from heddle.numerics.recurrent.recurrence import RecurrenceFacts
 from heddle.numerics.recurrent.ssd import SSDInputs, state_space_duality
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.recurrent_state import call_cu_seqlens
+from heddle.parts.layout import Layout
+from heddle.parts.states import call_cu_seqlens
 from tests.cases import case
 from tests.laws.planting import plant
 
@@ -271,7 +271,7 @@ def test_the_short_convolution(dtype: torch.dtype, documents: bool, has_state: b
     ],
 )
 def test_a_wrong_call_of_causal_conv1d_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.recurrent.causal_conv1d:run_conv", old, new)
+    plant(monkeypatch, "numerics.recurrent.convolution:run_conv", old, new)
     with pytest.raises(AssertionError):
         check_all(lambda documents, has_state: check_convolution(torch.float32, documents, has_state))
 

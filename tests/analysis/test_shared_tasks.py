@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from heddle.analysis import workers
-from heddle.analysis.workers import Result, Task, Workers, run_tasks, start_worker
-from heddle.storage.json_file import write_json_file
+from heddle.lab import workers
+from heddle.lab.workers import Result, Task, Workers, run_tasks, start_worker
+from heddle.storage.file_io import write_json_file
 from heddle.storage.lock import InUseError, RunLock, lock_output
 from tests.analysis.scripted_workers import Scripted, Scripts, ok, scripts, task
 
@@ -101,7 +101,7 @@ def test_a_worker_holds_its_task_when_the_process_that_started_it_is_gone(
     with lock_output(result) as descriptor:
         worker = start_worker(tmp_path / "request", result, descriptor)
         os.dup2(os.open(os.devnull, os.O_RDONLY), descriptor)  # the lock is the worker's alone now
-        with pytest.raises(InUseError, match=f"is being written by process {os.getpid()}"), lock_output(result):
+        with pytest.raises(InUseError, match=f"process {os.getpid()}"), lock_output(result):
             pass
         worker.kill()
         worker.wait()

@@ -10,18 +10,16 @@ import pytest
 import torch
 
 import heddle
-from heddle.analysis.explorer.choices import SLOTS
-from heddle.analysis.explorer.published import published_designs
-from heddle.analysis.inspection.collect import inspect_layers
-from heddle.analysis.pages.conversion import conversion_page
-from heddle.analysis.pages.explorer import explorer_page
-from heddle.analysis.pages.inspection import InspectedModel, inspect_page
-from heddle.analysis.pages.report import report_page
-from heddle.analysis.pages.runs import runs_page
-from heddle.analysis.runs import RunSummary
 from heddle.cli.main import run_command
 from heddle.config import kind_class, kinds, parse_config
 from heddle.errors import ConfigError
+from heddle.lab.explore.choices import SLOTS, published_designs
+from heddle.lab.explore.page import explorer_page
+from heddle.lab.inspect import InspectedModel, inspect_layers, inspect_page
+from heddle.lab.pages.conversion import conversion_page
+from heddle.lab.pages.report import report_page
+from heddle.lab.pages.runs import runs_page
+from heddle.lab.runs import RunSummary
 from heddle.laws.harness import model_under_test
 from heddle.model.config import ModelConfig
 from heddle.model.size import size

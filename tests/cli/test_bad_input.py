@@ -3,16 +3,19 @@
 import io
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from heddle.cli.main import run_command
+from heddle.model import load_config
 from heddle.model.decoder import build
 from heddle.storage.checkpoints import checkpoint_folder
 from heddle.storage.model import load, save
 from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
+from tests.source import ROOT
 
 SIZE = ["--sequence-length", "16", "--batch-size", "4", "--steps", "2", "--device", "cpu"]
 CUSTOM_PART = '''"""A norm of my own."""
@@ -77,196 +80,196 @@ TRAIN = "train @/good.yaml --data @/text --out @/new"
 MANY_WIDTHS = ",".join(str(width) for width in range(2, 132, 2))
 ERRORS: list[tuple[str, int, str]] = [
     # commands and options
-    ("frob", 2, "No such command 'frob'; see heddle --help"),
-    ("train", 2, "DESIGN: is missing; give a file, preset:NAME or a folder, or --from FOLDER"),
-    ("show", 2, "DESIGN: is missing; give a file"),
-    ("compare", 2, "DESIGN|FIELD=VALUE: is missing; "),
-    ("generate", 2, "RUN: is missing; give a run's or a model's folder"),
-    ("check", 2, "DESIGN: is missing; give a YAML, "),
-    (f"{TRAIN} --frob", 2, "No such option .--frob."),
-    (f"{TRAIN} --steps x", 2, "--steps x: must be a whole number"),
-    (f"{TRAIN} --steps", 2, "Option '--steps' requires an argument"),
+    ("frob", 2, ".*'frob'; see heddle --help"),
+    ("train", 2, "DESIGN:.*preset:NAME.*--from FOLDER"),
+    ("show", 2, "DESIGN:"),
+    ("compare", 2, "DESIGN|FIELD=VALUE:"),
+    ("generate", 2, "RUN:"),
+    ("check", 2, "DESIGN:"),
+    (f"{TRAIN} --frob", 2, ".*--frob"),
+    (f"{TRAIN} --steps x", 2, "--steps x:"),
+    (f"{TRAIN} --steps", 2, ".*'--steps'"),
     (f"{TRAIN} --steps 5 --tokens 500", 2,
-     "--steps and --tokens: both set the length of the training; give one of them"),
-    (f"{TRAIN} --steps 0", 2, "steps 0: must be at least 1"),
-    (f"{TRAIN} --tokens 3", 2, "--tokens 3: is less than one step of 2048 tokens; give more"),
-    (f"{TRAIN} --tokens -3", 2, "--tokens -3: is less than one step"),
-    (f"{TRAIN} --batch-size 0", 2, "batch_size 0: must be at least 1"),
-    (f"{TRAIN} --batch-size -8 --tokens 9", 2, "batch_size -8: must be at least 1"),
-    (f"{TRAIN} --sequence-length -1", 2, "sequence_length -1: must be at least 1"),
-    (f"{TRAIN} --gradient-accumulation-steps 3", 2, "gradient_accumulation_steps 3: does not divide batch_size 8"),
-    (f"{TRAIN} --lr 0", 2, "learning_rate 0.0: must be a number above 0"),
-    (f"{TRAIN} --lr nan", 2, "learning_rate nan: must be a number above 0"),
-    (f"{TRAIN} --seed -1", 2, "seed -1: must be at least 0"),
-    (f"{TRAIN} --save-every 0", 2, "save_every 0: must be at least 1"),
-    (f"{TRAIN} --schedule cubic", 2, "schedule cubic: unknown schedule; choices: wsd, cosine, linear"),
-    (f"{TRAIN} --optimizer sgd", 2, "optimizer sgd: unknown optimizer; choices: adamw, muon"),
-    (f"{TRAIN} --warmup -1", 2, "warmup -1: must be at least 0"),
-    (f"{TRAIN} --warmup x", 2, "--warmup x: must be a whole number"),
-    (f"{TRAIN} --lr-scale embed", 2, "--lr-scale embed: expected path=factor, such as layers.*.mixer=0.5"),
-    (f"{TRAIN} --lr-scale =2", 2, "--lr-scale =2: expected path=factor"),
-    (f"{TRAIN} --lr-scale embed=x", 2, "--lr-scale embed=x: the factor must be a number of at least 0"),
-    (f"{TRAIN} --lr-scale embed=-1", 2, "lr_scale embed=-1: the factor must be a number of at least 0"),
+     "--steps and --tokens:"),
+    (f"{TRAIN} --steps 0", 2, "steps 0:"),
+    (f"{TRAIN} --tokens 3", 2, "--tokens 3:.*2048 tokens"),
+    (f"{TRAIN} --tokens -3", 2, "--tokens -3:"),
+    (f"{TRAIN} --batch-size 0", 2, "batch_size 0:"),
+    (f"{TRAIN} --batch-size -8 --tokens 9", 2, "batch_size -8:"),
+    (f"{TRAIN} --sequence-length -1", 2, "sequence_length -1:"),
+    (f"{TRAIN} --gradient-accumulation-steps 3", 2, "gradient_accumulation_steps 3:.*batch_size"),
+    (f"{TRAIN} --lr 0", 2, "learning_rate 0.0:"),
+    (f"{TRAIN} --lr nan", 2, "learning_rate nan:"),
+    (f"{TRAIN} --seed -1", 2, "seed -1:"),
+    (f"{TRAIN} --save-every 0", 2, "save_every 0:"),
+    (f"{TRAIN} --schedule cubic", 2, "schedule cubic:.*wsd, cosine, linear"),
+    (f"{TRAIN} --optimizer sgd", 2, "optimizer sgd:.*adamw, muon"),
+    (f"{TRAIN} --warmup -1", 2, "warmup -1:"),
+    (f"{TRAIN} --warmup x", 2, "--warmup x:"),
+    (f"{TRAIN} --lr-scale embed", 2, "--lr-scale embed:.*path=factor.*layers.*.mixer=0.5"),
+    (f"{TRAIN} --lr-scale =2", 2, "--lr-scale =2:.*path=factor"),
+    (f"{TRAIN} --lr-scale embed=x", 2, "--lr-scale embed=x:"),
+    (f"{TRAIN} --lr-scale embed=-1", 2, "lr_scale embed=-1:"),
     (f"{TRAIN} --lr-scale layers.9.mixer=2", 2,
-     "lr_scale layers.9.mixer=2: no parameter that learns is at 'layers.9.mixer'; paths begin with embed, layers.0"),
-    (f"{TRAIN} --lr-scale head=2", 2, "lr_scale head=2: no parameter that learns is at 'head'"),
-    (f"{TRAIN} --lr-scale *=0", 2, "lr_scale: every factor is 0, so nothing would learn; leave one above 0"),
-    (f"{TRAIN} --transfer depth=2", 2, "--transfer depth=2: is no width; write width=64, where --lr was chosen at"),
-    (f"{TRAIN} --transfer width=x", 2, "--transfer width=x: is no width"),
-    (f"{TRAIN} --transfer width=0", 2, "--transfer width=0: is no width"),
-    (f"{TRAIN} --transfer width=20", 2, "transfer_width 20: layers[0].mixer.heads: 2 at width = 16 is no whole number"),
-    (f"{TRAIN} --precision fp8", 2, "precision fp8: unknown precision; choices: fp32, bf16"),
-    (f"{TRAIN} --threads 0", 2, "threads 0: must be at least 1"),
-    (f"{TRAIN} --device cuda", 2, "device cuda: torch finds none on this machine; use device cpu"),
-    (f"{TRAIN} --device tpu", 2, "device tpu: unknown device; choices: auto, cpu, cuda, cuda:N, mps"),
-    (f"{TRAIN} --kernel attention", 2, "--kernel attention: expected operation=kernel, such as attention=reference"),
-    (f"{TRAIN} --kernel attention=flash9", 2, "kernel attention: unknown kernel 'flash9'; did you mean 'flash'"),
-    (f"{TRAIN} --kernel attentoin=sdpa", 2, "kernel: unknown .*'attentoin'.*did you mean 'attention'"),
-    (f"{TRAIN} --part @/none.py", 2, "part @/none.py: does not exist; give the .py file"),
-    (f"{TRAIN} --part @/fails.py", 2, "part @/fails.py: failed to run (ZeroDivisionError: division by zero)"),
-    (f"{TRAIN} --part @/nothing.py", 2, "@/nothing.py: defines 0 configs of parts"),
-    (f"{TRAIN} --part @/rms.py", 2, "part @/rms.py: norms has a kind 'rms' already; rename the file"),
+     "lr_scale layers.9.mixer=2:.*'layers.9.mixer'.*layers.0"),
+    (f"{TRAIN} --lr-scale head=2", 2, "lr_scale head=2:.*'head'"),
+    (f"{TRAIN} --lr-scale *=0", 2, "lr_scale:"),
+    (f"{TRAIN} --transfer depth=2", 2, "--transfer depth=2:.*width=64.*--lr"),
+    (f"{TRAIN} --transfer width=x", 2, "--transfer width=x:"),
+    (f"{TRAIN} --transfer width=0", 2, "--transfer width=0:"),
+    (f"{TRAIN} --transfer width=20", 2, "transfer_width 20: layers[0].mixer.heads.*16"),
+    (f"{TRAIN} --precision fp8", 2, "precision fp8:.*fp32, bf16"),
+    (f"{TRAIN} --threads 0", 2, "threads 0:"),
+    (f"{TRAIN} --device cuda", 2, "device cuda:.*cpu"),
+    (f"{TRAIN} --device tpu", 2, "device tpu:.*auto, cpu, cuda, cuda:N, mps"),
+    (f"{TRAIN} --kernel attention", 2, "--kernel attention:.*operation=kernel.*attention=reference"),
+    (f"{TRAIN} --kernel attention=flash9", 2, "kernel attention:.*'flash9'.*'flash'"),
+    (f"{TRAIN} --kernel attentoin=sdpa", 2, "kernel:.*'attentoin'.*'attention'"),
+    (f"{TRAIN} --part @/none.py", 2, "part @/none.py:"),
+    (f"{TRAIN} --part @/fails.py", 2, "part @/fails.py:"),
+    (f"{TRAIN} --part @/nothing.py", 2, "@/nothing.py:"),
+    (f"{TRAIN} --part @/rms.py", 2, "part @/rms.py:.*kind 'rms'"),
     # designs
-    ("show @/none.yaml", 2, "@/none.yaml: no such design file"),
-    ("show gqa-tiny", 2, "gqa-tiny: no such design file; did you mean preset:gqa-tiny?"),
-    ("show preset:gqa-huge", 2, "preset:gqa-huge: unknown preset; choices: mha-tiny, "),
-    ("show preset:gqa-tinny", 2, "preset:gqa-tinny: unknown preset; did you mean 'preset:gqa-tiny'? choices: "),
-    ("show @/broken.yaml", 2, "@/broken.yaml, line 3: .*; fix the YAML"),
-    ("show @/twice.yaml", 2, "@/twice.yaml, line 2: the key 'width' is given twice; fix the YAML"),
-    ("show @/latin.yaml", 2, "@/latin.yaml: is not UTF-8 text"),
-    ("show @/list.json", 2, "@/list.json: holds no table of fields"),
-    ("show @/empty", 2, "@/empty: holds no config.json"),
-    ("show @/good.yaml widht=3", 2, "unknown field 'widht'; did you mean 'width'? choices: "),
-    ("show @/good.yaml width=0", 2, "width: should be greater than 0, got 0 (a whole number)"),
-    ("show @/good.yaml width=-4", 2, "width: should be greater than 0, got -4"),
-    ("show @/good.yaml width=wide", 2, "width: should be .*, got 'wide' (text)"),
-    ("show @/good.yaml width=8.5", 2, "width: should be .*, got 8.5 (a number)"),
+    ("show @/none.yaml", 2, "@/none.yaml:"),
+    ("show gqa-tiny", 2, "gqa-tiny:.*preset:gqa-tiny"),
+    ("show preset:gqa-huge", 2, "preset:gqa-huge:.*mha-tiny"),
+    ("show preset:gqa-tinny", 2, "preset:gqa-tinny:.*'preset:gqa-tiny'"),
+    ("show @/broken.yaml", 2, "@/broken.yaml, line 3.*YAML"),
+    ("show @/twice.yaml", 2, "@/twice.yaml, line 2.*'width'.*YAML"),
+    ("show @/latin.yaml", 2, "@/latin.yaml:.*UTF-8"),
+    ("show @/list.json", 2, "@/list.json:"),
+    ("show @/empty", 2, "@/empty:.*config.json"),
+    ("show @/good.yaml widht=3", 2, ".*'widht'.*'width'"),
+    ("show @/good.yaml width=0", 2, "width:.*0"),
+    ("show @/good.yaml width=-4", 2, "width:.*-4"),
+    ("show @/good.yaml width=wide", 2, "width:.*'wide'"),
+    ("show @/good.yaml width=8.5", 2, "width:.*8.5"),
     ("show @/good.yaml layers.0.mixer.heads=3", 2, "layers[0].mixer.*: .*3"),
-    ("show @/good.yaml layers.0.mixer.heads=true", 2, "layers[0].mixer.heads: should be .*, got True (a truth value)"),
-    ("show @/good.yaml layers.0.mixer.kind=attentoin", 2, "layers[0].mixer: unknown kind 'attentoin'; did you mean"),
-    ("show @/good.yaml layers.7.mixer.heads=2", 2, "override 'layers.7.mixer.heads=2': layers has entries 0 to 0"),
-    ("show @/good.yaml =5", 2, "override '=5': expected path.to.field=value"),
+    ("show @/good.yaml layers.0.mixer.heads=true", 2, "layers[0].mixer.heads:.*True"),
+    ("show @/good.yaml layers.0.mixer.kind=attentoin", 2, "layers[0].mixer:.*'attentoin'"),
+    ("show @/good.yaml layers.7.mixer.heads=2", 2, "override 'layers.7.mixer.heads=2':"),
+    ("show @/good.yaml =5", 2, "override '=5':.*path.to.field=value"),
     ("show @/good.yaml --context-length 0", 2,
-     "show: --context-length, --batch-size and --encoder-length must be at least 1"),
-    ("train @/bidirectional.yaml --data @/text --out @/new", 2, "causal: a mixer sees later tokens"),
-    ("compare @/good.yaml @/bidirectional.yaml --data @/text --out @/new", 2, "@/bidirectional.yaml: a mixer sees"),
+     "show: --context-length, --batch-size.*--encoder-length"),
+    ("train @/bidirectional.yaml --data @/text --out @/new", 2, "causal:"),
+    ("compare @/good.yaml @/bidirectional.yaml --data @/text --out @/new", 2, "@/bidirectional.yaml:"),
     # data and tokenizers
-    ("train @/good.yaml --data @/none --out @/new", 2, "data @/none does not exist: give a file, a folder or stdlib"),
-    ("train @/good.yaml --data @/empty --out @/new", 2, "data empty holds no text file"),
-    ("train @/good.yaml --data @/empty.txt --out @/new", 2, "data .*empty.txt is empty"),
-    ("train @/good.yaml --data @/binary.txt --out @/new", 2, "data file @/binary.txt .*"),
-    ("train @/good.yaml --data @/latin.txt --out @/new", 2, "data file @/latin.txt .*UTF-8"),
-    ("train @/good.yaml --data @/short.txt --out @/new", 2, "the training split holds .* tokens, but one batch of 8"),
-    ("train @/good.yaml --data @/text@0 --out @/new", 2, "the weight of data @/text@0 must be above 0"),
-    (f"{TRAIN} --tokenizer @/none.json", 2, "tokenizer @/none.json does not exist"),
-    (f"{TRAIN} --tokenizer @/broken.json", 2, "tokenizer @/broken.json is not a valid tokenizer.json"),
+    ("train @/good.yaml --data @/none --out @/new", 2, ".*@/none"),
+    ("train @/good.yaml --data @/empty --out @/new", 2, "data empty"),
+    ("train @/good.yaml --data @/empty.txt --out @/new", 2, "data .*empty.txt"),
+    ("train @/good.yaml --data @/binary.txt --out @/new", 2, ".*@/binary.txt"),
+    ("train @/good.yaml --data @/latin.txt --out @/new", 2, ".*@/latin.txt .*UTF-8"),
+    ("train @/good.yaml --data @/short.txt --out @/new", 2, "the training split.*8"),
+    ("train @/good.yaml --data @/text@0 --out @/new", 2, ".*@/text@0.*above 0"),
+    (f"{TRAIN} --tokenizer @/none.json", 2, ".*@/none.json"),
+    (f"{TRAIN} --tokenizer @/broken.json", 2, ".*@/broken.json.*tokenizer.json"),
     ("train @/narrow.yaml --data @/text --out @/new --tokenizer @/tokenizer.json", 2,
-     "the tokenizer has 320 tokens, but vocab_size is 280: set vocab_size to at least 320"),
-    ("train preset:gqa-tiny --vocab-size 20 --data @/text --out @/new", 2, "vocab_size 20 is too small"),
-    (f"{TRAIN} --batch-size 99999999", 2, "the training split holds .* tokens, but one batch of 99999999 samples"),
-    ("train @/good.yaml --data hf:@/none --out @/new", 2, "data hf:@/none does not exist: give a folder"),
-    ("train @/good.yaml --data hf:@/rows.jsonl --out @/new", 2, 'data file @/rows.jsonl has no string "text" on'),
-    ("train @/good.yaml --data hf:@/rows.jsonl,txt=body --out @/new", 2, "data hf:.*: has no option 'txt=body'"),
-    ("train @/good.yaml --data hf:@/empty --out @/new", 2, "data hf:@/empty holds no .parquet, "),
+     ".*320 tokens.*vocab_size.*280.*set vocab_size.*least 320"),
+    ("train preset:gqa-tiny --vocab-size 20 --data @/text --out @/new", 2, "vocab_size 20"),
+    (f"{TRAIN} --batch-size 99999999", 2, ".*99999999 samples"),
+    ("train @/good.yaml --data hf:@/none --out @/new", 2, ".*hf:@/none"),
+    ("train @/good.yaml --data hf:@/rows.jsonl --out @/new", 2, '.*@/rows.jsonl.*"text"'),
+    ("train @/good.yaml --data hf:@/rows.jsonl,txt=body --out @/new", 2, "data hf:.*:.*'txt=body'"),
+    ("train @/good.yaml --data hf:@/empty --out @/new", 2, ".*hf:@/empty"),
     ("train @/good.yaml --data chat:@/talk.jsonl --out @/new", 2,
-     "--data chat:@/talk.jsonl: needs a trained tokenizer; give --from or --tokenizer"),
+     "--data chat:@/talk.jsonl:.*--from.*--tokenizer"),
     ("train --from @/run --data chat:@/talk.jsonl --out @/new", 2,
-     "data file @/talk.jsonl has no message of the assistant on line 2: give {"),
-    ("train --from @/run --data chat:@/none --out @/new", 2, "data file @/none does not exist: give chat:FILE.jsonl"),
+     ".*@/talk.jsonl.*line 2.*{"),
+    ("train --from @/run --data chat:@/none --out @/new", 2, ".*@/none.*chat:FILE.jsonl"),
     ("train --from @/run --data chat:@/talk.jsonl --data @/text --out @/new", 2,
-     "--data @/text: is not chat data, which cannot be mixed with text; leave it out"),
-    ("compare @/good.yaml --data chat:@/talk.jsonl --out @/c9", 2, "data chat:@/talk.jsonl is conversations, not text"),
+     "--data @/text:"),
+    ("compare @/good.yaml --data chat:@/talk.jsonl --out @/c9", 2, ".*chat:@/talk.jsonl"),
     # training from a checkpoint
     ("train --from @/none --data @/text --out @/new", 2, "@/none.*"),
     ("train --from @/mine --data @/text --out @/new", 2, "@/mine.*"),
     ("train @/narrow.yaml --from @/run --data @/text --out @/new", 2,
-     "@/narrow.yaml: is another design than that in @/run/checkpoints/step-00000002 (vocab_size was 300, now"),
+     "@/narrow.yaml:.*@/run/checkpoints/step-00000002 (vocab_size.*300"),
     (f"train width=32 --from @/run --data @/text --out @/new {' '.join(SIZE)}", 2,
-     "@/run.*model.safetensors: tensor '.*, since an override changed it; override only what has no"),
+     "@/run.*model.safetensors:.*'.*"),
     ("train --from @/run --tokenizer @/tokenizer.json --data @/text --out @/new", 2,
-     "--tokenizer @/tokenizer.json: --from brings its own tokenizer; leave --tokenizer out"),
+     "--tokenizer @/tokenizer.json: --from.*--tokenizer"),
     ("train --from @/run --vocab-size 400 --data @/text --out @/new", 2,
-     "--vocab-size 400: --from brings its own tokenizer"),
-    (f"train --from @/run --data @/text --out @/run {' '.join(SIZE)}", 2, "@/run: holds another run: .*"),
-    (f"{TRAIN} --lora 4", 2, "--lora 4: adapters need trained weights; give them with --from"),
-    (f"{TRAIN} --lora-targets embed", 2, "--lora-targets embed: needs the rank of the adapters; give --lora"),
-    (f"train --from @/run --lora 0 --data @/text --out @/new {' '.join(SIZE)}", 2, "lora: rank = 0 must be at least 1"),
+     "--vocab-size 400: --from"),
+    (f"train --from @/run --data @/text --out @/run {' '.join(SIZE)}", 2, "@/run:"),
+    (f"{TRAIN} --lora 4", 2, "--lora 4:.*--from"),
+    (f"{TRAIN} --lora-targets embed", 2, "--lora-targets embed:.*--lora"),
+    (f"train --from @/run --lora 0 --data @/text --out @/new {' '.join(SIZE)}", 2, "lora: rank = 0"),
     (f"train --from @/run --lora 2 --lora-targets embed --data @/text --out @/new {' '.join(SIZE)}", 2,
-     "lora: no projection is at 'embed'; there are layers.*.mixer.q, "),
+     "lora:.*'embed'.*layers.*.mixer.q"),
     # folders
-    ("train @/good.yaml --data @/text --out @/mine", 2, "@/mine: holds something else (thesis.tex)"),
-    ("train @/good.yaml --data @/text --out @/file", 2, "@/file: cannot be made a folder"),
-    ("train @/good.yaml --data @/text --out @/file/below", 2, "@/file/below: cannot be made a folder"),
-    ("train @/good.yaml --data @/text --out /proc/heddle", 1, "/proc/heddle: cannot be written"),
-    ("train @/good.yaml --data @/text --out @/run", 2, "@/run: holds another run: settings.* was "),
-    ("compare @/good.yaml --data @/text --out @/mine", 2, "@/mine: holds something else (thesis.tex)"),
-    ("compare @/good.yaml --data @/text --out @/run", 2, "@/run: holds something else (checkpoints)"),
-    ("compare @/good.yaml --data @/text --out /proc/heddle", 1, "/proc/heddle: cannot be written"),
+    ("train @/good.yaml --data @/text --out @/mine", 2, "@/mine:.*(thesis.tex)"),
+    ("train @/good.yaml --data @/text --out @/file", 2, "@/file:"),
+    ("train @/good.yaml --data @/text --out @/file/below", 2, "@/file/below:"),
+    ("train @/good.yaml --data @/text --out /proc/heddle", 1, "/proc/heddle:"),
+    ("train @/good.yaml --data @/text --out @/run", 2, "@/run:.*settings.*"),
+    ("compare @/good.yaml --data @/text --out @/mine", 2, "@/mine:.*(thesis.tex)"),
+    ("compare @/good.yaml --data @/text --out @/run", 2, "@/run:"),
+    ("compare @/good.yaml --data @/text --out /proc/heddle", 1, "/proc/heddle:"),
     # comparisons
-    ("compare width=3 --data @/text", 2, "compare: names no design; give at least one file, preset:NAME or folder"),
+    ("compare width=3 --data @/text", 2, "compare:.*preset:NAME"),
     ("compare @/good.yaml --tokens 9 --seconds 3", 2,
-     "--tokens and --seconds: all set the length of the training; give one"),
-    ("compare @/good.yaml --seconds 0", 2, "--seconds 0: must be a number above 0"),
-    ("compare @/good.yaml --flops nan", 2, "--flops nan: must be a number above 0"),
-    ("compare @/good.yaml --seeds 0", 2, "--seeds 0: must be from 1 to 100"),
-    ("compare @/good.yaml --speed-context-length 0", 2, "--speed-context-length: must be at least 1"),
-    ("compare @/good.yaml --lr -1", 2, "learning_rate -1.0: must be a number above 0"),
-    ("compare @/good.yaml --optimizer adam", 2, "optimizer adam: unknown optimizer; choices: adamw, muon"),
-    ("compare @/good.yaml --warmup -2", 2, "warmup -2: must be at least 0"),
-    ("compare @/good.yaml --lr-scale embed=-2", 2, "lr_scale embed=-2: the factor must be a number of at least 0"),
+     "--tokens and --seconds:"),
+    ("compare @/good.yaml --seconds 0", 2, "--seconds 0:"),
+    ("compare @/good.yaml --flops nan", 2, "--flops nan:"),
+    ("compare @/good.yaml --seeds 0", 2, "--seeds 0:.*100"),
+    ("compare @/good.yaml --speed-context-length 0", 2, "--speed-context-length:"),
+    ("compare @/good.yaml --lr -1", 2, "learning_rate -1.0:"),
+    ("compare @/good.yaml --optimizer adam", 2, "optimizer adam:.*adamw, muon"),
+    ("compare @/good.yaml --warmup -2", 2, "warmup -2:"),
+    ("compare @/good.yaml --lr-scale embed=-2", 2, "lr_scale embed=-2:"),
     ("compare @/good.yaml --transfer width=20", 2,
-     "good: transfer_width 20: layers[0].mixer.heads: 2 at width = 16 is no"),
+     "good: transfer_width 20.*layers[0].mixer.heads.*16"),
     ("compare @/good.yaml preset:mha-tiny --lr-scale layers.1=2", 2,
-     "@/good.yaml: lr_scale layers.1=2: no parameter that learns is at 'layers.1'"),
-    ("compare @/good.yaml @/none.yaml", 2, "@/none.yaml: no such design file"),
-    ("compare @/good.yaml width=0", 2, "@/good.yaml.width: should be greater than 0"),
-    ("compare @/good.yaml --vocab-size 400", 2, "vocab_size 400: is above vocab_size = 300 of good"),
+     "@/good.yaml: lr_scale layers.1=2.*'layers.1'"),
+    ("compare @/good.yaml @/none.yaml", 2, "@/none.yaml:"),
+    ("compare @/good.yaml width=0", 2, "@/good.yaml.width:"),
+    ("compare @/good.yaml --vocab-size 400", 2, "vocab_size 400:.*vocab_size = 300"),
     ("compare @/good.yaml --data @/text --out @/c1 --tokens 5", 2,
-     "tokens 5: is less than one step of 1024 tokens for good"),
+     "tokens 5:.*1024 tokens"),
     ("compare @/good.yaml --data @/text --out @/c2 --flops 5", 2,
-     "flops 5: is less than one step of 1024 tokens for good"),
-    ("compare @/good.yaml --data @/short.txt --out @/c3", 2, "the training split holds"),
-    ("compare @/good.yaml --vary width", 2, "vary width: expected path.to.field=value,value, such as"),
-    ("compare @/good.yaml --vary width=", 2, "vary width=: a value is empty; give values between commas"),
-    ("compare @/good.yaml --vary width=8,,16", 2, "vary width=8,,16, line 1: .*; fix the YAML"),
-    ("compare @/good.yaml --vary width=8,8", 2, "vary width=8,8: 8 is given twice; leave one out"),
-    ("compare @/good.yaml --vary width=8 --vary width=16", 2, "vary width=16: width is varied already; give all"),
-    ("compare @/good.yaml --vary widht=8,16", 2, "@/good.yaml (widht=8): unknown field 'widht'; did you mean 'width'?"),
-    ("compare @/good.yaml --vary residual.kind=pre_norm,none", 2, "@/good.yaml (none).residual: unknown kind 'none'"),
-    ("compare @/good.yaml --vary layers.3.mixer.heads=1,2", 2, "override 'layers.3.mixer.heads=1': layers has entries"),
-    (f"compare @/good.yaml --vary width={MANY_WIDTHS}", 2, "vary: 65 makes 65 variants, and at most 64 are"),
-    ("compare @/good.yaml --vary width=8,16 --baseline width=9", 2, "baseline width=9: names no design; did you"),
-    ("compare @/good.yaml --equal size", 2, "equal size: unknown size; choices: parameters, active-parameters"),
-    ("compare @/good.yaml --equal flops --tokenizer @/none.json", 2, "tokenizer @/none.json does not exist"),
-    ("compare @/good.yaml --equal flops --sequence-length 0", 2, "--sequence-length 0: must be at least 1"),
-    ("compare @/good.yaml --vary width=8,16 --equal flops", 2, "equal: solves for the width, which vary sets"),
+     "flops 5:.*1024 tokens"),
+    ("compare @/good.yaml --data @/short.txt --out @/c3", 2, "the training split"),
+    ("compare @/good.yaml --vary width", 2, "vary width:.*path.to.field=value,value"),
+    ("compare @/good.yaml --vary width=", 2, "vary width=:"),
+    ("compare @/good.yaml --vary width=8,,16", 2, ".*width=8,,16, line 1.*YAML"),
+    ("compare @/good.yaml --vary width=8,8", 2, "vary width=8,8: 8"),
+    ("compare @/good.yaml --vary width=8 --vary width=16", 2, "vary width=16:"),
+    ("compare @/good.yaml --vary widht=8,16", 2, "@/good.yaml (widht=8):.*'widht'.*'width'"),
+    ("compare @/good.yaml --vary residual.kind=pre_norm,none", 2, "@/good.yaml (none).residual:.*'none'"),
+    ("compare @/good.yaml --vary layers.3.mixer.heads=1,2", 2, "override 'layers.3.mixer.heads=1':"),
+    (f"compare @/good.yaml --vary width={MANY_WIDTHS}", 2, "vary: 65.*65 variants.*most 64"),
+    ("compare @/good.yaml --vary width=8,16 --baseline width=9", 2, "baseline width=9:"),
+    ("compare @/good.yaml --equal size", 2, "equal size:.*parameters, active-parameters"),
+    ("compare @/good.yaml --equal flops --tokenizer @/none.json", 2, ".*@/none.json"),
+    ("compare @/good.yaml --equal flops --sequence-length 0", 2, "--sequence-length 0:"),
+    ("compare @/good.yaml --vary width=8,16 --equal flops", 2, "equal:"),
     ("compare @/good.yaml width=32 layers.0.mixer.heads=16 --vary layers.0.repeat=1,3 --equal parameters", 2,
-     "equal parameters: repeat=3 comes no nearer to repeat=1 than .*%, at width 32; compare it without equal"),
+     "equal parameters: repeat=3.*repeat=1.*width 32"),
     # generation
     ("generate @/none", 2, "@/none.*"),
     ("generate @/mine", 2, "@/mine.*"),
     *((f"{verb} @/encoder", 2, "@/encoder: sees later tokens .causal: false., so it writes no text; read its logits")
       for verb in ("generate", "serve", "chat")),
-    ("generate @/run --max-new-tokens 0", 2, "max_new_tokens 0: must be at least 1"),
-    ("generate @/run --temperature -1", 2, "temperature -1.0: must be 0 (greedy) or a number above it"),
-    ("generate @/run --top-k 0", 2, "top_k 0: must be at least 1"),
-    ("generate @/run --top-p 2", 2, "top_p 2.0: must be above 0 and at most 1"),
-    ("generate @/run --seed -1", 2, "seed -1: must be at least 0"),
-    ("generate @/run --stop=", 2, "stop: an empty stop string"),
-    ("generate @/run --num-beams 0", 2, "num_beams 0: must be at least 1"),
-    ("generate @/run --num-beams 2 --temperature 1", 2, "num_beams 2: beam search does not sample; leave temperature"),
+    ("generate @/run --max-new-tokens 0", 2, "max_new_tokens 0:"),
+    ("generate @/run --temperature -1", 2, "temperature -1.0:"),
+    ("generate @/run --top-k 0", 2, "top_k 0:"),
+    ("generate @/run --top-p 2", 2, "top_p 2.0:"),
+    ("generate @/run --seed -1", 2, "seed -1:"),
+    ("generate @/run --stop=", 2, "stop:"),
+    ("generate @/run --num-beams 0", 2, "num_beams 0:"),
+    ("generate @/run --num-beams 2 --temperature 1", 2, "num_beams 2:"),
     ("generate @/run --num-beams 2 --draft-model @/run", 2,
-     "num_beams 2: beam search takes no draft_model; leave out one"),
-    ("generate @/run --draft-model @/run --speculative-tokens 0", 2, "speculative_tokens 0: must be at least 1"),
+     "num_beams 2:.*draft_model"),
+    ("generate @/run --draft-model @/run --speculative-tokens 0", 2, "speculative_tokens 0:"),
     ("generate @/run --draft-model @/none", 2, "@/none.*"),
-    ("generate @/run --draft-model @/wider", 2, "draft_model: has a vocabulary of 310 tokens, the model 300; they"),
+    ("generate @/run --draft-model @/wider", 2, "draft_model:.*310 tokens.*300"),
     ("generate @/run --draft-model @/other", 2,
-     "--draft-model @/other: has another tokenizer than @/run; train both with the"),
-    ("generate @/run --weights int3", 2, "--weights int3: unknown; choices: int8, int4"),
-    ("generate @/run --precision half", 2, "--precision half: unknown precision"),
+     "--draft-model @/other:.*@/run"),
+    ("generate @/run --weights int3", 2, "--weights int3:.*int8, int4"),
+    ("generate @/run --precision half", 2, "--precision half:"),
     ("inspect @/none --text x", 2, "@/none.*"),
-    ("inspect @/run --text=", 2, "--text: is empty; give some words"),
-    ("generate @/run/checkpoints/step-00000001 --threads 0", 2, "threads 0: must be at least 1"),
+    ("inspect @/run --text=", 2, "--text:"),
+    ("generate @/run/checkpoints/step-00000001 --threads 0", 2, "threads 0:"),
 ]  # fmt: skip
 
 
@@ -290,6 +293,35 @@ def test_errors_are_one_sentence(
     assert "Traceback" not in err
     after = contents(workspace)
     assert all(after[name] == data for name, data in before.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        ("frob", "see (heddle --help)"),
+        ("train @/good.yaml --frob", "see (heddle train --help)"),
+        ("compare", "see (heddle compare --help)"),
+        ("show gqa-tiny", r"(preset:gqa-tiny)\?"),
+        ("show preset:gqa-tinny", "'(preset:gqa-tiny)'"),
+    ],
+)
+def test_the_command_that_a_sentence_prints_works(
+    arguments: str, command: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert run_command(command_line(arguments, workspace)) == 2
+    printed = re.search(command, capsys.readouterr().err)
+    assert printed
+    words = printed[1].split()
+    assert run_command(words[1:] if words[0] == "heddle" else ["show", *words]) == 0
+
+
+def test_every_extra_that_a_sentence_names_can_be_installed() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")]
+    named = {extra for source in sources for extra in re.findall(r"heddle-lm\[(\w+)\]", source)}
+    assert len(named) > 4
+    assert named <= set(extras)
 
 
 def contents(workspace: Path) -> dict[str, bytes]:
@@ -331,7 +363,7 @@ def test_resuming_from_an_earlier_checkpoint_prints_a_warning(
 
 @pytest.mark.parametrize(
     ("stdin", "says"),
-    [(b"\xff\xfe", "--prompt -: standard input is not UTF-8 text"), (b"caf\xc3", "--prompt -: standard input is not")],
+    [(b"\xff\xfe", "--prompt -: standard input is not UTF-8"), (b"caf\xc3", "--prompt -:")],
 )
 def test_a_prompt_that_is_not_text_is_refused(
     stdin: bytes, says: str, workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -356,8 +388,8 @@ def test_files_of_prompts_are_read_line_by_line(workspace: Path, capsys: pytest.
     assert [answer["prompt"] for answer in json.loads(answers[0])] == ["the", "warp", "and"]
     for name, content, says in (
         ("empty.txt", b"", "has no lines"),
-        ("list.jsonl", b'{"prompt": "the"}\n[1]\n', "line 2 is not of the form"),
-        ("bytes.txt", b"\xff\xfe", "is not UTF-8 text"),
+        ("list.jsonl", b'{"prompt": "the"}\n[1]\n', "line 2"),
+        ("bytes.txt", b"\xff\xfe", "UTF-8"),
         ("missing.txt", None, "cannot be read"),
     ):
         if content is not None:
@@ -399,7 +431,7 @@ def test_out_of_memory_is_one_sentence(
     def refuse(*args: object, **kwargs: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("heddle.model.load_config.load_config", refuse)
+    monkeypatch.setattr(load_config, "load_config", refuse)
     assert run_command(["show", "preset:gqa-tiny"]) == 1
     assert capsys.readouterr().err == "heddle: out of memory; try a smaller batch size, sequence length or design\n"
 
@@ -408,6 +440,6 @@ def test_a_bug_is_not_reported_as_a_user_error(monkeypatch: pytest.MonkeyPatch) 
     def fail(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("heddle.model.load_config.load_config", fail)
+    monkeypatch.setattr(load_config, "load_config", fail)
     with pytest.raises(ZeroDivisionError):
         run_command(["show", "preset:gqa-tiny"])

@@ -27,9 +27,9 @@ def test_show_returns_what_the_command_prints(capsys: pytest.CaptureFixture[str]
 
 
 def test_bad_options_are_sentences() -> None:
-    with pytest.raises(ConfigError, match="context_lenght: unknown option; did you mean 'context_length'"):
+    with pytest.raises(ConfigError, match=r"context_lenght:.*'context_length'"):
         heddle.show("preset:gqa-tiny", context_lenght=3)
-    with pytest.raises(ConfigError, match="must be at least 1"):
+    with pytest.raises(ConfigError, match="at least 1"):
         heddle.show("preset:gqa-tiny", context_length=0)
     with pytest.raises(ConfigError, match="width"):
         heddle.show({"width": 0})

@@ -57,36 +57,36 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int 
 
 
 DESIGNS = {
-    "nested.json": (NESTED, r"cannot be read as JSON \(it is nested too deeply\)"),
-    "tables.json": (NESTED_TABLES, r"cannot be read as JSON \(it is nested too deeply\)"),
-    "width.json": (f'{{"width": {NESTED}}}', "nested too deeply"),
-    "nested.yaml": (NESTED, "cannot be read as YAML"),
-    "tables.yaml": ("{a: " * 100_000, "cannot be read as YAML"),
-    "blocks.yaml": ("- " * 100_000, "cannot be read as YAML"),
-    "nested.toml": (f"a = {NESTED[:20_000]}", r"cannot be read as TOML \(it is nested too deeply\)"),
-    "dots.toml": (f"a{'.a' * 3000} = 1", "nest too deeply|nested too deeply"),
-    "dots-long.toml": (f"a{'.a' * 100_000} = 1", "is larger than 65536 bytes"),
-    "tables.toml": ("".join(f"[a{index}]\n" for index in range(250_000)), "is larger than 65536 bytes"),
-    "keys.json": (KEYS[:-1] + "}", "unknown field 'k0'|is larger than 4194304 bytes"),
-    "keys.yaml": ("".join(f"k{index}: 0\n" for index in range(90_000)), "more than 20000 keys and values"),
-    "words.yaml": ("a\n" * 600_000, "is larger than 1048576 bytes"),
-    "digits.json": (f'{{"width": {DIGITS}}}', "width: should be less than .*…"),
-    "digits.yaml": (f"width: {DIGITS}", "width: should be less than .*…"),
-    "digits.toml": (f"width = {DIGITS}", "width: should be less than .*…"),
-    "hex.yaml": (f"width: 0x{'f' * 4000}", "width: should be less than .*0xffff.*…"),
-    "hex.toml": (f"width = 0x{'f' * 4000}", "width: should be less than .*0xffff.*…"),
-    "hex-key.yaml": (f"? 0x{'f' * 4000}\n: 1", "an integer has more than 4300 digits"),
-    "many.json": (f'{{"width": {DIGITS * 2}}}', "an integer has more than 4300 digits"),
-    "many.toml": (f"width = {DIGITS * 2}", "an integer has more than 4300 digits"),
-    "long-key.json": (json.dumps({"k" * 4_000_000: 1}), "unknown field 'kkk.*…; choices: "),
+    "nested.json": (NESTED, r"JSON .*nest"),
+    "tables.json": (NESTED_TABLES, r"JSON .*nest"),
+    "width.json": (f'{{"width": {NESTED}}}', "nest"),
+    "nested.yaml": (NESTED, "YAML"),
+    "tables.yaml": ("{a: " * 100_000, "YAML"),
+    "blocks.yaml": ("- " * 100_000, "YAML"),
+    "nested.toml": (f"a = {NESTED[:20_000]}", r"TOML .*nest"),
+    "dots.toml": (f"a{'.a' * 3000} = 1", "nest"),
+    "dots-long.toml": (f"a{'.a' * 100_000} = 1", "65536 bytes"),
+    "tables.toml": ("".join(f"[a{index}]\n" for index in range(250_000)), "65536 bytes"),
+    "keys.json": (KEYS[:-1] + "}", "'k0'|4194304 bytes"),
+    "keys.yaml": ("".join(f"k{index}: 0\n" for index in range(90_000)), "20000 keys"),
+    "words.yaml": ("a\n" * 600_000, "1048576 bytes"),
+    "digits.json": (f'{{"width": {DIGITS}}}', "width: .*…"),
+    "digits.yaml": (f"width: {DIGITS}", "width: .*…"),
+    "digits.toml": (f"width = {DIGITS}", "width: .*…"),
+    "hex.yaml": (f"width: 0x{'f' * 4000}", "width: .*0xffff.*…"),
+    "hex.toml": (f"width = 0x{'f' * 4000}", "width: .*0xffff.*…"),
+    "hex-key.yaml": (f"? 0x{'f' * 4000}\n: 1", "4300 digits"),
+    "many.json": (f'{{"width": {DIGITS * 2}}}', "4300 digits"),
+    "many.toml": (f"width = {DIGITS * 2}", "4300 digits"),
+    "long-key.json": (json.dumps({"k" * 4_000_000: 1}), "'kkk.*…; choices: "),
     "long-kind.json": (
         json.dumps({"width": 16, "layers": [{"mixer": {"kind": "k" * 3_000_000}}]}),
-        r"layers\[0\].mixer: unknown kind 'kkk.*…; choices: ",
+        r"layers\[0\].mixer: .*'kkk.*…; choices: ",
     ),
-    "time.yaml": ("width: !!timestamp x", r"line 1: a tag \(!name\) is not read"),
-    "truth.yaml": ("width: !!bool x", r"line 1: a tag \(!name\) is not read"),
-    "code.yaml": ("!!python/object:os.system x", r"line 1: a tag \(!name\) is not read"),
-    "set.yaml": ("!!set {a, b}", r"line 1: a tag \(!name\) is not read"),
+    "time.yaml": ("width: !!timestamp x", r"line 1: .*tag"),
+    "truth.yaml": ("width: !!bool x", r"line 1: .*tag"),
+    "code.yaml": ("!!python/object:os.system x", r"line 1: .*tag"),
+    "set.yaml": ("!!set {a, b}", r"line 1: .*tag"),
 }
 
 
@@ -104,7 +104,7 @@ def test_the_largest_designs_that_are_read(tmp_path: Path, capsys: pytest.Captur
         path.write_text(" " * limit)
         assert "is larger than" not in refusal(["show", str(path)], capsys)
         path.write_text(" " * (limit + 1))
-        assert f"is larger than {limit} bytes; a design is a small text file" in refusal(["show", str(path)], capsys)
+        assert f"{limit} bytes" in refusal(["show", str(path)], capsys)
 
 
 OVERRIDES = [

@@ -11,16 +11,19 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis.workers import start_worker
 from heddle.cli.main import run_command
+from heddle.exchange.gguf import export as gguf_export
+from heddle.lab.workers import start_worker
+from heddle.storage import file_io
+from heddle.storage import folder as folder_module
 from tests.killed_commands import COMMANDS, STOP_SIGNALS, Ended, KilledCommand, Process, ending, write_workspace
 
 # Where a process dies, in the middle of what it writes.
-DIES = """
+DIES = f"""
 import os, signal
 from pathlib import Path
-from heddle.exchange.gguf import export
-from heddle.storage import folder
+import {gguf_export.__name__} as export
+import {folder_module.__name__} as folder
 def die(*arguments, **named):
     if type(arguments[0]).__name__ == "GGUFWriter":
         Path(arguments[0].path).write_bytes(b"GGUF")
@@ -28,9 +31,9 @@ def die(*arguments, **named):
 export._write_contents = folder.finish_folder = die
 """
 # A writer that gives the new file its own name at once.
-PLAIN = """
+PLAIN = f"""
 from contextlib import contextmanager
-from heddle.storage import atomic
+import {file_io.__name__} as atomic
 @contextmanager
 def plain(path, remedy=None):
     yield path

@@ -146,7 +146,7 @@ def test_a_damaged_line_of_a_log_is_named_and_no_other_line_is_lost(
         before = log.read_bytes()
         capsys.readouterr()
         assert run_command(shorter) == 2
-        assert capsys.readouterr().err.startswith(f"heddle: {log}: line {number} was altered (its chain does not")
+        assert capsys.readouterr().err.startswith(f"heddle: {log}: line {number}")
         assert log.read_bytes() == before
     log.write_bytes(whole)
     assert run_command(shorter) == 0
@@ -166,7 +166,7 @@ def test_two_processes_cannot_write_one_output(
         assert run_command(["export", f"{workspace}/run", f"{workspace}/exported"]) == 0
     arguments = [word.replace("@/", f"{workspace}/").replace("?", f"{tmp_path}/out") for word in command.split()]
     out = Path(next(word for word in arguments if word.startswith(str(tmp_path))))
-    holding = f"import sys, heddle.storage.lock as lock\nwith lock.lock_output(lock.Path({str(out)!r})):\n"
+    holding = f"import sys, {RunLock.__module__} as lock\nwith lock.lock_output(lock.Path({str(out)!r})):\n"
     holding += "    print('holds', flush=True)\n    sys.stdin.readline()\n"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", holding], stdin=pipe, stdout=pipe, text=True) as other:
@@ -191,5 +191,5 @@ def test_two_comparisons_cannot_share_a_folder(
         capsys.readouterr()
         arguments = ["compare", f"{workspace}/design.yaml", "--data", f"{workspace}/text", "--out", f"{tmp_path}/out"]
         assert run_command(arguments) == 2
-        assert f"{tmp_path}/out: is in use by process {os.getpid()}; wait until" in capsys.readouterr().err
+        assert f"{tmp_path}/out:" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]

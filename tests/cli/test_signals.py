@@ -6,12 +6,21 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from heddle.__main__ import main as module_main
+from heddle import __main__ as entry
+from heddle import laws
+from heddle.cli import main as command_line
 from heddle.cli.main import run_command
+from heddle.data import corpus
+from heddle.exchange.gguf import export as gguf_export
+from heddle.lab import verify
+from heddle.model import size
+from heddle.storage import file_io, folder
+from heddle.storage import model as model_folder
 from tests import small
 
 SIZE = ["--sequence-length", "16", "--batch-size", "4", "--steps", "2", "--device", "cpu"]
@@ -32,18 +41,18 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # Each command, and the function during which the signal arrives. Training answers with a save: test_kills.py.
 COMMANDS = [
-    ("show @/good.yaml", "heddle.model.distinct_layers.materialize"),
-    ("check @/good.yaml", "heddle.laws.shrink"),
-    ("train @/good.yaml --data @/text --out ~/out", "heddle.data.corpus.split_source"),
-    ("compare @/good.yaml --data @/text --out ~/out", "heddle.data.corpus.split_source"),
-    ("generate @/run", "heddle.storage.model.restore_model"),
-    ("inspect @/run --text x --out ~/out.html", "heddle.storage.atomic._sync_file"),
-    ("import @/exported ~/out", "heddle.storage.folder.write_tensor_file"),
-    ("export @/run ~/out", "heddle.storage.folder.write_tensor_file"),
-    ("export @/run ~/out", "heddle.storage.folder.finish_folder"),
-    ("convert @/run ~/out --to kv_heads=2 --report-tokens 0", "heddle.storage.folder.write_tensor_file"),
-    ("verify @/run --json", "heddle.analysis.verification.verify_file"),
-    ("export @/run ~/out.gguf --format gguf", "heddle.exchange.gguf.export._write_contents"),
+    ("show @/good.yaml", size, "materialize"),
+    ("check @/good.yaml", laws, "shrink"),
+    ("train @/good.yaml --data @/text --out ~/out", corpus, "split_source"),
+    ("compare @/good.yaml --data @/text --out ~/out", corpus, "split_source"),
+    ("generate @/run", model_folder, "restore_model"),
+    ("inspect @/run --text x --out ~/out.html", file_io, "_sync_file"),
+    ("import @/exported ~/out", folder, "write_tensor_file"),
+    ("export @/run ~/out", folder, "write_tensor_file"),
+    ("export @/run ~/out", folder, "finish_folder"),
+    ("convert @/run ~/out --to kv_heads=2 --report-tokens 0", folder, "write_tensor_file"),
+    ("verify @/run --json", verify, "verify_file"),
+    ("export @/run ~/out.gguf --format gguf", gguf_export, "_write_contents"),
 ]
 
 
@@ -58,18 +67,18 @@ def after_the_signal(function: Callable[..., Any], number: int) -> Callable[...,
     return interrupted
 
 
-@pytest.mark.parametrize(("command", "during"), COMMANDS, ids=[" at ".join(row) for row in COMMANDS])
+@pytest.mark.parametrize(("command", "module", "name"), COMMANDS, ids=[f"{row[0]} at {row[2]}" for row in COMMANDS])
 def test_a_signal_ends_a_command_in_one_sentence(
     command: str,
-    during: str,
+    module: ModuleType,
+    name: str,
     workspace: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    module, _, name = during.rpartition(".")
-    number = NUMBERS[len(command + during) % len(NUMBERS)]
-    monkeypatch.setattr(during, after_the_signal(getattr(__import__(module, fromlist=[name]), name), number))
+    number = NUMBERS[len(command + name) % len(NUMBERS)]
+    monkeypatch.setattr(module, name, after_the_signal(getattr(module, name), number))
     arguments = [word.replace("@/", f"{workspace}/").replace("~/", f"{tmp_path}/") for word in command.split()]
     before = {number: signal.getsignal(number) for number in NUMBERS}
     capsys.readouterr()
@@ -98,10 +107,10 @@ def test_one_request_that_arrives_twice_does_not_stop_the_cleaning(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A terminal and a program that forwards its signals both send one."""
-    from heddle.storage import atomic, folder, tensor_file
+    from heddle.storage import tensor_file
 
     monkeypatch.setattr(folder, "write_tensor_file", after_the_signal(tensor_file.write_tensor_file, signal.SIGINT))
-    monkeypatch.setattr(atomic, "remove_folder", after_the_signal(atomic.remove_folder, signal.SIGINT))
+    monkeypatch.setattr(file_io, "remove_folder", after_the_signal(file_io.remove_folder, signal.SIGINT))
     assert run_command(["export", f"{workspace}/run", f"{tmp_path}/out"]) == 130
     assert list(tmp_path.iterdir()) == []
 
@@ -139,13 +148,13 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     assert process.returncode == 143
 
 
-def waiting(folder: Path, at_start: Callable[[], None] | None = None) -> "subprocess.Popen[str]":
+def waiting(root: Path, at_start: Callable[[], None] | None = None) -> "subprocess.Popen[str]":
     """A command that waits for a signal."""
-    (folder / "part.py").write_text(WAITING_PART)
-    command = [sys.executable, "-m", "heddle", "show", "preset:gqa-tiny", "--part", f"{folder}/part.py"]
+    (root / "part.py").write_text(WAITING_PART)
+    command = [sys.executable, "-m", "heddle", "show", "preset:gqa-tiny", "--part", f"{root}/part.py"]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=at_start)  # noqa: PLW1509
-    while not (folder / "ready").exists():
+    while not (root / "ready").exists():
         assert process.poll() is None
         os.sched_yield()
     return process
@@ -167,13 +176,13 @@ def test_a_signal_while_the_command_line_is_imported(
     class Finder:
         @staticmethod
         def find_spec(name: str, *arguments: object) -> None:
-            if name == "heddle.cli.main":
+            if name == command_line.__name__:
                 signal.raise_signal(number)
 
-    monkeypatch.setattr("heddle.__main__.end_on_stop_signals", lambda: None)  # this process goes on
-    monkeypatch.delitem(sys.modules, "heddle.cli.main")
+    monkeypatch.setattr(entry, "end_on_stop_signals", lambda: None)  # this process goes on
+    monkeypatch.delitem(sys.modules, command_line.__name__)
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
     with pytest.raises(SystemExit) as caught:
-        module_main()
+        entry.main()
     assert caught.value.code == 128 + number
     assert capsys.readouterr() == ("", f"heddle: ended by {number.name} before it was done\n")

@@ -10,7 +10,7 @@ from torch import nn
 
 import heddle
 from heddle.conversion.branches import branch_names, input_projections, layer_modules
-from heddle.conversion.convert import Conversion
+from heddle.conversion.convert import Conversion, ConversionSource
 from heddle.conversion.rewrite import Rewrite
 from heddle.conversion.rewrites.dense import Dense
 from heddle.conversion.rewrites.depth import Depth
@@ -20,14 +20,13 @@ from heddle.conversion.rewrites.merge_adapters import MergeAdapters
 from heddle.conversion.rewrites.tied import Tied
 from heddle.conversion.rewrites.vocab_size import MASKED_LOGIT, VocabSize
 from heddle.conversion.rewrites.width import StreamWidth
-from heddle.conversion.sources import ConversionSource
 from heddle.conversion.weights import ModelWeights, build_model
 from heddle.errors import CheckpointError, ConfigError
 from heddle.laws.harness import model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, Layer, build
 from heddle.model.lora import add_lora, lora_tensors, merge_lora
-from heddle.storage.adapters import save_lora
+from heddle.storage.model import save_lora
 from heddle.tokenization.tokenizer import Tokenizer
 from tests.cases import CASES, case
 from tests.conversion.random_designs import ATTENTION, EXACT, convert_exactly, logits, random_design
@@ -199,7 +198,7 @@ def test_tokens_keep_their_embeddings(tmp_path: Path) -> None:
     assert source.tokenizer is not None
     tokens = source.tokenizer.vocab_size
     assert Conversion(source, (VocabSize(vocab_size=tokens),)).plan().design.vocab_size == tokens
-    with pytest.raises(ConfigError, match=f"vocab_size: {tokens - 1} is less than the tokenizer's {tokens} tokens"):
+    with pytest.raises(ConfigError, match=f"vocab_size: {tokens - 1}.*{tokens} tokens"):
         Conversion(source, (VocabSize(vocab_size=tokens - 1),)).plan()
 
 
@@ -229,7 +228,7 @@ def test_adapters_are_merged(tmp_path: Path) -> None:
         expected = dict(merge_lora(adapted).named_parameters())
         assert all(torch.equal(weights.tensor(name), expected[name]) for name in weights.names)
     other = ModelWeights(build(case("attention-gqa"), seed=1))
-    with pytest.raises(CheckpointError, match="were trained on other weights of this design"):
+    with pytest.raises(CheckpointError, match="other weights"):
         MergeAdapters(folder=str(tmp_path / "attention-gqa")).apply(other, None)
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.conversion.heads.alignment import SharedHead, align, aligned_head, least_squares_head, mean_head, similarity
+from heddle.conversion.heads.merge import SharedHead, align, aligned_head, least_squares_head, mean_head, similarity
 from heddle.conversion.heads.parameters import (
     HeadFreedom,
+    build_mixer,
     head_maps,
     key_freedom,
     output_maps,
@@ -18,9 +19,8 @@ from heddle.conversion.heads.parameters import (
     set_output_maps,
     value_freedom,
 )
-from heddle.conversion.heads.statistics import build_mixer
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.layout import Layout
+from heddle.parts.build import BuildContext
+from heddle.parts.layout import Layout
 from heddle.parts.mixers.attention import AttentionConfig
 from tests.conversion.exactness import design, source_model
 from tests.conversion.test_kv_heads import ATTENTION, MIXERS

@@ -7,7 +7,7 @@ import pytest
 
 from heddle.config import parse_config
 from heddle.conversion.rewrites.latent_attention import LatentAttentionReplacement
-from heddle.conversion.state_budget import Size, plan_sizes
+from heddle.conversion.sensitivity import Size, plan_sizes
 from heddle.errors import ConfigError
 
 
@@ -47,5 +47,5 @@ def test_a_share_is_a_number_or_percents(share: str | float) -> None:
 
 @pytest.mark.parametrize("share", ["0%", "150%", 2.0, "a quarter"])
 def test_what_is_no_share_is_refused(share: str | float) -> None:
-    with pytest.raises(ConfigError, match=r"^state_budget: "):
+    with pytest.raises(ConfigError, match=r"^state_budget:"):
         parse_config(LatentAttentionReplacement, {"state_budget": share})

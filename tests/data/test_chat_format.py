@@ -9,8 +9,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from heddle.data.chat_format import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatFormat
-from heddle.data.compressed import UnreadableError
+from heddle.data.chat import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatFormat
+from heddle.data.documents import UnreadableError
 from heddle.tokenization.tokenizer import Tokenizer
 from tests.data import chats
 
@@ -90,14 +90,14 @@ def test_answers_get_their_own_rows_if_the_template_renders_past_turns_different
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "no special token ends the assistant's turn"),
-        ("{{ messages | length }}", "an answer does not follow its prompt"),
-        ("{{ raise_exception('roles must alternate') }}", r"does not fit the chat template \(roles must alternate\)"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "does not fit the chat template .*unsafe"),
-        ("{{ messages.append(1) }}", "does not fit the chat template .*unsafe|not safely callable"),
-        ("{{ nothing.at_all }}", "'nothing' is undefined"),
-        ("{% for %}", "cannot be read as Jinja"),
-        ("{% include 'secret' %}", "does not fit the chat template"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "special token"),
+        ("{{ messages | length }}", r"answer.*prompt"),
+        ("{{ raise_exception('roles must alternate') }}", r"chat template.*roles must alternate"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", r"chat template.*unsafe"),
+        ("{{ messages.append(1) }}", r"unsafe|not safely callable"),
+        ("{{ nothing.at_all }}", "'nothing'"),
+        ("{% for %}", "Jinja"),
+        ("{% include 'secret' %}", "chat template"),
         ("{{ 1 // 0 }}", "zero"),
     ],
 )

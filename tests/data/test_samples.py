@@ -205,12 +205,12 @@ def test_the_weight_check_catches_random_and_blockwise_turns() -> None:
 
 @pytest.mark.parametrize("weights", [(0.0, 1.0), (-1.0, 1.0), (0.00001, 1.0)])
 def test_impossible_weights(files: tuple[TokenFile, ...], weights: tuple[float, ...]) -> None:
-    with pytest.raises(DataError, match=r"data weight .* must be above 0"):
+    with pytest.raises(DataError, match="above 0"):
         loader(files[:2], weights)
 
 
 def test_weights_too_far_apart(files: tuple[TokenFile, ...]) -> None:
-    with pytest.raises(DataError, match=r"repeat only after 1000001 samples"):
+    with pytest.raises(DataError, match="1000001 samples"):
         loader(files[:2], (1000.0, 0.001))
 
 
@@ -259,10 +259,10 @@ def test_evaluation_reads_every_target_once(tmp_path: Path, tokens: int, batch_s
 def test_too_little_text_is_refused_with_both_numbers(tmp_path: Path) -> None:
     file = token_file(tmp_path / "a", 4 * SEQUENCE_LENGTH + 1)
     check_token_count([file], SEQUENCE_LENGTH, 4)
-    with pytest.raises(DataError, match=r"holds 33 tokens, but one batch of 5 samples of 8 needs 41: give more text"):
+    with pytest.raises(DataError, match=r"33 tokens.*5 samples.*8 needs 41.*give"):
         CorpusLoader([file], (1.0,), SEQUENCE_LENGTH, 5, 0, 0)
     small = token_file(tmp_path / "b", SEQUENCE_LENGTH)
-    with pytest.raises(DataError, match=r"holds 41 tokens, .* needs 34, and each source at least 9: give more text"):
+    with pytest.raises(DataError, match=r"41 tokens.*34.*least 9"):
         CorpusLoader([file, small], (1.0, 1.0), SEQUENCE_LENGTH, 4, 0, 0)
-    with pytest.raises(DataError, match="holds 0 tokens"):
+    with pytest.raises(DataError, match="0 tokens"):
         check_token_count([token_file(tmp_path / "c", 0)], SEQUENCE_LENGTH, 1)

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from heddle import progress, runtime
-from heddle.analysis import workers
-from heddle.analysis.comparison import rank_worker, worker
-from heddle.analysis.workers import Task, Workers, run_tasks
 from heddle.distributed import launcher
 from heddle.distributed.ranks import Ranks
 from heddle.errors import RankLost
 from heddle.generation import generate
+from heddle.lab import workers
+from heddle.lab.compare import rank_worker, worker
+from heddle.lab.workers import Task, Workers, run_tasks
 from heddle.model import decoder
 from heddle.storage.checkpoints import checkpoint_folder
 from heddle.storage.folder import tensors_sha256
@@ -148,7 +148,7 @@ def test_a_run_that_lost_a_rank_does_not_end_the_others(tmp_path: Path, monkeypa
     task = request(tmp_path, "run")
     ended = run_tasks([Task("one", result, task)], Workers(("cpu", "cpu"), 1, ranks=2))
     assert ended == [{"status": "failed", "stops_all": False, "message": f"one: {SENTENCE}"}]
-    assert starts == [(("task.json", str(result)), 2, 0, "heddle.analysis.comparison.rank_worker")]
+    assert starts == [(("task.json", str(result)), 2, 0, rank_worker.__name__)]
     assert not result.exists()  # the next call tries it again
 
 

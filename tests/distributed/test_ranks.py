@@ -10,22 +10,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from heddle.config import parse_config
 from heddle.data.samples import Batch
 from heddle.distributed import ranks as ranks_module
 from heddle.distributed import sharding
-from heddle.distributed.first_weights import initialize_shards
 from heddle.distributed.ranks import ONE_PROCESS, Ranks, whole
-from heddle.distributed.sharding import Sharding, shard_model
+from heddle.distributed.sharding import Sharding, initialize_shards, shard_model
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.numerics.cross_entropy import loss_sum
-from heddle.numerics.philox import RandomStream
+from heddle.numerics.random import RandomStream
 from heddle.parts.feedforwards.moe import MoE
-from heddle.training import muon, router_metrics, step
+from heddle.training import optimizer, step
 from tests.cases import CASES, case
 from tests.distributed.ranks import on_ranks
 from tests.distributed.steps import (
@@ -113,13 +112,13 @@ def test_muon_orthogonalizes_each_matrix_on_one_rank(mesh: str, monkeypatch: pyt
     for layer in values["layers"]:
         layer["feedforward"]["hidden"] = values["width"]
     counts: dict[int, int] = defaultdict(int)
-    orthogonalize = muon._orthogonalize
+    orthogonalize = optimizer._orthogonalize
 
     def counted(matrices: Tensor, **options: Any) -> Tensor:
         counts[threading.get_ident()] += len(matrices)
         return orthogonalize(matrices, **options)
 
-    monkeypatch.setattr(muon, "_orthogonalize", counted)
+    monkeypatch.setattr(optimizer, "_orthogonalize", counted)
     config, way = parse_config(ModelConfig, values), WAYS["muon"]
     expected = on_one_process(config, way)
     total = sum(counts.values())
@@ -168,9 +167,9 @@ def test_products_in_bfloat16_sum_in_float32() -> None:
 def test_rows_of_ranks() -> None:
     assert ONE_PROCESS.rows(8, 2) == [slice(0, 4), slice(4, 8)]
     assert Ranks(1, 2).rows(8, 2) == [slice(2, 4), slice(6, 8)]
-    with pytest.raises(ConfigError, match="batch_size 6: is no multiple of 4 ranks; take a multiple of 4"):
+    with pytest.raises(ConfigError, match=r"batch_size 6:.*4 ranks"):
         Ranks(0, 4).rows(6, 1)
-    with pytest.raises(ConfigError, match="batch_size 6: is no multiple of 2 ranks × 2 accumulated parts"):
+    with pytest.raises(ConfigError, match=r"batch_size 6:.*2 ranks"):
         Ranks(0, 2).rows(6, 2)
 
 
@@ -195,13 +194,13 @@ class Planted:
     @staticmethod
     def loads_not_summed(patch: pytest.MonkeyPatch) -> tuple[str, str]:
         """The balancing bias follows the expert loads of one rank."""
-        patch.setattr(router_metrics.RouterMetricsCollector, "sum_over", lambda self, ranks: None)
+        patch.setattr(step.RouterMetricsCollector, "sum_over", lambda self, ranks: None)
         return "moe-sigmoid", "plain"
 
     @staticmethod
     def gradients_averaged(patch: pytest.MonkeyPatch) -> tuple[str, str]:
         """FSDP's own default divides by the number of ranks."""
-        patch.setattr("torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor", lambda self, factor: None)
+        patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
         return "attention-gqa", "plain"
 
     @staticmethod

@@ -103,7 +103,7 @@ def test_greedy_text(family: str, variant: str) -> None:
 @pytest.mark.parametrize("family", sorted(MASKED))
 def test_a_masked_language_model_writes_no_text(family: str) -> None:
     model = imported(family, next(iter(CASES[family].variants))).model
-    with pytest.raises(heddle.errors.ConfigError, match=r"a bidirectional design \(causal: false\) sees later tokens"):
+    with pytest.raises(heddle.errors.ConfigError, match="bidirectional"):
         heddle.generate(model, [[5, 9]], max_new_tokens=2)
 
 

@@ -18,12 +18,13 @@ from heddle.exchange.family_match import (
     rank_families,
 )
 from heddle.exchange.load import load
+from heddle.model.config import ModelConfig
 from tests.cases import CASES, case
 
 LLAMA = "preset:gqa-tiny"
 
 
-def loaded(*overrides: str, preset: str = LLAMA) -> "heddle.model.config.ModelConfig":
+def loaded(*overrides: str, preset: str = LLAMA) -> ModelConfig:
     return heddle.load_config(preset, ["vocab_size=97", *overrides])
 
 
@@ -71,11 +72,9 @@ def test_a_chosen_family_is_written_and_another_is_refused(tmp_path: Path) -> No
         again = load(tmp_path / family).model
         assert again.config == model.config
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    with pytest.raises(
-        ConfigError, match=r"family 'qwen2': cannot express .*mixer\.bias is false.*; choose llama, mis"
-    ):
+    with pytest.raises(ConfigError, match=r"family 'qwen2':.*mixer\.bias.*llama"):
         export(model, tmp_path / "qwen2", family="qwen2")
-    with pytest.raises(ConfigError, match=r"family 'warp': heddle does not write it; choose llama"):
+    with pytest.raises(ConfigError, match=r"family 'warp':.*llama"):
         export(model, tmp_path / "warp", family="warp")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["heddle", "mistral"]
 

@@ -62,7 +62,7 @@ def test_the_scaling_of_llama_3_is_found_by_its_factors(tmp_path: Path) -> None:
         export_gguf(ours.model, tmp_path / "model.gguf")
         if fields is LLAMA3_1:
             assert not differences(load_gguf(tmp_path / "model.gguf").model.config, ours.model.config)
-    with pytest.raises(ConfigError, match="factors of its RoPE are those of no Llama 3"):
+    with pytest.raises(ConfigError, match=r"RoPE.*Llama 3"):
         load_gguf(tmp_path / "model.gguf")
 
 
@@ -115,7 +115,7 @@ def test_blocks_are_unpacked_when_asked_for(
 ) -> None:
     file = tmp_path / "packed.gguf"
     numbers = repack(wide, file, GGMLQuantizationType[kind])
-    with pytest.raises(ConfigError, match=rf"holds quantized weights \({kind}\); ask for them dequantized"):
+    with pytest.raises(ConfigError, match=rf"\({kind}\)"):
         load_gguf(file)
     model = load_gguf(file, torch.float32).model
     for name in ("up", "down"):
@@ -154,14 +154,14 @@ def test_damaged_and_foreign_files_are_refused(wide: Path, tmp_path: Path) -> No
     raw = wide.read_bytes()
     for index, cut in enumerate([0, 3, 20, 200, 5000, len(raw) - 10_000]):
         (tmp_path / f"{index}.gguf").write_bytes(raw[:cut])
-        with pytest.raises(CheckpointError, match="cannot be read as a GGUF"):
+        with pytest.raises(CheckpointError, match="GGUF"):
             load_gguf(tmp_path / f"{index}.gguf")
-    with pytest.raises(CheckpointError, match="cannot be read as a GGUF"):
+    with pytest.raises(CheckpointError, match="GGUF"):
         load_gguf(tmp_path / "none.gguf")
     for old, new, message in [
-        (b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama", b"warp!", "architecture 'warp!' is not read"),
-        (b"llama.block_count", b"llama.blockxcount", "key 'llama.block_count' is missing"),
-        (b"blk.0.ffn_up", b"blk.0.ffx_up", "tensor 'blk.0.ffx_up.weight' belongs to no part"),
+        (b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama", b"warp!", "'warp!'"),
+        (b"llama.block_count", b"llama.blockxcount", r"'llama.block_count'"),
+        (b"blk.0.ffn_up", b"blk.0.ffx_up", r"'blk.0.ffx_up.weight'"),
     ]:
         replaced = raw.replace(old, old[: len(old) - len(new)] + new)
         assert replaced != raw

@@ -50,14 +50,14 @@ def test_the_published_file() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5"),
+        ({"partial_rotary_factor": 0.5}, r"'partial_rotary_factor'.*0.5"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rotate all dims"),
-        ({"sliding_window": None}, "'sliding_window' is None"),
-        ({"layer_types": ["full_attention"]}, "'layer_types' is .* asks 4 entries"),
+        ({"sliding_window": None}, "'sliding_window'"),
+        ({"layer_types": ["full_attention"]}, r"'layer_types'.*4 entries"),
         ({"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, "'layer_types'"),
-        ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
-        ({"experts_per_token": 3}, "'experts_per_token' is 3"),
-        ({"initial_context_length": 8192}, "'initial_context_length' is 8192"),
+        ({"hidden_act": "gelu"}, r"'hidden_act'.*'gelu'"),
+        ({"experts_per_token": 3}, r"'experts_per_token'.*3"),
+        ({"initial_context_length": 8192}, r"'initial_context_length'.*8192"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
     ],
 )

@@ -8,16 +8,18 @@ from pathlib import Path
 import heddle
 from heddle.config import parse_config
 from heddle.exchange.export import export
+from heddle.exchange.load import load
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import DEFAULTS
+from heddle.progress import quiet
 
 FIXED = 40 * 2**20  # of the first use of code and of the allocator, whatever the model's size
 SHARD = 30_000_000
 
-MEASURE = """
+MEASURE = f"""
 import sys
-from heddle.exchange.load import load
-from heddle.progress import quiet
+from {load.__module__} import load
+from {quiet.__module__} import quiet
 def held(what):
     with open("/proc/self/status") as lines:  # resource's figure begins with that of the process which started this
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))

@@ -223,7 +223,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("family", "variant", "fields", "named"), REFUSED)
 def test_refused_by_name(family: str, variant: str, fields: dict[str, Any], named: str) -> None:
     config = read_json(saved(family, variant)[1]) | fields
-    with pytest.raises(ConfigError, match=f"^config.json: field '{named}' is "):
+    with pytest.raises(ConfigError, match=f"^config.json:.*'{named}'"):
         original_design(config, families()[family], "config.json")
 
 
@@ -237,15 +237,15 @@ def test_kimi_linear_as_it_is_published() -> None:
     named = plain | {"first_k_dense_replace": 1, "linear_attn_config": table | numbers}
     assert original_design(named, families()["kimi_linear"], "config.json") == design
     for wrong, sentence in (
-        (table | numbers | {"gate_lower_bound": -5.0}, "'gate_lower_bound': heddle does not know"),
+        (table | numbers | {"gate_lower_bound": -5.0}, "'gate_lower_bound':"),
         (
             table | numbers | {"kda_layers": [1]},
-            r"field 'kda_layers' is \[1\]; it and full_attn_layers should name each",
+            r"'kda_layers'.*\[1\].*full_attn_layers",
         ),
     ):
-        with pytest.raises(ConfigError, match=f"config.json: linear_attn_config: {sentence}"):
+        with pytest.raises(ConfigError, match=f"config.json: linear_attn_config.*{sentence}"):
             original_design(named | {"linear_attn_config": wrong}, families()["kimi_linear"], "config.json")
-    with pytest.raises(ConfigError, match=r"config\.json: 'routed_expert_hidden_size': heddle does not know"):
+    with pytest.raises(ConfigError, match=r"config\.json: 'routed_expert_hidden_size'"):
         original_design(named | {"routed_expert_hidden_size": 9}, families()["kimi_linear"], "config.json")
 
 

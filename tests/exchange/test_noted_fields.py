@@ -45,24 +45,24 @@ def test_the_lists_are_apart() -> None:
 
 
 ON: list[tuple[str, Fields, str]] = [
-    ("qwen2", {"use_mrope": True}, "'use_mrope' is True; heddle builds models in which it is off"),
-    ("llama", {"rope_interleaved": True}, "'rope_interleaved' is True; heddle builds models in which it is off"),
-    ("mistral", {"attention_bias": True}, "'attention_bias' is True"),
-    ("phi3", {"lm_head_bias": True}, "'lm_head_bias' is True"),
-    ("phi3", {"full_attn_mod": 2}, "'full_attn_mod' is 2; heddle builds 1 only"),
-    ("phi3", {"interpolate_factor": 4}, "'interpolate_factor' is 4; heddle builds 1 only"),
-    ("phi", {"rotary_dim": 3}, "'rotary_dim' is 3; heddle builds 4 only"),
-    ("qwen3_moe", {"qkv_bias": True}, "'qkv_bias' is True"),
-    ("qwen3_moe", {"use_qk_norm": False}, "'use_qk_norm' is False; heddle builds True only"),
-    ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "'shared_expert_intermediate_size' is 64"),
+    ("qwen2", {"use_mrope": True}, "'use_mrope'"),
+    ("llama", {"rope_interleaved": True}, "'rope_interleaved'"),
+    ("mistral", {"attention_bias": True}, "'attention_bias'"),
+    ("phi3", {"lm_head_bias": True}, "'lm_head_bias'"),
+    ("phi3", {"full_attn_mod": 2}, r"'full_attn_mod'.*2.*1 only"),
+    ("phi3", {"interpolate_factor": 4}, r"'interpolate_factor'.*4.*1 only"),
+    ("phi", {"rotary_dim": 3}, r"'rotary_dim'.*3.*4 only"),
+    ("qwen3_moe", {"qkv_bias": True}, "'qkv_bias'"),
+    ("qwen3_moe", {"use_qk_norm": False}, "'use_qk_norm'"),
+    ("qwen3_moe", {"shared_expert_intermediate_size": 64}, r"'shared_expert_intermediate_size'.*64"),
     (
         "hunyuan_v1_dense",
         {"rope_scaling": {"type": "dynamic", "alpha": "many"}},
-        "'alpha' is 'many'; should be",
+        r"'alpha'.*'many'",
     ),
-    ("llama", {"tie_encoder_decoder": True}, "'tie_encoder_decoder' is True"),
-    ("gpt2", {"hidden_size": 7}, "'hidden_size' is 7; but 'n_embd' is 42; make them equal"),
-    ("gpt2", {"attention_warp": 0}, "'attention_warp': heddle does not know what this asks of gpt2"),
+    ("llama", {"tie_encoder_decoder": True}, "'tie_encoder_decoder'"),
+    ("gpt2", {"hidden_size": 7}, r"'hidden_size'.*7.*'n_embd'.*42"),
+    ("gpt2", {"attention_warp": 0}, r"'attention_warp':.*gpt2"),
 ]
 
 
@@ -131,5 +131,5 @@ def test_a_config_is_refused_before_its_weights_are_missed(tmp_path: Path) -> No
     """Nobody downloads hundreds of gigabytes to learn that they are quantized."""
     fields = config("llama") | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ConfigError, match=r"says the weights are quantized \('fp8'\)"):
+    with pytest.raises(ConfigError, match=r"\('fp8'\)"):
         load(tmp_path)

@@ -57,7 +57,7 @@ def test_a_bias_that_a_family_does_not_have_is_no_mask(tmp_path: Path) -> None:
     def wrong(config: Fields, tensors: Tensors) -> Tensors:
         return tensors | {"transformer.h.0.attn.q_proj.bias": torch.zeros(48)}
 
-    with pytest.raises(CheckpointError, match=r"q_proj\.bias' belongs to no part of a GPTJForCausalLM"):
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias'"):
         load(rewritten("gptj", "plain", tmp_path / "wrong", wrong))
 
 
@@ -75,7 +75,7 @@ def test_neox_with_its_older_fields(tmp_path: Path) -> None:
     assert distance(saved("gpt_neox", NEOX)[0], load(folder).model) <= 1e-5
     config = read_json(folder) | {"rope_theta": 10000.0}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"field 'rope_theta' is 10000\.0; but 'rotary_emb_base' is 500\.0"):
+    with pytest.raises(ConfigError, match=r"'rope_theta'.*10000\.0.*'rotary_emb_base'.*500\.0"):
         load(folder)
 
 
@@ -113,7 +113,7 @@ def test_gptj_with_rotary_dim_null(tmp_path: Path) -> None:
         return tensors
 
     folder = rewritten("gptj", "plain", tmp_path / "null", null)
-    with pytest.raises(ConfigError, match="field 'rotary_dim' is None"):
+    with pytest.raises(ConfigError, match="'rotary_dim'"):
         load(folder)
     config = read_json(folder) | {"n_head": 1}
     (folder / "config.json").write_text(json.dumps(config))
@@ -129,7 +129,7 @@ def test_a_part_of_the_dims_that_the_family_would_not_look_at(family: str, field
         (config if field == "top" else config["rope_parameters"])["partial_rotary_factor"] = 0.5
         return tensors
 
-    with pytest.raises(ConfigError, match=r"'partial_rotary_factor' is 0\.5; models of this family rotate all dims"):
+    with pytest.raises(ConfigError, match=r"'partial_rotary_factor'.*0\.5"):
         load(rewritten(family, "plain", tmp_path / "partial", partial))
     data = imported(family, "plain").model.config.resolved().dump()
     for layer in data["layers"]:

@@ -10,6 +10,7 @@ import heddle
 from heddle.errors import ConfigError
 from heddle.exchange.family import families, family_of
 from heddle.exchange.family_match import best_match, design_from_config, differences
+from heddle.model.config import ModelConfig
 from tests.exchange.hf_models import PLAIN, AutoConfig, AutoModelForCausalLM
 from tests.exchange.published import Published, published_configs
 
@@ -35,7 +36,7 @@ COUNTED = [
 ]
 
 
-def design_of(entry: Published) -> "heddle.model.config.ModelConfig":
+def design_of(entry: Published) -> ModelConfig:
     return design_from_config(entry.config, family_of(entry.config, "config.json"))
 
 

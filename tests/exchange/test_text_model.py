@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.export import export
-from heddle.exchange.lazy_checkpoint import LazyCheckpoint
-from heddle.exchange.load import load
+from heddle.exchange.load import LazyCheckpoint, load
 from tests.exchange.cases import CASES
 from tests.exchange.hf_models import PLAIN, AutoConfig, batch, config_of, our_logits, read_json
 
@@ -92,16 +91,16 @@ def test_stacked_experts_are_read_as_those_of_one_tensor_each(tmp_path: Path) ->
     assert all(torch.equal(value, stacked.get_parameter(name)) for name, value in single.named_parameters())
     del tensors[f"{prefixes[0]}down_proj"]
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "stacked/model.safetensors")
-    with pytest.raises(CheckpointError, match=r"tensor 'model\.layers\.0\.mlp\.experts\.0\.down_proj\.weight' is"):
+    with pytest.raises(CheckpointError, match=r"'model\.layers\.0\.mlp\.experts\.0\.down_proj\.weight'"):
         load(tmp_path / "stacked")
 
 
 REFUSED: list[tuple[Fields, str]] = [
     ({"attention_warp": 3}, "'attention_warp'"),
-    ({"tie_word_embeddings": True}, "field 'tie_word_embeddings' of text_config is False; make it True"),
+    ({"tie_word_embeddings": True}, r"'tie_word_embeddings'.*text_config"),
     ({"quantization_config": {"quant_method": "fp8"}}, "says the weights are quantized"),
-    ({"text_config": {"model_type": "opt"}}, "model_type 'qwen3_5' is not read"),
-    ({"text_config": None}, "model_type 'qwen3_5' is not read"),
+    ({"text_config": {"model_type": "opt"}}, "model_type 'qwen3_5'"),
+    ({"text_config": None}, "model_type 'qwen3_5'"),
 ]
 
 

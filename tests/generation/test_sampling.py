@@ -119,20 +119,20 @@ def test_the_global_generator_is_neither_read_nor_moved() -> None:
 def test_logits_that_are_not_numbers_are_an_error(temperature: float, bad: float) -> None:
     logits = torch.zeros(3, 5)
     logits[2, 4] = bad
-    with pytest.raises(MachineError, match="the model's logits are not numbers"):
+    with pytest.raises(MachineError, match="logits"):
         Sampler(temperature).sample(logits, 0)
-    with pytest.raises(MachineError, match="the model's logits are not numbers"):
+    with pytest.raises(MachineError, match="logits"):
         Sampler(temperature).sample(torch.full((1, 5), -math.inf), 0)
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Sampler(-0.1), "temperature -0.1: must be 0 (greedy) or a number above it"),
+        (lambda: Sampler(-0.1), "temperature -0.1:"),
         (lambda: Sampler(math.nan), "temperature nan"),
         (lambda: Sampler(math.inf), "temperature inf"),
-        (lambda: Sampler(1.0, top_k=0), "top_k 0: must be at least 1"),
-        (lambda: Sampler(1.0, top_p=0.0), "top_p 0.0: must be above 0 and at most 1"),
+        (lambda: Sampler(1.0, top_k=0), "top_k 0:"),
+        (lambda: Sampler(1.0, top_p=0.0), "top_p 0.0:"),
         (lambda: Sampler(1.0, top_p=1.5), "top_p 1.5"),
         (lambda: Sampler(1.0, top_p=math.nan), "top_p nan"),
         (lambda: Sampler(seed=-1), "seed -1"),

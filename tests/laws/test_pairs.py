@@ -8,7 +8,7 @@ import pytest
 
 from heddle.config import kinds
 from heddle.model.config import ModelConfig
-from heddle.parts.context.build import BuildContext
+from heddle.parts.build import BuildContext
 from tests.covering import (
     GOLDEN,
     IN_LAYERS,

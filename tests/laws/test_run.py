@@ -68,7 +68,7 @@ def test_the_error_of_an_unknown_law_suggests_the_nearest() -> None:
 
 
 def test_a_violation_says_what_differs_and_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "parts.context.position_table:PositionTable.next_layout", "start=self.max_tokens", "start=0")
+    plant(monkeypatch, "parts.position_table:PositionTable.next_layout", "start=self.max_tokens", "start=0")
     (result,) = run(case("attention-gqa"), ["chunked_decoding"])
     assert not result.passed
     message = r"text of 11 in 11 chunks of 1, cache_length None: token \d+ of row [01] differs by \d\.\de.\d\d"

@@ -47,9 +47,7 @@ def test_a_law_holds_where_features_are_zero_or_a_window_holds_one_token(
 
 def test_a_misread_layout_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [violations(number, laws=()) for number in range(4)] == [[]] * 4
-    plant(
-        monkeypatch, "parts.context.layout:Layout.of", "None if ids is None else to_device(ids.clone(), target)", "None"
-    )
+    plant(monkeypatch, "parts.layout:Layout.of", "None if ids is None else to_device(ids.clone(), target)", "None")
     broken = [message for number in range(4) for message in violations(number, laws=())]
     assert any("by tensors: token " in message for message in broken)
 

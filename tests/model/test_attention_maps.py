@@ -1,6 +1,5 @@
 """Attention weights: equal to those of plain loops for every layout, and the model's output keeps its bits."""
 
-import importlib
 from typing import Any
 
 import pytest
@@ -16,7 +15,10 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.numerics.attention import softmax as numerics
 from heddle.numerics.attention.observer import Observation, notify_observer
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
+from heddle.parts.mixers import attention as attention_module
+from heddle.parts.mixers import linear_attention, mamba2, retention
+from heddle.parts.modules import recurrent
 from tests.cases import CASES, alone, attention, case, design, layer
 from tests.numerics.oracle import is_visible, loop_weights
 
@@ -43,7 +45,7 @@ def weights_by_loops(monkeypatch: pytest.MonkeyPatch, model: Decoder, tokens: Te
         return run(q, k, v, mask, scale, *args)
 
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr("heddle.parts.mixers.attention.attention", spy)
+        patch.setattr(attention_module, "attention", spy)
         model(tokens, layout)
     return layer_weights
 
@@ -112,23 +114,23 @@ def test_weights_of_several_calls_in_a_layer_are_concatenated_along_heads(monkey
         notify_observer(lambda: Observation(torch.full((1, 2, 5, keys), 0.5), 1))
         return run(q, *args)
 
-    monkeypatch.setattr("heddle.parts.mixers.attention.attention", twice)
+    monkeypatch.setattr(attention_module, "attention", twice)
     [weights] = heddle.attention_weights(model, random_tokens(model.config, 1, 5))
     assert weights is not None
     assert weights.shape == (1, 6, 5, 5)
     keys = 7
-    with pytest.raises(ConfigError, match=r"layer 0 reads texts of \[5, 7\] tokens"):
+    with pytest.raises(ConfigError, match=r"layer 0.*\[5, 7\]"):
         heddle.attention_weights(model, random_tokens(model.config, 1, 5))
 
 
 LINEAR = {
-    "linear-attention-elu": ("mixers.linear_attention", "causal_means"),
-    "linear-attention-learned": ("mixers.linear_attention", "causal_means"),
-    "linear-attention-double-softmax": ("mixers.linear_attention", "document_sums"),
-    "retention-learned-decays": ("mixers.retention", "causal_sums"),
-    "delta-key-heads": ("modules.delta_rule", "gated_delta_rule"),
-    "kda-own-widths": ("modules.delta_rule", "gated_delta_rule"),
-    "mamba2-groups": ("mixers.mamba2", "state_space_duality"),
+    "linear-attention-elu": (linear_attention, "causal_means"),
+    "linear-attention-learned": (linear_attention, "causal_means"),
+    "linear-attention-double-softmax": (linear_attention, "document_sums"),
+    "retention-learned-decays": (retention, "causal_sums"),
+    "delta-key-heads": (recurrent, "gated_delta_rule"),
+    "kda-own-widths": (recurrent, "gated_delta_rule"),
+    "mamba2-groups": (mamba2, "state_space_duality"),
 }
 
 
@@ -139,8 +141,7 @@ def test_implied_weights_times_values_equal_the_output(name: str, layout: str, m
     tokens = random_tokens(model.config, 2, 9)
     assert heddle.attention_weights(model, tokens, batch_layout) == [None] * len(model.layers)
     layer_weights = heddle.attention_weights(model, tokens, batch_layout, implied=True)
-    caller, operation = LINEAR[name]
-    module = importlib.import_module(f"heddle.parts.{caller}")
+    module, operation = LINEAR[name]
     run, calls = getattr(module, operation), []
 
     def spy(*args: Any) -> Any:

@@ -8,12 +8,13 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from heddle.laws.harness import model_under_test, random_tokens
-from heddle.model.compiled import compiled
+from heddle.model import copies as compiled_module
+from heddle.model.copies import compiled
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
 from heddle.numerics.random import RandomKey, use_random_key
-from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards.gated import Gated
+from heddle.parts.layout import Layout
 from heddle.parts.modules.eager import eager_methods
 from heddle.parts.modules.router_statistics import record_router_statistics
 from tests.cases import case
@@ -70,7 +71,7 @@ def test_lengths_read_by_a_compiled_layer_are_caught(monkeypatch: pytest.MonkeyP
 def _compiled_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Train with layers compiled as for CUDA: experts and delta rules are traced. The frames after each layout."""
     torch._dynamo.reset()
-    monkeypatch.setattr("heddle.model.compiled.eager_methods", lambda module, device: eager_methods(module, "cuda"))
+    monkeypatch.setattr(compiled_module, "eager_methods", lambda module, device: eager_methods(module, "cuda"))
     plain, counter, frames = model_under_test(case(name)).train(), CompileCounter(), []
     compiled_model = compiled(plain, backend=counter)
     tokens = random_tokens(plain.config, 2, 16)
@@ -107,5 +108,5 @@ def test_the_compiled_model_shares_every_parameter() -> None:
 
 
 def test_building_a_model_does_not_import_the_compiler() -> None:
-    program = "import sys, heddle.model.decoder; sys.exit('torch._dynamo' in sys.modules)"
+    program = f"import sys, {Decoder.__module__}; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -7,8 +7,7 @@ import pytest
 from heddle.config import Config, kind_class, kinds, parse_config
 from heddle.errors import ConfigError
 from heddle.laws import LawViolation
-from heddle.laws.alternatives import Option, options
-from heddle.laws.options import Behavior, changes, has_effect, options_have_effect
+from heddle.laws.options import Behavior, Option, changes, has_effect, options, options_have_effect
 from heddle.model.config import EmbeddingConfig, HeadConfig, InitializationConfig, LayerConfig, ModelConfig
 from heddle.model.load_config import load_config
 from tests.cases import CASES, MLP, Data, alone, attention, case, design, layer, moe, wired
@@ -194,7 +193,7 @@ def test_a_scaling_in_tiny_heads_has_an_effect(field: str) -> None:
 def test_the_law_names_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "model.embedding:Head.forward", "self.scale, self.softcap", "self.scale, None")
     config = case("layers-feedforward-only")
-    message = "head.softcap: every other value gives the sizes, outputs, gradients and first weights of None; refuse it"
+    message = r"head.softcap:"
     with pytest.raises(LawViolation, match=f"^{message}"):
         options_have_effect(config)
 

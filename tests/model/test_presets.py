@@ -27,7 +27,7 @@ def test_preset(name: str) -> None:
 
 
 def test_the_error_of_an_unknown_preset_suggests_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"^preset:gqa-tny: unknown preset; did you mean 'preset:gqa-tiny'"):
+    with pytest.raises(ConfigError, match=r"^preset:gqa-tny:.*'preset:gqa-tiny'"):
         load_config("preset:gqa-tny")
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from heddle.analysis.comparison.plan import load_entries
-from heddle.analysis.comparison.variation import parse_varied_fields
 from heddle.config import find_kind, kind_class, kinds, load_part
 from heddle.errors import ConfigError
+from heddle.lab.compare.plan import load_entries, parse_varied_fields
+from heddle.model.config import schema
 from heddle.model.load_config import load_config
-from heddle.model.schema import schema
+from tests.small import forget_parts
 from tests.source import slots
 
 
@@ -69,15 +69,15 @@ def test_names_of_attention_set_what_they_say(mixer: dict[str, Any], fields: dic
 @pytest.mark.parametrize(
     ("mixer", "message"),
     [
-        ({"kind": "mqa", "heads": 4, "kv_heads": 2}, r"kv_heads: 2 contradicts mqa, which means 1; leave it out"),
-        ({"kind": "mha", "heads": 4, "kv_heads": 2}, r"kv_heads: 2 contradicts mha, which means 4; leave it out"),
+        ({"kind": "mqa", "heads": 4, "kv_heads": 2}, "kv_heads: 2 contradicts mqa"),
+        ({"kind": "mha", "heads": 4, "kv_heads": 2}, "kv_heads: 2 contradicts mha"),
         (
             {"kind": "gqa", "heads": 4, "kv_heads": 1},
-            r"kv_heads: 1 of 4 heads is mqa, not gqa; leave it out",
+            r"kv_heads: 1.*mqa.*gqa",
         ),
-        ({"kind": "gqa", "heads": 2}, r"heads: 2 cannot form groups of several heads for gqa; name mha or mqa"),
-        ({"kind": "swa", "heads": 4}, r"window: is required by swa; give it the number of tokens"),
-        ("gqa", r"heads: is required; give it a value"),
+        ({"kind": "gqa", "heads": 2}, r"heads: 2 cannot.*gqa.*mha.*mqa"),
+        ({"kind": "swa", "heads": 4}, r"window:.*swa"),
+        ("gqa", "heads:"),
     ],
 )
 def test_contradictions_are_refused(mixer: Any, message: str) -> None:
@@ -89,7 +89,7 @@ def test_a_name_of_a_feedforward_means_its_activation() -> None:
     for name, activation in (("swiglu", "silu"), ("geglu", "gelu"), ("reglu", "relu")):
         data = design(None, {"kind": name, "hidden": 8})
         assert load_config(data).dump()["layers"][0]["feedforward"]["activation"] == activation
-    with pytest.raises(ConfigError, match=r"feedforward\.activation: 'relu' contradicts swiglu, which means 'silu'"):
+    with pytest.raises(ConfigError, match=r"feedforward\.activation: 'relu'.*swiglu.*'silu'"):
         load_config(design(None, {"kind": "swiglu", "hidden": 8, "activation": "relu"}))
 
 
@@ -111,20 +111,17 @@ def test_every_name_has_one_kind() -> None:
 
 def test_an_ambiguous_name_is_refused(tmp_path: Path) -> None:
     part = (
-        "from heddle.parts.norms import NormConfig\nfrom heddle.parts.norms.rms import RMS\n\n"
+        "from heddle.parts.norms import NormConfig\n\n"
         "class SecondConfig(NormConfig):\n    aliases = ('rmsnorm',)\n\n"
         "    def build(self, width, heads=None):\n        return None\n"
-    ).replace("from heddle.parts.norms.rms import RMS\n", "")
+    )
     (tmp_path / "second_rms.py").write_text(part)
     load_part(tmp_path / "second_rms.py")
     try:
-        with pytest.raises(ConfigError, match=r"^norm: 'rmsnorm' is a name of rms and second_rms; give one of these$"):
+        with pytest.raises(ConfigError, match=r"^norm: 'rmsnorm'.*second_rms"):
             load_config(SHORT)
     finally:
-        import sys
-
-        for name in ("heddle.parts.second_rms", "heddle.parts.norms.second_rms"):
-            del sys.modules[name]
+        forget_parts()
 
 
 def test_overrides_take_names_and_words() -> None:

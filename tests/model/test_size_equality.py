@@ -9,17 +9,13 @@ import torch
 from hypothesis import given, settings
 
 from heddle.errors import ConfigError
-from heddle.model.config import ModelConfig
+from heddle.model.config import MAX_DISTINCT_LAYERS, ModelConfig
 from heddle.model.decoder import Decoder, build
-from heddle.model.distinct_layers import parameter_counts
-from heddle.model.limits import MAX_DISTINCT_LAYERS
-from heddle.model.load_config import load_config
-from heddle.model.parse_yaml import MAX_YAML_VALUES, parse_yaml
-from heddle.model.size import flops_per_token, kernel_choices, size, state_bytes
-from heddle.numerics.dispatch.operation import KernelChoice, record_choices
+from heddle.model.load_config import MAX_YAML_VALUES, load_config, parse_yaml
+from heddle.model.size import flops_per_token, kernel_choices, parameter_counts, size, state_bytes
+from heddle.numerics.dispatch import KernelChoice, record_choices
 from heddle.numerics.linear import packed_weights
-from heddle.parts.context.encoder_output import EncoderOutput
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import EncoderOutput, Layout
 from tests.cases import CASES, Data, attention, case, design, layer
 
 CONTEXT, ENCODER_LENGTH, BATCH = 11, 7, 2
@@ -158,22 +154,22 @@ def test_parameters_beyond_64_bits_are_counted() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (design(layer(attention()), width=10**9), r"^width: should be less than or equal to 1048576, got 1000000000"),
-        (design(*[layer(attention())] * 100_000), r"^layers: stands for 100000 layers; at most 1024 are built$"),
-        (design(layer(attention(), repeat=100_000)), r"^layers: stands for 100000 layers; at most 1024 are built$"),
+        (design(layer(attention()), width=10**9), r"^width:.*1048576.*1000000000"),
+        (design(*[layer(attention())] * 100_000), r"^layers:.*100000 layers.*most 1024"),
+        (design(layer(attention(), repeat=100_000)), r"^layers:.*100000 layers.*most 1024"),
         (
             design(*[layer(attention(window=index + 1)) for index in range(MAX_DISTINCT_LAYERS + 1)]),
-            r"^layers: has 129 different layers; at most 128 are built$",
+            r"^layers:.*129 different.*most 128",
         ),
     ],
 )
 def test_limits_are_checked_before_anything_is_built(data: Data, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heddle.model.decoder.Decoder.__init__", lambda *_: pytest.fail("a model was built"))
+    monkeypatch.setattr(Decoder, "__init__", lambda *_: pytest.fail("a model was built"))
     with pytest.raises(ConfigError, match=message):
         load_config(data)
 
 
 def test_large_yaml_is_refused() -> None:
     text = "layers:\n" + "- {repeat: 1}\n" * MAX_YAML_VALUES
-    with pytest.raises(ConfigError, match=r"more than 20000 keys and values; write fewer layers, with repeat"):
+    with pytest.raises(ConfigError, match="20000 keys"):
         parse_yaml(text, "it")

@@ -20,7 +20,7 @@ from torch import Tensor
 from heddle.laws.harness import LawViolation, model_under_test, random_tokens
 from heddle.laws.states import ReferenceState
 from heddle.model.decoder import Decoder
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from tests.cases import CASES, case
 from tests.laws.planting import plant
 
@@ -147,11 +147,11 @@ def test_programs(name: str) -> None:
         ("attention-gqa", "model.state:State.select", "x: x.index_select", "x: x.roll(1).index_select"),
         (
             "attention-gqa",
-            "parts.context.position_table:PositionTable.rolled_back",
+            "parts.position_table:PositionTable.rolled_back",
             "newest = self.token_counts - tokens,",
             "newest = self.token_counts - 0,",
         ),
-        ("layers-nested", "parts.context.kv_cache:KVCache.can_roll_back", "tokens <= table.rollback_left", "True"),
+        ("layers-nested", "parts.states:KVCache.can_roll_back", "tokens <= table.rollback_left", "True"),
     ],
 )
 def test_programs_catch_planted_bugs(

@@ -51,23 +51,23 @@ def test_laws_catch_a_mistake_in_a_user_part(tmp_path: Path) -> None:
         ("causality", False),
         ("config_round_trip", True),
     ]
-    assert "token 0 of row" in results[1].message
+    assert "token 0" in results[1].message
 
 
 def test_wrong_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing.py: does not exist; give the .py file"):
+    with pytest.raises(ConfigError, match=r"nothing.py:"):
         load_part(tmp_path / "nothing.py")
     (tmp_path / "text.txt").write_text("x = 1")
-    with pytest.raises(ConfigError, match=r"text.txt: is not a Python file"):
+    with pytest.raises(ConfigError, match=r"text.txt:"):
         load_part(tmp_path / "text.txt")
-    with pytest.raises(ConfigError, match=r"mlp.py: feedforwards has a kind 'mlp' already; rename the file"):
+    with pytest.raises(ConfigError, match=r"mlp.py:.*kind 'mlp'"):
         load_part(copy_of("feedforwards/mlp", tmp_path / "mlp.py"))
     for text, reason in (("1 / 0", "ZeroDivisionError"), ("def", "SyntaxError"), ("import nowhere", "ModuleNotFound")):
         (tmp_path / "bad.py").write_text(text)
-        with pytest.raises(ConfigError, match=rf"bad.py: failed to run \({reason}"):
+        with pytest.raises(ConfigError, match=f"bad.py:.*{reason}"):
             load_part(tmp_path / "bad.py")
     (tmp_path / "empty.py").write_text('"""Nothing."""')
-    with pytest.raises(ConfigError, match=r"empty.py: defines 0 configs of parts; a part's file defines exactly one"):
+    with pytest.raises(ConfigError, match=r"empty.py:"):
         load_part(tmp_path / "empty.py")
-    with pytest.raises(DesignError, match="unknown kind 'bad'"):
+    with pytest.raises(DesignError, match="kind 'bad'"):
         load_config(design(layer(attention(), {"kind": "bad", "hidden": 10})))

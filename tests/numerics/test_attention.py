@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from heddle.errors import ConfigError
-from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
+from heddle.numerics.attention import softmax
+from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers
 from heddle.numerics.attention.observer import Observation, notify_observer, observing_attention
-from heddle.numerics.attention.score_modifiers import ScoreModifiers
 from heddle.numerics.attention.softmax import ATTENTION, attention, attention_flops, reference, softmax_weights
-from heddle.numerics.dispatch.device_size import DeviceSize
+from heddle.numerics.dispatch import DeviceSize
 from heddle.numerics.kernels import kernels
-from heddle.parts.context.layout import Layout
-from tests.numerics.oracle import is_visible, loop_attention, loop_weights
+from heddle.parts.layout import Layout
+from tests.numerics.oracle import contiguous_positions, is_visible, loop_attention, loop_weights
 
 
 class Shape(NamedTuple):
@@ -31,7 +31,7 @@ class Shape(NamedTuple):
 
 def tail(queries: int, keys: int, window: int | None = None, causal: bool = True) -> AttentionMask:
     """Queries that are the last of consecutive keys."""
-    q_positions, k_positions = contiguous_positions(2, queries, keys, torch.device("cpu"))
+    q_positions, k_positions = contiguous_positions(2, queries, keys)
     all_visible = (queries == 1 and (window is None or keys <= window)) or (not causal and window is None)
     return AttentionMask(
         q_positions, k_positions, window=window, causal=causal, contiguous=True, all_visible=all_visible
@@ -166,7 +166,7 @@ def test_every_kernel_supports_some_case() -> None:
 
 @pytest.mark.parametrize("kernel", sorted(CUDA_KERNELS))
 def test_kernels_of_cuda_do_not_serve_a_cpu(kernel: str) -> None:
-    with kernels(attention=kernel), pytest.raises(ConfigError, match=f"attention={kernel}: .* because it is for CUDA$"):
+    with kernels(attention=kernel), pytest.raises(ConfigError, match=f"attention={kernel}:.*CUDA"):
         attention(*draw(tail(9, 9), Shape()), tail(9, 9), 0.3)
 
 
@@ -199,7 +199,7 @@ def test_kernels_in_lower_precision(kernel: str, case: str, option: str, dtype: 
     expected = reference(q.double(), k.double(), v.double(), mask, 0.3, None, exact).detach()
     for gradients in (True, False):
         if kernel == "unmasked" and dtype == torch.bfloat16:
-            with kernels(attention=kernel), pytest.raises(ConfigError, match="a narrow product would round the scores"):
+            with kernels(attention=kernel), pytest.raises(ConfigError, match="narrow product"):
                 attention(q, k, v, mask, 0.3, None, modifiers)
             continue
         with kernels(attention=kernel), torch.set_grad_enabled(gradients):
@@ -314,7 +314,7 @@ def test_a_bias_far_from_the_first_position_is_not_rounded(kernel: str, dtype: t
 
 
 def test_a_bias_of_many_queries_is_built_one_tile_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heddle.numerics.attention.softmax.MAX_BIAS_ELEMENTS", DeviceSize(4 * 40 * 17, 0))
+    monkeypatch.setattr(softmax, "MAX_BIAS_ELEMENTS", DeviceSize(4 * 40 * 17, 0))
     mask, modifiers = tail(40, 40), options("bias and sink")
     q, k, v = (x.detach() for x in draw(mask, Shape()))
     bias_sizes: list[int] = []

@@ -4,8 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.numerics.recurrent.batched_chunks import channel_pairs, scan_transitions, unit_triangular_inverse
-from heddle.numerics.recurrent.chunk_decays import channel_decays
+from heddle.numerics.recurrent.batched_chunks import (
+    channel_decays,
+    channel_pairs,
+    scan_transitions,
+    unit_triangular_inverse,
+)
 from tests.laws.planting import plant
 
 

@@ -223,7 +223,7 @@ def test_documents_change_no_bit_of_each_other_across_chunks(kernel: str) -> Non
 
 def test_gradients_do_not_pass_through_a_state_in_chunks() -> None:
     q, k, v, state = draw(CASES["eleven"])
-    with kernels(causal_sums="chunked"), pytest.raises(ConfigError, match="it passes no gradients through a state"):
+    with kernels(causal_sums="chunked"), pytest.raises(ConfigError, match=r"gradients.*state"):
         causal_sums(q, k, v, None, CallLayout(), state)
 
 

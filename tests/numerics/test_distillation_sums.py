@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heddle.numerics import cross_entropy
 from heddle.numerics.cross_entropy import OutputHead, TeacherOutput, distillation_sums, loss_sum
-from heddle.numerics.dispatch.device_size import DeviceSize
-from heddle.numerics.dispatch.flop_counter import count_flops
+from heddle.numerics.dispatch import DeviceSize, count_flops
 from heddle.numerics.kernels import kernels
 from tests.laws.planting import plant
 
@@ -88,7 +87,7 @@ def test_sums_and_gradients_equal_torchs_in_chunks_of_any_size(
     ],
 )
 def test_planted_bugs_are_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.loss_steps:step_in_place", old, new)
+    plant(monkeypatch, "numerics.cross_entropy:step_in_place", old, new)
     assert largest_difference() > 1e-3
 
 
@@ -105,7 +104,7 @@ def test_planted_bugs_are_caught(old: str, new: str, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_planted_bugs_in_the_fused_step_are_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.loss_steps:_chunk_sums", old, new)
+    plant(monkeypatch, "numerics.cross_entropy:_chunk_sums", old, new)
     assert largest_difference("fused", scale=2.5, softcap=0.7) > 1e-9
 
 

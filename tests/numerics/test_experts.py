@@ -10,8 +10,7 @@ from torch.nn import functional
 from heddle.errors import ConfigError
 from heddle.numerics import activations
 from heddle.numerics.activations import Activation, glu
-from heddle.numerics.dispatch.flop_counter import count_flops
-from heddle.numerics.dispatch.operation import record_choices
+from heddle.numerics.dispatch import count_flops, record_choices
 from heddle.numerics.experts import grouped
 from heddle.numerics.experts.mixture import EXPERTS, experts_flops, run_experts
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
@@ -347,7 +346,7 @@ def test_experts_are_packed_once_and_again_after_a_change() -> None:
 
 def test_kernels_give_the_reason_why_they_do_not_support_a_call() -> None:
     weights, x = make_weights(True, False), torch.randn(40, WIDTH, dtype=torch.float64)
-    for kernel, words in (("grouped", "takes no torch.float64"), ("per_expert", "takes 64 assignments, here are 80")):
+    for kernel, words in (("grouped", r"torch.float64"), ("per_expert", r"64 assignments.*80")):
         with pytest.raises(ConfigError, match=words), torch.no_grad(), kernels(experts=kernel):
             run_experts(x, make_assignment(40, 2), weights, TANH)
     with pytest.raises(ConfigError, match="gradients are wanted"), kernels(experts="per_expert"):

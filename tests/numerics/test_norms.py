@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError
-from heddle.numerics.dispatch.operation import record_choices
+from heddle.numerics.dispatch import record_choices
 from heddle.numerics.kernels import kernels
 from heddle.numerics.norms import layer_norm, layer_norm_reference, reference, rms_norm
 from tests.laws.planting import plant

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from heddle.errors import ConfigError
+from heddle.model.copies import QuantizedLinear, quantize_weights
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
-from heddle.model.quantized import QuantizedLinear, quantize_weights
 from heddle.numerics.kernels import kernels
 from heddle.numerics.quantized import QUANTIZED_LINEAR, QuantizedFacts, dequantize, quantize, quantized_linear
 from heddle.parts.modules.linear import Linear
@@ -80,11 +80,11 @@ def test_what_cannot_be_quantized_is_refused() -> None:
     layer = {"mixer": {"kind": "attention", "heads": 2}, "feedforward": {"kind": "gated", "hidden": 20}}
     model = build(load_config({"vocab_size": 10, "width": 8, "layers": [layer]}))
     for bits in (8, 4):  # torch's kernel of 8 bits reads beyond rows of 8 numbers
-        with pytest.raises(ConfigError, match=f"no matrix of this design has sizes that int{bits} can have"):
+        with pytest.raises(ConfigError, match=f"int{bits}"):
             quantize_weights(model, bits)
-    with pytest.raises(ConfigError, match="weights: 3 bits; choices: 8, 4"):
+    with pytest.raises(ConfigError, match="weights: 3 bits"):
         quantize_weights(model, 3)
-    with pytest.raises(ConfigError, match="float16; use those"):
+    with pytest.raises(ConfigError, match="float16"):
         quantize_weights(model.half(), 8)
-    with pytest.raises(ConfigError, match="int8 is for the CPU, and the device is meta"):
+    with pytest.raises(ConfigError, match=r"int8.*CPU"):
         quantize_weights(model.to("meta"), 8)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.numerics.experts.routing import (
+from heddle.numerics.experts.mixture import (
     Route,
     RoutingConfig,
     route,
@@ -151,7 +151,7 @@ def test_topk_equals_loops_with_ties_and_numbers_that_are_not_finite() -> None:
     ],
 )
 def test_a_planted_mistake_in_topk_is_detected(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.experts.routing:stable_topk", old, new)
+    plant(monkeypatch, "numerics.experts.mixture:stable_topk", old, new)
     assert not topk_is_right()
 
 

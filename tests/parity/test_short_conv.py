@@ -10,8 +10,8 @@ from torch import Tensor
 import heddle
 from heddle.config import DesignError, parse_config
 from heddle.model.config import ModelConfig
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.layout import Layout
+from heddle.parts.build import BuildContext
+from heddle.parts.layout import Layout
 from heddle.parts.mixers.short_conv import ShortConv, ShortConvConfig
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import Data, design, layer
@@ -55,7 +55,7 @@ def test_values_equal_a_loop_of_the_formula(sizes: Data) -> None:
 BUGS = [
     ("parts.mixers.short_conv:ShortConv.forward", "at_least_float32(q) * y", "y"),  # no gate after the convolution
     ("parts.mixers.short_conv:ShortConv.forward", "k * v", "v"),  # none before it
-    ("parts.modules.short_convolution:ShortConvolution.forward", "if self.silu else y", ""),
+    ("parts.modules.recurrent:ShortConvolution.forward", "if self.silu else y", ""),
 ]
 
 
@@ -97,5 +97,5 @@ def test_the_state_is_the_last_tokens_alone() -> None:
 
 
 def test_a_kernel_of_nothing_is_refused() -> None:
-    with pytest.raises(DesignError, match=r"conv_kernel: should be greater than 0"):
+    with pytest.raises(DesignError, match=r"conv_kernel:.*0"):
         heddle.build(parse_config(ModelConfig, design(layer({"kind": "short_conv", "conv_kernel": 0}))))

@@ -14,8 +14,8 @@ from heddle.errors import ConfigError
 from heddle.laws.harness import forward_no_grad, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.layout import Layout
+from heddle.parts.build import BuildContext
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.norms import NormConfig
 from tests.cases import ALIBI, LINEAR, RETENTION, alone, attention, design, latent, layer
@@ -163,13 +163,13 @@ def test_attention_weights_include_the_bias() -> None:
     ids=lambda mixer: mixer["kind"],
 )
 def test_other_mixers_refuse_it(mixer: dict[str, Any]) -> None:
-    sentence = r"^layers\[0\]\.mixer\.position: kind 'alibi' does not belong here; choices: axial_rope, rope, rotary$"
+    sentence = r"^layers\[0\]\.mixer\.position:.*'alibi'.*axial_rope, rope, rotary"
     with pytest.raises(ConfigError, match=sentence):
         load_config(design(layer(mixer)))
 
 
 def test_the_embedding_refuses_it() -> None:
-    with pytest.raises(ConfigError, match=r"^embedding\.position: kind 'alibi' does not belong here"):
+    with pytest.raises(ConfigError, match=r"^embedding\.position:.*'alibi'"):
         load_config(design(layer(attention()), embedding={"position": ALIBI}))
 
 

@@ -11,8 +11,7 @@ from heddle.config import parse_config
 from heddle.laws.harness import forward_no_grad, model_under_test, normal_tensor, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.parts.mixers.attention import Attention
-from heddle.parts.modules.temperature import query_temperature
+from heddle.parts.mixers.attention import Attention, query_temperature
 from tests.cases import alone
 from tests.laws.planting import plant
 
@@ -126,7 +125,7 @@ def test_norms_after_the_rotation(kind: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("fields", [{}, {"qk_norm": "head", "position": None}, {"qk_norm": "head", "position": ALIBI}])
 def test_a_norm_after_no_rotation_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(heddle.errors.ConfigError, match="norm_after_rotation: needs qk_norm and a rotary position"):
+    with pytest.raises(heddle.errors.ConfigError, match=r"norm_after_rotation:.*qk_norm"):
         model_of(norm_after_rotation=True, **fields)
 
 
@@ -156,5 +155,5 @@ def test_a_temperature_is_that_of_queries_alone() -> None:
 
 
 def test_half_a_temperature_is_refused() -> None:
-    with pytest.raises(heddle.errors.ConfigError, match="temperature_length: is missing; give both"):
+    with pytest.raises(heddle.errors.ConfigError, match="temperature_length:"):
         model_of(temperature_beta=0.6)

@@ -10,9 +10,9 @@ import heddle
 from heddle.config import DesignError, parse_config
 from heddle.laws.harness import forward_no_grad, forward_with_state, model_under_test, new_state, random_tokens
 from heddle.model.config import ModelConfig
-from heddle.numerics.philox import ParameterDraws
-from heddle.parts.context.layout import Layout
-from heddle.parts.modules.gated_decay import GatedDecay
+from heddle.numerics.random import ParameterDraws
+from heddle.parts.layout import Layout
+from heddle.parts.modules.recurrent import GatedDecay
 from tests.cases import case, delta, design
 
 
@@ -62,10 +62,10 @@ def test_decays_are_initialized_as_in_the_authors_code() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"heads": 6, "key_heads": 4}, r"key_heads: 4 does not divide heads = 6; choose a divisor"),
-        ({"heads": 5}, r"heads: 5 does not divide width = 24; give head_dim"),
-        ({"conv_kernel": 0}, r"conv_kernel: should be greater than 0"),
-        ({"conv_kernel": None}, r"conv_kernel: should be a valid integer"),
+        ({"heads": 6, "key_heads": 4}, "key_heads: 4"),
+        ({"heads": 5}, r"heads: 5.*24.*head_dim"),
+        ({"conv_kernel": 0}, r"conv_kernel:.*0"),
+        ({"conv_kernel": None}, r"conv_kernel:.*integer"),
     ],
 )
 def test_invalid_fields_raise(fields: dict[str, Any], message: str) -> None:

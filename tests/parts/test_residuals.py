@@ -13,7 +13,7 @@ import heddle
 from heddle.config import kinds, parse_config
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
-from heddle.parts.context.build import ResidualContext
+from heddle.parts.build import ResidualContext
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import ResidualConfig
 from tests.cases import attention, design, latent, layer
@@ -300,7 +300,7 @@ BUGS = {
     ),
     "rows before columns": (
         "hyper_connections",
-        "numerics.sinkhorn:sinkhorn",
+        "numerics.norms:sinkhorn",
         "logs.logsumexp(-2, keepdim=True)",
         "logs.logsumexp(-1, keepdim=True)",
     ),

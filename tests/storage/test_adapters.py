@@ -18,11 +18,11 @@ from heddle.exchange.export import export
 from heddle.exchange.load import load as load_foreign
 from heddle.laws import LAWS
 from heddle.laws import harness as laws
-from heddle.model.compiled import compiled
+from heddle.model.copies import compiled
 from heddle.model.decoder import Decoder, build
 from heddle.model.lora import LoraLinear, adapters, add_lora, lora_tensors, merge_lora
-from heddle.storage.adapters import FOLDER_KIND, METADATA_FILE, TENSORS_FILE, load_lora, save_lora
 from heddle.storage.folder import write_folder
+from heddle.storage.model import ADAPTER_FILE, ADAPTER_KIND, ADAPTER_TENSORS_FILE, load_lora, save_lora
 from heddle.training import width_transfer
 from heddle.training.loop import train
 from heddle.training.optimizer import build_optimizer
@@ -229,7 +229,11 @@ def test_saving_and_exporting_merge(tmp_path: Path) -> None:
 def test_adapters_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     base, twin = pair(name)
     save_lora(twin, tmp_path / "adapter")
-    assert {file.name for file in (tmp_path / "adapter").iterdir()} == {METADATA_FILE, TENSORS_FILE, "manifest.json"}
+    assert {file.name for file in (tmp_path / "adapter").iterdir()} == {
+        ADAPTER_FILE,
+        ADAPTER_TENSORS_FILE,
+        "manifest.json",
+    }
     back = load_lora(base, tmp_path / "adapter")
     tokens = laws.random_tokens(case(name), 2, 9)
     assert torch.equal(laws.forward_no_grad(back, tokens), laws.forward_no_grad(twin, tokens))
@@ -259,21 +263,21 @@ def test_adapters_of_something_else_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ('"rank": 3', '"rank": 4', "does not fit adapter.json"),
+        ('"rank": 3', '"rank": 4', r"adapter.json"),
         ('"rank": 3', '"rank": true', "wrong type"),
         ('"rank": 3', '"rang": 3', "does not describe"),
-        ('"layers.1.mixer.q"', '"layers.9.mixer.q"', "no projection is at 'layers.9.mixer.q'"),
+        ('"layers.1.mixer.q"', '"layers.9.mixer.q"', r"'layers.9.mixer.q'"),
         ('"layers.1.mixer.q"', '"layers.1.mixer.k"', "layers.1.mixer.q"),
     ],
 )
 def test_facts_that_do_not_fit_are_refused(old: str, new: str, words: str, tmp_path: Path) -> None:
     base, twin = pair("attention-gqa")
     save_lora(twin, tmp_path / "adapter")
-    text = (tmp_path / "adapter" / METADATA_FILE).read_text()
+    text = (tmp_path / "adapter" / ADAPTER_FILE).read_text()
     assert old in text
-    documents = {METADATA_FILE: text.replace(old, new)}
+    documents = {ADAPTER_FILE: text.replace(old, new)}
     write_folder(
-        tmp_path / "adapter", tensors={TENSORS_FILE: lora_tensors(twin)}, documents=documents, kind=FOLDER_KIND
+        tmp_path / "adapter", tensors={ADAPTER_TENSORS_FILE: lora_tensors(twin)}, documents=documents, kind=ADAPTER_KIND
     )
     with pytest.raises(CheckpointError, match=words):
         load_lora(base, tmp_path / "adapter")
@@ -283,7 +287,7 @@ def test_facts_that_do_not_fit_are_refused(old: str, new: str, words: str, tmp_p
     ("arguments", "words"),
     [
         ({"targets": ("layers.*.mixer.qq",)}, "no projection is at 'layers.*.mixer.qq'; there are layers.*.mixer.q, "),
-        ({"targets": ("layers.*.feedforward.up",)}, "'layers.0.feedforward.up' is a stack of matrices"),
+        ({"targets": ("layers.*.feedforward.up",)}, "'layers.0.feedforward.up'"),
         ({"targets": ("layers.*.feedforward.router",)}, "no projection is at"),
         ({"rank": 0}, "rank = 0 must be at least 1"),
         ({"alpha": 0.0}, "alpha = 0.0 must be a number above 0"),

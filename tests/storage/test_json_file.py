@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from heddle.errors import CheckpointError
-from heddle.storage import json_file
-from heddle.storage.json_file import read_json_file, write_json_file
+from heddle.storage import file_io
+from heddle.storage.file_io import read_json_file, write_json_file
 
 CONTENT: dict[str, Any] = {
     "z": [1, 2.5, None, True, "βῆτα 🧵\u2028"],
@@ -62,7 +62,7 @@ def test_every_altered_byte_is_refused(tmp_path: Path) -> None:
     raw = path.read_bytes()
     for version in (b"", raw[:-1], raw + b"\n", raw.replace(b"\n", b"\r\n"), raw[: len(raw) // 2], raw + raw, b"[1]"):
         path.write_bytes(version)
-        with pytest.raises(CheckpointError, match=r"run\.json: was altered .*; restore the file or choose another"):
+        with pytest.raises(CheckpointError, match=r"run\.json:.*altered"):
             read_json_file(path)
 
 
@@ -71,17 +71,17 @@ def test_a_reader_that_compares_less_is_caught(tmp_path: Path, monkeypatch: pyte
     write_json_file(tmp_path / "run.json", CONTENT)
     if planted == "content_sha256":
         saved = json.loads((tmp_path / "run.json").read_text())["sha256"]
-        monkeypatch.setattr(json_file, "content_sha256", lambda content: saved)
+        monkeypatch.setattr(file_io, "content_sha256", lambda content: saved)
     else:
         raw = type("Anything", (bytes,), {"__ne__": lambda self, other: False, "__hash__": None})
-        monkeypatch.setattr(json_file, "_text", lambda c: type("T", (str,), {"encode": lambda self, codec: raw()})())
+        monkeypatch.setattr(file_io, "_text", lambda c: type("T", (str,), {"encode": lambda self, codec: raw()})())
     assert altered(tmp_path / "run.json") != []
 
 
 def test_a_file_of_format_1_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"design": {}, "settings": {}}, indent=2) + "\n")
-    with pytest.raises(CheckpointError, match=r"run\.json: has no sha256, so heddle did not write it or wrote it in"):
+    with pytest.raises(CheckpointError, match=r"run\.json:.*sha256"):
         read_json_file(path)
 
 
@@ -89,15 +89,15 @@ def test_hostile_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     for raw in (b"{" + b'"a":{' * 100_000, b'{"sha256": ' + b"9" * 5000 + b"}", b"\xff\xfe", b"[" * 100_000):
         path.write_bytes(raw)
-        with pytest.raises(CheckpointError, match=r"run\.json: was altered"):
+        with pytest.raises(CheckpointError, match=r"run\.json:.*altered"):
             read_json_file(path)
     with open(path, "wb") as sparse:
         sparse.truncate(2**40)
-    with pytest.raises(CheckpointError, match=r"run\.json: is larger than"):
+    with pytest.raises(CheckpointError, match=r"run\.json:.*larger"):
         read_json_file(path)
     path.unlink()
-    with pytest.raises(CheckpointError, match=r"run\.json: is missing"):
+    with pytest.raises(CheckpointError, match=r"run\.json:.*missing"):
         read_json_file(path)
     os.mkfifo(path)
-    with pytest.raises(CheckpointError, match=r"run\.json: is a named pipe"):
+    with pytest.raises(CheckpointError, match=r"run\.json:.*pipe"):
         read_json_file(path)

@@ -15,9 +15,9 @@ from heddle.storage.folder import write_folder
 from heddle.storage.lock import RunLock, lock_output
 from tests.storage.shared import System, content, standing_in, state
 
-HOLD = """
+HOLD = f"""
 import sys
-from heddle.storage.lock import RunLock
+from {RunLock.__module__} import RunLock
 from heddle.errors import CheckpointError
 sys.stdin.readline()
 try:
@@ -60,7 +60,7 @@ def test_racers_and_a_killed_holder(tmp_path: Path) -> None:
         assert answers[loser.pid] == (
             f"{folder}: is in use by process {winners[0].pid}; wait until it has ended or choose another folder"
         )
-        with pytest.raises(CheckpointError, match=f"in use by process {winners[0].pid};"), RunLock(folder):
+        with pytest.raises(CheckpointError, match=f"process {winners[0].pid}"), RunLock(folder):
             pass
         winners[0].send_signal(signal.SIGKILL)
         winners[0].wait()
@@ -72,7 +72,7 @@ def test_racers_and_a_killed_holder(tmp_path: Path) -> None:
 def test_twenty_rounds_in_one_process(tmp_path: Path) -> None:
     for _ in range(20):
         with RunLock(tmp_path):
-            with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()};"), RunLock(tmp_path):
+            with pytest.raises(CheckpointError, match=f"process {os.getpid()}"), RunLock(tmp_path):
                 pass
             with pytest.raises(CheckpointError, match="in use"), RunLock(tmp_path):  # a refusal frees nothing
                 pass
@@ -111,14 +111,14 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
     (tmp_path / ".out.lock").symlink_to(tmp_path / "precious")
     for lock in (RunLock(tmp_path / "run"), lock_output(tmp_path / "out")):
-        with pytest.raises(CheckpointError, match=r"\.lock: is a symbolic link, not a lock; remove it"), lock:
+        with pytest.raises(CheckpointError, match=r"\.lock:.*symbolic link"), lock:
             pass
     assert (tmp_path / "precious").read_text() == "keep"
 
 
 def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(CheckpointError, match="run: cannot be made a folder"), RunLock(tmp_path / "run"):
+    with pytest.raises(CheckpointError, match=r"run:.*folder"), RunLock(tmp_path / "run"):
         pass
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
 
+from heddle.data import corpus
+from heddle.data.corpus import distinct_word_bytes
 from heddle.errors import DataError
-from heddle.tokenization import distinct_words
 from heddle.tokenization.backend import EOD_TOKEN, MAX_RUN_LENGTH
-from heddle.tokenization.distinct_words import distinct_word_bytes
 from heddle.tokenization.tokenizer import Tokenizer
 
 TEXTS = [
@@ -129,7 +129,7 @@ def test_saving_and_loading_changes_nothing(trained: Tokenizer, tmp_path: Path) 
 
 
 def test_training_is_the_same_in_every_process(trained: Tokenizer) -> None:
-    code = f"from heddle.tokenization.tokenizer import Tokenizer; print(Tokenizer.train({TEXTS!r}, 400).hash)"
+    code = f"from {Tokenizer.__module__} import Tokenizer; print(Tokenizer.train({TEXTS!r}, 400).hash)"
     for seed in ("1", "2"):
         environment = {"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": seed}
         result = subprocess.run(
@@ -139,7 +139,7 @@ def test_training_is_the_same_in_every_process(trained: Tokenizer) -> None:
 
 
 def test_a_vocabulary_below_the_bytes_is_refused() -> None:
-    with pytest.raises(DataError, match=r"vocab_size 256 is too small .* at least 257"):
+    with pytest.raises(DataError, match=r"vocab_size 256.*least 257"):
         Tokenizer.train(TEXTS, 256)
     smallest = Tokenizer.train(TEXTS, 257)
     assert smallest.vocab_size == 257
@@ -160,7 +160,7 @@ def test_a_vocabulary_below_the_bytes_is_refused() -> None:
     ],
 )
 def test_a_tokenizer_that_loses_text_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"does not round-trip .* use a byte-level one"):
+    with pytest.raises(DataError, match=r"round-trip.*byte-level"):
         Tokenizer.from_json(byte_level_backend(**changes).to_str())
 
 
@@ -214,7 +214,7 @@ def test_a_file_that_is_no_tokenizer(tmp_path: Path, content: str) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b"\xff")
     for path in (tmp_path, tmp_path / "missing", tmp_path / "a.json"):
-        with pytest.raises(DataError, match=r"give .*tokenizer.json"):
+        with pytest.raises(DataError, match=r"tokenizer.json"):
             Tokenizer.load(path)
 
 
@@ -244,5 +244,5 @@ def test_distinct_words_are_counted_in_bytes_up_to_a_limit() -> None:
 def test_words_are_counted_once_whatever_is_remembered(texts: list[str], remembered: int) -> None:
     words = {word for text in texts for word in re.findall(r"\w{1,256}|[^\w\s]{1,256}", text)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distinct_words, "_MAX_RUNS_SIZE", remembered)
+        patch.setattr(corpus, "_MAX_RUNS_SIZE", remembered)
         assert distinct_word_bytes(texts, 10**9) == sum(len(word.encode()) for word in words)

@@ -29,7 +29,7 @@ def test_usual_expressions_pass(pattern: str) -> None:
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(?:m*n)|m", "(((k*)*)*)*l"])
 def test_an_expression_that_takes_too_long_is_refused(pattern: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Also one whose every search ends, but whose time grows as the square of the text's length."""
-    with pytest.raises(DataError, match=r"^tokenizer trap cannot encode every text: ") as refused:
+    with pytest.raises(DataError, match=r"^tokenizer trap") as refused:
         check_steps(splits(pattern), frozenset(), "trap")
     assert len(str(refused.value)) <= 400
     assert capfd.readouterr() == ("", "")
@@ -43,5 +43,5 @@ def test_expressions_of_decoders_and_normalizers_are_tried() -> None:
 
 
 def test_a_key_that_stands_twice_hides_no_step() -> None:
-    with pytest.raises(DataError, match=r"not a valid tokenizer\.json"):
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
         read_backend('{"normalizer": null, "normalizer": null}', "twice")

@@ -19,8 +19,7 @@ from heddle.storage.folder import read_folder, tensors_sha256
 from heddle.storage.model import find_model_folder, load, save
 from heddle.storage.run_log import read_log
 from heddle.training import checkpoint as snapshot
-from heddle.training.evaluation.bits_per_byte import bits_and_bytes
-from heddle.training.evaluation.scores import ratio_of_sums
+from heddle.training.evaluation.scores import bits_and_bytes, ratio_of_sums
 from heddle.training.init_checkpoint import LoraSettings, open_init_checkpoint
 from heddle.training.job import TrainingJob
 from heddle.training.loop import evaluate, train
@@ -123,9 +122,9 @@ def test_adapters_learn_alone_and_are_merged_in_checkpoints(texts: Corpus, first
         assert size == same
         assert bits == pytest.approx(like, rel=1e-5)
     assert ratio_of_sums(result.scores) < ratio_of_sums(evaluate(base, new_job))
-    with pytest.raises(CheckpointError, match=r"lora\.rank was 2, now it is 3"):
+    with pytest.raises(CheckpointError, match=r"lora\.rank.*2.*3"):
         train(dataclasses.replace(new_job, lora=LoraSettings(3, ("layers.*.mixer.q", "layers.*.feedforward.down"))))
-    with pytest.raises(CheckpointError, match=r"lora was .*, now it is null"):
+    with pytest.raises(CheckpointError, match=r"lora was .*null"):
         train(dataclasses.replace(new_job, lora=None))
 
 
@@ -141,11 +140,9 @@ def test_forgetting_the_base_is_caught(
 def test_another_base_is_refused(texts: Corpus, first: Path, tmp_path: Path) -> None:
     train(job(texts, tmp_path / "run", first))
     other = checkpoint_folder(first, 3)
-    with pytest.raises(
-        CheckpointError, match=r"run: holds another run: init_checkpoint was \"[0-9a-f]{64}\", now it is"
-    ):
+    with pytest.raises(CheckpointError, match=r"run:.*init_checkpoint.*\"[0-9a-f]{64}\""):
         train(job(texts, tmp_path / "run", other))
-    with pytest.raises(CheckpointError, match=r"init_checkpoint was .*, now it is null"):
+    with pytest.raises(CheckpointError, match="init_checkpoint"):
         train(dataclasses.replace(job(texts, tmp_path / "run", first), init_checkpoint=None))
     copy = tmp_path / "copy"
     shutil.copytree(find_model_folder(first), copy)  # elsewhere it is still the same
@@ -161,17 +158,17 @@ def test_a_design_named_again_must_be_the_same(first: Path, tmp_path: Path, caps
     assert base.resolve_config(file, []) == base.resolve_config(None, []) == base.config
     wide = str(small.design_file(tmp_path / "wide.yaml", small.dropping() | {"width": 32}))
     assert base.resolve_config(wide, ["width=16"]) == base.config
-    with pytest.raises(ConfigError, match=r"wide\.yaml: is another design than that in .* \(width was 16, now"):
+    with pytest.raises(ConfigError, match=r"wide\.yaml:.*16"):
         base.resolve_config(wide, [])
     assert capsys.readouterr().err == ""
     changed = base.resolve_config(file, ["layers.*.mixer.position.base=500000"])
     assert changed != base.config
-    assert "position.base was 10000.0, now it is 500000" in capsys.readouterr().err
+    assert "position.base was 10000.0" in capsys.readouterr().err
     assert base.build_model(changed, "cpu").config == changed
 
 
 @pytest.mark.parametrize("override", ["width=32", "layers.0.repeat=3", "head.tied=false", "layers.0.mixer.kv_heads=1"])
 def test_an_override_that_changes_weights_is_refused(first: Path, override: str) -> None:
     base = open_init_checkpoint(first)
-    with pytest.raises(ConfigError, match=r"tensor '.*' .*, since an override changed it; override only"):
+    with pytest.raises(ConfigError, match=r"tensor '.*'.*override"):
         base.build_model(base.resolve_config(None, [override]), "cpu")

@@ -14,10 +14,8 @@ from heddle.data.samples import Batch
 from heddle.model.decoder import Decoder, build
 from heddle.numerics.cross_entropy import loss_sum
 from heddle.training import step as step_module
-from heddle.training.non_finite import first_non_finite
 from heddle.training.optimizer import Optimizer, build_optimizer
-from heddle.training.step import accumulate_gradients, apply_gradients
-from heddle.training.step_result import BatchResult
+from heddle.training.step import BatchResult, accumulate_gradients, apply_gradients, first_non_finite
 from tests.cases import CASES, case
 from tests.laws.planting import plant
 
@@ -149,7 +147,7 @@ def test_nothing_moves_and_the_place_is_named_wherever_a_number_is_not_finite(ki
         ("training.optimizer:Optimizer.is_finite", "*self._moments()", ""),
         ("training.optimizer:Optimizer.is_finite", "self.trainable.values()", "list(self.trainable.values())[-1:]"),
         ("training.step:apply_gradients", "if not on_host or bool(result.is_finite):", "if True:"),
-        ("training.non_finite:_stored", "{label} {name}", "{label} a tensor"),
+        ("training.step:_stored", "{label} {name}", "{label} a tensor"),
     ],
     ids=["moments are not read", "weights are not read", "no step is skipped", "the place is not named"],
 )

@@ -70,13 +70,13 @@ def test_places_are_cut_with_the_batch(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_learned_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^sequence_length 5: rows of this data have 4 tokens; set 4"):
+    with pytest.raises(ConfigError, match=r"^sequence_length 5:"):
         train(job(tmp_path, sequence_length=5))
     wide = data()
     wide = LabeledDataset(wide.train, LabeledRows(wide.test.tokens + 2, wide.test.labels, wide.test.coordinates))
-    with pytest.raises(ConfigError, match=r"^vocab_size: 5 is too small for data of 7 tokens; set at least 7"):
+    with pytest.raises(ConfigError, match=r"^vocab_size: 5"):
         train(job(tmp_path, wide))
     task = parse_recall("recall:parity,length=4")
-    with pytest.raises(ConfigError, match=r"^causal: a mixer sees later tokens, so the design cannot learn to predict"):
+    with pytest.raises(ConfigError, match=r"^causal:"):
         train(job(tmp_path, task))
     assert not any(tmp_path.iterdir())

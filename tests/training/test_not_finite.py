@@ -58,7 +58,7 @@ def test_ten_bad_steps_in_a_row_end_the_run_and_leave_its_checkpoints(
 ) -> None:
     with monkeypatch.context() as patch:
         poisoning(patch, range(4, 99))
-        with pytest.raises(Diverged, match=r"10 steps in a row, up to step 13, .* try a learning rate below 0\.003"):
+        with pytest.raises(Diverged, match=r"10 steps.*step 13.*0\.003"):
             train(small.job(texts, tmp_path, steps=20, save_every=3))
     assert checkpoint_steps(tmp_path) == [9, 12]
     reached = [
@@ -83,5 +83,5 @@ def test_a_loss_on_held_out_text_that_is_not_finite_is_no_result(
     texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "evaluate", lambda *arguments, **named: [(float("nan"), 3)])
-    with pytest.raises(Diverged, match="held-out text is not finite; try a learning rate"):
+    with pytest.raises(Diverged, match=r"held-out.*finite"):
         train(small.job(texts, tmp_path, steps=2))

@@ -48,5 +48,5 @@ def test_an_interrupted_training_ends_with_the_same_bits(tmp_path: Path, monkeyp
 
 def test_other_options_are_another_run(tmp_path: Path) -> None:
     train(job(tmp_path, steps=1))
-    with pytest.raises(CheckpointError, match=r"holds another run: data\.options\.tokens was 1, now it is 2"):
+    with pytest.raises(CheckpointError, match=r"data\.options\.tokens.*1.*2"):
         train(job(tmp_path, SOURCE.replace("tokens=1", "tokens=2"), steps=1))

@@ -12,8 +12,7 @@ from heddle.settings import Argument, Json, Option, SessionSettings, TrainingPre
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
 if TYPE_CHECKING:
-    from heddle.analysis.bench.rounds import Quartiles
-    from heddle.analysis.bench.run import Bench, MeasuredWorkload, Measurement
+    from heddle.lab.bench.run import Bench, MeasuredWorkload, Measurement, Quartiles
     from heddle.model.config import ModelConfig
 
 CONTEXT_LENGTHS = [128, 2048]
@@ -57,10 +56,18 @@ def bench(settings: BenchSettings) -> None:
                 raise ConfigError(f"{option} {value}: must be from 1 to {most:,}")
     with ExitStack() as stack:
         runtime = open_session(stack, settings)
-        from heddle.analysis.bench.run import PEER_PROCESSES, Bench, check_peer, run_bench
-        from heddle.analysis.bench.workload import PREFILL, TOKEN, TRAINING, Workload
-        from heddle.analysis.comparison.plan import load_entries, split_designs
-        from heddle.analysis.machine_limits import measure_limits
+        from heddle.lab.bench.run import (
+            PEER_PROCESSES,
+            PREFILL,
+            TOKEN,
+            TRAINING,
+            Bench,
+            Workload,
+            check_peer,
+            measure_limits,
+            run_bench,
+        )
+        from heddle.lab.compare.plan import load_entries, split_designs
         from heddle.model.load_config import with_vocab_size
 
         entries = load_entries(*split_designs(settings.designs))
@@ -92,8 +99,8 @@ def _check_memory(configs: "dict[str, ModelConfig]", sides: int, device: str) ->
     """Raise MachineError where the processes together need more memory for weights and moments than the device has."""
     import torch
 
-    from heddle.model.distinct_layers import build_distinct_layers, parameter_counts
-    from heddle.training.memory_limit import device_memory
+    from heddle.model.size import build_distinct_layers, parameter_counts
+    from heddle.training.job import device_memory
 
     with torch.no_grad():
         counts = [parameter_counts(build_distinct_layers(config, torch.float32))[0] for config in configs.values()]

@@ -72,8 +72,7 @@ def _serve_page(pairs: "list[tuple[Engine, RequestReader]]", port: int, open_pag
     import webbrowser
 
     from heddle.cli.serve import page_of
-    from heddle.serving.access import Access
-    from heddle.serving.app import Application
+    from heddle.serving.app import Access, Application
     from heddle.serving.chat_page import add_chat_page
     from heddle.serving.server import host_names, listen, run_server
 
@@ -219,7 +218,7 @@ def _print_tokens(conversation: "Conversation") -> None:
 
 def _print_state(conversation: "Conversation") -> None:
     from heddle.progress import format_amount
-    from heddle.serving.model_view import ModelView
+    from heddle.serving.chat_page import ModelView
 
     reply = conversation.last_reply
     lengths = [*([reply.tokens] if reply else []), 512, 4096, 32768]

@@ -38,7 +38,7 @@ def install_completion(context: click.Context, _: click.Parameter, is_asked: boo
     """Write the script into the home folder, and let the shell read it when it starts."""
     if not is_asked:
         return
-    from heddle.storage.atomic import write_file
+    from heddle.storage.file_io import write_file
 
     shell, script = completion_script()
     place, startup, line = _PLACES[shell]

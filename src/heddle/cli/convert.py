@@ -8,6 +8,6 @@ def convert(settings: ConvertSettings) -> None:
 
     OUT is written whole or not at all; MODEL is only read.
     """
-    from heddle.analysis.conversion.convert import convert
+    from heddle.lab.conversion.convert import convert
 
     convert(settings)

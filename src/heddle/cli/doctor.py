@@ -36,8 +36,6 @@ OPTIONAL_PACKAGES = {
     "triton": OptionalPackage("triton", "what torch.compile generates for a GPU"),
     "flash-linear-attention": OptionalPackage("fla", "linear attention, retention, delta rules, Mamba-2"),
     "causal-conv1d": OptionalPackage("causal_conv1d", "short convolutions"),
-    "liger-kernel": OptionalPackage("liger_kernel", "the vocabulary loss"),
-    "flash-mla": OptionalPackage("flash_mla", "decoding with latent attention"),
     "torchao": OptionalPackage("torchao", "products in FP8"),
 }
 
@@ -62,7 +60,7 @@ def doctor(settings: DoctorSettings) -> None:
 
     It works without a GPU: kernels are then chosen as on one, and nothing runs there.
     """
-    from heddle.numerics.dispatch.operation import choose_deterministic
+    from heddle.numerics.dispatch import choose_deterministic
 
     load_parts(settings.part)
     dtype = dtype_of(settings.precision)
@@ -81,7 +79,7 @@ def doctor(settings: DoctorSettings) -> None:
 
 def machine_facts(device: str) -> dict[str, Any]:
     """Device, hardware, versions, measured limits, optional packages and the folder of compiled code, as plain data."""
-    from heddle.analysis.machine_limits import measure_limits
+    from heddle.lab.bench.run import measure_limits
     from heddle.runtime import device_name, hardware, is_available, versions
 
     name = device_name(device)
@@ -99,9 +97,9 @@ def machine_facts(device: str) -> dict[str, Any]:
 
 def kernel_facts(design: str, dtype: "torch.dtype", device: str) -> dict[str, list[dict[str, Any]]]:
     """By phase, the kernel of each operation of a design on a device, and why better ones were rejected."""
-    from heddle.analysis.show import kernels_by_phase
-    from heddle.model.distinct_layers import build_distinct_layers
+    from heddle.lab.show import kernels_by_phase
     from heddle.model.load_config import load_config, with_vocab_size
+    from heddle.model.size import build_distinct_layers
 
     config = with_vocab_size(load_config(design), DEFAULT_VOCAB_SIZE)
     return kernels_by_phase(build_distinct_layers(config, dtype), CONTEXT_LENGTH, device)

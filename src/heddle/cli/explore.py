@@ -26,10 +26,10 @@ class ExploreSettings(VerbSettings):
 def explore(settings: ExploreSettings) -> None:
     """Write a page on which parts and options are chosen: formulas, pictures, sizes and costs, in one offline file."""
     load_parts(settings.part)
-    from heddle.analysis.explorer.choices import SLOTS
-    from heddle.analysis.pages.explorer import explorer_page
+    from heddle.lab.explore.choices import SLOTS
+    from heddle.lab.explore.page import explorer_page
     from heddle.model.load_config import load_config, with_vocab_size
-    from heddle.storage.atomic import write_file
+    from heddle.storage.file_io import write_file
 
     design, slot, out = settings.design, settings.slot, settings.out
     if slot is not None and slot not in SLOTS:

@@ -11,7 +11,7 @@ from heddle.session import open_session
 from heddle.settings import Argument, Option, Quiet, SessionSettings, VerbSettings
 
 if TYPE_CHECKING:
-    from heddle.exchange.imported_model import ImportedModel
+    from heddle.exchange.imported_checkpoint import ImportedModel
 
 FORMATS = ("hf", "gguf")
 DTYPES = ("fp32", "bf16", "fp16")
@@ -69,7 +69,7 @@ def export(settings: ExportSettings) -> None:
 
 def _set_max_positions(checkpoint: Path, imported: "ImportedModel") -> None:
     """Export a run's training sequence length as max_position_embeddings."""
-    from heddle.storage.json_file import read_json_file
+    from heddle.storage.file_io import read_json_file
     from heddle.storage.run_log import RUN_FILE
 
     if (checkpoint / RUN_FILE).is_file():

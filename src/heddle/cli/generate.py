@@ -80,7 +80,7 @@ def _bits_of(weights: str | None) -> int | None:
 
 def _quantized(model: "Decoder", bits: int) -> "Decoder":
     """The model with weights of so many bits; says how many."""
-    from heddle.model.quantized import quantize_weights
+    from heddle.model.copies import quantize_weights
 
     quantized = quantize_weights(model, bits)
     print_status(f"--weights int{bits}: {quantized.quantized:,} of {quantized.weights:,} weights have {bits} bits")

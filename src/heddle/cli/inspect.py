@@ -29,9 +29,8 @@ def inspect(settings: InspectSettings) -> None:
         raise ConfigError("--text: is empty; give some words")
     with ExitStack() as stack:
         runtime = open_session(stack, settings, kernels=settings.kernel)
-        from heddle.analysis.inspection.collect import inspect_layers
-        from heddle.analysis.pages.inspection import InspectedModel, inspect_page
-        from heddle.storage.atomic import write_file
+        from heddle.lab.inspect import InspectedModel, inspect_layers, inspect_page
+        from heddle.storage.file_io import write_file
         from heddle.storage.model import load
 
         model, tokenizer = load(run, dtype=dtype_of(settings.precision), device=runtime.device)

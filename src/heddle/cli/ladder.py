@@ -1,6 +1,6 @@
 """`heddle compare ladder`: train designs at several sizes, and predict their loss and its cost at a larger one."""
 
-from heddle.analysis.ladder.settings import LadderSettings
+from heddle.lab.ladder.settings import LadderSettings
 
 
 def ladder(settings: LadderSettings) -> None:
@@ -8,6 +8,6 @@ def ladder(settings: LadderSettings) -> None:
 
     Writes ladder.html and ladder.json. The same call continues; another adds designs, sizes or seeds.
     """
-    from heddle.analysis.ladder.ladder import ladder
+    from heddle.lab.ladder.ladder import ladder
 
     ladder(settings)

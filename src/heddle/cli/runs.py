@@ -11,7 +11,7 @@ from heddle.progress import format_amount, print_warning, printable, terminal_sa
 from heddle.settings import Argument, Json, Option, VerbSettings
 
 if TYPE_CHECKING:
-    from heddle.analysis.runs import RunSummary
+    from heddle.lab.runs import RunSummary
 
 _ORDERS = ("name", "time", "training", "validation", "tokens", "tokens_per_second")
 MAX_DIFFERENCES = 6  # fields shown for a run; JSON has all
@@ -38,7 +38,7 @@ def runs(settings: RunsSettings) -> None:
     is that of the median step. Only --prune changes anything: it asks first, and
     leaves runs alone that are training, damaged checkpoints, and foreign files.
     """
-    from heddle.analysis.runs import find_runs, summarize, varied_fields
+    from heddle.lab.runs import find_runs, summarize, varied_fields
 
     folder, order = settings.folder, settings.sort
     if settings.prune is not None:
@@ -61,7 +61,7 @@ def runs(settings: RunsSettings) -> None:
     summaries.sort(key=lambda run: (getattr(run, order) is None, getattr(run, order)))
     varying = varied_fields(summaries)
     if settings.plot is not None:
-        from heddle.analysis.pages.runs import write_runs_page
+        from heddle.lab.pages.runs import write_runs_page
 
         write_runs_page(summaries, [_shown(fields) for fields in varying], settings.plot)
     if settings.json:
@@ -102,7 +102,7 @@ def _print_columns(summaries: Sequence["RunSummary"], varying: Sequence[dict[str
     from rich.markup import escape
     from rich.table import Table
 
-    from heddle.analysis.runs import at_equal_tokens
+    from heddle.lab.runs import at_equal_tokens
 
     tokens, values = at_equal_tokens(summaries)
     rows: dict[str, list[str]] = {

@@ -29,8 +29,7 @@ def serve(settings: ServeSettings) -> None:
     check_installed()
     with ExitStack() as stack:
         runtime = open_session(stack, settings, kernels=settings.kernel)
-        from heddle.serving.access import Access
-        from heddle.serving.app import Application
+        from heddle.serving.app import Access, Application
         from heddle.serving.chat_page import add_chat_page
         from heddle.serving.engine import Engine
         from heddle.serving.requests import RequestReader
@@ -56,7 +55,7 @@ def serve(settings: ServeSettings) -> None:
 
 def page_of(models: "Sequence[tuple[Engine, RequestReader]]") -> str:
     """The page on which one talks to these models; the first has the server's own addresses."""
-    from heddle.analysis.pages.chat import ServedModel, chat_page
+    from heddle.lab.pages.chat import ServedModel, chat_page
 
     served = [
         ServedModel(
@@ -74,7 +73,7 @@ def page_of(models: "Sequence[tuple[Engine, RequestReader]]") -> str:
 
 def load_any(folder: Path, dtype: "torch.dtype", device: "torch.device | str") -> "tuple[Decoder, Tokenizer]":
     """Load a model of heddle or of transformers with its tokenizer. Raises CheckpointError if it has none."""
-    from heddle.conversion.sources import is_transformers_folder
+    from heddle.conversion.convert import is_transformers_folder
 
     if is_transformers_folder(folder):
         from heddle.exchange.load import load as load_transformers
@@ -113,7 +112,7 @@ def _read_token(file: Path | None) -> str | None:
 
 def check_installed() -> None:
     """Raise ConfigError without the libraries of the server."""
-    from heddle.numerics.dispatch.libraries import optional_module
+    from heddle.numerics.dispatch import optional_module
 
     for name in ("fastapi", "uvicorn"):
         if optional_module(name) is None:

@@ -3,7 +3,7 @@
 import json
 from typing import TYPE_CHECKING, Any
 
-from heddle.analysis.show import ShowSettings
+from heddle.lab.show import ShowSettings
 from heddle.progress import format_amount, terminal_safe
 from heddle.session import load_parts
 
@@ -16,12 +16,12 @@ PRINTED_OPERATIONS = 12
 def show(settings: ShowSettings) -> None:
     """Print a design's layers, parameters, FLOPs and state size, and the kernel of each operation with the reasons."""
     if settings.schema:
-        from heddle.model.schema import schema
+        from heddle.model.config import schema
 
         load_parts(settings.part)
         print(json.dumps(schema(), indent=2))
         return
-    from heddle.analysis.show import show
+    from heddle.lab.show import show
 
     facts = show(settings).facts
     if settings.json:

@@ -29,7 +29,7 @@ def verify(settings: VerifySettings) -> None:
     Nothing is written, and a training may go on meanwhile. Exit code: 0 if no file is damaged, 1 if one is, 2 if no
     file there has a hash of heddle's.
     """
-    from heddle.analysis.verification import DAMAGED, NOT_COVERED, verify_files
+    from heddle.lab.verify import DAMAGED, NOT_COVERED, verify_files
 
     folder, results = settings.folder, []
     with (

@@ -13,8 +13,8 @@ from heddle.settings import Argument, Option, VerbSettings
 from heddle.signals import Interrupted
 
 if TYPE_CHECKING:
-    from heddle.analysis.live import LivePage
-    from heddle.analysis.watching import FolderFollower, WatchedRun
+    from heddle.lab.live import LivePage
+    from heddle.lab.runs import FolderFollower, WatchedRun
 
 POLL_SECONDS = 1.0
 MAX_READ_SHARE = 0.1  # of the time is spent on reading logs, however long they are
@@ -38,10 +38,10 @@ def watch(settings: WatchSettings) -> None:
     Runs that begin later below a folder are followed too. Ctrl-C ends the page,
     not the runs. Nothing is written into them.
     """
-    from heddle.analysis.live import open_live_page
-    from heddle.analysis.pages.watch import watch_page
-    from heddle.analysis.watching import FolderFollower, write_sample
-    from heddle.storage.atomic import write_file
+    from heddle.lab.live import open_live_page
+    from heddle.lab.pages.runs import watch_page
+    from heddle.lab.runs import FolderFollower, write_sample
+    from heddle.storage.file_io import write_file
 
     prompt, out = settings.prompt, settings.out
     if out is not None and (settings.port is not None or settings.open):
@@ -64,7 +64,7 @@ def watch(settings: WatchSettings) -> None:
 
 
 def _follow(follower: "FolderFollower", live: "LivePage") -> NoReturn:
-    from heddle.analysis.pages.watch import watch_page
+    from heddle.lab.pages.runs import watch_page
 
     shown: list[WatchedRun] | None = None
     while True:

@@ -2,11 +2,11 @@
 
 import torch
 
-from heddle.conversion.activations import CalibrationText
+from heddle.conversion.weights import CalibrationText
 from heddle.data.corpus import Corpus
 from heddle.data.samples import CorpusLoader
 from heddle.errors import DataError
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 
 CALIBRATION_TOKENS = 2**16
 CALIBRATION_BATCH = 16  # rows

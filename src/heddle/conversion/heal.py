@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from heddle.conversion.calibration import SAMPLE_SEED
-from heddle.conversion.convert import CONVERSION_FILE, Conversion, convert, refuse_existing
-from heddle.conversion.sources import ConversionSource
+from heddle.conversion.convert import CONVERSION_FILE, Conversion, ConversionSource, convert, refuse_existing
 from heddle.conversion.weights import build_model
 from heddle.data.corpus import Corpus
 from heddle.data.samples import CorpusLoader
@@ -23,20 +22,19 @@ from heddle.errors import CheckpointError, ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.progress import print_warning
+from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.folder import read_folder, write_folder
-from heddle.storage.json_file import read_json_file, write_json_file
 from heddle.storage.manifest import parse_json_object
 from heddle.storage.model import WEIGHTS_FILE, load, model_tensors
 from heddle.storage.run_log import first_difference, to_plain_json
-from heddle.storage.tensor_header import DTYPES
+from heddle.storage.tensor_file import DTYPES
 from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.distillation import Distillation
-from heddle.training.evaluation.bits_per_byte import bits_and_bytes
+from heddle.training.evaluation.scores import bits_and_bytes
 from heddle.training.init_checkpoint import open_init_checkpoint
 from heddle.training.job import TrainingJob
-from heddle.training.loop import train
+from heddle.training.loop import TrainingResult, train
 from heddle.training.settings import Settings
-from heddle.training.training_result import TrainingResult
 
 MAX_HEALING_RATE = 3e-3
 HEALING_RATE_WIDTH = 96  # up to this width the rate is the largest

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.numerics.dispatch.flop_counter import add_flops
-from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
+from heddle.numerics.dispatch import Kernel, Operation, add_flops, device_type
 
 BITS = (8, 4)
 GROUP = 32  # inputs that share a scale with 4 bits. torch's kernel of 8 bits reads beyond a row that is no multiple

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from heddle.data.chat_format import CHAT_TEMPLATE_FILE, ROLES, TOKENIZER_CONFIG_FILE, ChatFormat
-from heddle.data.compressed import UnreadableError
+from heddle.data.chat import CHAT_TEMPLATE_FILE, ROLES, TOKENIZER_CONFIG_FILE, ChatFormat
+from heddle.data.documents import UnreadableError
 from heddle.errors import DataError, parse_error_reason, shorten_value
 from heddle.serving.limits import ServerLimits
 from heddle.tokenization.tokenizer import Tokenizer

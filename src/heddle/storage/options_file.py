@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from heddle.errors import ConfigError
-from heddle.model.parse_yaml import parse_yaml
-from heddle.storage.json_file import read_json_file
+from heddle.model.load_config import parse_yaml
+from heddle.storage.file_io import read_json_file
 from heddle.storage.run_log import RUN_FILE
 
 OPTIONS = "options"  # of run.json

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from heddle.errors import ConfigError
-from heddle.model.compiled import compiled
 from heddle.model.config import ModelConfig
+from heddle.model.copies import compiled
 from heddle.model.decoder import Decoder
 from heddle.numerics.cross_entropy import DistillationSums, OutputHead, TeacherOutput, distillation_sums
 from heddle.numerics.norms import at_least_float32
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.tokenization.tokenizer import Tokenizer
 
 TRAINED_PARAMETERS = ("all", "touched")

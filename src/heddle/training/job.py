@@ -1,5 +1,8 @@
 """A training job: what to train, on which data, how and where."""
 
+import os
+import resource
+import sys
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,14 +14,15 @@ from heddle.data.chat import ChatDataset
 from heddle.data.corpus import Corpus
 from heddle.distributed.degrees import ParallelDegrees
 from heddle.distributed.ranks import ONE_PROCESS, Ranks
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, MachineError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.initialization import cast_parameters
 from heddle.model.lora import add_lora
+from heddle.model.size import build_distinct_layers, parameter_counts
+from heddle.progress import format_amount
 from heddle.training.distillation import Distillation, Teacher
-from heddle.training.evaluation.bits_per_byte import TokenObserver
-from heddle.training.evaluation.budget import EvaluationBudget
+from heddle.training.evaluation.scores import EvaluationBudget, TokenObserver
 from heddle.training.init_checkpoint import InitCheckpoint, LoraSettings
 from heddle.training.settings import Settings
 from heddle.training.training_data import ChatData, TaskData, TaskSource, TextData, TrainingData
@@ -122,3 +126,38 @@ class TrainingJob:
         if teacher is not None:
             self.training_data.check(teacher.model)
         return teacher
+
+
+# Whether a device can hold what a training keeps of each parameter: asked before anything is allocated.
+
+
+def check_memory(job: TrainingJob) -> None:
+    """Raise MachineError if the weights of a job, with their gradients and moments, exceed the device's memory."""
+    with torch.no_grad():
+        parameters, _ = parameter_counts(build_distinct_layers(job.config, torch.float32))
+    is_frozen = job.lora is not None or any(factor == 0 for _, factor in job.settings.lr_scale)
+    needed, memory = parameters * _least_bytes(job.settings, is_frozen), device_memory(job.device)
+    if needed > memory:
+        raise MachineError(
+            f"design: {format_amount(parameters, 'parameters')} take at least {format_amount(needed, 'bytes')} in "
+            f"training, and the device has {format_amount(memory, 'bytes')}; choose smaller sizes"
+        )
+
+
+def _least_bytes(settings: Settings, is_frozen: bool) -> int:
+    """Return the fewest bytes that a parameter takes: its weight and, where it is trained, gradient and moments."""
+    weight = 2 if settings.precision == "bf16-params" else 4
+    return weight if is_frozen else 2 * weight + 4  # one moment of Muon's; AdamW has two
+
+
+def device_memory(device: str) -> int:
+    """Return the bytes of memory that a device has in all."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_process_memory() -> int:
+    """The most bytes of memory that this process has held so far; Linux counts KiB, macOS bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

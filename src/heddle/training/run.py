@@ -14,7 +14,7 @@ from heddle.distributed.degrees import ParallelDegrees
 from heddle.distributed.started import enter_ranks
 from heddle.errors import CheckpointError, ConfigError
 from heddle.generation.generate import generate, sample_text
-from heddle.model import compiled
+from heddle.model import copies
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config, with_vocab_size
@@ -29,10 +29,10 @@ from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.init_checkpoint import InitCheckpoint, LoraSettings, open_init_checkpoint
 from heddle.training.job import TrainingJob
+from heddle.training.loop import TrainingResult
 from heddle.training.loop import train as run_job
 from heddle.training.settings import Settings, TrainSettings
 from heddle.training.trackers import check_trackers
-from heddle.training.training_result import TrainingResult
 
 DEFAULT_STEPS = 500
 DEFAULT_SEQUENCE_LENGTH = 256
@@ -165,7 +165,7 @@ def _resolve(settings: TrainSettings, runtime: Runtime, task: TaskStream | None)
             "steps": _steps(settings, settings.batch_size * length),
             "sequence_length": length,
             "learning_rate": settings.lr,
-            "compile": compiled.should_compile(runtime.device) if settings.compile is None else settings.compile,
+            "compile": copies.should_compile(runtime.device) if settings.compile is None else settings.compile,
             "lr_scale": parse_scales(settings.lr_scale),
             "transfer_width": transfer_width_of(settings.transfer),
         }

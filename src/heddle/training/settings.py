@@ -48,7 +48,7 @@ class Settings:
     width at which the learning rate was chosen; rates, first values and decay of each weight follow from the model's
     width (`heddle.training.width_transfer`). None: they do not.
     spike_guard: a loss so many deviations above those before it takes the run back to its last checkpoint, and past
-    the data since then (`heddle.training.spike_guard`). None: no loss does.
+    the data since then (`heddle.training.loop`). None: no loss does.
     """
 
     steps: int

@@ -9,16 +9,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from heddle.data.chat import ChatDataset
-from heddle.data.chat_format import CHAT_TEMPLATE_FILE
+from heddle.data.chat import CHAT_TEMPLATE_FILE, ChatDataset
 from heddle.data.corpus import Corpus
 from heddle.data.samples import Batch, CorpusLoader, evaluation_windows
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
 from heddle.tokenization.tokenizer import Tokenizer
-from heddle.training.evaluation.bits_per_byte import TokenObserver, bits_and_bytes
-from heddle.training.evaluation.scores import Scores
-from heddle.training.evaluation.task_accuracy import correct_predictions
+from heddle.training.evaluation.scores import Scores, TokenObserver, bits_and_bytes, correct_predictions
 from heddle.training.settings import Settings
 
 

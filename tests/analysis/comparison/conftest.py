@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from heddle.analysis import workers as processes
-from heddle.analysis.comparison import probes, report_writer
+from heddle.lab import workers as processes
+from heddle.lab.compare import probes, run
 from tests import small
 from tests.analysis.comparison.runs import JAPANESE, Workers
 
@@ -17,7 +17,7 @@ from tests.analysis.comparison.runs import JAPANESE, Workers
 def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
     workers = Workers()
     monkeypatch.setattr(processes, "start_worker", workers.start)
-    monkeypatch.setattr(report_writer, "SLOW_REPORT_SECONDS", 1e9)  # on a slow machine, too, after each run
+    monkeypatch.setattr(run, "SLOW_REPORT_SECONDS", 1e9)  # on a slow machine, too, after each run
     return workers
 
 

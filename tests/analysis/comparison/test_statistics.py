@@ -5,15 +5,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heddle.analysis.comparison import statistics
-from heddle.analysis.comparison.statistics import (
+from heddle.errors import DataError
+from heddle.lab.compare import statistics
+from heddle.lab.compare.statistics import (
     mean_bits_per_byte,
     paired_difference,
     run_seconds,
     t_quantile,
     text_half_width,
 )
-from heddle.errors import DataError
 from tests.analysis.comparison import reports
 
 # Student's t as printed in tables: (two-sided level, degrees of freedom, quantile)
@@ -157,12 +157,12 @@ def test_swapping_the_sides_changes_the_sign() -> None:
 
 def test_windows_must_be_the_same() -> None:
     runs = [finished_run(seed, np.full(8, 2.0)) for seed in range(2)]
-    with pytest.raises(DataError, match=r"seed 0 .* different validation windows"):
+    with pytest.raises(DataError, match="seed 0"):
         paired_difference(runs, [finished_run(seed, np.full(8, 2.0), size=900) for seed in range(2)])
     with pytest.raises(DataError, match="different validation windows"):
         paired_difference(runs, [finished_run(seed, np.full(9, 2.0)) for seed in range(2)])
     mixed = [finished_run(0, np.full(8, 2.0)), finished_run(1, np.full(9, 2.0))]
-    with pytest.raises(DataError, match="The seeds were measured on different"):
+    with pytest.raises(DataError, match="seeds"):
         paired_difference(mixed, mixed)
 
 

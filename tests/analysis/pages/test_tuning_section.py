@@ -8,11 +8,10 @@ from typing import Any
 import plotly.graph_objects
 import pytest
 
-from heddle.analysis.comparison.tuning_report import needs_shared_run, shared_value_matters, tuning_report
-from heddle.analysis.pages import report as report_module
-from heddle.analysis.pages.figures.tuning import tuning_figures
-from heddle.analysis.pages.report import report_page
-from heddle.analysis.pages.tuning import tuning_section
+from heddle.lab.compare.tuning import needs_shared_run, shared_value_matters, tuning_report
+from heddle.lab.pages import report as report_module
+from heddle.lab.pages.figures.comparison import tuning_figures
+from heddle.lab.pages.report import report_page, tuning_section
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.tunings import make_tuning, with_tuning
 from tests.html_page import Page

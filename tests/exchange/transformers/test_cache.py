@@ -168,13 +168,13 @@ def test_only_what_cannot_go_back_is_forked() -> None:
 def test_what_was_not_kept_cannot_be_taken_back() -> None:
     cache = HeddleCache()
     read("hybrid", [[1, 2, 3]], cache)
-    with pytest.raises(ConfigError, match="cannot take back 1 tokens"):
+    with pytest.raises(ConfigError, match="1 tokens"):
         cache.crop(-1)
-    with pytest.raises(ConfigError, match="cannot remove 4 columns from a cache of 3"):
+    with pytest.raises(ConfigError, match=r"4 columns.*3"):
         cache.crop(-4)
     cache.activate_past_recording()
     read("hybrid", [[4]], cache)
-    with pytest.raises(ConfigError, match="can go back 1 columns, not 2"):
+    with pytest.raises(ConfigError, match=r"1 columns.*2"):
         cache.crop(-2)
 
 
@@ -183,7 +183,7 @@ def test_a_static_cache_is_never_exceeded_and_begins_anew() -> None:
     cache = HeddleCache(max_cache_len=6)
     assert cache.get_max_length() == 6
     read("gqa", [row], cache)
-    with pytest.raises(ConfigError, match="cache_length 6 is too small for 7 tokens"):
+    with pytest.raises(ConfigError, match=r"cache_length 6.*7 tokens"):
         read("gqa", [[1]], cache)
     cache.reset()
     assert cache.get_seq_length() == 0
@@ -208,7 +208,7 @@ def test_caches_of_other_models_are_refused() -> None:
     filled = DynamicCache()
     filled.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
     for cache in (filled, DynamicCache(offloading=True), ((torch.zeros(1), torch.zeros(1)),)):
-        with pytest.raises(ConfigError, match="past_key_values: is a"):
+        with pytest.raises(ConfigError, match="past_key_values:"):
             read("gqa", [[1]], cache)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="takes no keys and values"):
         HeddleCache().update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)

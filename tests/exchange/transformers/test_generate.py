@@ -65,7 +65,7 @@ def test_chunked_prefill_needs_the_length_of_each_text() -> None:
     inputs = padded(prompts([9, 7]))
     expected = by_length().generate(**inputs, **arguments)
     assert torch.equal(by_length().generate(**inputs, prefill_chunk_size=4, **arguments), expected)
-    with pytest.raises(ConfigError, match="first 4 columns of a row are all padding"):
+    with pytest.raises(ConfigError, match="4 columns"):
         by_length().generate(**padded(prompts([9, 3])), prefill_chunk_size=4, **arguments)
 
 
@@ -183,5 +183,5 @@ def test_scores_and_attentions_are_given_on_request() -> None:
 
 
 def test_caches_of_other_kinds_are_refused_by_name() -> None:
-    with pytest.raises(heddle.errors.ConfigError, match="cache_implementation: is 'offloaded'"):
+    with pytest.raises(heddle.errors.ConfigError, match=r"cache_implementation:.*'offloaded'"):
         written("gqa", padded(prompts([4])), cache_implementation="offloaded")

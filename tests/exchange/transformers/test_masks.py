@@ -147,23 +147,23 @@ def band(window: int) -> Tensor:
 
 HEADS = torch.stack((torch.ones(6, 6).tril(), torch.eye(6)))[None].bool()
 REFUSED: dict[str, dict[str, Any]] = {
-    "attention_mask: hides column 0 of row 0 to its token 2": {"attention_mask": band(2)},
-    "attention_mask: adds numbers other than 0": {"attention_mask": torch.full((1, 1, 6, 6), -0.5)},
-    "attention_mask: differs between heads": {"attention_mask": HEADS},
-    r"attention_mask: has shape \[1, 5\]; expected \[1, 6\]": {"attention_mask": torch.ones(1, 5)},
-    r"attention_mask: has shape \[1, 1, 6, 7\]; expected \[1, 1, 6, 6\]": {"attention_mask": torch.ones(1, 1, 6, 7)},
-    "attention_mask: is a table of masks": {"attention_mask": {"full_attention": None}},
-    "position_ids: 0 follows 2 in row 0": {
+    "attention_mask:.*column 0.*row 0.*token 2": {"attention_mask": band(2)},
+    "attention_mask:.*numbers": {"attention_mask": torch.full((1, 1, 6, 6), -0.5)},
+    "attention_mask:.*heads": {"attention_mask": HEADS},
+    r"attention_mask:.*\[1, 5\].*\[1, 6\]": {"attention_mask": torch.ones(1, 5)},
+    r"attention_mask:.*\[1, 1, 6, 7\].*\[1, 1, 6, 6\]": {"attention_mask": torch.ones(1, 1, 6, 7)},
+    "attention_mask:.*table": {"attention_mask": {"full_attention": None}},
+    "position_ids: 0 .*2 in row 0": {
         "attention_mask": torch.ones(1, 6), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])
     },
-    "position_ids: 4 follows 1 in row 0": {
+    "position_ids: 4 .*1 in row 0": {
         "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]]), "position_ids": torch.tensor([[0, 0, 1, 4, 5, 6]])
     },
-    "position_ids: do not go on by one at token 3 of row 0": {
+    "position_ids:.*token 3.*row 0": {
         "attention_mask": torch.ones(1, 1, 6, 6).tril().bool(), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])
     },
-    "position_ids: hold negative numbers": {"position_ids": torch.tensor([[-1, 0, 1, 2, 3, 4]])},
-    r"position_ids: have shape \[1, 7\]": {"position_ids": torch.arange(7)[None]},
+    "position_ids:.*negative": {"position_ids": torch.tensor([[-1, 0, 1, 2, 3, 4]])},
+    r"position_ids:.*\[1, 7\]": {"position_ids": torch.arange(7)[None]},
 }  # fmt: skip
 
 
@@ -177,9 +177,9 @@ def test_after_a_cache_masks_and_positions_may_not_change_their_minds() -> None:
     rows = torch.tensor(prompts([4]))
     with torch.no_grad():
         cache = model("gqa")(rows).past_key_values
-        with pytest.raises(ConfigError, match="its first 4 columns are not those"):
+        with pytest.raises(ConfigError, match="first 4 columns"):
             model("gqa")(rows, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1]]), past_key_values=cache)
-        with pytest.raises(ConfigError, match="position_ids: 0 follows 3 in row 0"):
+        with pytest.raises(ConfigError, match=r"position_ids: 0 .*3 in row 0"):
             model("gqa")(rows, position_ids=torch.arange(4)[None], past_key_values=cache)
 
 

@@ -9,7 +9,7 @@ import pytest
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import evaluation_windows
 from heddle.model.decoder import build
-from heddle.training.evaluation.bits_per_byte import bits_and_bytes, token_scores
+from heddle.training.evaluation import loss_profile
 from heddle.training.evaluation.loss_profile import (
     LossProfile,
     frequency_groups,
@@ -18,6 +18,7 @@ from heddle.training.evaluation.loss_profile import (
     position_groups,
     token_frequencies,
 )
+from heddle.training.evaluation.scores import bits_and_bytes, token_scores
 from tests import small
 from tests.laws.planting import plant
 
@@ -112,7 +113,7 @@ def test_frequencies_are_those_of_the_training_text(corpus: Corpus) -> None:
 
 def test_long_files_are_counted_in_pieces(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = token_frequencies(corpus)
-    monkeypatch.setattr("heddle.training.evaluation.loss_profile.MAX_TOKENS", 1000)
+    monkeypatch.setattr(loss_profile, "MAX_TOKENS", 1000)
     pieces = token_frequencies(corpus)
     assert 0 < np.abs(pieces - whole).max() < 0.05
 

@@ -22,13 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.numerics.attention.score_modifiers import (
-    NO_BLOCK_MODIFIERS,
-    NO_MODIFIERS,
-    BlockModifiers,
-    ScoreModifiers,
-)
-from heddle.numerics.dispatch.device_size import DeviceSize
+from heddle.numerics.attention.mask import NO_BLOCK_MODIFIERS, NO_MODIFIERS, BlockModifiers, ScoreModifiers
+from heddle.numerics.dispatch import DeviceSize
 from heddle.numerics.norms import at_least_float32, without_autocast
 
 QUERY_TILE = 64  # queries per tile; up to twice as many run as one tile

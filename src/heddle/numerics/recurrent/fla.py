@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from heddle.numerics.dispatch.libraries import NOT_CUDA, constant_in_graphs, optional_module
+from heddle.numerics.dispatch import NOT_CUDA, constant_in_graphs, optional_module
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.recurrent.chunked_sums import CallLayout, token_log_decays
 from heddle.numerics.recurrent.library_calls import LIBRARY_CALLS, LibraryCall, call_library

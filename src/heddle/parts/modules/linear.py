@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from heddle.numerics.linear import linear, linears
-from heddle.numerics.philox import ParameterDraws, RandomStream
+from heddle.numerics.random import ParameterDraws, RandomStream
 
 _rows_to_fill: ContextVar[Mapping[int, slice]] = ContextVar("rows_to_fill", default=MappingProxyType({}))
 
