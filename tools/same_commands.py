@@ -10,6 +10,7 @@ the checkout has. What was renamed, moved or removed stands in `tools/same_optio
 
 import enum
 import random
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,38 @@ def described() -> dict[str, list[Word]]:
 
 def parsed(arguments: list[str]) -> dict[str, Any]:
     """Exit code and values by option: what the verb would get. Nothing runs."""
+    return _parsed_settings(arguments) if find_spec("heddle.settings") else _parsed_typer(arguments)
+
+
+def _parsed_settings(arguments: list[str]) -> dict[str, Any]:
+    """By verbs whose settings are typed classes. What a class checks among its options is not asked."""
+    import click
+
+    from heddle.cli.main import app
+    from heddle.settings import Argument, VerbSettings, settings_of
+
+    try:
+        with click.Context(app, info_name="heddle") as root:
+            name, command, rest = app.resolve_command(root, list(arguments))
+            verb: Any = command
+            with verb.make_context(name, rest, parent=root) as context:
+                verb.settings = type(verb.settings.__name__, (verb.settings,), {"read": VerbSettings.__dict__["read"]})
+                settings = verb.read_settings(context)
+    except Exception as error:
+        code = getattr(error, "exit_code", None)
+        if code is None:
+            raise
+        return {"code": code}
+    named = {
+        setting.field if isinstance(setting.option, Argument) else setting.flag: getattr(settings, setting.field)
+        for setting in settings_of(type(settings)).values()
+    }
+    more = {"--config": context.params.get("config"), "--print-config": context.params.get("print_config")}
+    named |= more if arguments[0] == "train" else {}  # no other verb of OLD has them
+    return {"code": 0, "values": {name: plain(named[name]) for name in sorted(named)}}
+
+
+def _parsed_typer(arguments: list[str]) -> dict[str, Any]:
     command = _typer_commands().get(arguments[0])
     if command is None:
         return {"code": 2}

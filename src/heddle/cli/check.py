@@ -9,19 +9,21 @@ import click
 
 from heddle.progress import printable
 from heddle.session import open_session
-from heddle.settings import Device, Json, Option, SessionSettings
+from heddle.settings import Device, Json, Option, PartFile, SessionSettings, Threads, VerbSettings, shared
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.training.settings import Design, Overrides
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckSettings(SessionSettings):
+class CheckSettings(VerbSettings):
     """Settings of `heddle check`."""
 
     design: Design
     overrides: Overrides = ()
     law: Annotated[tuple[str, ...], Option("NAME", "Check this law; repeatable. [all of docs/laws.md]")] = ()
     device: Device = "cpu"
+    threads: Threads = None
+    part: PartFile = ()
     json: Json = False
 
 
@@ -33,7 +35,7 @@ def check(settings: CheckSettings) -> None:
     or an option cannot be used.
     """
     with ExitStack() as stack:
-        runtime = open_session(stack, settings)
+        runtime = open_session(stack, SessionSettings(**shared(settings, SessionSettings)))
         from heddle.laws import LAWS, run, shrink
         from heddle.model.load_config import load_config, with_vocab_size
 

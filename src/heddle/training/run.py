@@ -1,6 +1,7 @@
 """Train as `heddle train` does, from settings: `heddle.train`."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -137,7 +138,7 @@ def _train(settings: TrainSettings) -> TrainedRun:
             out=settings.out,
             device=runtime.device,
             environment={
-                "command": settings.command_line("train"),
+                "command": _command(settings),
                 "versions": versions(),
                 "options": settings.dump(),
                 "runtime": runtime.describe(),
@@ -170,6 +171,13 @@ def _resolve(settings: TrainSettings, runtime: Runtime, task: TaskStream | None)
             "transfer_width": transfer_width_of(settings.transfer),
         }
     )
+
+
+def _command(settings: TrainSettings) -> str:
+    """The command that continues the run; a design that is a table stands in the run's record."""
+    if isinstance(settings.design, dict):
+        return shlex.join(["heddle", "train", "--config", str(settings.out)])
+    return settings.command_line("train")
 
 
 def _steps(settings: TrainSettings, tokens_per_step: int) -> int:
