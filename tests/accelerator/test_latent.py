@@ -1,5 +1,8 @@
 """Latent attention as on an accelerator: few launches, FlashMLA where it serves, and one graph."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +14,7 @@ from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
 from heddle.numerics.dispatch.operation import record_choices
 from heddle.numerics.kernels import kernels
 from tests.accelerator.flash_mla_stand_in import install_flash_mla
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, calls
 
 HEADS, RANK, ROPE, NOPE = 3, 512, 64, 16
 
@@ -59,18 +62,28 @@ def test_flash_mla_reads_the_cache_in_place(
     assert flash_error(queries, keys, slots, batch) < 1e-3
 
 
+def arguments_with(change: Callable[..., tuple[Tensor, ...]], **changed: Any) -> Plant:
+    """Other pages, table and lengths, or other options, of a call of the library."""
+
+    def call(module: Any, q: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, *rest: Any, **options: Any) -> Any:
+        return module.flash_mla_with_kvcache(q, *change(pages, table, lengths), *rest, **options | changed)
+
+    return calls(flash_mla.attend, "flash_mla_with_kvcache", call)
+
+
 @pytest.mark.parametrize(
-    ("old", "new"),
+    "plant",
     [
-        ("softmax_scale=scale", "softmax_scale=576**-0.5"),
-        ("causal=causal", "causal=False"),
-        ("all_pages,\n        table", "all_pages.roll(1, 0),\n        table"),
-        ("table,\n        lengths", "table,\n        lengths + 1"),
-        ("table,\n        lengths", "lengths,\n        table"),
+        arguments_with(lambda *tensors: tensors, softmax_scale=576**-0.5),
+        arguments_with(lambda *tensors: tensors, causal=False),
+        arguments_with(lambda pages, table, lengths: (pages.roll(1, 0), table, lengths)),
+        arguments_with(lambda pages, table, lengths: (pages, table, lengths + 1)),
+        arguments_with(lambda pages, table, lengths: (pages, lengths, table)),
     ],
+    ids=["scale", "causal", "pages", "lengths", "exchanged"],
 )
-def test_a_wrong_argument_of_flash_mla_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.attention.flash_mla:attend", old, new)
+def test_a_wrong_argument_of_flash_mla_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     install_flash_mla(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
         assert flash_error(3, 100, 192) < 1e-3

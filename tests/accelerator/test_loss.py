@@ -13,8 +13,9 @@ from heddle.numerics.cross_entropy import OutputHead, TeacherOutput, distillatio
 from heddle.numerics.dispatch.device_size import DeviceSize
 from heddle.numerics.dispatch.operation import record_choices
 from heddle.numerics.kernels import kernels
+from heddle.numerics.liger import liger_loss_sum
 from tests.accelerator.loss_stand_ins import install_liger
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, calls
 
 TOKENS, WIDTH, VOCABULARY = 300, 6, 11
 
@@ -94,18 +95,28 @@ def test_ligers_loss(monkeypatch: pytest.MonkeyPatch) -> None:
         loss_and_gradients("liger", {"scale": 0.5})
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("bias=bias, ", ""),
-        ("softcap=softcap, ", ""),
-        ('reduction="sum", ', ""),
-        (", accum_dtype=torch.float32", ""),
-        ("hidden, weight, targets, bias", "weight, hidden, targets, bias"),
-    ],
-)
-def test_a_wrong_argument_of_liger_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.liger:liger_loss_sum", old, new)
+def without(name: str) -> Plant:
+    """An option of the library's function left out."""
+
+    def call(functions: Any, *inputs: Tensor, **options: Any) -> Tensor:
+        del options[name]
+        return functions.liger_fused_linear_cross_entropy(*inputs, **options)
+
+    return calls(liger_loss_sum, "liger_fused_linear_cross_entropy", call)
+
+
+def exchanged(functions: Any, hidden: Tensor, weight: Tensor, *rest: Tensor, **options: Any) -> Tensor:
+    return functions.liger_fused_linear_cross_entropy(weight, hidden, *rest, **options)
+
+
+BUGS = {name: without(name) for name in ("bias", "softcap", "reduction", "accum_dtype")} | {
+    "exchanged": calls(liger_loss_sum, "liger_fused_linear_cross_entropy", exchanged)
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_wrong_argument_of_liger_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[bug](monkeypatch)
     install_liger(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError)):
         assert largest_difference("liger", {"softcap": 2.0}) < 1e-10

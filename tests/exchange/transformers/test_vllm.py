@@ -1,6 +1,7 @@
 """External attention functions, and the plugin for vLLM with a stand-in for vLLM."""
 
 import tomllib
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -17,14 +18,16 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 import heddle
 from heddle.errors import ConfigError
 from heddle.exchange.transformers import HeddleForCausalLM, export
-from heddle.exchange.transformers.external_attention import unsupported_reasons
+from heddle.exchange.transformers.config import HeddleConfig
+from heddle.exchange.transformers.external_attention import ExternalAttention, attention_modules, unsupported_reasons
+from heddle.exchange.transformers.modeling import HeddleModel
 from heddle.laws.harness import forward_no_grad
 from heddle.model.load_config import load_config
 from tests.cases import ALIBI, LONG, ROPE, Data, attention, design, latent, layer
 from tests.exchange.transformers.designs import MOE, padded, prompts
 from tests.exchange.transformers.vllm_stand_in import Registry, install
 from tests.generation.loops import amplify_layers
-from tests.laws.planting import plant
+from tests.laws.planting import calls, condition, result
 from tests.source import ROOT
 
 SUPPORTED: dict[str, Data] = {
@@ -190,39 +193,67 @@ def test_vllm_would_run_an_exported_folder(name: str, tmp_path: Path, monkeypatc
     check_served(name, tmp_path)
 
 
-EXTERNAL, CONFIG = "exchange.transformers.external_attention", "exchange.transformers.config:HeddleConfig"
-ATTEND = f"{EXTERNAL}:ExternalAttention.__call__"
-# The function, the code in it, the code that replaces it, and a design for which the check must then fail.
-BUGS = {
-    "a window forgotten": (f"{EXTERNAL}:ExternalAttention._mask", "if window is None else", "or", "windows"),
-    "a scale forgotten": (ATTEND, "scaling=scale", "scaling=q.shape[3] ** -0.5", "normed"),
-    "heads before tokens": (ATTEND, "return heads_last.transpose(1, 2)", "return heads_last.reshape(q.shape)", "gqa"),
-    "keywords kept": (ATTEND, "**self.kwargs", "", "gqa"),
-    "padding seen": (
-        "exchange.transformers.modeling:HeddleModel._run",
-        "ExternalAttention(modules, call.attention_mask,",
-        "ExternalAttention(modules, None,",
+def leave_head_empty(patch: pytest.MonkeyPatch) -> None:
+    from heddle.exchange.transformers.vllm_model import VLLMHeddleForCausalLM  # it needs vLLM, or its stand-in
+
+    calls(VLLMHeddleForCausalLM.load_weights, "startswith", lambda *_: False)(patch)
+
+
+# The bug, and a design for which the check must then fail.
+BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "a window forgotten": (condition(ExternalAttention._mask, "window", True, nth=1), "windows"),
+    "a scale forgotten": (
+        calls(
+            ExternalAttention.__call__,
+            "function",
+            lambda function, module, q, *rest, **options: function(
+                module, q, *rest, **options | {"scaling": q.shape[3] ** -0.5}
+            ),
+        ),
+        "normed",
+    ),
+    "heads before tokens": (
+        calls(ExternalAttention.__call__, "transpose", lambda heads_last, *dims, q: heads_last.reshape(q.shape)),
         "gqa",
     ),
-    "one cache for all layers": (f"{EXTERNAL}:attention_modules", "layer_idx=index", "layer_idx=0", "gqa"),
+    "keywords kept": (
+        calls(
+            ExternalAttention.__call__,
+            "function",
+            lambda function, *inputs, scaling, sliding_window, dropout, **_: function(
+                *inputs, scaling=scaling, sliding_window=sliding_window, dropout=dropout
+            ),
+        ),
+        "gqa",
+    ),
+    "padding seen": (
+        calls(HeddleModel._run, "ExternalAttention", lambda make, modules, mask, *rest: make(modules, None, *rest)),
+        "gqa",
+    ),
+    "one cache for all layers": (
+        calls(
+            attention_modules,
+            "AttentionModule",
+            lambda make, mixer, layer_idx, config: make(mixer, layer_idx=0, config=config),
+        ),
+        "gqa",
+    ),
 }
-SERVED_BUGS = {
-    "a head left empty": ("exchange.transformers.vllm_model:VLLMHeddleForCausalLM.load_weights",
-                          "if name.startswith(HEAD_PREFIX)", "if False", "learned"),
-    "a soft cap not told": (f"{CONFIG}.final_logit_softcapping", ".head.softcap", ".head.bias or None", "normed"),
-    "a scale of logits not told": (f"{CONFIG}.logit_scale", ".head.scale", ".head.scale ** 0", "moe"),
-    "windows not told": (f"{CONFIG}.sliding_window", "design_parts.first_window(", "0 * design_parts.first_window(",
-                         "windows"),
-}  # fmt: skip
+SERVED_BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "a head left empty": (leave_head_empty, "learned"),
+    "a soft cap not told": (result(HeddleConfig.final_logit_softcapping, lambda softcap: None), "normed"),
+    "a scale of logits not told": (result(HeddleConfig.logit_scale, lambda scale: 1.0), "moe"),
+    "windows not told": (result(HeddleConfig.sliding_window, lambda window: 0), "windows"),
+}
 
 
 @pytest.mark.parametrize("bug", [*BUGS, *SERVED_BUGS])
 def test_a_planted_bug_is_caught(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    function, old, new, name = (BUGS | SERVED_BUGS)[bug]
+    plant, name = (BUGS | SERVED_BUGS)[bug]
     decoder(name), [alone(name, row) for row in prompts(LENGTHS)]
     with monkeypatch.context() as patch:
-        plant(patch, function, old, new)
+        plant(patch)
         with pytest.raises((AssertionError, KeyError, RuntimeError, ConfigError)):
             check_logits(name) if bug in BUGS else check_served(name, tmp_path)
 
