@@ -31,7 +31,7 @@ from heddle.model.config import ModelConfig
 from heddle.training.evaluation.budget import EarlyStop
 from tests import small
 from tests.analysis.comparison import reports
-from tests.laws.planting import plant
+from tests.laws.planting import assigned, calls, condition
 
 LONG_TRAINING = 1e9  # tokens: every task is affordable
 
@@ -91,7 +91,7 @@ def test_a_short_training_affords_short_rows_only() -> None:
 
 
 def test_a_budget_that_is_spent_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "analysis.comparison.abilities:choose_tasks", "affordable -= 0 if choice.reason else", "_ =")
+    assigned(choose_tasks, "affordable", lambda spent: 0, nth=1)(monkeypatch)
     with pytest.raises(AssertionError):
         test_a_short_training_affords_short_rows_only()
 
@@ -173,7 +173,7 @@ def test_a_training_ends_where_the_task_is_solved_or_hopeless() -> None:
 
 
 def test_hopeless_only_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "training.evaluation.budget:EarlyStop.add", 'line["step"] >= budget.hopeless_steps', "True")
+    condition(EarlyStop.add, "hopeless_steps", True)(monkeypatch)
     with pytest.raises(AssertionError):
         test_a_training_ends_where_the_task_is_solved_or_hopeless()
 
@@ -192,7 +192,8 @@ def test_the_curve_counts_each_number_of_pairs() -> None:
 
 
 def test_planted_order_of_rows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "analysis.comparison.recall_curve:accuracy_by_pairs", "counts, rows", "counts, rows[::-1]")
+    in_reverse = calls(accuracy_by_pairs, "zip", lambda _, counts, rows, strict: zip(counts, rows[::-1], strict=strict))
+    in_reverse(monkeypatch)
     with pytest.raises(AssertionError):
         test_the_curve_counts_each_number_of_pairs()
 
