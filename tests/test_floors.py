@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "storage": FLOOR_4 | {"distributed", "tokenization"},  # decisions 32, 76
     "data": FLOOR_4 | {"storage", "tokenization"},
     "distributed": FLOOR_4,
-    "generation": FLOOR_4,
+    "generation": FLOOR_4 | {"distributed"},
     "exchange": FLOOR_4 | {"storage", "tokenization"},  # decision 24
     "exchange.transformers": FLOOR_4 | {"data", "exchange", "generation", "storage", "tokenization"},  # decision 24
     "training": FLOOR_4 | {"data", "distributed", "signals", "storage", "tokenization"},

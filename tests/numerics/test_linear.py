@@ -58,6 +58,19 @@ def test_a_weight_changed_in_place_is_packed_again() -> None:
         torch.testing.assert_close(run("packed", x, weight, None), 4.0 * before)
 
 
+def test_a_weight_where_another_was_freed_is_packed_anew() -> None:
+    """As FSDP frees and gathers weights: the first one is alive, and its memory has become another's."""
+    x, first, others = torch.randn(1, 512), torch.randn(512, 512), list[torch.Tensor]()
+    with packed_weights():
+        run("packed", x, first, None)
+        address = first.data_ptr()
+        first.untyped_storage().resize_(0)
+        while not others or others[-1].data_ptr() != address:
+            assert len(others) < 64
+            others.append(torch.randn(512, 512))
+        torch.testing.assert_close(run("packed", x, others[-1], None), x @ others[-1].T, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("biases", [(False, False), (True, False), (False, True), (True, True)])
 def test_several_weights_are_one_product_if_packed(biases: tuple[bool, bool]) -> None:
     x, sizes = torch.randn(2, 3, 512), (64, 512)  # the first is too small to be packed alone

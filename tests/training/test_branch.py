@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from heddle.data.corpus import Corpus
+from heddle.distributed.ranks import Ranks
 from heddle.errors import CheckpointError, ConfigError
 from heddle.signals import Interrupted
 from heddle.storage.run_log import read_log
@@ -105,6 +106,8 @@ def test_what_is_no_branch_is_refused(texts: Corpus, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=sentence):
             train_branch(replace(asked, settings=replace(asked.settings, **settings)), tmp_path / "trunk")
+    with pytest.raises(ConfigError, match=r"^ranks: .* there are 2;"):
+        train_branch(replace(asked, ranks=Ranks(0, 2)), tmp_path / "trunk")
     train_branch(job(texts, tmp_path / "longer", 15), tmp_path / "previous")
     with pytest.raises(CheckpointError, match=r"is no branch of it: it is at step 12$"):
         train_branch(asked, tmp_path / "trunk", tmp_path / "previous")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from heddle.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 WAIT_SECONDS = 45.0
@@ -49,7 +50,10 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks [ranks, ...], in their order, on each rank. They have one shape and dtype."""
+        """The tensors of all ranks [ranks, ...], in their order, on each rank. They have one shape and dtype.
+
+        A collective, as all methods below: ranks call them in one order, from the thread that trains.
+        """
         if self.count == 1:
             return tensor[None]
         from torch import distributed
@@ -109,11 +113,16 @@ class Ranks:
 ONE_PROCESS = Ranks()
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ranks share a model, by `shard_model`: each of its forward passes is a collective of all of them."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
 def reduce_with_next_backward(model: nn.Module, reduce: bool) -> None:
     """Whether the next backward pass of a sharded model sums gradients over ranks, or keeps them for a later one."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and isinstance(model, fsdp.FSDPModule):
-        model.set_requires_gradient_sync(reduce)
+    if is_sharded(model):
+        cast("FSDPModule", model).set_requires_gradient_sync(reduce)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ MIN_GRAPH_TOKENS = 4  # recording a graph takes about as long as a step
 
 
 class DecodingFacts(NamedTuple):
-    """What decides how tokens are decoded. refusal: why a graph could not be recorded, once it was tried."""
+    """What decides how tokens are decoded. refusal: why no graph can be recorded, once that is known."""
 
     device: str
     tokens: int
@@ -36,19 +36,21 @@ def decode(
 ) -> NewTokens:
     """Yield one new token per row at each step. The caller marks rows in `finished` when they need no more tokens.
 
-    runner: that of the model, where several calls share its packed weights.
+    runner: that of the model, where several calls share its packed weights. A sharded model takes all `max_new_tokens`
+    steps: ranks compute the tokens apart, and must take part in as many forward passes as the others.
     """
     runner = runner or ModelRunner(model)
     with eval_mode(model):
         hidden, state = prefill(runner, request)
         block_size = STEPS_PER_READ.on(hidden)
-        facts = DecodingFacts(device_type(hidden), request.max_new_tokens, request.compile_decoding)
+        refusal = "the ranks gather its weights at each step" if runner.is_sharded else None
+        facts = DecodingFacts(device_type(hidden), request.max_new_tokens, request.compile_decoding, refusal)
         steps = DECODING.choose(facts).run(runner, request, hidden, state)
         while block := list(islice(steps, block_size)):
             for tokens in torch.stack(block).tolist():
                 check_chosen(tokens)
                 yield list(enumerate(tokens))
-                if all(finished):
+                if all(finished) and not runner.is_sharded:
                     return
 
 

@@ -5,6 +5,7 @@ from typing import TypedDict, Unpack, overload
 
 from torch import Tensor
 
+from heddle.distributed.ranks import is_sharded
 from heddle.errors import ConfigError
 from heddle.generation.beam_search import beam_search
 from heddle.generation.collect import TokenizerProtocol, collect_texts, collect_tokens
@@ -124,6 +125,7 @@ def generate(  # noqa: PLR0913 - settings given by keyword
     where torch has kept it, then less for each token: for many tokens. The text is the same but for rounding.
     Where rotary frequencies depend on the text's length (dynamic NTK, LongRoPE), the length is that of the longest
     prompt plus max_new_tokens - 1, for all rows; the last new token is never read.
+    All ranks that share a sharded model call it at once, with the same prompts and settings.
     Raises ConfigError for prompts that are empty or hold something else, and for a setting that is invalid, conflicts
     with another or would do nothing.
     """
@@ -138,6 +140,8 @@ def generate(  # noqa: PLR0913 - settings given by keyword
         None if draft_model is None else SpeculativeConfig(draft_model, speculative_tokens, on_speculative_round)
     )
     _check_compatible(model, temperature, prefix, num_beams, speculative)
+    if is_sharded(model):
+        _check_sharded(num_beams > 1, speculative is not None, streams is not None, batch_invariant, compile_decoding)
     if compile_decoding and (num_beams > 1 or speculative is not None):
         raise ConfigError("compile_decoding: beams and drafts have no step of one token; leave it out")
     if prefix is not None and encoder_output is not None:
@@ -212,6 +216,13 @@ def _check_compatible(
         raise ConfigError("prefix: was read by another model; read it with this one")
     if speculative is not None:
         speculative.check(model)
+
+
+def _check_sharded(*settings: bool) -> None:
+    """Raise ConfigError for settings whose forward passes depend on the tokens, or on where weights lie."""
+    names = ("num_beams", "draft_model", "streams", "batch_invariant", "compile_decoding")
+    for name in (name for name, is_set in zip(names, settings, strict=True) if is_set):
+        raise ConfigError(f"{name}: ranks that share a model take the same steps, a token of each row; leave it out")
 
 
 def _check_streams(request: GenerationRequest, streams: int | None, has_rounds: bool) -> None:

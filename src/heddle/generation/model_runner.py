@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from heddle.distributed.ranks import is_sharded
 from heddle.generation.sampling import Sampler
 from heddle.model.decoder import Decoder
 from heddle.model.state import State
@@ -45,10 +46,13 @@ class GenerationRequest:
 
 
 class ModelRunner:
-    """A model without gradients, with packed weights that are reused from call to call."""
+    """A model without gradients, with packed weights that are reused from call to call.
+
+    is_sharded: each forward pass is a collective of all ranks, and gathers the weights anew, so that none is packed.
+    """
 
     def __init__(self, model: Decoder) -> None:
-        self.model = model
+        self.model, self.is_sharded = model, is_sharded(model)
         self.packed_weights: PackedWeightCache = {}
         self.constants = Constants()
 
@@ -72,7 +76,7 @@ class ModelRunner:
 
     def _packing(self) -> AbstractContextManager[None]:
         """A compiled graph cannot set the context, and holds no packed weight."""
-        return nullcontext() if is_compiling() else packed_weights(self.packed_weights)
+        return nullcontext() if self.is_sharded or is_compiling() else packed_weights(self.packed_weights)
 
 
 @contextmanager

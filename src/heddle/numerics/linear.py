@@ -24,9 +24,10 @@ MIN_PACKED_ELEMENTS = 2**15  # calling a kernel costs more than reading a smalle
 Cached = TypeVar("Cached")
 
 # The key is the address, shape and strides of the tensors, so that a slice of a stacked weight is recognized. The entry
-# is the tensors themselves (which keeps their addresses valid), their version counters, and the cached value.
+# is their storages, where these lie, the tensors' version counters, and the cached value. A storage that is referenced
+# can still lose its memory: FSDP frees a layer's weights so, and gathers the next layer's at the same address.
 TensorKey = tuple[int, torch.Size, tuple[int, ...]]
-PackedWeightCache = dict[tuple[TensorKey, ...], tuple[list[Tensor], list[int], Any]]
+PackedWeightCache = dict[tuple[TensorKey, ...], tuple[list[torch.UntypedStorage], list[int], list[int], Any]]
 
 _cache: ContextVar[PackedWeightCache | None] = ContextVar("packed_weights", default=None)
 
@@ -93,11 +94,12 @@ def cached_pack(tensors: Sequence[Tensor], compute: Callable[[], Cached]) -> Cac
     """The cached value of these tensors. `compute` is called if there is none or a tensor was changed or replaced."""
     cache = _cache.get()
     assert cache is not None
-    key = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
+    key = tuple([(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors])
     entry, versions = cache.get(key), [tensor._version for tensor in tensors]
-    if entry is None or entry[1] != versions:
-        entry = cache[key] = ([tensor.detach() for tensor in tensors], versions, compute())
-    value: Cached = entry[2]
+    if entry is None or entry[2] != versions or [storage.data_ptr() for storage in entry[0]] != entry[1]:
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        entry = cache[key] = (storages, [storage.data_ptr() for storage in storages], versions, compute())
+    value: Cached = entry[3]
     return value
 
 

@@ -34,10 +34,12 @@ def train_branch(job: TrainingJob, trunk: Path, previous: Path | None = None) ->
 
     The result is bit-equal to `train(job)`. previous: the trunk of a shorter branch with the same settings, from whose
     end this trunk goes on; None, or a folder without a checkpoint: it begins at the first step. The same call continues
-    after an interrupt. Raises ConfigError for other schedules or a warmup that depends on the length or outlasts the
-    trunk, and whatever `train` raises.
+    after an interrupt. Raises ConfigError for several ranks, other schedules, or a warmup that depends on the length or
+    outlasts the trunk, and whatever `train` raises.
     """
     settings = job.settings
+    if job.ranks.count > 1:
+        raise ConfigError(f"ranks: one process trains a branch, and there are {job.ranks.count}; train it alone")
     if settings.schedule != "wsd":
         raise ConfigError(f"schedule {settings.schedule}: branches decay from a constant rate; set wsd")
     if settings.warmup is None or settings.warmup > settings.constant_steps:
