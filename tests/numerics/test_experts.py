@@ -342,7 +342,7 @@ def test_experts_are_packed_once_and_again_after_a_change() -> None:
         with packed_weights(cache):
             for _ in range(3):
                 torch.testing.assert_close(run_experts(x, assignment, weights, TANH), expected, rtol=1e-4, atol=1e-2)
-            ((_, _, packed_experts),) = cache.values()
+            ((*_, packed_experts),) = cache.values()
             assert sorted(packed_experts) == [0, 2]
             weights.up.mul_(2.0)
             changed = run_experts(x, assignment, weights, TANH)
