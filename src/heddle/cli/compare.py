@@ -118,7 +118,7 @@ def compare(
         typer.Option("--speed-context-length", metavar="N", help="Context length for the speed test; repeatable."),
     ] = None,
     recall: Annotated[
-        str, typer.Option("--recall", metavar="NAMES", help="Recall tasks: auto, all, none, curve, mqar, parity …")
+        str, typer.Option("--recall", metavar="NAMES", help="Recall tasks: auto, all, none, mqar, parity …")
     ] = "auto",
     extrapolate: Annotated[
         int, typer.Option("--extrapolate", metavar="N", help="Test texts up to N sequence lengths: 1 (off), 2, 4, 8 …")
