@@ -9,8 +9,6 @@ from heddle import progress
 from heddle.analysis.comparison.abilities import TaskChoice, choose_tasks
 from heddle.analysis.comparison.evaluations import plan_evaluations
 from heddle.analysis.comparison.plan import ComparisonPlan, DesignEntry
-from heddle.analysis.comparison.probes import CURVE
-from heddle.analysis.comparison.recall_curve import describe_curve_cost
 from heddle.analysis.workers import Task, Workers, default_workers, run_tasks
 from heddle.data.corpus import Corpus
 from heddle.distributed.ranks import Ranks
@@ -158,16 +156,10 @@ def speed_task(comparison: Comparison, entry: DesignEntry, number: int) -> Task:
 
 
 def choose_recall_tasks(comparison: Comparison, steps: Mapping[str, int]) -> list[TaskChoice]:
-    """Which recall tasks are trained, for which designs; prints what the curve costs. steps: of each training."""
+    """Which recall tasks are trained, for which designs. steps: of each training."""
     plan, configs = comparison.plan, {entry.name: comparison.config(entry) for entry in comparison.plan.entries}
-    tokens = {name: count * plan.batch_size * plan.sequence_length * len(plan.seeds) for name, count in steps.items()}
-    if CURVE in plan.recall_probes:
-        forward_flops = (
-            tokens[name] * flops_per_token(build(config, device="meta"), plan.sequence_length)
-            for name, config in configs.items()
-        )
-        progress.print_status(describe_curve_cost(configs, 3 * sum(forward_flops)))
-    return choose_tasks(configs, plan.recall_probes, min(tokens.values()))
+    tokens = min(steps.values()) * plan.batch_size * plan.sequence_length * len(plan.seeds)
+    return choose_tasks(configs, plan.recall_probes, tokens)
 
 
 def recall_task(comparison: Comparison, entry: DesignEntry, probe: str) -> Task:

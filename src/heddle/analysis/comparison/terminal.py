@@ -25,7 +25,6 @@ from heddle.analysis.comparison.lookup import (
     ranked_designs,
     recall_accuracy,
 )
-from heddle.analysis.comparison.recall_curve import curve_sentence
 from heddle.analysis.comparison.resolution import resolution_table
 from heddle.analysis.comparison.tables import CostColumn, TextTable, cost_columns, effect_table, equal_size_table
 
@@ -58,7 +57,7 @@ def report_tables(report: Report) -> RenderableType:
     if unresolved is not None:
         parts += [_text_table(unresolved), Text()]
     parts += [Text(sentence) for sentence in report["verdict"]]
-    parts += [Text(sentence) for sentence in (curve_sentence(report), *left_out_sentences(report)) if sentence]
+    parts += [Text(sentence) for sentence in left_out_sentences(report)]
     parts += [Text(sentence) for sentence in (report.get("tuning") or {}).get("sentences", ())]
     if report["progress"]["stop_reason"]:
         parts.append(Text(report["progress"]["stop_reason"]))

@@ -15,9 +15,7 @@ from heddle.analysis.comparison.formatting import (
     judgment,
 )
 from heddle.analysis.comparison.lookup import Report
-from heddle.analysis.comparison.recall_curve import curve_sentence, curve_table
 from heddle.analysis.comparison.tables import TextTable
-from heddle.analysis.pages.figures.abilities import frontier_chart, recall_curve_chart
 from heddle.analysis.pages.figures.profile import profile_chart
 from heddle.analysis.pages.figures.svg import Chart
 from heddle.analysis.pages.sections import HeatCell, HeatMap
@@ -30,10 +28,6 @@ class AbilityTables:
     """What is shown of recall beside the table of tasks. left_out: sentences on tasks that are not in that table."""
 
     left_out: list[str]
-    curve: Chart | None
-    frontier: Chart | None
-    curve_table: TextTable | None
-    curve_sentence: str
     text_table: TextTable | None
     text: Mapping[str, Any] | None
 
@@ -51,14 +45,8 @@ class ProfileCard:
 
 def ability_tables(report: Report) -> AbilityTables:
     """The section on what the designs can do."""
-    points = [point for design in report["designs"] for point in design.get("recall_curve", ())]
-    has_curve = any(point["accuracy"] is not None for point in points)
     return AbilityTables(
         left_out=left_out_sentences(report),
-        curve=recall_curve_chart(report) if has_curve else None,
-        frontier=frontier_chart(report) if has_curve else None,
-        curve_table=curve_table(report) if has_curve else None,
-        curve_sentence=curve_sentence(report) if has_curve else "",
         text_table=text_recall_table(report),
         text=report.get("text_recall"),
     )
