@@ -8,7 +8,6 @@ import inspect
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Self, get_args, get_origin, get_type_hints
@@ -156,9 +155,9 @@ class VerbSettings:
 
     def command_line(self, verb: str) -> str:
         """Return the command that has these settings; what is at its default is left out."""
-        words, arguments = [], []
+        words, arguments, settings = [], [], settings_of(type(self))
         for name, value in self.dump().items():
-            setting = settings_of(type(self))[name]
+            setting = settings[name]
             if value == _plain(setting.default):
                 continue
             texts = [str(item) for item in (value if isinstance(value, list) else [value])]
@@ -177,9 +176,8 @@ def shared(source: Any, target: Callable[..., Any]) -> dict[str, Any]:
     return {field.name: getattr(source, field.name) for field in fields(source) if field.name in names}
 
 
-@cache
 def settings_of(cls: type[VerbSettings]) -> dict[str, Setting]:
-    """The settings of a verb by their names: arguments first, and those of base classes last."""
+    """The settings of a class of `VerbSettings` by their names: arguments first, and those of base classes last."""
     hints = get_type_hints(cls, include_extras=True)
     order = [name for base in cls.__mro__ for name in inspect.get_annotations(base)]
     found = []

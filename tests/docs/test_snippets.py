@@ -46,9 +46,9 @@ def parse_command(command: str) -> None:
     """Raise if the command line has an unknown command or option, or a value of the wrong type."""
     name, *arguments = shlex.split(command)
     with click.Context(app, info_name="heddle") as context:
-        _, command, rest = app.resolve_command(context, [name, *arguments])
-        assert isinstance(command, VerbCommand)
-        command.read_settings(command.make_context(name, rest, parent=context))
+        _, verb, rest = app.resolve_command(context, [name, *arguments])
+        assert isinstance(verb, VerbCommand)
+        verb.read_settings(verb.make_context(name, rest, parent=context))
 
 
 # PEFT reads an attribute that transformers has deprecated.

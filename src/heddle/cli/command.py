@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 CONFIG, PRINT_CONFIG = "config", "print_config"
 
 
-class Text(click.ParamType):
+class Text(click.types.StringParamType):
     """A text, which the settings read; completed by subcommands, or as a file's name."""
-
-    name = "text"
 
     def __init__(self, words: Iterable[str] = ()) -> None:
         self.words = tuple(words)
