@@ -1,7 +1,7 @@
 """Tune training fields for each design before a comparison: run the search's trials, and choose the best values.
 
-A trial is a whole run of its own, shorter than the comparison's, with a schedule that ends. It is scored on the tuning
-part of the held-out text; the comparison's runs, on seeds that no trial had, are scored on the rest.
+A trial is a run of its own, as long as the comparison's or shorter, with a schedule that ends. It is scored on the
+tuning part of the held-out text; the comparison's runs, on seeds that no trial had, are scored on the rest.
 """
 
 import math
@@ -11,21 +11,21 @@ from typing import Protocol
 
 from heddle import progress
 from heddle.analysis.comparison.evaluations import plan_evaluations
-from heddle.analysis.comparison.plan import ComparisonPlan, DesignEntry
-from heddle.analysis.comparison.successive_halving import (
+from heddle.analysis.comparison.grid_search import (
+    TUNING_SEED,
     BudgetTooSmall,
     Search,
     SearchState,
     Trial,
     best_shared,
-    plan_fractions,
     search_state,
 )
+from heddle.analysis.comparison.plan import ComparisonPlan, DesignEntry
 from heddle.analysis.comparison.tasks import Comparison, training_task
 from heddle.analysis.comparison.tuning_fields import Candidate, TuningPlan, describe_candidate, tuned_settings
 from heddle.analysis.workers import Result, Task, run_tasks
 from heddle.data.held_out import split_held_out
-from heddle.errors import ConfigError, MachineError
+from heddle.errors import CheckpointError, ConfigError, MachineError
 from heddle.storage.json_file import read_json_file, write_json_file
 from heddle.training.settings import Settings
 
@@ -88,22 +88,32 @@ def start_tuning(comparison: Comparison, steps: Mapping[str, int]) -> Tuning:
 
 
 def finish_tuning(comparison: Comparison, tuning: Tuning, run: RunTasks) -> None:
-    """Run what is not done yet of the search. Raises MachineError where every trial of a design diverged."""
+    """Run what is not done yet of the search.
+
+    Raises MachineError where every trial of a design diverged, and CheckpointError where the folder's trials are of
+    another length: successive halving, which was here before, began with shorter ones.
+    """
     entries = {entry.name: entry for entry in comparison.plan.entries}
     while trials := tuning.state.pending:
         tasks = {_trial_task(comparison, tuning, entries[trial.design], trial): trial for trial in trials}
         if not all(task.result_file.is_file() for task in tasks):
-            length = "whole runs" if trials[0].fraction > 0.999 else f"runs of {trials[0].fraction:.0%} of the length"
+            fraction = tuning.search.fraction
+            length = "whole runs" if fraction > 0.999 else f"runs of {fraction:.0%} of the length"
             progress.print_status(f"tuning: {len(trials)} {length}")
 
         def add(task: Task, result: Result, tasks: dict[Task, Trial] = tasks) -> None:
+            settings = Settings(**task.request["settings"])
+            if result["status"] == "done" and result["train_tokens"] != settings.steps * settings.tokens_per_step:
+                raise CheckpointError(
+                    f"{comparison.out}: tuned by successive halving, which is gone; compare in another folder, where "
+                    "every value is tried on runs of one length"
+                )
             tuning.results[tasks[task]] = result
 
         run(list(tasks), add)
     losses, state = tuning.losses(), tuning.state
     for name, best in state.best.items():
-        rung = state.rungs[-1]
-        if math.isinf(losses[Trial(name, best, rung.fraction, rung.seed)]):
+        if math.isinf(losses[Trial(name, best)]):
             tried = ", ".join(tuning.field_names)
             raise MachineError(f"tune {tried}: every run of {name} diverged or failed; give lower values")
 
@@ -135,9 +145,8 @@ def make_search(
         budget = tuning.budget_value * len(steps) * len(plan.seeds)
     else:
         costs, budget = dict(run_seconds), tuning.budget_value
-    search = Search(tuning.fields, costs, budget, MIN_TRIAL_STEPS / fewest)
     try:
-        plan_fractions(search)
+        return Search(tuning.fields, costs, budget, MIN_TRIAL_STEPS / fewest)
     except BudgetTooSmall as error:
         least = error.least_budget * tuning.budget_value / budget
         unit = "times the comparison's training" if tuning.budget_kind == "share" else "seconds"
@@ -145,7 +154,6 @@ def make_search(
             f"tune {names}: a budget of {tuning.budget_value:g} {unit} is too small for its values; give at least "
             f"{_round_up(least)}, or fewer values"
         ) from None
-    return search
 
 
 def _round_up(value: float) -> str:
@@ -167,8 +175,8 @@ def _seconds_per_step(comparison: Comparison, entry: DesignEntry) -> float:
 def _trial_task(comparison: Comparison, tuning: Tuning, entry: DesignEntry, trial: Trial) -> Task:
     """The task of a trial: it saves and evaluates only at its end."""
     text = describe_candidate(tuning.field_names, trial.candidate)
-    stem = f"{entry.name}-tune{trial.seed}-{text.replace(', ', '-').replace(' ', '=').replace('/', '_')}"
-    task = tuned_task(comparison, tuning, entry, trial.candidate, trial.seed, fraction=trial.fraction)
+    stem = f"{entry.name}-tune{TUNING_SEED}-{text.replace(', ', '-').replace(' ', '=').replace('/', '_')}"
+    task = tuned_task(comparison, tuning, entry, trial.candidate, TUNING_SEED, fraction=tuning.search.fraction)
     settings = {**task.request["settings"], "save_every": None, "evaluate_every": None}
     task = _renamed(task, f"{entry.name}, {text}", stem)
     return replace(task, request={**task.request, "task": "loss", "held_out": "tuning", "settings": settings})

@@ -6,8 +6,8 @@ from itertools import combinations
 from typing import Any
 
 from heddle.analysis.comparison.formatting import format_difference, half_width, join_names, judgment
+from heddle.analysis.comparison.grid_search import TUNING_SEED, Trial, best_shared
 from heddle.analysis.comparison.statistics import Run, paired_difference
-from heddle.analysis.comparison.successive_halving import Trial, best_shared
 from heddle.analysis.comparison.tuning import Tuning
 from heddle.analysis.comparison.tuning_fields import Candidate, describe_candidate, format_value
 
@@ -37,12 +37,11 @@ def tuning_report(tuning: Tuning, runs: Runs, shared_runs: Runs | None) -> dict[
             "kind": tuning.plan.budget_kind,
             "value": tuning.plan.budget_value,
             "runs": len(tuning.results),
-            "whole_runs": sum(trial.fraction for trial in tuning.results),
+            "whole_runs": sum(tuning.search.fraction for _ in tuning.results),
             "seconds": sum(result["seconds"] for result in tuning.results.values() if result["status"] == "done"),
         },
         "rungs": [
-            {"fraction": rung.fraction, "seed": rung.seed, "candidates": [list(values) for values in rung.candidates]}
-            for rung in state.rungs
+            {"fraction": tuning.search.fraction, "seed": TUNING_SEED, "candidates": list(map(list, state.candidates))}
         ],
         "designs": [_design_report(tuning, name) for name in tuning.search.designs],
         "shared_values": {
@@ -56,28 +55,24 @@ def tuning_report(tuning: Tuning, runs: Runs, shared_runs: Runs | None) -> dict[
 
 
 def _design_report(tuning: Tuning, name: str) -> dict[str, Any]:
-    best = tuning.state.best[name]
-    last = tuning.state.rungs[-1]
-    trials = [
-        (index, trial, tuning.results[trial])
-        for index, rung in enumerate(tuning.state.rungs)
-        for trial in rung.trials([name])
-    ]
+    state = tuning.state
+    best = state.best[name]
+    results = {candidate: tuning.results[Trial(name, candidate)] for candidate in state.candidates}
     return {
         "name": name,
         "best": list(best),
         "text": describe_candidate(tuning.field_names, best),
-        "bits_per_byte": tuning.results[Trial(name, best, last.fraction, last.seed)].get("bits_per_byte"),
-        "open_ends": list(tuning.state.open_ends.get(name, ())),
+        "bits_per_byte": results[best].get("bits_per_byte"),
+        "open_ends": list(state.open_ends.get(name, ())),
         "trials": [
             {
-                "rung": index,
-                "values": list(trial.candidate),
+                "rung": 0,
+                "values": list(candidate),
                 "status": result["status"],
                 "bits_per_byte": result["bits_per_byte"] if result["status"] == "done" else None,
                 "train_tokens": result.get("train_tokens"),
             }
-            for index, trial, result in trials
+            for candidate, result in results.items()
         ],
     }
 
@@ -85,14 +80,14 @@ def _design_report(tuning: Tuning, name: str) -> dict[str, Any]:
 def shared_value_matters(tuning: Tuning, runs: Runs) -> bool:
     """Whether the trials suggest that a shared value gives another answer, so that it is worth running.
 
-    That is where, on the last rung, the difference between two designs has another sign at the best shared values than
+    That is where the difference between two designs has another sign at the best shared values than
     at each one's own best, or another size by more than the half-width of the comparison's interval.
     """
-    losses, rung = tuning.losses(), tuning.state.rungs[-1]
+    losses = tuning.losses()
     shared = best_shared(tuning.search, tuning.state, losses)
 
     def loss(name: str, values: Candidate) -> float:
-        return losses[Trial(name, values, rung.fraction, rung.seed)]
+        return losses[Trial(name, values)]
 
     for first, second in combinations(tuning.search.designs, 2):
         at_shared = loss(first, shared) - loss(second, shared)
@@ -142,8 +137,7 @@ def _sentences(report: Mapping[str, Any]) -> list[str]:
     if open_ends:
         parts = [f"{name} ({' and '.join(ends)})" for name, ends in open_ends.items()]
         sentences.append(
-            f"Not tried next to the best value on the longest runs: {join_names(parts, 8)}. "
-            "A larger budget may find a better one."
+            f"Not tried next to the best value: {join_names(parts, 8)}. A larger budget may find a better one."
         )
     return sentences if report["shared_values"]["runs"] is None else [*sentences, _shared_sentence(report)]
 
