@@ -19,6 +19,7 @@ def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("mqar", "parity", "s5"):
         source = {"mqar": "recall:mqar,pairs=2,keys=2,length=8"}.get(name, f"recall:{name},length=8")
         short[name] = RecallProbe(name.upper(), source, "What?", 2, batch_size=2, mixers_only=name == "mqar")
+    monkeypatch.setattr(probes, "FINAL_TOKENS", 360)
     for module in (probes, abilities):
         monkeypatch.setattr(module, "RECALL_PROBES", short)
 

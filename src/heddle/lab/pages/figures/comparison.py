@@ -422,7 +422,6 @@ def _values(design: Design, name: str, labels: Sequence[str], compares: bool) ->
 # The figures of tuning: bits per byte over the values of each tuned field, a line for each design.
 
 
-_SHORT_RUNG_OPACITY = 0.35
 LOSS_SPAN = 4.0  # the axis ends at so many times the spread of the better half; what diverges would hide the rest
 
 
@@ -433,31 +432,30 @@ def tuning_figures(report: Report) -> dict[str, Figure | None]:
     return {f"tuning-{index}": _tuning_figure(report, index) for index in range(len(fields))}
 
 
-def profile(trials: Sequence[Mapping[str, Any]], axis_index: int, rung: int) -> dict[Any, float]:
-    """The lowest bits per byte for each value of a field on a rung, over the values of the other fields."""
+def profile(trials: Sequence[Mapping[str, Any]], axis_index: int) -> dict[Any, float]:
+    """The lowest bits per byte for each value of a field, over the values of the other fields."""
     lowest: dict[Any, float] = {}
     for trial in trials:
         loss, value = trial["bits_per_byte"], trial["values"][axis_index]
-        if trial["rung"] == rung and loss is not None and loss < lowest.get(value, math.inf):
+        if loss is not None and loss < lowest.get(value, math.inf):
             lowest[value] = loss
     return lowest
 
 
 def _tuning_figure(report: Report, index: int) -> Figure | None:
-    """Thin lines for the shorter rungs, thick for the last, a ring around each design's choice."""
+    """A line for each design, and a ring around its choice."""
     tuning = report["tuning"]
-    field, rungs = tuning["fields"][index], tuning["rungs"]
+    field = tuning["fields"][index]
     is_log = field["is_number"] and min(field["values"]) > 0
     tuned = {design["name"]: design for design in tuning["designs"]}
     data: list[Figure] = []
     for design in report["designs"]:
-        trials = tuned[design["name"]]["trials"]
-        for rung in range(len(rungs)):
-            losses = profile(trials, index, rung)
-            points = [(value, losses[value]) for value in field["values"] if value in losses]
-            if points:
-                data.append(_tuning_line(report, design, points, rungs[rung]["fraction"], rung == len(rungs) - 1))
         best = tuned[design["name"]]
+        losses = profile(best["trials"], index)
+        points = [(value, losses[value]) for value in field["values"] if value in losses]
+        if points:
+            texts = [f"{format_bits(loss)} bits per byte at {format_value(value)}" for value, loss in points]
+            data.append(design_trace(report, design, points, texts))
         if best["bits_per_byte"] is not None:
             ring = design_trace(report, design, [(best["best"][index], best["bits_per_byte"])], [best["text"]])
             ring["marker"] |= {"symbol": "circle-open", "size": 18, "line": {"width": 2}}
@@ -475,19 +473,6 @@ def _tuning_figure(report: Report, index: int) -> Figure | None:
         layout["shapes"] = [dotted_line(tuning["shared_values"]["values"][index], color="soft", vertical=True)]
     layout["yaxis"]["range"] = _loss_range([y for trace in data for y in trace["y"]])
     return {"data": data, "layout": layout}
-
-
-def _tuning_line(
-    report: Report, design: Mapping[str, Any], points: list[tuple[Any, float]], fraction: float, is_last: bool
-) -> Figure:
-    length = "whole runs" if fraction > 0.999 else f"runs of {fraction:.0%}"
-    texts = [f"{format_bits(loss)} bits per byte at {format_value(value)}\n{length}" for value, loss in points]
-    trace = design_trace(report, design, points, texts)
-    if is_last:
-        return trace
-    trace["line"] |= {"width": 1}
-    trace["marker"] |= {"size": 5}
-    return trace | {"opacity": _SHORT_RUNG_OPACITY}
 
 
 def _loss_range(losses: Sequence[float]) -> list[float]:
