@@ -52,8 +52,9 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
 def _typer_commands() -> dict[str, Any]:
     import typer
 
-    from heddle.cli.main import app
+    from heddle.cli import main
 
+    app: Any = main.app
     commands: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
     return commands
 
