@@ -1,6 +1,7 @@
 """`heddle convert`: turn a trained model into one of another design."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,12 +22,13 @@ from heddle.cli.convert_report import (
 from heddle.cli.counts import token_count
 from heddle.cli.options import Data, Device, Json, PartFile, Quiet, Threads, open_session, parse_loss_weights
 from heddle.errors import CheckpointError, ConfigError
-from heddle.progress import print_text
+from heddle.progress import print_text, print_warning
 
 if TYPE_CHECKING:
     from heddle.conversion.rewrite import Rewrite
     from heddle.conversion.sources import ConversionSource
     from heddle.data.corpus import Corpus
+    from heddle.data.samples import RowProtocol
 
 DRY_RUN_CONTEXT = 2048  # tokens; of the costs that a dry run prints
 
@@ -94,7 +96,12 @@ def convert(  # noqa: PLR0913 - one parameter per option
         _check_heal_options(heal, {"loss": heal_loss, "lr": heal_lr, "parameters": heal_parameters})
         if model is None:
             raise ConfigError("MODEL: is missing; give a run, a model folder or a folder of transformers")
-        from heddle.analysis.conversion.report import is_converted, report_conversion, report_variants
+        from heddle.analysis.conversion.report import (
+            interrupted_report_rows,
+            is_converted,
+            report_conversion,
+            report_variants,
+        )
         from heddle.conversion.calibration import CALIBRATION_TOKENS, calibration_from_corpus, calibration_samples
         from heddle.conversion.convert import Conversion
         from heddle.conversion.convert import convert as convert_model
@@ -113,6 +120,7 @@ def convert(  # noqa: PLR0913 - one parameter per option
         if out is None and not dry_run:
             raise ConfigError("OUT: is missing; name the folder to write")
         source = open_source(model)
+        rows = None if out is None else interrupted_report_rows(out)
         text = corpus = settings = None
         count = CALIBRATION_TOKENS if calibration_tokens is None else calibration_tokens
         design = source.weights.design
@@ -123,7 +131,7 @@ def convert(  # noqa: PLR0913 - one parameter per option
             settings = healing_settings(heal, sequence_length, rate, calibration_samples(count, sequence_length))
         rewrites = [rewrite for variant in variants for rewrite in variant.rewrites]
         if any(rewrite.needs_text and not rewrite.is_exact(design) for rewrite in rewrites):
-            corpus = _corpus(source, data, count, heal)
+            corpus = _corpus(source, data, count, heal, rows)
             text = calibration_from_corpus(corpus, count, sequence_length, runtime.device)
         if dry_run:
             plans = {v.name: Conversion(source, v.rewrites, text).plan().design for v in variants}
@@ -132,7 +140,7 @@ def convert(  # noqa: PLR0913 - one parameter per option
         assert out is not None
         with_report = report_tokens > 0 and can_report(source)
         if corpus is None and (settings is not None or with_report):
-            corpus = _corpus(source, data, count, heal)
+            corpus = _corpus(source, data, count, heal, rows)
 
         def write(conversion: Conversion, folder: Path) -> None:
             if settings is None:
@@ -167,14 +175,31 @@ def _check_heal_options(heal: int | None, options: dict[str, Any]) -> None:
             raise ConfigError(f"--heal-{name} {value}: says how to heal; give --heal too")
 
 
-def _corpus(source: "ConversionSource", data: list[str] | None, calibration_tokens: int, heal: int | None) -> "Corpus":
-    """The text to calibrate and heal on, in the model's own tokens; how far it is encoded decides its order."""
+def _corpus(
+    source: "ConversionSource",
+    data: list[str] | None,
+    calibration_tokens: int,
+    heal: int | None,
+    rows: "RowProtocol | None",
+) -> "Corpus":
+    """The text to calibrate and heal on, in the model's own tokens; how far it is encoded decides its order.
+
+    rows: how rows begin in the conversion that is continued.
+    """
     from heddle.data.corpus import prepare_corpus
 
     if source.tokenizer is None:
         raise CheckpointError(f"{source.folder}: holds no tokenizer.json, so it cannot read a text")
     max_tokens = 4 * calibration_tokens + (heal or 0)
-    return prepare_corpus(data or ["stdlib"], vocab_size=None, max_train_tokens=max_tokens, tokenizer=source.tokenizer)
+    data = data or ["stdlib"]
+    corpus = prepare_corpus(data, vocab_size=None, max_train_tokens=max_tokens, tokenizer=source.tokenizer)
+    if rows is None or rows == corpus.rows:
+        return corpus
+    print_warning(
+        "rows begin without the model's BOS token, as in the conversion that is continued, so losses are not those of "
+        "its use; remove what is there, to convert again"
+    )
+    return replace(corpus, rows=rows)
 
 
 def _print_rewrites() -> None:
