@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from heddle.data.samples import PLAIN_ROWS, RowProtocol
 from heddle.model.decoder import Decoder, Layer, build
 from heddle.parts.context.layout import Layout
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 class CalibrationText:
     """Tokens that a model is run on.
 
-    batches: int64 [B, T] each. layouts: of each batch. name, sha256: of the corpus. first_sample, samples: which
-    samples of the corpus in the order of seed 0 these are.
+    batches: int64 [B, T] each. layouts: of each batch. name, sha256: of the corpus. samples: how many of the corpus, in
+    the order of seed 0, these are. rows: how each row begins.
     """
 
     batches: Sequence[Tensor]
@@ -27,6 +28,7 @@ class CalibrationText:
     name: str = "text"
     sha256: str = ""
     samples: int = 0
+    rows: RowProtocol = PLAIN_ROWS
 
     @property
     def device(self) -> torch.device:

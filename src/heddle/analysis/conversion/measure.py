@@ -49,7 +49,7 @@ def measure_model(
     windows, positions = _score_windows(decoder, text, bar)
     first, second, needles = score_recall(decoder, text, bar)
     del decoder
-    design, dtype = model.weights.design, model.weights.dtype
+    design, dtype, bos_ids = model.weights.design, model.weights.dtype, text.corpus.rows.bos_ids
     shapes = build_distinct_layers(design, dtype)
     model_size = measure_size(shapes, text.settings.sequence_length)
     return ModelResult(
@@ -69,7 +69,9 @@ def measure_model(
         first_spans=first,
         repeated_spans=second,
         needles=needles,
-        layer_errors=[] if model.weights is original else layer_errors(original, model.weights, text.layer_rows),
+        layer_errors=[]
+        if model.weights is original
+        else layer_errors(original, model.weights, text.layer_rows, bos_ids),
     )
 
 
