@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from heddle.cli.calls import train
 
 from benchmarks import peers
 from benchmarks.decode import compiled_loop
@@ -23,6 +22,7 @@ from heddle.model.decoder import Decoder
 from heddle.runtime import set_up_runtime
 from heddle.storage.model import load
 from heddle.training.evaluation.scores import bits_and_bytes
+from heddle.training.run import train
 
 CONTEXT, LENGTH, BATCHES = 128, 256, 16  # batches of 8 windows
 QUESTION = "How much faster is a token with weights of 8 and 4 bits, and how many bits per byte do they add?"

@@ -10,7 +10,7 @@ import pytest
 from tests.source import Source, package_sources
 
 # What each unit (a module or folder directly under heddle) may import besides itself.
-BASE = {"errors", "progress", "config"}
+BASE = {"errors", "progress", "config", "torch_private"}
 FLOOR_2 = BASE | {"numerics"}
 FLOOR_3 = FLOOR_2 | {"parts"}
 FLOOR_4 = FLOOR_3 | {"model"}
@@ -23,12 +23,13 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "progress": {"errors"},
     "notebook": set(),
+    "torch_private": set(),
     "signals": set(),  # what loops and the command line answer
     "config": {"annotations", "errors", "progress"},
     "settings": {"errors"},
     "session": {"config", "data", "errors", "numerics", "progress", "runtime", "settings"},  # for programs that own it
     "runtime": {"errors"},  # settings of the whole process: for programs that own it (cli, a worker), decision 2
-    "numerics": {"errors"},
+    "numerics": {"errors", "torch_private"},
     "parts": FLOOR_2,
     "model": FLOOR_3 | {"notebook"},
     "laws": FLOOR_4,
@@ -58,7 +59,7 @@ SHARED_BY_PARTS = {"modules"}
 HOMES = {
     "transformers": {"exchange.transformers"},
     "pyarrow": {"data"},
-    "torch.distributed": {"distributed", "lab.plan", "storage"},
+    "torch.distributed": {"distributed", "lab.plan", "storage", "torch_private"},
 }
 # Modules outside cli/ that may read or set environment variables: where the cache lies, what the terminal is, what
 # torch reads when it starts, and what torchrun and Slurm say.
@@ -149,6 +150,9 @@ def use_fault(source: Source, name: str) -> str:
     for package, homes in HOMES.items():
         if is_within(name, package) and here not in homes:
             return f"{package} belongs to {' and '.join(sorted(homes))}"
+    is_private = any(piece.startswith("_") and not piece.startswith("__") for piece in name.split("."))
+    if is_private and is_within(name, "torch") and here != "torch_private":
+        return "private names of torch belong to torch_private"
     reads = any(is_within(name, variable) for variable in ENVIRONMENT)
     if reads and here != "cli" and source.name not in READS_ENVIRONMENT:
         return "environment variables are read in cli"
@@ -226,6 +230,9 @@ def faults_of(name: str, text: str) -> list[str]:
         ("heddle.cli.show", "from transformers import AutoModel"),
         ("heddle.model.decoder", "from torch import distributed"),
         ("heddle.training.loop", "import torch\n\ntorch.distributed.barrier()"),
+        ("heddle.training.optimizer", "import torch\n\ntorch._foreach_mul_([], 1.0)"),
+        ("heddle.laws.kernels", "from torch.utils import _pytree"),
+        ("heddle.numerics.linear", "from torch._C import _nn"),
         ("heddle.training.loop", "import os\n\nos.environ['OMP_NUM_THREADS'] = '1'"),
         ("heddle.data.tokens", "from os import getenv"),
     ],

@@ -183,7 +183,7 @@ def bugs_of(slot: str, kind: str) -> list[Bug]:
     modules = import_depths(f"heddle.parts.{slot}.{kind}")
     bugs = []
     for bug in BUGS:
-        module = f"heddle.{bug.target.partition(':')[0]}"
+        module = bug.plant.module
         if module in modules and slot in owners(module) and (slot, kind) in parts_of(case(bug.case)):
             bugs.append(bug)
     return bugs

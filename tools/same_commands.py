@@ -85,8 +85,9 @@ def _parsed_typer(arguments: list[str]) -> dict[str, Any]:
 def _typer_commands() -> dict[str, Any]:
     import typer
 
-    from heddle.cli.main import app
+    from heddle.cli import main
 
+    app: Any = main.app
     commands: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
     return commands
 

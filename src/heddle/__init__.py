@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from heddle.lab.compare.compare import compare
     from heddle.lab.conversion.convert import convert
     from heddle.lab.ladder.ladder import ladder
+    from heddle.lab.plan.training_plan import plan
     from heddle.lab.show import show
-    from heddle.lab.training_plan import plan
     from heddle.model.attention_maps import attention_weights as attention_weights
     from heddle.model.decoder import Decoder as Decoder
     from heddle.model.decoder import build as build
@@ -44,7 +44,7 @@ _HOMES = {
     "load": "heddle.storage.model",
     "load_config": "heddle.model.load_config",
     "load_state": "heddle.storage.model",
-    "plan": "heddle.lab.training_plan",
+    "plan": "heddle.lab.plan.training_plan",
     "prefix": "heddle.generation.generate",
     "save": "heddle.storage.model",
     "save_state": "heddle.storage.model",

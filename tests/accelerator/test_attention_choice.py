@@ -14,7 +14,7 @@ from heddle.model.load_config import load_config
 from heddle.model.size import build_distinct_layers, measure_kernel_choices
 from heddle.numerics.attention import softmax, tiled
 from heddle.numerics.attention.mask import AttentionMask, LinearBias, ScoreModifiers
-from heddle.numerics.attention.sdpa import sdpa
+from heddle.numerics.attention.sdpa import _efficient, sdpa
 from heddle.numerics.attention.softmax import ATTENTION, attention
 from heddle.numerics.dispatch import record_choices
 from heddle.parts.layout import Layout
@@ -23,7 +23,7 @@ from tests.accelerator import budget_rows as calls
 from tests.accelerator.budgets import count
 from tests.accelerator.pretend import DEVICE, on_device, pretending, values_of
 from tests.accelerator.test_attention import moved, pretended
-from tests.laws.planting import plant
+from tests.laws import planting
 from tests.numerics.test_attention import CASES, Shape, draw, options, tail
 
 NARROW, WIDE = torch.bfloat16, torch.float32
@@ -206,7 +206,7 @@ def test_a_bias_has_the_dtype_of_the_queries(name: str, autocast: bool, monkeypa
 
 def test_a_bias_of_another_dtype_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(softmax, "has_triton", lambda: False)
-    plant(monkeypatch, "numerics.attention.sdpa:_efficient", "mask.to(q.dtype)", "mask")
+    planting.calls(_efficient, "to", lambda mask, dtype: mask)(monkeypatch)
     with pytest.raises(RuntimeError, match=r"torch.float32.*torch.bfloat16"):
         run_biased("padded", NARROW, False)
 

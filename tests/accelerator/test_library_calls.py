@@ -20,7 +20,7 @@ from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule
 from heddle.numerics.recurrent.library_calls import LIBRARY_CALLS, LibraryCall, library_operator
 from tests.accelerator import graphs
 from tests.cases import case
-from tests.laws.planting import plant
+from tests.laws.planting import condition
 
 pytestmark = [  # of the compiler itself, which instantiates autograd functions and reads .grad of any tensor
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -214,6 +214,6 @@ def test_outside_of_graphs_no_operator_is_called(compiling: bool, monkeypatch: p
 
     monkeypatch.setattr(library_calls, "library_operator", record)
     if compiling:
-        plant(monkeypatch, "numerics.recurrent.library_calls:call_library", "is_compiling()", "True")
+        condition(library_calls.call_library, "is_compiling", True)(monkeypatch)
     library_calls.call_library("chunk_kda", call("chunk_kda", False, False))
     assert calls == ["chunk_kda"] * compiling

@@ -34,7 +34,7 @@ from heddle.training.job import TrainingJob
 from heddle.training.loop import train
 from heddle.training.settings import Settings
 from tests import small
-from tests.laws.planting import plant
+from tests.laws.planting import replaced
 from tests.storage.shared import MEASURED, Died
 
 LENGTH, ROWS, STEPS = 16, 4, 6
@@ -123,7 +123,7 @@ def test_calibration_healing_and_evaluation_share_no_window(
     parts = windows(letters, tmp_path, folders, samples=8)
     assert [len(part) for part in parts[:2]] == [8, STEPS * ROWS]
     assert are_disjoint(parts)
-    plant(monkeypatch, "training.settings:Settings.samples_before", "self.first_sample + ", "")
+    replaced(Settings.samples_before, lambda settings, step: step * settings.batch_size)(monkeypatch)
     assert not are_disjoint(windows(letters, tmp_path, folders, samples=8))
 
 

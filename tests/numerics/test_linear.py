@@ -12,13 +12,14 @@ from heddle.numerics.kernels import kernels
 from heddle.numerics.linear import (
     MAX_PACKED_ROWS,
     PackedWeightCache,
+    _facts,
     linear,
     linear_flops,
     linears,
     packed_weights,
     reference,
 )
-from tests.laws.planting import plant
+from tests.laws.planting import condition
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -154,6 +155,6 @@ def test_weights_of_another_type_are_not_packed(monkeypatch: pytest.MonkeyPatch)
     with packed_weights():
         for y, weight in zip(linears(x, maps), weights, strict=True):
             torch.testing.assert_close(y.as_subclass(torch.Tensor), x @ weight.T, rtol=0, atol=1e-4)
-        plant(monkeypatch, "numerics.linear:_facts", "packing and all(", "packing or all(")
+        condition(_facts, "type", True)(monkeypatch)
         with pytest.raises(NotImplementedError, match="of a quantized weight"):
             linears(x, maps)

@@ -13,7 +13,7 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.parts.mixers.attention import Attention, query_temperature
 from tests.cases import alone
-from tests.laws.planting import plant
+from tests.laws.planting import condition
 
 ALIBI = {"kind": "alibi"}
 
@@ -118,7 +118,7 @@ def test_norms_after_the_rotation(kind: str, monkeypatch: pytest.MonkeyPatch) ->
             actual = mixer._heads(projection(x), norm, heads, layout).transpose(1, 2)
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
             with monkeypatch.context() as patch:
-                plant(patch, "parts.mixers.attention:Attention._heads", "if self.norm_after_rotation", "if False")
+                condition(Attention._heads, "norm_after_rotation", False)(patch)
                 wrong = mixer._heads(projection(x), norm, heads, layout).transpose(1, 2)
             assert float((wrong - expected).abs().max()) > 0.01
 

@@ -8,16 +8,17 @@ import threading
 import time
 
 import pytest
+from torch import Tensor
 
 from heddle.errors import ConfigError
 from heddle.generation.generate import generate
+from heddle.generation.scheduler import BatchScheduler
 from heddle.model.state import State
-from heddle.numerics.transfer import to_device
 from heddle.serving import server as connections
 from heddle.serving.limits import ServerLimits
 from heddle.serving.server import host_names, listen
 from heddle.tokenization.tokenizer import Tokenizer
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, assigned, calls, result
 from tests.serving.running import NAME, Running, Served, running_server, small_model
 
 PROMPTS = ("The weaver", "Another cloth", "La navette", "def weave")
@@ -273,25 +274,30 @@ def test_a_crowd_with_abusers_gets_right_texts_and_no_server_error() -> None:
     assert check_crowd(50, 2.0) > 50
 
 
-LEAKS = 'vars(to_device).setdefault("leaked", []).append(new_state)'
+leaked: list[State] = []
+
+
+def leak(pair: tuple[Tensor, State]) -> tuple[Tensor, State]:
+    leaked.append(pair[1])
+    return pair
 
 
 @pytest.mark.parametrize(
-    ("name", "old", "new"),
+    "plant",
     [
-        ("_choose", "zip(shared, chosen, strict=True)", "zip(shared, chosen[::-1], strict=True)"),
-        ("_choose", "row.newest == NOT_FINITE", "row.newest % 2 == 0"),
-        ("_forward", "hidden[:, -1], new_state", f"({LEAKS}, hidden[:, -1])[1], new_state"),
+        calls(BatchScheduler._choose, "zip", lambda _, rows, chosen, strict: zip(rows, chosen[::-1], strict=strict)),
+        assigned(BatchScheduler._choose, "is_damaged", lambda is_damaged, *, row: row.newest % 2 == 0),
+        result(BatchScheduler._forward, leak),
     ],
     ids=["tokens of other rows", "rows that fail", "states that stay"],
 )
-def test_planted_faults_are_seen(name: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, f"generation.scheduler:BatchScheduler.{name}", old, new)
+def test_planted_faults_are_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     try:
         with pytest.raises(AssertionError):
             check_crowd(20, 1.0)
     finally:
-        vars(to_device).pop("leaked", None)
+        leaked.clear()
 
 
 def test_limits_and_addresses_that_cannot_be_are_refused() -> None:

@@ -17,7 +17,7 @@ from heddle.training import loop
 from heddle.training.job import TrainingJob
 from heddle.training.loop import TrainingResult, train
 from tests import small
-from tests.laws.planting import plant
+from tests.laws.planting import assigned
 
 LENGTHS = (6, 10, 15)
 
@@ -71,7 +71,8 @@ def test_a_branch_has_the_bits_of_a_training_alone(
 def test_a_trunk_that_goes_on_too_long_is_noticed(
     texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant(monkeypatch, "lab.compare.worker:train_branch", "steps=settings.constant_steps,", "steps=settings.steps - 1,")
+    too_long = assigned(train_branch, "stable", lambda stable, *, settings: replace(stable, steps=settings.steps - 1))
+    too_long(monkeypatch)
     branch = train_branch(job(texts, tmp_path / "branch", 15), tmp_path / "trunk")
     with pytest.raises(AssertionError):
         assert_same(branch, train(job(texts, tmp_path / "alone", 15)))

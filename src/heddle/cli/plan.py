@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from heddle.lab.plan.gpus import GIB
-from heddle.lab.training_plan import PlanSettings
+from heddle.lab.plan.training_plan import PlanSettings
 from heddle.progress import format_amount, format_duration
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def plan(settings: PlanSettings) -> None:
     Memory, communication and FLOPs follow from the design. The speed is what published trainings reached; see
     docs/plan.md for how far it was right.
     """
-    from heddle.lab.training_plan import plan
+    from heddle.lab.plan.training_plan import plan
 
     facts = plan(settings).facts
     if settings.json:

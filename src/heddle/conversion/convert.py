@@ -18,6 +18,7 @@ from heddle.model.load_config import load_config
 from heddle.progress import progress_bar
 from heddle.storage.checkpoints import CHECKPOINTS_FOLDER
 from heddle.storage.folder import FolderContents, read_folder, tensors_sha256, write_folder
+from heddle.storage.manifest import parse_json_object
 from heddle.storage.model import (
     CONFIG_FILE,
     IMPORTED_FILE,
@@ -163,7 +164,8 @@ class Conversion:
             "rewrites": [rewrite.describe() for rewrite in self.rewrites],
             "text": None
             if text is None
-            else {"name": text.name, "sha256": text.sha256, "samples": text.samples, "tokens": text.tokens},
+            else {"name": text.name, "sha256": text.sha256, "samples": text.samples, "tokens": text.tokens}
+            | text.rows.record(),
         }
 
 
@@ -191,6 +193,11 @@ class _ConvertedTensors(LazyTensors):
     def __len__(self) -> int:
         """The number of tensors."""
         return len(self.weights.specs)
+
+
+def saved_conversion(folder: Path) -> dict[str, Any]:
+    """What `Conversion.describe` said of the model in a folder, and how it was healed; {} if it was not converted."""
+    return parse_json_object(read_folder(folder).documents.get(CONVERSION_FILE, "{}").encode())
 
 
 def refuse_existing(out: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heddle.data.samples import PLAIN_ROWS, RowProtocol
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, Layer, build
 from heddle.model.initialization import storage_dtype
@@ -21,8 +22,8 @@ from heddle.parts.layout import Layout
 class CalibrationText:
     """Tokens that a model is run on.
 
-    batches: int64 [B, T] each. layouts: of each batch. name, sha256: of the corpus. first_sample, samples: which
-    samples of the corpus in the order of seed 0 these are.
+    batches: int64 [B, T] each. layouts: of each batch. name, sha256: of the corpus. samples: how many of the corpus, in
+    the order of seed 0, these are. rows: how each row begins.
     """
 
     batches: Sequence[Tensor]
@@ -30,6 +31,7 @@ class CalibrationText:
     name: str = "text"
     sha256: str = ""
     samples: int = 0
+    rows: RowProtocol = PLAIN_ROWS
 
     @property
     def device(self) -> torch.device:

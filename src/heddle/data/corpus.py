@@ -13,6 +13,7 @@ from typing import Any
 
 from heddle import progress
 from heddle.data.cache import DataCache, json_sha256, report_damage
+from heddle.data.samples import PLAIN_ROWS, RowProtocol
 from heddle.data.sources import ScannedSource, is_in_validation, parse_source
 from heddle.data.token_file import TokenFile, TokenFileWriter, write_token_file
 from heddle.errors import DataError
@@ -268,7 +269,8 @@ class Corpus:
     """Tokenized text: one training file for each source, and one validation file for all of them.
 
     `hash` identifies content, weights, splits and tokenizer, but not how much of the text was encoded. `report` is
-    plain JSON: bytes, documents and tokens by split and source, the skipped files, the tokenizer.
+    plain JSON: bytes, documents and tokens by split and source, the skipped files, the tokenizer. `rows`: how the model
+    of the tokenizer reads it.
     """
 
     tokenizer: Tokenizer
@@ -278,6 +280,7 @@ class Corpus:
     hash: str
     name: str
     report: dict[str, Any]
+    rows: RowProtocol = PLAIN_ROWS
 
     @property
     def bytes_per_character(self) -> float:
@@ -331,6 +334,7 @@ def prepare_corpus(
         hash=json_sha256([RECIPE_VERSION, content, corpus_tokenizer.hash]),
         name="+".join(source.name for source in scanned),
         report={},
+        rows=RowProtocol.of(corpus_tokenizer),
     )
     corpus.report.update(_report(corpus, splits))
     _announce(corpus, scanned)

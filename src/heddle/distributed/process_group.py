@@ -18,14 +18,13 @@ from typing import TypeVar
 
 import torch
 from torch import distributed
-from torch._C import _distributed_c10d
-from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from heddle import progress
 from heddle.distributed.ranks import ONE_PROCESS, WAIT_SECONDS, Ranks
 from heddle.errors import OtherRankFailed, RankLost
+from heddle.torch_private import default_store, flight_record
 
 # What torch's flight recorder knows of this process: the newest collective, in which ranks wait for one that hangs.
 
@@ -35,10 +34,8 @@ MAX_SIZES = 3  # of tensors that are told
 
 def newest_collective() -> str | None:
     """Name the newest collective, such as `all_reduce of [4, 8], number 17`. None where torch records nothing."""
-    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None:
-        return None
-    entries = json.loads(dump()).get("entries")
+    record = flight_record()
+    entries = None if record is None else json.loads(record).get("entries")
     if not entries:
         return None
     newest = entries[-1]
@@ -168,7 +165,7 @@ def _wait_for(store: Store, key: str) -> None:
 
 
 def _store() -> Store:
-    return PrefixStore(f"heddle/{_prefix}", distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+    return PrefixStore(f"heddle/{_prefix}", default_store().clone())
 
 
 class _Failure:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from heddle import errors
 from heddle.errors import ConfigError
+from heddle.torch_private import limit_waits
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -105,13 +105,8 @@ class Ranks:
 
     def limit_waits(self) -> None:
         """From now on, wait for others at most `wait_seconds` in any collective: one that takes longer is lost."""
-        if self.count == 1:
-            return
-        from torch.distributed import distributed_c10d
-
-        for group, (backend, _) in distributed_c10d._world.pg_map.items():
-            if "gloo" in backend or "nccl" in backend:
-                distributed_c10d._set_pg_timeout(timedelta(seconds=self.wait_seconds), group)
+        if self.count > 1:
+            limit_waits(self.wait_seconds)
 
 
 ONE_PROCESS = Ranks()

@@ -104,12 +104,12 @@ def initialize_shards(model: Decoder, seed: int, device: torch.device | str = "c
         rows = {id(parameters[each]): held_rows(shard) for each, shard in shards.items()}
         try:
             for each, parameter in parameters.items():
-                module._parameters[each] = parameter
+                setattr(module, each, parameter)
             with fill_rows(rows):
                 initialize_module(model, name, module, seed)
         finally:
             for each, shard in shards.items():
-                module._parameters[each] = shard
+                setattr(module, each, shard)
         if isinstance(module, Head) and module.tied:
             del shards["weight"]  # the embedding's, which is initialized there
         with torch.no_grad():

@@ -18,6 +18,7 @@ from heddle.model.decoder import Decoder
 from heddle.model.state import State
 from heddle.numerics.dispatch import DeviceSize, Kernel, Operation, device_type
 from heddle.numerics.linear import ProductTable
+from heddle.torch_private import is_compiler_error
 
 # Record the kernels of a step once, and launch all of them again by one call: a CUDA graph.
 
@@ -171,9 +172,7 @@ def _refusing(compiled_step: Step) -> Step:
         try:
             compiled_step()
         except RuntimeError as error:
-            from torch._dynamo.exc import TorchDynamoException
-
-            if not isinstance(error, TorchDynamoException):
+            if not is_compiler_error(error):
                 raise
             reason = " ".join(str(error).split("\n\n")[0].split())
             raise ConfigError(

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from heddle.errors import ConfigError
 from heddle.laws.harness import (
@@ -35,6 +34,7 @@ from heddle.numerics.dispatch import Kernel, KernelCall, record_calls, record_ch
 from heddle.numerics.kernels import OPERATIONS, kernels
 from heddle.parts.layout import Layout
 from heddle.parts.positions import Rotation
+from heddle.torch_private import tree_leaves, tree_map
 
 REFERENCE = {name: operation.kernels[-1].name for name, operation in OPERATIONS.items()}
 FLOAT32_BOUND = 1e-10  # mean square of the error over that of the answer
@@ -330,17 +330,17 @@ def _copied(call: KernelCall, dtype: torch.dtype | None) -> tuple[tuple[Any, ...
         return values.requires_grad_(leaf.requires_grad and call.gradients)
 
     arguments: tuple[Any, ...]
-    arguments, options = pytree.tree_map(copy, (call.arguments, dict(call.options)))
+    arguments, options = tree_map(copy, (call.arguments, dict(call.options)))
     return arguments, options
 
 
 def _results(call: KernelCall, kernel: Kernel[Any], layout: Layout | None, dtype: torch.dtype | None = None) -> Results:
     """What a kernel returns for the tokens of a call, and the gradients of a random projection of its output."""
     arguments, options = _copied(call, dtype)
-    inputs = [leaf for leaf in pytree.tree_leaves((arguments, options)) if isinstance(leaf, Tensor)]
+    inputs = [leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, Tensor)]
     trained = [leaf for leaf in inputs if leaf.requires_grad]
     with torch.set_grad_enabled(bool(trained)):
-        outputs = [leaf for leaf in pytree.tree_leaves(kernel.run(*arguments, **options)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(kernel.run(*arguments, **options)) if isinstance(leaf, Tensor)]
         outputs[0] = _without_padding(outputs[0], layout)
     results = {f"result {number}": output.detach() for number, output in enumerate(outputs)}
     if trained and outputs[0].requires_grad:  # further results are states, which no gradient reaches

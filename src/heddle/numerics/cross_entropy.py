@@ -11,7 +11,6 @@ Distillation adds the divergence from a teacher's distribution q (Hinton et al. 
     KL = Σ_n Σ_v q_nv · (log q_nv − log p_nv),   d(a · loss + b · KL) / dz = (a + b) · p − a · onehot(target) − b · q
 """
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from torch.nn import functional
 from heddle.numerics.dispatch import DeviceSize, Kernel, Operation, add_flops, device_type, has_triton
 from heddle.numerics.linear import linear_flops
 from heddle.numerics.norms import at_least_float32
+from heddle.torch_private import is_fake
 
 # Elementwise steps of the loss over one chunk of logits [n, vocab]: its sums, and the gradient of the logits.
 #
@@ -132,12 +132,6 @@ def _chunk_sums(
 def compiled_step() -> Callable[..., Any]:
     """`fused_step`, compiled once for each kind of head and size of chunk."""
     return torch.compile(fused_step, dynamic=False)
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape and no values: one of torch's FakeTensorMode, which takes a second to import."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")
-    return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def results_of_compiled_step(

@@ -221,15 +221,6 @@ def _imported(name: str) -> ModuleType | None:
         return None
 
 
-def constant_in_graphs(function: Callable[[], bool]) -> Callable[[], bool]:
-    """A compiler calls the function and keeps its answer: it traces no import.
-
-    It is `torch.compiler.assume_constant_result`, which imports the whole compiler to set the same mark.
-    """
-    function.__dict__["_dynamo_marked_constant"] = True
-    return function
-
-
 # Counts the floating-point operations of matrix products as they run, on any device including meta.
 
 

@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter, functional
 
 from heddle.numerics.dispatch import Kernel, Operation, add_flops, device_type
+from heddle.torch_private import can_pack_weights, onednn_product, pack_weight, version_counters
 
 # oneDNN's product with a packed weight, and its form in a graph that is recorded for a compiler.
 #
@@ -45,7 +46,7 @@ def pack_maps(linear_maps: Sequence[LinearMap]) -> PackedMaps:
     if any(map_bias is not None for _, map_bias in linear_maps):
         biases = (weight.new_zeros(len(weight)) if bias is None else bias.detach() for weight, bias in linear_maps)
         bias = torch.cat(list(biases))
-    packed = torch.ops.mkldnn._reorder_linear_weight(weights, MAX_PACKED_ROWS)
+    packed = pack_weight(weights, MAX_PACKED_ROWS)
     return PackedMaps(packed, bias, weights.numel() >= FOUR_ROW_ELEMENTS)
 
 
@@ -57,8 +58,7 @@ def packed_linear(rows: Tensor, packed: PackedMaps) -> Tensor:
 
 def _product(rows: Tensor, packed: PackedMaps) -> Tensor:
     padded = packed.pad_to_four_rows and rows.shape[0] == 1
-    product = torch.ops.mkldnn._linear_pointwise.default
-    y: Tensor = product(rows.expand(4, -1) if padded else rows, packed.weight, packed.bias, "none", [], "")
+    y = onednn_product(rows.expand(4, -1) if padded else rows, packed.weight, packed.bias)
     return y[:1] if padded else y
 
 
@@ -181,7 +181,7 @@ def cached_pack(tensors: Sequence[Tensor], compute: Callable[[], Cached]) -> Cac
     cache = _cache.get()
     assert cache is not None
     key = tuple([(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors])
-    entry, versions = cache.get(key), [tensor._version for tensor in tensors]
+    entry, versions = cache.get(key), version_counters(tensors)
     if entry is None or entry[2] != versions or [storage.data_ptr() for storage in entry[0]] != entry[1]:
         storages = [tensor.untyped_storage() for tensor in tensors]
         entry = cache[key] = (storages, [storage.data_ptr() for storage in storages], versions, compute())
@@ -189,13 +189,7 @@ def cached_pack(tensors: Sequence[Tensor], compute: Callable[[], Cached]) -> Cac
     return value
 
 
-@cache
-def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch and this CPU support oneDNN's packed weights in this dtype."""
-    names = ("mkldnn::_linear_pointwise", "mkldnn::_reorder_linear_weight")
-    if not all(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU") for name in names):
-        return False
-    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+_can_pack = cache(can_pack_weights)
 
 
 def _packed_unsupported(facts: LinearFacts) -> str | None:

@@ -12,6 +12,7 @@ import torch
 
 from heddle.data.chat import ChatDataset
 from heddle.data.corpus import Corpus
+from heddle.data.samples import PLAIN_ROWS, RowProtocol
 from heddle.distributed.degrees import ParallelDegrees
 from heddle.distributed.ranks import ONE_PROCESS, Ranks
 from heddle.errors import ConfigError, MachineError
@@ -38,6 +39,7 @@ class TrainingJob:
     evaluation: how much evaluations read, and whether a solved task ends the training. observer: of the last one.
     ranks: those that share the work, of `heddle.distributed.process_group.join_ranks`. degrees: how they share it.
     trackers: names of TRACKERS (`heddle.training.trackers`), to which the log's lines are sent.
+    rows: how each row of a text begins.
     async_save: training goes on while a checkpoint is written from a copy in host memory; None: on an accelerator.
     """
 
@@ -57,6 +59,7 @@ class TrainingJob:
     degrees: ParallelDegrees = field(default_factory=ParallelDegrees)
     async_save: bool | None = None
     trackers: tuple[str, ...] = ()
+    rows: RowProtocol = PLAIN_ROWS
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -73,7 +76,7 @@ class TrainingJob:
     def training_data(self) -> TrainingData:
         """Return the source as training data."""
         if isinstance(self.source, Corpus):
-            return TextData(self.source)
+            return TextData(self.source, self.rows)
         return ChatData(self.source) if isinstance(self.source, ChatDataset) else TaskData(self.source)
 
     @property

@@ -25,6 +25,7 @@ from heddle.model.decoder import Decoder
 from heddle.numerics.dispatch import DeviceSize
 from heddle.numerics.random import RandomStream, stochastic_round
 from heddle.parts.modules.linear import SelfInitialized
+from heddle.torch_private import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm
 
 # Optimizers whose first step does not wait for torch's compiler.
 #
@@ -103,10 +104,10 @@ class StackedMuon(EagerOptimizer, torch.optim.Muon):
             is_bad = self.found_inf > 0
             after, update = torch.where(is_bad, momentum, after), update.masked_fill(is_bad, 0.0)
             decay = momentum.new_full((), decay).masked_fill(is_bad, 1.0)
-        torch._foreach_copy_(momenta, _unstack(after))
+        foreach_copy_(momenta, _unstack(after))
         weights = [local_part(matrix) for matrix in matrices]
-        torch._foreach_mul_(weights, decay)
-        torch._foreach_add_(weights, _unstack(update), alpha=-_adjusted(rate, group, matrices[0].shape))
+        foreach_mul_(weights, decay)
+        foreach_add_(weights, _unstack(update), alpha=-_adjusted(rate, group, matrices[0].shape))
 
     def _momentum(self, matrix: Tensor) -> Tensor:
         state = self.state[matrix]
@@ -215,7 +216,7 @@ class MasterWeights:
         with torch.no_grad():
             if not self.stochastic:
                 weights, copies = self.parameters.values(), self.copies.values()
-                torch._foreach_copy_([local_part(x) for x in weights], [local_part(x) for x in copies])
+                foreach_copy_([local_part(x) for x in weights], [local_part(x) for x in copies])
                 return
             for name, parameter in self.parameters.items():
                 own = local_part(self.copies[name].detach())
@@ -372,7 +373,7 @@ class Optimizer:
         for tensor in (*map(local_part, self.trainable.values()), *self._moments()):
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         with torch.no_grad():
-            norms = [norm.float() for tensors in by_dtype.values() for norm in torch._foreach_norm(tensors)]
+            norms = [norm.float() for tensors in by_dtype.values() for norm in foreach_norm(tensors)]
             return torch.stack(norms).isfinite().all()
 
     def _moments(self) -> list[Tensor]:

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from heddle.data.samples import Batch
 from heddle.distributed.ranks import ONE_PROCESS, Ranks, local_part, reduce_with_next_backward, whole
@@ -28,6 +26,7 @@ from heddle.numerics.transfer import HostCopy, to_device
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.layout import EncoderOutput, Layout
 from heddle.parts.modules.router_statistics import RouterStatistics, record_router_statistics
+from heddle.torch_private import TorchDispatchMode, in_backward_pass, is_mutable, tree_leaves
 from heddle.training.distillation import Teacher
 from heddle.training.optimizer import Optimizer
 
@@ -435,7 +434,7 @@ class _Watch(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         inputs = {key: value for key, value in (kwargs or {}).items() if key != "out"}
         operands = [tensor for tensor in tree_leaves((args, inputs)) if _is_float(tensor)]
-        read = _numbers(operands) if func._schema.is_mutable else None  # before it is overwritten
+        read = _numbers(operands) if is_mutable(func) else None  # before it is overwritten
         result = func(*args, **(kwargs or {}))
         results = [tensor for tensor in tree_leaves(result) if _is_float(tensor)]
         written = _numbers(results)
@@ -450,7 +449,7 @@ class _Watch(TorchDispatchMode):
     def _location(self) -> str:
         if self.path:
             return f"in {self.path[-1]}"
-        if torch._C._current_graph_task_id() == -1:  # no backward pass runs
+        if not in_backward_pass():
             return "in the loss"
         below = "" if self.backward_path is None else f" below the result of {self.backward_path}"
         return f"in the backward pass{below}"

@@ -17,8 +17,15 @@ from tests.analysis.comparison.runs import JAPANESE, Workers
 def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
     workers = Workers()
     monkeypatch.setattr(processes, "start_worker", workers.start)
-    monkeypatch.setattr(run, "SLOW_REPORT_SECONDS", 1e9)  # on a slow machine, too, after each run
+    for limit in ("SLOW_REPORT_SECONDS", "MAX_REPORT_SHARE"):  # a report at the beginning and at the end
+        monkeypatch.setattr(run, limit, 0.0)
     return workers
+
+
+@pytest.fixture
+def report_after_each_run(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write it on a slow machine, too."""
+    monkeypatch.setattr(run, "SLOW_REPORT_SECONDS", 1e9)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probes of a few steps."""
+    """Probes of a few steps and a few rows."""
+    monkeypatch.setattr(probes, "FINAL_TOKENS", 360)
     for name, probe in probes.RECALL_PROBES.items():
         monkeypatch.setitem(probes.RECALL_PROBES, name, dataclasses.replace(probe, steps=2, batch_size=2))

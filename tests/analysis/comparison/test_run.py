@@ -76,6 +76,13 @@ def test_a_whole_comparison(folder: Path, tmp_path: Path, workers: Workers, caps
     assert "my local" in out
     assert err == ""
     assert (tmp_path / "report.html").stat().st_size > 1000
+    # all read the same text in the same order: bytes read so far follow from loss and bits per byte
+    read = [
+        [line["loss"] / line["bits_per_byte"] for line in read_log(tmp_path / "runs" / f"{name}-seed0")]
+        for name in ("full", "my local")
+    ]
+    assert read[0] == pytest.approx(read[1], rel=1e-12)
+    assert len(set(read[0])) > 10
 
 
 def test_experts_are_reported_and_settings_reach_every_run(folder: Path, tmp_path: Path, workers: Workers) -> None:
@@ -119,35 +126,25 @@ def test_a_design_against_itself(folder: Path, tmp_path: Path, workers: Workers)
     assert first[0] != first[1]
 
 
-def test_designs_read_the_same_text_in_the_same_order(folder: Path, tmp_path: Path, workers: Workers) -> None:
-    """Bytes read so far follow from loss and bits per byte: equal for every design at every step."""
-    assert run_command(command(folder, tmp_path, "--tokens", "10300")) == 0
-    read = [
-        [line["loss"] / line["bits_per_byte"] for line in read_log(tmp_path / "runs" / f"{name}-seed0")]
-        for name in ("full", "my local")
-    ]
-    assert read[0] == pytest.approx(read[1], rel=1e-12)
-    assert len(set(read[0])) > 10
-
-
+@pytest.mark.usefixtures("report_after_each_run")
+@pytest.mark.parametrize("number", [1, pytest.param(4, marks=pytest.mark.nightly)])
 def test_an_interrupted_comparison_goes_on_and_repeats_nothing(
-    folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+    number: int, folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(command(folder, tmp_path / "whole")) == 0
     everything = list(workers.ran)
-    for number in (1, 4):
-        out = tmp_path / str(number)
-        workers.ran, workers.interrupts = [], {everything[number]}
-        assert run_command(command(folder, out)) == 143
-        assert workers.ran == everything[:number]
-        left = read_report(out)
-        assert not left["progress"]["is_complete"]
-        assert left["progress"]["stages"][0]["finished"] == min(number, 4)
-        assert left["verdict"] != read_report(tmp_path / "whole")["verdict"] or number >= 4
-        workers.ran, workers.interrupts = [], set()
-        assert run_command(command(folder, out)) == 0
-        assert workers.ran == everything[number:]
-        assert without_timing(read_report(out)) == without_timing(read_report(tmp_path / "whole"))
+    out = tmp_path / "cut"
+    workers.ran, workers.interrupts = [], {everything[number]}
+    assert run_command(command(folder, out)) == 143
+    assert workers.ran == everything[:number]
+    left = read_report(out)
+    assert not left["progress"]["is_complete"]
+    assert left["progress"]["stages"][0]["finished"] == min(number, 4)
+    assert left["verdict"] != read_report(tmp_path / "whole")["verdict"] or number >= 4
+    workers.ran, workers.interrupts = [], set()
+    assert run_command(command(folder, out)) == 0
+    assert workers.ran == everything[number:]
+    assert without_timing(read_report(out)) == without_timing(read_report(tmp_path / "whole"))
     workers.ran, workers.interrupts = [], set()
     assert run_command(command(folder, tmp_path / "whole")) == 0
     assert workers.ran == []

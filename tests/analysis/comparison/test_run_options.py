@@ -95,7 +95,7 @@ def test_another_choice_of_probes_is_another_comparison(
     assert run_command(command(folder, tmp_path, "--recall", "mqar")) == 2
     assert "recall_probes was []" in capsys.readouterr().err
     assert run_command(command(folder, tmp_path, "--recall", "mqra")) == 2
-    choices = "auto, all, none, curve, mqar, induction, copying, needle, parity, s5"
+    choices = "auto, all, none, mqar, induction, copying, needle, parity, s5"
     message = f"heddle: recall mqra: unknown choice; did you mean 'mqar'? choices: {choices}\n"
     assert capsys.readouterr().err == message
 

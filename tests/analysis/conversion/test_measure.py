@@ -42,10 +42,10 @@ from heddle.parts.layout import Layout
 from heddle.progress import progress_bar
 from heddle.storage.file_io import read_json_file
 from heddle.training.evaluation.scores import bits_and_bytes, finite_ratio
-from heddle.training.evaluation.text_recall import DEPTHS, LEADING_TOKENS, NEEDLE_TOKENS
+from heddle.training.evaluation.text_recall import DEPTHS, LEADING_TOKENS, NEEDLE_TOKENS, TextRecall, score_text_recall
 from tests import small
 from tests.conversion.exactness import design, source_model
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, assigned, calls, reads
 
 SETTINGS = MeasurementSettings(
     sequence_length=128,
@@ -165,22 +165,22 @@ def test_a_model_that_copies_recalls_everything(text: MeasurementText) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "old", "new"),
+    "plant",
     [
-        ("score_text_recall", "(spans.second[rows], second)", "(spans.first[rows], second)"),
-        ("score_text_recall", "spans.length)", "spans.length) + 1"),
-        (
-            "TextRecall._draw_needles",
-            "row[start : start + NEEDLE_TOKENS]",
-            "rng.permutation(row)[:16]",
+        reads(score_text_recall, "second", lambda second, *, spans: spans.first, nth=0),
+        assigned(score_text_recall, "columns", lambda columns: columns + 1),
+        calls(
+            TextRecall._draw_needles,
+            "append",
+            lambda needles, needle, *, rng, row: needles.append(rng.permutation(row)[: len(needle)]),
         ),
     ],
     ids=["first occurrence twice", "one token late", "needles of no text"],
 )
 def test_planted_errors_of_recall_are_caught(
-    text: MeasurementText, monkeypatch: pytest.MonkeyPatch, function: str, old: str, new: str
+    text: MeasurementText, monkeypatch: pytest.MonkeyPatch, plant: Plant
 ) -> None:
-    plant(monkeypatch, f"training.evaluation.text_recall:{function}", old, new)
+    plant(monkeypatch)
     try:
         test_a_model_that_copies_recalls_everything(text)
         test_needles_are_lines_of_the_text(text)
@@ -263,12 +263,14 @@ def test_folded_norms_are_no_error(text: MeasurementText, monkeypatch: pytest.Mo
         return max(error.mixer or 0.0 for error in errors)
 
     assert largest() < 1e-10
-    plant(
-        monkeypatch,
-        "lab.conversion.measure:layer_errors",
-        "outputs = run_layer(layer.index, layer.layer, reference.streams, layouts).mixer_outputs",
-        "outputs = [layer.layer.mixer(x, y)[0] for x, y in zip(reference.mixer_inputs, layouts)]",
+    on_mixer_inputs = assigned(
+        layer_errors,
+        "outputs",
+        lambda _, *, layer, reference, layouts: [
+            layer.layer.mixer(x, layout)[0] for x, layout in zip(reference.mixer_inputs, layouts, strict=True)
+        ],
     )
+    on_mixer_inputs(monkeypatch)
     assert largest() > 1e-3
 
 

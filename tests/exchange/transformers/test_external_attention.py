@@ -1,5 +1,6 @@
 """Attention functions of other libraries, which `attn_implementation` names."""
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 import heddle
 from heddle.errors import ConfigError
 from heddle.exchange.transformers import HeddleForCausalLM, export
-from heddle.exchange.transformers.external_attention import unsupported_reasons
+from heddle.exchange.transformers.config import HeddleConfig
+from heddle.exchange.transformers.external_attention import ExternalAttention, attention_modules, unsupported_reasons
+from heddle.exchange.transformers.modeling import HeddleModel
 from heddle.laws.harness import forward_no_grad
 from heddle.model.load_config import load_config
 from tests.cases import ALIBI, LONG, ROPE, Data, attention, design, latent, layer
 from tests.exchange.transformers.designs import MOE, padded, prompts
 from tests.generation.loops import amplify_layers
-from tests.laws.planting import plant
+from tests.laws.planting import calls, condition, result
 
 SUPPORTED: dict[str, Data] = {
     "gqa": design(layer(attention(6, kv_heads=2), repeat=2)),
@@ -140,36 +143,58 @@ def test_designs_that_others_cannot_run_are_told(reason: str) -> None:
     assert reasons
 
 
-EXTERNAL = "exchange.transformers.external_attention"
-ATTEND = f"{EXTERNAL}:ExternalAttention.__call__"
-# The function, the code in it, the code that replaces it, and a design for which the check must then fail.
-BUGS = {
-    "a window forgotten": (f"{EXTERNAL}:ExternalAttention._mask", "if window is None else", "or", "windows"),
-    "a scale forgotten": (ATTEND, "scaling=scale", "scaling=q.shape[3] ** -0.5", "normed"),
-    "heads before tokens": (ATTEND, "return heads_last.transpose(1, 2)", "return heads_last.reshape(q.shape)", "gqa"),
-    "keywords kept": (ATTEND, "**self.kwargs", "", "gqa"),
+# The bug, and a design for which the check must then fail.
+BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "a window forgotten": (condition(ExternalAttention._mask, "window", True, nth=1), "windows"),
+    "a scale forgotten": (
+        calls(
+            ExternalAttention.__call__,
+            "function",
+            lambda function, module, q, *rest, **options: function(
+                module, q, *rest, **options | {"scaling": q.shape[3] ** -0.5}
+            ),
+        ),
+        "normed",
+    ),
+    "heads before tokens": (
+        calls(ExternalAttention.__call__, "transpose", lambda heads_last, *dims, q: heads_last.reshape(q.shape)),
+        "gqa",
+    ),
+    "keywords kept": (
+        calls(
+            ExternalAttention.__call__,
+            "function",
+            lambda function, *inputs, scaling, sliding_window, dropout, **_: function(
+                *inputs, scaling=scaling, sliding_window=sliding_window, dropout=dropout
+            ),
+        ),
+        "gqa",
+    ),
     "padding seen": (
-        "exchange.transformers.modeling:HeddleModel._run",
-        "ExternalAttention(modules, call.attention_mask,",
-        "ExternalAttention(modules, None,",
+        calls(HeddleModel._run, "ExternalAttention", lambda make, modules, mask, *rest: make(modules, None, *rest)),
         "gqa",
     ),
     "another window told": (
-        "exchange.transformers.config:HeddleConfig.sliding_window",
-        "design_parts.first_window(",
-        "1 + design_parts.first_window(",
+        result(HeddleConfig.sliding_window, lambda window: None if window is None else 1 + window),
         "windows",
     ),
-    "one cache for all layers": (f"{EXTERNAL}:attention_modules", "layer_idx=index", "layer_idx=0", "gqa"),
+    "one cache for all layers": (
+        calls(
+            attention_modules,
+            "AttentionModule",
+            lambda make, mixer, layer_idx, config: make(mixer, layer_idx=0, config=config),
+        ),
+        "gqa",
+    ),
 }
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, old, new, name = BUGS[bug]
+    plant, name = BUGS[bug]
     decoder(name), [alone(name, row) for row in prompts(LENGTHS)]
     with monkeypatch.context() as patch:
-        plant(patch, function, old, new)
+        plant(patch)
         with pytest.raises((AssertionError, KeyError, RuntimeError, ConfigError)):
             check_logits(name)
 

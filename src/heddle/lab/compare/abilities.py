@@ -20,7 +20,7 @@ from typing import Any
 from heddle.config import DesignError
 from heddle.data.corpus import Corpus
 from heddle.errors import ConfigError
-from heddle.lab.compare.probes import AUTO, CURVE, RECALL_PROBES, RecallProbe, find_probe
+from heddle.lab.compare.probes import AUTO, RECALL_PROBES, RecallProbe
 from heddle.lab.compare.statistics import TEXT_SPANS, Run, finished_runs, paired_difference
 from heddle.lab.compare.tables import format_percent, join_names
 from heddle.model.config import ModelConfig
@@ -49,8 +49,8 @@ class TaskChoice:
 def choose_tasks(designs: Mapping[str, ModelConfig], requested: Sequence[str], train_tokens: float) -> list[TaskChoice]:
     """Decide on each task before anything is trained.
 
-    designs: by design's name, with a vocabulary. requested: auto, or names of probes, which are all trained; the curve
-    is a probe. train_tokens: that a design reads in all of its trainings together.
+    designs: by design's name, with a vocabulary. requested: auto, or names of probes, which are all trained.
+    train_tokens: that a design reads in all of its trainings together.
     """
     choices = []
     for requested_name in requested:
@@ -72,7 +72,7 @@ def _tokens(probe: RecallProbe) -> int:
 
 def _choose_task(designs: Mapping[str, ModelConfig], name: str, affordable: float | None = None) -> TaskChoice:
     """Decide on one task. affordable: tokens that a copy may still read; None: the task was asked for by its name."""
-    probe = find_probe(name)
+    probe = RECALL_PROBES[name]
     copies = {design: _copy_or_none(probe, config) for design, config in designs.items()}
     first_equal = {
         design: design if copy is None else next(other for other, its_copy in copies.items() if its_copy == copy)
@@ -148,7 +148,7 @@ def summarize_abilities(
     """
     drawn: dict[str, Any] = {}
     left_out = []
-    for choice in (choice for choice in choices if choice.probe != CURVE):
+    for choice in choices:
         summary = RECALL_PROBES[choice.probe].summary()
         results = {design["name"]: design["recall"].get(choice.probe) for design in designs}
         accuracies = {name: None if result is None else result["accuracy"] for name, result in results.items()}

@@ -413,7 +413,7 @@ class ComparisonPlan:
     threads: int | None
     part_files: tuple[str, ...]
     speed_contexts: tuple[int, ...]  # context lengths at which speed is measured
-    recall_probes: tuple[str, ...]  # "auto", "curve" or names of RECALL_PROBES
+    recall_probes: tuple[str, ...]  # "auto" or names of RECALL_PROBES
     max_length_multiple: int  # longest text read after training, in sequence lengths; 1: none is read
     until_resolved: float | None = None  # more seeds, until every design is resolved or a tie within ± this
     time_budget: float | None = None  # seconds of training, for these seeds

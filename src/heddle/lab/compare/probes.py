@@ -142,35 +142,28 @@ RECALL_PROBES = {
     "parity": RecallProbe("Parity", "recall:parity", "Is the number of ones so far odd?", 450, mixers_only=False),
     "s5": RecallProbe("S5", "recall:s5", "In which order are 5 items after each permutation?", 450, mixers_only=False),
 }
-AUTO, CURVE = "auto", "curve"
-CURVE_PROBE = RecallProbe(
-    "MQAR by pairs",
-    "recall:mqar_mixture",
-    "4, 8, 16, 32 or 64 keys are shown with their values. Which value belongs to each key?",
-    450,
-    batch_size=16,
-)
+AUTO = "auto"
+GONE = "curve"  # recall over the number of pairs; comparisons on disk may name it
 PROBE_SETS: dict[str, tuple[str, ...]] = {AUTO: (AUTO,), "all": tuple(RECALL_PROBES), "none": ()}
-PROBE_SETS |= {name: (name,) for name in (CURVE, *RECALL_PROBES)}
-
-
-def find_probe(name: str) -> RecallProbe:
-    """The probe of a name."""
-    return CURVE_PROBE if name == CURVE else RECALL_PROBES[name]
+PROBE_SETS |= {name: (name,) for name in RECALL_PROBES}
 
 
 def select_probes(names: str) -> tuple[str, ...]:
-    """The probes of names with commas between them: auto, all, none, curve or tasks; "auto" stays as it is.
+    """The probes of names with commas between them: auto, all, none or tasks; "auto" stays as it is.
 
     Raises ConfigError for another name, for a name given twice, and for auto, all or none beside others of them.
     """
     parts = names.split(",")
     for part in parts:
+        if part == GONE:
+            raise ConfigError(
+                f"recall {names}: recall over the number of pairs is gone; leave {GONE} out, and train on "
+                "--data recall:mqar_mixture for it"
+            )
         if part not in PROBE_SETS:
             raise ConfigError(f"recall {part}: unknown choice; {choices_hint(part, PROBE_SETS)}")
     probes = tuple(probe for part in parts for probe in PROBE_SETS[part])
-    others = [part for part in parts if part != CURVE]
-    if len(set(probes)) < len(probes) or (len(others) > 1 and not set(others).isdisjoint({AUTO, "all", "none"})):
+    if len(set(probes)) < len(probes) or (len(parts) > 1 and not set(parts).isdisjoint({AUTO, "all", "none"})):
         raise ConfigError(f"recall {names}: names a task twice, or auto, all or none beside others; keep one of them")
     return probes
 

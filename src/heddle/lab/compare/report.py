@@ -15,8 +15,7 @@ from heddle.lab.compare.abilities import TaskChoice, length_changes, plan_summar
 from heddle.lab.compare.equal_size import parse_state_context
 from heddle.lab.compare.pairs import Judging, field_effects, pair_report
 from heddle.lab.compare.plan import DesignEntry, plan_warnings
-from heddle.lab.compare.probes import AUTO, CURVE
-from heddle.lab.compare.recall_curve import curve_points, curve_summary
+from heddle.lab.compare.probes import AUTO
 from heddle.lab.compare.speed import Samples, summarize_speeds
 from heddle.lab.compare.statistics import Run, mean_bits_per_byte
 from heddle.lab.compare.tasks import Comparison
@@ -135,7 +134,6 @@ def comparison_report(comparison: Comparison, results: Results) -> dict[str, Any
         "warnings": _warnings(comparison, results, designs),
         "baseline": baseline,
         **summarize_abilities(results.task_choices, designs, AUTO in plan.recall_probes),
-        "recall_curve": curve_summary() if CURVE in plan.recall_probes else None,
         "text_recall": None,
         "loss_profile": results.loss_groups,
         "extrapolation": plan_summary(comparison.extrapolation, corpus),
@@ -153,9 +151,8 @@ def comparison_report(comparison: Comparison, results: Results) -> dict[str, Any
 
 
 def _add_text_profile(report: dict[str, Any], comparison: Comparison, runs: Mapping[str, Sequence[Run]]) -> None:
-    """Add where the loss lies and what is recalled of the text, and the curve of recall."""
+    """Add where the loss lies and what is recalled of the text."""
     corpus, length = comparison.corpus, comparison.plan.sequence_length
-    configs = {entry.name: comparison.config(entry) for entry in comparison.plan.entries}
     if corpus is not None and comparison.text_recall_rows:
         report["text_recall"] = describe_text_recall(corpus, length, comparison.text_recall_rows)
     for design in report["designs"]:
@@ -163,9 +160,6 @@ def _add_text_profile(report: dict[str, Any], comparison: Comparison, runs: Mapp
         pair = (runs[name], runs[report["baseline"]])
         design["loss_profile"] = {group: profile_rows(*pair, group) for group in ("positions", "frequencies")}
         design["text_recall"] = recall_in_text(*pair)
-        curve = design["recall"].get(CURVE, {})
-        design["recall_curve"] = curve_points(configs[name], curve) if report["recall_curve"] else []
-        design["recall"] = {probe: result for probe, result in design["recall"].items() if probe != CURVE}
 
 
 def _tuning(results: Results) -> dict[str, Any] | None:

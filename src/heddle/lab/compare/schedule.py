@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from heddle.errors import CheckpointError
 from heddle.lab.compare.plan import ComparisonPlan
 from heddle.lab.compare.power import MAX_SEEDS, Spending, StoppingRule
+from heddle.lab.compare.probes import GONE
 from heddle.lab.compare.statistics import Run, pair_statistics, run_seconds
 from heddle.runtime import kind_of_device
 from heddle.storage.file_io import read_json_file, write_json_file
@@ -134,6 +135,7 @@ def check_plan(path: Path, plan: ComparisonPlan, *, may_grow: bool = True) -> bo
     if path.is_file():
         saved = read_json_file(path)
         saved["device"] = kind_of_device(str(saved.get("device")))  # earlier plans name one GPU
+        saved["recall_probes"] = [name for name in saved.get("recall_probes", ()) if name != GONE]
     is_anytime = saved.pop("is_anytime", False)
     until_resolved = saved.pop("until_resolved", None)
     if until_resolved is not None and plan.until_resolved is None:

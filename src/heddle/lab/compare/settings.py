@@ -80,7 +80,7 @@ class CompareSettings(SessionSettings):
     ] = ()
     tune_budget: Annotated[str | None, Option("X", "Of the comparison's training, or a time such as 10m. [1]")] = None
     speed_context_length: SpeedContexts = ()
-    recall: Annotated[str, Option("NAMES", "Recall tasks: auto, all, none, curve, mqar, parity …")] = "auto"
+    recall: Annotated[str, Option("NAMES", "Recall tasks: auto, all, none, mqar, parity …")] = "auto"
     extrapolate: Annotated[int, Option("N", "Test texts up to N sequence lengths: 1 (off), 2, 4, 8 …")] = 8
     track: Track = ()
     devices: Annotated[str | None, Option("NAMES", "One run on each: 0-7, cuda:0,cuda:2, or cpu:4 (4 at a time).")] = (

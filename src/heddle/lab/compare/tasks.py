@@ -11,8 +11,7 @@ from heddle.distributed.ranks import Ranks
 from heddle.errors import ConfigError, MachineError
 from heddle.lab.compare.abilities import TaskChoice, choose_tasks
 from heddle.lab.compare.plan import ComparisonPlan, DesignEntry
-from heddle.lab.compare.probes import CURVE, plan_evaluations
-from heddle.lab.compare.recall_curve import describe_curve_cost
+from heddle.lab.compare.probes import plan_evaluations
 from heddle.lab.workers import Task, Workers, default_workers, run_tasks
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
@@ -157,16 +156,10 @@ def speed_task(comparison: Comparison, entry: DesignEntry, number: int) -> Task:
 
 
 def choose_recall_tasks(comparison: Comparison, steps: Mapping[str, int]) -> list[TaskChoice]:
-    """Which recall tasks are trained, for which designs; prints what the curve costs. steps: of each training."""
+    """Which recall tasks are trained, for which designs. steps: of each training."""
     plan, configs = comparison.plan, {entry.name: comparison.config(entry) for entry in comparison.plan.entries}
-    tokens = {name: count * plan.batch_size * plan.sequence_length * len(plan.seeds) for name, count in steps.items()}
-    if CURVE in plan.recall_probes:
-        forward_flops = (
-            tokens[name] * flops_per_token(build(config, device="meta"), plan.sequence_length)
-            for name, config in configs.items()
-        )
-        progress.print_status(describe_curve_cost(configs, 3 * sum(forward_flops)))
-    return choose_tasks(configs, plan.recall_probes, min(tokens.values()))
+    tokens = min(steps.values()) * plan.batch_size * plan.sequence_length * len(plan.seeds)
+    return choose_tasks(configs, plan.recall_probes, tokens)
 
 
 def recall_task(comparison: Comparison, entry: DesignEntry, probe: str) -> Task:

@@ -6,7 +6,6 @@ from rich.table import Table
 from rich.text import Text
 
 from heddle.lab.compare.abilities import left_out_sentences
-from heddle.lab.compare.recall_curve import curve_sentence
 from heddle.lab.compare.tables import (
     CostColumn,
     Design,
@@ -60,7 +59,7 @@ def report_tables(report: Report) -> RenderableType:
     if unresolved is not None:
         parts += [_text_table(unresolved), Text()]
     parts += [Text(sentence) for sentence in report["verdict"]]
-    parts += [Text(sentence) for sentence in (curve_sentence(report), *left_out_sentences(report)) if sentence]
+    parts += [Text(sentence) for sentence in left_out_sentences(report)]
     parts += [Text(sentence) for sentence in (report.get("tuning") or {}).get("sentences", ())]
     if report["progress"]["stop_reason"]:
         parts.append(Text(report["progress"]["stop_reason"]))

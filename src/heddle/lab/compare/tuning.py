@@ -1,7 +1,7 @@
 """Tune training fields for each design before a comparison: run the search's trials, and choose the best values.
 
-A trial is a whole run of its own, shorter than the comparison's, with a schedule that ends. It is scored on the tuning
-part of the held-out text; the comparison's runs, on seeds that no trial had, are scored on the rest.
+A trial is a run of its own, as long as the comparison's or shorter, with a schedule that ends. It is scored on the
+tuning part of the held-out text; the comparison's runs, on seeds that no trial had, are scored on the rest.
 """
 
 import math
@@ -12,7 +12,16 @@ from typing import Any, Protocol
 
 from heddle import progress
 from heddle.data.token_file import split_held_out
-from heddle.errors import ConfigError, MachineError
+from heddle.errors import CheckpointError, ConfigError, MachineError
+from heddle.lab.compare.grid_search import (
+    TUNING_SEED,
+    BudgetTooSmall,
+    Search,
+    SearchState,
+    Trial,
+    best_shared,
+    search_state,
+)
 from heddle.lab.compare.plan import (
     Candidate,
     ComparisonPlan,
@@ -24,15 +33,6 @@ from heddle.lab.compare.plan import (
 )
 from heddle.lab.compare.probes import plan_evaluations
 from heddle.lab.compare.statistics import Run, paired_difference
-from heddle.lab.compare.successive_halving import (
-    BudgetTooSmall,
-    Search,
-    SearchState,
-    Trial,
-    best_shared,
-    plan_fractions,
-    search_state,
-)
 from heddle.lab.compare.tables import format_difference, half_width, join_names, judgment
 from heddle.lab.compare.tasks import Comparison, training_task
 from heddle.lab.workers import Result, Task, run_tasks
@@ -98,22 +98,32 @@ def start_tuning(comparison: Comparison, steps: Mapping[str, int]) -> Tuning:
 
 
 def finish_tuning(comparison: Comparison, tuning: Tuning, run: RunTasks) -> None:
-    """Run what is not done yet of the search. Raises MachineError where every trial of a design diverged."""
+    """Run what is not done yet of the search.
+
+    Raises MachineError where every trial of a design diverged, and CheckpointError where the folder's trials are of
+    another length: successive halving, which was here before, began with shorter ones.
+    """
     entries = {entry.name: entry for entry in comparison.plan.entries}
     while trials := tuning.state.pending:
         tasks = {_trial_task(comparison, tuning, entries[trial.design], trial): trial for trial in trials}
         if not all(task.result_file.is_file() for task in tasks):
-            length = "whole runs" if trials[0].fraction > 0.999 else f"runs of {trials[0].fraction:.0%} of the length"
+            fraction = tuning.search.fraction
+            length = "whole runs" if fraction > 0.999 else f"runs of {fraction:.0%} of the length"
             progress.print_status(f"tuning: {len(trials)} {length}")
 
         def add(task: Task, result: Result, tasks: dict[Task, Trial] = tasks) -> None:
+            settings = Settings(**task.request["settings"])
+            if result["status"] == "done" and result["train_tokens"] != settings.steps * settings.tokens_per_step:
+                raise CheckpointError(
+                    f"{comparison.out}: tuned by successive halving, which is gone; compare in another folder, where "
+                    "every value is tried on runs of one length"
+                )
             tuning.results[tasks[task]] = result
 
         run(list(tasks), add)
     losses, state = tuning.losses(), tuning.state
     for name, best in state.best.items():
-        rung = state.rungs[-1]
-        if math.isinf(losses[Trial(name, best, rung.fraction, rung.seed)]):
+        if math.isinf(losses[Trial(name, best)]):
             tried = ", ".join(tuning.field_names)
             raise MachineError(f"tune {tried}: every run of {name} diverged or failed; give lower values")
 
@@ -145,9 +155,8 @@ def make_search(
         budget = tuning.budget_value * len(steps) * len(plan.seeds)
     else:
         costs, budget = dict(run_seconds), tuning.budget_value
-    search = Search(tuning.fields, costs, budget, MIN_TRIAL_STEPS / fewest)
     try:
-        plan_fractions(search)
+        return Search(tuning.fields, costs, budget, MIN_TRIAL_STEPS / fewest)
     except BudgetTooSmall as error:
         least = error.least_budget * tuning.budget_value / budget
         unit = "times the comparison's training" if tuning.budget_kind == "share" else "seconds"
@@ -155,7 +164,6 @@ def make_search(
             f"tune {names}: a budget of {tuning.budget_value:g} {unit} is too small for its values; give at least "
             f"{_round_up(least)}, or fewer values"
         ) from None
-    return search
 
 
 def _round_up(value: float) -> str:
@@ -177,8 +185,8 @@ def _seconds_per_step(comparison: Comparison, entry: DesignEntry) -> float:
 def _trial_task(comparison: Comparison, tuning: Tuning, entry: DesignEntry, trial: Trial) -> Task:
     """The task of a trial: it saves and evaluates only at its end."""
     text = describe_candidate(tuning.field_names, trial.candidate)
-    stem = f"{entry.name}-tune{trial.seed}-{text.replace(', ', '-').replace(' ', '=').replace('/', '_')}"
-    task = tuned_task(comparison, tuning, entry, trial.candidate, trial.seed, fraction=trial.fraction)
+    stem = f"{entry.name}-tune{TUNING_SEED}-{text.replace(', ', '-').replace(' ', '=').replace('/', '_')}"
+    task = tuned_task(comparison, tuning, entry, trial.candidate, TUNING_SEED, fraction=tuning.search.fraction)
     settings = {**task.request["settings"], "save_every": None, "evaluate_every": None}
     task = _renamed(task, f"{entry.name}, {text}", stem)
     return replace(task, request={**task.request, "task": "loss", "held_out": "tuning", "settings": settings})
@@ -253,12 +261,11 @@ def tuning_report(tuning: Tuning, runs: Runs, shared_runs: Runs | None) -> dict[
             "kind": tuning.plan.budget_kind,
             "value": tuning.plan.budget_value,
             "runs": len(tuning.results),
-            "whole_runs": sum(trial.fraction for trial in tuning.results),
+            "whole_runs": sum(tuning.search.fraction for _ in tuning.results),
             "seconds": sum(result["seconds"] for result in tuning.results.values() if result["status"] == "done"),
         },
         "rungs": [
-            {"fraction": rung.fraction, "seed": rung.seed, "candidates": [list(values) for values in rung.candidates]}
-            for rung in state.rungs
+            {"fraction": tuning.search.fraction, "seed": TUNING_SEED, "candidates": list(map(list, state.candidates))}
         ],
         "designs": [_design_report(tuning, name) for name in tuning.search.designs],
         "shared_values": {
@@ -272,28 +279,24 @@ def tuning_report(tuning: Tuning, runs: Runs, shared_runs: Runs | None) -> dict[
 
 
 def _design_report(tuning: Tuning, name: str) -> dict[str, Any]:
-    best = tuning.state.best[name]
-    last = tuning.state.rungs[-1]
-    trials = [
-        (index, trial, tuning.results[trial])
-        for index, rung in enumerate(tuning.state.rungs)
-        for trial in rung.trials([name])
-    ]
+    state = tuning.state
+    best = state.best[name]
+    results = {candidate: tuning.results[Trial(name, candidate)] for candidate in state.candidates}
     return {
         "name": name,
         "best": list(best),
         "text": describe_candidate(tuning.field_names, best),
-        "bits_per_byte": tuning.results[Trial(name, best, last.fraction, last.seed)].get("bits_per_byte"),
-        "open_ends": list(tuning.state.open_ends.get(name, ())),
+        "bits_per_byte": results[best].get("bits_per_byte"),
+        "open_ends": list(state.open_ends.get(name, ())),
         "trials": [
             {
-                "rung": index,
-                "values": list(trial.candidate),
+                "rung": 0,
+                "values": list(candidate),
                 "status": result["status"],
                 "bits_per_byte": result["bits_per_byte"] if result["status"] == "done" else None,
                 "train_tokens": result.get("train_tokens"),
             }
-            for index, trial, result in trials
+            for candidate, result in results.items()
         ],
     }
 
@@ -301,14 +304,14 @@ def _design_report(tuning: Tuning, name: str) -> dict[str, Any]:
 def shared_value_matters(tuning: Tuning, runs: Runs) -> bool:
     """Whether the trials suggest that a shared value gives another answer, so that it is worth running.
 
-    That is where, on the last rung, the difference between two designs has another sign at the best shared values than
+    That is where the difference between two designs has another sign at the best shared values than
     at each one's own best, or another size by more than the half-width of the comparison's interval.
     """
-    losses, rung = tuning.losses(), tuning.state.rungs[-1]
+    losses = tuning.losses()
     shared = best_shared(tuning.search, tuning.state, losses)
 
     def loss(name: str, values: Candidate) -> float:
-        return losses[Trial(name, values, rung.fraction, rung.seed)]
+        return losses[Trial(name, values)]
 
     for first, second in combinations(tuning.search.designs, 2):
         at_shared = loss(first, shared) - loss(second, shared)
@@ -358,8 +361,7 @@ def _sentences(report: Mapping[str, Any]) -> list[str]:
     if open_ends:
         parts = [f"{name} ({' and '.join(ends)})" for name, ends in open_ends.items()]
         sentences.append(
-            f"Not tried next to the best value on the longest runs: {join_names(parts, 8)}. "
-            "A larger budget may find a better one."
+            f"Not tried next to the best value: {join_names(parts, 8)}. A larger budget may find a better one."
         )
     return sentences if report["shared_values"]["runs"] is None else [*sentences, _shared_sentence(report)]
 

@@ -268,14 +268,13 @@ def _recall(task: dict[str, Any]) -> dict[str, Any]:
 
     Like any run it saves, and continues after an interrupt.
     """
-    from heddle.lab.compare.probes import CURVE, find_probe
-    from heddle.lab.compare.recall_curve import accuracy_by_pairs
+    from heddle.lab.compare.probes import RECALL_PROBES
     from heddle.model.load_config import load_config
     from heddle.storage.run_log import read_log
     from heddle.training.job import TrainingJob
     from heddle.training.loop import train
 
-    runtime, probe = _set_up(task), find_probe(task["probe"])
+    runtime, probe = _set_up(task), RECALL_PROBES[task["probe"]]
     job = TrainingJob(
         config=probe.small_copy(load_config(task["design"])),
         source=probe.task_stream,
@@ -296,7 +295,6 @@ def _recall(task: dict[str, Any]) -> dict[str, Any]:
         "scored": sum(scored for _, scored in trained.scores),
         "seconds": sum(line["seconds"] for line in log),
         "curve": curve or [(trained.progress.step * job.settings.tokens_per_step, trained.task_accuracy)],
-        **({"by_pairs": accuracy_by_pairs(trained.scores)} if task["probe"] == CURVE else {}),
     }
 
 

@@ -2,7 +2,7 @@
 
 import json
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,22 @@ from heddle.conversion.rewrite import Rewrite, rewrites
 from heddle.conversion.settings import ConvertSettings
 from heddle.conversion.targets import conversion_variants
 from heddle.data.corpus import Corpus, prepare_corpus
+from heddle.data.samples import RowProtocol
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.family_match import match_report
 from heddle.lab.conversion.measure import MeasurementSettings
-from heddle.lab.conversion.report import ConversionReport, is_converted, report_conversion, report_variants
+from heddle.lab.conversion.report import (
+    ConversionReport,
+    interrupted_report_rows,
+    is_converted,
+    report_conversion,
+    report_variants,
+)
 from heddle.lab.conversion.results import ConversionResults, conversion_verdict
 from heddle.lab.conversion.run import ConversionRecord
 from heddle.model.decoder import build
 from heddle.model.size import size
-from heddle.progress import print_status, print_text
+from heddle.progress import print_status, print_text, print_warning
 from heddle.runtime import Runtime
 from heddle.session import open_session
 from heddle.training.distillation import Distillation, LossWeights
@@ -73,6 +80,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         if out is None and not settings.dry_run:
             raise ConfigError("OUT: is missing; name the folder to write")
         source = open_source(settings.model)
+        rows = None if out is None else interrupted_report_rows(out)
         text = corpus = healing = None
         count = CALIBRATION_TOKENS if settings.calibration_tokens is None else settings.calibration_tokens
         length, design = settings.sequence_length, source.weights.design
@@ -83,7 +91,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
             healing = healing_settings(settings.heal, length, rate, calibration_samples(count, length))
         used = [rewrite for variant in variants for rewrite in variant.rewrites]
         if any(rewrite.needs_text and not rewrite.is_exact(design) for rewrite in used):
-            corpus = _corpus(settings, source, count)
+            corpus = _corpus(settings, source, count, rows)
             text = calibration_from_corpus(corpus, count, length, runtime.device)
         if settings.dry_run:
             plans = {v.name: Conversion(source, v.rewrites, text).plan().design for v in variants}
@@ -93,7 +101,7 @@ def _convert(settings: ConvertSettings) -> ConvertedModel:
         assert out is not None
         with_report = settings.report_tokens > 0 and can_report(source)
         if corpus is None and (healing is not None or with_report):
-            corpus = _corpus(settings, source, count)
+            corpus = _corpus(settings, source, count, rows)
 
         def write(conversion: Conversion, folder: Path) -> None:
             if healing is None:
@@ -138,12 +146,24 @@ def _check(settings: ConvertSettings) -> None:
         raise ConfigError(f"--method {settings.method}: {reason}")
 
 
-def _corpus(settings: ConvertSettings, source: ConversionSource, calibration_tokens: int) -> Corpus:
-    """The text to calibrate and heal on, in the model's own tokens; how far it is encoded decides its order."""
+def _corpus(
+    settings: ConvertSettings, source: ConversionSource, calibration_tokens: int, rows: RowProtocol | None
+) -> Corpus:
+    """The text to calibrate and heal on, in the model's own tokens; how far it is encoded decides its order.
+
+    rows: how rows begin in the conversion that is continued.
+    """
     if source.tokenizer is None:
         raise CheckpointError(f"{source.folder}: holds no tokenizer.json, so it cannot read a text")
     max_tokens, data = 4 * calibration_tokens + (settings.heal or 0), settings.data or ("stdlib",)
-    return prepare_corpus(data, vocab_size=None, max_train_tokens=max_tokens, tokenizer=source.tokenizer)
+    corpus = prepare_corpus(data, vocab_size=None, max_train_tokens=max_tokens, tokenizer=source.tokenizer)
+    if rows is None or rows == corpus.rows:
+        return corpus
+    print_warning(
+        "rows begin without the model's BOS token, as in the conversion that is continued, so losses are not those of "
+        "its use; remove what is there, to convert again"
+    )
+    return replace(corpus, rows=rows)
 
 
 def check_report_tokens(tokens: int, sequence_length: int, is_required: bool) -> None:

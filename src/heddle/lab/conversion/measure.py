@@ -31,13 +31,20 @@ from heddle.training.training_data import TextData
 
 
 @torch.no_grad()
-def layer_errors(original: Weights, converted: Weights, rows: Sequence[Batch]) -> list[LayerError]:
-    """Compare two models layer by layer; empty where they differ in depth, so that no layer stands for another."""
+def layer_errors(
+    original: Weights, converted: Weights, rows: Sequence[Batch], bos_ids: Sequence[int] = ()
+) -> list[LayerError]:
+    """Compare two models layer by layer; empty where they differ in depth, so that no layer stands for another.
+
+    bos_ids: tokens that are left out. The stream of BOS can be a hundred times as large as that of any other token, and
+    hardly changes (massive activations, Sun et al. 2024, https://arxiv.org/abs/2402.17762).
+    """
     if original.design.depth != converted.design.depth:
         return []
     tokens = [torch.from_numpy(batch.tokens[:, :-1].copy()) for batch in rows]
     layouts = [Layout.packed(batch.doc_lengths, batch.targets.shape[1]) for batch in rows]
     text = CalibrationText(tokens, layouts)
+    compared = [~torch.isin(batch, torch.tensor(bos_ids)) for batch in tokens] if bos_ids else None
     same_width = original.design.width == converted.design.width
     errors = []
     for reference, layer in zip(layer_activations(original, text), layer_activations(converted, text), strict=True):
@@ -45,8 +52,9 @@ def layer_errors(original: Weights, converted: Weights, rows: Sequence[Batch]) -
         if same_width and reference.mixer_outputs and layer.layer.mixer is not None:
             # on the original's stream and not on its mixer's inputs, because the norm before it may have changed too
             outputs = run_layer(layer.index, layer.layer, reference.streams, layouts).mixer_outputs
-            mixer = relative_distance(outputs, reference.mixer_outputs)
-        errors.append(LayerError(layer.index, mixer, relative_distance(layer.new_streams, reference.new_streams)))
+            mixer = relative_distance(_select(outputs, compared), _select(reference.mixer_outputs, compared))
+        streams = (_select(activations.new_streams, compared) for activations in (layer, reference))
+        errors.append(LayerError(layer.index, mixer, relative_distance(*streams)))
     return errors
 
 
@@ -59,6 +67,13 @@ def relative_distance(values: Any, reference: Any) -> float | None:
     norm = sum(float(b.double().square().sum()) for _, b in pairs)
     error = math.sqrt(distance / norm) if norm else math.nan
     return error if math.isfinite(error) else None
+
+
+def _select(values: Sequence[Any], compared: Sequence[Tensor] | None) -> Sequence[Any]:
+    """The tokens [N, ...] of each batch's tensors [B, T, ...] that are compared; None: all, as they are."""
+    if compared is None:
+        return values
+    return [[x[tokens] for x in _tensors(value)] for value, tokens in zip(values, compared, strict=True)]
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -101,7 +116,7 @@ class MeasurementText:
         rows, length = self.settings.batch_size, self.settings.sequence_length
         training = Settings(steps=1, batch_size=rows, sequence_length=length, learning_rate=1e-3)
         tokens = self.settings.windows * length
-        return list(TextData(self.corpus).validation_batches(training, tokens))
+        return list(TextData(self.corpus, self.corpus.rows).validation_batches(training, tokens))
 
     @property
     def window_count(self) -> int:
@@ -163,7 +178,7 @@ def measure_model(
     windows, positions = _score_windows(decoder, text, bar)
     first, second, needles = score_recall(decoder, text, bar)
     del decoder
-    design, dtype = model.weights.design, model.weights.dtype
+    design, dtype, bos_ids = model.weights.design, model.weights.dtype, text.corpus.rows.bos_ids
     shapes = build_distinct_layers(design, dtype)
     model_size = measure_size(shapes, text.settings.sequence_length)
     return ModelResult(
@@ -183,7 +198,9 @@ def measure_model(
         first_spans=first,
         repeated_spans=second,
         needles=needles,
-        layer_errors=[] if model.weights is original else layer_errors(original, model.weights, text.layer_rows),
+        layer_errors=[]
+        if model.weights is original
+        else layer_errors(original, model.weights, text.layer_rows, bos_ids),
     )
 
 

@@ -3,7 +3,6 @@
 What is finished lies in the folder OUT.work beside OUT until all is, so the same call continues after a kill.
 """
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,22 +11,30 @@ from pathlib import Path
 from typing import Any
 
 from heddle.config import DesignError
-from heddle.conversion.convert import CONVERSION_FILE, Conversion, ConversionSource, open_source, refuse_existing
+from heddle.conversion.convert import (
+    CONVERSION_FILE,
+    Conversion,
+    ConversionSource,
+    open_source,
+    refuse_existing,
+    saved_conversion,
+)
+from heddle.conversion.heal import CONVERTED_FOLDER, interrupted_rows, partial_folder
 from heddle.conversion.targets import ConversionVariant
 from heddle.conversion.weights import CalibrationText
 from heddle.data.corpus import Corpus
+from heddle.data.samples import RowProtocol
 from heddle.errors import CheckpointError, ConfigError
 from heddle.lab.conversion.measure import MeasurementSettings, ModelToMeasure
 from heddle.lab.conversion.results import CONVERTED, HEALED, ORIGINAL, ConversionResults
 from heddle.lab.conversion.run import ConversionRecord, measure_conversion
 from heddle.lab.pages.conversion import PAGE_FILE, write_conversion_page
 from heddle.progress import print_status
-from heddle.storage.file_io import sync_folder
-from heddle.storage.folder import read_folder
+from heddle.storage.file_io import read_json_file, sync_folder
 from heddle.storage.run_log import first_difference, to_plain_json
 
 RESULTS_FILE = "convert.json"
-MODELS_FOLDER = "models"
+RESULT_FOLDER, MODELS_FOLDER = "result", "models"
 
 WriteModel = Callable[[Conversion, Path], None]  # converts, and heals where that is asked for, into a folder
 
@@ -42,11 +49,24 @@ class ConversionReport:
     device: str = "cpu"
 
 
+def interrupted_report_rows(out: Path) -> RowProtocol | None:
+    """How rows began in what an interrupted call for `out` has read; None if there is none, or it has read no text."""
+    result = partial_folder(out) / RESULT_FOLDER
+    models = {path.with_name(path.name.removesuffix(".work")) for path in (result / MODELS_FOLDER).glob("*")}
+    for model in (out, *sorted(models)):
+        if rows := interrupted_rows(model):
+            return rows
+    for folder in (out, result):
+        with suppress(CheckpointError, KeyError):  # what cannot be read is measured again
+            return RowProtocol.parse(read_json_file(folder / RESULTS_FILE)["text"])
+    return None
+
+
 def is_converted(conversion: Conversion, out: Path, healed: bool) -> bool:
     """Whether `out` holds this conversion, but not its whole report: a killed call left it."""
     if not (out / CONVERSION_FILE).is_file() or (out / PAGE_FILE).exists():
         return False
-    saved = _saved_identity(out)
+    saved = saved_conversion(out)
     return (saved.pop("healing", None) is not None) == healed and saved == _identity(conversion)
 
 
@@ -70,7 +90,7 @@ def original_model(source: ConversionSource) -> ModelToMeasure:
 
 def _written_models(name: str, method: str, folder: Path, with_stage: bool = False) -> list[ModelToMeasure]:
     """The model in a folder; if it was healed, the converted one in `folder`.work before it."""
-    converted = folder.with_name(f"{folder.name}.work") / "converted"
+    converted = partial_folder(folder) / CONVERTED_FOLDER
     folders = {CONVERTED: converted, HEALED: folder} if converted.is_dir() else {CONVERTED: folder}
     models = []
     for stage, path in folders.items():
@@ -94,7 +114,7 @@ def report_variants(
     all, CheckpointError if `out` exists or its work is of other conversions, and what `measure_conversion` raises.
     """
     refuse_existing(out)
-    result = out.with_name(f"{out.name}.work") / "result"
+    result = partial_folder(out) / RESULT_FOLDER
     folder = result / MODELS_FOLDER
     warnings: list[str] = []
     models = [original_model(source)]
@@ -128,7 +148,7 @@ def _is_complete(conversion: Conversion, folder: Path) -> bool:
     """Whether a folder holds this conversion. Raises CheckpointError if it holds another."""
     if not folder.is_dir():
         return False
-    saved = _saved_identity(folder)
+    saved = saved_conversion(folder)
     saved.pop("healing", None)
     difference = first_difference(saved, _identity(conversion))
     if difference:
@@ -139,11 +159,6 @@ def _is_complete(conversion: Conversion, folder: Path) -> bool:
 def _identity(conversion: Conversion) -> dict[str, Any]:
     plain: dict[str, Any] = to_plain_json(conversion.describe())
     return plain
-
-
-def _saved_identity(folder: Path) -> dict[str, Any]:
-    saved: dict[str, Any] = json.loads(read_folder(folder).documents.get(CONVERSION_FILE, "{}"))
-    return saved
 
 
 def _move_work_aside(folder: Path) -> None:

@@ -71,7 +71,7 @@ class MeasuredText:
     """The held-out text that every model reads.
 
     positions: the ranges [first, end) of a token's position in its document, within a window. note: what could not be
-    measured, or "".
+    measured, or "". bos_ids: the tokens that each row begins with (`heddle.data.samples.RowProtocol`).
     """
 
     name: str
@@ -86,6 +86,7 @@ class MeasuredText:
     needle_rows: int
     needle_length: int
     note: str = ""
+    bos_ids: tuple[int, ...] = ()
 
 
 @dataclass
@@ -118,7 +119,10 @@ class ConversionResults:
 
     def to_plain(self) -> dict[str, Any]:
         """The results as plain values for JSON."""
-        return asdict(self)
+        plain = asdict(self)
+        if not self.text.bos_ids:  # as files say it that are older than the field
+            del plain["text"]["bos_ids"]
+        return plain
 
 
 def parse_results(data: dict[str, Any]) -> ConversionResults:

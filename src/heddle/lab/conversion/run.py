@@ -92,6 +92,7 @@ def _new_results(text: MeasurementText, record: ConversionRecord) -> ConversionR
         needle_rows=recall.needles if recall.row_length else 0,
         needle_length=NEEDLE_TOKENS,
         note=recall.note,
+        bos_ids=corpus.rows.bos_ids,
     )
     return ConversionResults(
         heddle=__version__,

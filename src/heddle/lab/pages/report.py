@@ -206,12 +206,12 @@ class TuningCard:
 
 @dataclass(frozen=True)
 class TuningSection:
-    """A card for each field, sentences, the values that were chosen, and the rounds of the search."""
+    """A card for each field, sentences, the values that were chosen, and how many were tried on how long runs."""
 
     cards: list[TuningCard]
     sentences: list[str]
     choices: TextTable
-    rounds: list[str]
+    grid: str
 
 
 def tuning_section(report: Report) -> TuningSection | None:
@@ -226,11 +226,8 @@ def tuning_section(report: Report) -> TuningSection | None:
         for design in tuning["designs"]
     ]
     noun = "combinations" if len(tuning["fields"]) > 1 else "values"
-    rounds = [
-        f"{len(rung['candidates'])} {noun} on "
-        f"{'whole runs' if rung['fraction'] > 0.999 else format(rung['fraction'], '.0%') + ' of a run'}"
-        for rung in tuning["rungs"]
-    ]
+    [tried] = tuning["rungs"]
+    length = "whole runs" if tried["fraction"] > 0.999 else f"{tried['fraction']:.0%} of a run"
     return TuningSection(
         cards=[
             TuningCard(
@@ -244,7 +241,7 @@ def tuning_section(report: Report) -> TuningSection | None:
         ],
         sentences=tuning["sentences"],
         choices=TextTable(header, rows, "The values chosen for each design"),
-        rounds=rounds,
+        grid=f"{len(tried['candidates'])} {noun} on {length}",
     )
 
 
@@ -252,8 +249,6 @@ def _note(tuning: Mapping[str, Any], index: int) -> str:
     """What the figure shows."""
     field = tuning["fields"][index]
     note = "A ring is a design's choice."
-    if len(tuning["rungs"]) > 1:
-        note += " Thin lines are of shorter runs."
     if field["is_number"]:
         note += " The dotted line is the best shared value."
     if len(tuning["fields"]) > 1:
@@ -262,19 +257,19 @@ def _note(tuning: Mapping[str, Any], index: int) -> str:
 
 
 def _table(tuning: Mapping[str, Any], index: int) -> TextTable:
-    """The losses of the last round by design and value."""
-    field, last = tuning["fields"][index], len(tuning["rungs"]) - 1
+    """The losses of the trials by design and value."""
+    field = tuning["fields"][index]
     rows = []
     for design in tuning["designs"]:
-        losses = profile(design["trials"], index, last)
-        statuses = {trial["values"][index]: trial["status"] for trial in design["trials"] if trial["rung"] == last}
+        losses = profile(design["trials"], index)
+        statuses = {trial["values"][index]: trial["status"] for trial in design["trials"]}
         cells = []
         for value in field["values"]:
             status = statuses.get(value, "done")
             cells.append(format_bits(losses.get(value)) if value in losses or status == "done" else status)
         rows.append([design["name"], *cells])
-    header = ["last round", *map(format_value, field["values"])]
-    return TextTable(header, rows, f"Bits per byte of the last round by {field['name']}")
+    header = ["trials", *map(format_value, field["values"])]
+    return TextTable(header, rows, f"Bits per byte of the trials by {field['name']}")
 
 
 WRITE_REMEDY = "free some space or choose another folder"

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from heddle.lab.compare.abilities import left_out_sentences
-from heddle.lab.compare.recall_curve import curve_sentence, curve_table
 from heddle.lab.compare.statistics import finished_runs
 from heddle.lab.compare.tables import (
     NO_VALUE,
@@ -39,7 +38,7 @@ from heddle.lab.compare.tables import (
 )
 from heddle.lab.compare.verdict import compare_with_baseline, describe_state_growth
 from heddle.lab.pages.figures.base import Figure
-from heddle.lab.pages.figures.comparison import frontier_chart, mean_curve, profile_chart, recall_curve_chart
+from heddle.lab.pages.figures.comparison import mean_curve, profile_chart
 from heddle.lab.pages.figures.svg import Chart
 from heddle.training.step import average_router_summaries
 
@@ -291,10 +290,6 @@ class AbilityTables:
     """What is shown of recall beside the table of tasks. left_out: sentences on tasks that are not in that table."""
 
     left_out: list[str]
-    curve: Chart | None
-    frontier: Chart | None
-    curve_table: TextTable | None
-    curve_sentence: str
     text_table: TextTable | None
     text: Mapping[str, Any] | None
 
@@ -312,14 +307,8 @@ class ProfileCard:
 
 def ability_tables(report: Report) -> AbilityTables:
     """The section on what the designs can do."""
-    points = [point for design in report["designs"] for point in design.get("recall_curve", ())]
-    has_curve = any(point["accuracy"] is not None for point in points)
     return AbilityTables(
         left_out=left_out_sentences(report),
-        curve=recall_curve_chart(report) if has_curve else None,
-        frontier=frontier_chart(report) if has_curve else None,
-        curve_table=curve_table(report) if has_curve else None,
-        curve_sentence=curve_sentence(report) if has_curve else "",
         text_table=text_recall_table(report),
         text=report.get("text_recall"),
     )

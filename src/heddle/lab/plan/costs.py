@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from heddle.errors import ConfigError, choices_hint
 from heddle.lab.plan.gpus import Gpu
@@ -29,6 +28,7 @@ from heddle.model.size import (
 from heddle.numerics.cross_entropy import CHUNK_ELEMENTS
 from heddle.numerics.dispatch import record_choices
 from heddle.parts.layout import Layout
+from heddle.torch_private import TorchDispatchMode, operator_name, storage_key
 
 # A stand-in for the fused attention of a GPU: it saves what the kernel saves, and computes nothing.
 
@@ -188,7 +188,7 @@ def _traces(model: Decoder, sequence_length: int) -> list[_LayerTrace]:
     """What each distinct layer saves for the backward pass of one row."""
     traces = [_LayerTrace() for _ in model.layers]
     current: list[_LayerTrace] = []
-    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    weights = {storage_key(parameter.untyped_storage()) for parameter in model.parameters()}
 
     def enter(index: int, inputs: tuple[Any, ...]) -> None:
         current.append(traces[index])
@@ -199,8 +199,8 @@ def _traces(model: Decoder, sequence_length: int) -> list[_LayerTrace]:
 
     def pack(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
-        if current and storage._cdata not in weights and x.is_meta:
-            current[-1].saved.setdefault(storage._cdata, (storage.nbytes(), storage))
+        if current and (key := storage_key(storage)) not in weights and x.is_meta:
+            current[-1].saved.setdefault(key, (storage.nbytes(), storage))
         return x
 
     def note_attention(output: Tensor | None, _: float) -> None:
@@ -228,7 +228,7 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        name = function._schema.name.removeprefix("aten::")
+        name = operator_name(function).removeprefix("aten::")
         if self.current and name in PRODUCTS and isinstance(result, Tensor):
             self.current[-1].products.append(result.nbytes)
         return result

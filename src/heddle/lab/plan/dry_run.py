@@ -17,11 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
-from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from heddle.data.samples import Batch
@@ -33,6 +30,15 @@ from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import build
 from heddle.numerics.dispatch import record_choices
 from heddle.parts.positions import Rotation
+from heddle.torch_private import (
+    LightDispatchMode,
+    fake_store,
+    fake_tensors,
+    operator_name,
+    resolve_group,
+    storage_key,
+    tree_leaves,
+)
 from heddle.training.optimizer import Optimizer, build_optimizer
 from heddle.training.step import accumulate_gradients, apply_gradients, prepare_batch
 
@@ -58,7 +64,7 @@ _COLLECTIVES = {
 Label = tuple[Any, ...]  # a phase of the step: its name, and the layer
 
 
-class StepTrace(TorchDispatchMode):
+class StepTrace(LightDispatchMode):
     """Within the block, notes what operations allocate, compute and send.
 
     peaks: bytes by component where they are most in total, by the phase of the step. flops, collectives: by
@@ -83,18 +89,13 @@ class StepTrace(TorchDispatchMode):
         self._backward_layer: int | None = None
         self._attention = AttentionShapes(self._add_attention)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: else torch wraps `__torch_dispatch__` in a function of its compiler, which it then imports."""
-        return False
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation, and note what it did."""
         kwargs = kwargs or {}
         if any(issubclass(kind, Tensor) and kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # it answers with operations on its shards, which come here
         result = function(*args, **kwargs)
-        namespace, _, name = function._schema.name.partition("::")
+        namespace, _, name = operator_name(function).partition("::")
         if namespace == "prim":
             return result
         born_as = self._born_as
@@ -103,8 +104,8 @@ class StepTrace(TorchDispatchMode):
         elif name in _PRODUCTS:
             *_, left, right = (x for x in args if isinstance(x, Tensor))
             self.flops[self.micro_batch] += 2 * left.numel() * right.shape[-1]
-        elif function._overloadpacket in flop_registry:
-            self.flops[self.micro_batch] += flop_registry[function._overloadpacket](*args, **kwargs, out_val=result)
+        elif function.overloadpacket in flop_registry:
+            self.flops[self.micro_batch] += flop_registry[function.overloadpacket](*args, **kwargs, out_val=result)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._born(tensor, born_as)
@@ -192,7 +193,7 @@ class StepTrace(TorchDispatchMode):
         if getattr(tensor, "fake_mode", None) is not self.fake_mode:
             return  # shapes that torch computes aside
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._storages:
             previous, size, _ = self._storages[key]
             if not again or previous in (component, "parameters"):
@@ -237,7 +238,7 @@ def _ranks(arguments: Sequence[Any]) -> int:
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject):
             return ProcessGroup.unbox(argument).size()
-    return _resolve_process_group(arguments[-1]).size()
+    return resolve_group(arguments[-1]).size()
 
 
 # Fold a long row of layers: three repeats of each repeated block tell about all of them.
@@ -320,11 +321,9 @@ def fake_ranks(layout: RankLayout) -> Iterator[DeviceMesh]:
 
     Raises ConfigError within a process group.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if distributed.is_initialized():
         raise ConfigError("dry run: needs a process of its own, without a process group; leave torchrun out")
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.gpus)
+    distributed.init_process_group("fake", store=fake_store(), rank=0, world_size=layout.gpus)
     try:
         shape: tuple[int, ...] = (layout.shard,)
         names: tuple[str, ...] = ("shard",)
@@ -333,11 +332,6 @@ def fake_ranks(layout: RankLayout) -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", shape, mesh_dim_names=names)
     finally:
         distributed.destroy_process_group()
-
-
-def fake_tensors() -> FakeTensorMode:
-    """Within the block, tensors have shapes and no values."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 _MICRO_BATCHES = 3  # the first, one like all between, and the last

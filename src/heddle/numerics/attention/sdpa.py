@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.dispatch import device_type, is_deterministic
+from heddle.torch_private import cpu_flash_attention, cudnn_attention, efficient_attention, flash_attention
 
 WIDTH_STEP = 8  # CUDA's fused kernels take heads whose widths are multiples of it
 _CUDNN_WIDTH = 256  # the widest heads of cuDNN's kernel on a Hopper GPU, forward and backward
@@ -83,8 +84,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, s
     """torch's flash kernel for CUDA, by name: it plans nothing for a new length. Arguments as in `sdpa`, no mask."""
     d_v = v.shape[-1]
     q, k, v = pad_to_equal_widths(*in_autocast_dtype(q, k, v))
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention
-    y, logsumexp = kernel(q, k, v, 0.0, causal, scale=scale)[:2]
+    y, logsumexp = flash_attention(q, k, v, causal, scale)
     y = y[..., :d_v]
     return y if sink is None else with_sink(y, logsumexp, sink)
 
@@ -101,10 +101,7 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | Non
             mask = q.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
         bias = functional.pad(mask.to(q.dtype), (0, -keys % BIAS_STEP))
         mask = bias[..., :keys].expand(*q.shape[:3], keys)
-    with_logsumexp = torch.is_grad_enabled()
-    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    y: Tensor = kernel(q, k, v, mask, with_logsumexp, 0.0, causal, scale=scale)[0]
-    return y[..., :d_v]
+    return efficient_attention(q, k, v, mask, torch.is_grad_enabled(), causal, scale)[..., :d_v]
 
 
 def _torch_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool) -> Tensor:
@@ -125,10 +122,7 @@ def _torch_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | No
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """cuDNN's kernel by name, for causal rows."""
-    needs_gradients = torch.is_grad_enabled()
-    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
-    y: Tensor = kernel(*in_autocast_dtype(q, k, v), None, needs_gradients, 0.0, True, scale=scale)[0]
-    return y
+    return cudnn_attention(*in_autocast_dtype(q, k, v), torch.is_grad_enabled(), scale)
 
 
 def _cudnn_serves(q: Tensor, v: Tensor) -> bool:
@@ -156,10 +150,7 @@ def _sdpa_then_sink(
     bias = mask
     if mask is not None and mask.dtype == torch.bool:
         bias = q.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    y: Tensor
-    logsumexp: Tensor
-    y, logsumexp = kernel(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    y, logsumexp = cpu_flash_attention(q, k, v, bias, causal, scale)
     return with_sink(y[..., :d_v], logsumexp, sink)
 
 

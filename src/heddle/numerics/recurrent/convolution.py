@@ -17,7 +17,6 @@ from heddle.numerics.dispatch import (
     Kernel,
     Operation,
     add_flops,
-    constant_in_graphs,
     device_type,
     optional_module,
     optional_nondeterministic,
@@ -25,6 +24,7 @@ from heddle.numerics.dispatch import (
 from heddle.numerics.norms import at_least_float32, without_autocast
 from heddle.numerics.recurrent.library_calls import LIBRARY_CALLS, LibraryCall, call_library
 from heddle.numerics.transfer import to_device
+from heddle.torch_private import mark_constant
 
 # Adapter to causal-conv1d (`causal_conv1d`): CUDA kernels of the short convolution, for 2 to 4 tokens.
 #
@@ -39,7 +39,7 @@ KERNEL_SIZES = range(2, 5)
 ALIGNMENT = 8  # of channels
 
 
-@constant_in_graphs
+@mark_constant
 def conv_installed() -> bool:
     """Whether the library's functions are there."""
     return optional_module(MODULE) is not None

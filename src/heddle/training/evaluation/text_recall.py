@@ -159,6 +159,7 @@ class TextRecall:
 
     def _batches(self, rows: np.ndarray, targets: np.ndarray | None = None) -> list[Batch]:
         """Batches of rows that are one document each."""
+        rows = self.corpus.rows.begin(rows)
         size, length = self.batch_size, rows.shape[1] - 1
         return [
             Batch(

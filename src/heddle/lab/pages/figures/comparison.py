@@ -18,7 +18,6 @@ from heddle.lab.compare.tables import (
     format_context,
     format_difference,
     format_number,
-    format_percent,
     half_width,
     judgment,
     mean_loss,
@@ -377,64 +376,10 @@ def _cross(line: Figure, missing: Row) -> Figure:
     return cross | {"mode": "markers", "x": line["x"][-1:], "y": line["y"][-1:], "marker": marker, "text": [text]}
 
 
-# The charts of what designs can do: recall over the number of pairs, and over the bytes of state.
+# The charts of where the loss lies: over the position of a token, and over how frequent it is.
 
 
 MAX_LINES = 8  # more lines are told by the table alone
-FULL_SCALE = Scale(-0.03, 1.05)
-
-
-def recall_curve_chart(report: Report) -> Chart | None:
-    """Accuracy over the number of pairs, a line for each design; None where nothing was measured, or too much."""
-    styles, pairs = design_styles(report), report["recall_curve"]["pairs"]
-    series = []
-    for design in report["designs"]:
-        values = [
-            Value(point["pairs"], point["accuracy"], title=_title(design["name"], point))
-            for point in design["recall_curve"]
-            if point["accuracy"] is not None
-        ]
-        if values:
-            series.append(Series(design["name"], styles[design["name"]], values))
-    if not series or len(series) > MAX_LINES:
-        return None
-    x_scale = Scale(pairs[0] / 1.3, pairs[-1] * 1.3, math.log)
-    ticks = [(x_scale.percent(count), str(count)) for count in pairs]
-    return line_chart(
-        series, x_scale, ticks, ("pairs in a text", "right answers"), y_scale=FULL_SCALE, y_text=_percent_tick
-    )
-
-
-def frontier_chart(report: Report) -> Chart | None:
-    """Accuracy at the most pairs over the bytes of state, a point for each design; None without two sizes of state."""
-    styles, series = design_styles(report), []
-    sizes = []
-    for design in report["designs"]:
-        point = design["recall_curve"][-1] if design["recall_curve"] else None
-        if point is not None and point["accuracy"] is not None and point["state_bytes"]:
-            sizes.append(point["state_bytes"])
-            value = Value(point["state_bytes"], point["accuracy"], title=_title(design["name"], point))
-            series.append(Series(design["name"], styles[design["name"]], [value], has_line=False))
-    if len(set(sizes)) < 2:
-        return None
-    axis = byte_axis("", sizes)
-    x_scale = Scale(10 ** axis["range"][0], 10 ** axis["range"][1], math.log10)
-    ticks = [(x_scale.percent(v), text) for v, text in zip(axis["tickvals"], axis["ticktext"], strict=True)]
-    most = report["recall_curve"]["pairs"][-1]
-    titles = (f"state of the small copy after {most} pairs", f"right answers, {most} pairs")
-    return line_chart(series, x_scale, ticks, titles, y_scale=FULL_SCALE, y_text=_percent_tick)
-
-
-def _title(name: str, point: dict[str, float]) -> str:
-    state = f", state {format_bytes(point['state_bytes'])}" if point["state_bytes"] else ""
-    return f"{name}, {point['pairs']} pairs: {format_percent(point['accuracy'])}{state}"
-
-
-def _percent_tick(value: float) -> str:
-    return f"{100 * value:.0f} %"
-
-
-# The charts of where the loss lies: over the position of a token, and over how frequent it is.
 
 
 def profile_chart(report: Report, name: str, labels: Sequence[str], x_title: str) -> Chart | None:
@@ -477,7 +422,6 @@ def _values(design: Design, name: str, labels: Sequence[str], compares: bool) ->
 # The figures of tuning: bits per byte over the values of each tuned field, a line for each design.
 
 
-_SHORT_RUNG_OPACITY = 0.35
 LOSS_SPAN = 4.0  # the axis ends at so many times the spread of the better half; what diverges would hide the rest
 
 
@@ -488,31 +432,30 @@ def tuning_figures(report: Report) -> dict[str, Figure | None]:
     return {f"tuning-{index}": _tuning_figure(report, index) for index in range(len(fields))}
 
 
-def profile(trials: Sequence[Mapping[str, Any]], axis_index: int, rung: int) -> dict[Any, float]:
-    """The lowest bits per byte for each value of a field on a rung, over the values of the other fields."""
+def profile(trials: Sequence[Mapping[str, Any]], axis_index: int) -> dict[Any, float]:
+    """The lowest bits per byte for each value of a field, over the values of the other fields."""
     lowest: dict[Any, float] = {}
     for trial in trials:
         loss, value = trial["bits_per_byte"], trial["values"][axis_index]
-        if trial["rung"] == rung and loss is not None and loss < lowest.get(value, math.inf):
+        if loss is not None and loss < lowest.get(value, math.inf):
             lowest[value] = loss
     return lowest
 
 
 def _tuning_figure(report: Report, index: int) -> Figure | None:
-    """Thin lines for the shorter rungs, thick for the last, a ring around each design's choice."""
+    """A line for each design, and a ring around its choice."""
     tuning = report["tuning"]
-    field, rungs = tuning["fields"][index], tuning["rungs"]
+    field = tuning["fields"][index]
     is_log = field["is_number"] and min(field["values"]) > 0
     tuned = {design["name"]: design for design in tuning["designs"]}
     data: list[Figure] = []
     for design in report["designs"]:
-        trials = tuned[design["name"]]["trials"]
-        for rung in range(len(rungs)):
-            losses = profile(trials, index, rung)
-            points = [(value, losses[value]) for value in field["values"] if value in losses]
-            if points:
-                data.append(_tuning_line(report, design, points, rungs[rung]["fraction"], rung == len(rungs) - 1))
         best = tuned[design["name"]]
+        losses = profile(best["trials"], index)
+        points = [(value, losses[value]) for value in field["values"] if value in losses]
+        if points:
+            texts = [f"{format_bits(loss)} bits per byte at {format_value(value)}" for value, loss in points]
+            data.append(design_trace(report, design, points, texts))
         if best["bits_per_byte"] is not None:
             ring = design_trace(report, design, [(best["best"][index], best["bits_per_byte"])], [best["text"]])
             ring["marker"] |= {"symbol": "circle-open", "size": 18, "line": {"width": 2}}
@@ -530,19 +473,6 @@ def _tuning_figure(report: Report, index: int) -> Figure | None:
         layout["shapes"] = [dotted_line(tuning["shared_values"]["values"][index], color="soft", vertical=True)]
     layout["yaxis"]["range"] = _loss_range([y for trace in data for y in trace["y"]])
     return {"data": data, "layout": layout}
-
-
-def _tuning_line(
-    report: Report, design: Mapping[str, Any], points: list[tuple[Any, float]], fraction: float, is_last: bool
-) -> Figure:
-    length = "whole runs" if fraction > 0.999 else f"runs of {fraction:.0%}"
-    texts = [f"{format_bits(loss)} bits per byte at {format_value(value)}\n{length}" for value, loss in points]
-    trace = design_trace(report, design, points, texts)
-    if is_last:
-        return trace
-    trace["line"] |= {"width": 1}
-    trace["marker"] |= {"size": 5}
-    return trace | {"opacity": _SHORT_RUNG_OPACITY}
 
 
 def _loss_range(losses: Sequence[float]) -> list[float]:

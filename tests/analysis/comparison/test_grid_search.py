@@ -3,22 +3,20 @@
 import math
 import random
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import pytest
 
-from heddle.lab.compare import successive_halving
-from heddle.lab.compare.plan import parse_tuned_fields
-from heddle.lab.compare.successive_halving import (
+from heddle.lab.compare import grid_search
+from heddle.lab.compare.grid_search import (
     MAX_ADDED_VALUES,
     BudgetTooSmall,
     Search,
     SearchState,
     Trial,
     best_shared,
-    plan_fractions,
     search_state,
 )
+from heddle.lab.compare.plan import parse_tuned_fields
 
 Loss = Callable[[Trial], float]
 RATES = "lr=0.0005..0.032"  # seven values, each twice the one before
@@ -40,15 +38,15 @@ def run_all(search: Search, loss: Loss) -> tuple[SearchState, dict[Trial, float]
     raise AssertionError("the search does not end")
 
 
-def bowls(optima: Mapping[str, float], noise: float = 0.0, diverges_above: float = math.inf) -> Loss:
-    """A parabola over the logarithm of the rate, with noise that the trial decides; longer runs are better."""
+def bowls(optima: Mapping[str, float], noise: float = 0.0, diverges_above: float = math.inf, seed: int = 0) -> Loss:
+    """A parabola over the logarithm of the rate, with noise that the trial and `seed` decide."""
 
     def loss(trial: Trial) -> float:
         rate = float(trial.candidate[0])
         if rate > diverges_above:
             return math.inf
-        luck = random.Random(repr(trial)).gauss(0, noise)
-        return 2.0 + 0.1 * math.log2(rate / optima[trial.design]) ** 2 - 0.3 * math.log(trial.fraction) + luck
+        luck = random.Random(f"{trial}{seed}").gauss(0, noise)
+        return 2.0 + 0.1 * math.log2(rate / optima[trial.design]) ** 2 + luck
 
     return loss
 
@@ -57,24 +55,14 @@ def test_each_design_gets_its_own_best_value() -> None:
     state, losses = run_all(make_search(), bowls({"design0": 0.001, "design1": 0.016}))
     assert state.best == {"design0": (0.001,), "design1": (0.016,)}
     assert state.open_ends == {}
-    assert set(losses) == {trial for rung in state.rungs for trial in rung.trials(("design0", "design1"))}
+    assert set(losses) == set(make_search().trials(state.candidates))
 
 
-def test_every_rung_runs_the_same_on_every_design() -> None:
-    """The same values for the same fraction on the same seed; each rung has its own seed, and is longer."""
+def test_every_design_runs_the_same() -> None:
     search = make_search("lr=0.0005..0.5", designs=3, budget=12)
     state, losses = run_all(search, bowls({"design0": 0.004, "design1": 0.008, "design2": 0.016}))
-    assert len(state.rungs) == 3
-    by_design = [
-        {(trial.candidate, trial.fraction, trial.seed) for trial in losses if trial.design == name}
-        for name in search.designs
-    ]
-    assert by_design[0] == by_design[1] == by_design[2]
-    assert len({rung.seed for rung in state.rungs}) == 3
-    assert min(rung.seed for rung in state.rungs) >= 1_000_000  # seeds of a comparison are below 100
-    for rung, following in zip(state.rungs, state.rungs[1:], strict=False):
-        assert 1.5 < following.fraction / rung.fraction <= 3.001
-        assert len(following.candidates) < len(state.rungs[0].candidates)
+    by_design = [{trial.candidate for trial in losses if trial.design == name} for name in search.designs]
+    assert by_design[0] == by_design[1] == by_design[2] == set(state.candidates)
 
 
 @pytest.mark.parametrize(("optimum", "extreme"), [(0.00012, 0.000125), (0.25, 0.256)])
@@ -129,24 +117,22 @@ def test_the_budget_is_never_exceeded(seed: int) -> None:
     search = Search(parse_tuned_fields(fields), costs, draw.uniform(1, 60) * sum(costs.values()), 0.02)
     optima = {name: 10 ** draw.uniform(-4.5, 0) for name in costs}
     state, losses = run_all(search, bowls(optima, noise=draw.choice((0.0, 0.1))))
-    cost = sum(costs[trial.design] * trial.fraction for trial in losses)
+    cost = sum(costs[trial.design] for trial in losses) * search.fraction
     assert cost == pytest.approx(state.cost)
     assert cost <= search.budget * (1 + 1e-9)
-    assert all(rung.fraction >= search.min_fraction * (1 - 1e-9) for rung in state.rungs)
-    assert all(rung.fraction <= 1 for rung in state.rungs)
+    assert search.min_fraction * (1 - 1e-9) <= search.fraction <= 1
 
 
-def test_the_longest_last_rung_that_the_budget_allows() -> None:
-    """Ample: the whole grid in whole runs. Less: rungs. Too little: what would do."""
-    assert plan_fractions(make_search(budget=2 * 8)) == (1.0,)
-    assert plan_fractions(make_search(budget=8)) == pytest.approx((0.2, 0.6))
-    assert plan_fractions(make_search(budget=8, min_fraction=0.3)) == pytest.approx((0.5,))
+def test_the_longest_trials_that_the_budget_allows() -> None:
+    """Ample: whole runs. Less: shorter ones, with room for one more value. Too little: what would do."""
+    assert make_search(budget=2 * 8).fraction == 1.0
+    assert make_search(budget=8).fraction == pytest.approx(0.5)
     with pytest.raises(BudgetTooSmall) as caught:
-        plan_fractions(make_search(budget=0.1, min_fraction=0.1))
+        make_search(budget=0.1, min_fraction=0.1)
     enough = caught.value.least_budget
-    assert plan_fractions(make_search(budget=enough * 1.0001, min_fraction=0.1))[0] == pytest.approx(0.1, rel=1e-3)
+    assert make_search(budget=enough, min_fraction=0.1).fraction == pytest.approx(0.1)
     with pytest.raises(BudgetTooSmall):
-        plan_fractions(make_search(budget=enough * 0.999, min_fraction=0.1))
+        make_search(budget=enough * 0.999, min_fraction=0.1)
 
 
 def test_fields_are_searched_together() -> None:
@@ -168,8 +154,7 @@ def test_noise_rarely_costs_more_than_a_step() -> None:
     regrets = []
     for seed in range(60):
         optimum = 10 ** random.Random(seed).uniform(-3, -1.7)
-        search = make_search(designs=1, budget=3 + seed / 30)  # another budget, other fractions, other noise
-        state, _ = run_all(search, bowls({"design0": optimum}, noise=0.02))
+        state, _ = run_all(make_search(designs=1), bowls({"design0": optimum}, noise=0.02, seed=seed))
         regrets.append(0.1 * math.log2(float(state.best["design0"][0]) / optimum) ** 2)
     assert sum(regret > 0.11 for regret in regrets) <= 3
     assert sum(regrets) / len(regrets) < 0.03
@@ -184,21 +169,13 @@ def test_the_best_shared_value() -> None:
     assert best_shared(search, state, diverged) != (0.002,)
 
 
-_true_ranking = successive_halving._ranking
+def test_the_worst_that_is_chosen_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid_search, "_best", lambda state, name, losses: max(state.candidates))
+    with pytest.raises(AssertionError):
+        test_each_design_gets_its_own_best_value()
 
 
-def _reversed_ranking(rung: Any, design: str, losses: Any) -> Any:
-    return _true_ranking(rung, design, losses)[::-1]
-
-
-PLANTED: list[tuple[str, str, Any]] = [
-    ("the worst goes on", "_ranking", _reversed_ranking),
-    ("the edge is the end", "_missing_neighbors", lambda search, state: (state.values, [], {})),
-]
-
-
-@pytest.mark.parametrize(("bug", "name", "replacement"), PLANTED, ids=[bug for bug, _, _ in PLANTED])
-def test_planted_bugs_are_caught(bug: str, name: str, replacement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(successive_halving, name, replacement)
+def test_an_edge_that_is_an_end_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid_search, "_missing_neighbors", lambda search, state: (state.values, [], {}))
     with pytest.raises(AssertionError):
         test_a_best_value_at_the_edge_widens_the_grid(0.25, 0.256)
