@@ -9,13 +9,14 @@ from typing import Any
 
 from markupsafe import Markup
 
-from heddle.analysis.explorer.choices import SLOTS, kinds_of
+from heddle.analysis.explorer.choices import SLOTS, kinds_of, model_fields
 from heddle.analysis.explorer.formulas import formulas_of, model_formulas
 from heddle.analysis.explorer.mistakes import MISTAKES
 from heddle.analysis.explorer.published import explorer_design, published_designs
 from heddle.analysis.pages.formulas import DIAGRAM, pieces_of
 from heddle.analysis.pages.render import render
 from heddle.model.config import ModelConfig
+from heddle.model.limits import MAX_DISTINCT_LAYERS
 from heddle.parts.positions.learned import LearnedConfig
 
 BLOCK = re.compile(r"\n\s*\n")
@@ -49,6 +50,8 @@ def explorer_page(slot: str | None = None, config: ModelConfig | None = None) ->
             "pages": pages,
             "whole": slot is None,
             "about": {name: {kind.kind: docstring_html(kind.source) for kind in slots[name]} for name in pages},
+            "fields": {place: list(map(asdict, fields)) for place, fields in model_fields().items()},
+            "most_layers": MAX_DISTINCT_LAYERS,
             "models": published_designs(),
             "mistakes": [asdict(mistake) for mistake in MISTAKES],
             "start": {"slot": pages[0], "layer": 0, "design": start},
