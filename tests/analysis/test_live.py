@@ -43,7 +43,8 @@ def test_it_serves_the_newest_version() -> None:
         assert fetch(live, "/../etc/passwd")[0] == 404
         assert fetch(live, "/report.html")[0] == 404
         for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
-            assert fetch(live, "/", method)[0] == 501
+            status, headers, _ = fetch(live, "/", method)
+            assert (status, headers["Content-Type"]) == (501, "text/plain; charset=utf-8")
 
 
 def test_a_page_that_is_opened_early_waits_for_the_first_version() -> None:

@@ -124,6 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
     timeout = REQUEST_SECONDS
     server_version, sys_version = "heddle", ""
+    error_content_type, error_message_format = "text/plain; charset=utf-8", "%(code)d %(message)s"
 
     def do_GET(self) -> None:
         """Answer with the page, its data or its status."""

@@ -90,7 +90,7 @@ def test_the_page_is_one_file(slot: str | None) -> None:
     assert page.loads == []
     assert not re.search(r"https?://(?!www\.w3\.org)|url\(|@import|fetch\(", text)
     assert len(page.ids) == len(set(page.ids))
-    data = json.loads(text.partition("const DATA = ")[2].partition(";\nconst FORMULAS")[0])
+    data = json.loads(page.scripts[0])
     assert data["pages"] == (list(SLOTS) if slot is None else [slot])
     for shown in data["pages"]:
         assert all(data["about"][shown][kind["kind"]] for kind in data["slots"][shown])

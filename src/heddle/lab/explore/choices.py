@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from heddle.config import Config, Part, kind_class, kinds
+from heddle.config import Config, kind_class, kinds
 from heddle.model.config import ModelConfig, schema
 
 SLOTS = {
@@ -37,10 +37,11 @@ FIRST_FIELDS: dict[str, dict[str, Any]] = {  # of kinds that are better shown wi
 
 @dataclass(frozen=True)
 class Field:
-    """A field that can be chosen.
+    """A field of a part or a design.
 
-    type: integer, number, boolean, choice, or part. least, most: its range; above, below: the same without the ends.
-    choices: words, or the kinds of a part. optional: whether it can be left out. note: the comment of its source.
+    type: integer, number, boolean, choice, part, or numbers (a list). least, most: the range of its numbers; above,
+    below: the same without the ends. choices: words, or the kinds of a part. optional: whether it can be left out.
+    note: the comment of its source.
     """
 
     name: str
@@ -58,13 +59,18 @@ class Field:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of a slot. first: the fields with which it is shown at first. source: the docstring of its file."""
+    """A kind of a slot.
+
+    fields: those that can be chosen. kept: those that stay as a design has them. first: the fields with which the kind
+    is shown at first. source: the docstring of its file.
+    """
 
     slot: str
     kind: str
     aliases: tuple[str, ...]
     source: str
     fields: tuple[Field, ...]
+    kept: tuple[Field, ...]
     first: dict[str, Any]
 
 
@@ -79,9 +85,21 @@ def _kind(slot: str, name: str) -> Kind:
     definition = _definitions()[f"{slot}.{name}"]
     required = [field for field in definition.get("required", []) if field != "kind"]
     first = {field: FIRST_VALUES[field] for field in required if field in FIRST_VALUES} | FIRST_FIELDS.get(name, {})
-    fields = tuple(_fields(cls, definition))
+    fields, kept = tuple(_fields(definition, comments(cls))), tuple(_kept_fields(definition))
     source = inspect.getdoc(sys.modules[cls.__module__]) or ""
-    return Kind(slot, name, cls.aliases, source, fields, {"kind": name, **first})
+    return Kind(slot, name, cls.aliases, source, fields, kept, {"kind": name, **first})
+
+
+@cache
+def model_fields() -> dict[str, tuple[Field, ...]]:
+    """The fields of a design outside its parts: of itself (`design`), of an entry of its layers, embedding and head."""
+    owners = {"design": "ModelConfig", "layer": "LayerConfig", "embedding": "EmbeddingConfig", "head": "HeadConfig"}
+    shown = {"design": ("vocab_size", "width"), "layer": ("repeat",)}
+    described = {place: _definitions()[owner]["properties"] for place, owner in owners.items()}
+    return {
+        place: tuple(_fields({"properties": {name: fields[name] for name in shown.get(place, fields)}}, {}))
+        for place, fields in described.items()
+    }
 
 
 @cache
@@ -90,9 +108,8 @@ def _definitions() -> dict[str, Any]:
     return definitions
 
 
-def _fields(cls: type[Part], definition: dict[str, Any]) -> Iterator[Field]:
+def _fields(definition: dict[str, Any], notes: dict[str, str]) -> Iterator[Field]:
     """Fields that are one number, word or part; norms within a part follow the design's."""
-    notes = comments(cls)
     for name, described in definition["properties"].items():
         options = described.get("anyOf", [described])
         optional = any(option.get("type") == "null" for option in options)
@@ -110,9 +127,28 @@ def _fields(cls: type[Part], definition: dict[str, Any]) -> Iterator[Field]:
             yield Field(name, "choice", note, default, optional, choices=("false", "true", *words))
             continue
         kind = "choice" if words else WORDS[options[0]["type"]]
-        least = options[0].get("minimum", 1 if kind == "integer" else None)
-        most, above, below = (options[0].get(end) for end in ("maximum", "exclusiveMinimum", "exclusiveMaximum"))
-        yield Field(name, kind, note, default, optional, least, most, above, below, tuple(words))
+        yield Field(
+            name, kind, note, default, optional, *_range(options[0], 1 if kind == "integer" else None), tuple(words)
+        )
+
+
+def _range(described: dict[str, Any], least: float | None = None) -> tuple[float | None, ...]:
+    """least, most, above and below of a number. least: where none is described."""
+    ends = (described.get(end) for end in ("maximum", "exclusiveMinimum", "exclusiveMaximum"))
+    return described.get("minimum", least), *ends
+
+
+def _kept_fields(definition: dict[str, Any]) -> Iterator[Field]:
+    """Fields that are a list of numbers, or a norm or a scaling within a part."""
+    for name, described in definition["properties"].items():
+        for option in described.get("anyOf", [described]):
+            items = option.get("items", {})
+            if items.get("type") in ("integer", "number"):
+                yield Field(name, "numbers", "", None, True, *_range(items))
+            elif "$ref" in option:
+                slot, choices = _kinds_of_base(option["$ref"].rpartition("/")[2])
+                if slot in ("norms", "scalings"):
+                    yield Field(name, "part", "", None, True, choices=choices, slot=slot)
 
 
 def _kinds_of_base(base: str) -> tuple[str, tuple[str, ...]]:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from heddle.lab.explore.choices import MISTAKES, SLOTS, explorer_design, kinds_of, published_designs
+from heddle.lab.explore.choices import MISTAKES, SLOTS, explorer_design, kinds_of, model_fields, published_designs
 from heddle.lab.explore.formulas import formulas_of, model_formulas
 from heddle.lab.pages.render import render
-from heddle.model.config import ModelConfig
+from heddle.model.config import MAX_DISTINCT_LAYERS, ModelConfig
 from heddle.parts.positions.learned import LearnedConfig
 
 # Formulas of docstrings as LaTeX: `S_t = α_t S_{t−1} + k_t v_tᵀ` is read as it stands, so that it is written once.
@@ -150,6 +150,8 @@ def explorer_page(slot: str | None = None, config: ModelConfig | None = None) ->
             "pages": pages,
             "whole": slot is None,
             "about": {name: {kind.kind: docstring_html(kind.source) for kind in slots[name]} for name in pages},
+            "fields": {place: list(map(asdict, fields)) for place, fields in model_fields().items()},
+            "most_layers": MAX_DISTINCT_LAYERS,
             "models": published_designs(),
             "mistakes": [asdict(mistake) for mistake in MISTAKES],
             "start": {"slot": pages[0], "layer": 0, "design": start},

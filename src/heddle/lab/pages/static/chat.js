@@ -14,6 +14,13 @@
     return made;
   };
 
+  const drawing = (name, attributes, ...children) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    made.append(...children);
+    return made;
+  };
+
   // What an answer's events say of tokens, from both shapes of OpenAI's: {text, id, probability, alternatives}.
   const scoresOf = (logprobs) => {
     if (!logprobs) return [];
@@ -263,15 +270,17 @@
       const { lengths, bytes } = this.sizes, last = lengths[lengths.length - 1], most = Math.max(...bytes);
       const at = sizeAt(this.sizes, now), x = (length) => (100 * length / last).toFixed(2), y = (size) => (88 - 80 * size / most).toFixed(2);
       const points = lengths.map((length, index) => [length, bytes[index]]);
-      const drawn = (pairs, more) => `<polyline points="${pairs.map(([length, size]) => `${x(length)},${y(size)}`).join(" ")}" fill="none" stroke="var(--series-3)" vector-effect="non-scaling-stroke" ${more}/>`;
+      const drawn = (pairs, more) => drawing("polyline", {
+        points: pairs.map(([length, size]) => `${x(length)},${y(size)}`).join(" "),
+        fill: "none", stroke: "var(--series-3)", "vector-effect": "non-scaling-stroke", ...more,
+      });
       const text = element("p", `${lengths.includes(now) ? "" : "about "}${readable(at)} for the ${now.toLocaleString("en")} tokens so far; ${readable(bytes[bytes.length - 1])} at ${last.toLocaleString("en")}`);
-      const picture = new DOMParser().parseFromString(
-        `<svg xmlns="http://www.w3.org/2000/svg"><svg viewBox="0 0 100 90" preserveAspectRatio="none" width="100%" height="100%">`
-        + `<line x1="0" x2="100" y1="88" y2="88" stroke="var(--line)" vector-effect="non-scaling-stroke"/>`
-        + drawn(points, 'stroke-width="1.5" opacity="0.4"') + drawn([...points.filter(([length]) => length < now), [now, at]], 'stroke-width="2.75"')
-        + `</svg><circle cx="${x(now)}%" cy="${y(at) / 0.9}%" r="5" fill="var(--series-3)"/></svg>`, "image/svg+xml").documentElement;
-      picture.setAttribute("role", "img");
-      picture.setAttribute("aria-label", "bytes of the state over tokens");
+      const picture = drawing("svg", { role: "img", "aria-label": "bytes of the state over tokens" },
+        drawing("svg", { viewBox: "0 0 100 90", preserveAspectRatio: "none", width: "100%", height: "100%" },
+          drawing("line", { x1: 0, x2: 100, y1: 88, y2: 88, stroke: "var(--line)", "vector-effect": "non-scaling-stroke" }),
+          drawn(points, { "stroke-width": 1.5, opacity: 0.4 }),
+          drawn([...points.filter(([length]) => length < now), [now, at]], { "stroke-width": 2.75 })),
+        drawing("circle", { cx: `${x(now)}%`, cy: `${y(at) / 0.9}%`, r: 5, fill: "var(--series-3)" }));
       this.root.querySelector(".state").replaceChildren(text, picture);
     }
   }

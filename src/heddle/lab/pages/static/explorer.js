@@ -1,11 +1,10 @@
 // The page: choices on the left, what follows from them on the right. The address holds the choice.
 "use strict";
 const $ = id => document.getElementById(id);
-const escape = words => String(words).replace(/[&<>"]/g, sign => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[sign]);
 const copy = value => JSON.parse(JSON.stringify(value));
 const TITLES = { mixers: "Mixer", positions: "Position", feedforwards: "Feed-forward", residuals: "Residual", norms: "Norm", scalings: "Scaling" };
 const ADDITIVE = ["learned", "sinusoidal"];
-let state = copy(DATA.start);
+let state = stateFrom(location.hash.slice(1));
 let position = 12, drawn = "";
 
 // ---- the chosen part ----
@@ -52,34 +51,34 @@ function another(slot, name, old) {
 
 // ---- the form ----
 function fieldInput(field, part, id) {
-  const value = part[field.name], label = `<span>${field.name}${field.optional ? "" : field.default === null ? " *" : ""}</span>`, note = field.note ? `<small>${escape(field.note)}</small>` : "";
+  const value = part[field.name], label = html`<span>${field.name}${field.optional ? "" : field.default === null ? " *" : ""}</span>`, note = field.note ? html`<small>${field.note}</small>` : "";
   if (field.type === "part") {
-    const options = [field.optional ? `<option value="">none</option>` : "", ...field.choices.map(name => `<option ${value?.kind === name ? "selected" : ""}>${name}</option>`)].join("");
-    const inner = value ? kindOf(field.slot, value.kind).fields.map(each => fieldInput(each, value, `${id}.${each.name}`)).join("") : "";
-    return `<fieldset><label for="${id}">${label}<select id="${id}">${options}</select></label>${note}${inner}</fieldset>`;
+    const options = [field.optional ? html`<option value="">none</option>` : "", ...field.choices.map(name => html`<option ${value?.kind === name ? "selected" : ""}>${name}</option>`)];
+    const inner = value ? kindOf(field.slot, value.kind).fields.map(each => fieldInput(each, value, `${id}.${each.name}`)) : "";
+    return html`<fieldset><label for="${id}">${label}<select id="${id}">${options}</select></label>${note}${inner}</fieldset>`;
   }
-  if (field.type === "boolean") return `<label class="check" for="${id}"><input type="checkbox" id="${id}" ${(value ?? field.default) ? "checked" : ""}>${label}</label>${note}`;
+  if (field.type === "boolean") return html`<label class="check" for="${id}"><input type="checkbox" id="${id}" ${(value ?? field.default) ? "checked" : ""}>${label}</label>${note}`;
   if (field.type === "choice") {
     const now = value === undefined ? field.default : value;
-    const options = field.choices.map(word => `<option ${String(now) === word ? "selected" : ""}>${word}</option>`).join("");
-    return `<label for="${id}">${label}<select id="${id}">${field.optional ? '<option value="">–</option>' : ""}${options}</select></label>${note}`;
+    const options = field.choices.map(word => html`<option ${String(now) === word ? "selected" : ""}>${word}</option>`);
+    return html`<label for="${id}">${label}<select id="${id}">${field.optional ? html`<option value="">–</option>` : ""}${options}</select></label>${note}`;
   }
   const hint = field.default ?? (field.optional ? "default" : "");
-  return `<label for="${id}">${label}<input id="${id}" type="number" step="${field.type === "integer" ? 1 : "any"}" ${field.least === null ? "" : `min="${field.least}"`} value="${value ?? ""}" placeholder="${hint}"></label>${note}`;
+  return html`<label for="${id}">${label}<input id="${id}" type="number" step="${field.type === "integer" ? 1 : "any"}" ${field.least === null ? "" : html`min="${field.least}"`} value="${value ?? ""}" placeholder="${hint}"></label>${note}`;
 }
 
 function drawForm() {
   const focused = document.activeElement?.id, design = state.design, part = chosen();
-  $("tabs").innerHTML = DATA.pages.length < 2 ? "" : DATA.pages.map(slot => `<button type="button" id="tab-${slot}" role="tab" aria-selected="${slot === state.slot}">${TITLES[slot]}</button>`).join("");
-  const number = (id, label, value) => `<label for="${id}"><span>${label}</span><input id="${id}" type="number" min="1" step="1" value="${value ?? ""}"></label>`;
-  const entries = design.layers.length < 2 ? "" : `<label for="design-entry"><span>layers shown</span><select id="design-entry">${design.layers.map((each, index) => `<option value="${index}" ${index === state.layer ? "selected" : ""}>${each.count} × ${each.mixer?.kind ?? "no mixer"}${each.mixer?.window ? `, window ${each.mixer.window}` : ""}, ${each.feedforward?.kind ?? "no feed-forward"}</option>`).join("")}</select></label>`;
-  const whole = DATA.whole ? number("design-vocab_size", "vocabulary", design.vocab_size) + number("layer-count", "layers", layer().count) + entries : "";
-  const models = DATA.whole ? `<label for="design-model"><span>start from</span><select id="design-model"><option value="">this design</option>${DATA.models.map((model, index) => `<option value="${index}">${escape(model.name)}</option>`).join("")}</select></label>` : "";
-  $("around").innerHTML = models + number("design-width", "model width", design.width) + number("design-tokens", "context, tokens", design.tokens)
-    + `<label for="design-bytes"><span>numbers</span><select id="design-bytes">${[[4, "float32"], [2, "bfloat16"]].map(([bytes, name]) => `<option value="${bytes}" ${design.bytes === bytes ? "selected" : ""}>${name}</option>`).join("")}</select></label>` + whole;
+  write("tabs", DATA.pages.length < 2 ? "" : DATA.pages.map(slot => html`<button type="button" id="tab-${slot}" role="tab" aria-selected="${slot === state.slot}">${TITLES[slot]}</button>`));
+  const number = (id, label, value) => html`<label for="${id}"><span>${label}</span><input id="${id}" type="number" min="1" step="1" value="${value ?? ""}"></label>`;
+  const entries = design.layers.length < 2 ? "" : html`<label for="design-entry"><span>layers shown</span><select id="design-entry">${design.layers.map((each, index) => html`<option value="${index}" ${index === state.layer ? "selected" : ""}>${each.count} × ${each.mixer?.kind ?? "no mixer"}${each.mixer?.window ? `, window ${each.mixer.window}` : ""}, ${each.feedforward?.kind ?? "no feed-forward"}</option>`)}</select></label>`;
+  const whole = DATA.whole ? [number("design-vocab_size", "vocabulary", design.vocab_size), number("layer-count", "layers", layer().count), entries] : "";
+  const models = DATA.whole ? html`<label for="design-model"><span>start from</span><select id="design-model"><option value="">this design</option>${DATA.models.map((model, index) => html`<option value="${index}">${model.name}</option>`)}</select></label>` : "";
+  write("around", [models, number("design-width", "model width", design.width), number("design-tokens", "context, tokens", design.tokens),
+    html`<label for="design-bytes"><span>numbers</span><select id="design-bytes">${[[4, "float32"], [2, "bfloat16"]].map(([bytes, name]) => html`<option value="${bytes}" ${design.bytes === bytes ? "selected" : ""}>${name}</option>`)}</select></label>`, whole]);
   const none = ["positions", "mixers", "feedforwards", "scalings"].includes(state.slot) && (["positions", "scalings"].includes(state.slot) || DATA.whole) ? [["", "none"]] : [];
-  $("kinds").innerHTML = [...DATA.slots[state.slot].map(kind => [kind.kind, kind.kind]), ...none].map(([value, name]) => `<button type="button" id="kind-${value}" data-kind="${value}" aria-pressed="${(part?.kind ?? "") === value}">${name}</button>`).join("");
-  $("fields").innerHTML = part ? kindOf(state.slot, part.kind).fields.map(field => fieldInput(field, part, `field.${field.name}`)).join("") : "";
+  write("kinds", [...DATA.slots[state.slot].map(kind => [kind.kind, kind.kind]), ...none].map(([value, name]) => html`<button type="button" id="kind-${value}" data-kind="${value}" aria-pressed="${(part?.kind ?? "") === value}">${name}</button>`));
+  write("fields", part ? kindOf(state.slot, part.kind).fields.map(field => fieldInput(field, part, `field.${field.name}`)) : "");
   if (focused) $(focused)?.focus();
 }
 
@@ -106,57 +105,57 @@ const heldByMixer = design => state.slot === "scalings" || state.slot === "posit
 
 function numbers(design) {
   const missing = undeclared(design);
-  if (missing.length) return `<p>${escape(missing.join(", "))} declares no costs, so there are no numbers of this design.</p>`;
+  if (missing.length) return html`<p>${missing.join(", ")} declares no costs, so there are no numbers of this design.</p>`;
   const { sums, slots } = sizes(design, state.layer), own = slots[heldByMixer(design) ? "mixers" : state.slot];
   const shown = DATA.whole ? sums : own ?? [0, 0, 0, 0, 0];
   const cards = [["parameters", shown[0], short(shown[0]), amount(shown[0])], ["active for a token", shown[0] - shown[1], short(shown[0] - shown[1]), amount(shown[0] - shown[1])],
     ["FLOPs per token", shown[2] / design.tokens, short(shown[2] / design.tokens), "forward pass, averaged over the context"],
     ["state", stateBytes(shown, design), bytesOf(stateBytes(shown, design)), `after ${amount(design.tokens)} tokens, one text`]];
-  const share = DATA.whole && own ? `<p class="small">The ${TITLES[state.slot].toLowerCase()} of one layer: ${amount(own[0])} parameters, ${short(own[2] / design.tokens)} FLOPs per token, ${bytesOf(stateBytes(own, design))} of state.</p>` : heldByMixer(design) ? '<p class="small">These are the numbers of the mixer that holds it.</p>' : state.slot === "norms" ? '<p class="small">Of one norm over the model’s width.</p>' : "";
-  return `<div class="numbers">${cards.map(([name, , big, detail]) => `<div><span>${name}</span><strong>${big}</strong><small>${detail}</small></div>`).join("")}</div>${share}`;
+  const share = DATA.whole && own ? html`<p class="small">The ${TITLES[state.slot].toLowerCase()} of one layer: ${amount(own[0])} parameters, ${short(own[2] / design.tokens)} FLOPs per token, ${bytesOf(stateBytes(own, design))} of state.</p>` : heldByMixer(design) ? html`<p class="small">These are the numbers of the mixer that holds it.</p>` : state.slot === "norms" ? html`<p class="small">Of one norm over the model’s width.</p>` : "";
+  return html`<div class="numbers">${cards.map(([name, , big, detail]) => html`<div><span>${name}</span><strong>${big}</strong><small>${detail}</small></div>`)}</div>${share}`;
 }
 
 function curve(title, valueAt, unit) {
   const contexts = Array.from({ length: 25 }, (_, index) => Math.round(2 ** (7 + index * 13 / 24)));
-  const lines = [[state.design, SERIES[0], "now"], ...(state.pinned ? [[state.pinned, SERIES[1], "kept"]] : [])].map(([design, stroke, name]) => ({ stroke, name, values: contexts.map(tokens => valueAt({ ...design, tokens })) }));
+  const lines = [[state.design, SERIES[0], "now"], ...(state.pinned && !refusals(state.pinned).length ? [[state.pinned, SERIES[1], "kept"]] : [])].map(([design, stroke, name]) => ({ stroke, name, values: contexts.map(tokens => valueAt({ ...design, tokens })) }));
   const all = lines.flatMap(each => each.values).filter(value => value > 0);
   if (!all.length) return "";
   let low = Math.floor(Math.log2(Math.min(...all)) - 0.5), high = Math.ceil(Math.log2(Math.max(...all)) + 0.5);
   if (high - low < 4) { low -= 1; high += 2; }
   const x = tokens => 64 + (Math.log2(tokens) - 7) / 13 * 320, y = value => 150 - (Math.log2(Math.max(value, 2 ** low)) - low) / (high - low) * 126;
   const step = Math.max(1, Math.round((high - low) / 5));
-  let body = "";
-  for (let power = low; power <= high; power += step) body += line(64, y(2 ** power), 388, y(2 ** power), "var(--grid)") + text(58, y(2 ** power) + 4, unit(2 ** power), 'text-anchor="end" class="tick"');
-  for (const power of [8, 11, 14, 17, 20]) body += text(x(2 ** power), 168, ["256", "2 k", "16 k", "131 k", "1 M"][[8, 11, 14, 17, 20].indexOf(power)], 'text-anchor="middle" class="tick"');
+  const body = [];
+  for (let power = low; power <= high; power += step) body.push(line(64, y(2 ** power), 388, y(2 ** power), "var(--grid)"), text(58, y(2 ** power) + 4, unit(2 ** power), html`text-anchor="end" class="tick"`));
+  for (const power of [8, 11, 14, 17, 20]) body.push(text(x(2 ** power), 168, ["256", "2 k", "16 k", "131 k", "1 M"][[8, 11, 14, 17, 20].indexOf(power)], html`text-anchor="middle" class="tick"`));
   const here = state.design.tokens;
-  if (here >= 128 && here <= 2 ** 20) body += line(x(here), 20, x(here), 150, "var(--soft)", 'stroke-dasharray="3 4"');
+  if (here >= 128 && here <= 2 ** 20) body.push(line(x(here), 20, x(here), 150, "var(--soft)", html`stroke-dasharray="3 4"`));
   for (const { stroke, values, name } of lines.reverse()) {
-    body += path("M" + values.map((value, index) => `${round(x(contexts[index]))} ${round(y(value))}`).join("L"), stroke, 'stroke-width="2.6"');
-    if (state.pinned) body += text(384, y(values[24]) - 6, name, `text-anchor="end" class="tick" style="fill:${stroke}"`);
+    body.push(path("M" + values.map((value, index) => `${round(x(contexts[index]))} ${round(y(value))}`).join("L"), stroke, html`stroke-width="2.6"`));
+    if (state.pinned) body.push(text(384, y(values[24]) - 6, name, html`text-anchor="end" class="tick" style="fill:${stroke}"`));
   }
-  return `<figure>${svg(400, 180, title, text(64, 12, title) + body + text(226, 180, "context, tokens", 'text-anchor="middle" class="tick"'))}</figure>`;
+  return html`<figure>${svg(400, 180, title, [text(64, 12, title), body, text(226, 180, "context, tokens", html`text-anchor="middle" class="tick"`)])}</figure>`;
 }
 
 function curves() {
   if (undeclared(state.design).length) return "";
   const pick = design => { const all = sizes(design, Math.min(state.layer, design.layers.length - 1)); return DATA.whole ? all.sums : all.slots[state.slot === "scalings" ? "mixers" : state.slot] ?? [0, 0, 0, 0, 0]; };
-  return curve("state, one text", design => stateBytes(pick(design), design), bytesOf) + curve("FLOPs per token", design => pick(design)[2] / design.tokens, short);
+  return [curve("state, one text", design => stateBytes(pick(design), design), bytesOf), curve("FLOPs per token", design => pick(design)[2] / design.tokens, short)];
 }
 
 function pictures(slot, part) {
   const around = surroundings(state.design, layer());
   if (slot === "positions") return positionPictures(part, layer().mixer ? complete("mixers", layer().mixer, around) : {}, position);
   if (slot === "scalings") return scalingPicture(part, layer().mixer.position, complete("mixers", layer().mixer, around));
-  const none = '<p class="small">No picture of this kind is known.</p>';
+  const none = html`<p class="small">No picture of this kind is known.</p>`;
   if (["mixers", "feedforwards"].includes(slot) && !FORMULAS[slot][part.kind]) return none;
   const v = complete(slot, part, around);
   if (slot === "feedforwards") return feedforwardPicture(part, v);
   if (slot === "residuals") return residualPicture(part) || none;
   if (slot === "norms") return ["rms", "layer"].includes(part.kind) ? normPicture(part) : none;
   const inner = innerParts(slot, part);
-  if (inner.length) return inner.map(([name, each]) => `<h4>${name}: ${each.kind}</h4>` + pictures(slot, each)).join("");
+  if (inner.length) return inner.map(([name, each]) => [html`<h4>${name}: ${each.kind}</h4>`, pictures(slot, each)]);
   const rotated = part.position ? positionPictures(part.position, v, position) : "";
-  return maskPicture(part, v) + (v.heads ? headsPicture(part, v) : "") + cachePicture(part, v) + rotated;
+  return [maskPicture(part, v), v.heads ? headsPicture(part, v) : "", cachePicture(part, v), rotated];
 }
 
 function shapes(slot, part) {
@@ -172,7 +171,7 @@ function shapes(slot, part) {
   if (part.kind === "hyper_connections") rows.push(["streams", ["B", "T", v.streams, v.width]]);
   if (part.kind === "moe") rows.push(["router logits", ["B", "T", v.experts]]);
   rows.push(["y", ["B", "T", v.width]]);
-  return `<div class="scroll"><table class="data shapes"><tbody>${rows.map(([name, dims]) => `<tr><th scope="row">${name}</th><td>[${dims.join(", ")}]</td></tr>`).join("")}</tbody></table></div>`;
+  return html`<div class="scroll"><table class="data shapes"><tbody>${rows.map(([name, dims]) => html`<tr><th scope="row">${name}</th><td>[${dims.join(", ")}]</td></tr>`)}</tbody></table></div>`;
 }
 
 function yaml(value, indent = "") {
@@ -203,40 +202,29 @@ const uses = (value, slot, name) => {
 
 function draw() {
   const part = chosen(), slot = state.slot, wrong = refusals(state.design);
-  $("refusals").innerHTML = wrong.map(([where, reason]) => `<p><code>${escape(where)}</code> ${escape(reason)}.</p>`).join("");
+  write("refusals", wrong.map(([where, reason]) => html`<p><code>${where}</code> ${reason}.</p>`));
   $("results").classList.toggle("refused", wrong.length > 0);
-  if (!wrong.length) { $("numbers").innerHTML = numbers(state.design); $("curves").innerHTML = curves(); }
+  if (!wrong.length) { write("numbers", numbers(state.design)); write("curves", curves()); }
   const kind = part && kindOf(slot, part.kind);
   $("kind-name").textContent = part ? part.kind : "none";
   $("aliases").textContent = kind?.aliases.length ? `also called ${kind.aliases.join(", ")}` : "";
-  $("about").innerHTML = part ? DATA.about[slot][part.kind] : "<p>Nothing is chosen.</p>";
+  write("about", part ? new Markup(DATA.about[slot][part.kind]) : html`<p>Nothing is chosen.</p>`);
   if (!wrong.length || drawn !== `${slot} ${part?.kind}`) {
     const possible = part && !wrong.length;
-    $("pictures").innerHTML = possible ? pictures(slot, part) : "";
-    $("shapes").innerHTML = possible ? shapes(slot, part) : "";
+    write("pictures", possible ? pictures(slot, part) : "");
+    write("shapes", possible ? shapes(slot, part) : "");
     drawn = `${slot} ${part?.kind}`;
   }
   const models = part ? DATA.models.filter(model => uses(model.design, slot, part.kind)) : [];
-  $("models").innerHTML = models.length ? models.map(model => `<button type="button" data-model="${DATA.models.indexOf(model)}">${escape(model.name)}</button>`).join("") : '<p class="small">None of the models that this page knows.</p>';
+  write("models", models.length ? models.map(model => html`<button type="button" data-model="${DATA.models.indexOf(model)}">${model.name}</button>`) : html`<p class="small">None of the models that this page knows.</p>`);
   const mistakes = part ? DATA.mistakes.filter(each => each.slot === slot && each.kinds.includes(part.kind)) : [];
-  $("mistakes").innerHTML = mistakes.length ? `<dl>${mistakes.map(each => `<dt>${escape(each.title)}</dt><dd>${escape(each.text)} <span class="law">Caught by ${escape(each.law)}.</span></dd>`).join("")}</dl>` : '<p class="small">No mistake is recorded for this kind.</p>';
+  write("mistakes", mistakes.length ? html`<dl>${mistakes.map(each => html`<dt>${each.title}</dt><dd>${each.text} <span class="law">Caught by ${each.law}.</span></dd>`)}</dl>` : html`<p class="small">No mistake is recorded for this kind.</p>`);
   $("yaml").textContent = DATA.whole ? yaml(designData(state.design)) : part ? yaml({ [SINGULAR[slot]]: part }) : "";
   $("pin").textContent = state.pinned ? "forget the kept one" : "keep, to compare";
   history.replaceState(null, "", "#" + encodeURIComponent(JSON.stringify(state)));
 }
 
 function render() { drawForm(); draw(); }
-
-function fromAddress() {
-  try {
-    const read = JSON.parse(decodeURIComponent(location.hash.slice(1)));
-    const before = state;
-    state = { ...copy(DATA.start), ...read };
-    if (!DATA.pages.includes(state.slot)) state.slot = DATA.start.slot;
-    state.layer = Math.min(state.layer, state.design.layers.length - 1);
-    try { refusals(state.design); yaml(designData(state.design)); } catch { state = before; }
-  } catch { state = copy(DATA.start); }
-}
 
 function setModel(index) {
   const { tokens, bytes } = state.design, name = layer().mixer?.kind;
@@ -280,7 +268,7 @@ document.addEventListener("click", event => {
   render();
 });
 
-addEventListener("hashchange", () => { if (decodeURIComponent(location.hash.slice(1)) !== JSON.stringify(state)) { fromAddress(); render(); } });
-if (location.hash.length > 1) fromAddress();
+$("choices").addEventListener("submit", event => event.preventDefault());
+addEventListener("hashchange", () => { state = stateFrom(location.hash.slice(1)); render(); });
 if (matchMedia("(max-width: 820px)").matches) for (const id of ["options", "surroundings"]) $(id).open = false;
 render();

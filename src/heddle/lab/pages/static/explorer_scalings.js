@@ -59,15 +59,16 @@ function scalingRefusals(part, dims, base) {
 
 function scalingPicture(part, rotation, v) {
   const dims = rotation.rotary_dim || v.rope_dim || v.head_dim || 64, base = rotation.base ?? 10000;
+  if (dims > MOST_DRAWN) return tooMany;
   const after = scaledFrequencies(part, dims, base, v.tokens);
-  if (!after) return '<p class="small">No picture of this kind is known.</p>';
-  const slower = pairFrequencies(dims, base).map((theta, index) => theta / after[index]), most = Math.max(2, ...slower) * 1.1;
+  if (!after) return html`<p class="small">No picture of this kind is known.</p>`;
+  const slower = pairFrequencies(dims, base).map((theta, index) => Math.min(HUGE, theta / after[index])), most = Math.max(2, ...slower) * 1.1;
   const wide = 340 / slower.length, y = value => 140 - value / most * 118;
-  let body = slower.map((value, index) => rect(46 + index * wide + wide * 0.1, y(value), wide * 0.8, 140 - y(value), value > 1.0001 ? SERIES[1] : SERIES[0], 'rx="1.5"')).join("");
-  for (const value of [1, most / 2.2, most / 1.1]) body += text(40, y(value) + 4, amount(value), 'text-anchor="end" class="tick"');
-  body += line(44, y(1), 390, y(1), "var(--ink)", 'stroke-dasharray="4 4"');
-  body += text(216, 160, "pairs, fast to slow", 'text-anchor="middle"') + text(46, 12, "times slower than without the scaling");
+  const body = [slower.map((value, index) => rect(46 + index * wide + wide * 0.1, y(value), wide * 0.8, 140 - y(value), value > 1.0001 ? SERIES[1] : SERIES[0], html`rx="1.5"`))];
+  for (const value of [1, most / 2.2, most / 1.1]) body.push(text(40, y(value) + 4, amount(value), html`text-anchor="end" class="tick"`));
+  body.push(line(44, y(1), 390, y(1), "var(--ink)", html`stroke-dasharray="4 4"`));
+  body.push(text(216, 160, "pairs, fast to slow", html`text-anchor="middle"`), text(46, 12, "times slower than without the scaling"));
   const changed = slower.filter(value => value > 1.0001).length;
   const words = `${changed} of ${slower.length} pairs (orange) turn slower, in a text of ${amount(v.tokens)} tokens.`;
-  return figure(svg(400, 168, "How many times slower each pair turns", body), words) + wavelengthPicture(after, v);
+  return [figure(svg(400, 168, "How many times slower each pair turns", body), words), wavelengthPicture(after, v)];
 }

@@ -5,6 +5,17 @@ const SINGULAR = { mixers: "mixer", positions: "position", feedforwards: "feedfo
 const kindOf = (slot, name) => DATA.slots[slot].find(kind => kind.kind === name);
 const valueOf = (part, field) => part[field.name] === undefined ? field.default : part[field.name];
 const isWord = value => typeof value === "string";
+const [REPEAT] = DATA.fields.layer;
+
+// Why a number cannot be a field's, or "".
+function outside(field, value) {
+  if (!Number.isFinite(value)) return "must be a number";
+  if (field.type === "integer" && !Number.isInteger(value)) return "must be a whole number";
+  if (field.least !== null && value < field.least) return `must be at least ${field.least}`;
+  if (field.most !== null && value > field.most) return `must be at most ${field.most}`;
+  if (field.above !== null && value <= field.above) return `must be above ${field.above}`;
+  return field.below !== null && value >= field.below ? `must be below ${field.below}` : "";
+}
 
 function fieldValues(slot, part, prefix = "", values = {}) {
   for (const field of kindOf(slot, part.kind).fields) {
@@ -49,10 +60,12 @@ const normWeights = norm => FORMULAS.norms[norm.kind].costs(complete("norms", no
 function refusals(design) {
   const found = [];
   for (const name of ["width", "tokens", "vocab_size"])
-    if (!(Number.isInteger(design[name]) && design[name] >= 1)) found.push([name, "must be a whole number above 0"]);
-  for (const layer of design.layers)
+    if (!(Number.isSafeInteger(design[name]) && design[name] >= 1)) found.push([name, "must be a whole number above 0"]);
+  for (const layer of design.layers) {
+    if (outside(REPEAT, layer.count)) found.push(["layers", outside(REPEAT, layer.count)]);
     for (const slot of ["mixers", "feedforwards"])
       if (layer[SINGULAR[slot]]) refusePart(slot, layer[SINGULAR[slot]], design, SINGULAR[slot], found);
+  }
   for (const { mixer } of design.layers) {
     const rotation = mixer?.position, scaling = rotation?.scaling;
     if (!scaling) continue;
@@ -77,12 +90,9 @@ function refusePart(slot, part, design, path, found) {
     const value = valueOf(part, field), where = `${path}.${field.name}`;
     const missing = value === null || value === undefined;
     if (missing && !field.optional) found.push([where, "is missing; give it"]);
-    if (missing || isWord(value) || typeof value === "boolean") continue;
+    if (missing || isWord(value) || typeof value === "boolean" || Array.isArray(value)) continue;
     if (field.type === "part") refusePart(field.slot, value, design, where, found);
-    else if (field.least !== null && value < field.least) found.push([where, `must be at least ${field.least}`]);
-    else if (field.most !== null && value > field.most) found.push([where, `must be at most ${field.most}`]);
-    else if (field.above !== null && value <= field.above) found.push([where, `must be above ${field.above}`]);
-    else if (field.below !== null && value >= field.below) found.push([where, `must be below ${field.below}`]);
+    else if (outside(field, value)) found.push([where, outside(field, value)]);
   }
   const v = complete(slot, part, { width: design.width, tokens: design.tokens, branches: 2 });
   for (const [name, condition, reason] of FORMULAS[slot][part.kind]?.refusals ?? [])
