@@ -28,7 +28,7 @@ from heddle.conversion.convert import (
 )
 from heddle.conversion.heal import Original, heal, healing_job, healing_settings
 from heddle.conversion.targets import parse_rewrites
-from heddle.conversion.weights import ModelWeights, calibration_text, layer_activations
+from heddle.conversion.weights import ModelWeights, layer_activations
 from heddle.data import samples
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import PLAIN_ROWS, CorpusLoader, RowProtocol, evaluation_windows
@@ -46,6 +46,7 @@ from heddle.storage.model import load as load_checkpoint
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.evaluation.scores import finite_ratio
 from tests import small
+from tests.conversion.exactness import calibration_text
 from tests.exchange.tokenizer_cases import tokenizer_json
 
 LENGTH = 16
@@ -222,7 +223,7 @@ def test_layer_errors_are_of_other_tokens_than_bos() -> None:
     original = model_under_test(load_config(DESIGN))
     converted = copy.deepcopy(original)
     with torch.no_grad():
-        converted.embed.weight += 0.1
+        converted.embed.weight.add_(0.1)
         for model in (original, converted):
             model.embed.weight[1] = 1e4
     tokens = torch.cat((torch.ones(3, 1, dtype=torch.int64), torch.arange(2, 50).reshape(3, 16)), dim=1)

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 
 import pytest
-from heddle.lab.pages.profile import profile_page
 
 from heddle.lab.explore.page import explorer_page
 from heddle.lab.pages.chat import ServedModel, chat_page
@@ -12,22 +11,17 @@ from heddle.lab.pages.conversion import conversion_page
 from heddle.lab.pages.render import FOLDER, environment, script_sources
 from heddle.lab.pages.report import report_page
 from heddle.lab.pages.runs import runs_page, watch_page
-from heddle.lab.profile import Frame, Profile, ProfiledOperation
 from tests.analysis.comparison.reports import make_report
 from tests.analysis.conversion.conversions import single
 from tests.html_page import Page
 from tests.source import ROOT
 
 LOOM = ServedModel("loom", "", 12345, is_chat=True, has_scores=True, vocab_size=50)
-PROFILE = Profile(
-    "train", 1.0, 1.1, 0.5, [ProfiledOperation("forward", "mixer", "mm", 1, 1.0, 1.0)], Frame("step", 1.0)
-)
 # Ladders and inspections are parsed by the tests of their own pages.
 PAGES: dict[str, Callable[[], str]] = {
     "chat": lambda: chat_page([LOOM], 64),
     "conversion": lambda: conversion_page(single()),
     "explorer": explorer_page,
-    "profile": lambda: profile_page("loom", "fp32", [PROFILE]),
     "report": lambda: report_page(make_report()),
     "live report": lambda: report_page(make_report(), revision=1),
     "runs": lambda: runs_page([], []),

@@ -35,6 +35,9 @@ FIRST_FIELDS: dict[str, dict[str, Any]] = {  # of kinds that are better shown wi
 }
 
 
+_Range = tuple[float | None, float | None, float | None, float | None]
+
+
 @dataclass(frozen=True)
 class Field:
     """A field of a part or a design.
@@ -132,10 +135,10 @@ def _fields(definition: dict[str, Any], notes: dict[str, str]) -> Iterator[Field
         )
 
 
-def _range(described: dict[str, Any], least: float | None = None) -> tuple[float | None, ...]:
+def _range(described: dict[str, Any], least: float | None = None) -> _Range:
     """least, most, above and below of a number. least: where none is described."""
-    ends = (described.get(end) for end in ("maximum", "exclusiveMinimum", "exclusiveMaximum"))
-    return described.get("minimum", least), *ends
+    most, above, below = (described.get(end) for end in ("maximum", "exclusiveMinimum", "exclusiveMaximum"))
+    return described.get("minimum", least), most, above, below
 
 
 def _kept_fields(definition: dict[str, Any]) -> Iterator[Field]:
