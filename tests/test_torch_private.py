@@ -52,9 +52,10 @@ def test_a_light_dispatch_mode_imports_no_compiler() -> None:
     def dispatch(self: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **(kwargs or {}))
 
-    light, other = (
+    modes: list[Any] = [
         type("Mode", (base,), {"__torch_dispatch__": dispatch}) for base in (LightDispatchMode, TorchDispatchMode)
-    )
+    ]
+    light, other = modes
     assert light.__torch_dispatch__ is dispatch
     assert other.__torch_dispatch__ is not dispatch
 
@@ -92,7 +93,7 @@ def test_hooks_of_a_module_are_seen() -> None:
     modules = [nn.Linear(2, 2) for _ in range(4)]
     modules[1].register_forward_hook(lambda *_: None)
     modules[2].register_forward_pre_hook(lambda *_: None)
-    modules[3].forward = lambda x: x  # type: ignore[method-assign]
+    modules[3].forward = lambda x: x  # type: ignore[assignment, method-assign]
     assert [torch_private.is_watched(module) for module in modules] == [False, True, True, True]
 
 

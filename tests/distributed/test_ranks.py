@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from heddle.config import parse_config
 from heddle.data.samples import Batch
 from heddle.distributed import ranks as ranks_module
-from heddle.distributed import sharding
 from heddle.distributed.ranks import ONE_PROCESS, Ranks, whole
 from heddle.distributed.sharding import Sharding, initialize_shards, shard_model
 from heddle.errors import ConfigError
@@ -213,7 +212,7 @@ class Planted:
                 fully_shard(head, **options)  # type: ignore[call-overload]
             return fully_shard(model, **options)  # type: ignore[call-overload]
 
-        patch.setattr(sharding, "fully_shard", shard)
+        patch.setattr("torch.distributed.fsdp.fully_shard", shard)
         return "attention-gqa", "plain"
 
     @staticmethod

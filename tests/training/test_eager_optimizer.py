@@ -18,7 +18,7 @@ weight.sum().backward()
 optimizer.step()
 optimizer.zero_grad()
 assert weight.grad is None and weight[0] < 1
-print(sorted(name for name in sys.modules if name == "torch._dynamo"))
+print(sorted({{"torch._dynamo", "torch.distributed.fsdp"}} & sys.modules.keys()))
 """
 
 
@@ -39,10 +39,10 @@ def test_steps_equal_those_of_torch(fused: bool) -> None:
     assert not torch.equal(weights[0], torch.linspace(-1, 1, 7))
 
 
-def test_a_step_does_not_import_the_compiler() -> None:
+def test_a_step_imports_neither_the_compiler_nor_fsdp() -> None:
     """torch's own AdamW imports `torch._dynamo` when it is made, more than a second before the first step."""
     result = subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
     own = TRAIN.replace(IMPORT, "EagerAdamw = torch.optim.AdamW")
     result = subprocess.run([sys.executable, "-c", own], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "['torch._dynamo']"
+    assert "torch._dynamo" in result.stdout

@@ -12,23 +12,16 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 
-from heddle.distributed.ranks import as_sharded, held_rows, local_part
+from heddle.distributed.ranks import as_sharded, held_rows, is_sharded, local_part
 from heddle.model.decoder import Decoder
 from heddle.model.embedding import Head
 from heddle.model.initialization import initialize_module
 from heddle.parts.modules.linear import fill_rows
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 
@@ -47,11 +40,19 @@ class Sharding:
     offload: bool = False
 
 
-def shard_model(model: Decoder, mesh: DeviceMesh, sharding: Sharding | None = None) -> Decoder:
+def shard_model(model: Decoder, mesh: "DeviceMesh", sharding: Sharding | None = None) -> Decoder:
     """Shard a model in place over `mesh`: one dimension (shard), or two (replicate, shard). Returns the model.
 
     The model may be on the meta device; `initialize_shards` then fills it. Compile layers and add adapters before.
     """
+    from torch.distributed.fsdp import (  # a second, which trainings on one process save
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
     sharding = sharding or Sharding()
     precision = MixedPrecisionPolicy(
         param_dtype=sharding.product_dtype, reduce_dtype=sharding.reduce_dtype, cast_forward_inputs=False
@@ -70,7 +71,7 @@ def shard_model(model: Decoder, mesh: DeviceMesh, sharding: Sharding | None = No
             offload_policy=offload,
             ignored_params=whole & own_parameters,
         )
-        sharded = cast(FSDPModule, group)
+        sharded = cast("FSDPModule", group)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # every backend can sum
     if model.encoder is not None:
@@ -80,8 +81,8 @@ def shard_model(model: Decoder, mesh: DeviceMesh, sharding: Sharding | None = No
 
 def reshard(model: Decoder) -> None:
     """Free the gathered weights of the root group, which a forward pass without a backward pass leaves in place."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    if is_sharded(model):
+        cast("FSDPModule", model).reshard()
 
 
 # First weights of a sharded model: each rank draws the rows that it holds, with the bits that one process draws.
