@@ -19,7 +19,7 @@ RUN := .venv/bin/python
 export PYTHON TORCH_INDEX PIP_ARGS HASHES
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help compare compare-all ablation test test-browser quick soak clients bench evidence docs package clean core dev
+.PHONY: help compare compare-all ablation test test-browser quick nightly soak clients bench evidence docs package clean core dev
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -57,6 +57,9 @@ test-browser: dev ## open every kind of page in chromium: no error, no request, 
 
 quick: dev ## what one runs many times a day: style, types, house rules, parts, every law on every option
 	@$(MAKE) --no-print-directory test PYTEST_ARGS='$(QUICK) $(PYTEST_ARGS)'
+
+nightly: dev ## repetition of what `make test` checks once: random designs, long products, many kills
+	@$(RUN) -m pytest -m nightly -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 soak: dev ## run only the long tests (HEDDLE_SOAK_DESIGNS=2000: more random designs)
 	@$(RUN) -m pytest -m soak -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)

@@ -1,7 +1,10 @@
 """The designs that every law runs on: one line per part or option, each a small design with awkward sizes."""
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
+
+import pytest
 
 from heddle.config import Config, Part, parse_config
 from heddle.model.config import ModelConfig
@@ -462,6 +465,16 @@ CASES |= {
 def case(name: str) -> ModelConfig:
     """The config of a case."""
     return parse_config(ModelConfig, CASES[name])
+
+
+def each_part(names: Iterable[str] = ()) -> list[Any]:
+    """Cases as parameters of a test: each that has a part which no earlier one has; the others are for the night."""
+    parameters, seen = [], set[tuple[str, str]]()
+    for name in names or CASES:
+        parts = parts_of(case(name))
+        parameters.append(pytest.param(name, marks=() if parts - seen else pytest.mark.nightly))
+        seen |= parts
+    return parameters
 
 
 def parts_of(config: Config) -> set[tuple[str, str]]:

@@ -13,6 +13,7 @@ from evidence.__main__ import PAGE, RESULTS, main
 from evidence.page import render_page
 from evidence.row import AGREES, DISAGREES, MAX_LOSS, NOT_RESOLVED, Finding, Row, Training, differences
 from evidence.run import by_training, load_row, row_names, run_rows, save_results, train_one
+from heddle.data import corpus
 from heddle.model.load_config import load_config
 from heddle.signals import Interrupted
 from tests import small
@@ -89,7 +90,7 @@ def test_a_training_is_measured(name: str, numbers: set[str], tmp_path: Path, mo
     row = dataclasses.replace(row, trainings=[short])
     monkeypatch.setattr("evidence.run.load_row", lambda _: row)
     texts = small.corpus(tmp_path / "texts", documents=8, size=12_000)
-    monkeypatch.setattr("heddle.data.corpus.prepare_corpus", lambda *arguments, **options: texts)
+    monkeypatch.setattr(corpus, "prepare_corpus", lambda *arguments, **options: texts)
     monkeypatch.setattr("evidence.run.FINAL_TOKENS", 256)
     line = train_one(name, training.key, 0, tmp_path)
     assert set(line["numbers"]) == numbers

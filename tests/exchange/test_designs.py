@@ -18,7 +18,7 @@ from tests.covering import attempt, fits, sites
 from tests.exchange.hf_models import AutoModelForCausalLM, our_logits, their_logits
 from tests.pairs import Draft, catalogue
 
-DESIGNS, MANY_DESIGNS = 50, 400  # the second number in the soak
+DESIGNS, MORE_DESIGNS, MANY_DESIGNS = 12, 50, 400  # in the suite, the night and the soak
 PROFILE: dict[str, Any] = {
     "deadline": None,
     "derandomize": True,
@@ -66,6 +66,13 @@ def check_in_transformers(design: ModelConfig) -> None:
 @settings(max_examples=DESIGNS, **PROFILE)
 @given(designs())
 def test_any_design_computes_alike_in_transformers(design: ModelConfig) -> None:
+    check_in_transformers(design)
+
+
+@pytest.mark.nightly
+@settings(max_examples=MORE_DESIGNS, **PROFILE)
+@given(designs())
+def test_more_designs_compute_alike_in_transformers(design: ModelConfig) -> None:
     check_in_transformers(design)
 
 

@@ -37,12 +37,11 @@ from tests.exchange.hf_models import (
 
 VARIANTS = [(family, variant) for family, case in CASES.items() for variant in case.variants]
 WRITTEN = 64  # tokens of a greedy text
-TEXTS = [  # of the first two variants of each family; in the soak, of every variant
-    pytest.param(family, variant, marks=[] if variant in list(case.variants)[:2] else pytest.mark.soak)
-    for family, case in CASES.items()
-    for variant in case.variants
-    if family not in MASKED
+FIRST_VARIANTS = [  # the first variant of each family; in the night, all
+    pytest.param(family, variant, marks=() if variant == next(iter(CASES[family].variants)) else pytest.mark.nightly)
+    for family, variant in VARIANTS
 ]
+TEXTS = [parameter for parameter in FIRST_VARIANTS if parameter.values[0] not in MASKED]
 ALIKE = 3e-5  # of a model with one field changed, which may be larger, and its logits with it
 
 
@@ -59,7 +58,7 @@ def test_logits(family: str, variant: str) -> None:
     assert alone <= (0.0 if case.exact and not windows and variant not in case.inexact else 1e-5)
 
 
-@pytest.mark.parametrize(("family", "variant"), VARIANTS)
+@pytest.mark.parametrize(("family", "variant"), FIRST_VARIANTS)
 def test_logits_in_bfloat16(family: str, variant: str) -> None:
     """Theirs bit for bit, or else as near to those in float32 as theirs are.
 
@@ -107,7 +106,7 @@ def test_a_masked_language_model_writes_no_text(family: str) -> None:
         heddle.generate(model, [[5, 9]], max_new_tokens=2)
 
 
-@pytest.mark.parametrize(("family", "variant"), VARIANTS)
+@pytest.mark.parametrize(("family", "variant"), FIRST_VARIANTS)
 def test_exported_again_it_is_the_same_files(family: str, variant: str, tmp_path: Path) -> None:
     theirs, folder = saved(family, variant)
     result = export(
@@ -140,7 +139,7 @@ def test_exported_again_it_is_the_same_files(family: str, variant: str, tmp_path
     assert {k: config[k] for k in before if k not in ignored} == {k: v for k, v in before.items() if k not in ignored}
 
 
-@pytest.mark.parametrize(("family", "variant"), VARIANTS)
+@pytest.mark.parametrize(("family", "variant"), FIRST_VARIANTS)
 def test_back_and_forth_design_and_weights_are_bit_equal(family: str, variant: str, tmp_path: Path) -> None:
     source = imported(family, variant)
     model = heddle.build(source.model.config.replace(initialization=source.model.config.initialization), seed=5)
@@ -187,10 +186,19 @@ FIELDS = [
 ]
 
 
+FIRST_OF_ALL = {path.rpartition(".")[2]: (family, variant, path) for family, variant, path in reversed(FIELDS)}
 FIRST = {(family, path): variant for family, variant, path in reversed(FIELDS)}
-SPREAD = [  # each field in the first variant of the family that has it; in the soak, in every variant
-    pytest.param(*field, marks=[] if FIRST[field[0], field[2]] == field[1] else pytest.mark.soak) for field in FIELDS
-]
+
+
+def of_field(family: str, variant: str, path: str) -> Any:
+    """A field in the first family that has it; in the night in all families, and in the soak in every variant."""
+    if FIRST_OF_ALL[path.rpartition(".")[2]] == (family, variant, path):
+        return pytest.param(family, variant, path)
+    night = FIRST[family, path] == variant
+    return pytest.param(family, variant, path, marks=pytest.mark.nightly if night else pytest.mark.soak)
+
+
+SPREAD = [of_field(*field) for field in FIELDS]
 
 
 @pytest.mark.parametrize(("family", "variant", "path"), SPREAD)

@@ -102,8 +102,15 @@ def crash_faults(trial: TrialFolder, save: Save, replacing: bool) -> Iterator[st
                     yield f"{how} call {at} ({name}), {names} names and {files} data lost: {fault}"
 
 
-@pytest.mark.parametrize("replacing", [False, True])
-@pytest.mark.parametrize("save", [save, save_shards])
+@pytest.mark.parametrize(
+    ("save", "replacing"),
+    [
+        (save, True),
+        pytest.param(save, False, marks=pytest.mark.nightly),
+        pytest.param(save_shards, False, marks=pytest.mark.nightly),
+        pytest.param(save_shards, True, marks=pytest.mark.nightly),
+    ],
+)
 def test_dying_at_any_call_leaves_old_or_new(trial: TrialFolder, save: Save, replacing: bool) -> None:
     assert list(crash_faults(trial, save, replacing)) == []
 

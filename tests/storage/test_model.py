@@ -17,7 +17,7 @@ from heddle.storage.model import CONFIG_FILE, WEIGHTS_FILE, load, model_document
 from heddle.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from heddle.training.loop import train
 from tests import small
-from tests.cases import CASES, case
+from tests.cases import case, each_part
 
 
 def logits(model: Decoder) -> Tensor:
@@ -25,7 +25,7 @@ def logits(model: Decoder) -> Tensor:
         return model.head(forward_no_grad(model, torch.arange(24).view(2, 12)))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each_part())
 def test_every_bit_comes_back(name: str, tmp_path: Path) -> None:
     model = build(case(name), seed=5).eval()
     save(model, tmp_path / "model")

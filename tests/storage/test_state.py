@@ -14,7 +14,7 @@ from heddle.model.state import State
 from heddle.parts.layout import Layout
 from heddle.storage.folder import write_folder
 from heddle.storage.model import STATE_FILE, STATE_KIND, STATE_TENSORS_FILE
-from tests.cases import CASES, case
+from tests.cases import CASES, case, each_part
 
 CAUSAL = [name for name in CASES if build(case(name), device="meta").causal]
 
@@ -26,7 +26,7 @@ def used(model: Decoder, capacity: int | None = None, layout: Layout | None = No
     ]
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", each_part(CAUSAL))
 def test_going_on_from_a_loaded_state_is_going_on(name: str, tmp_path: Path) -> None:
     model = model_under_test(case(name))
     again = model_under_test(case(name))
