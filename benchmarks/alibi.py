@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from benchmarks.harness import alternate, limit_row, ratio_row, show, write
 from benchmarks.machine import THREADS
-from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
-from heddle.numerics.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
+from heddle.numerics.attention.mask import NO_MODIFIERS, AttentionMask, ScoreModifiers
 from heddle.numerics.attention.softmax import attention
 from heddle.runtime import set_up_runtime
 
@@ -36,8 +35,8 @@ def heddle_attention(modifiers: ScoreModifiers) -> Callable[..., Tensor]:
     """heddle's attention of a text, or of its last queries."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        i, j = contiguous_positions(1, q.shape[2], k.shape[2], q.device)
-        mask = AttentionMask(i, j, contiguous=True, all_visible=q.shape[2] == 1)
+        j = torch.arange(k.shape[2], device=q.device)[None]
+        mask = AttentionMask(j[:, -q.shape[2] :], j, contiguous=True, all_visible=q.shape[2] == 1)
         return attention(q, k, v, mask, WIDTH**-0.5, None, modifiers)
 
     return call

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.harness import Case, Measured, main, timed
+from heddle.generation.decode import PinnedDecoder
 from heddle.generation.model_runner import GenerationRequest, ModelRunner
-from heddle.generation.pinned_decoding import PinnedDecoder
 from heddle.generation.sampling import Sampler
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config

@@ -16,10 +16,9 @@ from benchmarks.harness import Case, Step, main, timed
 from benchmarks.machine import THREADS
 from benchmarks.peers import DTYPES
 from heddle.numerics.attention.softmax import attention
-from heddle.parts.context.kv_cache import KVCache
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.mixer_state import StateSpec
-from heddle.parts.context.position_table import PositionTable
+from heddle.parts.layout import Layout
+from heddle.parts.position_table import PositionTable
+from heddle.parts.states import KVCache, StateSpec
 from heddle.runtime import set_up_runtime
 
 HEADS, GROUPS, WIDTH, LAYERS = 12, 4, 64, 8

@@ -23,8 +23,8 @@ from benchmarks.gpu_operations import experts, loss, muon, ops
 from benchmarks.gpu_setup import Comparison, Setup
 from benchmarks.harness import show
 from benchmarks.machine import RESULTS
-from heddle.analysis.machine_limits import measure_limits
 from heddle.cli.doctor import OPTIONAL_PACKAGES, package_state
+from heddle.lab.bench.run import measure_limits
 from heddle.laws import run as run_laws
 from heddle.laws import shrink
 from heddle.model.load_config import load_config

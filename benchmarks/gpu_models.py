@@ -14,13 +14,13 @@ from benchmarks.gpu_setup import Call, Comparison, Setup
 from heddle.generation.decode import DECODING, DecodingFacts
 from heddle.generation.model_runner import GenerationRequest, ModelRunner
 from heddle.generation.sampling import Sampler
-from heddle.model.compiled import compiled
+from heddle.model.copies import compiled
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
 from heddle.model.size import flops_per_token
 from heddle.model.state import State
 from heddle.numerics.cross_entropy import loss_sum
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 
 PEAK = 989e12  # FLOP/s of bfloat16 products of an H100 or H200 by its data sheet
 VOCABULARY = 32000

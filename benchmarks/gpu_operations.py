@@ -12,8 +12,7 @@ from torch.nn import functional
 from benchmarks.gpu_setup import Call, Comparison, Setup, with_backward
 from heddle.numerics.activations import activation
 from heddle.numerics.attention.latent import latent_attention
-from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
-from heddle.numerics.attention.score_modifiers import ScoreModifiers
+from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers
 from heddle.numerics.attention.softmax import attention
 from heddle.numerics.cross_entropy import OutputHead, loss_sum
 from heddle.numerics.experts.mixture import run_experts
@@ -21,9 +20,9 @@ from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
 from heddle.numerics.recurrent.causal_sums import causal_means, causal_sums
 from heddle.numerics.recurrent.chunked_sums import CallLayout
 from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.parts.positions.alibi import AlibiConfig
-from heddle.training.muon import StackedMuon
+from heddle.training.optimizer import StackedMuon
 
 ATTENTION_GOAL = 1 / 1.15  # of bare compiled FlexAttention's seconds
 KINDS: dict[str, dict[str, Any]] = {
@@ -158,8 +157,8 @@ def _latent(setup: Setup, batch: int) -> dict[str, Call]:
     q_nope, q_rope = (setup.random(batch, heads, 1, width, gradients=False) for width in (nope, rope))
     latents = setup.random(batch, 1, keys, rank + rope, gradients=False)
     k_up, v_up = (setup.random(heads * nope, rank, gradients=False) for _ in range(2))
-    positions = contiguous_positions(batch, 1, keys, torch.device(setup.device))
-    mask = AttentionMask(*positions, contiguous=True, all_visible=True)
+    positions = torch.arange(keys, device=setup.device).expand(batch, keys)
+    mask = AttentionMask(positions[:, -1:], positions, contiguous=True, all_visible=True)
     target, scale = torch.empty_like(latents), (nope + rope) ** -0.5
     return {
         "heddle": torch.no_grad()(lambda: latent_attention(q_nope, q_rope, latents, k_up, v_up, mask, scale)),

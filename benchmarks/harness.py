@@ -28,7 +28,7 @@ from benchmarks.machine import (
     result_file,
     source_hash,
 )
-from heddle.analysis.bench.rounds import Calibration, Quartiles, measure_in_rounds, quartiles_of, ratio_of
+from heddle.lab.bench.run import Calibration, Quartiles, measure_in_rounds, quartiles_of, ratio_of
 from heddle.runtime import hardware, versions
 
 QUICK_PAIRS = 2

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.harness import run_rows
 from benchmarks.machine import THREADS
-from heddle.analysis.machine_limits import DTYPES, fastest_seconds, measure_limits, product_rate
+from heddle.lab.bench.run import DTYPES, fastest_seconds, measure_limits, product_rate
 from heddle.numerics.linear import linear, packed_weights
 from heddle.runtime import set_up_runtime
 

@@ -19,8 +19,8 @@ from benchmarks.peers import DTYPES
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.numerics.linear import PackedWeightCache, packed_weights
-from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward
+from heddle.parts.layout import Layout
 from heddle.runtime import set_up_runtime
 
 WIDTH, TOKENS = 512, 2048

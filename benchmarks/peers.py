@@ -15,7 +15,7 @@ from benchmarks.machine import THREADS
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
 from heddle.model.state import State
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.runtime import set_up_runtime
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -15,14 +15,14 @@ import torch
 from benchmarks import peers
 from benchmarks.decode import compiled_loop
 from benchmarks.harness import Case, Measured, Step, limit_row, main, show
-from heddle.cli.calls import train
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import evaluation_windows
+from heddle.model.copies import quantize_weights
 from heddle.model.decoder import Decoder
-from heddle.model.quantized import quantize_weights
 from heddle.runtime import set_up_runtime
 from heddle.storage.model import load
-from heddle.training.evaluation.bits_per_byte import bits_and_bytes
+from heddle.training.evaluation.scores import bits_and_bytes
+from heddle.training.run import train
 
 CONTEXT, LENGTH, BATCHES = 128, 256, 16  # batches of 8 windows
 QUESTION = "How much faster is a token with weights of 8 and 4 bits, and how many bits per byte do they add?"

@@ -44,7 +44,7 @@ def side(at_once: bool, arguments: dict[str, Any]) -> Measured:
     """Seconds per new token of all clients together."""
     tokenizer = Tokenizer.train([__doc__ or ""], 300)
     model = peers.ours(arguments["design"], peers.DTYPES[arguments["precision"]]).eval()
-    limits = ServerLimits(seconds=3600, queue=64)
+    limits = ServerLimits(max_seconds=3600, queue=64)
     engine = Engine(model, tokenizer, limits, batch_invariant=not at_once).__enter__()  # until the worker ends
     clients, count = Clients(engine), arguments["clients"] if at_once else arguments["in_turn"]
     prompts = peers.tokens(count, TOKENS_IN).remainder(tokenizer.vocab_size).tolist()

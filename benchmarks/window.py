@@ -19,7 +19,7 @@ from benchmarks.harness import alternate, limit_row, peak_memory, ratio_row, sho
 from benchmarks.machine import ROOT, THREADS
 from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
-from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
+from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.attention.softmax import attention
 from heddle.runtime import set_up_runtime
 
@@ -37,8 +37,8 @@ def heads(length: int) -> list[Tensor]:
 def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """heddle's attention with a window."""
     length = q.shape[2]
-    i, j = contiguous_positions(1, length, length, q.device)
-    return attention(q, k, v, AttentionMask(i, j, window=WINDOW, contiguous=True), WIDTH**-0.5)
+    positions = torch.arange(length, device=q.device)[None]
+    return attention(q, k, v, AttentionMask(positions, positions, window=WINDOW, contiguous=True), WIDTH**-0.5)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from heddle.analysis.comparison.statistics import t_quantile
+from heddle.lab.compare.statistics import t_quantile
 
 AGREES, NOT_RESOLVED, DISAGREES = "agrees", "not resolved", "disagrees"
 ALPHA = 0.05

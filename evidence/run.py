@@ -83,7 +83,7 @@ def train_one(name: str, key: str, seed: int, folder: Path) -> dict[str, Any]:
     from heddle.data.corpus import Corpus, prepare_corpus
     from heddle.data.recall import is_recall_argument, parse_recall
     from heddle.model.load_config import load_config
-    from heddle.training.evaluation.budget import EvaluationBudget
+    from heddle.training.evaluation.scores import EvaluationBudget
     from heddle.training.job import TrainingJob
     from heddle.training.loop import Diverged, train
     from heddle.training.settings import Settings

@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import heddle
 from heddle.data.samples import Batch
-from heddle.distributed.first_weights import initialize_shards
 from heddle.distributed.process_group import join_ranks
 from heddle.distributed.ranks import Ranks
-from heddle.distributed.sharding import Sharding, shard_model
+from heddle.distributed.sharding import Sharding, initialize_shards, shard_model
 from heddle.training.optimizer import build_optimizer
 from heddle.training.step import accumulate_gradients, apply_gradients, prepare_batch
 

@@ -22,12 +22,12 @@ from heddle.data.corpus import prepare_corpus
 from heddle.errors import HeddleError
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
-from heddle.model.width_scaling import scale_to_width
 from heddle.runtime import set_up_runtime
-from heddle.training.evaluation.budget import EvaluationBudget
+from heddle.training.evaluation.scores import EvaluationBudget
 from heddle.training.job import TrainingJob
 from heddle.training.loop import Diverged, train
 from heddle.training.settings import Settings
+from heddle.training.width_transfer import scale_to_width
 
 BASE_WIDTH, MULTIPLES = 32, (1, 2, 4, 8)
 FIRST_RATE, GRID = 0.001, range(7)  # rates are FIRST_RATE times powers of 2

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from heddle.data.chat_template import ChatTemplate
-from heddle.data.compressed import UnreadableError
+from heddle.data.documents import UnreadableError
 from heddle.errors import HeddleError
 from heddle.exchange.family import family_of
 from heddle.exchange.load import original_design

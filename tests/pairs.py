@@ -19,7 +19,7 @@ from heddle.config import Config, Part, Probability, build_under, kind_class, pa
 from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import build
-from heddle.parts.context.build import BuildContext
+from heddle.parts.build import BuildContext
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.positions import PositionConfig
 from tests.cases import CASES, Data, case, design, layer

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 
 
 def random_row(generator: random.Random, length: int) -> tuple[list[int], list[int]]:

@@ -23,13 +23,11 @@ import torch
 
 from heddle.errors import ConfigError
 from heddle.laws import LAWS, LawViolation, run
-from heddle.laws.alternatives import options
 from heddle.laws.harness import assert_close, forward_no_grad, model_under_test, random_tokens
-from heddle.laws.options import Behavior, has_effect
-from heddle.model.config import ModelConfig
+from heddle.laws.options import Behavior, has_effect, options
+from heddle.model.config import ModelConfig, schema
 from heddle.model.load_config import load_config
-from heddle.model.schema import schema
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from tests.random_layouts import random_layout
 
 LINES = Path("runs/schema_designs.jsonl")

@@ -1,4 +1,4 @@
-"""Banned calls: the package never unpickles, evaluates text, unpacks archives, starts shells or uses the network."""
+"""Banned calls: the package never unpickles, evaluates text, starts shells or uses the network."""
 
 import ast
 from collections.abc import Iterator
@@ -18,9 +18,6 @@ MODULES = {
     "marshal": "it loads code",
     "shelve": "its values are pickles",
     "code": "it runs text",
-    "tarfile": "its members may land anywhere",
-    "zipfile": "its members may land anywhere",
-    "torch.distributed.checkpoint": "its metadata is a pickle",
     "torch.package": "its archives hold code",
     "torch.hub": "it fetches and runs code",
     "requests": "nothing is fetched",
@@ -45,7 +42,6 @@ FUNCTIONS = {
     "yaml.load_all": "its loader may run code",
     "yaml.unsafe_load": "it runs code",
     "yaml.full_load": "it has run code",
-    "shutil.unpack_archive": "members may land anywhere",
     "os.system": "it starts a shell",
     "os.popen": "it starts a shell",
     "subprocess.getoutput": "it starts a shell",
@@ -131,7 +127,6 @@ PLANTED = [
     *(f"import {name.split('.')[0]}\nread = {name}" for name in sorted(FUNCTIONS)),
     *(f"{name}('x')" for name in sorted(BUILTINS)),
     "run = eval",
-    "import torch\ntorch.distributed.checkpoint.load({})",
     "import torch\ntorch.load('x', weights_only=True)",
     "import numpy as np\nnp.load('x', allow_pickle=True)",
     "import numpy as np\nnp.load('x', allow_pickle=flag)",
@@ -160,6 +155,8 @@ def test_each_planted_call_is_detected(text: str) -> None:
         "import subprocess\nsubprocess.run(['ls'], shell=False)",
         "from torch import compile\ncompile(model)",
         "from urllib.parse import urlsplit",
+        "import zipfile",
+        "import torch.distributed.checkpoint",
         "class Settings:\n    compile: bool = False\nprint(Settings().compile)",
         f"'a model that needs {SWITCH} is refused'",
     ],

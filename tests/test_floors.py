@@ -10,50 +10,67 @@ import pytest
 from tests.source import Source, package_sources
 
 # What each unit (a module or folder directly under heddle) may import besides itself.
-BASE = {"errors", "progress", "config"}
+BASE = {"errors", "progress", "config", "torch_private"}
 FLOOR_2 = BASE | {"numerics"}
 FLOOR_3 = FLOOR_2 | {"parts"}
 FLOOR_4 = FLOOR_3 | {"model"}
+LAB = FLOOR_4 | {
+    "annotations", "conversion", "data", "distributed", "exchange", "generation", "notebook", "runtime", "session",
+    "settings", "signals", "storage", "tokenization", "training",
+}  # fmt: skip
 ALLOWED: dict[str, set[str]] = {
     "annotations": set(),
     "errors": set(),
     "progress": {"errors"},
     "notebook": set(),
+    "torch_private": set(),
     "signals": set(),  # what loops and the command line answer
     "config": {"annotations", "errors", "progress"},
+    "settings": {"errors"},
+    "session": {"config", "data", "errors", "numerics", "progress", "runtime", "settings"},  # for programs that own it
     "runtime": {"errors"},  # settings of the whole process: for programs that own it (cli, a worker), decision 2
-    "numerics": {"errors"},
+    "numerics": {"errors", "torch_private"},
     "parts": FLOOR_2,
     "model": FLOOR_3 | {"notebook"},
     "laws": FLOOR_4,
     "tokenization": BASE,
     "storage": FLOOR_4 | {"distributed", "tokenization"},  # decisions 32, 76
     "data": FLOOR_4 | {"storage", "tokenization"},
-    "distributed": FLOOR_4,
-    "generation": FLOOR_4,
+    "distributed": FLOOR_4 | {"runtime"},
+    "generation": FLOOR_4 | {"distributed", "settings"},
     "exchange": FLOOR_4 | {"storage", "tokenization"},  # decision 24
     "exchange.transformers": FLOOR_4 | {"data", "exchange", "generation", "storage", "tokenization"},  # decision 24
-    "training": FLOOR_4 | {"data", "distributed", "signals", "storage", "tokenization"},
-    "conversion": FLOOR_4 | {"data", "exchange", "storage", "tokenization", "training"},  # decision 52
-    # decisions 1, 9, 52
-    "analysis": FLOOR_4
-    | {"conversion", "data", "distributed", "exchange", "generation", "runtime", "signals", "storage", "tokenization"}
-    | {"training"},
-    "serving": FLOOR_4 | {"data", "generation", "signals", "tokenization"},
+    # decision 105
+    "training": FLOOR_4
+    | {"data", "distributed", "generation", "notebook", "runtime", "session", "settings", "signals", "storage"}
+    | {"tokenization"},
+    "conversion": FLOOR_4 | {"data", "exchange", "settings", "storage", "tokenization", "training"},  # decision 52
+    "lab": LAB | {"lab.bench"},  # decision 106: what studies models; no other room imports it
+    "lab.bench": LAB | {"exchange.transformers", "lab"},  # the peer
+    "lab.plan": LAB | {"lab"},  # a rank of a process group that is not there
+    "serving": FLOOR_4 | {"data", "generation", "settings", "signals", "tokenization"},
 }
 TOP = {"", "__main__", "cli"}  # heddle itself, `python -m heddle` and the command line may import everything
 
 # Folders of parts that are no slots: what every part may import.
-SHARED_BY_PARTS = {"context", "modules"}
+SHARED_BY_PARTS = {"modules"}
 
 # Imports that have a home: only these units may hold them.
 HOMES = {
     "transformers": {"exchange.transformers"},
     "pyarrow": {"data"},
-    "torch.distributed": {"distributed", "storage"},
+    "torch.distributed": {"distributed", "lab.plan", "storage", "torch_private"},
 }
-# Modules outside cli/ that may read environment variables: where the cache lies, and what the terminal is.
-READS_ENVIRONMENT = {"heddle.data.cache", "heddle.progress"}
+# Modules outside cli/ that may read or set environment variables: where the cache lies, what the terminal is, what
+# torch reads when it starts, and what torchrun and Slurm say.
+READS_ENVIRONMENT = {
+    "heddle.lab.compare.compare",
+    "heddle.lab.show",
+    "heddle.data.cache",
+    "heddle.distributed.started",
+    "heddle.progress",
+    "heddle.session",
+}
 ENVIRONMENT = {"os.environ", "os.getenv", "os.putenv"}
 # Functions that import the module their first argument names.
 IMPORTING = {"import_module", "__import__"}
@@ -133,6 +150,9 @@ def use_fault(source: Source, name: str) -> str:
     for package, homes in HOMES.items():
         if is_within(name, package) and here not in homes:
             return f"{package} belongs to {' and '.join(sorted(homes))}"
+    is_private = any(piece.startswith("_") and not piece.startswith("__") for piece in name.split("."))
+    if is_private and is_within(name, "torch") and here != "torch_private":
+        return "private names of torch belong to torch_private"
     reads = any(is_within(name, variable) for variable in ENVIRONMENT)
     if reads and here != "cli" and source.name not in READS_ENVIRONMENT:
         return "environment variables are read in cli"
@@ -203,11 +223,16 @@ def faults_of(name: str, text: str) -> list[str]:
         ("heddle.generation.loop", "import heddle.serving"),
         ("heddle.training.loop", "from heddle.cli.main import main"),
         ("heddle.training.loop", "from heddle.laws import mixers"),
-        ("heddle.training.loop", "from heddle.runtime import Runtime"),
+        ("heddle.training.loop", "from heddle.lab import workers"),
+        ("heddle.serving.app", "from heddle.lab.pages import chat"),
+        ("heddle.generation.loop", "from heddle.runtime import Runtime"),
         ("heddle.nowhere", "from heddle.errors import HeddleError"),
         ("heddle.cli.show", "from transformers import AutoModel"),
         ("heddle.model.decoder", "from torch import distributed"),
         ("heddle.training.loop", "import torch\n\ntorch.distributed.barrier()"),
+        ("heddle.training.optimizer", "import torch\n\ntorch._foreach_mul_([], 1.0)"),
+        ("heddle.laws.kernels", "from torch.utils import _pytree"),
+        ("heddle.numerics.linear", "from torch._C import _nn"),
         ("heddle.training.loop", "import os\n\nos.environ['OMP_NUM_THREADS'] = '1'"),
         ("heddle.data.tokens", "from os import getenv"),
     ],
@@ -233,7 +258,7 @@ def test_planted_imports_are_caught(name: str, text: str) -> None:
         ("heddle.storage.save", "import torch.distributed.checkpoint"),
         ("heddle.cli.train", "import os\n\nos.environ.get('NO_COLOR')\nfrom heddle.laws import mixers"),
         ("heddle.data.cache", "import os\n\nos.environ.get('XDG_CACHE_HOME')"),
-        ("heddle.analysis.comparison.run", "from heddle.data import corpus"),
+        ("heddle.lab.compare.run", "from heddle.data import corpus"),
         ("heddle.storage.save", "from heddle import __version__"),
     ],
 )

@@ -135,7 +135,7 @@ def test_importing_changes_no_global() -> None:
     code = (
         "import torch; before = (torch.get_num_threads(), torch.get_float32_matmul_precision(), "
         "torch.get_default_dtype(), torch.initial_seed())\n"
-        "import heddle.cli.main, heddle.training.loop, heddle.analysis.comparison.run, heddle.generation.generate\n"
+        "import heddle.cli.main, heddle.training.loop, heddle.lab.compare.run, heddle.generation.generate\n"
         "assert before == (torch.get_num_threads(), torch.get_float32_matmul_precision(), "
         "torch.get_default_dtype(), torch.initial_seed())"
     )

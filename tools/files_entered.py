@@ -26,17 +26,18 @@ import numpy as np
 import torch
 
 import heddle
-from heddle.cli import show
 from heddle.cli.main import run_command
 from heddle.config import Config
 from heddle.data.samples import Batch
 from heddle.generation.decode import decode
 from heddle.generation.model_runner import GenerationRequest
 from heddle.generation.sampling import Sampler
+from heddle.lab import show
 from heddle.model import load_config
 from heddle.model.decoder import Decoder
 from heddle.numerics.attention.mask import AttentionMask
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
+from heddle.settings import VerbSettings
 from heddle.training.step import accumulate_gradients
 
 PACKAGE = Path(heddle.__file__).parent
@@ -84,8 +85,8 @@ class FileTracer:
 
 
 def contains(data: Any, matches: Callable[[Any], bool], depth: int = 0) -> bool:
-    """Whether nested lists, dicts and configs contain a value that `matches`."""
-    if isinstance(data, Config):
+    """Whether nested lists, dicts, configs and settings contain a value that `matches`."""
+    if isinstance(data, Config | VerbSettings):
         data = vars(data)
     if isinstance(data, dict):
         data = list(data.values())

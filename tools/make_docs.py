@@ -13,12 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import click
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from benchmarks import figures  # noqa: E402
-from heddle.analysis.explorer.choices import comments  # noqa: E402
-from heddle.analysis.explorer.published import FILE  # noqa: E402
+from heddle.cli.command import VerbCommand  # noqa: E402
+from heddle.cli.main import SUBCOMMANDS, VERBS, app  # noqa: E402
 from heddle.config import (  # noqa: E402
     PARTS,
     Config,
@@ -32,12 +34,14 @@ from heddle.config import (  # noqa: E402
     kind_class,
     kinds,
 )
+from heddle.lab.explore.choices import FILE, comments  # noqa: E402
 from heddle.laws import LAWS  # noqa: E402
 from heddle.model import config as model_config  # noqa: E402
 from heddle.model.decoder import build  # noqa: E402
 from heddle.model.load_config import DEFAULTS  # noqa: E402
 from heddle.numerics.kernels import OPERATIONS  # noqa: E402
 from heddle.parts.scalings import LongContextFactor  # noqa: E402
+from heddle.settings import settings_of  # noqa: E402
 from tests.cases import CASES, case  # noqa: E402
 from tests.distributed import validation  # noqa: E402
 from tests.laws.test_planted import BUGS  # noqa: E402
@@ -83,6 +87,14 @@ Goals of speed on a CPU, and what was measured beside a peer in the same run: [h
 `make bench` measures every row in about 40 minutes on two cores, on the machine at hand; a row whose benchmark did not
 run stands here as not measured. A ratio is the peer's time over heddle's: the median of alternated turns, quartiles.
 """
+OPTIONS = f"""# Options
+
+{WRITTEN}
+
+Every verb with its arguments and options, as `heddle VERB --help-all` prints them; `--help` shows the most used ones.
+In Python, in a file of options (`--config FILE`) and in the record of a run, an option has the same name with `_`
+for `-`: `heddle.train("preset:gqa-tiny", batch_size=4)`, `batch_size: 4`. A default stands in brackets.
+"""
 PAIRS = """## Combinations that are refused
 
 All other combinations work: `tests/laws/test_pairs.py` builds a design for every two choices of different slots and
@@ -120,6 +132,7 @@ def pages() -> dict[Path, str]:
     contents_of[ROOT / "docs/huggingface/published.md"] = published_facts.page(WRITTEN)
     contents_of[FILE] = published_designs.page()
     contents_of[ROOT / "docs/rank-laws.md"] = rank_laws.page(WRITTEN)
+    contents_of[ROOT / "docs/options.md"] = joined(OPTIONS.strip(), *option_blocks())
     contents_of |= figures.pages(ROOT / "docs", joined(BENCHMARKS.strip()).strip())
     contents_of[folder / "kernels.md"] = joined("# Kernels", WRITTEN, kernels_intro(), *kernel_blocks())
     return contents_of
@@ -132,6 +145,25 @@ def between(text: str, name: str, table: str) -> str:
     if not mark or end not in rest:
         raise ValueError(f"no marks for '{name}'")
     return f"{before}{start}\n{table}\n{end}{rest.partition(end)[2]}"
+
+
+def option_blocks() -> Iterator[str]:
+    """Each verb, its arguments and its options."""
+    context = click.Context(app, info_name="heddle")
+    for group, verbs in VERBS.items():
+        yield f"## {group}"
+        for verb in verbs:
+            for words in (verb, *(f"{verb} {word}" for word in SUBCOMMANDS.get(verb, {}))):
+                command = app.get_command(context, words.split()[-1])
+                assert isinstance(command, VerbCommand)
+                rows = [
+                    (f"`{setting.usage}`", setting.help)
+                    for setting in settings_of(command.settings).values()
+                    if not setting.option.hidden
+                ]
+                yield joined(
+                    f"### heddle {words}", prose(command.help), table(("option", "what it does"), rows)
+                ).strip()
 
 
 def laws_table() -> str:

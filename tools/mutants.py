@@ -45,7 +45,7 @@ sys.path.insert(0, str(ROOT))
 FLOORS = ("numerics", "parts", "model")
 TEST_FOLDERS = (*FLOORS, "generation", "conversion", "training")
 MOST_FILES = 5  # of tests for a mutant
-ONLY_ELSEWHERE = {"flex.py", "liger.py", "varlen.py"}  # they run on an accelerator only
+ONLY_ELSEWHERE = {"flex.py", "varlen.py"}  # they run on an accelerator only
 MOST_SECONDS = 4.0  # of single tests for a mutant that survived
 WHOLE_DESIGNS = ("tests/test_golden_runs.py", "tests/model/test_size_equality.py")
 CHECKED_CASES = 3  # of those that reach a function, drawn for each mutant

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from heddle.config import kinds
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Layer, build
-from heddle.numerics.dispatch.flop_counter import count_flops
-from heddle.parts.context.build import ResidualContext
-from heddle.parts.context.encoder_output import EncoderOutput
-from heddle.parts.context.layout import Layout
+from heddle.numerics.dispatch import count_flops
+from heddle.parts.build import ResidualContext
+from heddle.parts.layout import EncoderOutput, Layout
 from tests.cases import case, parts_of
 from tests.laws.test_planted import BUGS, Bug
 from tests.source import slots
@@ -184,7 +183,7 @@ def bugs_of(slot: str, kind: str) -> list[Bug]:
     modules = import_depths(f"heddle.parts.{slot}.{kind}")
     bugs = []
     for bug in BUGS:
-        module = f"heddle.{bug.target.partition(':')[0]}"
+        module = bug.plant.module
         if module in modules and slot in owners(module) and (slot, kind) in parts_of(case(bug.case)):
             bugs.append(bug)
     return bugs

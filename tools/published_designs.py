@@ -4,16 +4,16 @@ import json
 from collections import Counter
 from typing import Any
 
-from heddle.analysis.explorer.published import explorer_design
 from heddle.exchange.family import family_of
 from heddle.exchange.family_match import design_from_config
+from heddle.lab.explore.choices import explorer_design
 from tests.exchange.published import published_configs
 
 MOST = 12
 
 
 def page() -> str:
-    """src/heddle/analysis/explorer/published.json."""
+    """src/heddle/lab/explorer/published.json."""
     counts: Counter[str] = Counter()
     designs: list[dict[str, Any]] = []
     for entry in published_configs():

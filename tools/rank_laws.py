@@ -26,8 +26,7 @@ from heddle.model.decoder import Decoder, build  # noqa: E402
 from heddle.progress import progress_bar  # noqa: E402
 from heddle.storage.model import load, save  # noqa: E402
 from heddle.training.built_models import REFUSED_ON_RANKS  # noqa: E402
-from heddle.training.evaluation.bits_per_byte import bits_and_bytes  # noqa: E402
-from heddle.training.evaluation.on_ranks import scores_on_ranks  # noqa: E402
+from heddle.training.evaluation.scores import bits_and_bytes, scores_on_ranks  # noqa: E402
 from tests.cases import CASES, case  # noqa: E402
 from tests.distributed.ranks import on_ranks  # noqa: E402
 from tests.distributed.steps import MESHES, WAYS, WITHOUT_ENCODER, Way, batch_of, run_steps, sharded  # noqa: E402

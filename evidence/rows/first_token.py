@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from evidence.row import Finding, Numbers, Results, Row, Training, attention, differences, stack
-from heddle.analysis.inspection.collect import inspect_layers
 from heddle.data.corpus import Corpus
+from heddle.lab.inspect import inspect_layers
 from heddle.model.decoder import Decoder
 
 TEXTS, LENGTH = 16, 96

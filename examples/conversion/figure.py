@@ -12,9 +12,8 @@ from typing import Any
 
 from smaller_caches import DESIGNS, HERE, STATE_SHARES
 
-from heddle.analysis.pages.design_styles import DesignStyle
-from heddle.analysis.pages.figures.svg import Chart, Scale, Series, Value, scaled_lines, symlog_ticks, value_range
-from heddle.analysis.pages.render import environment
+from heddle.lab.pages.figures.svg import Chart, Scale, Series, Value, scaled_lines, symlog_ticks, value_range
+from heddle.lab.pages.render import DesignStyle, environment
 
 COUNTS = (8, 4, 2)
 BUDGETS = [f"latent_attention,state_budget={share}%" for share in STATE_SHARES]

@@ -16,18 +16,17 @@ from pathlib import Path
 import torch
 from smaller_caches import HERE, Results
 
-from heddle.conversion.activations import CalibrationText
-from heddle.conversion.convert import Conversion, convert
+from heddle.conversion.convert import Conversion, convert, open_source
 from heddle.conversion.heal import healing_rate
-from heddle.conversion.sources import open_source
 from heddle.conversion.targets import parse_rewrites
+from heddle.conversion.weights import CalibrationText
 from heddle.data.recall import TaskStream, parse_recall
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
 from heddle.model.size import size
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.storage.model import load
-from heddle.training.evaluation.task_accuracy import correct_predictions
+from heddle.training.evaluation.scores import correct_predictions
 from heddle.training.init_checkpoint import open_init_checkpoint
 from heddle.training.job import TrainingJob
 from heddle.training.loop import train

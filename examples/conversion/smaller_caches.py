@@ -9,7 +9,6 @@ are committed.
 
 import argparse
 import json
-import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,13 +18,11 @@ from typing import Any
 
 import torch
 
-from heddle.conversion.activations import CalibrationText
 from heddle.conversion.calibration import calibration_from_corpus, calibration_samples
-from heddle.conversion.convert import Conversion
+from heddle.conversion.convert import Conversion, open_source
 from heddle.conversion.heal import MIN_RATE_SHARE, Original, convert_and_heal, healing_rate, healing_settings
-from heddle.conversion.sources import open_source
 from heddle.conversion.targets import parse_rewrites
-from heddle.conversion.weights import ModelWeights, Weights, build_model
+from heddle.conversion.weights import CalibrationText, ModelWeights, Weights, build_model
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import Batch, evaluation_windows
 from heddle.model.decoder import Decoder
@@ -33,7 +30,7 @@ from heddle.model.load_config import load_config
 from heddle.model.size import size
 from heddle.storage.model import load
 from heddle.training.distillation import Distillation, LossWeights
-from heddle.training.evaluation.bits_per_byte import bits_and_bytes
+from heddle.training.evaluation.scores import bits_and_bytes
 from heddle.training.init_checkpoint import open_init_checkpoint
 from heddle.training.job import TrainingJob
 from heddle.training.loop import train
@@ -48,8 +45,7 @@ CALIBRATION_TOKENS = 2**16
 EVALUATION_WINDOWS = 256
 KV_HEADS = (8, 4, 2)
 GROUPINGS = ("contiguous", "similar-queries", "similar-keys-values", "similar-outputs")
-MERGES = ("mean", "first", "fresh", "aligned", "least-squares")
-RANDOM_GROUPINGS = {"llama16": (20, 7, 7), "qwen16": (7, 7, 7)}  # of the model of each seed
+MERGES = ("mean", "first", "aligned", "least-squares")
 OF_INTEREST = {
     *(("contiguous", merge) for merge in MERGES),
     *(("similar-outputs", merge) for merge in ("mean", "aligned", "least-squares")),
@@ -64,7 +60,6 @@ HEALED = {
     ),
     "qwen16": ("kv_heads=4", "kv_heads=4,groups=contiguous,merge=mean", "latent_attention,state_budget=25%"),
 }
-RANDOM_SEED = re.compile(r",seed=\d+")
 FROM_SCRATCH = 4  # key/value heads of the first design's target that is trained from scratch
 
 
@@ -74,8 +69,6 @@ def head_targets(kv_heads: int, design: str, seed: int) -> Iterator[str]:
         for merge in MERGES:
             if (design, seed) == (DESIGNS[0], SEEDS[0]) or (groups, merge) in OF_INTEREST:
                 yield f"kv_heads={kv_heads},groups={groups},merge={merge}"
-    for number in range(RANDOM_GROUPINGS[design][seed]):
-        yield f"kv_heads={kv_heads},groups=random,merge=mean,seed={number}"
 
 
 def targets(design: str, seed: int) -> list[str]:
@@ -194,8 +187,7 @@ def summary(results: Results) -> list[dict[str, Any]]:
         if source is not None:
             change = line["bits_per_byte"] - source["bits_per_byte"]
             share = line["state_bytes_per_token"] / source["state_bytes_per_token"]
-            target = RANDOM_SEED.sub("", line["target"])
-            group = added.setdefault((line["design"], target, line["stage"]), [])
+            group = added.setdefault((line["design"], line["target"], line["stage"]), [])
             group.append({"added": change, "state": share, "seed": line["seed"]})
     return [
         {

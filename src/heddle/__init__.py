@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from heddle.cli.calls import compare as compare
-    from heddle.cli.calls import show as show
-    from heddle.cli.calls import train as train
     from heddle.generation.generate import generate as generate
     from heddle.generation.generate import prefix as prefix
+    from heddle.lab.compare.compare import compare
+    from heddle.lab.conversion.convert import convert
+    from heddle.lab.ladder.ladder import ladder
+    from heddle.lab.plan.training_plan import plan
+    from heddle.lab.show import show
     from heddle.model.attention_maps import attention_weights as attention_weights
     from heddle.model.decoder import Decoder as Decoder
     from heddle.model.decoder import build as build
@@ -21,32 +23,34 @@ if TYPE_CHECKING:
     from heddle.model.size import size as size
     from heddle.model.state import State as State
     from heddle.numerics.kernels import kernels as kernels
-    from heddle.parts.context.encoder_output import EncoderOutput as EncoderOutput
-    from heddle.parts.context.layout import Layout as Layout
+    from heddle.parts.layout import EncoderOutput, Layout
     from heddle.storage.model import load as load
+    from heddle.storage.model import load_state, save_state
     from heddle.storage.model import save as save
-    from heddle.storage.state import load_state as load_state
-    from heddle.storage.state import save_state as save_state
+    from heddle.training.run import train as train
 
 _HOMES = {
     "Decoder": "heddle.model.decoder",
-    "EncoderOutput": "heddle.parts.context.encoder_output",
-    "Layout": "heddle.parts.context.layout",
+    "EncoderOutput": "heddle.parts.layout",
+    "Layout": "heddle.parts.layout",
     "State": "heddle.model.state",
     "attention_weights": "heddle.model.attention_maps",
     "build": "heddle.model.decoder",
-    "compare": "heddle.cli.calls",
+    "compare": "heddle.lab.compare.compare",
+    "convert": "heddle.lab.conversion.convert",
     "generate": "heddle.generation.generate",
     "kernels": "heddle.numerics.kernels",
+    "ladder": "heddle.lab.ladder.ladder",
     "load": "heddle.storage.model",
     "load_config": "heddle.model.load_config",
-    "load_state": "heddle.storage.state",
+    "load_state": "heddle.storage.model",
+    "plan": "heddle.lab.plan.training_plan",
     "prefix": "heddle.generation.generate",
     "save": "heddle.storage.model",
-    "save_state": "heddle.storage.state",
-    "show": "heddle.cli.calls",
+    "save_state": "heddle.storage.model",
+    "show": "heddle.lab.show",
     "size": "heddle.model.size",
-    "train": "heddle.cli.calls",
+    "train": "heddle.training.run",
 }
 
 __all__ = [
@@ -58,11 +62,14 @@ __all__ = [
     "attention_weights",
     "build",
     "compare",
+    "convert",
     "generate",
     "kernels",
+    "ladder",
     "load",
     "load_config",
     "load_state",
+    "plan",
     "prefix",
     "save",
     "save_state",

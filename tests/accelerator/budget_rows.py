@@ -11,16 +11,15 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.model.distinct_layers import build_distinct_layers, parameter_counts
 from heddle.model.initialization import materialize
 from heddle.model.load_config import load_config
+from heddle.model.size import build_distinct_layers, parameter_counts
 from heddle.numerics.activations import activation
 from heddle.numerics.attention.flex import block_mask_of
 from heddle.numerics.attention.latent import latent_attention
-from heddle.numerics.attention.mask import AttentionMask
-from heddle.numerics.attention.score_modifiers import ScoreModifiers
+from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers
+from heddle.numerics.attention.sdpa import cu_seqlens
 from heddle.numerics.attention.softmax import attention
-from heddle.numerics.attention.varlen import cu_seqlens
 from heddle.numerics.cross_entropy import OutputHead, loss_sum
 from heddle.numerics.experts.mixture import run_experts
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
@@ -29,7 +28,7 @@ from heddle.numerics.recurrent.chunked_sums import CallLayout
 from heddle.numerics.recurrent.convolution import causal_conv1d
 from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule
 from heddle.numerics.recurrent.ssd import SSDInputs, state_space_duality
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.parts.positions.alibi import AlibiConfig
 from tests.accelerator.launches import compile_layers
 from tests.accelerator.pretend import DEVICE

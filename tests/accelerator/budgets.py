@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from heddle.numerics.dispatch.operation import KernelChoice, record_choices
+from heddle.numerics.dispatch import KernelChoice, record_choices
 from tests.accelerator import budget_rows as calls
 from tests.accelerator.launches import Launches, counting, without_pages
 from tests.source import ROOT

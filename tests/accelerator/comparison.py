@@ -10,10 +10,9 @@ from heddle.data.samples import Batch
 from heddle.laws.harness import ENCODER_LENGTH, layout_for, new_state, probe_loss, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.training.optimizer import build_optimizer
-from heddle.training.step import accumulate_gradients, apply_gradients
-from heddle.training.step_result import StepNumbers
+from heddle.training.step import StepNumbers, accumulate_gradients, apply_gradients
 from tests.accelerator.pretend import DEVICE, moved, pretending, values_of
 
 Results = dict[str, Tensor]

@@ -17,14 +17,14 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from heddle.generation.decode import PinnedDecoder
 from heddle.generation.model_runner import GenerationRequest, ModelRunner
-from heddle.generation.pinned_decoding import PinnedDecoder
 from heddle.generation.sampling import Sampler
 from heddle.laws.harness import encoder_output_for, layout_for, model_under_test, random_tokens
 from heddle.model.decoder import Decoder
 from heddle.numerics.cross_entropy import loss_sum
 from heddle.numerics.random import RandomKey, use_random_key
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.parts.modules.router_statistics import record_router_statistics
 from tests.cases import case
 

@@ -316,7 +316,7 @@ COMPILED = ((cross_entropy, "fused_step"),)
 
 
 def compile_layers(model: Decoder) -> None:
-    """Let each layer count as compiled, and its methods marked `eager` as they are, as `heddle.model.compiled` does."""
+    """Let each layer count as compiled, and its methods marked `eager` as they are, as `heddle.model.copies` does."""
 
     def counted(function: Callable[..., Any], in_graph: bool) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from heddle.numerics.dispatch.operation import record_choices
+from heddle.numerics.dispatch import record_choices
 from tests.accelerator import attention_stand_ins, autocast
 from tests.accelerator.waits import NAME, READS, WRITES, Log, log_waits
 

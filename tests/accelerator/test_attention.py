@@ -1,5 +1,6 @@
 """The attention kernels of CUDA against the reference, with stand-ins for what needs a card, in float64 first."""
 
+import ast
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -11,17 +12,21 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from heddle.numerics.attention import flex
 from heddle.numerics.attention import sdpa as torch_sdpa
-from heddle.numerics.attention.flex import block_mask_of, flex_attention
-from heddle.numerics.attention.mask import AttentionMask
-from heddle.numerics.attention.products import masked_products
-from heddle.numerics.attention.score_modifiers import LinearBias, ScoreModifiers
-from heddle.numerics.attention.sdpa import flash, sdpa
-from heddle.numerics.attention.softmax import attention, reference
-from heddle.numerics.attention.varlen import cu_seqlens, longest_document, varlen_attention
-from heddle.numerics.dispatch.operation import record_choices
-from heddle.parts.context.layout import Layout
+from heddle.numerics.attention.flex import (
+    block_mask_of,
+    flex_attention,
+    flex_with_sink,
+    mask_mod,
+    score_mod,
+    visible_blocks,
+)
+from heddle.numerics.attention.mask import AttentionMask, LinearBias, ScoreModifiers
+from heddle.numerics.attention.sdpa import cu_seqlens, flash, longest_document, sdpa, varlen_attention
+from heddle.numerics.attention.softmax import attention, masked_products, reference
+from heddle.numerics.dispatch import record_choices
+from heddle.parts.layout import Layout
 from tests.accelerator.pretend import on_device, pretending, values_of
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, assigned, calls, constant, operator, reads
 from tests.numerics.test_attention import CASES, OPTIONS, Bias, Shape, draw, graded, options, tail
 
 SCALE = 0.9
@@ -244,27 +249,27 @@ def test_chosen_kernels_equal_the_reference(case: str, option: str, dtype: torch
     torch.testing.assert_close(alone.y.double(), wanted.y, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("target", "old", "new"),
-    [
-        ("flex:mask_mod", "offset >= 0) & (", "offset >= -1) & ("),
-        ("flex:mask_mod", "sees & (tokens", "sees | (tokens"),
-        ("flex:visible_blocks", "q.high >= k.low - after", "q.high > k.high - after"),
-        ("flex:visible_blocks", "every & (q.high - before <= k.low)", "every & (q.low - before <= k.low)"),
-        ("flex:visible_blocks", "some & (q.low - before <= k.high)", "some & (q.high - before <= k.low)"),
-        ("flex:score_mod", "(offset + first)", "(offset + first + 1)"),
-        ("flex:flex_with_sink", "statistics.lse, ", "-statistics.lse, "),
-    ],
-)
-def test_a_planted_bug_is_caught(target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, f"numerics.attention.{target}", old, new)
+BUGS = {
+    "the next token in a window": constant(mask_mod, 0, -1, nth=1),
+    "every document": operator(mask_mod, ast.BitAnd, ast.BitOr, nth=2),
+    "blocks of later keys missed": reads(visible_blocks, "low", lambda _, *, k: k.high + 1, nth=0),
+    "blocks whole before they are": reads(visible_blocks, "high", lambda _, *, q: q.low, nth=3),
+    "blocks of earlier keys missed": reads(visible_blocks, "low", lambda _, *, q: q.high, nth=2),
+    "a score bias of the next offset": assigned(score_mod, "first", lambda first: first + 1),
+    "a sink of the other sign": calls(flex_with_sink, "with_sink", lambda share, y, lse, sink: share(y, -lse, sink)),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[bug](monkeypatch)
     with pytest.raises(AssertionError):
-        check_flex(target)
+        check_flex(is_sink="sink" in bug)
 
 
-def check_flex(target: str) -> None:
+def check_flex(is_sink: bool) -> None:
     """Tests that run a function of the module."""
-    if target == "flex:flex_with_sink":
+    if is_sink:
         with pytest.MonkeyPatch.context() as patch:
             test_torchs_own_flex_attention_gives_what_the_stand_in_gives("full", "softcap and sink", patch)
         return
@@ -273,10 +278,15 @@ def check_flex(target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [("mask.window - 1, 0", "mask.window, 0"), ("for x in (q, k, v)", "for x in (q, v, k)")]
+    "plant",
+    [
+        assigned(varlen_attention, "window", lambda window: (window[0] + 1, window[1]), nth=0),
+        calls(varlen_attention, "varlen_attn", lambda run, q, k, v, *rest, **options: run(q, v, k, *rest, **options)),
+    ],
+    ids=["a window one wider", "keys and values exchanged"],
 )
-def test_a_wrong_argument_of_varlen_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.attention.varlen:varlen_attention", old, new)
+def test_a_wrong_argument_of_varlen_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     with pytest.raises(AssertionError):
         test_varlen_equals_the_reference(3, True, SHAPE)
 
@@ -303,18 +313,19 @@ def test_cudnn_takes_values_of_another_width(groups: int, monkeypatch: pytest.Mo
     mask = tail(19, 19)
     inputs = tuple(x.detach() for x in draw(mask, Shape(groups=groups, d_k=24, d_v=16), torch.bfloat16))
     wanted = expected(mask, ScoreModifiers(), inputs)
-    calls, cudnn = list[int](), torch_sdpa._cudnn
+    widths, cudnn = list[int](), torch_sdpa._cudnn
 
     def counted(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        calls.append(v.shape[-1])
+        widths.append(v.shape[-1])
         return cudnn(q, k, v, scale)
 
     monkeypatch.setattr(torch_sdpa, "_cudnn", counted)
     assert_equal(on_cuda(run_sdpa, mask, ScoreModifiers(), inputs), wanted, tolerance=0.05)
-    assert calls == [16]
-    for old, new in (("scale=scale", "scale=1.0"), ("0.0, True", "0.0, False")):
+    assert widths == [16]
+    no_scale = calls(cudnn, "kernel", lambda kernel, *inputs, scale: kernel(*inputs, scale=1.0))
+    for plant in (no_scale, constant(cudnn, True, False)):
         with monkeypatch.context() as patch:
             patch.setattr(torch_sdpa, "_cudnn", cudnn)
-            plant(patch, "numerics.attention.sdpa:_cudnn", old, new)
+            plant(patch)
             with pytest.raises(AssertionError):
                 assert_equal(on_cuda(run_sdpa, mask, ScoreModifiers(), inputs), wanted, tolerance=0.05)

@@ -10,22 +10,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.model.distinct_layers import build_distinct_layers
 from heddle.model.load_config import load_config
-from heddle.model.size import measure_kernel_choices
-from heddle.numerics.attention import facts, softmax, tiled
-from heddle.numerics.attention.mask import AttentionMask
-from heddle.numerics.attention.score_modifiers import LinearBias, ScoreModifiers
-from heddle.numerics.attention.sdpa import sdpa
+from heddle.model.size import build_distinct_layers, measure_kernel_choices
+from heddle.numerics.attention import softmax, tiled
+from heddle.numerics.attention.mask import AttentionMask, LinearBias, ScoreModifiers
+from heddle.numerics.attention.sdpa import _efficient, sdpa
 from heddle.numerics.attention.softmax import ATTENTION, attention
-from heddle.numerics.dispatch.operation import record_choices
-from heddle.parts.context.layout import Layout
+from heddle.numerics.dispatch import record_choices
+from heddle.parts.layout import Layout
 from tests.accelerator import attention_stand_ins, pretend
 from tests.accelerator import budget_rows as calls
 from tests.accelerator.budgets import count
 from tests.accelerator.pretend import DEVICE, on_device, pretending, values_of
 from tests.accelerator.test_attention import moved, pretended
-from tests.laws.planting import plant
+from tests.laws import planting
 from tests.numerics.test_attention import CASES, Shape, draw, options, tail
 
 NARROW, WIDE = torch.bfloat16, torch.float32
@@ -64,7 +62,7 @@ def choice(name: str, dtype: torch.dtype, gradients: bool, modifiers: ScoreModif
     mask = MASKS[name]()
     q, k, v = (x.detach().to("meta", dtype).requires_grad_() for x in draw(mask, Shape(d_k=64, d_v=64)))
     with record_choices("cuda") as choices, torch.set_grad_enabled(gradients):
-        ATTENTION.choose(facts.attention_facts(q, k, v, mask, False, modifiers or ScoreModifiers()))
+        ATTENTION.choose(softmax.attention_facts(q, k, v, mask, False, modifiers or ScoreModifiers()))
     return choices[0].kernel
 
 
@@ -85,7 +83,7 @@ def test_modified_scores_get_flex_in_training_and_products_for_a_token(name: str
 
 
 def test_a_card_without_the_flash_kernel_gets_no_t_by_s_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "_card_runs_flash", lambda: False)
+    monkeypatch.setattr(softmax, "_card_runs_flash", lambda: False)
     kernels = {choice(name, torch.float16, gradients) for name in MASKS for gradients in (True, False)}
     assert kernels == {"flex", "products"}
 
@@ -118,12 +116,12 @@ def test_no_tensor_of_t_by_s_elements(
 def test_no_tensor_of_t_by_s_elements_without_triton(
     modified: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(facts, "has_triton", lambda: False)
+    monkeypatch.setattr(softmax, "has_triton", lambda: False)
     assert largest(modified, layout, WIDE, monkeypatch) < LENGTH * LENGTH * 4 // 2
 
 
 def test_the_count_sees_a_tensor_of_t_by_s_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "has_triton", lambda: False)
+    monkeypatch.setattr(softmax, "has_triton", lambda: False)
     monkeypatch.setattr(softmax, "MASK_TILE", LENGTH)
     assert largest("slopes", "rows", WIDE, monkeypatch) >= 2 * LENGTH * LENGTH * 4
 
@@ -158,7 +156,7 @@ def torchs_choices(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor
 @pytest.mark.parametrize("has_triton", [True, False])
 def test_torch_chooses_only_for_causal_rows_in_training(has_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan for each new length, and no mask, with which queries of 128 n + 64 tokens got wrong gradients."""
-    monkeypatch.setattr(facts, "has_triton", lambda: has_triton)
+    monkeypatch.setattr(softmax, "has_triton", lambda: has_triton)
     seen, routes = torchs_choices(monkeypatch), []
     for name in MASKS:
         for option, gradients in (("plain", True), ("plain", False), ("sink", True), ("bias and sink", True)):
@@ -199,7 +197,7 @@ def run_biased(name: str, dtype: torch.dtype, autocast: bool) -> None:
 @pytest.mark.parametrize("name", ["rows", "chunk", "token", "packed", "padded"])
 def test_a_bias_has_the_dtype_of_the_queries(name: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where FlexAttention, which computes scores in float32, is not there."""
-    monkeypatch.setattr(facts, "has_triton", lambda: False)
+    monkeypatch.setattr(softmax, "has_triton", lambda: False)
     seen = biases(monkeypatch)
     run_biased(name, WIDE if autocast else NARROW, autocast)
     assert seen
@@ -207,8 +205,8 @@ def test_a_bias_has_the_dtype_of_the_queries(name: str, autocast: bool, monkeypa
 
 
 def test_a_bias_of_another_dtype_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "has_triton", lambda: False)
-    plant(monkeypatch, "numerics.attention.sdpa:_efficient", "mask.to(q.dtype)", "mask")
+    monkeypatch.setattr(softmax, "has_triton", lambda: False)
+    planting.calls(_efficient, "to", lambda mask, dtype: mask)(monkeypatch)
     with pytest.raises(RuntimeError, match=r"torch.float32.*torch.bfloat16"):
         run_biased("padded", NARROW, False)
 

@@ -5,8 +5,7 @@ import torch
 
 from heddle.model.decoder import Decoder, build
 from heddle.model.initialization import cast_parameters
-from heddle.numerics.philox import RandomStream
-from heddle.numerics.stochastic_rounding import stochastic_round
+from heddle.numerics.random import RandomStream, stochastic_round
 from heddle.training.optimizer import Optimizer, build_optimizer
 from tests import small
 from tests.accelerator.pretend import moved, on_device, pretending, values_of

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from heddle.generation import decode
 from heddle.generation import decode as decode_module
-from heddle.generation import pinned_decoding
 from heddle.generation.generate import generate
-from heddle.generation.prefill import padded_length
+from heddle.generation.model_runner import padded_length
 from heddle.generation.speculative import SpeculativeRound
 from heddle.laws.harness import model_under_test
 from heddle.model.decoder import Decoder
-from heddle.numerics.dispatch.device_size import DeviceSize
+from heddle.numerics.dispatch import DeviceSize
 from tests.accelerator.pretend import moved, pretending
 from tests.accelerator.waits import Wait
 from tests.cases import case
@@ -42,7 +42,7 @@ def refuse_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     def capture(step: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("the pretended device records no graphs")
 
-    monkeypatch.setattr(pinned_decoding, "capture", capture)
+    monkeypatch.setattr(decode, "capture", capture)
     monkeypatch.setattr(decode_module, "STEPS_PER_READ", DeviceSize(cpu=1, accelerator=BLOCK))
 
 

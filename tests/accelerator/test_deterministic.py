@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from heddle.errors import ConfigError
-from heddle.model.distinct_layers import build_distinct_layers
 from heddle.model.load_config import load_config
-from heddle.model.size import measure_kernel_choices
+from heddle.model.size import build_distinct_layers, measure_kernel_choices
 from heddle.numerics.attention import sdpa
-from heddle.numerics.dispatch.operation import (
+from heddle.numerics.dispatch import (
     Kernel,
     KernelChoice,
     Operation,
@@ -24,7 +23,7 @@ from heddle.numerics.dispatch.operation import (
 from heddle.numerics.kernels import OPERATIONS
 from tests.accelerator.pretend import pretending
 
-FOLLOW_NO_FLAG = {"fla", "causal_conv1d", "flash_mla", "liger", "flex"}
+FOLLOW_NO_FLAG = {"fla", "causal_conv1d", "flex"}
 
 
 def never(facts: Any) -> None:

@@ -8,14 +8,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from heddle.numerics.activations import glu
-from heddle.numerics.experts.grouped import block_rows
-from heddle.numerics.experts.mixture import run_experts
-from heddle.numerics.experts.routing import RoutingConfig, route
+from heddle.numerics.experts.grouped import _counts, _order, block_rows
+from heddle.numerics.experts.mixture import RoutingConfig, route, run_experts
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
 from tests.accelerator.budget_rows import fake
 from tests.accelerator.budgets import count
 from tests.accelerator.pretend import DEVICE, on_device, pretending, values_of
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, wrapped
 from tests.numerics.test_experts import WIDTH, make_assignment, make_weights
 
 SILU = glu(functional.silu)
@@ -45,14 +44,15 @@ def test_the_host_never_waits(dtype: torch.dtype, drop_some: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "old", "new"),
+    "plant",
     [
-        ("_counts", "new_zeros(num_experts)", "new_zeros(num_experts + 0 * int(flat_experts.max()))"),
-        ("_order", "none_dropped else", "bool((flat_experts >= 0).all()) else"),
+        wrapped(_counts, lambda counts, experts, number: counts(experts, number + 0 * int(experts.max()))),
+        wrapped(_order, lambda order, experts, number, _: order(experts, number, bool((experts >= 0).all()))),
     ],
+    ids=["for the counts", "for the order"],
 )
-def test_a_wait_is_seen(function: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, f"numerics.experts.grouped:{function}", old, new)
+def test_a_wait_is_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     assert waits(torch.float32) != []
 
 

@@ -14,13 +14,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
 from heddle.laws.harness import model_under_test, random_tokens
-from heddle.numerics.dispatch import operation
-from heddle.numerics.recurrent import causal_conv1d, causal_sums, convolution, fla, library_calls, recurrence
+from heddle.numerics import dispatch
+from heddle.numerics.recurrent import causal_sums, convolution, fla, library_calls, recurrence
 from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule
 from heddle.numerics.recurrent.library_calls import LIBRARY_CALLS, LibraryCall, library_operator
 from tests.accelerator import graphs
 from tests.cases import case
-from tests.laws.planting import plant
+from tests.laws.planting import condition
 
 pytestmark = [  # of the compiler itself, which instantiates autograd functions and reads .grad of any tensor
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -45,7 +45,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in fla.FUNCTIONS.values():
         states = import_module(name).checked.__globals__["STATES"]
         monkeypatch.setitem(states, torch.float64, torch.float64)
-    for module in (fla, causal_conv1d):
+    for module in (fla, convolution):
         monkeypatch.setattr(module, "DTYPES", (*module.DTYPES, torch.float64))
     torch._dynamo.reset()
 
@@ -91,24 +91,24 @@ CALLS = [(False, False), (True, False), (False, True)]
 
 
 @pytest.mark.parametrize(("documents", "has_state"), CALLS)
-@pytest.mark.parametrize("name", [*fla.FUNCTIONS, causal_conv1d.FUNCTION])
+@pytest.mark.parametrize("name", [*fla.FUNCTIONS, convolution.FUNCTION])
 def test_each_operator_passes_the_checks_of_torch(name: str, documents: bool, has_state: bool) -> None:
     opcheck(name, documents, has_state)
 
 
-@pytest.mark.parametrize("name", [*fla.FUNCTIONS, causal_conv1d.FUNCTION])
+@pytest.mark.parametrize("name", [*fla.FUNCTIONS, convolution.FUNCTION])
 def test_half_precision_with_decays_in_float32(name: str) -> None:
     opcheck(name, False, True, torch.bfloat16)
 
 
 def test_the_table_has_each_function_of_the_libraries() -> None:
-    assert set(LIBRARY_CALLS) == {*fla.FUNCTIONS, causal_conv1d.FUNCTION}
+    assert set(LIBRARY_CALLS) == {*fla.FUNCTIONS, convolution.FUNCTION}
 
 
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (recurrence, causal_sums, convolution):
         monkeypatch.setattr(module, "device_type", lambda tensor: "cuda")
-    monkeypatch.setattr(operation, "is_deterministic", lambda: False)  # in which mode the tests run
+    monkeypatch.setattr(dispatch, "is_deterministic", lambda: False)  # in which mode the tests run
 
 
 def called_functions(counter: CompileCounterWithBackend) -> set[str]:
@@ -214,6 +214,6 @@ def test_outside_of_graphs_no_operator_is_called(compiling: bool, monkeypatch: p
 
     monkeypatch.setattr(library_calls, "library_operator", record)
     if compiling:
-        plant(monkeypatch, "numerics.recurrent.library_calls:call_library", "is_compiling()", "True")
+        condition(library_calls.call_library, "is_compiling", True)(monkeypatch)
     library_calls.call_library("chunk_kda", call("chunk_kda", False, False))
     assert calls == ["chunk_kda"] * compiling

@@ -1,4 +1,4 @@
-"""The vocabulary loss as on an accelerator: few large chunks, one graph, and libraries by the user's choice."""
+"""The vocabulary loss as on an accelerator: few large chunks, and one graph."""
 
 from typing import Any
 
@@ -7,14 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heddle.errors import ConfigError
 from heddle.numerics import cross_entropy
 from heddle.numerics.cross_entropy import OutputHead, TeacherOutput, distillation_sums, loss_sum
-from heddle.numerics.dispatch.device_size import DeviceSize
-from heddle.numerics.dispatch.operation import record_choices
+from heddle.numerics.dispatch import DeviceSize, record_choices
 from heddle.numerics.kernels import kernels
-from tests.accelerator.loss_stand_ins import install_liger
-from tests.laws.planting import plant
 
 TOKENS, WIDTH, VOCABULARY = 300, 6, 11
 
@@ -23,19 +19,14 @@ def draws(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def loss_and_gradients(kernel: str | None = None, head_fields: dict[str, Any] | None = None) -> list[Tensor]:
+def loss_and_gradients(kernel: str = "fused", **head_fields: Any) -> list[Tensor]:
     """The loss as on CUDA, and the gradients of hidden, weight and bias."""
     hidden, weight, bias = (draws(*shape).requires_grad_() for shape in ((TOKENS, WIDTH), (VOCABULARY, WIDTH), (11,)))
     targets = torch.arange(TOKENS) * 7 % VOCABULARY
-    head = OutputHead(weight, bias, **(head_fields or {}))
-    with record_choices("cuda"), kernels(**({} if kernel is None else {"linear_cross_entropy": kernel})):
+    head = OutputHead(weight, bias, **head_fields)
+    with record_choices("cuda"), kernels(linear_cross_entropy=kernel):
         loss = loss_sum(hidden, head, targets) * 0.37
     return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
-
-
-def largest_difference(kernel: str, head_fields: dict[str, Any] | None = None) -> float:
-    pairs = zip(loss_and_gradients(kernel, head_fields), loss_and_gradients("reference", head_fields), strict=True)
-    return max(float((actual - expected).abs().max()) for actual, expected in pairs)
 
 
 class Products(TorchDispatchMode):
@@ -52,10 +43,16 @@ class Products(TorchDispatchMode):
 
 def test_an_accelerator_computes_few_large_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", DeviceSize(11, 140 * 11))
-    with record_choices("cuda") as choices, Products() as products:
+    with record_choices("cuda"), Products() as products:
         loss_and_gradients()
     assert products.updates == 3  # chunks of 128 tokens: the multiple below 140
-    assert {choice.kernel for choice in choices if choice.operation == "linear_cross_entropy"} <= {"fused"}
+
+
+@pytest.mark.parametrize("head_fields", [{}, {"softcap": 2.0}, {"scale": 0.5}])
+def test_the_loss_of_an_accelerator_is_that_of_the_reference(head_fields: dict[str, Any]) -> None:
+    pairs = zip(loss_and_gradients(**head_fields), loss_and_gradients("reference", **head_fields), strict=True)
+    for actual, expected in pairs:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
 def test_chunks_of_a_large_vocabulary() -> None:
@@ -84,36 +81,8 @@ def test_the_loss_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
-def test_ligers_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="liger_kernel"):
-        loss_and_gradients("liger")
-    install_liger(monkeypatch)
-    for fields in ({}, {"softcap": 2.0}):
-        assert largest_difference("liger", fields) < 1e-10
-    with pytest.raises(ConfigError, match="scales its logits"):
-        loss_and_gradients("liger", {"scale": 0.5})
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("bias=bias, ", ""),
-        ("softcap=softcap, ", ""),
-        ('reduction="sum", ', ""),
-        (", accum_dtype=torch.float32", ""),
-        ("hidden, weight, targets, bias", "weight, hidden, targets, bias"),
-    ],
-)
-def test_a_wrong_argument_of_liger_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.liger:liger_loss_sum", old, new)
-    install_liger(monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError)):
-        assert largest_difference("liger", {"softcap": 2.0}) < 1e-10
-
-
-@pytest.mark.parametrize("kernel", ["chunked", "liger", "reference"])
-def test_libraries_and_full_logits_are_never_chosen(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_liger(monkeypatch)
+@pytest.mark.parametrize("kernel", ["chunked", "reference"])
+def test_small_chunks_and_full_logits_are_never_chosen(kernel: str) -> None:
     with record_choices("cuda") as choices:
         loss_sum(draws(4, WIDTH), OutputHead(draws(VOCABULARY, WIDTH)), torch.arange(4))
     assert kernel not in {choice.kernel for choice in choices}

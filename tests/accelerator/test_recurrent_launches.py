@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
+from heddle.numerics.recurrent.batched_chunks import _block_products
 from tests.accelerator import budget_rows
 from tests.accelerator.budgets import count
-from tests.laws.planting import plant
+from tests.laws.planting import condition
 
 SCAN_LEVEL = 22  # launches of one more level of blocks in the scan of the delta rule, in both directions
 ROWS: dict[str, tuple[Callable[[], budget_rows.Call], str, int]] = {
@@ -37,5 +38,5 @@ def test_launches_hardly_grow_with_the_text(name: str, monkeypatch: pytest.Monke
 
 
 def test_a_scan_chunk_by_chunk_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.recurrent.batched_chunks:_block_products", "> SCAN_BLOCK", "> 10**9")
+    condition(_block_products, "SCAN_BLOCK", False)(monkeypatch)
     assert growth("gated_delta", monkeypatch) > SCAN_LEVEL

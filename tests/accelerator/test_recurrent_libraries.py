@@ -17,9 +17,9 @@ from torch import Tensor
 
 from heddle.laws.harness import model_under_test, random_tokens
 from heddle.model.size import kernel_choices
-from heddle.numerics.dispatch.operation import record_choices
+from heddle.numerics.dispatch import record_choices
 from heddle.numerics.kernels import kernels
-from heddle.numerics.recurrent import causal_conv1d as conv_library
+from heddle.numerics.recurrent import convolution as conv_library
 from heddle.numerics.recurrent import fla
 from heddle.numerics.recurrent.causal_sums import causal_means, causal_sums
 from heddle.numerics.recurrent.chunked_sums import CallLayout
@@ -33,10 +33,10 @@ from heddle.numerics.recurrent.convolution import (
 from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule
 from heddle.numerics.recurrent.recurrence import RecurrenceFacts
 from heddle.numerics.recurrent.ssd import SSDInputs, state_space_duality
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.recurrent_state import call_cu_seqlens
+from heddle.parts.layout import Layout
+from heddle.parts.states import call_cu_seqlens
 from tests.cases import case
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, assigned, calls, condition, result
 
 BATCH, HEADS, GROUPS, LENGTH, D_K, D_V = 2, 4, 2, 11, 6, 5
 DOCUMENTS = [[3, 1, 7], [11]]
@@ -179,40 +179,51 @@ def test_causal_means_divide_sums_by_the_library() -> None:
     assert_near([y], [causal_means(q, k, v, CallLayout())[0]])
 
 
+def tensors_with(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Plant:
+    """Other tensors in the call of fla."""
+    return calls(
+        fla.fla_delta_rule, "_run", lambda run, name, tensors, *rest: run(name, tensors | change(tensors), *rest)
+    )
+
+
 @pytest.mark.parametrize(
-    ("old", "new"),
+    "plant",
     [
-        ('"g": log_decay, "beta": inputs.beta', '"g": inputs.beta, "beta": log_decay'),
-        ('"q": inputs.q, "k": inputs.k', '"q": inputs.k, "k": inputs.q'),
-        ('"g": log_decay,', '"g": log_decay.exp(),'),
+        tensors_with(lambda tensors: {"g": tensors["beta"], "beta": tensors["g"]}),
+        tensors_with(lambda tensors: {"q": tensors["k"], "k": tensors["q"]}),
+        tensors_with(lambda tensors: {"g": tensors["g"].exp()}),
     ],
+    ids=["decays and beta", "queries and keys", "a decay that is no logarithm"],
 )
-def test_a_swapped_argument_of_the_delta_rule_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.recurrent.fla:fla_delta_rule", old, new)
+def test_a_swapped_argument_of_the_delta_rule_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     with pytest.raises(AssertionError):
         check_delta(1, False, False)
 
 
+def without(name: str) -> Callable[..., Any]:
+    """The call of a library without one of its tensors."""
+    return lambda call, function, tensors: call(function, {key: x for key, x in tensors.items() if key != name})
+
+
 @pytest.mark.parametrize(
-    ("old", "new"),
+    "plant",
     [
-        ('arguments["initial_state"] = at_least_float32(state)', 'arguments["initial_state"] = None'),
-        ("y = y.view(batch, length, *y.shape[2:])", "y = y.view(length, batch, *y.shape[2:]).transpose(0, 1)"),
-        (
-            'arguments["cu_seqlens"], arguments["cu_seqlens_cpu"] = cu_seqlens',
-            'arguments["cu_seqlens"] = cu_seqlens[0]',
-        ),
-        ("row_ends) - 1", "row_ends) - 2"),
+        assigned(fla._run, "arguments", lambda state: None, nth=2),
+        assigned(fla._run, "y", lambda y: y.reshape(y.shape[1], y.shape[0], *y.shape[2:]).transpose(0, 1)),
+        calls(fla._run, "call_library", without("cu_seqlens_cpu")),
+        calls(fla._run, "searchsorted", lambda torch, *ends: torch.searchsorted(*ends) - 1),
     ],
+    ids=["no state", "rows of tokens", "no lengths for the host", "the state of the document before"],
 )
-def test_a_wrong_call_of_fla_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.recurrent.fla:_run", old, new)
+def test_a_wrong_call_of_fla_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     with pytest.raises((AssertionError, ValueError)):
         check_all(lambda documents, has_state: check_delta(1, documents, has_state))
 
 
 def test_a_scale_that_fla_adds_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.recurrent.fla:_call", "scale=1.0, ", "")
+    calls(fla._call, "library", lambda function, *, scale, **arguments: function(**arguments))(monkeypatch)
     with pytest.raises(AssertionError):
         check_delta(1, False, False)
 
@@ -263,15 +274,16 @@ def test_the_short_convolution(dtype: torch.dtype, documents: bool, has_state: b
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    "plant",
     [
-        ('tensors["seq_idx"] = segment_ids.int()', "pass"),
-        ("conv_state.to(x.dtype)", "conv_state.flip(1).to(x.dtype)"),
-        ("tensors)[0]", "tensors)[0].flip(1)"),
+        calls(conv_library.run_conv, "call_library", without("seq_idx")),
+        calls(conv_library.run_conv, "to", lambda state, dtype: state.flip(1).to(dtype)),
+        result(conv_library.run_conv, lambda y: y.flip(1)),
     ],
+    ids=["no documents", "a state in reverse", "a result in reverse"],
 )
-def test_a_wrong_call_of_causal_conv1d_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.recurrent.causal_conv1d:run_conv", old, new)
+def test_a_wrong_call_of_causal_conv1d_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     with pytest.raises(AssertionError):
         check_all(lambda documents, has_state: check_convolution(torch.float32, documents, has_state))
 
@@ -328,7 +340,7 @@ def test_show_asks_the_libraries_for_nothing(name: str, cached_tokens: int, monk
         monkeypatch.setattr(import_module(module), function, refuse)
     assert {choice.kernel for choice in kernel_choices(config, 24, cached_tokens, torch.bfloat16, "cuda")} == expected
     with monkeypatch.context() as patch:
-        plant(patch, "numerics.recurrent.fla:_run", "is_meta", "is_sparse")
+        condition(fla._run, "is_meta", False)(patch)
         with pytest.raises(RuntimeError, match="no meta tensors"):
             kernel_choices(config, 24, cached_tokens, torch.bfloat16, "cuda")
 

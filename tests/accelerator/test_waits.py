@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from heddle.numerics.attention import sliding_window, tiled
-from heddle.numerics.dispatch.transfer import Constants, HostCopy, tensor_of, to_device
-from heddle.parts.context.layout import Layout
+from heddle.numerics.transfer import Constants, HostCopy, tensor_of, to_device
+from heddle.parts.layout import Layout
 from heddle.parts.modules.linear import Linear
-from heddle.training.evaluation.bits_per_byte import bits_and_bytes
-from heddle.training.evaluation.task_accuracy import correct_predictions
+from heddle.training.evaluation.scores import bits_and_bytes, correct_predictions
 from heddle.training.optimizer import build_optimizer
-from heddle.training.step import accumulate_gradients, apply_gradients, prepare_batch
-from heddle.training.step_result import BatchResult
+from heddle.training.step import BatchResult, accumulate_gradients, apply_gradients, prepare_batch
 from tests.accelerator.comparison import CPU, KEY, Step, batch_of, differences, model_of, step_faults
 from tests.accelerator.pretend import DEVICE, Pretended, moved, on_device, pretending, values_of
 from tests.cases import case

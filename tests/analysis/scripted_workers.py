@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from heddle.analysis import workers
-from heddle.analysis.workers import Result, Task
-from heddle.storage.json_file import write_json_file
+from heddle.lab import workers
+from heddle.lab.workers import Result, Task
+from heddle.storage.file_io import write_json_file
 
 
 class Scripted:

@@ -6,13 +6,28 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis import machine_limits
-from heddle.analysis.bench.rounds import Calibration, Quartiles, measure_in_rounds, quartiles_of, ratio_of
-from heddle.analysis.bench.run import Bench, check_peer, check_values, run_bench
-from heddle.analysis.bench.workload import DEFAULTS, HEDDLE, PREFILL, TOKEN, TRAINING, Workload, least_cost
-from heddle.cli.bench_worker import Side
 from heddle.cli.main import run_command
 from heddle.errors import ConfigError, HeddleError, MachineError
+from heddle.lab.bench import run as machine_limits
+from heddle.lab.bench.run import (
+    DEFAULTS,
+    HEDDLE,
+    PREFILL,
+    TOKEN,
+    TRAINING,
+    Bench,
+    Calibration,
+    Quartiles,
+    Workload,
+    check_peer,
+    check_values,
+    least_cost,
+    measure_in_rounds,
+    quartiles_of,
+    ratio_of,
+    run_bench,
+)
+from heddle.lab.bench.worker import Side
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
 from heddle.model.size import size

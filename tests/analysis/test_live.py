@@ -7,9 +7,9 @@ from http.client import HTTPConnection
 
 import pytest
 
-from heddle.analysis import live as live_module
-from heddle.analysis.live import LivePage
 from heddle.errors import ConfigError
+from heddle.lab import live as live_module
+from heddle.lab.live import LivePage
 
 
 def fetch(
@@ -43,7 +43,8 @@ def test_it_serves_the_newest_version() -> None:
         assert fetch(live, "/../etc/passwd")[0] == 404
         assert fetch(live, "/report.html")[0] == 404
         for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
-            assert fetch(live, "/", method)[0] == 501
+            status, headers, _ = fetch(live, "/", method)
+            assert (status, headers["Content-Type"]) == (501, "text/plain; charset=utf-8")
 
 
 def test_a_page_that_is_opened_early_waits_for_the_first_version() -> None:

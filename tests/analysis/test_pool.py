@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis.comparison.tasks import NO_EXTRAPOLATION
-from heddle.analysis.comparison.worker import perform_task
-from heddle.analysis.workers import Result, Task, Workers, run_tasks
 from heddle.errors import HeddleError, MachineError
+from heddle.lab.compare.tasks import NO_EXTRAPOLATION
+from heddle.lab.compare.worker import perform_task
+from heddle.lab.workers import Result, Task, Workers, run_tasks
 from heddle.signals import Interrupted
 from heddle.training.settings import Settings
 from tests import small

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from heddle.analysis.runs import at_equal_tokens, find_runs, summarize, varied_fields
 from heddle.cli.main import run_command
+from heddle.lab.runs import at_equal_tokens, find_runs, summarize, varied_fields
 from heddle.storage import lock
 from heddle.storage.checkpoints import checkpoint_steps, write_checkpoint
 from heddle.storage.lock import RunLock

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from heddle.analysis import workers
-from heddle.analysis.workers import Result, Task, Workers, run_tasks, start_worker
-from heddle.storage.json_file import write_json_file
+from heddle.lab import workers
+from heddle.lab.workers import Result, Task, Workers, run_tasks, start_worker
+from heddle.storage.file_io import write_json_file
 from heddle.storage.lock import InUseError, RunLock, lock_output
 from tests.analysis.scripted_workers import Scripted, Scripts, ok, scripts, task
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import heddle
-from heddle.analysis.pages import render
+from heddle.lab.pages import render
 
 PACKAGE = Path(heddle.__file__).parent
 ANALYSIS = PACKAGE / "analysis"

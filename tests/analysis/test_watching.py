@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from heddle.analysis.pages.watch import watch_page
-from heddle.analysis.watching import FolderFollower, RunFollower, Sample, downsampled, write_sample
 from heddle.cli.main import run_command
+from heddle.lab.pages.runs import watch_page
+from heddle.lab.runs import FolderFollower, RunFollower, Sample, downsampled, write_sample
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.storage.lock import RunLock, is_locked

@@ -10,18 +10,16 @@ import pytest
 import torch
 
 import heddle
-from heddle.analysis.explorer.choices import SLOTS
-from heddle.analysis.explorer.published import published_designs
-from heddle.analysis.inspection.collect import inspect_layers
-from heddle.analysis.pages.conversion import conversion_page
-from heddle.analysis.pages.explorer import explorer_page
-from heddle.analysis.pages.inspection import InspectedModel, inspect_page
-from heddle.analysis.pages.report import report_page
-from heddle.analysis.pages.runs import runs_page
-from heddle.analysis.runs import RunSummary
 from heddle.cli.main import run_command
 from heddle.config import kind_class, kinds, parse_config
 from heddle.errors import ConfigError
+from heddle.lab.explore.choices import SLOTS, published_designs
+from heddle.lab.explore.page import explorer_page
+from heddle.lab.inspect import InspectedModel, inspect_layers, inspect_page
+from heddle.lab.pages.conversion import conversion_page
+from heddle.lab.pages.report import report_page
+from heddle.lab.pages.runs import runs_page
+from heddle.lab.runs import RunSummary
 from heddle.laws.harness import model_under_test
 from heddle.model.config import ModelConfig
 from heddle.model.size import size
@@ -35,11 +33,22 @@ from tests.analysis.conversion.conversions import single, sweep
 from tests.analysis.explorer.random_choices import TEXT, random_designs
 from tests.analysis.ladder.test_ladder import command, folder, workers
 from tests.browser.browser import LOCAL, Browser
+from tests.browser.hostile_addresses import MARK, PLACES, VALUES, addresses, at
 from tools.site.build import Site
 
 __all__ = ["folder", "workers"]  # fixtures
 CHOICES = 400
 PHONE = 390
+# What markup of others would do if a page let it in: the policy stops each of these.
+INJECT = """(() => {
+  const script = document.createElement("script"), button = document.createElement("button");
+  script.textContent = "window.ran = 'script'";
+  button.setAttribute("onclick", "window.ran = 'handler'");
+  document.body.append(script, button);
+  button.click();
+  location.href = "javascript:void(window.ran = 'address')";
+  return new Promise(done => setTimeout(() => done(window.ran)));
+})()"""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +68,9 @@ def explorers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def check_page(browser: Browser, page: Path | str) -> None:
-    """No error, no request but for itself, no horizontal scroll on a phone, dark where the system is, keyboard."""
+    """No script of others, error, or request but for itself; no horizontal scroll on a phone; dark; keyboard."""
+    browser.open(page)
+    assert browser.run(INJECT) is None, f"{page} runs scripts that its policy does not name"
     for width, dark in ((1280, False), (PHONE, True)):
         browser.look(width, 900, dark)
         browser.open(page)
@@ -169,26 +180,98 @@ def test_a_choice_changes_what_it_must(browser: Browser, explorers: dict[str, Pa
 
 def test_every_published_model_opens_after_any_layer_of_another(browser: Browser, explorers: dict[str, Path]) -> None:
     browser.open(explorers["design"])
-    walk = """const model = DATA.models[index], list = document.getElementById("design-model");
+    choose = """const list = document.getElementById("design-model");
       list.value = String(index);
       list.dispatchEvent(new Event("input", {bubbles: true}));
-      const drawn = model.design.layers.map((_, each) => {
-        state.layer = each;
-        return DATA.pages.map(slot => { state.slot = slot; render(); return $("pictures").innerHTML; }).join();
-      }).join();
-      return [model.name, drawn.includes("NaN"), refusals(state.design).length];"""
+      return [DATA.models[index].name, refusals(state.design).length, state.design.layers.length];"""
+    walk = """state.layer = layer;
+      const drawn = DATA.pages.map(slot => { state.slot = slot; render(); return $("pictures").innerHTML; });
+      return drawn.join().includes("NaN");"""
     count = browser.run("history.replaceState = () => {}; state.design.tokens = 4096; DATA.models.length")
-    opened = [browser.run(f"(index => {{ {walk} }})({index})") for index in range(count)]
+    opened = []
+    for index in range(count):
+        name, refused, layers = browser.run(f"(index => {{ {choose} }})({index})")
+        broken = [browser.run(f"(layer => {{ {walk} }})({layer})") for layer in range(layers)]
+        opened.append((name, any(broken), refused))
     assert len(opened) == len(published_designs())
     assert [name for name, is_broken, refused in opened if is_broken or refused] == []
     assert browser.errors == []
 
 
+# The page lives: it shows a known kind, and numbers or the reason why there are none. Nothing of others stands in it.
+LIVES = f"""(() => {{
+  const kinds = ["none", ...DATA.slots[state.slot].map(kind => kind.kind)];
+  const shown = $("numbers").textContent + $("refusals").textContent;
+  return !window.{MARK} && kinds.includes($("kind-name").textContent) && shown.length > 20
+    && !document.querySelector(".wrap").innerHTML.includes("{MARK}") && !document.querySelector("img, iframe, object");
+}})()"""
+
+
+def test_a_hostile_address_runs_nothing(browser: Browser, explorers: dict[str, Path]) -> None:
+    for name, address in addresses():
+        browser.open(explorers["design"], f"#{address}")
+        assert browser.run(LIVES), name
+        browser.run("document.getElementById('again').click()")
+        assert browser.run("$('kind-name').textContent === chosen().kind && !$('refusals').textContent"), name
+        assert browser.errors == [], name
+
+
 def test_a_damaged_address_opens_the_first_choice(browser: Browser, explorers: dict[str, Path]) -> None:
+    browser.open(explorers["design"])
+    first = browser.run("$('yaml').textContent")
     for address in ("#%7B", "#not%20data", "#%7B%22design%22%3A%7B%22layers%22%3A%5B%5D%7D%7D"):
         browser.open(explorers["design"], address)
+        assert browser.run("$('yaml').textContent") == first
         assert browser.errors == []
-        assert browser.run("$('kind-name').textContent") == "attention"
+
+
+@pytest.mark.parametrize("page", ["design", "scalings"])
+def test_a_wrong_value_is_ignored_in_every_place(browser: Browser, explorers: dict[str, Path], page: str) -> None:
+    """What remains is a right choice: it opens as itself, and holds nothing of the value."""
+    check = f"""text => {{
+      state = stateFrom(encodeURIComponent(text));
+      render();
+      const left = JSON.stringify(state);
+      return [left, {LIVES}, JSON.stringify(stateFrom(encodeURIComponent(left))) === left];
+    }}"""
+    browser.open(explorers[page])
+    browser.run("history.replaceState = () => {}; 0")
+    for place in PLACES:
+        texts = [at(place, value) for value in VALUES.values()]
+        for (name, value), (left, lives, is_right) in zip(
+            VALUES.items(), browser.run(f"{json.dumps(texts)}.map({check})"), strict=True
+        ):
+            assert lives, (place, name)
+            assert is_right, (place, name)
+            assert not holds(json.loads(left), value), (place, name)
+    assert browser.errors == []
+
+
+def holds(data: Any, value: Any) -> bool:
+    """Whether a value stands anywhere in data."""
+    inner = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    return (type(data) is type(value) and data == value) or any(holds(each, value) for each in inner)
+
+
+def test_the_address_of_a_right_choice_opens_it(browser: Browser, explorers: dict[str, Path]) -> None:
+    browser.open(explorers["design"])
+    opens = """(design => { state = {slot: "mixers", layer: 0, design, pinned: design}; const before = copy(state);
+      const after = stateFrom(encodeURIComponent(JSON.stringify(state)));
+      const same = each => yaml(designData(each.design)) + yaml(designData(each.pinned)) + each.slot + each.layer;
+      return same(before) === same(after) && before.design.tokens === after.design.tokens; })"""
+    models = browser.run(f"DATA.models.map(model => ({{tokens: 512, bytes: 4, ...model.design}})).map({opens})")
+    assert models == [True] * len(published_designs())
+    designs = [in_page(design) for design in random_designs(CHOICES, seed=5)]
+    assert browser.run(f"{json.dumps(designs)}.map({opens})") == [True] * CHOICES
+    index = browser.run("DATA.models.findIndex(model => model.design.layers.length === 3)")
+    shown = "[$('yaml').textContent, $('numbers').textContent, $('kind-name').textContent, $('curves').innerHTML]"
+    choice = "state.slot = 'feedforwards'; state.layer = 2; state.pinned = copy(DATA.models[0].design)"
+    browser.run(f"setModel({index}); {choice}; state.pinned.tokens = 512; state.pinned.bytes = 2; render()")
+    before, address = browser.run(shown), browser.run("location.hash")
+    browser.open(explorers["design"], address)
+    assert browser.run(shown) == before
+    assert browser.run("state.layer") == 2
+    assert browser.errors == []
 
 
 def test_the_yaml_builds_the_shown_design(browser: Browser, explorers: dict[str, Path], tmp_path: Path) -> None:

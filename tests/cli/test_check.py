@@ -4,13 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from heddle.cli.main import run_command
 from heddle.laws import LAWS
+from heddle.parts.position_table import PositionTable
 from tests import small
-from tests.laws.planting import plant
+from tests.laws.planting import wrapped
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,10 @@ def test_chosen_laws_are_checked_once_in_the_given_order(design: str, capsys: py
 def test_a_broken_law_is_printed_with_its_violation_and_ends_with_exit_code_1(
     design: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant(monkeypatch, "parts.context.position_table:PositionTable.next_layout", "start=self.max_tokens", "start=0")
+    restart = wrapped(
+        PositionTable.next_layout, lambda next_layout, table, *rest: next_layout(replace(table, max_tokens=0), *rest)
+    )
+    restart(monkeypatch)
     asked = ["check", design, "--law", "chunked_decoding", "--law", "config_round_trip"]
     assert run_command(asked) == 1
     broken, holding, summary = capsys.readouterr().out.splitlines()

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from heddle.analysis import machine_limits
-from heddle.analysis.comparison.tasks import choose_workers
-from heddle.analysis.workers import Workers
-from heddle.cli.devices import check_workers, choose_devices, parse_devices, parse_process_share
 from heddle.cli.main import run_command
 from heddle.errors import ConfigError
+from heddle.lab.bench import run
+from heddle.lab.compare.devices import check_workers, choose_devices, parse_devices, parse_process_share
+from heddle.lab.compare.tasks import choose_workers
+from heddle.lab.workers import Workers
 
 
 @pytest.fixture
@@ -138,5 +138,5 @@ def test_a_gpu_that_is_absent(command: str, tmp_path: Path, monkeypatch: pytest.
 def test_the_doctor_waits_for_the_device_that_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[object] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-    machine_limits.fastest_seconds(lambda: None, "cuda:1")
-    assert waits == ["cuda:1"] * 2 * (machine_limits.MEASUREMENTS + 1)
+    run.fastest_seconds(lambda: None, "cuda:1")
+    assert waits == ["cuda:1"] * 2 * (run.MEASUREMENTS + 1)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis.workers import start_worker
 from heddle.cli.main import run_command
 from heddle.exchange.gguf import export as gguf_export
-from heddle.storage import atomic
+from heddle.lab.workers import start_worker
+from heddle.storage import file_io
 from heddle.storage import folder as folder_module
 from tests.killed_commands import COMMANDS, STOP_SIGNALS, Ended, KilledCommand, Process, ending, write_workspace
 
@@ -33,7 +33,7 @@ export._write_contents = folder.finish_folder = die
 # A writer that gives the new file its own name at once.
 PLAIN = f"""
 from contextlib import contextmanager
-import {atomic.__name__} as atomic
+import {file_io.__name__} as atomic
 @contextmanager
 def plain(path, remedy=None):
     yield path

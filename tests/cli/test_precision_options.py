@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from heddle.cli.main import run_command
-from heddle.model import compiled
-from heddle.model.compiled import should_compile
+from heddle.model import copies
+from heddle.model.copies import should_compile
 from heddle.storage.model import load
 from heddle.training import built_models, loop
 from tests import small
@@ -97,17 +97,17 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
 
 
 def test_layers_are_compiled_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "find_spec", lambda name: name)
+    monkeypatch.setattr(copies, "find_spec", lambda name: name)
     devices = ("cpu", "mps", "cuda", "cuda:1")
     assert [should_compile(device) for device in devices] == [False, False, True, True]
-    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    monkeypatch.setattr(copies, "find_spec", lambda name: None)
     assert not any(map(should_compile, devices))
 
 
 def test_what_was_chosen_for_compilation_counts(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "should_compile", lambda device: True)
+    monkeypatch.setattr(copies, "should_compile", lambda device: True)
     monkeypatch.setattr(built_models, "compiled", lambda model: model)
     for name, options in {"chosen": ["--no-compile"], "default": []}.items():
         assert train(workspace, tmp_path / name, *options) == 0

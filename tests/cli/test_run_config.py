@@ -63,10 +63,10 @@ def test_python_trains_as_the_command_does(file: Path, tmp_path: Path, capsys: p
     ("line", "sentence"),
     [
         ("setps: 3", "setps:"),
-        ("steps: 1.5", "'--steps'"),
+        ("steps: 1.5", "--steps 1.5:"),
         ("steps: [1, 2]", "steps:"),
         ("steps: true", "steps:"),
-        ("- steps", "is no table of options"),
+        ("- steps", "not a table"),
         ("print_config: true", "print_config: unknown option"),
     ],
 )
@@ -100,4 +100,4 @@ def test_numbers_of_tokens_have_units(text: str, count: int, capsys: pytest.Capt
 @pytest.mark.parametrize("text", ["100q", "1.5", "k", "nan", "inf", "1e400"])
 def test_a_number_of_tokens_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["train", "preset:gqa-tiny", "--tokens", text, "--print-config"]) == 2
-    assert f"'--tokens': {text}" in capsys.readouterr().err
+    assert f"--tokens {text}:" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from heddle.cli.main import run_command
-from heddle.numerics.dispatch import libraries
+from heddle.numerics import dispatch
 from heddle.storage.model import save
 from tests.serving.running import small_model
 
@@ -48,7 +48,7 @@ def test_a_short_token_is_refused(folder: Path, tmp_path: Path, capsys: pytest.C
 def test_a_missing_library_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(libraries, "optional_module", lambda name: None)
+    monkeypatch.setattr(dispatch, "optional_module", lambda name: None)
     assert run_command(["serve", str(folder)]) == 2
     assert "pip install 'heddle-lm[serve]'" in capsys.readouterr().err
 

@@ -13,13 +13,13 @@ import pytest
 
 from heddle import __main__ as entry
 from heddle import laws
-from heddle.analysis import verification
 from heddle.cli import main as command_line
 from heddle.cli.main import run_command
 from heddle.data import corpus
 from heddle.exchange.gguf import export as gguf_export
-from heddle.model import distinct_layers
-from heddle.storage import atomic, folder
+from heddle.lab import verify
+from heddle.model import size
+from heddle.storage import file_io, folder
 from heddle.storage import model as model_folder
 from tests import small
 
@@ -41,17 +41,17 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # Each command, and the function during which the signal arrives. Training answers with a save: test_kills.py.
 COMMANDS = [
-    ("show @/good.yaml", distinct_layers, "materialize"),
+    ("show @/good.yaml", size, "materialize"),
     ("check @/good.yaml", laws, "shrink"),
     ("train @/good.yaml --data @/text --out ~/out", corpus, "split_source"),
     ("compare @/good.yaml --data @/text --out ~/out", corpus, "split_source"),
     ("generate @/run", model_folder, "restore_model"),
-    ("inspect @/run --text x --out ~/out.html", atomic, "_sync_file"),
+    ("inspect @/run --text x --out ~/out.html", file_io, "_sync_file"),
     ("import @/exported ~/out", folder, "write_tensor_file"),
     ("export @/run ~/out", folder, "write_tensor_file"),
     ("export @/run ~/out", folder, "finish_folder"),
     ("convert @/run ~/out --to kv_heads=2 --report-tokens 0", folder, "write_tensor_file"),
-    ("verify @/run --json", verification, "verify_file"),
+    ("verify @/run --json", verify, "verify_file"),
     ("export @/run ~/out.gguf --format gguf", gguf_export, "_write_contents"),
 ]
 
@@ -110,7 +110,7 @@ def test_one_request_that_arrives_twice_does_not_stop_the_cleaning(
     from heddle.storage import tensor_file
 
     monkeypatch.setattr(folder, "write_tensor_file", after_the_signal(tensor_file.write_tensor_file, signal.SIGINT))
-    monkeypatch.setattr(atomic, "remove_folder", after_the_signal(atomic.remove_folder, signal.SIGINT))
+    monkeypatch.setattr(file_io, "remove_folder", after_the_signal(file_io.remove_folder, signal.SIGINT))
     assert run_command(["export", f"{workspace}/run", f"{tmp_path}/out"]) == 130
     assert list(tmp_path.iterdir()) == []
 

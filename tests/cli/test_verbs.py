@@ -12,10 +12,10 @@ import jsonschema
 import pytest
 
 from heddle import __version__
-from heddle.cli.main import COMMANDS, run_command
+from heddle.cli.main import COMMANDS, SUBCOMMANDS, VERBS, run_command
 from heddle.generation.generate import generate
+from heddle.model.copies import quantize_weights
 from heddle.model.load_config import load_config
-from heddle.model.quantized import quantize_weights
 from heddle.storage.checkpoints import checkpoint_steps
 from heddle.storage.model import load
 from heddle.storage.run_log import RUN_FILE, read_log
@@ -50,42 +50,28 @@ def train(workspace: Path, out: Path, *options: str) -> list[str]:
 
 def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = call(capsys, "--help")
-    listed = re.findall(r"^  (\w+)  ", out.partition("Commands:")[2], re.MULTILINE)
-    named = [command.__name__.rstrip("_") for command in COMMANDS]
-    assert (
-        listed
-        == named
-        == [
-            "show",
-            "presets",
-            "check",
-            "doctor",
-            "bench",
-            "train",
-            "compare",
-            "ladder",
-            "runs",
-            "watch",
-            "verify",
-            "plan",
-            "generate",
-            "chat",
-            "serve",
-            "convert",
-            "explore",
-            "inspect",
-            "import",
-            "export",
-        ]
-    )
+    groups = dict(re.findall(r"^(\w+):\n((?:  .*\n)+)", out, re.MULTILINE))
+    listed = {group: re.findall(r"^  (\w+) ", lines, re.MULTILINE) for group, lines in groups.items() if group in VERBS}
+    assert listed == {group: list(verbs) for group, verbs in VERBS.items()}
+    assert sum(map(len, VERBS.values())) <= 12
+    for verb, words in SUBCOMMANDS.items():
+        assert f"{verb} {'|'.join(words)}" in out
     assert call(capsys)[0] == out
     assert call(capsys, "--version")[0] == f"heddle {__version__}\n"
 
 
-@pytest.mark.parametrize("command", [command.__name__.rstrip("_") for command in COMMANDS])
+@pytest.mark.parametrize(
+    "command", [*COMMANDS, *(f"{verb} {word}" for verb, words in SUBCOMMANDS.items() for word in words)]
+)
 def test_every_command_explains_each_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out, err = call(capsys, command, "--help")
+    out, err = call(capsys, *command.split(), "--help")
     assert err == ""
+    is_short = "--help-all" in out
+    assert out.count("\n  --") <= 16
+    if is_short:
+        shown = out
+        out, err = call(capsys, *command.split(), "--help-all")
+        assert set(re.findall(r"^  --[\w-]+", shown, re.MULTILINE)) < set(re.findall(r"^  --[\w-]+", out, re.MULTILINE))
     assert max(map(len, out.splitlines())) <= 80
     options = re.findall(r"^  (?:-\w, )?(--[\w-]+)(?: [A-Z=,]+)?\s{2,}(\S?)", out, re.MULTILINE)
     assert len(options) >= 2

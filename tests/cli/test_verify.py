@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from heddle.analysis import verification
-from heddle.analysis.verification import DAMAGED, NOT_COVERED, OK, verify_files
 from heddle.cli.main import run_command
 from heddle.data.corpus import prepare_corpus
-from heddle.storage.atomic import leftover_path
+from heddle.lab import verify
+from heddle.lab.verify import DAMAGED, NOT_COVERED, OK, verify_files
 from heddle.storage.checkpoints import checkpoint_folder
-from heddle.storage.json_file import write_json_file
+from heddle.storage.file_io import leftover_path, write_json_file
 from heddle.training.loop import train
 from tests import small
 from tests.storage.damage import damaged, overwrite
@@ -61,8 +60,8 @@ def test_each_file_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert {line[13:].partition(":")[0] for line in lines[:-1]} == files - locks
     uncovered = [line[13:] for line in lines if line.startswith(NOT_COVERED)]
     assert len(uncovered) == 3, uncovered
-    assert f"report.html: {verification._uncovered_reason(Path('report.html'))}" in uncovered
-    assert f"run/notes.json: {verification.NO_HASH}" in uncovered
+    assert f"report.html: {verify._uncovered_reason(Path('report.html'))}" in uncovered
+    assert f"run/notes.json: {verify.NO_HASH}" in uncovered
     assert any(f"process {os.getpid()} did not finish it" in line for line in uncovered)
     assert lines[-1] == f"{len(lines) - 1} files: 0 damaged, 3 not covered"
     for name in ("checkpoints/step-00000005/training.safetensors", "log.jsonl", "run.json"):
@@ -147,5 +146,5 @@ def test_no_random_damage_is_silent(folder: Path) -> None:
 def test_a_check_that_is_left_out_is_caught(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: one kind of file is not verified."""
     trials = unnoticed(folder, 300, 2)
-    monkeypatch.setattr(verification, name, lambda *arguments: None)
+    monkeypatch.setattr(verify, name, lambda *arguments: None)
     assert next(trials, None) is not None

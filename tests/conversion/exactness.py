@@ -6,13 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heddle.conversion.activations import CalibrationText, calibration_text
+from heddle.conversion.fit import FitResult
+from heddle.conversion.mixer_replacement import ChosenLayers, NewMixers
 from heddle.conversion.rewrite import Rewrite, merged_repeats
-from heddle.conversion.weights import ModelWeights, Weights, build_model
+from heddle.conversion.weights import CalibrationText, ModelWeights, Weights, build_model
 from heddle.laws.harness import model_under_test
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
+from heddle.parts.layout import Layout
 
 VOCABULARY = 40
 
@@ -26,6 +28,11 @@ def design(mixer: Mapping[str, Any], depth: int = 2, width: int = 16, **fields: 
 def source_model(config: ModelConfig) -> Decoder:
     """A float64 model with random numbers in every parameter, gains and biases included."""
     return model_under_test(config)
+
+
+def calibration_text(tokens: Sequence[Tensor]) -> CalibrationText:
+    """A text of token batches, int64 [B, T] each; each row is one document."""
+    return CalibrationText(list(tokens), [Layout.causal(*batch.shape) for batch in tokens])
 
 
 def random_text(rows: int = 3, length: int = 17, batches: int = 1, seed: int = 0) -> CalibrationText:
@@ -43,6 +50,14 @@ def converted_model(model: Decoder, *rewrites: Rewrite, text: CalibrationText | 
     reread = load_config(merged_repeats(weights.design).dump())
     assert reread.resolved() == weights.design.resolved()
     return rebuilt
+
+
+def fit_results(weights: Weights) -> Mapping[int, FitResult]:
+    """The results of the fits of a converted model, by layer; those of layers that were not read yet are missing."""
+    if isinstance(weights, ChosenLayers):
+        weights = weights.replaced
+    assert isinstance(weights, NewMixers)
+    return weights.results
 
 
 def logits(model: Decoder, tokens: Tensor) -> Tensor:

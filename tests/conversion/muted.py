@@ -4,10 +4,10 @@ from collections.abc import Collection
 
 import torch
 
-from heddle.conversion.activations import CalibrationText, calibration_text
+from heddle.conversion.weights import CalibrationText
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from tests.conversion.exactness import logits, source_model
+from tests.conversion.exactness import calibration_text, logits, source_model
 
 
 def muted_model(config: ModelConfig, layers: Collection[int]) -> Decoder:

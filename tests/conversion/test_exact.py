@@ -10,28 +10,27 @@ from torch import nn
 
 import heddle
 from heddle.conversion.branches import branch_names, input_projections, layer_modules
-from heddle.conversion.convert import Conversion
+from heddle.conversion.convert import Conversion, ConversionSource
 from heddle.conversion.rewrite import Rewrite
 from heddle.conversion.rewrites.dense import Dense
-from heddle.conversion.rewrites.depth import Depth
+from heddle.conversion.rewrites.depth import Depth, _Deeper
 from heddle.conversion.rewrites.experts import Experts
-from heddle.conversion.rewrites.fold_norms import FoldNorms
+from heddle.conversion.rewrites.fold_norms import FoldNorms, _Folded, _readers
 from heddle.conversion.rewrites.merge_adapters import MergeAdapters
 from heddle.conversion.rewrites.tied import Tied
-from heddle.conversion.rewrites.vocab_size import MASKED_LOGIT, VocabSize
-from heddle.conversion.rewrites.width import StreamWidth
-from heddle.conversion.sources import ConversionSource
+from heddle.conversion.rewrites.vocab_size import MASKED_LOGIT, VocabSize, _Vocabulary
+from heddle.conversion.rewrites.width import StreamWidth, _Wider
 from heddle.conversion.weights import ModelWeights, build_model
 from heddle.errors import CheckpointError, ConfigError
 from heddle.laws.harness import model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, Layer, build
 from heddle.model.lora import add_lora, lora_tensors, merge_lora
-from heddle.storage.adapters import save_lora
+from heddle.storage.model import save_lora
 from heddle.tokenization.tokenizer import Tokenizer
 from tests.cases import CASES, case
 from tests.conversion.random_designs import ATTENTION, EXACT, convert_exactly, logits, random_design
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, assigned, calls, condition, replaced, result
 
 QUICK, THOROUGH = 8, 200
 # About this share of random designs converts; the others are refused.
@@ -112,37 +111,38 @@ NORMED = {"width": 24, "norm": {"kind": "rms", "eps": 0.1, "offset": 1.0}, "resi
 PRE_NORM = {"residual": {"kind": "pre_norm"}}
 WIDER: list[Rewrite] = [StreamWidth(width=48)]
 FOLD: list[Rewrite] = [Tied(tied=False), FoldNorms()]
-FOLDED, WIDTH, DEPTH = "fold_norms:_Folded", "width:_Wider", "depth:_Deeper._silent"
-SILENT = 'torch.full_like(layer[f"{name}.weight"], weight)'
-# The rewrites, what differs from NORMED, and the mistake: a function of `conversion.rewrites`, its text, a wrong text.
-MISTAKES: dict[str, tuple[list[Rewrite], dict[str, Any], str, str, str]] = {
-    "γ stays in the norm": (FOLD, {}, f"{FOLDED}.convert_layer", "torch.full_like(gain, 1.0 - self.offset)",
-                            "gain - self.offset"),
-    "1 + γ is read as γ": (FOLD, {}, f"{FOLDED}._gain", "self.offset + weight.double()", "weight.double()"),
-    "the head is forgotten": (FOLD, {}, f"{FOLDED}.convert_other", '"{HEAD}.weight":', '"head":'),
-    "a reader is missed": (FOLD, {}, "fold_norms:_readers", "branch, path))", "branch, path)[1:])"),
-    "ε is not scaled": (WIDER, {}, "width:StreamWidth.apply", "norm.eps * design.width / self.width",
-                        "norm.eps * (1 - 1e-12)"),
-    "γ is not scaled": (WIDER, {}, f"{WIDTH}._extended", ".mul_(self.ratio**0.5)", ""),
-    "normalized heads are not scaled": (WIDER, {}, f"{WIDTH}.convert_layer", "self.ratio**0.5", "1.0"),
-    "new channels are written": (WIDER, {}, f"{WIDTH}._extended", "name not in self.readers", "False"),
-    "a new layer writes": ([Depth(depth=5)], PRE_NORM, DEPTH, SILENT, 'layer[f"{name}.weight"]'),
-    "a norm after a new branch writes": ([Depth(depth=5)], {}, DEPTH, SILENT, 'layer[f"{name}.weight"]'),
-    "1 + γ is not zero": ([Depth(depth=5)], {}, DEPTH, "-gain_offset(self.design.norm)", "0.0"),
-    "gates do not sum to 1": ([Experts(experts=4)], {}, "experts:Experts.mixture", "top_k=self.top_k,",
-                              "top_k=self.top_k, renormalize=False,"),
-    "rows of ids are shifted": ([VocabSize(vocab_size=72)], {}, "vocab_size:_Vocabulary.convert_other",
-                                "result[: len(value)] = value", "result[: len(value)] = value.roll(1, 0)"),
+WRITES = calls(_Deeper._silent, "full_like", lambda torch, weight, value: weight)
+# The rewrites, what differs from NORMED, and the mistake.
+MISTAKES: dict[str, tuple[list[Rewrite], dict[str, Any], Plant]] = {
+    "γ stays in the norm": (FOLD, {}, calls(
+        _Folded.convert_layer, "full_like", lambda torch, gain, value, *, self: gain - self.offset)),
+    "1 + γ is read as γ": (FOLD, {}, replaced(_Folded._gain, lambda folded, weight: weight.double())),
+    "the head is forgotten": (FOLD, {}, condition(_Folded.convert_other, "HEAD", False, nth=0)),
+    "a reader is missed": (FOLD, {}, calls(
+        _readers, "input_projections", lambda projections, *arguments: projections(*arguments)[1:])),
+    "ε is not scaled": (WIDER, {}, assigned(
+        StreamWidth.apply, "wider_norm", lambda _, *, norm: norm.replace(eps=norm.eps * (1 - 1e-12)))),
+    "γ is not scaled": (WIDER, {}, calls(_Wider._extended, "mul_", lambda gain, factor: gain)),
+    "normalized heads are not scaled": (WIDER, {}, calls(
+        _Wider.convert_layer, "scale_weight", lambda scale, weight, factor: weight)),
+    "new channels are written": (WIDER, {}, condition(_Wider._extended, "readers", False)),
+    "a new layer writes": ([Depth(depth=5)], PRE_NORM, WRITES),
+    "a norm after a new branch writes": ([Depth(depth=5)], {}, WRITES),
+    "1 + γ is not zero": ([Depth(depth=5)], {}, calls(_Deeper._silent, "gain_offset", lambda *_: 0.0)),
+    "gates do not sum to 1": ([Experts(experts=4)], {}, result(
+        Experts.mixture, lambda config: config.replace(renormalize=False))),
+    "rows of ids are shifted": ([VocabSize(vocab_size=72)], {}, assigned(
+        _Vocabulary.convert_other, "result", lambda rows: rows.roll(1, 0), nth=1)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistakes_are_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rewrites, fields, function, old, new = MISTAKES[mistake]
+    rewrites, fields, plant = MISTAKES[mistake]
     layers = case("attention-qk-norm-head").dump()["layers"]
     config = heddle.load_config(NORMED | {"vocab_size": 61, "layers": layers} | fields)
     assert convert_exactly(config, rewrites)
-    plant(monkeypatch, f"conversion.rewrites.{function}", old, new)
+    plant(monkeypatch)
     with pytest.raises(AssertionError, match="differ"):
         convert_exactly(config, rewrites)
 

@@ -6,20 +6,21 @@ import pytest
 import torch
 
 from heddle import laws
-from heddle.conversion.activations import CalibrationText, LayerActivations, calibration_text, layer_activations
 from heddle.conversion.fit import Chunk, fit_chunks, fit_mixer, relative_error
-from heddle.conversion.mixer_replacement import MixerReplacement, fit_results
+from heddle.conversion.mixer_replacement import MixerReplacement
 from heddle.conversion.rewrites.gated_delta import GatedDeltaReplacement
 from heddle.conversion.rewrites.linear_attention import LinearAttentionReplacement
-from heddle.conversion.weights import ModelWeights, build_model
+from heddle.conversion.weights import CalibrationText, LayerActivations, ModelWeights, build_model, layer_activations
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.training.settings import Settings
 from tests.conversion.exactness import (
+    calibration_text,
     converted_model,
     design,
+    fit_results,
     greedy_text,
     logits,
     random_text,

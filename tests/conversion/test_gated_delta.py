@@ -6,17 +6,22 @@ from typing import Any
 import pytest
 import torch
 
-from heddle.conversion.activations import calibration_text
-from heddle.conversion.convert import Conversion, convert
-from heddle.conversion.mixer_replacement import fit_results
+from heddle.conversion.convert import Conversion, convert, open_source
 from heddle.conversion.rewrites.gated_delta import GatedDeltaReplacement
-from heddle.conversion.sources import open_source
 from heddle.conversion.targets import parse_rewrite
 from heddle.conversion.weights import ModelWeights
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 from heddle.storage.model import load, save
-from tests.conversion.exactness import design, greedy_text, logits, random_text, source_model
+from tests.conversion.exactness import (
+    calibration_text,
+    design,
+    fit_results,
+    greedy_text,
+    logits,
+    random_text,
+    source_model,
+)
 from tests.conversion.muted import muted_model, sampled_text
 
 GQA = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 6, "value_dim": 5, "position": {"kind": "rope"}}

@@ -13,7 +13,7 @@ import pytest
 from heddle.cli.main import run_command
 from heddle.conversion import heal as heal_module
 from heddle.conversion.calibration import calibration_from_corpus
-from heddle.conversion.convert import CONVERSION_FILE, Conversion, convert
+from heddle.conversion.convert import CONVERSION_FILE, Conversion, ConversionSource, convert, open_source
 from heddle.conversion.heal import (
     Original,
     convert_and_heal,
@@ -23,7 +23,6 @@ from heddle.conversion.heal import (
     healing_settings,
     rate_share,
 )
-from heddle.conversion.sources import ConversionSource, open_source
 from heddle.conversion.targets import parse_rewrites
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.errors import CheckpointError, ConfigError
@@ -35,7 +34,7 @@ from heddle.training.job import TrainingJob
 from heddle.training.loop import train
 from heddle.training.settings import Settings
 from tests import small
-from tests.laws.planting import plant
+from tests.laws.planting import replaced
 from tests.storage.shared import MEASURED, Died
 
 LENGTH, ROWS, STEPS = 16, 4, 6
@@ -124,7 +123,7 @@ def test_calibration_healing_and_evaluation_share_no_window(
     parts = windows(letters, tmp_path, folders, samples=8)
     assert [len(part) for part in parts[:2]] == [8, STEPS * ROWS]
     assert are_disjoint(parts)
-    plant(monkeypatch, "training.settings:Settings.samples_before", "self.first_sample + ", "")
+    replaced(Settings.samples_before, lambda settings, step: step * settings.batch_size)(monkeypatch)
     assert not are_disjoint(windows(letters, tmp_path, folders, samples=8))
 
 
@@ -210,14 +209,14 @@ def test_the_rate_falls_with_the_loss_that_the_conversion_added(
     assert [rate_share(loss) for loss in (-1.0, 0.0, 0.02, 0.5, 2.0, 9.0)] == [0.1, 0.1, 0.1, 0.5, 1.0, 1.0]
     source, distillation = folders[0], Distillation(Original(folders[0]))
     rates = {}
-    for target in ("kv_heads=1,groups=contiguous,merge=fresh", "head.tied=false"):
+    for target in ("kv_heads=1,groups=contiguous,merge=mean", "head.tied=false"):
         conversion = Conversion(source, tuple(parse_rewrites([target])))
         for name, adapt in (("adapted", True), ("fixed", False)):
             out = tmp_path / f"{target}-{name}"
             convert_and_heal(conversion, distillation, texts, settings(), out, adapt_rate=adapt)
             rates[target, name] = json.loads(read_folder(out).documents[CONVERSION_FILE])["healing"]["learning_rate"]
     assert rates[("head.tied=false", "adapted")] == 1e-4
-    assert 1e-4 < rates[("kv_heads=1,groups=contiguous,merge=fresh", "adapted")] <= 1e-3
+    assert 1e-4 < rates[("kv_heads=1,groups=contiguous,merge=mean", "adapted")] <= 1e-3
     assert {rate for (_, name), rate in rates.items() if name == "fixed"} == {1e-3}
 
 

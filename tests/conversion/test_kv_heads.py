@@ -1,6 +1,7 @@
 """Key/value heads: repeating is exact, merging is what an oracle computes, equal heads lose nothing."""
 
-from collections.abc import Sequence
+import ast
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,20 +9,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.conversion.activations import CalibrationText, calibration_text, layer_activations
-from heddle.conversion.heads.fit import fit_output
-from heddle.conversion.heads.groups import random_groups
+from heddle.conversion.heads import conversion as head_conversion
+from heddle.conversion.heads.conversion import fit_output
 from heddle.conversion.heads.merge import Merge, MergedHeads
-from heddle.conversion.heads.parameters import select_heads
-from heddle.conversion.heads.statistics import batches, build_mixer, text_statistics
+from heddle.conversion.heads.parameters import (
+    _heads_of,
+    batches,
+    build_mixer,
+    rotary_pairs,
+    select_heads,
+    text_statistics,
+)
 from heddle.conversion.rewrites.kv_heads import KVHeads
 from heddle.conversion.targets import parse_rewrite
-from heddle.conversion.weights import ModelWeights
+from heddle.conversion.weights import CalibrationText, ModelWeights, layer_activations
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
-from heddle.parts.context.build import BuildContext
+from heddle.parts.build import BuildContext
 from heddle.parts.mixers.attention import AttentionConfig
 from tests.conversion.exactness import (
+    calibration_text,
     converted_model,
     design,
     difference,
@@ -30,7 +37,7 @@ from tests.conversion.exactness import (
     random_text,
     source_model,
 )
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, calls, operator, wrapped
 
 ROPE: dict[str, Any] = {"kind": "rope", "layout": "half"}
 INTERLEAVED = {"kind": "rope", "layout": "interleaved"}
@@ -239,17 +246,14 @@ FEATURES = {"bias": True, "sink": True, "gate": "head", "value_dim": 5}
 ORACLE_MIXERS = [ATTENTION | FEATURES, ATTENTION | FEATURES | {"qk_norm": "per_head", "position": INTERLEAVED}]
 
 
-SEED = 4  # whose groups are not neighbors
-
-
 @pytest.mark.parametrize("fields", ORACLE_MIXERS, ids=["plain", "per-head-norm"])
-@pytest.mark.parametrize("grouping", ["contiguous", "random"])
-def test_the_mean_is_that_of_the_oracle(fields: dict[str, Any], grouping: Any) -> None:
+@pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[0, 3], [1, 2]]], ids=["neighbors", "others"])
+def test_the_mean_is_that_of_the_oracle(
+    fields: dict[str, Any], groups: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_conversion, "contiguous_groups", lambda *_: groups)
     source = source_model(design(fields))
-    converted = converted_model(
-        source, KVHeads(kv_heads=2, groups=grouping, merge="mean", seed=SEED * (grouping == "random"))
-    )
-    groups = [[0, 1], [2, 3]] if grouping == "contiguous" else random_groups(4, 2, (SEED, 0))
+    converted = converted_model(source, KVHeads(kv_heads=2, groups="contiguous", merge="mean"))
     x = torch.randn(7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     mixer = source.config.resolved().layers[0].mixer
     assert isinstance(mixer, AttentionConfig)
@@ -280,54 +284,52 @@ def test_the_cost_of_two_heads_is_what_merging_them_changes(merge: Any) -> None:
     assert np.array_equal(costs, costs.T)
 
 
-# Each planted mistake: the function, what it says, what the mistake says, and the mixer on which it is caught.
+def of_query_heads(
+    take: Any, value: Tensor, dim: int, heads: int, chosen: Any, *, is_key: bool, queries: Any
+) -> Tensor:
+    return take(value, dim, heads, [each % heads for each in queries[: len(chosen)]] if is_key else chosen)
+
+
+def without_heads(is_missed: Callable[[str], bool]) -> Plant:
+    """Parameters that are not among those of heads."""
+    return wrapped(
+        _heads_of, lambda heads_of, name, config: (None, False) if is_missed(name) else heads_of(name, config)
+    )
+
+
+# Each planted mistake, and the mixer on which it is caught.
 PLANTED = {
-    "keys-permuted-by-query-heads": (
-        "conversion.heads.parameters:select_heads",
-        "(config.kv_heads, key_heads) if is_key",
-        "(config.kv_heads, [each % config.kv_heads for each in queries[: len(key_heads)]]) if is_key",
-        "plain",
-    ),
+    "keys-permuted-by-query-heads": (calls(select_heads, "_take", of_query_heads), "plain"),
     "strided-groups": (
-        "conversion.heads.merge:MergedHeads.merge_groups",
-        "[head for group in groups for head in group]",
-        "[head for heads in zip(*groups) for head in heads]",
+        calls(
+            MergedHeads.merge_groups,
+            "select_heads",
+            lambda select, layer, config, heads, *, groups: select(
+                layer, config, [head for heads in zip(*groups, strict=True) for head in heads]
+            ),
+        ),
         "plain",
     ),
-    "output-not-permuted": (
-        "conversion.heads.parameters:_heads_of", 'if name == "mixer.out.weight":\n        return 1, False', "", "plain",
-    ),
-    "sink-left-behind": (
-        "conversion.heads.parameters:_heads_of", 'module == "out"', 'module in ("out", "sink")', "sink-window-softcap",
-    ),
-    "gain-left-behind": (
-        "conversion.heads.parameters:_heads_of",
-        'None if config.qk_norm == "head" else 0, module == "k_norm"',
-        'None, False',
-        "per-head-norm",
-    ),
-    "rotation-across-pairs": (
-        "conversion.heads.parameters:rotary_pairs", 'position.layout == "half"', 'position.layout != "half"', "plain",
-    ),
+    "output-not-permuted": (without_heads(lambda name: name == "mixer.out.weight"), "plain"),
+    "sink-left-behind": (without_heads(lambda name: name == "mixer.sink"), "sink-window-softcap"),
+    "gain-left-behind": (without_heads(lambda name: "_norm." in name), "per-head-norm"),
+    "rotation-across-pairs": (operator(rotary_pairs, ast.Eq, ast.NotEq), "plain"),
     "alignment-not-folded-into-queries": (
-        "conversion.heads.merge:MergedHeads.merge_groups", "repeated.mT @ queries", "queries", "plain",
+        calls(MergedHeads.merge_groups, "set_head_maps", lambda *_: None, nth=1), "plain",
     ),
     "alignment-not-folded-into-outputs": (
-        "conversion.heads.merge:MergedHeads.merge_groups",
-        "output_maps(layer, self.config.heads) @ repeated",
-        "output_maps(layer, self.config.heads)",
-        "plain",
+        calls(MergedHeads.merge_groups, "set_output_maps", lambda *_: None), "plain",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_planted_mistakes_are_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    *bug, name = PLANTED[mistake]
+    plant, name = PLANTED[mistake]
     rewrite = KVHeads(kv_heads=2, groups="similar-keys-values", merge="aligned")
     large = many(few(name), "any")
     assert difference(large, converted_model(large, rewrite, text=text())) < 1e-10
-    plant(monkeypatch, *bug)
+    plant(monkeypatch)
     assert difference(large, converted_model(large, rewrite, text=text())) > 1e-3
 
 
@@ -338,8 +340,8 @@ def kv_heads_of(model: Decoder) -> list[int]:
 
 def test_all_ways_to_group_and_merge_convert_to_any_number() -> None:
     source = source_model(design(ATTENTION | {"heads": 6, "kv_heads": 2, "head_dim": 4, "bias": True}, depth=1))
-    for groups in ("contiguous", "random", "similar-queries", "similar-keys-values", "similar-outputs"):
-        for merge in ("mean", "first", "fresh", "aligned", "least-squares"):
+    for groups in ("contiguous", "similar-queries", "similar-keys-values", "similar-outputs"):
+        for merge in ("mean", "first", "aligned", "least-squares"):
             options: dict[str, Any] = {"groups": groups, "merge": merge}
             rewrite = KVHeads(kv_heads=3, **options)  # two heads become six, then three
             converted = converted_model(source, rewrite, text=text())
@@ -355,20 +357,7 @@ def test_weights_are_read_if_asked_for() -> None:
         assert not rewrite.needs_text
         converted_model(source_model(design(ATTENTION)), rewrite)
     assert KVHeads(kv_heads=2, groups="similar-queries", merge="mean").needs_text
-    assert not KVHeads(kv_heads=2, groups="random", merge="fresh").needs_text
-
-
-def test_fresh_heads_are_those_of_a_new_model() -> None:
-    source = source_model(design(ATTENTION | {"bias": True}))
-    by_seed, by_other_seed = (
-        converted_model(source, KVHeads(kv_heads=2, groups="contiguous", merge="fresh", seed=seed)) for seed in (0, 1)
-    )
-    first, second = (dict(model.layers[0].named_parameters()) for model in (by_seed, by_other_seed))
-    assert not torch.equal(first["mixer.k.weight"], second["mixer.k.weight"])
-    assert torch.equal(first["mixer.q.weight"], second["mixer.q.weight"])
-    std = source.config.initialization.std
-    assert float(first["mixer.k.weight"].detach().std()) == pytest.approx(std, rel=0.2)
-    assert float(first["mixer.k.bias"].detach().abs().max()) == 0.0
+    assert not KVHeads(kv_heads=2, groups="contiguous", merge="first").needs_text
 
 
 def test_the_refit_lowers_the_error_on_the_text() -> None:
@@ -449,10 +438,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no-layer": (ATTENTION, {"kv_heads": 2, "layers": (7,)}, "the design has layers 0 to 1"),
     "no-number": (ATTENTION, {}, "kv_heads: is missing"),
     "both": (ATTENTION, {"kv_heads": 2, "state_budget": 0.5}, "follows from state_budget"),
-    "seed": (ATTENTION, {"kv_heads": 2, "seed": 1}, "seed: changes random groups and fresh heads only"),
     "similarity": (ATTENTION, {"kv_heads": 2, "similarity": "weights"}, "least-squares are defined on a text"),
     "similarity-of-nothing": (
-        ATTENTION, {"kv_heads": 2, "groups": "random", "merge": "mean", "similarity": "weights"}, "no heads are",
+        ATTENTION, {"kv_heads": 2, "groups": "contiguous", "merge": "mean", "similarity": "weights"}, "no heads are",
     ),
 }  # fmt: skip
 
@@ -462,6 +450,24 @@ def test_what_is_not_possible_is_refused(name: str) -> None:
     mixer, options, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         converted_model(source_model(design(mixer)), KVHeads(**options), text=text())
+
+
+@pytest.mark.parametrize(
+    ("option", "choices"),
+    [("groups=random", "similar-outputs"), ("merge=fresh", "least-squares"), ("seed=1", "unknown")],
+)
+def test_the_controls_are_gone(option: str, choices: str) -> None:
+    """Each answer names what there is instead, and conversions on disk keep their identity."""
+    with pytest.raises(ConfigError, match=rf"'kv_heads=2,{option}': .*{choices}"):
+        parse_rewrite(f"kv_heads=2,{option}")
+    assert parse_rewrite("kv_heads=2").describe() == {
+        "rewrite": "kv_heads",
+        "kv_heads": 2,
+        "groups": "similar-outputs",
+        "merge": "least-squares",
+        "similarity": "text",
+        "seed": 0,
+    }
 
 
 def test_a_text_is_asked_for_only_if_heads_are_merged() -> None:

@@ -1,6 +1,8 @@
 """Latent attention from softmax attention: exact at full rank, the best that fits below it, or refused by name."""
 
+import ast
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,17 @@ import torch
 from transformers import DeepseekV3ForCausalLM
 
 import heddle
-from heddle.conversion.activations import CalibrationText, layer_activations
-from heddle.conversion.convert import Conversion, convert
+from heddle.conversion.convert import Conversion, convert, open_source
+from heddle.conversion.latent.factors import NormalizedHeads, complex_pairs
+from heddle.conversion.latent.layer import (
+    RopeComponents,
+    _add_constant,
+    full_rank_factors,
+    latent_parameters,
+    rope_rows,
+)
 from heddle.conversion.rewrites.latent_attention import LatentAttentionReplacement
-from heddle.conversion.sources import open_source
-from heddle.conversion.weights import ModelWeights
+from heddle.conversion.weights import CalibrationText, ModelWeights, layer_activations
 from heddle.errors import ConfigError
 from heddle.exchange.export import export
 from heddle.exchange.family_match import match_report
@@ -22,7 +30,7 @@ from heddle.model.decoder import Decoder
 from heddle.parts.mixers.attention import Attention
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig
 from tests.conversion.exactness import converted_model, design, difference, greedy_text, random_text, source_model
-from tests.laws.planting import plant
+from tests.laws.planting import assigned, calls, operator, result, wrapped
 from tests.parity import reference
 
 ROPE = {"kind": "rope", "layout": "half", "base": 50.0}
@@ -72,17 +80,21 @@ def test_full_rank_keeps_logits_and_greedy_text(name: str) -> None:
     assert torch.equal(greedy_text(source, prompt), greedy_text(converted, prompt))
 
 
-FULL_RANK = "conversion.latent.layer:full_rank_factors"
+OTHER_LAYOUT = operator(rope_rows, ast.Eq, ast.NotEq)
 PLANTED_AT_FULL_RANK = {
-    "query heads in strided groups": (FULL_RANK, "repeat_interleave(factors.group_size, 0)", "repeat(2, 1)"),
-    "biases of values left behind": (FULL_RANK, "factors.v[..., -1]", "0 * factors.v[..., -1]"),
-    "the other layout": ("conversion.latent.layer:rope_rows", 'layout == "half"', 'layout != "half"'),
+    "query heads in strided groups": calls(
+        full_rank_factors, "repeat_interleave", lambda own, size, dim: own.repeat(size, 1)
+    ),
+    "biases of values left behind": result(
+        full_rank_factors, lambda factors: replace(factors, value_shift=0 * factors.value_shift)
+    ),
+    "the other layout": OTHER_LAYOUT,
 }
 
 
 @pytest.mark.parametrize("planted", PLANTED_AT_FULL_RANK)
 def test_errors_at_full_rank_are_caught(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, *PLANTED_AT_FULL_RANK[planted])
+    PLANTED_AT_FULL_RANK[planted](monkeypatch)
     source = source_model(design(MIXERS["gqa-biases-partial"]))
     assert difference(source, converted_model(source, LatentAttentionReplacement())) > 0.1
 
@@ -133,17 +145,14 @@ def make_equal_up_to_rotation(source: Decoder, across_pairs: bool = False) -> No
             v.copy_(v[:, :5] @ down)
 
 
-SLOTS = "conversion.latent.rope:RopeComponents.slots"
 PLANTED = {
-    "real and imaginary parts of different pairs": (
-        "conversion.latent.factors:complex_pairs",
-        "x[..., pairs : 2 * pairs, :]",
-        "x[..., pairs : 2 * pairs, :].flip(-2)",
+    "real and imaginary parts of different pairs": calls(
+        complex_pairs, "complex", lambda torch, real, imaginary: torch.complex(real, imaginary.flip(-2))
     ),
-    "folded into keys only": (SLOTS, "back = chosen / root[:, None]", "back = torch.ones_like(chosen)"),
-    "queries not conjugated": (SLOTS, "per_head.conj()", "per_head"),
-    "rows in the other layout": ("conversion.latent.layer:rope_rows", 'layout == "half"', 'layout != "half"'),
-}  # fmt: skip
+    "folded into keys only": assigned(RopeComponents.slots, "back", torch.ones_like),
+    "queries not conjugated": calls(RopeComponents.slots, "conj", lambda per_head: per_head),
+    "rows in the other layout": OTHER_LAYOUT,
+}
 
 
 @pytest.mark.parametrize("planted", [None, *PLANTED])
@@ -153,7 +162,7 @@ def test_keys_that_are_equal_up_to_rotation_need_one_slot_for_each_frequency(
     source = source_model(design(MIXERS["mha"]))
     make_equal_up_to_rotation(source)
     if planted is not None:
-        plant(monkeypatch, *PLANTED[planted])
+        PLANTED[planted](monkeypatch)
     converted = converted_model(source, LatentAttentionReplacement(kv_rank=5, rope_dim=4), text=text())
     error = difference(source, converted)
     assert error < 1e-8 if planted is None else error > 1e-4
@@ -264,8 +273,10 @@ def test_norms_that_are_nearly_linear_lose_nearly_nothing(
 ) -> None:
     """With so large an epsilon a norm divides by a constant, and gains as large undo that."""
     if planted is not None:
-        target = "conversion.latent.norms:NormalizedHeads.heads"
-        plant(monkeypatch, target, "= norm(", "= norm.weight.flatten()[0] / norm.weight * norm(")
+        left_behind = calls(
+            NormalizedHeads.heads, "norm", lambda norm, x: norm.weight.flatten()[0] / norm.weight * norm(x)
+        )
+        left_behind(monkeypatch)
     norm = {"kind": "rms", "eps": 1e6}
     position = ROPE | {"layout": "interleaved", "scaling": YARN}
     source = source_model(design(MIXERS["mha"] | {"qk_norm": qk_norm, "kv_heads": 2, "position": position}, norm=norm))
@@ -346,9 +357,15 @@ EXPORTABLE = {"kind": "attention", "heads": 4, "kv_heads": 1, "position": ROPE}
 def test_a_latent_norm_costs_next_to_nothing(planted: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rotated dims and values of one key head: only the norm is not exact."""
     if planted == "gain left behind":
-        plant(monkeypatch, "conversion.latent.layer:_add_constant", "] = weight", "] = weight / weight")
+        assigned(_add_constant, "weight", torch.ones_like)(monkeypatch)
     if planted == "scale left behind":
-        plant(monkeypatch, "conversion.latent.layer:latent_parameters", "factors.scale / config.scale", "1.0")
+        left_behind = wrapped(
+            latent_parameters,
+            lambda parameters, factors, latent, config: parameters(
+                replace(factors, scale=config.scale), latent, config
+            ),
+        )
+        left_behind(monkeypatch)
     source = source_model(design(EXPORTABLE))
     converted = converted_model(source, LatentAttentionReplacement(kv_rank=5, rope_dim=4, exportable=True), text=text())
     error = difference(source, converted)

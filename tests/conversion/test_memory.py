@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from heddle.conversion import weights as conversion_weights
-from heddle.conversion.convert import Conversion, convert
+from heddle.conversion.convert import Conversion, convert, open_source
 from heddle.conversion.rewrite import Rewrite
 from heddle.conversion.rewrites.fold_norms import FoldNorms
 from heddle.conversion.rewrites.rope_layout import RopeLayout
 from heddle.conversion.rewrites.tied import Tied
-from heddle.conversion.sources import open_source
 from heddle.conversion.weights import ConvertedWeights, parameter_specs
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config

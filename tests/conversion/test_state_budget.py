@@ -7,7 +7,7 @@ import pytest
 
 from heddle.config import parse_config
 from heddle.conversion.rewrites.latent_attention import LatentAttentionReplacement
-from heddle.conversion.state_budget import Size, plan_sizes
+from heddle.conversion.sensitivity import Size, plan_sizes
 from heddle.errors import ConfigError
 
 

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import heddle
-from heddle.conversion.activations import CalibrationText, calibration_text
-from heddle.conversion.convert import Conversion, convert
+from heddle.conversion.convert import Conversion, convert, open_source
 from heddle.conversion.rewrites.kv_heads import KVHeads
-from heddle.conversion.sources import open_source
+from heddle.conversion.weights import CalibrationText
 from heddle.exchange.export import export
+from tests.conversion.exactness import calibration_text
 from tests.exchange.cases import CASES
 from tests.exchange.hf_models import VOCABULARY, plain, read_json, saved, their_logits
 

@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.conversion.activations import CalibrationText, layer_activations
 from heddle.conversion.rewrites.window import Window
 from heddle.conversion.sensitivity import hidden_attention
 from heddle.conversion.targets import parse_rewrite
-from heddle.conversion.weights import ModelWeights
+from heddle.conversion.weights import CalibrationText, ModelWeights, layer_activations
 from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig
 from heddle.model.decoder import Decoder
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from tests.conversion.exactness import (
     converted_model,
     design,

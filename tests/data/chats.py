@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from heddle.data.chat_format import ChatFormat
+from heddle.data.chat import ChatFormat
 from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
 

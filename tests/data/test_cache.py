@@ -12,7 +12,7 @@ from heddle.data import cache as cache_module
 from heddle.data.cache import DataCache, default_cache_folder, use_own_compile_cache
 from heddle.data.corpus import prepare_corpus
 from heddle.errors import CheckpointError, MachineError
-from heddle.storage.json_file import read_json_file, write_json_file
+from heddle.storage.file_io import read_json_file, write_json_file
 
 
 def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heddle.data.chat import ChatDataset, pack_best_fit, prepare_chat
-from heddle.data.chat_format import CHAT_TEMPLATE_FILE, ChatFormat
+from heddle.data.chat import (
+    CHAT_TEMPLATE_FILE,
+    ChatDataset,
+    ChatFormat,
+    PackedConversations,
+    pack_best_fit,
+    prepare_chat,
+)
 from heddle.data.sources import parse_source
 from heddle.errors import DataError
 from heddle.tokenization.tokenizer import Tokenizer
 from tests.data import chats
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, assigned, calls, reads
 
 
 @pytest.fixture(scope="module")
@@ -86,26 +92,34 @@ def test_default_template_and_labels_of_batches(tokenizer: Tokenizer, tmp_path: 
     check_everything(tokenizer, tmp_path)
 
 
-ENCODE_ANSWERS, BATCH = "data.chat_format:ChatFormat._encode_answers", "data.chat:PackedConversations.batch"
-
-
 @pytest.mark.parametrize(
-    ("bug", "function", "old", "new"),
+    "plant",
     [
-        ("labels on the user's tokens", ENCODE_ANSWERS, "(starts >= begin)", "(starts >= 0)"),
-        ("no label on the end of a turn", ENCODE_ANSWERS, "|= inside[:stop]",
-         "|= (inside & ~is_special)[:stop]"),
-        ("a label on the prompt's last token", ENCODE_ANSWERS, "(starts >= begin)",
-         "(starts >= begin - 1)"),
-        ("labels on padding", BATCH, "self.sequence_length), -1,", "self.sequence_length), 0,"),
-        ("labels one position too early", BATCH, "np.where(mask[1:]", "np.where(mask[:-1]"),
-        ("the input token as its own label", BATCH, "ids[1:], -1", "ids[:-1], -1"),
+        reads(ChatFormat._encode_answers, "begin", lambda begin: 0),
+        assigned(
+            ChatFormat._encode_answers,
+            "assistant_mask",
+            lambda inside, *, is_special: inside & ~is_special[: len(inside)],
+            nth=1,
+        ),
+        reads(ChatFormat._encode_answers, "begin", lambda begin: begin - 1),
+        calls(PackedConversations.batch, "full", lambda np, shape, fill, dtype: np.full(shape, 0, dtype=dtype)),
+        calls(PackedConversations.batch, "where", lambda np, _, ids, fill, *, mask: np.where(mask[:-1], ids, fill)),
+        calls(PackedConversations.batch, "where", lambda np, chosen, _, fill, *, ids: np.where(chosen, ids[:-1], fill)),
     ],
-)  # fmt: skip
+    ids=[
+        "labels on the user's tokens",
+        "no label on the end of a turn",
+        "a label on the prompt's last token",
+        "labels on padding",
+        "labels one position too early",
+        "the input token as its own label",
+    ],
+)
 def test_planted_bugs_are_caught(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bug: str, function: str, old: str, new: str
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Plant
 ) -> None:
-    plant(monkeypatch, function, old, new)
+    plant(monkeypatch)
     with pytest.raises((AssertionError, ValueError)):
         check_everything(tokenizer, tmp_path)
 

@@ -9,8 +9,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from heddle.data.chat_format import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatFormat
-from heddle.data.compressed import UnreadableError
+from heddle.data.chat import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatFormat
+from heddle.data.documents import UnreadableError
 from heddle.tokenization.tokenizer import Tokenizer
 from tests.data import chats
 

@@ -4,7 +4,7 @@ import pytest
 
 from heddle.data import chat_template
 from heddle.data.chat_template import MAX_UNITS, ChatTemplate
-from heddle.data.compressed import UnreadableError
+from heddle.data.documents import UnreadableError
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 LOOP = "{% for a in range(90000) %}"

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 from heddle import progress
+from heddle.data import corpus as corpus_encoder
 from heddle.data import corpus as corpus_module
-from heddle.data import corpus_encoder
-from heddle.data.corpus import Corpus, prepare_corpus
+from heddle.data.corpus import Corpus, distinct_word_bytes, prepare_corpus
 from heddle.data.samples import CorpusLoader
 from heddle.errors import DataError
 from heddle.tokenization import DEFAULT_VOCAB_SIZE, fast_encoder
-from heddle.tokenization.distinct_words import distinct_word_bytes
 from heddle.tokenization.tokenizer import Tokenizer
 
 VOCABULARY = ["warp", "weft", "heddle", "shed", "reed", "treadle", "loom", "thread", "lift", "lower", "cross", "bind"]

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heddle.data import documents
-from heddle.data.compressed import UnreadableError
-from heddle.data.documents import MAX_DOCUMENT_BYTES, read_documents, split_documents
+from heddle.data.documents import MAX_DOCUMENT_BYTES, UnreadableError, read_documents, split_documents
 
 
 def blocks(data: bytes, size: int) -> Iterator[bytes]:

@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heddle.data.held_out import MAX_FINAL_TOKENS, MAX_TUNING_TOKENS, split_held_out
 from heddle.data.samples import evaluation_windows
-from heddle.data.token_file import TokenFile, write_token_file
+from heddle.data.token_file import MAX_FINAL_TOKENS, MAX_TUNING_TOKENS, TokenFile, split_held_out, write_token_file
 from heddle.errors import DataError
 
 VOCABULARY = 60_000

@@ -16,7 +16,7 @@ from pyarrow import ipc, parquet
 
 from heddle.data.corpus import prepare_corpus
 from heddle.data.documents import MAX_DOCUMENT_BYTES
-from heddle.data.hf_datasets import read_column
+from heddle.data.hub import read_column
 from heddle.data.sources import ScannedSource, parse_source
 from heddle.errors import DataError
 from tests import small

@@ -6,9 +6,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heddle.data.recall import TASKS, VALIDATION_SEED, Task, TaskStream, is_recall_argument, parse_recall
-from heddle.data.recall_mixture import MqarMixture
-from heddle.data.recall_tasks import IGNORE_INDEX, Copying, Induction, Mqar, Needle, Parity, Permutation
+from heddle.data.recall import (
+    IGNORE_INDEX,
+    TASKS,
+    VALIDATION_SEED,
+    Copying,
+    Induction,
+    Mqar,
+    MqarMixture,
+    Needle,
+    Parity,
+    Permutation,
+    Task,
+    TaskStream,
+    is_recall_argument,
+    parse_recall,
+)
 from heddle.data.sources import parse_source
 from heddle.errors import DataError
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from heddle.data.corpus import TRAIN, VALIDATION, SourceSplit, split_source
 from heddle.data.sources import ContentCounts, ScannedSource, parse_source
-from heddle.data.split import TRAIN, VALIDATION, SourceSplit, split_source
 from heddle.errors import DataError
 
 

@@ -1,6 +1,6 @@
 """Fit the planner's speeds to every second of llm-foundry's published trainings, and test them on the others.
 
-python -m tests.distributed.fit_speeds      prints the constants of heddle.distributed.planning.throughput
+python -m tests.distributed.fit_speeds      prints the constants of heddle.lab.plan.costs
 """
 
 from dataclasses import replace
@@ -8,10 +8,8 @@ from dataclasses import replace
 import numpy as np
 from scipy.optimize import least_squares
 
-from heddle.distributed.planning.costs import ModelCost, model_cost
-from heddle.distributed.planning.gpus import GPUS
-from heddle.distributed.planning.ranks import RankLayout
-from heddle.distributed.planning.throughput import FP8_PRODUCTS, Speeds, tokens_per_second
+from heddle.lab.plan.costs import FP8_PRODUCTS, ModelCost, RankLayout, Speeds, model_cost, tokens_per_second
+from heddle.lab.plan.gpus import GPUS
 from tests.distributed.published import mpt_design, mpt_runs
 
 Row = dict[str, str]

@@ -8,13 +8,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from heddle.data.samples import Batch
-from heddle.distributed.first_weights import initialize_shards
-from heddle.distributed.planning.costs import model_cost
-from heddle.distributed.planning.memory import rank_memory
-from heddle.distributed.planning.ranks import RankLayout
-from heddle.distributed.planning.step_trace import StepTrace
 from heddle.distributed.ranks import ONE_PROCESS, Ranks, whole
-from heddle.distributed.sharding import Sharding, shard_model
+from heddle.distributed.sharding import Sharding, initialize_shards, shard_model
+from heddle.lab.plan.costs import RankLayout, model_cost, rank_memory
+from heddle.lab.plan.dry_run import StepTrace
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config

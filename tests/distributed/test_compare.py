@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from heddle import progress, runtime
-from heddle.analysis import workers
-from heddle.analysis.comparison import rank_worker, worker
-from heddle.analysis.workers import Task, Workers, run_tasks
 from heddle.distributed import launcher
 from heddle.distributed.ranks import Ranks
 from heddle.errors import RankLost
 from heddle.generation import generate
+from heddle.lab import workers
+from heddle.lab.compare import rank_worker, worker
+from heddle.lab.workers import Task, Workers, run_tasks
 from heddle.model import decoder
 from heddle.storage.checkpoints import checkpoint_folder
 from heddle.storage.folder import tensors_sha256

@@ -9,15 +9,12 @@ from torch import distributed
 from torch._C._distributed_c10d import HashStore
 
 from heddle.cli.main import run_command
-from heddle.distributed.planning.collectives import collectives
-from heddle.distributed.planning.costs import model_cost
-from heddle.distributed.planning.layer_runs import Run, extrapolate, folded, runs_of
-from heddle.distributed.planning.ranks import RankLayout
 from heddle.errors import ConfigError
+from heddle.lab.plan import dry_run as dry_run_module
+from heddle.lab.plan.costs import RankLayout, collectives, model_cost
+from heddle.lab.plan.dry_run import DryRun, Run, dry_run, extrapolate, folded, runs_of
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
-from heddle.training import dry_run as dry_run_module
-from heddle.training.dry_run import DryRun, dry_run
 from tests.distributed.steps import memory_of_four_ranks
 
 ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2, "position": {"kind": "rope"}}

@@ -9,7 +9,7 @@ from torch import distributed
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import HashStore
 
-from heddle.distributed.flight_recorder import newest_collective
+from heddle.distributed.process_group import newest_collective
 
 
 def test_the_newest_collective_is_named() -> None:

@@ -7,14 +7,19 @@ import numpy as np
 import pytest
 
 from heddle.cli.main import run_command
-from heddle.distributed.planning.collectives import collectives
-from heddle.distributed.planning.costs import ModelCost, model_cost
-from heddle.distributed.planning.gpus import GIB, GPUS
-from heddle.distributed.planning.memory import rank_memory
-from heddle.distributed.planning.plan import USABLE, plan_training
-from heddle.distributed.planning.ranks import RankLayout
-from heddle.distributed.planning.throughput import AMPERE, HOPPER, tokens_per_second
 from heddle.errors import ConfigError
+from heddle.lab.plan.costs import (
+    AMPERE,
+    HOPPER,
+    ModelCost,
+    RankLayout,
+    collectives,
+    model_cost,
+    rank_memory,
+    tokens_per_second,
+)
+from heddle.lab.plan.gpus import GIB, GPUS
+from heddle.lab.plan.plan import USABLE, plan_training
 from heddle.model.load_config import load_config
 from heddle.model.size import size
 from tests.distributed.fit_speeds import fit, speeds_in

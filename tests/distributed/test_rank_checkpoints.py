@@ -13,16 +13,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import heddle
-from heddle.distributed.exchange import call_on_all
-from heddle.distributed.first_weights import initialize_shards
-from heddle.distributed.ranks import ONE_PROCESS, Ranks, held_rows, whole, with_local_part
-from heddle.distributed.sharding import shard_model
+from heddle.distributed.ranks import ONE_PROCESS, Ranks, call_on_all, held_rows, whole, with_local_part
+from heddle.distributed.sharding import initialize_shards, shard_model
 from heddle.errors import CheckpointError, ConfigError, MachineError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.storage import folder as folder_module
 from heddle.storage import manifest as manifest_module
-from heddle.storage import rank_folder, shards
+from heddle.storage import rank_folder, tensor_file
 from heddle.storage.checkpoints import checkpoint_folder
 from heddle.storage.folder import FolderContents, read_folder, tensors_sha256, verify_folder, write_folder
 from heddle.storage.manifest import FileRecord, LogPosition, Manifest, TensorRecord, read_manifest
@@ -30,8 +28,7 @@ from heddle.storage.model import load_shards
 from heddle.storage.rank_folder import HeldTensor, plan_rows, write_rank_folder
 from heddle.storage.run_log import RunLog
 from heddle.storage.tensor_file import write_tensor_file
-from heddle.training.checkpoint import TrainingProgress, resume_run, save_run
-from heddle.training.checkpoint_saver import CheckpointSaver
+from heddle.training.checkpoint import CheckpointSaver, TrainingProgress, resume_run, save_run
 from heddle.training.init_checkpoint import open_init_checkpoint
 from heddle.training.optimizer import Optimizer, build_optimizer
 from tests.cases import case
@@ -389,7 +386,7 @@ def test_a_reader_that_does_not_check_coverage_is_caught(folder: Path, monkeypat
                 pieces.setdefault(name, []).append((file, tensor))
         return pieces
 
-    monkeypatch.setattr(shards, "find_slices", careless)
+    monkeypatch.setattr(tensor_file, "find_slices", careless)
     monkeypatch.setattr(folder_module, "find_slices", careless)
     monkeypatch.setattr(folder_module, "check_index", lambda *arguments: None)
     with pytest.raises(pytest.fail.Exception):

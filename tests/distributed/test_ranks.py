@@ -16,16 +16,15 @@ from heddle.config import parse_config
 from heddle.data.samples import Batch
 from heddle.distributed import ranks as ranks_module
 from heddle.distributed import sharding
-from heddle.distributed.first_weights import initialize_shards
 from heddle.distributed.ranks import ONE_PROCESS, Ranks, whole
-from heddle.distributed.sharding import Sharding, shard_model
+from heddle.distributed.sharding import Sharding, initialize_shards, shard_model
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.numerics.cross_entropy import loss_sum
-from heddle.numerics.philox import RandomStream
+from heddle.numerics.random import RandomStream
 from heddle.parts.feedforwards.moe import MoE
-from heddle.training import muon, router_metrics, step
+from heddle.training import optimizer, step
 from tests.cases import CASES, case
 from tests.distributed.ranks import on_ranks
 from tests.distributed.steps import (
@@ -113,13 +112,13 @@ def test_muon_orthogonalizes_each_matrix_on_one_rank(mesh: str, monkeypatch: pyt
     for layer in values["layers"]:
         layer["feedforward"]["hidden"] = values["width"]
     counts: dict[int, int] = defaultdict(int)
-    orthogonalize = muon._orthogonalize
+    orthogonalize = optimizer._orthogonalize
 
     def counted(matrices: Tensor, **options: Any) -> Tensor:
         counts[threading.get_ident()] += len(matrices)
         return orthogonalize(matrices, **options)
 
-    monkeypatch.setattr(muon, "_orthogonalize", counted)
+    monkeypatch.setattr(optimizer, "_orthogonalize", counted)
     config, way = parse_config(ModelConfig, values), WAYS["muon"]
     expected = on_one_process(config, way)
     total = sum(counts.values())
@@ -195,7 +194,7 @@ class Planted:
     @staticmethod
     def loads_not_summed(patch: pytest.MonkeyPatch) -> tuple[str, str]:
         """The balancing bias follows the expert loads of one rank."""
-        patch.setattr(router_metrics.RouterMetricsCollector, "sum_over", lambda self, ranks: None)
+        patch.setattr(step.RouterMetricsCollector, "sum_over", lambda self, ranks: None)
         return "moe-sigmoid", "plain"
 
     @staticmethod

@@ -17,11 +17,12 @@ from heddle.distributed.degrees import ParallelDegrees
 from heddle.distributed.ranks import Ranks, held_rows, local_part, whole, with_local_part
 from heddle.errors import ConfigError, HeddleError, OtherRankFailed, RankLost
 from heddle.model import decoder
-from heddle.model.compiled import compiled
+from heddle.model.copies import compiled
 from heddle.signals import Interrupted
 from heddle.storage.checkpoints import checkpoint_steps
 from heddle.storage.run_log import read_log
-from heddle.training import built_models, loop, master_weights, spike_guard, width_transfer
+from heddle.training import built_models, loop, width_transfer
+from heddle.training import optimizer as master_weights
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.init_checkpoint import LoraSettings, open_init_checkpoint
 from heddle.training.job import TrainingJob
@@ -190,7 +191,7 @@ def test_stochastic_rounding_draws_by_parameter_and_element(
 
 def test_a_spike_leads_all_ranks_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks go back to their checkpoint, and past the data, as one process does."""
-    monkeypatch.setattr(spike_guard, "MIN_LOSSES", 3)
+    monkeypatch.setattr(loop, "MIN_LOSSES", 3)
 
     def gradients(model: Any, batch: Any, *arguments: Any) -> Any:
         result, is_spike = accumulate_gradients(model, batch, *arguments), int(batch.batch.sample_indices[0]) == 5 * 4

@@ -4,11 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from heddle.distributed.planning.costs import model_cost
-from heddle.distributed.planning.gpus import GIB, GPUS
-from heddle.distributed.planning.memory import rank_memory
-from heddle.distributed.planning.ranks import RankLayout
-from heddle.distributed.planning.throughput import tokens_per_second
+from heddle.lab.plan.costs import RankLayout, model_cost, rank_memory, tokens_per_second
+from heddle.lab.plan.gpus import GIB, GPUS
 from tests.distributed.fit_speeds import error
 from tests.distributed.published import mpt_runs, published_design, published_runs
 

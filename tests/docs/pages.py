@@ -20,7 +20,7 @@ class Block(NamedTuple):
 
 
 def pages() -> list[str]:
-    """The paths of all pages, relative to docs/. tests/docs/test_translations.py holds translations to them."""
+    """The paths of all pages, relative to docs/, without translations."""
     return sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if not path.match("*.zh.md"))
 
 

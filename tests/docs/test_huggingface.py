@@ -38,12 +38,11 @@ def blocks_before(page: str, heading: str) -> list[Block]:
 
 
 def test_every_shell_line_is_known_to_a_test() -> None:
-    """vLLM is not installed here, so its line is not run. Its plugin has its own tests, and so has lm-eval's line."""
+    """Of the lines here, lm-eval's has a test of its own."""
     lines = [line for page in pages() if page.startswith("huggingface/") for line in shell_lines(page)]
-    server, client, lm_eval, vllm = lines
+    server, client, lm_eval = lines
     assert (shlex.split(server)[:2], client) == (["transformers", "serve"], "python ask.py")
     assert lm_eval.startswith("lm_eval --model hf ")
-    assert vllm.startswith("vllm serve ")
 
 
 def test_the_server_gives_the_client_the_text_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +82,7 @@ def test_the_server_gives_the_client_the_text_of_the_page(tmp_path: Path, monkey
 def test_the_harness_runs_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "page"}
-    for block in blocks_before(PAGE, "## vLLM"):
+    for block in blocks_before(PAGE, "## Attention functions of other libraries"):
         run_block(block, namespace)
     program, *arguments = shlex.split(shell_lines(PAGE)[2])
     paths = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "src")])

@@ -4,14 +4,14 @@ import ast
 import os
 import re
 import sys
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from heddle.analysis.pages.formulas import pieces_of
+from heddle.lab.explore.page import pieces_of
 from tests.source import ROOT, package_sources
-from tests.test_names import public_names
 from tools.site import build as site_build
 from tools.site import contents, markdown_pages, reference
 from tools.site.__main__ import main
@@ -45,15 +45,25 @@ class Links(HTMLParser):
             self.policy = values["content"]
 
 
+def public_names(node: ast.AST, path: str) -> Iterator[str]:
+    """The classes, functions, methods, fields and constants without an underscore: `heddle.model.decoder.Decoder`."""
+    for child in ast.iter_child_nodes(node):
+        names: list[str] = []
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [child.name]
+        elif isinstance(child, ast.Assign | ast.AnnAssign):
+            targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+            names = [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+        public = [name for name in names if not name.startswith("_")]
+        yield from (f"{path}.{name}" for name in public)
+        if isinstance(child, ast.ClassDef) and public:
+            yield from public_names(child, f"{path}.{child.name}")
+
+
 def public_entries() -> set[str]:
-    """The names of tests/test_names.py, without parameters: `heddle.model.decoder.Decoder.forward`."""
-    names = set()
-    for source in package_sources():
-        if re.search(r"\._[^_]", source.name):
-            continue
-        names.add(source.name)
-        names |= {where.replace(":", ".") for where, _ in public_names(source) if ":" in where and "(" not in where}
-    return names
+    """Every public module, and the public names in it."""
+    sources = [source for source in package_sources() if not re.search(r"\._[^_]", source.name)]
+    return {name for source in sources for name in (source.name, *public_names(source.tree, source.name))}
 
 
 @pytest.fixture(scope="module")

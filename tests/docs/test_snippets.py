@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
-import typer
 
+from heddle.cli.command import VerbCommand
 from heddle.cli.main import app, run_command
 from tests.docs.pages import Block, blocks, commands, pages, save
 from tests.small import forget_parts
@@ -44,7 +45,10 @@ def run_block(block: Block, namespace: dict[str, Any]) -> None:
 def parse_command(command: str) -> None:
     """Raise if the command line has an unknown command or option, or a value of the wrong type."""
     name, *arguments = shlex.split(command)
-    typer.main.get_command(app).commands[name].make_context(name, arguments)  # type: ignore[attr-defined]
+    with click.Context(app, info_name="heddle") as context:
+        _, verb, rest = app.resolve_command(context, [name, *arguments])
+        assert isinstance(verb, VerbCommand)
+        verb.read_settings(verb.make_context(name, rest, parent=context))
 
 
 # PEFT reads an attribute that transformers has deprecated.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from examples import digits
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.parts.positions.axial_rope import AxialRopeConfig, recover_coordinates
 
 

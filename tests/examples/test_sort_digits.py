@@ -9,7 +9,7 @@ import torch
 import heddle
 from examples import sort_digits
 from heddle.model.decoder import Decoder
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.training.step import run_encoder
 
 

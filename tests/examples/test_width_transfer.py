@@ -9,8 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from examples import width_transfer
-from heddle.model.width_scaling import scale_to_width
-from heddle.training.width_transfer import transfer_over_width
+from heddle.training.width_transfer import scale_to_width, transfer_over_width
 
 SVG = "{http://www.w3.org/2000/svg}"
 Row = dict[str, Any]

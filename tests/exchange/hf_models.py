@@ -16,9 +16,9 @@ from torch import Tensor
 
 import heddle
 from heddle.exchange.family import families
-from heddle.exchange.imported_model import ImportedModel
+from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import load
-from heddle.numerics.experts import routing
+from heddle.numerics.experts import mixture
 from heddle.parts.feedforwards import moe
 from tests.exchange.cases import BASE, CASES, Fields
 
@@ -225,7 +225,7 @@ def choices() -> Iterator[list[Tensor]]:
     """The list takes, of each mixture of experts that runs in the block, by how much each token's choice was clear."""
     logits: list[Tensor] = []
 
-    def watched(numbers: Tensor, balance: Tensor | None, rule: routing.RoutingConfig) -> routing.Route:
+    def watched(numbers: Tensor, balance: Tensor | None, rule: mixture.RoutingConfig) -> mixture.Route:
         scores = numbers.sigmoid() if rule.routing == "sigmoid" else numbers
         scores = scores if balance is None else scores + balance
         clear = torch.full(scores.shape[:-1], math.inf)
@@ -236,7 +236,7 @@ def choices() -> Iterator[list[Tensor]]:
             least = best.topk(rule.top_groups).values[..., -1:]
             scores = inside.masked_fill((best < least)[..., None], -math.inf).flatten(-2)
         logits.append(torch.minimum(clear, margin(scores, rule.top_k)))
-        return routing.route(numbers, balance, rule)
+        return mixture.route(numbers, balance, rule)
 
     with patch.object(moe, "route", watched):
         yield logits

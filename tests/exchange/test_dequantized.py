@@ -13,11 +13,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heddle.errors import CheckpointError, ConfigError
+from heddle.exchange.dequantized_folder import (
+    _in_order,
+    _parse_description,
+    unpack_bitsandbytes,
+    unpack_fp8,
+    unpack_gptq,
+    unpack_mxfp4,
+)
 from heddle.exchange.load import load
-from heddle.exchange.packed_weights import unpack_fp8, unpack_mxfp4
 from tests.exchange.hf_models import config_of as config
 from tests.exchange.hf_models import drawn, read_json, write
-from tests.laws.planting import plant
+from tests.laws.planting import calls, condition, result
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
@@ -188,21 +195,24 @@ def test_dequantized_weights_are_their_numbers(method: str, capsys: pytest.Captu
     assert narrow.embed.weight.dtype == torch.float32
 
 
-BUGS = [
-    ("fp8", "unpack_fp8", "repeat_interleave(rows, -2)", "repeat_interleave(columns - 1, -2)"),
-    ("gptq", "unpack_gptq", "zeros + 1", "zeros"),
-    ("gptq-shuffled", "unpack_gptq", 'tensors.get(".g_idx")', "None"),
-    ("awq", "_in_order", "list(AWQ_ORDER)", "[0, 2, 4, 6, 1, 3, 5, 7]"),
-    ("nf4", "unpack_bitsandbytes", "(packed >> 4, packed & 15)", "(packed & 15, packed >> 4)"),
-    ("nf4-double", "unpack_bitsandbytes", ' + description["nested_offset"]', ""),
-]
+BUGS = {
+    "fp8": calls(
+        unpack_fp8, "repeat_interleave", lambda scales, rows, dim: scales.repeat_interleave(rows - 1, dim), nth=0
+    ),
+    "gptq": condition(unpack_gptq, "fields", False),
+    "gptq-shuffled": calls(
+        unpack_gptq, "get", lambda table, name, *default: None if name == ".g_idx" else table.get(name, *default),
+        every=True,
+    ),
+    "awq": calls(_in_order, "list", lambda *_: [0, 2, 4, 6, 1, 3, 5, 7]),
+    "nf4": calls(unpack_bitsandbytes, "stack", lambda torch, halves, dim: torch.stack(halves[::-1], dim=dim)),
+    "nf4-double": result(_parse_description, lambda description: description | {"nested_offset": 0.0}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "function", "old", "new"), BUGS)
-def test_a_planted_bug_is_caught(
-    method: str, function: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch, f"exchange.packed_weights:{function}", old, new)
+@pytest.mark.parametrize("method", BUGS)
+def test_a_planted_bug_is_caught(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[method](monkeypatch)
     packed, plain = folders(method)
     ours, want = load(packed, dequantize=torch.float32).model, load(plain).model
     assert not torch.equal(ours.get_parameter("layers.0.mixer.q.weight"), want.get_parameter("layers.0.mixer.q.weight"))

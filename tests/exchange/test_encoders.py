@@ -9,10 +9,13 @@ from transformers.models.modernbert import modeling_modernbert
 
 import heddle
 from heddle.errors import ConfigError
+from heddle.exchange.families.modernbert import _read_layers, map_weights
 from heddle.exchange.family import families
-from heddle.exchange.lazy_checkpoint import LazyCheckpoint
-from heddle.exchange.load import load, original_design
+from heddle.exchange.load import LazyCheckpoint, load, original_design
 from heddle.exchange.transformers import HeddleConfig, HeddleForCausalLM
+from heddle.model.embedding import Embedding, HeadTransform, TokenTypes
+from heddle.parts.positions.learned import Learned
+from heddle.parts.residuals.pre_norm import PreNorm
 from tests.exchange.cases import CASES, Fields
 from tests.exchange.hf_models import (
     MASKED,
@@ -27,7 +30,7 @@ from tests.exchange.hf_models import (
     their_logits,
 )
 from tests.exchange.test_older_files import Tensors, rewritten
-from tests.laws.planting import plant
+from tests.laws.planting import calls, condition, replaced, result
 
 VARIANTS = [(family, variant) for family in sorted(MASKED) for variant in CASES[family].variants]
 
@@ -71,22 +74,34 @@ def test_logits_in_float64(family: str, variant: str) -> None:
     assert float((theirs - ours).abs().max()) <= 1e-10
 
 
-BUGS = [
-    ("bert", "model.embedding:TokenTypes.forward", "functional.embedding(types, self.weight)", "self.weight[0]"),
-    ("bert", "model.embedding:HeadTransform.forward", "self.norm(self.activation(", "self.activation(self.norm("),
-    ("bert", "model.embedding:Embedding.forward", "if self.norm is not None", "if False"),
-    ("roberta", "parts.positions.learned:Learned.forward", "clamp(min=0) + self.offset", "clamp(min=0)"),
-    ("modernbert", "parts.residuals.pre_norm:PreNorm.forward", "branch(self.norms[name](stream))", "branch(stream)"),
-    ("modernbert", "exchange.families.modernbert:_read_layers", "local // 2", "local // 2 + 1"),
-    ("modernbert", "exchange.families.modernbert:map_weights", '("gate", "up")', '("up", "gate")'),
-]
+def halves_exchanged(weights: Any, name: str, *parts: str) -> None:
+    weights.add_module(name, *(parts[::-1] if name.endswith("mlp.Wi") else parts))
 
 
-@pytest.mark.parametrize(("family", "target", "old", "new"), BUGS)
-def test_a_planted_bug_is_noticed(
-    family: str, target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch, target, old, new)
+BUGS = {
+    "one type for all tokens": ("bert", calls(TokenTypes.forward, "embedding", lambda _, types, weight: weight[0])),
+    "a norm before the activation": (
+        "bert",
+        replaced(HeadTransform.forward, lambda head, hidden: head.activation(head.norm(head.dense(hidden)))),
+    ),
+    "no norm of the embedding": ("bert", condition(Embedding.forward, "norm", False)),
+    "positions without their offset": (
+        "roberta",
+        calls(Learned.forward, "clamp", lambda positions, *, self, **limit: positions.clamp(**limit) - self.offset),
+    ),
+    "no norm before a branch": ("modernbert", calls(PreNorm.forward, "norms", lambda norm, stream: stream)),
+    "a wider window": (
+        "modernbert",
+        result(_read_layers, lambda layers: [layer | {"window": (layer["window"] or 0) + 1} for layer in layers]),
+    ),
+    "gate and up exchanged": ("modernbert", calls(map_weights, "add_module", halves_exchanged, every=True)),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, plant = BUGS[bug]
+    plant(monkeypatch)
     theirs, ours = wide_logits(family, next(iter(CASES[family].variants)))
     assert float((theirs - ours).abs().max()) > 1e-3
 

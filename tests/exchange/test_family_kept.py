@@ -13,8 +13,7 @@ from heddle.exchange.transformers import export as export_decoder
 from heddle.exchange.transformers import load as load_decoder
 from heddle.model.lora import add_lora, merge_lora
 from heddle.storage.manifest import LogPosition
-from heddle.training.checkpoint import TrainingProgress, save_run
-from heddle.training.checkpoint_saver import CheckpointSaver
+from heddle.training.checkpoint import CheckpointSaver, TrainingProgress, save_run
 from heddle.training.init_checkpoint import open_init_checkpoint
 from heddle.training.optimizer import build_optimizer
 from tests.exchange.cases import CASES

@@ -16,12 +16,12 @@ from tokenizers import Tokenizer as Engine
 import heddle
 from heddle.errors import CheckpointError, ConfigError, DataError, MachineError
 from heddle.exchange import design_parts
+from heddle.exchange.gguf import architectures, export_gguf
 from heddle.exchange.gguf import export as exporting
-from heddle.exchange.gguf import export_gguf, gguf_tensors
 from heddle.exchange.gguf.architectures import ARCHITECTURES
-from heddle.exchange.gguf.graph_match import match_architecture
+from heddle.exchange.gguf.export import match_architecture
 from heddle.exchange.gguf.tokenizer import IGNORE_MERGES, PRE_TOKENIZERS, tokenizer_keys
-from heddle.exchange.imported_model import ImportedModel
+from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import load
 from heddle.model.config import ModelConfig
 from heddle.tokenization.tokenizer import Tokenizer
@@ -327,13 +327,13 @@ def _graph(family: str, **fields: Any) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setitem(ARCHITECTURES, family, replace(ARCHITECTURES[family], **fields))
 
 
-INTERLEAVED = gguf_tensors.interleave_rope_rows
+INTERLEAVED = architectures.interleave_rope_rows
 PLANTED: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
     "rows as they are": ("llama", "plain", _graph("llama", interleaved_rope=False)),
     "rows of all heads as one": (
         "llama",
         "plain",
-        lambda patch: patch.setattr(gguf_tensors, "interleave_rope_rows", lambda x, heads: INTERLEAVED(x, 1)),
+        lambda patch: patch.setattr(architectures, "interleave_rope_rows", lambda x, heads: INTERLEAVED(x, 1)),
     ),
     "no factors": (
         "llama", "llama3-tied-biases", lambda patch: patch.setattr(exporting, "_rope_factors", lambda model: {}),
@@ -465,11 +465,11 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     export_gguf(ours.model, file, tokenizer())
     before = file.read_bytes()
 
-    def build(spec: gguf_tensors.GGUFTensor, tensors: Any) -> torch.Tensor:
+    def build(spec: architectures.GGUFTensor, tensors: Any) -> torch.Tensor:
         raise Torn
 
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_tensors.GGUFTensor, "build", build)
+        patch.setattr(architectures.GGUFTensor, "build", build)
         with pytest.raises(Torn):
             export_gguf(ours.model, file, tokenizer(), dtype=torch.float16)
         with pytest.raises(Torn):

@@ -11,11 +11,13 @@ from gguf.quants import dequantize, quantize
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.family_match import differences
 from heddle.exchange.gguf import export_gguf, load_gguf
+from heddle.exchange.gguf.architectures import _separate_rope_rows
+from heddle.exchange.gguf.read import _common_fields
 from heddle.exchange.load import load
 from tests.exchange.cases import scaled
 from tests.exchange.hf_models import AutoConfig, drawn, our_logits, write
 from tests.exchange.test_gguf import BASE, PAIRS, model_pair, prompt, tokenizer
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, calls, result
 from tools.llama_cpp.runner import run
 
 PACKED = ["Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
@@ -135,17 +137,16 @@ def test_llama_cpp_computes_the_same_with_the_blocks(wide: Path, tmp_path: Path)
     assert float((answer - ours).abs().median()) < 0.05 * float(ours.std())
 
 
-BUGS = [
-    ("gguf_tensors:_separate_rope_rows", "(heads, -1, 2)", "(heads, 2, -1)"),
-    ("keys:_common_fields", '"output.weight" not in shapes', "True"),
-]
-
-
-@pytest.mark.parametrize(("target", "old", "new"), BUGS)
-def test_a_planted_bug_is_caught(
-    target: str, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch, f"exchange.gguf.{target}", old, new)
+@pytest.mark.parametrize(
+    "plant",
+    [
+        calls(_separate_rope_rows, "unflatten", lambda x, dim, sizes: x.unflatten(dim, (sizes[0], 2, -1))),
+        result(_common_fields, lambda fields: fields | {"tie_word_embeddings": True}),
+    ],
+    ids=["the other layout", "a tied head"],
+)
+def test_a_planted_bug_is_caught(plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     with pytest.raises((AssertionError, CheckpointError, ConfigError)):
         test_what_was_written_is_read("llama", "plain", tmp_path)
 

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.export import export
-from heddle.exchange.lazy_checkpoint import LazyCheckpoint
-from heddle.exchange.load import load
+from heddle.exchange.load import LazyCheckpoint, load
 from tests.exchange.cases import CASES
 from tests.exchange.hf_models import PLAIN, AutoConfig, batch, config_of, our_logits, read_json
 

@@ -16,7 +16,7 @@ from heddle.cli.main import run_command
 from heddle.data.corpus import check_tokenizer_fits
 from heddle.errors import ConfigError, DataError
 from heddle.exchange.export import export
-from heddle.exchange.imported_model import ImportedModel
+from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import load
 from heddle.generation.beam_search import beam_search
 from heddle.generation.decode import decode

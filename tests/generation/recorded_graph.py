@@ -57,7 +57,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def record(step: Callable[[], None]) -> RecordedGraph:
-    """Record a step as `heddle.generation.capture.capture` does."""
+    """Record a step as `heddle.generation.decode.capture` does."""
     graph = RecordedGraph()
     try:
         with graph:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from heddle.errors import ConfigError
-from heddle.generation import pinned_decoding
+from heddle.generation import decode
 from heddle.generation.generate import generate
 from heddle.laws.harness import model_under_test
 from heddle.parts.feedforwards.moe import MoE
@@ -32,7 +32,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=traced))
-    monkeypatch.setattr(pinned_decoding, "MIN_LIMIT", 16)
+    monkeypatch.setattr(decode, "MIN_LIMIT", 16)
     torch._dynamo.reset()
     # classes of transformers keep this out of graphs for the rest of the process
     experts = getattr(MoE._routed_experts, "_torchdynamo_orig_callable", MoE._routed_experts)
@@ -55,14 +55,14 @@ def test_the_text_of_generated_kernels(name: str) -> None:
 
 
 def test_a_step_that_reads_a_value_is_refused(backend: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    read_tokens = pinned_decoding.PinnedDecoder._read_tokens
+    read_tokens = decode.PinnedDecoder._read_tokens
 
-    def reading(self: pinned_decoding.PinnedDecoder, state: Any) -> Any:
+    def reading(self: decode.PinnedDecoder, state: Any) -> Any:
         self.tokens.sum().item()
         torch._dynamo.graph_break()
         return read_tokens(self, state)
 
-    monkeypatch.setattr(pinned_decoding.PinnedDecoder, "_read_tokens", reading)
+    monkeypatch.setattr(decode.PinnedDecoder, "_read_tokens", reading)
     model = model_under_test(case("attention-gqa"))
     with pytest.raises(ConfigError, match=r"compile_decoding: torch.compile"):
         generate(model, PROMPTS, compile_decoding=True, **SAMPLED)

@@ -12,7 +12,7 @@ from heddle.generation.generate import generate, sample_text
 from heddle.generation.model_runner import GenerationRequest, NewTokens
 from heddle.laws.harness import encoder_output_for
 from heddle.model.decoder import Decoder, build
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
 from tests.cases import CASES, case

@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from heddle.errors import MachineError
+from heddle.generation import decode
 from heddle.generation import decode as decode_module
-from heddle.generation import pinned_decoding
+from heddle.generation.decode import next_limit
 from heddle.generation.generate import generate
-from heddle.generation.pinned_decoding import next_limit
 from heddle.generation.sampling import Sampler
 from heddle.laws.harness import encoder_output_for, model_under_test, new_state, random_tokens
 from heddle.model.decoder import Decoder, build
-from heddle.numerics.dispatch.device_size import DeviceSize
-from heddle.numerics.dispatch.operation import KernelChoice, record_choices
-from heddle.parts.context.layout import Layout
+from heddle.numerics.dispatch import DeviceSize, KernelChoice, record_choices
+from heddle.parts.layout import Layout
 from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
 from tests.cases import CASES, case
@@ -45,8 +44,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
         recorded.append(record(step))
         return recorded[-1].replay
 
-    monkeypatch.setattr(pinned_decoding, "capture", capture)
-    monkeypatch.setattr(pinned_decoding, "MIN_LIMIT", 16)
+    monkeypatch.setattr(decode, "capture", capture)
+    monkeypatch.setattr(decode, "MIN_LIMIT", 16)
     return recorded
 
 

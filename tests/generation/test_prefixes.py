@@ -8,9 +8,9 @@ import torch
 
 import heddle
 from heddle.errors import ConfigError
-from heddle.generation import prefill as prefill_module
+from heddle.generation import model_runner as prefill_module
 from heddle.model.decoder import Decoder, build
-from heddle.parts.context.encoder_output import EncoderOutput
+from heddle.parts.layout import EncoderOutput
 from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
 from tests.generation.loops import amplify_layers, designs, greedy_loop

@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.generation import recorded_step
+from heddle.generation import decode
+from heddle.generation.decode import PinnedDecoder
 from heddle.generation.model_runner import GenerationRequest, ModelRunner
-from heddle.generation.pinned_decoding import PinnedDecoder
 from heddle.generation.sampling import Sampler
 from heddle.laws.harness import encoder_output_for, model_under_test, random_tokens
 from heddle.model.decoder import Decoder
-from heddle.numerics.linear import packed_weights, uncounted_linears
-from heddle.numerics.packed_product import ProductTable
+from heddle.numerics.linear import ProductTable, packed_weights, uncounted_linears
 from tests.cases import CASES, case
 from tests.generation.loops import is_causal
 
@@ -53,7 +52,7 @@ def test_replays_are_eager_steps(name: str) -> None:
     model = model_under_test(case(name))
     eager, recorded = decoder_of(model), decoder_of(model)
     before = copies(recorded)
-    step = recorded_step.record_step(recorded.step, recorded.tensors())
+    step = decode.record_step(recorded.step, recorded.tensors())
     for value, tensor in zip(before, recorded.tensors(), strict=True):
         assert torch.equal(value, tensor)
     for _ in range(STEPS):
@@ -82,7 +81,7 @@ def test_weights_are_packed_in_a_record(monkeypatch: pytest.MonkeyPatch) -> None
             return graph
 
         monkeypatch.setattr(torch, "compile", uncompiled_graph)
-        replay = recorded_step.record_step(step, [y])
+        replay = decode.record_step(step, [y])
     targets = [str(node.target) for node in graphs[0].graph.nodes]
     assert targets.count("heddle.packed_product.default") == 1
     y.zero_()
@@ -111,7 +110,7 @@ def test_a_step_that_reads_values_is_refused(name: str) -> None:
         x.add_(1)
 
     with pytest.raises(RuntimeError, match=name):
-        recorded_step.record_step(step, [x])
+        decode.record_step(step, [x])
     assert x.tolist() == [0, 1, 2, 3]
 
 
@@ -122,7 +121,7 @@ def test_an_integer_index_is_no_read() -> None:
     def step() -> None:
         x.copy_(x[indices])
 
-    recorded_step.record_step(step, [x])()
+    decode.record_step(step, [x])()
     assert x.tolist() == [1, 0, 3, 2]
 
 

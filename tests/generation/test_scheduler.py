@@ -15,7 +15,7 @@ from heddle.generation.scheduler import BatchScheduler, Scheduler, SeparateSched
 from heddle.model.decoder import Decoder
 from tests.generation.loops import amplify_layers
 from tests.generation.test_generate import build_double
-from tests.laws.planting import plant
+from tests.laws.planting import calls
 
 MIXED = ["attention-gqa", "attention-window-7", "rope-ntk-dynamic", "latent-low-rank-query", "delta-hybrid", "moe"]
 PROMPTS = [[5, 3, 8, 13, 21, 34, 55, 1], [2], [7, 7, 7, 9], [11, 12, 13, 14, 15, 16, 17, 18, 19], [4, 4]]
@@ -73,7 +73,7 @@ def test_logits_in_a_changing_batch_are_those_alone(name: str) -> None:
 
 
 def test_rows_mixed_up_when_one_leaves_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "generation.scheduler:BatchScheduler._rearrange", "select(staying)", "select(staying[::-1])")
+    calls(BatchScheduler._rearrange, "select", lambda state, rows: state.select(rows[::-1]))(monkeypatch)
     model = build_double("attention-gqa")
     amplify_layers(model)
     assert largest_difference(model) > 1e-3

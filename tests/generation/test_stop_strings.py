@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heddle.errors import ConfigError
-from heddle.generation.stop_strings import StopStringBuffer
+from heddle.generation.generate import StopStringBuffer
 
 
 def expected(text: str, stops: list[str]) -> tuple[str, bool]:

@@ -9,7 +9,7 @@ from itertools import chain
 import pytest
 
 from heddle.config import kinds
-from heddle.laws.chunking import all_chunkings
+from heddle.laws.states import all_chunkings
 from tests.cases import CASES, case, parts_of
 from tests.covering import covering, options_of, uncovered_cases
 from tests.laws.violations import violations_of

@@ -8,7 +8,8 @@ import pytest
 
 from heddle.config import kinds
 from heddle.model.config import ModelConfig
-from heddle.parts.context.build import BuildContext
+from heddle.numerics.attention.sliding_window import Band
+from heddle.parts.build import BuildContext
 from tests.covering import (
     GOLDEN,
     IN_LAYERS,
@@ -18,7 +19,7 @@ from tests.covering import (
     random_designs,
     refused_lines,
 )
-from tests.laws.planting import plant
+from tests.laws.planting import result
 from tests.laws.violations import OF_ONE_PART, OF_PAIRS, OPTIONS, OTHERS, violations_of
 from tests.pairs import MODEL, RATES, Draft, Pair, catalogue, layer_choices, model_choices, with_rate
 from tests.source import slots
@@ -92,7 +93,7 @@ def test_a_planted_bug_is_caught_in_a_covering_design(monkeypatch: pytest.Monkey
         pair for pair in covering().designs if {"attention with a window", "parallel"} <= set(pair[1].labels.values())
     )
     assert violations_of(config, ["causality"]) == []
-    plant(monkeypatch, "numerics.attention.sliding_window:Band.keys_after", "0 if self.causal", "1 if self.causal")
+    result(Band.keys_after, lambda keys: keys + 1)(monkeypatch)
     assert any(violation.startswith("causality: ") for violation in violations_of(config, ["causality"]))
 
 

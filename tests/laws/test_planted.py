@@ -1,799 +1,832 @@
 """Planted bugs, each of a kind that real projects have had. The law named with a bug must catch it."""
 
-from typing import NamedTuple
+import ast
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from heddle.config import Config
 from heddle.laws import LAWS, LawViolation
+from heddle.model.decoder import Decoder, Layer, encode
+from heddle.model.embedding import Embedding, Head
+from heddle.model.size import measure_size
+from heddle.model.state import State
+from heddle.numerics.activations import swiglu_clamped
+from heddle.numerics.attention.latent import (
+    _absorbed,
+    _absorbed_queries,
+    _absorbed_untiled,
+    _latent_tile,
+    expand_latents,
+)
+from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers, zero_unused_slots
+from heddle.numerics.attention.sdpa import _torch_sdpa, sdpa, with_sink
+from heddle.numerics.attention.sliding_window import Band, _edge
+from heddle.numerics.attention.softmax import _causal, _fold_heads, _per_document, softmax_weights, unmasked_attention
+from heddle.numerics.attention.tiled import (
+    _bias_by_offset,
+    _CausalAttention,
+    _hide_future,
+    _MaskedAttention,
+    _part_modifiers,
+    _query_tiles,
+    _softcap_gradient,
+    _sum_by_offset,
+    _weights,
+)
+from heddle.numerics.cross_entropy import _chunk_sums
+from heddle.numerics.experts.grouped import _MoveRows, _rows_in_blocks
+from heddle.numerics.experts.mixture import (
+    _per_expert,
+    route,
+    router_logits,
+    run_experts,
+    select_experts,
+    stable_topk,
+    within_capacity,
+)
+from heddle.numerics.experts.sorted import (
+    _backward,
+    _empty_gradient,
+    _gather_rows,
+    _sort_by_expert,
+    hidden_activation,
+)
+from heddle.numerics.linear import reference as linear_reference
+from heddle.numerics.norms import _fused, _normalized, layer_norm_reference, sinkhorn
+from heddle.numerics.norms import reference as rms_reference
+from heddle.numerics.random import ParameterDraws, RandomStream, uniform
+from heddle.numerics.recurrent.batched_chunks import (
+    _sum_ranges,
+    _visible,
+    batched_sums,
+    channel_decays,
+    head_decays,
+    mask_documents,
+    unit_triangular_inverse,
+)
+from heddle.numerics.recurrent.causal_sums import _recurrent, _state_decay
+from heddle.numerics.recurrent.chunked_sums import (
+    _gradients,
+    _split_chunks,
+    _states_before_chunks,
+    _token_counts,
+    decay_weights,
+    safe_reciprocal,
+)
+from heddle.numerics.recurrent.convolution import (
+    _shifted,
+    _ShiftedSum,
+    _with_starts,
+    find_input_indices,
+    next_conv_state,
+)
+from heddle.numerics.recurrent.double_softmax import _normalize_keys
+from heddle.numerics.recurrent.gated_delta import _batched as delta_batched
+from heddle.numerics.recurrent.gated_delta import _chunked as delta_chunked
+from heddle.numerics.recurrent.gated_delta import _decayed_pairs, _TriangularSolve
+from heddle.numerics.recurrent.gated_delta import _step as delta_step
+from heddle.numerics.recurrent.linear_attention import _both_directions, softmax_over_tokens
+from heddle.numerics.recurrent.ssd import _chunked as ssd_chunked
+from heddle.numerics.recurrent.ssd import _step as ssd_step
+from heddle.numerics.recurrent.ssd import reference as ssd_reference
+from heddle.numerics.rotary import apply_rotary, rotary_table
+from heddle.parts.feedforwards.moe import MoE, Router, balance_loss, compute_router_statistics
+from heddle.parts.layout import EncoderOutput, Layout
+from heddle.parts.mixers.attention import Attention, query_temperature
+from heddle.parts.mixers.cross_attention import CrossAttention, _full_mask
+from heddle.parts.mixers.differential_attention import DifferentialAttention
+from heddle.parts.mixers.latent_attention import LatentAttention
+from heddle.parts.mixers.mamba2 import Mamba2
+from heddle.parts.mixers.pair import Pair, _larger
+from heddle.parts.mixers.short_conv import ShortConv
+from heddle.parts.modules.dropout import BranchDropout, Dropout
+from heddle.parts.modules.linear import fill_normal
+from heddle.parts.modules.recurrent import DeltaRuleMixer, GatedDecay, ShortConvolution
+from heddle.parts.modules.router_statistics import record
+from heddle.parts.norms.layer import LayerNorm
+from heddle.parts.position_table import PositionTable, SlotMapping, join_tables
+from heddle.parts.positions import Rotation, check_base
+from heddle.parts.positions.axial_rope import AxialRope
+from heddle.parts.positions.rope import Rope
+from heddle.parts.positions.sinusoidal import Sinusoidal
+from heddle.parts.residuals.parallel import Parallel
+from heddle.parts.residuals.post_norm import PostNorm
+from heddle.parts.residuals.pre_norm import PreNorm
+from heddle.parts.residuals.reordered import Reordered
+from heddle.parts.residuals.residual_dual import ResidualDual
+from heddle.parts.residuals.sandwich import Sandwich
+from heddle.parts.states import KVCache, MixerState, _mask_of_cache, _mask_of_ring_and_call, without_padding
 from tests.cases import case
-from tests.laws.planting import plant
+from tests.laws.planting import (
+    Plant,
+    assigned,
+    calls,
+    condition,
+    constant,
+    operand_dropped,
+    operator,
+    reads,
+    replaced,
+    result,
+    wrapped,
+)
 
 
 class Bug(NamedTuple):
-    """In the function `target`, the source text `old` becomes `new`. The law must then be violated on the case."""
+    """With the plant, the law must be violated on the case."""
 
     description: str
     law: str
     case: str
-    target: str
-    old: str
-    new: str
+    plant: Plant
 
 
-ATTENTION, ATTENTION_MASK, TABLE = (
-    "numerics.attention.softmax",
-    "numerics.attention.mask",
-    "parts.context.position_table",
+def in_strides(heads: Tensor, groups: int) -> Tensor:
+    """Heads [B, H, ...] in another order: the first of each group, then the second of each."""
+    return heads.unflatten(1, (-1, groups)).transpose(1, 2).flatten(1, 2)
+
+
+def mask_with(change: Callable[[AttentionMask], dict[str, Any]]) -> Plant:
+    """Other fields of an attention mask where it becomes a tensor."""
+    return wrapped(
+        AttentionMask.materialize,
+        lambda materialize, mask, *part, **parts: materialize(replace(mask, **change(mask)), *part, **parts),
+    )
+
+
+def table_with(method: Any, change: Callable[[PositionTable], dict[str, Any]]) -> Plant:
+    """Other fields of a position table, as one method sees it."""
+    return wrapped(method, lambda call, table, *arguments: call(replace(table, **change(table)), *arguments))
+
+
+def inputs_with(kernel: Any, change: Callable[[Any], dict[str, Any]]) -> Plant:
+    """Other inputs of a recurrence, for one of its kernels."""
+    return wrapped(kernel, lambda run, inputs, state: run(inputs._replace(**change(inputs)), state))
+
+
+def coordinates_of(change: Callable[[AxialRope, Tensor], Tensor]) -> Plant:
+    """Other coordinates for a table of rotations."""
+    return wrapped(AxialRope._make_table, lambda make, rope, xy, dtype: make(rope, change(rope, xy), dtype))
+
+
+def slots_as_positions(view: Any, slots: int, after: bool) -> tuple[Tensor, Tensor]:
+    positions, segment_ids = view.ring(slots, after=after)
+    return torch.arange(slots).expand_as(positions), segment_ids
+
+
+def last_channels_as_values(attend: Any, q: Tensor, tile: Any, *rest: Any) -> Any:
+    def other(keys: slice) -> tuple[Tensor, Tensor]:
+        wide, values = tile(keys)
+        return wide, wide[..., -values.shape[-1] :]
+
+    return attend(q, other, *rest)
+
+
+def both_tables(rotate: Any, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """The second dim of each pair is rotated by the table in the other order."""
+    pairs, other = cos.shape[-1], rotate(x, cos.flip(-1), sin.flip(-1), layout)
+    y = rotate(x, cos, sin, layout)
+    return torch.cat((y[..., :pairs], other[..., pairs : 2 * pairs], y[..., 2 * pairs :]), dim=-1)
+
+
+def in_a_buffer(frequencies: Any, rope: Rope, layout: Layout, dtype: torch.dtype) -> Any:
+    inv_freq, by_text = frequencies(rope, layout, dtype)
+    if not rope._buffers:
+        rope.register_buffer("stored", torch.tensor(inv_freq, dtype=dtype))
+    return tuple(rope.stored.tolist()), by_text  # type: ignore[operator]
+
+
+def slower_for_good(frequencies: Any, rope: Any, layout: Layout, dtype: torch.dtype) -> Any:
+    inv_freq, by_text = frequencies(rope, layout, dtype)
+    rope.slower = max(getattr(rope, "slower", 1.0), layout.length / 16)
+    return tuple(theta / rope.slower for theta in inv_freq), by_text
+
+
+def scaled_at_random(init: Any, embedding: Embedding, std: float, draws: ParameterDraws) -> None:
+    init(embedding, std, draws)
+    embedding.scale = {torch.float64: 1.0 + float(draws("scale").uniform(0, 1))}
+
+
+def own_token_left_out(run: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    y, state = run(q, k, v, *rest)
+    return y - (q * k).sum(-1, keepdim=True) * v, state
+
+
+def norm_of_the_sum(block: Sandwich, stream: Tensor, branches: Any) -> Tensor:
+    for name, branch in branches.items():
+        stream = block.after[name](stream + block.drops[name](branch(block.norms[name](stream))))
+    return stream
+
+
+def dropped_before_the_norm(block: Reordered, stream: Tensor, branches: Any) -> Tensor:
+    for name, branch in branches.items():
+        stream = stream + block.norms[name](block.drops[name](branch(stream)))
+    return stream
+
+
+def dropped_in_one_stream(block: ResidualDual, streams: tuple[Tensor, Tensor], branches: Any) -> tuple[Tensor, Tensor]:
+    x, dual = streams
+    for name, branch in branches.items():
+        y = branch(x)
+        x, dual = block.norms[name](x + block.drops[name](y)), dual + y
+    return x, dual
+
+
+BATCH_STATISTICS = calls(
+    layer_norm_reference,
+    "layer_norm",
+    lambda functional, x, *rest: functional.layer_norm(x - 0.1 * x.mean(0, keepdim=True), *rest),
 )
-LATENT, LATENT_MIXER = "numerics.attention.latent", "parts.mixers.latent_attention:LatentAttention"
-DELTA, CONVOLUTION, MIXER = (
-    "numerics.recurrent.gated_delta",
-    "numerics.recurrent.convolution",
-    "parts.mixers.gated_delta:GatedDelta",
-)
-DECAYS, SSD = "numerics.recurrent.chunk_decays", "numerics.recurrent.ssd"
-BATCHED = "numerics.recurrent.batched_chunks"
-CROSS, PAIR, DOUBLE = "parts.mixers.cross_attention", "parts.mixers.pair", "numerics.recurrent.double_softmax"
-SUMS, CHUNKS = "numerics.recurrent.causal_sums", "numerics.recurrent.chunked_sums"
-RESIDUALS = "parts.residuals"
-MODIFIERS, TRIANGLE = "numerics.attention.score_modifiers", "numerics.attention.tiled:_weights"
-MASK = f"{ATTENTION_MASK}:AttentionMask.materialize"
-MOE, ROUTING, EXPERTS, SORTED = (
-    "parts.feedforwards.moe",
-    "numerics.experts.routing",
-    "numerics.experts.mixture",
-    "numerics.experts.sorted",
-)
-BALANCING = "parts.modules.load_balancing"
-LAYER_NORM = "numerics.norms:layer_norm_reference"
-DIFFERENTIAL = "parts.mixers.differential_attention:DifferentialAttention"
+PADDING_VISIBLE = mask_with(lambda mask: {"k_positions": mask.k_positions.clamp(min=0)})
+DECAY_AT_PADDING = calls(DeltaRuleMixer._delta_rule, "without_padding", lambda _, x, layout: x)
+ONE_AXIS = coordinates_of(lambda rope, xy: xy[..., :1].expand_as(xy))
+KEYED_BY_ROW = calls(uniform, "to_device", lambda to_device, samples, device: torch.arange(len(samples), device=device))
+LOSS_OVER_ROWS = wrapped(balance_loss, lambda loss, scores, *rest: loss(scores, *rest) / len(scores))
 
 # fmt: off
 BUGS = [
     # Temperatures of queries
     Bug("a temperature that counts from the start of the call", "chunked_decoding", "attention-temperature",
-        "parts.modules.temperature:query_temperature",
-        "layout.positions.clamp", "(layout.positions - layout.positions[:, :1]).clamp"),
+        calls(query_temperature, "clamp", lambda x, **limit: (x - x[:, :1]).clamp(**limit))),
     Bug("a temperature of padding that is no number", "padding_gradients", "attention-temperature",
-        "parts.modules.temperature:query_temperature",
-        ".clamp(min=0)", ""),
+        calls(query_temperature, "clamp", lambda x, **_: x)),
     Bug("a temperature that nothing reads", "options_have_effect", "attention-temperature",
-        "parts.mixers.attention:Attention.forward",
-        "if self.temperature_beta is not None", "if False"),
+        condition(Attention.forward, "temperature_beta", False)),
     # Windows, ring buffers and states
     Bug("a window one key too wide", "receptive_field", "attention-window-2",
-        "numerics.attention.sliding_window:Band.keys_before",
-        "self.window - 1 if", "self.window if"),
-    Bug("a window one key too wide in the mask", "kernel_equivalence", "attention-window-7", MASK,
-        "i - j < self.window", "i - j <= self.window"),
+        result(Band.keys_before, lambda keys: keys + 1)),
+    Bug("a window one key too wide in the mask", "kernel_equivalence", "attention-window-7",
+        operator(AttentionMask.materialize, ast.Lt, ast.LtE)),
     Bug("a bidirectional window one key too narrow", "receptive_field", "attention-bidirectional-window",
-        "numerics.attention.sliding_window:Band.keys_after",
-        "else self.window", "else self.window - 1"),
+        result(Band.keys_after, lambda keys: keys - 1)),
     Bug("ring buffer slots off by one", "chunked_decoding", "attention-window-7",
-        "parts.context.cache_view:SlotMapping.of",
-        "layout.length - written) %", "layout.length - written + 1) %"),
+        wrapped(SlotMapping.of, lambda of, table, *rest: of(replace(table, max_tokens=table.max_tokens + 1), *rest))),
     Bug("a ring buffer unrolled one step too far", "chunked_decoding", "attention-window-7",
-        "parts.context.kv_cache:KVCache._in_order",
-        "max_tokens % slots", "(max_tokens + 1) % slots"),
+        assigned(KVCache._in_order, "oldest", lambda oldest: oldest + 1)),
     Bug("a ring buffer overwritten before it is read", "chunked_decoding", "attention-window-2",
-        "parts.context.kv_cache:KVCache.extend",
-        "if cache.ring and layout.length > 1:", "if False:"),
+        condition(KVCache.extend, "length", False)),
     Bug("positions of a ring buffer rolled the wrong way", "all_chunkings", "attention-window-mixed",
-        "parts.context.kv_cache:_mask_of_ring_and_call",
-        "positions.roll(-oldest, 1)", "positions.roll(oldest, 1)"),
+        calls(_mask_of_ring_and_call, "roll", lambda x, shift, dim: x.roll(-shift, dim), nth=0)),
     Bug("a ragged ring buffer read as if its rows had equal lengths", "chunked_ragged_batch", "attention-window-2",
-        "parts.context.kv_cache:KVCache._in_order",
-        "max_tokens <= slots or not view.equal_lengths", "max_tokens <= slots"),
+        condition(KVCache._in_order, "equal_lengths", False)),
     Bug("attention to unused slots beyond the text", "chunked_decoding", "attention-mha",
-        "parts.context.kv_cache:KVCache.extend",
-        "used = min(view.after.max_tokens, slots)", "used = slots"),
+        calls(KVCache.extend, "min", lambda _, tokens, slots: slots)),
     Bug("a grown cache with its tokens moved to the end", "cache_growth", "attention-mha",
-        "parts.context.kv_cache:KVCache._grown",
-        "(x, x.new_zeros(*x.shape[:2], slots - old_slots, x.shape[3]))",
-        "(x.new_zeros(*x.shape[:2], slots - old_slots, x.shape[3]), x)"),
+        calls(KVCache._grown, "cat", lambda torch, parts, dim: torch.cat(parts[::-1], dim=dim))),
     Bug("one token more than cache_length accepted", "state_errors", "attention-window-2",
-        f"{TABLE}:PositionTable._check_capacity",
-        "max_tokens > self.cache_length", "max_tokens > self.cache_length + 1"),
-    Bug("a state of another design accepted", "state_errors", "attention-mha", "model.decoder:Decoder.forward",
-        "if state.fingerprint != self.fingerprint:", "if False:"),
-    Bug("a state that can be used twice", "state_errors", "attention-mha", "model.state:State.consume",
-        "self.consumed = True", "pass"),
+        wrapped(PositionTable._check_capacity, lambda check, table, tokens: check(table, tokens - 1))),
+    Bug("a state of another design accepted", "state_errors", "attention-mha",
+        condition(Decoder.forward, "fingerprint", False)),
+    Bug("a state that can be used twice", "state_errors", "attention-mha",
+        assigned(State.consume, "consumed", lambda _: False)),
     Bug("a state for a bidirectional design", "chunked_decoding", "attention-bidirectional",
-        "model.decoder:Decoder.init_state",
-        "if not self.causal:", "if False:"),
+        condition(Decoder.init_state, "causal", False)),
     # States: forks, selected rows, rollback
-    Bug("a fork that shares its keys with the original", "fork_isolation", "attention-gqa", "model.state:State.select",
-        "layer.map(lambda _, x: x.index_select(0, target))", "layer"),
+    Bug("a fork that shares its keys with the original", "fork_isolation", "attention-gqa",
+        calls(State.select, "map", lambda layer, change: layer)),
     Bug("a fork that copies everything but the keys", "fork_isolation", "attention-window-2",
-        "model.state:State.select",
-        "lambda _, x: x.index_select(0, target)", "lambda name, x: x if name == 'keys' else x.index_select(0, target)"),
+        calls(State.select, "map",
+              lambda layer, change: layer.map(lambda name, x: x if name == "keys" else change(name, x)))),
     Bug("selected rows of the cache in sorted order", "state_row_selection", "attention-mha",
-        "model.state:State.select",
-        "lambda _, x: x.index_select(0, target)", "lambda _, x: x.index_select(0, target.sort().values)"),
+        calls(State.select, "index_select", lambda x, dim, rows: x.index_select(dim, rows.sort().values))),
     Bug("a selected row with the token count of its batch's longest row", "state_row_selection", "attention-mha",
-        f"{TABLE}:PositionTable.select",
-        "table.counted()", "table"),
+        calls(PositionTable.select, "counted", lambda table: table)),
     Bug("keys of joined states in another order than their rows", "changing_batch", "attention-gqa",
-        "parts.context.mixer_state:MixerState.join",
-        "torch.cat((value, *values))", "torch.cat((*values, value))"),
+        calls(MixerState.join, "cat", lambda torch, tensors: torch.cat((*tensors[1:], tensors[0])))),
     Bug("joined rows with each other's token counts", "changing_batch", "attention-gqa",
-        "parts.context.join:join_tables",
-        "[table.token_counts for table in tables]", "[table.token_counts for table in reversed(tables)]"),
+        calls(join_tables, "replace", lambda replace, table, token_counts, **fields:
+              replace(table, token_counts=token_counts.flip(0), **fields))),
     Bug("joined texts of unequal lengths assumed to be equal", "changing_batch", "attention-gqa",
-        "parts.context.join:join_tables",
-        "return table.counted()", "return table"),
+        calls(join_tables, "counted", lambda table: table)),
     Bug("rows of equal length assumed to be contiguous", "state_rollback", "attention-gqa",
-        f"{TABLE}:PositionTable._with_lengths",
-        "contiguous = self.contiguous and equal", "contiguous = equal"),
+        result(PositionTable._with_lengths, lambda table: replace(table, contiguous=table.equal_lengths))),
     Bug("a ring buffer without the slots declared for rollback", "state_rollback", "attention-window-7",
-        "parts.mixers.attention:Attention.init_state",
-        "self.window + spec.rollback", "self.window"),
+        wrapped(Attention.init_state, lambda init, mixer, spec: init(mixer, replace(spec, rollback=0)))),
     Bug("a row that continues from its position before the rollback", "state_rollback", "attention-mha",
-        f"{TABLE}:PositionTable.rolled_back",
-        "torch.where((counts > 0)[:, None], stored, PositionTable._no_tokens(self.batch, counts.device))",
-        "self.last_token"),
+        calls(PositionTable.rolled_back, "where", lambda torch, *_, self: self.last_token)),
     Bug("every row rolled back by the first row's number of tokens", "state_rollback", "attention-window-2",
-        f"{TABLE}:PositionTable.rolled_back",
-        "counts, newest = self.token_counts - tokens,", "counts, newest = self.token_counts - tokens[0],"),
+        wrapped(PositionTable.rolled_back,
+                lambda roll_back, table, tokens, most: roll_back(table, tokens[:1].expand_as(tokens), most))),
     Bug("rows assumed to stay equally long through a rollback", "state_rollback", "attention-mqa",
-        f"{TABLE}:PositionTable._with_lengths",
-        "equal = least == most", "equal = self.equal_lengths"),
+        wrapped(PositionTable._with_lengths, lambda with_lengths, before, *lengths: replace(
+            with_lengths(before, *lengths), equal_lengths=before.equal_lengths, contiguous=before.contiguous))),
     Bug("a ring buffer whose rollback slots can be used twice", "rollback_errors", "layers-nested",
-        "parts.context.kv_cache:KVCache.can_roll_back",
-        "tokens <= table.rollback_left", "tokens <= table.rollback"),
+        wrapped(KVCache.can_roll_back, lambda can, cache, tokens, table:
+                can(cache, tokens, replace(table, rollback_left=table.rollback)))),
     Bug("a wrapped ring buffer treated as if it had never been full", "rollback_errors", "layers-nested",
-        "parts.context.kv_cache:KVCache.can_roll_back",
-        "table.peak_tokens <=", "table.max_tokens <="),
+        wrapped(KVCache.can_roll_back, lambda can, cache, tokens, table:
+                can(cache, tokens, replace(table, peak_tokens=table.max_tokens)))),
     Bug("a refused rollback that consumes the state", "rollback_errors", "attention-window-2",
-        "model.state:State.rollback",
-        "self.check_not_consumed()", "self.consume()"),
+        calls(State.rollback, "check_not_consumed", lambda state: state.consume())),
     Bug("a state that stays usable after its rollback", "rollback_errors", "attention-mha",
-        "model.state:State.rollback",
-        "self.consumed = True", "pass"),
-    Bug("a size without the slots for rollback", "rollback_size", "attention-window-7", "model.size:measure_size",
-        "source_length), rollback)", "source_length))"),
+        assigned(State.rollback, "consumed", lambda _: False)),
+    Bug("a size without the slots for rollback", "rollback_size", "attention-window-7",
+        calls(measure_size, "init_state", lambda model, batch, length, encoder_output, rollback:
+              model.init_state(batch, length, encoder_output))),
     Bug("positions that depend on the row's index in the batch", "batch_position_invariance", "attention-gqa",
-        "parts.context.layout:Layout.padded",
-        "positions = index - (width - count) if", "positions = index - (width - count[:1]) if"),
-    Bug("normalization statistics taken over the batch", "batch_position_invariance", "norm-layer",
-        LAYER_NORM,
-        "functional.layer_norm(wide,", "functional.layer_norm(wide - 0.1 * wide.mean(0, keepdim=True),"),
+        calls(Layout.padded, "tensor_of", lambda tensor_of, lengths, *rest:
+              tensor_of([lengths[0]] * len(lengths), *rest))),
+    Bug("normalization statistics taken over the batch", "batch_position_invariance", "norm-layer", BATCH_STATISTICS),
     # Masks and positions
     Bug("a causal mask aligned to the first key instead of the last", "chunked_decoding", "attention-mha",
-        "numerics.attention.tiled:_query_tiles",
-        "keys - queries + stop", "stop"),
-    Bug("a causal mask left out", "causality", "attention-gqa", f"{ATTENTION}:_causal",
-        "causal=True", "causal=False"),
-    Bug("a causal mask off by one", "kernel_equivalence", "attention-gqa", MASK,
-        "j <= i", "j <= i + 1"),
+        wrapped(_query_tiles, lambda tiles, *sizes: ((tile, tile.stop) for tile, _ in tiles(*sizes)))),
+    Bug("a causal mask left out", "causality", "attention-gqa", constant(_causal, True, False)),
+    Bug("a causal mask off by one", "kernel_equivalence", "attention-gqa",
+        mask_with(lambda mask: {"q_positions": mask.q_positions + (mask.q_positions >= 0)})),
     Bug("one later token visible within a causal window", "causality", "attention-window-2",
-        "numerics.attention.sliding_window:Band.keys_after",
-        "0 if self.causal", "1 if self.causal"),
+        result(Band.keys_after, lambda keys: keys + 1)),
     Bug("a causal mask in a bidirectional design", "causality", "attention-bidirectional-window",
-        "parts.context.layout:Layout._attention_mask",
-        "causal=causal,", "causal=True,"),
-    Bug("document boundaries left out of the mask", "document_packing", "attention-mha", MASK,
-        "if self.q_segment_ids is not None and", "if False and"),
+        wrapped(Layout._attention_mask, lambda make, layout, window, causal: make(layout, window, True))),
+    Bug("document boundaries left out of the mask", "document_packing", "attention-mha",
+        mask_with(lambda mask: {"q_segment_ids": None})),
     Bug("the documents of a packed row attended to as one", "document_isolation", "attention-mha",
-        f"{ATTENTION}:_per_document",
-        "[doc_length for row in mask.doc_lengths for doc_length in row]", "[sum(row) for row in mask.doc_lengths]"),
+        wrapped(_per_document, lambda attend, q, k, v, mask, *rest, **options:
+                attend(q, k, v, replace(mask, doc_lengths=tuple((sum(row),) for row in mask.doc_lengths)),
+                       *rest, **options))),
     Bug("decoding after packing that continues the first document", "decoding_after_packing", "attention-gqa",
-        f"{TABLE}:PositionTable.next_layout",
-        "self.last_token[:, 1:].expand", "torch.zeros_like(self.last_token[:, 1:]).expand"),
+        table_with(PositionTable.next_layout, lambda table: {"last_token": table.last_token * torch.tensor([1, 0])})),
     Bug("positions that restart in every chunk", "chunked_decoding", "attention-mha",
-        f"{TABLE}:PositionTable.next_layout",
-        "start=self.max_tokens", "start=0"),
+        table_with(PositionTable.next_layout, lambda table: {"max_tokens": 0})),
     Bug("the first row's positions used for every row", "padding_invariance", "attention-mha",
-        f"{TABLE}:PositionTable.next_layout",
-        "self.last_token[:, :1] + ahead", "self.last_token[:1, :1].expand(self.batch, 1) + ahead"),
-    Bug("attention to padding", "padding_invariance", "attention-mha", MASK,
-        "(j >= 0) & (i >= 0)", "(i >= 0)"),
-    Bug("attention to padding", "padding_gradients", "attention-mha", MASK,
-        "(j >= 0) & (i >= 0)", "(i >= 0)"),
+        table_with(PositionTable.next_layout, lambda table: {"last_token": torch.stack(
+            (table.last_token[:1, 0].expand(table.batch), table.last_token[:, 1]), dim=1)})),
+    Bug("attention to padding", "padding_invariance", "attention-mha", PADDING_VISIBLE),
+    Bug("attention to padding", "padding_gradients", "attention-mha", PADDING_VISIBLE),
     Bug("padding counted as tokens written to the cache", "padding_not_cached", "attention-window-7",
-        f"{TABLE}:PositionTable._arrivals",
-        "is_token.cumsum(1) - 1", "torch.arange(layout.length)"),
+        calls(PositionTable._arrivals, "cumsum", lambda is_token, dim: torch.ones_like(is_token).cumsum(dim))),
     # NaN
     Bug("unused slots multiplied by weights of zero", "nan_in_unused_slots", "attention-mha",
-        "numerics.attention.mask:zero_unused_slots",
-        "if not mask.may_have_padding:", "if True:"),
-    Bug("padding embedded like a token", "nan_in_padding", "attention-mha", "model.decoder:Embedding.forward",
-        "return x if padding is None", "return x if True"),
-    Bug("padding normed before it is hidden", "nan_in_padding", "token-types", "model.decoder:Embedding.forward",
-        "self.norm(x if padding is None", "self.norm(x if True"),
+        replaced(zero_unused_slots, lambda k, v, mask: (k, v))),
+    Bug("padding embedded like a token", "nan_in_padding", "attention-mha",
+        calls(Embedding.forward, "masked_fill", lambda x, *_: x, nth=1)),
+    Bug("padding normed before it is hidden", "nan_in_padding", "token-types",
+        calls(Embedding.forward, "masked_fill", lambda x, *_: x, nth=0)),
     Bug("a first norm that stays although it is left out", "options_have_effect", "residual-pre-norm-no-first",
-        "parts.residuals.pre_norm:PreNorm.__init__", "context.layer_index == 0", "False"),
-    Bug("normalization statistics taken over the batch", "nan_in_other_rows", "norm-layer", LAYER_NORM,
-        "functional.layer_norm(wide,", "functional.layer_norm(wide - 0.1 * wide.mean(0, keepdim=True),"),
-    Bug("normalization statistics taken over the batch", "batch_invariance", "norm-layer", LAYER_NORM,
-        "functional.layer_norm(wide,", "functional.layer_norm(wide - 0.1 * wide.mean(0, keepdim=True),"),
-    Bug("normalization statistics taken over the batch", "row_isolation", "norm-layer", LAYER_NORM,
-        "functional.layer_norm(wide,", "functional.layer_norm(wide - 0.1 * wide.mean(0, keepdim=True),"),
+        condition(PreNorm.__init__, "layer_index", False)),
+    Bug("normalization statistics taken over the batch", "nan_in_other_rows", "norm-layer", BATCH_STATISTICS),
+    Bug("normalization statistics taken over the batch", "batch_invariance", "norm-layer", BATCH_STATISTICS),
+    Bug("normalization statistics taken over the batch", "row_isolation", "norm-layer", BATCH_STATISTICS),
     # Heads
     Bug("query heads assigned to groups in strides", "chunked_decoding", "attention-sink",
-        f"{ATTENTION}:_fold_heads",
-        "q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])",
-        "q.unflatten(1, (-1, k.shape[1])).transpose(1, 2).flatten(2, 3)"),
+        wrapped(_fold_heads, lambda attend, q, k, *rest: attend(in_strides(q, k.shape[1]), k, *rest))),
     Bug("query heads assigned to groups in strides in the unmasked kernel", "chunked_decoding", "attention-gqa",
-        "numerics.attention.products:unmasked_attention",
-        "(q * scale).reshape(", "(q * scale).unflatten(1, (-1, k.shape[1])).transpose(1, 2).reshape("),
-    Bug("key heads tiled instead of repeated", "kernel_equivalence", "attention-gqa", f"{ATTENTION}:softmax_weights",
-        "grouped = q.unflatten(1, (k.shape[1], -1))", "grouped = q.unflatten(1, (-1, k.shape[1])).transpose(1, 2)"),
+        wrapped(unmasked_attention, lambda attend, q, k, *rest: attend(in_strides(q, k.shape[1]), k, *rest))),
+    Bug("key heads tiled instead of repeated", "kernel_equivalence", "attention-gqa",
+        wrapped(softmax_weights, lambda weights, q, k, *rest: weights(in_strides(q, k.shape[1]), k, *rest))),
     Bug("a softmax over queries instead of keys", "kernel_equivalence", "attention-mha",
-        f"{ATTENTION}:softmax_weights",
-        "softmax(-1)", "softmax(-2)"),
+        calls(softmax_weights, "softmax", lambda scores, dim: scores.softmax(-2))),
     # ALiBi
     Bug("a score bias with the wrong sign in the mask", "kernel_equivalence", "alibi",
-        f"{MODIFIERS}:ScoreModifiers.bias",
-        ".transpose(0, 1)", ".transpose(0, 1).neg()"),
-    Bug("a score bias with the wrong sign in the triangle kernel", "kernel_equivalence", "alibi-softcap", TRIANGLE,
-        "add_(bias)", "sub_(bias)"),
-    Bug("a score bias shifted by one head", "kernel_equivalence", "alibi-mixed", f"{MODIFIERS}:ScoreModifiers.bias",
-        ".transpose(0, 1)", ".transpose(0, 1).roll(1, 1)"),
+        result(ScoreModifiers.bias, lambda bias: -bias)),
+    Bug("a score bias with the wrong sign in the triangle kernel", "kernel_equivalence", "alibi-softcap",
+        wrapped(_weights, lambda weights, q, k, hiding, modifiers:
+                weights(q, k, hiding, modifiers._replace(bias=-modifiers.bias)))),
+    Bug("a score bias shifted by one head", "kernel_equivalence", "alibi-mixed",
+        result(ScoreModifiers.bias, lambda bias: None if bias is None else bias.roll(1, 1))),
     Bug("a score bias assigned to the heads of a group in strides", "chunked_decoding", "alibi",
-        "numerics.attention.products:unmasked_attention",
-        "bias.expand(q.shape[0], -1, -1, -1)",
-        "bias.expand(q.shape[0], -1, -1, -1).unflatten(1, (-1, k.shape[0] // q.shape[0])).transpose(1, 2)"),
+        wrapped(unmasked_attention, lambda attend, q, k, v, scale, bias:
+                attend(q, k, v, scale, in_strides(bias, k.shape[1])))),
     Bug("the score bias of the first group in all blocks", "kernel_equivalence", "alibi-window",
-        "numerics.attention.tiled:_part_modifiers",
-        "% len(bias)", "* 0"),
+        calls(_part_modifiers, "len", lambda *_: 1)),
     Bug("offsets to later keys with the wrong sign in the blocks kernel", "kernel_equivalence",
         "relative-bias-bidirectional-window",
-        "numerics.attention.sliding_window:_edge",
-        "q_positions[:, None] - k_positions", "k_positions - q_positions[:, None]"),
+        calls(_edge, "Block", lambda block, offsets: block(-offsets))),
     Bug("distances instead of offsets in the mask", "kernel_equivalence", "relative-bias-bidirectional-window",
-        f"{ATTENTION_MASK}:AttentionMask.offsets",
-        "mask.q_positions[:, :, None] - mask.k_positions[:, None, :]",
-        "(mask.q_positions[:, :, None] - mask.k_positions[:, None, :]).abs()"),
+        result(AttentionMask.offsets, lambda offsets: offsets.abs())),
     Bug("a score bias whose gradient is summed over the wrong diagonals", "kernel_equivalence", "relative-bias",
-        "numerics.attention.tiled:_sum_by_offset",
-        "reshape(heads, -1, keys)", "reshape(heads, -1, keys).flip(1)"),
+        calls(_sum_by_offset, "reshape", lambda gradient, *shape: gradient.reshape(*shape).flip(1))),
     Bug("the gradient of a score bias from the first row of a batch alone", "kernel_equivalence", "relative-bias",
-        "numerics.attention.tiled:_CausalAttention.backward",
-        "unflatten(0, (len(q), -1)).sum(0)", "unflatten(0, (len(q), -1))[0]"),
+        calls(_CausalAttention.backward, "sum", lambda rows, dim: rows[0])),
     Bug("the gradient of a score bias after the softcap's", "kernel_equivalence", "relative-bias-softcap-sink-window",
-        "numerics.attention.tiled:_MaskedAttention.backward",
-        "index_add_(0, rows, score_gradient[:, :, without_sink])",
-        "index_add_(0, rows, _softcap_gradient(score_gradient, tanh_scores)[:, :, without_sink])"),
+        calls(_MaskedAttention.backward, "index_add_",
+              lambda bias, dim, rows, gradient, *, tanh_scores, without_sink:
+              bias.index_add_(dim, rows, _softcap_gradient(gradient, tanh_scores[:, :, without_sink])))),
     Bug("slots of a ring buffer used as positions", "chunked_decoding", "alibi-window",
-        "parts.context.kv_cache:_mask_of_cache",
-        "positions[:, :used],", "torch.arange(used).expand(positions.shape[0], used),"),
+        calls(_mask_of_cache, "ring", slots_as_positions)),
     Bug("distances between slots, padding included", "padding_invariance", "alibi",
-        f"{ATTENTION_MASK}:AttentionMask.offsets",
-        "mask.k_positions[:, None, :]", "torch.arange(mask.k_positions.shape[1])"),
+        wrapped(AttentionMask.offsets, lambda offsets, mask: offsets(
+            replace(mask, k_positions=torch.arange(mask.k_positions.shape[1]).expand_as(mask.k_positions))))),
     Bug("the score bias of one query for all queries of a tile", "kernel_equivalence", "alibi-sink-dropout",
-        "numerics.attention.tiled:_bias_by_offset",
-        "by_key.unfold(1, table.shape[1], 1)", "by_key.unfold(1, table.shape[1], 1)[:, :1].expand(-1, queries, -1)"),
+        result(_bias_by_offset, lambda bias: bias[:, :, :1].expand_as(bias))),
     Bug("a softcap applied after the ALiBi bias", "kernel_equivalence", "alibi-softcap",
-        f"{ATTENTION}:softmax_weights",
-        "scores = (scores / modifiers.softcap).tanh() * modifiers.softcap",
-        "scores = ((scores if modifiers.score_bias is None else scores + modifiers.bias(mask).unflatten(1, "
-        "(k.shape[1], -1))) / modifiers.softcap).tanh() * modifiers.softcap"),
+        calls(softmax_weights, "tanh", lambda scores, *, modifiers, mask, k:
+              (scores + modifiers.bias(mask).unflatten(1, (k.shape[1], -1)) / modifiers.softcap).tanh())),
     # Differential attention, whose formula only its oracle knows (tests/parts/test_differential_attention.py)
     Bug("the second queries and keys of some heads not rotated", "position_shift_invariance", "differential",
-        f"{DIFFERENTIAL}._pairs",
-        "self.position(single, layout)",
-        "torch.cat((self.position(single[:, :heads], layout), single[:, heads:]), dim=1)"),
-    Bug("both keys of a head exchanged in the state", "chunked_decoding", "differential", f"{DIFFERENTIAL}._attend",
-        "state.extend(k,", "state.extend(k.roll(self.head_dim, -1),"),
+        calls(DifferentialAttention._pairs, "position", lambda mixer, x, layout, *, heads:
+              torch.cat((mixer.position(x[:, :heads], layout), x[:, heads:]), dim=1))),
+    Bug("both keys of a head exchanged in the state", "chunked_decoding", "differential",
+        calls(DifferentialAttention._attend, "extend", lambda state, k, *rest, self:
+              state.extend(k.roll(self.head_dim, -1), *rest))),
     # Rotary scalings that depend on the text's length
     Bug("rotary frequencies chosen by the tokens read so far", "chunked_decoding", "rope-longrope",
-        f"{TABLE}:PositionTable.final_lengths",
-        "return (self.cache_length,) * self.batch", "return (1,) * self.batch"),
+        result(PositionTable.final_lengths, lambda lengths: (1,) * len(lengths))),
     Bug("a state without the cache_length that the design needs", "state_errors", "rope-ntk-dynamic",
-        "model.decoder:Decoder.init_state",
-        "if cache_length is None and text_lengths is None and self.length_dependent:", "if False:"),
+        condition(Decoder.init_state, "length_dependent", False, nth=0)),
     # Options of attention
     Bug("a sink added to the log-sum-exp instead of subtracted", "kernel_equivalence", "attention-sink",
-        "numerics.attention.sdpa:with_sink",
-        "logsumexp[..., : y.shape[2], None] - sink", "logsumexp[..., : y.shape[2], None] + sink"),
+        wrapped(with_sink, lambda with_sink, y, logsumexp, sink: with_sink(y, logsumexp, -sink))),
     Bug("a causal mask not shifted past the sink's key", "kernel_equivalence", "attention-sink",
-        "numerics.attention.sdpa:sdpa",
-        "q = functional.pad(q, (0, 0, 1, 0))", "q = functional.pad(q, (0, 0, 0, 1))"),
+        calls(sdpa, "pad", lambda functional, q, widths: functional.pad(q, (0, 0, 0, 1)), nth=0)),
     Bug("sinks assigned to the heads of a group in strides", "chunked_decoding", "attention-sink",
-        f"{ATTENTION}:_fold_heads",
-        "sink.reshape(*folded.shape[:3], 1)",
-        "sink.unflatten(1, (-1, k.shape[1])).transpose(1, 2).reshape(*folded.shape[:3], 1)"),
+        wrapped(_fold_heads, lambda attend, q, k, v, scale, bias, sink:
+                attend(q, k, v, scale, bias, in_strides(sink, k.shape[1])))),
     Bug("the gradient of a sink scaled like that of a score", "finite_differences", "attention-sink",
-        "numerics.attention.tiled:_CausalAttention.backward",
-        "grad_sink[:, :, query_range] = _reversed(", "grad_sink[:, :, query_range] = ctx.scale * _reversed("),
+        assigned(_CausalAttention.backward, "grad_sink", lambda gradient, *, ctx: ctx.scale * gradient, nth=1)),
     Bug("a softcap that makes masked scores finite", "causality", "attention-softcap",
-        "numerics.attention.tiled:_weights",
-        "add_(hiding)", 'add_(hiding.clamp(min=-(modifiers.softcap or float("inf"))))'),
+        wrapped(_weights, lambda weights, q, k, hiding, modifiers:
+                weights(q, k, None if hiding is None else hiding.clamp(min=-modifiers.softcap), modifiers))),
     Bug("later keys hidden in order where a tile's queries are reversed", "kernel_equivalence", "alibi",
-        "numerics.attention.tiled:_hide_future",
-        "triu_(1), table, 0)", "triu_(1), None, 0)"),
+        wrapped(_hide_future, lambda hide, size, like, table: hide(size, like, None))),
     Bug("the gradient of queries without the scale", "kernel_equivalence", "attention-gqa",
-        "numerics.attention.tiled:_CausalAttention.backward",
-        "scaled_keys = keys * ctx.scale", "scaled_keys = keys"),
+        assigned(_CausalAttention.backward, "scaled_keys", lambda keys, *, ctx: keys / ctx.scale)),
     Bug("a softcap left out of the gradient", "finite_differences", "attention-softcap",
-        "numerics.attention.tiled:_softcap_gradient",
-        "if tanh_scores is None:", "if True:"),
-    Bug("a softcap without its division", "kernel_equivalence", "attention-softcap", f"{ATTENTION}:softmax_weights",
-        "(scores / modifiers.softcap).tanh()", "scores.tanh()"),
+        replaced(_softcap_gradient, lambda gradient, tanh_scores: gradient)),
+    Bug("a softcap without its division", "kernel_equivalence", "attention-softcap",
+        calls(softmax_weights, "tanh", lambda scores, *, modifiers: (scores * modifiers.softcap).tanh())),
     Bug("an output gate that reads the mean of the whole row", "causality", "attention-gate-channel",
-        "parts.mixers.attention:Attention.forward",
-        "self.gate(x)", "self.gate(x.mean(1, keepdim=True))"),
+        calls(Attention.forward, "gate", lambda mixer, x: mixer.gate(x.mean(1, keepdim=True)))),
     # Rotations
-    Bug("rotary angles computed in the model's bfloat16", "low_precision", "rope-half", "numerics.rotary:rotary_table",
-        "wide = angle_dtype(dtype)", "wide = dtype"),
+    Bug("rotary angles computed in the model's bfloat16", "low_precision", "rope-half",
+        calls(rotary_table, "angle_dtype", lambda angle_dtype, dtype: dtype)),
     Bug("rotary frequencies in a buffer that a dtype conversion rounds", "dtype_round_trip", "rope-half",
-        "parts.positions.rope:Rope._table",
-        "key = (",
-        "if not self._buffers:\n        self.register_buffer('stored', torch.tensor(inv_freq, dtype=dtype))\n    "
-        "inv_freq = tuple(self.stored.tolist())\n    key = ("),
+        wrapped(Rope._inv_freq, in_a_buffer)),
     Bug("a rotary table of one layout used with pairs of the other", "rotary_invariants", "rope-half",
-        "numerics.rotary:apply_rotary",
-        "y = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)",
-        "y = torch.cat((first * cos - second * sin, second * cos.flip(-1) + first * sin.flip(-1)), dim=-1)"),
+        wrapped(apply_rotary, both_tables)),
     Bug("the last dims of a head rotated instead of the first", "rotary_invariants", "rope-partial",
-        "numerics.rotary:apply_rotary",
-        "(x[..., :rotary_dim], x[..., rotary_dim:])", "(x[..., -rotary_dim:], x[..., :-rotary_dim])"),
+        wrapped(apply_rotary, lambda rotate, x, cos, *rest: rotate(x.roll(2 * cos.shape[-1], -1), cos, *rest))),
     Bug("a wrong sign in the interleaved rotation", "rotary_invariants", "rope-interleaved",
-        "numerics.rotary:apply_rotary",
-        "torch.stack((first * cos - second * sin", "torch.stack((first * cos + second * sin"),
+        operator(apply_rotary, ast.Sub, ast.Add, nth=1)),
     Bug("float64 heads rotated by a float32 table", "rotary_invariants", "rope-cast-after",
-        "parts.positions.rope:Rope.forward",
-        "torch.promote_types(x.dtype, torch.float32)", "torch.float32"),
+        calls(Rope.forward, "promote_types", lambda torch, *_: torch.float32)),
     Bug("queries left unrotated", "position_shift_invariance", "attention-gqa",
-        "parts.mixers.attention:Attention._heads",
-        "if self.position is None", "if self.position is None or heads != self.kv_heads"),
+        calls(Attention._heads, "position", lambda mixer, x, layout, *, heads:
+              mixer.position(x, layout) if heads == mixer.kv_heads else x)),
     Bug("absolute positions counted from the start of the call", "position_shift_invariance", "sinusoidal",
-        "parts.positions.sinusoidal:Sinusoidal.forward",
-        "sinusoidal_embedding(layout.positions,", "sinusoidal_embedding(layout.positions - layout.positions[:, :1],"),
+        calls(Sinusoidal.forward, "sinusoidal_embedding", lambda embedding, positions, *rest:
+              embedding(positions - positions[:, :1], *rest))),
     Bug("rotary frequencies changed by a long text and not restored", "call_isolation", "attention-mha",
-        "parts.positions.rope:Rope._table",
-        "return layout.cached(",
-        "self.slower = max(getattr(self, 'slower', 1.0), layout.length / 16)\n    inv_freq = tuple(theta / "
-        "self.slower for theta in inv_freq)\n    return layout.cached("),
+        wrapped(Rope._inv_freq, slower_for_good)),
     Bug("a sine without the attention factor of its scaling", "rotary_invariants", "rope-yarn",
-        "numerics.rotary:rotary_table",
-        "(angle.sin() * attention_factor)", "angle.sin()"),
+        wrapped(rotary_table, lambda table, x, inv_freq, dtype, factor:
+                (table(x, inv_freq, dtype, factor)[0], table(x, inv_freq, dtype)[1]))),
     # Latents
     Bug("a latent rotated before its up-projection", "position_shift_invariance", "latent-full-query",
-        f"{LATENT_MIXER}.forward",
-        "torch.cat((latents, k_rope)", "torch.cat((self.position(latents, layout), k_rope)"),
-    Bug("a latent cached before its norm", "chunked_decoding", "latent-low-rank-query", f"{LATENT_MIXER}.forward",
-        "if self.kv_norm is not None:", "if self.kv_norm is not None and state is None:"),
+        calls(LatentAttention.forward, "cat", lambda torch, parts, dim, *, self, layout:
+              torch.cat((self.position(parts[0], layout), parts[1]), dim=dim))),
+    Bug("a latent cached before its norm", "chunked_decoding", "latent-low-rank-query",
+        calls(LatentAttention.forward, "kv_norm", lambda mixer, latents, *, state:
+              mixer.kv_norm(latents) if state is None else latents)),
     Bug("shared rotary keys cached before their rotation", "chunked_decoding", "latent-interleaved",
-        f"{LATENT_MIXER}.forward",
-        "self.position(k_rope, layout)", "(self.position(k_rope, layout) if state is None else k_rope)"),
+        calls(LatentAttention.forward, "position", lambda mixer, keys, layout, *, state:
+              mixer.position(keys, layout) if state is None else keys, nth=1)),
     Bug("absorbed scores without the rotary dims", "chunked_decoding", "latent-yarn",
-        f"{LATENT}:_absorbed_queries",
-        "(q, q_rope)", "(q, q_rope * 0.0)"),
+        wrapped(_absorbed_queries, lambda queries, q_nope, q_rope, *rest: queries(q_nope, 0.0 * q_rope, *rest))),
     Bug("absorbed scores scaled by the width of the other dims alone", "kernel_equivalence", "latent-full-query",
-        f"{LATENT}:_absorbed",
-        "* scale", "* q_nope.shape[3] ** -0.5"),
-    Bug("absorbed values sliced from the wrong end", "all_chunkings", "latent-hybrid", f"{LATENT}:_absorbed",
-        "wide[..., :rank]", "wide[..., -rank:]"),
+        wrapped(_absorbed, lambda attend, q_nope, *rest: attend(q_nope, *rest[:-1], q_nope.shape[3] ** -0.5))),
+    Bug("absorbed values sliced from the wrong end", "all_chunkings", "latent-hybrid",
+        calls(_absorbed, "online_attention", last_channels_as_values)),
     Bug("heads of an up-projection split in strides", "kernel_equivalence", "latent-bias-scale",
-        f"{LATENT}:expand_latents",
-        "linear(c.squeeze(1), up).unflatten(-1, (heads, -1))",
-        "linear(c.squeeze(1), up).unflatten(-1, (-1, heads)).mT"),
-    Bug("unused slots of cached latents read", "nan_in_unused_slots", "latent-no-rope", f"{LATENT}:_latent_tile",
-        "if not mask.may_have_padding", "if True"),
+        calls(expand_latents, "unflatten", lambda x, dim, sizes: x.unflatten(dim, sizes[::-1]).mT)),
+    Bug("unused slots of cached latents read", "nan_in_unused_slots", "latent-no-rope",
+        replaced(_latent_tile, lambda latents, mask, keys: latents[:, :, keys])),
     Bug("absorbed scores of all keys without the scale", "kernel_equivalence", "latent-bias-scale",
-        f"{LATENT}:_absorbed_untiled",
-        "v_up) * scale", "v_up)"),
+        wrapped(_absorbed_untiled, lambda attend, *arguments: attend(*arguments[:-1], 1.0))),
     # Kernels of accelerators
     Bug("a block of rows given to the expert before", "kernel_equivalence", "moe",
-        "numerics.experts.grouped:_rows_in_blocks",
-        "right=True", "right=False"),
+        constant(_rows_in_blocks, True, False)),
     Bug("gradients of the other tokens of an expert's rows", "kernel_equivalence", "moe",
-        "numerics.experts.grouped:_MoveRows.backward",
-        ".sum(1)", ".select(1, 0)"),
+        calls(_MoveRows.backward, "sum", lambda copies, dim: copies.select(dim, 0))),
     Bug("a target without a gradient of its own in the fused loss", "kernel_equivalence", "attention-mha",
-        "numerics.loss_steps:_chunk_sums",
-        "- is_target.to(sum_dtype) * text_weight", ""),
+        assigned(_chunk_sums, "is_target", torch.zeros_like)),
     Bug("an offset forgotten by the fused norm", "kernel_equivalence", "norm-rms-offset-cast",
-        "numerics.norms:_normalized",
-        "gamma + offset if offset", "gamma if offset"),
+        wrapped(_normalized, lambda norm, x, weight, eps, offset, cast: norm(x, weight, eps, 0.0, cast))),
     # Norms and projections
-    Bug("an epsilon outside the square root", "kernel_equivalence", "attention-mha", "numerics.norms:reference",
-        "torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)",
-        "1.0 / (torch.sqrt(wide.pow(2).mean(-1, keepdim=True)) + eps)"),
-    Bug("a norm without an epsilon", "extreme_inputs", "attention-mha", "numerics.norms:_fused",
-        "weight, eps)", "weight, 0.0)"),
-    Bug("scores rounded to bfloat16 before the softmax", "bfloat16_kernels", "attention-gqa", TRIANGLE,
-        "scores = torch.bmm(q, k.transpose(1, 2))",
-        "scores = torch.bmm(q, k.transpose(1, 2)).bfloat16().to(q.dtype)"),
+    Bug("an epsilon outside the square root", "kernel_equivalence", "attention-mha",
+        calls(rms_reference, "rsqrt", lambda torch, x, *, eps: 1.0 / ((x - eps).sqrt() + eps))),
+    Bug("a norm without an epsilon", "extreme_inputs", "attention-mha",
+        wrapped(_fused, lambda norm, x, weight, eps, *rest: norm(x, weight, 0.0, *rest))),
+    Bug("scores rounded to bfloat16 before the softmax", "bfloat16_kernels", "attention-gqa",
+        calls(_weights, "bmm", lambda torch, q, k: torch.bmm(q, k).bfloat16().to(q.dtype))),
     Bug("a kernel for later tokens too in half precision", "bfloat16_isolation", "attention-gqa",
-        "numerics.attention.sdpa:_torch_sdpa",
-        "is_causal=causal", "is_causal=causal and q.dtype != torch.bfloat16"),
-    Bug("a projection without its bias", "kernel_equivalence", "attention-bias", "numerics.linear:reference",
-        "return y if bias is None else y + bias", "return y"),
+        wrapped(_torch_sdpa, lambda attend, q, *rest: attend(q, *rest[:-1], rest[-1] and q.dtype != torch.bfloat16))),
+    Bug("a projection without its bias", "kernel_equivalence", "attention-bias",
+        wrapped(linear_reference, lambda linear, x, weight, bias: linear(x, weight, None))),
     # Training
-    Bug("dropout active in eval", "dropout_off_in_eval", "attention-dropout", "parts.modules.dropout:Dropout.active",
-        "self.training and self.rate", "self.rate"),
-    Bug("dropout never active", "dropout_off_in_eval", "dropout-everywhere", "parts.modules.dropout:Dropout.active",
-        "self.training and", "False and"),
-    Bug("dropout keyed by the row's index in the batch", "gradient_accumulation", "dropout-everywhere",
-        "numerics.random:uniform",
-        "to_device(key.sample_indices, device)", "torch.arange(shape[0], device=device)"),
+    Bug("dropout active in eval", "dropout_off_in_eval", "attention-dropout",
+        replaced(Dropout.active, lambda dropout: dropout.rate > 0.0)),
+    Bug("dropout never active", "dropout_off_in_eval", "dropout-everywhere",
+        replaced(Dropout.active, lambda dropout: False)),
+    Bug("dropout keyed by the row's index in the batch", "gradient_accumulation", "dropout-everywhere", KEYED_BY_ROW),
     Bug("recomputed layers detached from the embedding", "activation_checkpointing", "attention-mha",
-        "model.decoder:Decoder._run",
-        "checkpoint(run_in_context, layer, stream,",
-        "checkpoint(run_in_context, layer, stream.detach().requires_grad_(),"),
-    Bug("a norm weight without a gradient", "finite_differences", "norm-layer", LAYER_NORM,
-        "* weight.to(", "* weight.detach().to("),
+        calls(Decoder._run, "checkpoint", lambda checkpoint, run, layer, stream, *rest, **options:
+              checkpoint(run, layer, stream.detach().requires_grad_(), *rest, **options))),
+    Bug("a norm weight without a gradient", "finite_differences", "norm-layer",
+        wrapped(layer_norm_reference, lambda norm, x, weight, *rest: norm(x, weight.detach(), *rest))),
     # Coordinates
     Bug("coordinates ignored", "coordinate_shift_invariance", "axial-mha",
-        "parts.context.layout:Layout.axial_positions",
-        "if self.coordinates is None:", "if True:"),
+        condition(Layout.axial_positions, "coordinates", True)),
     Bug("token indices used instead of coordinates", "coordinate_shift_invariance", "axial-bidirectional",
-        "parts.positions.axial_rope:AxialRope._table",
-        "layout.axial_positions", "torch.arange(layout.length)[None, :, None].expand(layout.batch, -1, 2)"),
-    Bug("x used for both axes", "coordinate_shift_invariance", "axial-mha",
-        "parts.positions.axial_rope:AxialRope._make_table",
-        "rotary_table(coordinates,", "rotary_table(coordinates[..., :1].expand_as(coordinates),"),
-    Bug("x used for both axes", "rotary_invariants", "axial-bidirectional",
-        "parts.positions.axial_rope:AxialRope._make_table",
-        "rotary_table(coordinates,", "rotary_table(coordinates[..., :1].expand_as(coordinates),"),
+        reads(AxialRope._table, "axial_positions", lambda _, *, layout:
+              torch.arange(layout.length)[None, :, None].expand(layout.batch, -1, 2))),
+    Bug("x used for both axes", "coordinate_shift_invariance", "axial-mha", ONE_AXIS),
+    Bug("x used for both axes", "rotary_invariants", "axial-bidirectional", ONE_AXIS),
     Bug("frequencies of y that continue those of x", "rotary_invariants", "axial-partial-interleaved",
-        "parts.positions.axial_rope:AxialRope._make_table",
-        "rotary_table(coordinates,", "rotary_table(coordinates * torch.tensor([1.0, self.inv_freq[-1] * 0.1]),"),
-    Bug("x and y exchanged", "rotary_invariants", "axial-mha", "parts.positions.axial_rope:AxialRope._make_table",
-        "rotary_table(coordinates,", "rotary_table(coordinates.flip(-1),"),
+        coordinates_of(lambda rope, xy: xy * torch.tensor([1.0, rope.inv_freq[-1] * 0.1]))),
+    Bug("x and y exchanged", "rotary_invariants", "axial-mha", coordinates_of(lambda rope, xy: xy.flip(-1))),
     Bug("the first row's coordinates used for every row", "coordinate_shift_invariance", "axial-mha",
-        "numerics.rotary:rotary_table",
-        "clamped.to(wide)", "clamped[:1].expand_as(clamped).to(wide)"),
+        wrapped(rotary_table, lambda table, positions, *rest: table(positions[:1].expand_as(positions), *rest))),
     Bug("negative coordinates clamped to zero", "coordinate_shift_invariance", "axial-partial-interleaved",
-        "numerics.rotary:rotary_table",
-        "positions.clamp(min=0) if positions.dim() == 2 else positions", "positions.clamp(min=0)"),
+        wrapped(rotary_table, lambda table, positions, *rest: table(positions.clamp(min=0), *rest))),
     Bug("padding rotated by its coordinates", "coordinate_shift_invariance", "axial-mha",
-        "parts.context.layout:Layout.axial_positions",
-        "if self.padding is None", "if True"),
+        condition(Layout.axial_positions, "padding", True)),
     Bug("coordinates lost in a call with a state", "coordinate_shift_invariance", "axial-window-beside-rope",
-        f"{TABLE}:PositionTable.extend",
-        "cache_view=view, cache={}", "cache_view=view, coordinates=None, cache={}"),
+        result(PositionTable.extend, lambda pair: (pair[0], replace(pair[1], coordinates=None)))),
     # Gated delta
-    Bug("a recurrent state that decays at padding", "padding_not_cached", "delta",
-        "parts.modules.delta_rule:DeltaRuleMixer._delta_rule",
-        "without_padding(log_decay, layout)", "log_decay"),
+    Bug("a recurrent state that decays at padding", "padding_not_cached", "delta", DECAY_AT_PADDING),
     Bug("padding read by the convolution", "padding_invariance", "delta-convolution-2",
-        f"{CONVOLUTION}:find_input_indices",
-        "torch.where(is_token, token_number, state_tokens + length + 1)", "token_number"),
+        calls(find_input_indices, "where", lambda torch, is_token, number, last: number, nth=0)),
     Bug("padding counted as a token of the convolution", "padding_invariance", "delta-key-heads",
-        f"{CONVOLUTION}:find_input_indices",
-        "is_token.cumsum(1) - 1", "torch.arange(length + 1, device=device).expand_as(is_token)"),
+        calls(find_input_indices, "cumsum", lambda is_token, dim: torch.ones_like(is_token).cumsum(dim))),
     Bug("a convolution state carried into the next document", "chunked_ragged_batch", "delta",
-        f"{CONVOLUTION}:next_conv_state",
-        "recent_inputs.masked_fill((indices < 0)[..., None], 0.0)", "recent_inputs"),
+        calls(next_conv_state, "masked_fill", lambda recent, *_: recent)),
     Bug("a convolution state of the last slots, padding included", "chunked_ragged_batch", "delta-key-heads",
-        f"{CONVOLUTION}:next_conv_state",
-        "if taps is None:", "if True:"),
-    Bug("a convolution across documents", "document_isolation", "delta", f"{CONVOLUTION}:_with_starts",
-        ".index_put((rows, positions), corrected)", ""),
+        wrapped(next_conv_state, lambda next_state, x, conv_state, taps: next_state(x, conv_state, None))),
+    Bug("a convolution across documents", "document_isolation", "delta", replaced(_with_starts, lambda y, *_: y)),
     Bug("a convolution across documents of unknown lengths", "document_packing", "delta-convolution-2",
-        f"{CONVOLUTION}:find_input_indices",
-        "torch.where(same_document & is_token[..., None],", "torch.where(is_token[..., None],"),
-    Bug("a convolution that starts anew in every call", "chunked_decoding", "delta", f"{CONVOLUTION}:_shifted",
-        "torch.cat((conv_state, x), dim=1)", "torch.cat((0 * conv_state, x), dim=1)"),
-    Bug("a convolution that looks ahead", "causality", "delta", f"{CONVOLUTION}:_ShiftedSum.forward",
-        "y[:, shift:].addcmul_(x[:, :-shift]", "y[:, :-shift].addcmul_(x[:, shift:]"),
+        assigned(find_input_indices, "same_document", torch.ones_like)),
+    Bug("a convolution that starts anew in every call", "chunked_decoding", "delta",
+        calls(_shifted, "cat", lambda torch, parts, dim: torch.cat((0 * parts[0], parts[1]), dim=dim))),
+    Bug("a convolution that looks ahead", "causality", "delta",
+        wrapped(_ShiftedSum.forward, lambda forward, ctx, x, weight: forward(ctx, x.flip(1), weight).flip(1))),
     Bug("a gradient of the convolution shifted the wrong way", "finite_differences", "delta",
-        f"{CONVOLUTION}:_ShiftedSum.backward",
-        "grad_x[:, :-shift].addcmul_(gradient[:, shift:]", "grad_x[:, shift:].addcmul_(gradient[:, :-shift]"),
-    Bug("queries of single steps left unscaled", "chunked_decoding", "delta", f"{DELTA}:_step",
-        "torch.bmm(q, flat_state)", "torch.bmm(q * d_k**0.5, flat_state)"),
-    Bug("a recurrent state that is corrected before it decays", "kernel_equivalence", "delta", f"{DELTA}:_step",
-        "alpha=-1).mul_(inputs.beta.view(-1, 1, 1))", "alpha=-1).mul_((inputs.beta / decay[..., 0]).view(-1, 1, 1))"),
-    Bug("values without beta", "kernel_equivalence", "delta-key-heads", f"{DELTA}:_chunked",
-        "v * beta,", "v,"),
-    Bug("beta applied twice to the values", "chunked_decoding", "delta-hybrid", f"{DELTA}:_chunked",
-        "v * beta,", "v * beta * beta,"),
-    Bug("a recurrent state that does not decay between chunks", "cache_growth", "delta", f"{DELTA}:_chunked",
-        "states[-1] * decay_factor", "states[-1]"),
-    Bug("keys that read the state without its decay", "cache_growth", "delta-key-heads", f"{DELTA}:_chunked",
-        "k * (decay.from_start * beta)", "k * beta"),
-    Bug("decays that leave out the token itself", "kernel_equivalence", "delta", f"{DECAYS}:head_decays",
-        "(log_decay.mT * within[:, :-1])", "(log_decay.mT * within[:, :-1].tril(-1))"),
-    Bug("documents that share a recurrent state", "document_isolation", "delta", f"{DECAYS}:_visible",
-        "if call_segment_ids is None:", "if True:"),
+        wrapped(_ShiftedSum.backward, lambda backward, ctx, gradient:
+                (backward(ctx, gradient.flip(1))[0].flip(1), backward(ctx, gradient)[1]))),
+    Bug("queries of single steps left unscaled", "chunked_decoding", "delta",
+        inputs_with(delta_step, lambda inputs: {"q": inputs.q * inputs.q.shape[-1] ** 0.5})),
+    Bug("a recurrent state that is corrected before it decays", "kernel_equivalence", "delta",
+        inputs_with(delta_step, lambda inputs: {"beta": inputs.beta / inputs.log_decay.exp()[..., 0]})),
+    Bug("values without beta", "kernel_equivalence", "delta-key-heads",
+        inputs_with(delta_chunked, lambda inputs: {"v": inputs.v / inputs.beta[..., None]})),
+    Bug("beta applied twice to the values", "chunked_decoding", "delta-hybrid",
+        inputs_with(delta_chunked, lambda inputs: {"v": inputs.v * inputs.beta[..., None]})),
+    Bug("a recurrent state that does not decay between chunks", "cache_growth", "delta",
+        result(_decayed_pairs, lambda pairs:
+               (*pairs[:2], pairs[2]._replace(whole_chunk=torch.ones_like(pairs[2].whole_chunk))))),
+    Bug("keys that read the state without its decay", "cache_growth", "delta-key-heads",
+        calls(delta_chunked, "cat", lambda torch, parts, dim, *, k, beta: torch.cat((parts[0], k * beta), dim=dim))),
+    Bug("decays that leave out the token itself", "kernel_equivalence", "delta",
+        reads(head_decays, "within", lambda within: within.tril(-1), nth=0)),
+    Bug("documents that share a recurrent state", "document_isolation", "delta", replaced(_visible, lambda *_: None)),
     Bug("a recurrent state carried into the next document in single steps", "chunked_ragged_batch",
-        "delta-convolution-1", f"{DELTA}:_step",
-        "if inputs.call_segment_ids is not None:", "if False:"),
-    Bug("value heads assigned to key heads in strides", "chunked_decoding", "delta-hybrid", f"{DELTA}:_step",
-        "x.expand(batch, x.shape[1], heads // x.shape[1], d_k)",
-        "x.mT.expand(batch, x.shape[1], d_k, heads // x.shape[1]).permute(0, 3, 1, 2)"),
+        "delta-convolution-1", inputs_with(delta_step, lambda inputs: {"call_segment_ids": None})),
+    Bug("value heads assigned to key heads in strides", "chunked_decoding", "delta-hybrid",
+        calls(delta_step, "expand", lambda x, batch, groups, repeats, dim:
+              x.mT.expand(batch, groups, dim, repeats).permute(0, 3, 1, 2))),
     Bug("a gradient of the triangular solve outside the triangle", "finite_differences", "delta",
-        f"{DELTA}:_TriangularSolve.backward",
-        ".tril(-1)", ""),
+        calls(_TriangularSolve.backward, "tril", lambda x, diagonal: x)),
     Bug("decays initialized alike for every seed", "seeded_initialization", "delta",
-        "parts.modules.gated_decay:GatedDecay.init_weights",
-        'draws("rate").uniform(0, len(self.rate))', "torch.linspace(0.1, 0.9, len(self.rate), dtype=torch.float64)"),
+        calls(GatedDecay.init_weights, "uniform", lambda stream, start, stop:
+              torch.linspace(0.1, 0.9, stop - start, dtype=torch.float64), nth=0)),
     # Kimi Delta Attention
-    Bug("channels that decay at padding", "padding_not_cached", "kda",
-        "parts.modules.delta_rule:DeltaRuleMixer._delta_rule",
-        "without_padding(log_decay, layout)", "log_decay"),
+    Bug("channels that decay at padding", "padding_not_cached", "kda", DECAY_AT_PADDING),
     Bug("keys undecayed from one half of a chunk to the other", "kernel_equivalence", "kda",
-        f"{DECAYS}:channel_decays", "first_keys * first_end.exp()", "first_keys"),
+        calls(channel_decays, "exp", torch.ones_like, nth=1)),
     Bug("documents that share a recurrent state of many rates", "document_isolation", "kda-own-widths",
-        f"{DECAYS}:mask_documents", "products * visible[..., 1:]", "products"),
+        wrapped(mask_documents, lambda mask, products, *rest: (products, mask(products, *rest)[1]))),
     # Recurrences for accelerators
     Bug("decays of a state left out where all chunks are computed at once", "kernel_equivalence", "retention-plain",
-        f"{BATCHED}:batched_sums",
-        "q @ states_before, decay.from_start)", "q @ states_before, torch.ones_like(decay.from_start))"),
-    Bug("an inverse of the other sign", "kernel_equivalence", "delta", f"{BATCHED}:unit_triangular_inverse",
-        "alpha=-1", "alpha=1"),
+        calls(batched_sums, "addcmul", lambda torch, within, reads, decay: within + reads)),
+    Bug("an inverse of the other sign", "kernel_equivalence", "delta",
+        calls(unit_triangular_inverse, "baddbmm", lambda torch, *matrices, alpha:
+              torch.baddbmm(*matrices, alpha=-alpha))),
     Bug("channels that decay from the start to each token of a half", "kernel_equivalence", "kda-own-widths",
-        f"{BATCHED}:_sum_ranges",
-        "is_second == up_to", "up_to"),
+        assigned(_sum_ranges, "is_second", torch.ones_like)),
     Bug("a state in which a chunk's transition is left out", "kernel_equivalence", "delta-key-heads",
-        f"{DELTA}:_batched",
-        "torch.addcmul(erased, unchanged, decay.whole_chunk)", "erased"),
+        calls(delta_batched, "addcmul", lambda torch, erased, *_: erased)),
     # Mamba-2
-    Bug("a Mamba-2 state that decays at padding", "padding_not_cached", "mamba2", "parts.mixers.mamba2:Mamba2._scan",
-        "without_padding(log_decay, layout)", "log_decay"),
+    Bug("a Mamba-2 state that decays at padding", "padding_not_cached", "mamba2",
+        calls(Mamba2._scan, "without_padding", lambda _, x, layout: x)),
     Bug("the bias of a convolution read at padding", "padding_not_cached", "mamba2",
-        "parts.modules.short_convolution:ShortConvolution.forward",
-        "y if layout.padding is None else y.masked_fill(layout.padding[..., None], 0.0)", "y"),
-    Bug("a time step left out of single steps", "chunked_decoding", "mamba2", f"{SSD}:_step",
-        "inputs.v * inputs.time_step", "inputs.v"),
+        calls(ShortConvolution.forward, "masked_fill", lambda y, *_: y)),
+    Bug("a time step left out of single steps", "chunked_decoding", "mamba2",
+        inputs_with(ssd_step, lambda inputs: {"time_step": torch.ones_like(inputs.time_step)})),
     Bug("a Mamba-2 state carried into the next document in single steps", "chunked_ragged_batch", "mamba2-groups",
-        f"{SSD}:_step",
-        "if inputs.call_segment_ids is not None:", "if False:"),
-    Bug("groups of heads in strides", "kernel_equivalence", "mamba2-groups", f"{SSD}:reference",
-        "x.repeat_interleave(inputs.v.shape[1] // x.shape[1], dim=1)",
-        "x.repeat(1, inputs.v.shape[1] // x.shape[1], 1, 1)"),
-    Bug("a Mamba-2 state that does not decay between chunks", "cache_growth", "mamba2", f"{SSD}:_chunked",
-        "states[-1], decay_factor", "states[-1], torch.ones_like(decay_factor)"),
+        inputs_with(ssd_step, lambda inputs: {"call_segment_ids": None})),
+    Bug("groups of heads in strides", "kernel_equivalence", "mamba2-groups",
+        calls(ssd_reference, "repeat_interleave", lambda x, repeats, dim: x.repeat(1, repeats, 1, 1))),
+    Bug("a Mamba-2 state that does not decay between chunks", "cache_growth", "mamba2",
+        calls(ssd_chunked, "addcmul", lambda torch, addition, state, decay: addition + state, nth=0)),
     # Short convolution
     Bug("products of a call that the state forgets", "chunked_decoding", "short-conv",
-        "parts.mixers.short_conv:ShortConv._convolve",
-        "next_state(kv, layout, state.conv_state)", "next_state(kv * 0, layout, state.conv_state)"),
+        calls(ShortConv._convolve, "next_state", lambda convolution, kv, *rest:
+              convolution.next_state(0 * kv, *rest))),
     Bug("a gate of values that reads padding", "padding_invariance", "short-conv-biases",
-        "numerics.recurrent.convolution:find_input_indices",
-        "is_token.cumsum(1)", "torch.ones_like(is_token).cumsum(1)"),
+        calls(find_input_indices, "cumsum", lambda is_token, dim: torch.ones_like(is_token).cumsum(dim))),
     # Building and configs
     Bug("a parameter left uninitialized", "complete_initialization", "norm-layer",
-        "parts.norms.layer:LayerNorm.init_weights",
-        "nn.init.zeros_(self.bias)", "pass"),
+        replaced(LayerNorm.init_weights, lambda norm, std, draws: nn.init.ones_(norm.weight))),
     Bug("a tied head's bias left uninitialized", "complete_initialization", "head-tied-bias",
-        "model.embedding:Head.init_weights",
-        "if self.bias is not None", "if self.bias is not None and not self.tied"),
+        wrapped(Head.init_weights, lambda init, head, *rest: None if head.tied else init(head, *rest))),
     Bug("initial weights drawn from the global generator", "seeded_initialization", "attention-mha",
-        "parts.modules.linear:fill_normal",
-        "numbers.mul_(std)", "torch.randn_like(numbers).mul_(std)"),
+        calls(fill_normal, "mul_", lambda numbers, std: torch.randn_like(numbers).mul_(std))),
     Bug("the same initial weights for every projection", "seeded_initialization", "attention-mha",
-        "numerics.philox:ParameterDraws.__call__",
-        'f"{self.module}.{parameter}" if self.module else parameter', "parameter"),
-    Bug("a tied head with a weight of its own", "tied_head", "attention-mha", "model.decoder:Decoder.tie",
-        "if self.config.head.tied:", "if False:"),
+        replaced(ParameterDraws.__call__, lambda draws, parameter: RandomStream.of(draws.seed, parameter))),
+    Bug("a tied head with a weight of its own", "tied_head", "attention-mha", condition(Decoder.tie, "tied", False)),
     Bug("a random scale that is not in the state dict", "state_dict_completeness", "attention-mha",
-        "model.decoder:Embedding.init_weights",
-        'fill_normal(self.weight, std, draws("weight"))',
-        'fill_normal(self.weight, std, draws("weight"))\n    self.scale = {torch.float64: 1.0 + '
-        'float(draws("scale").uniform(0, 1))}'),
+        wrapped(Embedding.init_weights, scaled_at_random)),
     Bug("false values left out of the written config", "config_round_trip", "attention-bidirectional",
-        "config:Config.dump",
-        "if value is not None", "if value"),
-    Bug("the state bytes of a longer text reported", "size_matches_model", "attention-mha", "model.size:measure_size",
-        "model.init_state(batch, context_length, ", "model.init_state(batch, context_length + 1, "),
+        result(Config.dump, lambda data: {name: value for name, value in data.items() if value})),
+    Bug("the state bytes of a longer text reported", "size_matches_model", "attention-mha",
+        calls(measure_size, "init_state", lambda model, batch, length, *rest:
+              model.init_state(batch, length + 1, *rest))),
     Bug("a softcap of the logits that nothing reads", "options_have_effect", "layers-feedforward-only",
-        "model.embedding:Head.forward",
-        "self.scale, self.softcap", "self.scale, None"),
+        calls(Head.forward, "scale_and_cap", lambda change, logits, scale, softcap: change(logits, scale, None))),
     Bug("a base accepted beside the frequencies that replace it", "options_have_effect", "rope-frequencies",
-        "parts.positions:check_base",
-        "if inv_freq is not None and", "if False and"),
+        replaced(check_base, lambda base, inv_freq: None)),
     Bug("a dropout of the embedding that nothing applies", "options_have_effect", "layers-feedforward-only",
-        "model.embedding:Embedding.forward",
-        "x = self.dropout(x)", "pass"),
+        calls(Embedding.forward, "dropout", lambda embedding, x: x)),
     # Encoder outputs and pairs
     Bug("attention to padding of the encoder output", "cross_attention", "cross-grouped",
-        f"{CROSS}:CrossAttention._project",
-        "encoder_output.is_token.long() - 1", "encoder_output.is_token.long() * 0"),
-    Bug("every encoder output assumed to have no padding", "cross_attention", "cross-own-widths", f"{CROSS}:_full_mask",
-        "not padded and ", ""),
+        calls(CrossAttention._project, "long", lambda is_token: torch.ones_like(is_token, dtype=torch.int64))),
+    Bug("every encoder output assumed to have no padding", "cross_attention", "cross-own-widths",
+        result(_full_mask, lambda mask: replace(mask, all_visible=True))),
     Bug("NaN in the padding of the encoder output projected", "cross_attention", "cross-alone",
-        "parts.context.encoder_output:EncoderOutput.clean",
-        "if self.is_token is None:", "if True:"),
+        condition(EncoderOutput.clean, "is_token", True)),
     Bug("values projected from the sequence of the keys", "cross_attention", "pair-cross",
-        "parts.context.encoder_output:EncoderOutput.clean",
-        "self.keys if self.values is None else self.values", "self.keys"),
+        wrapped(EncoderOutput.clean, lambda clean, output: clean(replace(output, values=None)))),
     Bug("the first row's encoder output used for every row", "cross_attention", "cross-grouped",
-        f"{CROSS}:CrossAttention._project",
-        "x.to(", "x[:1].expand_as(x).to("),
-    Bug("no gradient to the encoder output", "cross_attention", "cross-grouped", f"{CROSS}:CrossAttention._project",
-        "x.to(", "x.detach().to("),
-    Bug("keys normalized over their dims", "cross_attention", "cross-double-softmax", f"{DOUBLE}:_normalize_keys",
-        "masked_fill(empty, 0.0).softmax(2)", "masked_fill(empty, 0.0).softmax(3).nan_to_num()"),
+        calls(CrossAttention._project, "to", lambda x, dtype: x[:1].expand_as(x).to(dtype))),
+    Bug("no gradient to the encoder output", "cross_attention", "cross-grouped",
+        calls(CrossAttention._project, "to", lambda x, dtype: x.detach().to(dtype))),
+    Bug("keys normalized over their dims", "cross_attention", "cross-double-softmax",
+        calls(_normalize_keys, "softmax", lambda k, dim: k.softmax(3).nan_to_num(), nth=1)),
     Bug("padding of the encoder output in the softmax over its tokens", "cross_attention", "cross-double-softmax",
-        f"{DOUBLE}:_normalize_keys",
-        'k.masked_fill(hidden, float("-inf"))', "k"),
+        calls(_normalize_keys, "masked_fill", lambda k, *_: k, nth=0)),
     Bug("padding of the encoder output lost in the state", "cross_attention", "cross-double-softmax",
-        f"{CROSS}:CrossAttention.init_state",
-        "projected.values, encoder_output.is_token", "projected.values, None"),
+        calls(CrossAttention.init_state, "summarize_keys_values", lambda summarize, keys, values, is_token:
+              summarize(keys, values, None))),
     Bug("an encoder output accepted by a design that reads none", "cross_attention", "attention-mha",
-        "model.decoder:Decoder._check_encoder_output",
-        "if encoder_output is not None:", "if False:"),
-    Bug("padding of the source not marked in the encoder output", "cross_attention", "encoder", "model.encoder:encode",
-        "if layout is None or layout.padding is None else ~layout.padding", ""),
-    Bug("the second state of a pair discarded", "chunked_decoding", "pair-windows", f"{PAIR}:Pair.forward",
-        "None if state is None else state.second", "None"),
+        wrapped(Decoder._check_encoder_output, lambda check, decoder, output, batch:
+                check(decoder, None if decoder.encoder_width is None else output, batch))),
+    Bug("padding of the source not marked in the encoder output", "cross_attention", "encoder",
+        result(encode, lambda output: replace(output, is_token=None))),
+    Bug("the second state of a pair discarded", "chunked_decoding", "pair-windows",
+        calls(Pair.forward, "second", lambda pair, x, layout, state: pair.second(x, layout, None))),
     Bug("a position table sized for the first mixer of a pair", "chunked_decoding", "pair-windows",
-        f"{PAIR}:Pair.lookback",
-        "_larger(self.first.lookback, self.second.lookback)", "self.first.lookback"),
-    Bug("a pair that declares the narrower of its two windows", "receptive_field", "pair-windows", f"{PAIR}:_larger",
-        "max(", "min("),
+        replaced(Pair.lookback, lambda pair: pair.first.lookback)),
+    Bug("a pair that declares the narrower of its two windows", "receptive_field", "pair-windows",
+        calls(_larger, "max", lambda _, a, b: min(a, b))),
     # Recurrences
     Bug("a chunk that ignores the chunks before it", "cache_growth", "linear-attention-elu",
-        f"{CHUNKS}:_states_before_chunks",
-        "states[:, :, chunk] = state", "states[:, :, chunk] = 0.0"),
-    Bug("padding counted in the decay", "padding_not_cached", "retention-plain", f"{CHUNKS}:_token_counts",
-        "if layout.cumulative_tokens is None:", "if True:"),
+        result(_states_before_chunks, lambda pair: (torch.zeros_like(pair[0]), pair[1]))),
+    Bug("padding counted in the decay", "padding_not_cached", "retention-plain",
+        wrapped(_token_counts, lambda count, layout, *rest: count(layout._replace(cumulative_tokens=None), *rest))),
     Bug("keys and values summed in half precision", "low_precision", "linear-attention-elu",
-        f"{CHUNKS}:_split_chunks",
-        "at_least_float32(x[:, :, span])", "x[:, :, span].half().to(at_least_float32(x).dtype)"),
-    Bug("documents summed together", "document_isolation", "linear-attention-elu", f"{CHUNKS}:decay_weights",
-        "(segment_ids[..., :, None] == segment_ids[..., None, :])",
-        "(segment_ids[..., :, None] >= segment_ids[..., None, :])"),
+        result(_split_chunks, lambda chunks: chunks.half().to(chunks.dtype))),
+    Bug("documents summed together", "document_isolation", "linear-attention-elu",
+        operator(decay_weights, ast.Eq, ast.GtE, nth=0)),
     Bug("a recurrent state carried into the next document", "chunked_ragged_batch", "retention-plain",
-        f"{CHUNKS}:decay_weights",
-        "(segment_ids == previous_segment_ids[..., None])", "(segment_ids >= previous_segment_ids[..., None])"),
+        operator(decay_weights, ast.Eq, ast.GtE, nth=1)),
     Bug("keys of every document summed in the state", "decoding_after_packing", "linear-attention-relu",
-        f"{CHUNKS}:decay_weights",
-        "(segment_ids == segment_ids[..., -1:])", "(segment_ids <= segment_ids[..., -1:])"),
-    Bug("a sum that sees one token ahead", "causality", "retention-rope-gate", f"{CHUNKS}:decay_weights",
-        ".tril()", ".tril(1)"),
+        operator(decay_weights, ast.Eq, ast.LtE, nth=2)),
+    Bug("a sum that sees one token ahead", "causality", "retention-rope-gate",
+        calls(decay_weights, "tril", lambda visible: visible.tril(1))),
     Bug("a step that reads the state before adding its token", "all_chunkings", "linear-attention-learned",
-        f"{SUMS}:_recurrent",
-        "q[:, :, token_slice] @ state",
-        "q[:, :, token_slice] @ (state - k[:, :, token_slice].mT * v[:, :, token_slice])"),
-    Bug("a decay left out of single steps", "chunked_decoding", "retention-learned-decays", f"{SUMS}:_state_decay",
-        "None if log_decay is None", "None if True"),
+        wrapped(_recurrent, own_token_left_out)),
+    Bug("a decay left out of single steps", "chunked_decoding", "retention-learned-decays",
+        wrapped(_state_decay, lambda decay, layout, length, log_decay, like: decay(layout, length, None, like))),
     Bug("a gradient of a learned decay without its second term", "finite_differences", "retention-learned-decays",
-        f"{CHUNKS}:_gradients",
-        "chunk_q * chunk_grad_q - chunk_k * chunk_grad_k", "chunk_q * chunk_grad_q"),
+        operand_dropped(_gradients, "chunk_grad_k", nth=1)),
     Bug("features of padding summed", "padding_invariance", "linear-attention-elu",
-        "parts.context.recurrent_state:without_padding",
-        "if layout.padding is None", "if True"),
-    Bug("a division of zero by zero", "extreme_inputs", "linear-attention-relu", f"{CHUNKS}:safe_reciprocal",
-        "x <= torch.finfo(x.dtype).tiny", "x < 0.0"),
+        replaced(without_padding, lambda x, layout: x)),
+    Bug("a division of zero by zero", "extreme_inputs", "linear-attention-relu",
+        replaced(safe_reciprocal, lambda x: x.reciprocal())),
     Bug("a token counted in both directions", "document_packing", "linear-attention-bidirectional",
-        "numerics.recurrent.linear_attention:_both_directions",
-        "- (q * k).sum(-1, keepdim=True) * v", ""),
+        wrapped(_both_directions, lambda sums, q, k, v, ids:
+                sums(q, k, v, ids) + (q * k).sum(-1, keepdim=True) * v)),
     Bug("a softmax over tokens that counts padding", "padding_invariance", "linear-attention-double-softmax",
-        "numerics.recurrent.linear_attention:softmax_over_tokens",
-        "torch.finfo(k.dtype).min)", "0.0)"),
+        calls(softmax_over_tokens, "masked_fill", lambda k, padding, value: k.masked_fill(padding, 0.0), nth=0)),
     Bug("a softmax over the tokens of all documents", "document_packing", "linear-attention-double-softmax",
-        "numerics.recurrent.linear_attention:softmax_over_tokens",
-        "if call_segment_ids is None:", "if True:"),
+        wrapped(softmax_over_tokens, lambda softmax, k, padding, ids: softmax(k, padding, None))),
     Bug("float32 angles in a mixer without softmax", "low_precision", "retention-learned-decays",
-        "parts.positions:Rotation.table_dtype",
-        "self.float64_angles and", "False and"),
+        replaced(Rotation.table_dtype, lambda rotation, dtype, device: dtype)),
     # Residual connections
     Bug("a block that adds its input twice", "residual_identity", "residual-pre-norm-drop-path",
-        f"{RESIDUALS}.pre_norm:PreNorm.forward",
-        "stream = stream +", "stream = 2 * stream +"),
+        wrapped(PreNorm.forward, lambda forward, block, stream, branches: stream + forward(block, stream, branches))),
     Bug("a parallel block that adds a part of its input again", "residual_identity", "residual-parallel-dropout",
-        f"{RESIDUALS}.parallel:Parallel.forward",
-        "total = total +", "total = total + 0.1 * stream +"),
+        wrapped(Parallel.forward, lambda forward, block, stream, branches:
+                forward(block, stream, branches) + 0.1 * stream)),
     Bug("a post-norm block without its norm", "residual_identity", "residual-post-norm",
-        f"{RESIDUALS}.post_norm:PostNorm.forward",
-        "self.norms[name](stream + self.drops[name](branch(stream)))", "stream + self.drops[name](branch(stream))"),
+        calls(PostNorm.forward, "norms", lambda norm, stream: stream)),
     Bug("the second norm of a sandwich applied to the sum", "residual_identity", "residual-sandwich",
-        f"{RESIDUALS}.sandwich:Sandwich.forward",
-        "stream + self.drops[name](self.after[name](branch(self.norms[name](stream))))",
-        "self.after[name](stream + self.drops[name](branch(self.norms[name](stream))))"),
+        replaced(Sandwich.forward, norm_of_the_sum)),
     Bug("ResiDual without its second stream", "residual_identity", "residual-dual",
-        f"{RESIDUALS}.residual_dual:ResidualDual.forward",
-        "return x, dual", "return x, x"),
+        result(ResidualDual.forward, lambda streams: (streams[0], streams[0]))),
     Bug("streams mixed by a matrix that is not doubly stochastic", "residual_identity", "residual-hyper-apart",
-        "numerics.sinkhorn:sinkhorn",
-        "in range(iterations)", "in range(0)"),
+        wrapped(sinkhorn, lambda sinkhorn, logits, iterations: sinkhorn(logits, 0))),
     Bug("streams mixed by rows that do not sum to 1", "drop_path_scaling", "residual-hyper",
-        "numerics.sinkhorn:sinkhorn",
-        "logs - logs.logsumexp(-1, keepdim=True)", "logs"),
+        calls(sinkhorn, "logsumexp", lambda logs, dim, keepdim: 0.0, nth=1)),
     Bug("one dropout module for both branches", "drop_path_rates", "residual-pre-norm-drop-path",
-        f"{RESIDUALS}.pre_norm:PreNorm.forward",
-        "self.drops[name]", 'self.drops["mixer"]'),
-    Bug("the same dropout in all layers", "drop_path_rates", "residual-hyper", "model.decoder:Decoder.__init__",
-        "dropout.site = site", "dropout.site = 0"),
+        calls(PreNorm.forward, "drops", lambda drop, y, *, self: self.drops["mixer"](y))),
+    Bug("the same dropout in all layers", "drop_path_rates", "residual-hyper",
+        assigned(Decoder.__init__, "site", lambda site: 0)),
     Bug("drop path rates that do not start at zero", "drop_path_rates", "residual-reordered",
-        "model.decoder:Layer.__init__",
-        "layer_index / max(1, model.depth - 1)", "(layer_index + 1) / model.depth"),
+        assigned(Layer.__init__, "drop_rate", lambda rate, *, model, layer_index:
+                 model.residual.drop_path * (layer_index + 1) / model.depth)),
     Bug("dropout of elements without dropout of branches", "drop_path_rates", "residual-dual",
-        "parts.modules.dropout:BranchDropout.forward",
-        "self.path(self.elements(y))", "self.elements(y)"),
+        replaced(BranchDropout.forward, lambda dropout, y: dropout.elements(y))),
     Bug("surviving branches that are not rescaled", "drop_path_scaling", "residual-post-norm",
-        "parts.modules.dropout:Dropout._dropped",
-        " / (1.0 - self.rate)", ""),
+        wrapped(Dropout._dropped, lambda drop, dropout, x: drop(dropout, x) * (1.0 - dropout.rate))),
     Bug("a branch dropped before its norm", "drop_path_scaling", "residual-reordered",
-        f"{RESIDUALS}.reordered:Reordered.forward",
-        "self.drops[name](self.norms[name](branch(stream)))", "self.norms[name](self.drops[name](branch(stream)))"),
+        replaced(Reordered.forward, dropped_before_the_norm)),
     Bug("a branch dropped in only one of two streams", "drop_path_scaling", "residual-dual",
-        f"{RESIDUALS}.residual_dual:ResidualDual.forward",
-        "dual + y", "dual + branch(x)"),
+        replaced(ResidualDual.forward, dropped_in_one_stream)),
     Bug("branch dropout keyed by the row's index in the batch", "gradient_accumulation", "residual-post-norm",
-        "numerics.random:uniform",
-        "to_device(key.sample_indices, device)", "torch.arange(shape[0], device=device)"),
+        KEYED_BY_ROW),
     # Experts
     Bug("experts assigned to groups in strides", "expert_permutation", "moe-sigmoid-groups",
-        f"{ROUTING}:select_experts",
-        "scores.unflatten(-1, (config.groups, -1))", "scores.unflatten(-1, (-1, config.groups)).mT"),
-    Bug("router scores that favor high expert indices", "expert_permutation", "moe", f"{ROUTING}:select_experts",
-        "return stable_topk(scores, ", "return stable_topk(scores + 0.2 * torch.arange(scores.shape[-1]), "),
-    Bug("the gates of other tokens", "token_permutation", "moe", f"{EXPERTS}:_per_expert",
-        "gates[rows, slots, None]", "gates[slots, slots, None]"),
-    Bug("gates in the reverse order of their rows", "batch_invariance", "moe", f"{EXPERTS}:_per_expert",
-        "gates[rows, slots, None]", "gates[rows[::-1], slots, None]"),
-    Bug("the weights of the neighboring expert", "top_k_routing", "moe-mlp-bias", f"{SORTED}:_sort_by_expert",
-        "expert_rows.append((expert,", "expert_rows.append((expert - 1,"),
-    Bug("expert counts doubled", "top_k_routing", "moe-sigmoid", f"{BALANCING}:compute_router_statistics",
-        "chosen.sum((0, 1))", "2 * chosen.sum((0, 1))"),
-    Bug("one expert too few per token", "top_k_routing", "moe-topk-softmax", f"{ROUTING}:select_experts",
-        "stable_topk(scores, config.top_k)", "stable_topk(scores, config.top_k - 1)"),
-    Bug("every expert applied to every token with a weight of zero", "idle_experts", "moe", f"{EXPERTS}:run_experts",
-        "kernel.run(x, assignment, weights, activation)",
-        "kernel.run(x, assignment, weights, activation) + 0 * weights.up.sum()"),
-    Bug("a nonzero gradient for an idle expert", "idle_experts", "moe-group-max", f"{SORTED}:_empty_gradient",
-        "gradient[expert].zero_()", "gradient[expert].fill_(1e-3)"),
-    Bug("ties resolved to the highest index", "routing_ties", "moe-topk-softmax", f"{ROUTING}:stable_topk",
-        "scores.sort(dim=-1, descending=True, stable=True).indices",
-        "(scores.shape[-1] - 1 - scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices)"),
+        calls(select_experts, "unflatten", lambda scores, dim, sizes: scores.unflatten(dim, sizes[::-1]).mT)),
+    Bug("router scores that favor high expert indices", "expert_permutation", "moe",
+        wrapped(select_experts, lambda select, scores, config:
+                select(scores + 0.2 * torch.arange(scores.shape[-1]), config))),
+    Bug("the gates of other tokens", "token_permutation", "moe",
+        wrapped(_per_expert, lambda run, x, assignment, *rest:
+                run(x, assignment._replace(gates=assignment.gates.roll(1, 0)), *rest))),
+    Bug("gates in the reverse order of their rows", "batch_invariance", "moe",
+        wrapped(_per_expert, lambda run, x, assignment, *rest:
+                run(x, assignment._replace(gates=assignment.gates.flip(0)), *rest))),
+    Bug("the weights of the neighboring expert", "top_k_routing", "moe-mlp-bias",
+        result(_sort_by_expert, lambda rows:
+               rows._replace(expert_rows=[(expert - 1, *slices) for expert, *slices in rows.expert_rows]))),
+    Bug("expert counts doubled", "top_k_routing", "moe-sigmoid",
+        result(compute_router_statistics, lambda entry: entry._replace(expert_counts=2 * entry.expert_counts))),
+    Bug("one expert too few per token", "top_k_routing", "moe-topk-softmax",
+        result(select_experts, lambda experts: experts[..., :-1])),
+    Bug("every expert applied to every token with a weight of zero", "idle_experts", "moe",
+        wrapped(run_experts, lambda run, x, assignment, weights, activation:
+                run(x, assignment, weights, activation) + 0 * weights.up.sum())),
+    Bug("a nonzero gradient for an idle expert", "idle_experts", "moe-group-max",
+        calls(_empty_gradient, "zero_", lambda gradient: gradient.fill_(1e-3))),
+    Bug("ties resolved to the highest index", "routing_ties", "moe-topk-softmax",
+        wrapped(stable_topk, lambda topk, scores, k: scores.shape[-1] - 1 - topk(scores.flip(-1), k))),
     Bug("ties between groups resolved to the highest index", "routing_ties", "moe-sigmoid-groups",
-        f"{ROUTING}:select_experts",
-        "stable_topk(group_scores, config.top_groups)",
-        "config.groups - 1 - stable_topk(group_scores.flip(-1), config.top_groups)"),
-    Bug("padding in the expert counts", "router_statistics", "moe-group-max", f"{BALANCING}:compute_router_statistics",
-        " * is_token[..., None]", ""),
-    Bug("padding in the z-loss", "router_statistics", "moe-sigmoid-groups", f"{BALANCING}:compute_router_statistics",
-        "logits.logsumexp(-1).square().masked_fill(~is_token, 0.0)", "logits.logsumexp(-1).square()"),
+        calls(select_experts, "stable_topk", lambda topk, scores, k:
+              scores.shape[-1] - 1 - topk(scores.flip(-1), k), nth=0)),
+    Bug("padding in the expert counts", "router_statistics", "moe-group-max",
+        operand_dropped(compute_router_statistics, "is_token")),
+    Bug("padding in the z-loss", "router_statistics", "moe-sigmoid-groups",
+        calls(compute_router_statistics, "masked_fill", lambda squares, *_: squares, nth=1)),
     Bug("a balance loss over all documents of a row together", "router_statistics", "moe-sigmoid",
-        f"{BALANCING}:balance_loss",
-        "if segment_ids is None:", "if True:"),
-    Bug("a balance loss averaged over rows", "router_statistics", "moe-capacity", f"{BALANCING}:balance_loss",
-        "(shares * mass).sum()", "(shares * mass).sum() / batch"),
+        wrapped(balance_loss, lambda loss, scores, chosen, ids: loss(scores, chosen, None))),
+    Bug("a balance loss averaged over rows", "router_statistics", "moe-capacity", LOSS_OVER_ROWS),
     Bug("a balance loss that depends on the number of rows in a call", "gradient_accumulation", "moe-sigmoid",
-        f"{BALANCING}:compute_router_statistics",
-        "aux * balance_loss(", "aux / len(logits) * balance_loss("),
-    Bug("expert shares of the whole call", "gradient_accumulation", "moe-mlp-shared", f"{BALANCING}:balance_loss",
-        "chosen.sum(1), probabilities.sum(1)", "chosen.sum((0, 1))[None], probabilities.sum((0, 1))[None]"),
-    Bug("recomputed layers recorded twice", "activation_checkpointing", "moe", "parts.modules.router_statistics:record",
-        "if not recorder.closed:", "if True:"),
-    Bug("the balancing bias added to the gates", "load_balancing", "moe-sigmoid", f"{ROUTING}:route",
-        "gates = scores.gather(-1, expert_indices)",
-        "gates = (scores if balancing_bias is None else scores + balancing_bias).gather(-1, expert_indices)"),
+        LOSS_OVER_ROWS),
+    Bug("expert shares of the whole call", "gradient_accumulation", "moe-mlp-shared",
+        wrapped(balance_loss, lambda loss, scores, chosen, ids:
+                loss(scores.flatten(0, 1)[None], chosen.flatten(0, 1)[None], None))),
+    Bug("recomputed layers recorded twice", "activation_checkpointing", "moe", condition(record, "closed", True)),
+    Bug("the balancing bias added to the gates", "load_balancing", "moe-sigmoid",
+        calls(route, "gather", lambda scores, dim, experts, *, balancing_bias:
+              (scores if balancing_bias is None else scores + balancing_bias).gather(dim, experts), nth=1)),
     Bug("a balancing step toward the most used experts", "load_balancing", "moe-sigmoid-groups",
-        f"{MOE}:MoE.update_expert_bias",
-        "expert_counts.sum() - expert_counts * self.config.experts",
-        "expert_counts * self.config.experts - expert_counts.sum()"),
-    Bug("a balancing bias trained by gradients", "load_balancing", "moe-mlp-shared", f"{MOE}:Router.__init__",
-        "requires_grad=False", "requires_grad=True"),
-    Bug("router logits in bfloat16", "router_precision", "moe", f"{ROUTING}:router_logits",
-        "at_least_float32(x), at_least_float32(weight)", "x, weight"),
-    Bug("router logits under autocast", "router_precision", "moe-sigmoid", f"{ROUTING}:router_logits",
-        "with without_autocast(x):", "if True:"),
+        calls(MoE.update_expert_bias, "sign", lambda torch, excess: -torch.sign(excess))),
+    Bug("a balancing bias trained by gradients", "load_balancing", "moe-mlp-shared",
+        constant(Router.__init__, False, True)),
+    Bug("router logits in bfloat16", "router_precision", "moe",
+        calls(router_logits, "at_least_float32", lambda widen, x: x, every=True)),
+    Bug("router logits under autocast", "router_precision", "moe-sigmoid",
+        calls(router_logits, "without_autocast", lambda without_autocast, x: contextlib.nullcontext())),
     Bug("expert capacity shared between rows", "token_isolation_in_training", "moe-capacity",
-        f"{ROUTING}:within_capacity",
-        "assigned.cumsum(1)", "assigned.flatten(0, 1).cumsum(0).view(assigned.shape)"),
+        calls(within_capacity, "cumsum", lambda assigned, dim:
+              assigned.flatten(0, 1).cumsum(0).view(assigned.shape))),
     Bug("later tokens that displace earlier ones", "token_isolation_in_training", "moe-capacity",
-        f"{ROUTING}:within_capacity",
-        "assigned.cumsum(1)", "assigned.flip(1).cumsum(1).flip(1)"),
+        calls(within_capacity, "cumsum", lambda assigned, dim: assigned.flip(dim).cumsum(dim).flip(dim))),
     Bug("expert capacity computed with padding", "token_isolation_in_training", "moe-capacity",
-        f"{ROUTING}:within_capacity",
-        "assigned * is_token[..., None], is_token.sum(1)", "assigned * is_token[..., None], tokens"),
+        calls(within_capacity, "sum", lambda is_token, dim: torch.ones_like(is_token).sum(dim))),
     Bug("expert capacity accepted in a call with a state", "token_isolation_in_training", "moe-capacity",
-        f"{MOE}:MoE._accepted",
-        "if layout.cache_view is not None:", "if False:"),
-    Bug("expert capacity limited in eval mode", "dropout_off_in_eval", "moe-capacity", f"{MOE}:MoE._accepted",
-        " or not self.training", ""),
+        condition(MoE._accepted, "cache_view", False)),
+    Bug("expert capacity limited in eval mode", "dropout_off_in_eval", "moe-capacity",
+        condition(MoE._accepted, "training", False)),
     Bug("hidden rows not weighted by their gates in the backward pass", "finite_differences", "moe",
-        f"{SORTED}:_backward",
-        "hidden.detach().mul_(row_gates)", "hidden.detach()"),
+        calls(_backward, "mul_", lambda hidden, gates: hidden, nth=1)),
     Bug("a gradient of the gates without the expert's bias", "finite_differences", "moe-mlp-bias",
-        f"{SORTED}:_backward",
-        "grad_gates[expert_slice] += (", "grad_gates[expert_slice] += 0 * ("),
+        assigned(_backward, "grad_gates", lambda gradient: 0 * gradient, nth=2)),
     Bug("a gradient of the inputs without the gate projection's part", "kernel_equivalence", "moe",
-        f"{SORTED}:_backward",
-        "grad_inputs[expert_slice].addmm_(activation_grads[1][expert_slice], expert_weights.gate)", "pass"),
-    Bug("a sigmoid without a gradient", "finite_differences", "gated-clamped", "numerics.activations:swiglu_clamped",
-        "(alpha * clamped_gate)", "(alpha * clamped_gate.detach())"),
-    Bug("up and gate exchanged", "kernel_equivalence", "moe-clamped", f"{SORTED}:hidden_activation",
-        "activation(up, gate)", "activation(up, gate) if gate is None else activation(gate, up)"),
-    Bug("padding rows left in the gradient", "kernel_equivalence", "moe", f"{SORTED}:_gather_rows",
-        "rows[padding] = 0.0", "pass"),
+        calls(_backward, "addmm_", lambda gradient, *_: gradient)),
+    Bug("a sigmoid without a gradient", "finite_differences", "gated-clamped",
+        calls(swiglu_clamped, "sigmoid", lambda gate: gate.detach().sigmoid())),
+    Bug("up and gate exchanged", "kernel_equivalence", "moe-clamped",
+        wrapped(hidden_activation, lambda hidden, up, gate, *rest:
+                hidden(up, gate, *rest) if gate is None else hidden(gate, up, *rest))),
+    Bug("padding rows left in the gradient", "kernel_equivalence", "moe",
+        replaced(_gather_rows, lambda x, assignment, top_k, rows: x.index_select(0, assignment // top_k))),
 ]
 # fmt: on
 
@@ -801,7 +834,7 @@ BUGS = [
 @pytest.mark.parametrize("bug", BUGS, ids=[f"{bug.law}: {bug.description}" for bug in BUGS])
 def test_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     LAWS[bug.law].check(case(bug.case))
-    plant(monkeypatch, bug.target, bug.old, bug.new)
+    bug.plant(monkeypatch)
     with pytest.raises(LawViolation):
         LAWS[bug.law].check(case(bug.case))
 

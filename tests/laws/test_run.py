@@ -1,18 +1,22 @@
 """Running laws: the order of results, messages of violations and other errors, unknown names."""
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from heddle.errors import ConfigError
 from heddle.laws import LAWS, harness, run
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
+from heddle.parts.mixers import merge_heads
+from heddle.parts.position_table import PositionTable
 from tests.cases import DEFAULTS, attention, case, cross, design, layer
-from tests.laws.planting import plant
+from tests.laws.planting import calls, replaced, wrapped
 
 
 def test_statements_are_one_sentence() -> None:
@@ -43,7 +47,7 @@ def test_a_result_is_known_before_the_next_law_is_checked(monkeypatch: pytest.Mo
 def test_each_law_gets_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["gradient_accumulation", "batch_invariance"]  # the first turns dropout on
     assert [result.passed for result in run(case("attention-dropout"), names)] == [True, True]
-    plant(monkeypatch, "laws.harness:model_under_test", "copy.deepcopy(model)", "model")
+    calls(harness.model_under_test, "deepcopy", lambda copy, model: model)(monkeypatch)
     assert [result.passed for result in run(case("attention-dropout"), names)] == [True, False]
 
 
@@ -68,7 +72,10 @@ def test_the_error_of_an_unknown_law_suggests_the_nearest() -> None:
 
 
 def test_a_violation_says_what_differs_and_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "parts.context.position_table:PositionTable.next_layout", "start=self.max_tokens", "start=0")
+    restart = wrapped(
+        PositionTable.next_layout, lambda next_layout, table, *rest: next_layout(replace(table, max_tokens=0), *rest)
+    )
+    restart(monkeypatch)
     (result,) = run(case("attention-gqa"), ["chunked_decoding"])
     assert not result.passed
     message = r"text of 11 in 11 chunks of 1, cache_length None: token \d+ of row [01] differs by \d\.\de.\d\d"
@@ -91,7 +98,7 @@ def test_experts_whose_activations_are_zero_break_no_law() -> None:
 
 
 def test_other_errors_are_reported_as_violations(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "parts.mixers:merge_heads", "x.transpose(1, 2), 2", "x, 2")
+    replaced(merge_heads, lambda x: torch.flatten(x, 2))(monkeypatch)
     (result,) = run(case("attention-gqa"), ["causality"])
     assert not result.passed
     assert result.message.startswith("stopped by RuntimeError: ")

@@ -3,14 +3,17 @@
 import json
 import os
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from heddle.laws import run
+from heddle.model.embedding import Head
 from heddle.model.load_config import load_config
+from heddle.parts.layout import Layout
 from tests.cases import case
-from tests.laws.planting import plant
+from tests.laws.planting import calls, result
 from tests.schema_designs import COUNTS, fields_without_effect, violations
 
 SAMPLE = int(os.environ.get("HEDDLE_SOAK_DESIGNS", "2000"))
@@ -47,9 +50,7 @@ def test_a_law_holds_where_features_are_zero_or_a_window_holds_one_token(
 
 def test_a_misread_layout_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [violations(number, laws=()) for number in range(4)] == [[]] * 4
-    plant(
-        monkeypatch, "parts.context.layout:Layout.of", "None if ids is None else to_device(ids.clone(), target)", "None"
-    )
+    result(Layout.of, lambda layout: replace(layout, segment_ids=None))(monkeypatch)
     broken = [message for number in range(4) for message in violations(number, laws=())]
     assert any("by tensors: token " in message for message in broken)
 
@@ -57,7 +58,7 @@ def test_a_misread_layout_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_field_without_effect_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     config = case("layers-feedforward-only")
     assert fields_without_effect(config, random.Random(0), 100) == []
-    plant(monkeypatch, "model.embedding:Head.forward", "self.scale, self.softcap", "self.scale, None")
+    calls(Head.forward, "scale_and_cap", lambda change, logits, scale, cap: change(logits, scale, None))(monkeypatch)
     assert fields_without_effect(config, random.Random(0), 100) == ["head.softcap: no other value has an effect"]
 
 

@@ -15,10 +15,10 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.numerics.attention import softmax as numerics
 from heddle.numerics.attention.observer import Observation, notify_observer
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import attention as attention_module
 from heddle.parts.mixers import linear_attention, mamba2, retention
-from heddle.parts.modules import delta_rule
+from heddle.parts.modules import recurrent
 from tests.cases import CASES, alone, attention, case, design, layer
 from tests.numerics.oracle import is_visible, loop_weights
 
@@ -128,8 +128,8 @@ LINEAR = {
     "linear-attention-learned": (linear_attention, "causal_means"),
     "linear-attention-double-softmax": (linear_attention, "document_sums"),
     "retention-learned-decays": (retention, "causal_sums"),
-    "delta-key-heads": (delta_rule, "gated_delta_rule"),
-    "kda-own-widths": (delta_rule, "gated_delta_rule"),
+    "delta-key-heads": (recurrent, "gated_delta_rule"),
+    "kda-own-widths": (recurrent, "gated_delta_rule"),
     "mamba2-groups": (mamba2, "state_space_duality"),
 }
 

@@ -8,7 +8,7 @@ import torch
 import heddle
 from heddle.errors import ConfigError
 from heddle.model.initialization import initialize
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.parts.modules.linear import Linear
 from tests.cases import attention, case, design, layer
 

@@ -8,13 +8,13 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from heddle.laws.harness import model_under_test, random_tokens
-from heddle.model import compiled as compiled_module
-from heddle.model.compiled import compiled
+from heddle.model import copies as compiled_module
+from heddle.model.copies import compiled
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
 from heddle.numerics.random import RandomKey, use_random_key
-from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards.gated import Gated
+from heddle.parts.layout import Layout
 from heddle.parts.modules.eager import eager_methods
 from heddle.parts.modules.router_statistics import record_router_statistics
 from tests.cases import case

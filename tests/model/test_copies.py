@@ -11,7 +11,7 @@ import torch
 from heddle.laws.harness import forward_no_grad, forward_with_state, new_state, supports_state
 from heddle.model.decoder import Decoder, build
 from heddle.model.lora import adapters, add_lora
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from tests.cases import CASES, case
 
 COPIES: dict[str, Callable[[Any], Any]] = {

@@ -6,7 +6,7 @@ from torch import nn
 from heddle.config import parse_config
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
-from heddle.model.distinct_layers import active_parameter_count, around_layers, parameter_count
+from heddle.model.size import active_parameter_count, around_layers, parameter_count
 from tests.cases import Data, attention, design, layer
 
 

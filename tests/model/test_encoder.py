@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 import heddle
-from heddle.analysis.comparison.plan import load_entries
 from heddle.config import parse_config
 from heddle.data.samples import Batch
 from heddle.errors import ConfigError
+from heddle.lab.compare.plan import load_entries
 from heddle.laws import run, shrink
 from heddle.laws.harness import model_under_test, random_tokens
-from heddle.model.compiled import compiled
 from heddle.model.config import ModelConfig
+from heddle.model.copies import compiled
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.training.loop import train
 from heddle.training.optimizer import build_optimizer
 from heddle.training.step import accumulate_gradients, apply_gradients

@@ -9,10 +9,10 @@ from heddle.errors import ConfigError
 from heddle.laws.harness import forward_with_state, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
-from heddle.numerics.cross_entropy import TeacherOutput, distillation_sums, loss_sum, token_losses
-from heddle.parts.context.layout import Layout
+from heddle.numerics.cross_entropy import OutputHead, TeacherOutput, distillation_sums, loss_sum, token_losses
+from heddle.parts.layout import Layout
 from tests.cases import attention, case, design, layer
-from tests.laws.planting import plant
+from tests.laws.planting import calls
 
 TYPED = design(
     layer(attention()), embedding={"token_types": 3, "norm": True}, head={"transform": "silu", "transform_bias": True}
@@ -45,7 +45,7 @@ def test_losses_are_those_of_the_transformed_hidden_states() -> None:
 
 
 def test_a_loss_without_the_transform_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.cross_entropy:OutputHead.apply_transform", "self.transform(hidden)", "hidden")
+    calls(OutputHead.apply_transform, "transform", lambda head, hidden: hidden)(monkeypatch)
     want, got = losses()
     assert all(float((number - want.sum()).detach().abs()) > 1e-3 for number in got[:2])
 

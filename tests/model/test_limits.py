@@ -3,7 +3,7 @@
 import pytest
 
 from heddle.errors import ConfigError
-from heddle.model.limits import MAX_LAYERS, refuse_overflow, too_many_layers
+from heddle.model.config import MAX_LAYERS, refuse_overflow, too_many_layers
 
 
 def test_only_an_overflow_is_a_refusal() -> None:

@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from heddle.errors import ConfigError
-from heddle.model.load_config import load_config
-from heddle.model.parse_yaml import parse_yaml
+from heddle.model.load_config import load_config, parse_yaml
 from tests.cases import CASES, attention, design, layer
 
 YAML = """

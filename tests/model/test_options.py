@@ -7,12 +7,17 @@ import pytest
 from heddle.config import Config, kind_class, kinds, parse_config
 from heddle.errors import ConfigError
 from heddle.laws import LawViolation
-from heddle.laws.alternatives import Option, options
-from heddle.laws.options import Behavior, changes, has_effect, options_have_effect
+from heddle.laws.options import Behavior, Option, changes, has_effect, options, options_have_effect
 from heddle.model.config import EmbeddingConfig, HeadConfig, InitializationConfig, LayerConfig, ModelConfig
+from heddle.model.embedding import Embedding, Head
 from heddle.model.load_config import load_config
+from heddle.parts.feedforwards.moe import MoEConfig
+from heddle.parts.mixers.attention import Attention
+from heddle.parts.positions import check_base
+from heddle.parts.residuals import ResidualConfig
+from heddle.parts.residuals.parallel import ParallelConfig
 from tests.cases import CASES, MLP, Data, alone, attention, case, design, layer, moe, wired
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, calls, condition, replaced
 from tests.source import slots
 
 ENCODER = CASES["encoder"]
@@ -105,72 +110,49 @@ def test_a_default_written_out_is_accepted(name: str) -> None:
     assert parse_config(ModelConfig, config.dump()) == config
 
 
-# Without its refusal, the law catches each of them: target, refusal, design.
-PLANTED: dict[str, tuple[str, str, str, str, Data]] = {
-    "encoder.head.bias": (
-        "model.config:ModelConfig._check",
-        "self.encoder is not None:\n",
-        "False:\n",
-        "encoder.head.bias",
-        ENCODER,
-    ),
+UNREAD_SOFTCAP = calls(Head.forward, "scale_and_cap", lambda change, logits, scale, cap: change(logits, scale, None))
+# Without its refusal, the law catches each of them: plant, field, design.
+PLANTED: dict[str, tuple[Plant, str, Data]] = {
+    "encoder.head.bias": (condition(ModelConfig._check, "default", False), "encoder.head.bias", ENCODER),
     "rope.base": (
-        "parts.positions:check_base",
-        "if inv_freq is not None and",
-        "if False and",
+        replaced(check_base, lambda base, inv_freq: None),
         "layers[0].mixer.position.base",
         CASES["rope-frequencies"],
     ),
     "moe.shared": (
-        "parts.feedforwards.moe:MoEConfig._check",
-        "self.shared > 1 and",
-        "False and",
+        condition(MoEConfig._check, "shared", False, nth=2),
         "layers[0].feedforward.shared",
         design(layer(None, {"kind": "moe", "experts": 2, "top_k": 1, "hidden": 2, "shared": 1, "shared_hidden": 3})),
     ),
     "residual.drop_path": (
-        "parts.residuals:ResidualConfig.check_layers",
-        "self.drop_path and",
-        "False and",
+        condition(ResidualConfig.check_layers, "drop_path", False),
         "residual.drop_path",
         CASES["head-tied-bias"],
     ),
     "parallel.norms": (
-        "parts.residuals.parallel:ParallelConfig.check_layers",
-        "self.norms == 2 and",
-        "False and",
+        condition(ParallelConfig.check_layers, "norms", False),
         "residual.norms",
         design(layer(attention(), None, 2), residual={"kind": "parallel"}),
     ),
     "a multiplier of embeddings that is never read": (
-        "model.embedding:Embedding.forward",
-        "self.multiplier is not None",
-        "False",
+        condition(Embedding.forward, "multiplier", False),
         "embedding.multiplier",
         CASES["embedding-multiplier"],
     ),
     "a norm after the rotation that is never read": (
-        "parts.mixers.attention:Attention._heads",
-        "if self.norm_after_rotation",
-        "if False",
+        condition(Attention._heads, "norm_after_rotation", False),
         "layers[0].mixer.norm_after_rotation",
         CASES["attention-norm-after-rotation"],
     ),
-    "a softcap that is never read": (
-        "model.embedding:Head.forward",
-        "self.scale, self.softcap",
-        "self.scale, None",
-        "head.softcap",
-        CASES["attention-mha"],
-    ),
+    "a softcap that is never read": (UNREAD_SOFTCAP, "head.softcap", CASES["attention-mha"]),
 }
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_law_catches_an_option_that_does_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, old, new, path, data = PLANTED[name]
+    plant, path, data = PLANTED[name]
     assert has_effect(*option_at(path, data))
-    plant(monkeypatch, target, old, new)
+    plant(monkeypatch)
     assert not has_effect(*option_at(path, data))
 
 
@@ -192,7 +174,7 @@ def test_a_scaling_in_tiny_heads_has_an_effect(field: str) -> None:
 
 
 def test_the_law_names_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "model.embedding:Head.forward", "self.scale, self.softcap", "self.scale, None")
+    UNREAD_SOFTCAP(monkeypatch)
     config = case("layers-feedforward-only")
     message = r"head.softcap:"
     with pytest.raises(LawViolation, match=f"^{message}"):

@@ -8,9 +8,9 @@ import pytest
 
 from heddle.config import kind_class, kinds
 from heddle.errors import ConfigError
+from heddle.model.config import SLOTS, schema
 from heddle.model.load_config import load_config
 from heddle.model.presets import names, preset
-from heddle.model.schema import SLOTS, schema
 from tests import small
 from tests.cases import CASES
 from tests.source import slots

@@ -8,12 +8,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from heddle.analysis.comparison.plan import load_entries
-from heddle.analysis.comparison.variation import parse_varied_fields
 from heddle.config import find_kind, kind_class, kinds, load_part
 from heddle.errors import ConfigError
+from heddle.lab.compare.plan import load_entries, parse_varied_fields
+from heddle.model.config import schema
 from heddle.model.load_config import load_config
-from heddle.model.schema import schema
 from tests.small import forget_parts
 from tests.source import slots
 

@@ -9,17 +9,13 @@ import torch
 from hypothesis import given, settings
 
 from heddle.errors import ConfigError
-from heddle.model.config import ModelConfig
+from heddle.model.config import MAX_DISTINCT_LAYERS, ModelConfig
 from heddle.model.decoder import Decoder, build
-from heddle.model.distinct_layers import parameter_counts
-from heddle.model.limits import MAX_DISTINCT_LAYERS
-from heddle.model.load_config import load_config
-from heddle.model.parse_yaml import MAX_YAML_VALUES, parse_yaml
-from heddle.model.size import flops_per_token, kernel_choices, size, state_bytes
-from heddle.numerics.dispatch.operation import KernelChoice, record_choices
+from heddle.model.load_config import MAX_YAML_VALUES, load_config, parse_yaml
+from heddle.model.size import flops_per_token, kernel_choices, parameter_counts, size, state_bytes
+from heddle.numerics.dispatch import KernelChoice, record_choices
 from heddle.numerics.linear import packed_weights
-from heddle.parts.context.encoder_output import EncoderOutput
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import EncoderOutput, Layout
 from tests.cases import CASES, Data, attention, case, design, layer
 
 CONTEXT, ENCODER_LENGTH, BATCH = 11, 7, 2

@@ -20,9 +20,12 @@ from torch import Tensor
 from heddle.laws.harness import LawViolation, model_under_test, random_tokens
 from heddle.laws.states import ReferenceState
 from heddle.model.decoder import Decoder
-from heddle.parts.context.layout import Layout
+from heddle.model.state import State
+from heddle.parts.layout import Layout
+from heddle.parts.position_table import PositionTable
+from heddle.parts.states import KVCache
 from tests.cases import CASES, case
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, calls, replaced, wrapped
 
 MAX_TOKENS = 40  # of a row
 
@@ -142,21 +145,22 @@ def test_programs(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "target", "old", "new"),
+    ("name", "plant"),
     [
-        ("attention-gqa", "model.state:State.select", "x: x.index_select", "x: x.roll(1).index_select"),
         (
             "attention-gqa",
-            "parts.context.position_table:PositionTable.rolled_back",
-            "newest = self.token_counts - tokens,",
-            "newest = self.token_counts - 0,",
+            calls(State.select, "index_select", lambda x, dim, rows: x.roll(1).index_select(dim, rows)),
         ),
-        ("layers-nested", "parts.context.kv_cache:KVCache.can_roll_back", "tokens <= table.rollback_left", "True"),
+        (
+            "attention-gqa",
+            wrapped(
+                PositionTable.rolled_back, lambda roll_back, table, tokens, most: roll_back(table, 0 * tokens, most)
+            ),
+        ),
+        ("layers-nested", replaced(KVCache.can_roll_back, lambda cache, tokens, table: True)),
     ],
 )
-def test_programs_catch_planted_bugs(
-    name: str, target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch, target, old, new)
+def test_programs_catch_planted_bugs(name: str, plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     with pytest.raises(LawViolation):
         run(name, settings(LIMITS, max_examples=40, phases=[Phase.generate], report_multiple_bugs=False, database=None))

@@ -5,7 +5,6 @@ import io
 
 import pytest
 
-from tests.laws.planting import plant
 from tests.laws.test_planted import BUGS
 from tests.museum.exhibits import CANNOT_EXIST, EXHIBITS
 from tests.museum.mutants import MUTANTS, Mutant
@@ -28,7 +27,7 @@ def run_test(node: str) -> pytest.ExitCode:
 
 
 def check_killed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, mutant.target, mutant.old, mutant.new)
+    mutant.plant(monkeypatch)
     assert run_test(mutant.killer) == pytest.ExitCode.TESTS_FAILED
 
 

@@ -5,8 +5,13 @@ import math
 import torch
 from torch import Tensor
 
-from heddle.numerics.attention.mask import AttentionMask
-from heddle.numerics.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
+from heddle.numerics.attention.mask import NO_MODIFIERS, AttentionMask, ScoreModifiers
+
+
+def contiguous_positions(batch: int, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """Positions of queries [B, T] and keys [B, S] when the queries are the last of `keys` consecutive positions."""
+    k_positions = torch.arange(keys).expand(batch, keys)
+    return k_positions[:, keys - queries :], k_positions
 
 
 def is_visible(mask: AttentionMask, row: int, query: int, key: int) -> bool:

@@ -10,14 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from heddle.errors import ConfigError
 from heddle.numerics.attention import softmax
-from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
+from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers
 from heddle.numerics.attention.observer import Observation, notify_observer, observing_attention
-from heddle.numerics.attention.score_modifiers import ScoreModifiers
 from heddle.numerics.attention.softmax import ATTENTION, attention, attention_flops, reference, softmax_weights
-from heddle.numerics.dispatch.device_size import DeviceSize
+from heddle.numerics.dispatch import DeviceSize
 from heddle.numerics.kernels import kernels
-from heddle.parts.context.layout import Layout
-from tests.numerics.oracle import is_visible, loop_attention, loop_weights
+from heddle.parts.layout import Layout
+from tests.numerics.oracle import contiguous_positions, is_visible, loop_attention, loop_weights
 
 
 class Shape(NamedTuple):
@@ -32,7 +31,7 @@ class Shape(NamedTuple):
 
 def tail(queries: int, keys: int, window: int | None = None, causal: bool = True) -> AttentionMask:
     """Queries that are the last of consecutive keys."""
-    q_positions, k_positions = contiguous_positions(2, queries, keys, torch.device("cpu"))
+    q_positions, k_positions = contiguous_positions(2, queries, keys)
     all_visible = (queries == 1 and (window is None or keys <= window)) or (not causal and window is None)
     return AttentionMask(
         q_positions, k_positions, window=window, causal=causal, contiguous=True, all_visible=all_visible

@@ -4,9 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.numerics.recurrent.batched_chunks import channel_pairs, scan_transitions, unit_triangular_inverse
-from heddle.numerics.recurrent.chunk_decays import channel_decays
-from tests.laws.planting import plant
+from heddle.numerics.recurrent.batched_chunks import (
+    _block_products,
+    _in_order,
+    _Scan,
+    channel_decays,
+    channel_pairs,
+    scan_transitions,
+    unit_triangular_inverse,
+)
+from tests.laws.planting import Plant, assigned, condition, constant, reads
 
 
 def in_order(transitions: Tensor, added: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,16 +43,17 @@ def test_a_scan_equals_one_chunk_after_the_other(chunks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "old", "new"),
+    "plant",
     [
-        ("_Scan.backward", "after @ before.mT", "after @ after.mT"),
-        ("_block_products", "product = step @ product", "product = product @ step"),
-        ("_Scan.backward", "reverse=True", "reverse=False"),
-        ("_in_order", "step.mT if reverse else step", "step"),
+        reads(_Scan.backward, "before", lambda before, *, after: after),
+        assigned(_block_products, "product", lambda _, *, product, step: product @ step, nth=1),
+        constant(_Scan.backward, True, False),
+        condition(_in_order, "reverse", False, nth=1),
     ],
+    ids=["states after", "products in reverse", "gradients forward", "steps not transposed"],
 )
-def test_a_wrong_scan_is_caught(function: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, f"numerics.recurrent.batched_chunks:{function}", old, new)
+def test_a_wrong_scan_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError)):
         compare_scans(66)
 

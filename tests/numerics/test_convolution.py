@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from heddle.numerics.dispatch.flop_counter import count_flops
+from heddle.numerics.dispatch import count_flops
 from heddle.numerics.kernels import kernels
 from heddle.numerics.recurrent.convolution import (
     Taps,

@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from heddle.numerics import cross_entropy
 from heddle.numerics.cross_entropy import OutputHead
-from heddle.numerics.dispatch.device_size import DeviceSize
-from heddle.numerics.dispatch.flop_counter import count_flops
+from heddle.numerics.dispatch import DeviceSize, count_flops
 from heddle.numerics.kernels import kernels
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -2,8 +2,8 @@
 
 import torch
 
-from heddle.numerics.dispatch.flop_counter import add_flops, count_flops, counts_flops
-from heddle.numerics.dispatch.transfer import Constants
+from heddle.numerics.dispatch import add_flops, count_flops, counts_flops
+from heddle.numerics.transfer import Constants
 
 
 def test_operations_are_counted_within_the_block_only() -> None:

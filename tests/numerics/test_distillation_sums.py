@@ -10,11 +10,17 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heddle.numerics import cross_entropy
-from heddle.numerics.cross_entropy import OutputHead, TeacherOutput, distillation_sums, loss_sum
-from heddle.numerics.dispatch.device_size import DeviceSize
-from heddle.numerics.dispatch.flop_counter import count_flops
+from heddle.numerics.cross_entropy import (
+    OutputHead,
+    TeacherOutput,
+    _chunk_sums,
+    distillation_sums,
+    loss_sum,
+    step_in_place,
+)
+from heddle.numerics.dispatch import DeviceSize, count_flops
 from heddle.numerics.kernels import kernels
-from tests.laws.planting import plant
+from tests.laws.planting import assigned, calls, condition, operand_dropped, reads
 
 TEXT, LOGITS, VOCABULARY, TOKENS = 0.3, 0.8, 11, 13
 
@@ -78,34 +84,42 @@ def test_sums_and_gradients_equal_torchs_in_chunks_of_any_size(
     assert largest_difference(kernel, **fields) <= 1e-10
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("log_q.sub_(logits).mul_(q)", "logits.sub(log_q).mul_(logits.softmax(1))"),  # KL(model ‖ teacher)
-        ("divergence += exp_sums.log().sum()", "pass"),
-        ("mul_(text_weight + logits_weight)", "mul_(1.0)"),
-        ("sub_(q, alpha=logits_weight)", "sub_(q, alpha=1.0)"),
-    ],
-)
-def test_planted_bugs_are_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.loss_steps:step_in_place", old, new)
+BUGS = {
+    "the divergence reversed": calls(
+        step_in_place, "mul_", lambda difference, q, *, logits: difference.neg().mul_(logits.softmax(1)), nth=0
+    ),
+    "no sum of the divergence": assigned(step_in_place, "divergence", lambda added: 0.0, nth=1),
+    "no weight of the gradient": calls(step_in_place, "mul_", lambda gradient, weight: gradient, nth=1),
+    "no weight of the teacher": calls(step_in_place, "sub_", lambda gradient, q, alpha: gradient.sub_(q), nth=2),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[bug](monkeypatch)
     assert largest_difference() > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("(log_q - logits + log_sums) * q", "(logits - log_sums - log_q) * (logits - log_sums).exp()"),
-        ("log_q - logits + log_sums", "log_q - logits"),
-        ("(text_weight + logits_weight)", "1.0"),
-        ("is_target.to(sum_dtype) * text_weight", "is_target * text_weight"),  # in float32
-        ("- logits_weight * q", "- q"),
-        ("grad * scale", "grad"),
-        ("1.0 - (logits / softcap) ** 2", "1.0"),
-    ],
-)
-def test_planted_bugs_in_the_fused_step_are_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.loss_steps:_chunk_sums", old, new)
+FUSED_BUGS = {
+    "the divergence reversed": calls(
+        _chunk_sums,
+        "masked_fill",
+        lambda terms, is_zero, zero, *, logits, log_sums, log_q: (
+            (logits - log_sums - log_q) * (logits - log_sums).exp()
+        ).masked_fill(is_zero, zero),
+    ),
+    "logits that are not normalized": operand_dropped(_chunk_sums, "log_sums", nth=0),
+    "no weight of the gradient": operand_dropped(_chunk_sums, "logits_weight", nth=1),
+    "the target in float32": calls(_chunk_sums, "to", lambda is_target, dtype: is_target, nth=1),
+    "no weight of the teacher": reads(_chunk_sums, "logits_weight", lambda weight: 1.0, nth=1),
+    "no scale": condition(_chunk_sums, "scale", False),
+    "no softcap": operand_dropped(_chunk_sums, "softcap", nth=1),
+}
+
+
+@pytest.mark.parametrize("bug", FUSED_BUGS)
+def test_planted_bugs_in_the_fused_step_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    FUSED_BUGS[bug](monkeypatch)
     assert largest_difference("fused", scale=2.5, softcap=0.7) > 1e-9
 
 

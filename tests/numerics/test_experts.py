@@ -10,14 +10,13 @@ from torch.nn import functional
 from heddle.errors import ConfigError
 from heddle.numerics import activations
 from heddle.numerics.activations import Activation, glu
-from heddle.numerics.dispatch.flop_counter import count_flops
-from heddle.numerics.dispatch.operation import record_choices
+from heddle.numerics.dispatch import count_flops, record_choices
 from heddle.numerics.experts import grouped
 from heddle.numerics.experts.mixture import EXPERTS, experts_flops, run_experts
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
 from heddle.numerics.kernels import kernels
 from heddle.numerics.linear import PackedWeightCache, packed_weights
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, calls, constant, operand_dropped
 
 EXPERTS_, WIDTH, HIDDEN = 5, 16, 8
 KERNELS = [kernel.name for kernel in EXPERTS.kernels]
@@ -128,17 +127,22 @@ def test_blocks_of_any_size(name: str, block_rows: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("function", "old", "new"),
+    "plant",
     [
-        ("_rows_in_blocks", "right=True", "right=False"),  # a block that starts where one ends is the next expert's
-        ("_rows_in_blocks", "- (counts.cumsum(0) - counts)", ""),
-        ("_rows_in_blocks", "assignment < 0, row", "assignment < -1, row"),  # unused rows are not cleared
-        ("_MoveRows.backward", ".sum(1)", ".select(1, 0)"),
-        ("_BlockLinear.backward", "index_add(0, expert_of_block, wide)", "index_copy(0, expert_of_block, wide)"),
+        constant(grouped._rows_in_blocks, True, False),  # a block that starts where one ends is the next expert's
+        operand_dropped(grouped._rows_in_blocks, "cumsum"),
+        calls(
+            grouped._rows_in_blocks,
+            "_Rows",
+            lambda make, rows, unused, *rest: make(rows, torch.zeros_like(unused), *rest),
+        ),
+        calls(grouped._MoveRows.backward, "sum", lambda copies, dim: copies.select(dim, 0)),
+        calls(grouped._BlockLinear.backward, "index_add", lambda total, *blocks: total.index_copy(*blocks)),
     ],
+    ids=["the expert before", "no shift", "unused rows stay", "one copy's gradient", "one block's gradient"],
 )
-def test_planted_bugs_in_blocks_are_caught(function: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, f"numerics.experts.grouped:{function}", old, new)
+def test_planted_bugs_in_blocks_are_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError)):
         test_blocks_of_any_size("gated with biases", 2, monkeypatch)
 
@@ -337,7 +341,7 @@ def test_experts_are_packed_once_and_again_after_a_change() -> None:
         with packed_weights(cache):
             for _ in range(3):
                 torch.testing.assert_close(run_experts(x, assignment, weights, TANH), expected, rtol=1e-4, atol=1e-2)
-            ((_, _, packed_experts),) = cache.values()
+            ((*_, packed_experts),) = cache.values()
             assert sorted(packed_experts) == [0, 2]
             weights.up.mul_(2.0)
             changed = run_experts(x, assignment, weights, TANH)

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from heddle.errors import ConfigError
-from heddle.numerics.dispatch.flop_counter import count_flops
+from heddle.numerics.dispatch import count_flops
 from heddle.numerics.kernels import kernels
 from heddle.numerics.recurrent.gated_delta import (
     CHUNK_TOKENS,

@@ -11,22 +11,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from heddle.numerics.attention import latent
 from heddle.numerics.attention.latent import LATENT, LatentAttentionFacts, latent_attention_facts
-from heddle.numerics.attention.mask import AttentionMask, contiguous_positions
-from heddle.numerics.dispatch.device_size import DeviceSize
-from heddle.numerics.dispatch.flop_counter import count_flops
-from heddle.numerics.dispatch.operation import record_choices
+from heddle.numerics.attention.mask import AttentionMask
+from heddle.numerics.dispatch import DeviceSize, count_flops, record_choices
 from heddle.numerics.kernels import kernels
-from heddle.parts.context.layout import Layout
-from tests.numerics.oracle import loop_attention
+from heddle.parts.layout import Layout
+from tests.numerics.oracle import contiguous_positions, loop_attention
 
-KERNELS = {kernel.name: kernel.run for kernel in LATENT.kernels if kernel.name != "flash_mla"}
+KERNELS = {kernel.name: kernel.run for kernel in LATENT.kernels}
 HEADS, NOPE, ROPE, RANK, VALUE = 3, 7, 4, 6, 5
 SCALE = 0.3
 
 
 def tail(queries: int, keys: int, batch: int = 2) -> AttentionMask:
     """Queries that are the last of consecutive keys."""
-    q_positions, k_positions = contiguous_positions(batch, queries, keys, torch.device("cpu"))
+    q_positions, k_positions = contiguous_positions(batch, queries, keys)
     return AttentionMask(q_positions, k_positions, contiguous=True, all_visible=queries == 1)
 
 

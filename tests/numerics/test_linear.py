@@ -7,19 +7,19 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from heddle.errors import ConfigError
-from heddle.numerics.dispatch.flop_counter import count_flops
-from heddle.numerics.dispatch.operation import record_choices
+from heddle.numerics.dispatch import count_flops, record_choices
 from heddle.numerics.kernels import kernels
 from heddle.numerics.linear import (
+    MAX_PACKED_ROWS,
     PackedWeightCache,
+    _facts,
     linear,
     linear_flops,
     linears,
     packed_weights,
     reference,
 )
-from heddle.numerics.packed_product import MAX_PACKED_ROWS
-from tests.laws.planting import plant
+from tests.laws.planting import condition
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -56,6 +56,19 @@ def test_a_weight_changed_in_place_is_packed_again() -> None:
         torch.testing.assert_close(run("packed", x, weight, None), 2.0 * before)
         weight.data = weight.data * 2.0
         torch.testing.assert_close(run("packed", x, weight, None), 4.0 * before)
+
+
+def test_a_weight_where_another_was_freed_is_packed_anew() -> None:
+    """As FSDP frees and gathers weights: the first one is alive, and its memory has become another's."""
+    x, first, others = torch.randn(1, 512), torch.randn(512, 512), list[torch.Tensor]()
+    with packed_weights():
+        run("packed", x, first, None)
+        address = first.data_ptr()
+        first.untyped_storage().resize_(0)
+        while not others or others[-1].data_ptr() != address:
+            assert len(others) < 64
+            others.append(torch.randn(512, 512))
+        torch.testing.assert_close(run("packed", x, others[-1], None), x @ others[-1].T, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("biases", [(False, False), (True, False), (False, True), (True, True)])
@@ -142,6 +155,6 @@ def test_weights_of_another_type_are_not_packed(monkeypatch: pytest.MonkeyPatch)
     with packed_weights():
         for y, weight in zip(linears(x, maps), weights, strict=True):
             torch.testing.assert_close(y.as_subclass(torch.Tensor), x @ weight.T, rtol=0, atol=1e-4)
-        plant(monkeypatch, "numerics.linear:_facts", "packing and all(", "packing or all(")
+        condition(_facts, "type", True)(monkeypatch)
         with pytest.raises(NotImplementedError, match="of a quantized weight"):
             linears(x, maps)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.numerics.dispatch.flop_counter import count_flops
+from heddle.numerics.dispatch import count_flops
 from heddle.numerics.kernels import kernels
 from heddle.numerics.recurrent.causal_sums import causal_sums_flops
 from heddle.numerics.recurrent.linear_attention import (

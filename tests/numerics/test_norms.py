@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError
-from heddle.numerics.dispatch.operation import record_choices
+from heddle.numerics.dispatch import record_choices
 from heddle.numerics.kernels import kernels
-from heddle.numerics.norms import layer_norm, layer_norm_reference, reference, rms_norm
-from tests.laws.planting import plant
+from heddle.numerics.norms import _normalized, layer_norm, layer_norm_reference, reference, rms_norm
+from tests.laws.planting import Plant, calls, condition, operand_dropped
 
 
 def rms_loop(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -83,17 +83,18 @@ def check_all_variants() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    "plant",
     [
-        ("(weight + offset if offset else weight).to(x.dtype)", "(weight + offset)"),
-        ("gamma + offset", "gamma"),
-        ("gamma * functional", "functional"),
-        ("wide = at_least_float32(x)", "wide = x"),
-        ('if cast == "before"', "if True"),
+        calls(_normalized, "to", lambda weight, dtype: weight, nth=1),
+        operand_dropped(_normalized, "offset", nth=1),
+        calls(_normalized, "rms_norm", lambda functional, *x, gamma: functional.rms_norm(*x) / gamma, nth=2),
+        calls(_normalized, "at_least_float32", lambda _, x: x),
+        condition(_normalized, "cast", True),
     ],
+    ids=["a weight that is not cast", "no offset", "no weight", "narrow statistics", "always cast before"],
 )
-def test_planted_bugs_in_norms_are_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.norms:_normalized", old, new)
+def test_planted_bugs_in_norms_are_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     with pytest.raises(AssertionError):
         check_all_variants()
 

@@ -8,8 +8,8 @@ import torch
 from scipy import special, stats
 from torch import Tensor
 
-from heddle.numerics import philox as module
-from heddle.numerics.philox import RandomStream, normal_quantile, philox
+from heddle.numerics import random as module
+from heddle.numerics.random import RandomStream, normal_quantile, philox
 
 # Of Random123's kat_vectors: counter, key, words.
 KNOWN_ANSWERS = [

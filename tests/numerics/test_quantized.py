@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from heddle.errors import ConfigError
+from heddle.model.copies import QuantizedLinear, quantize_weights
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
-from heddle.model.quantized import QuantizedLinear, quantize_weights
 from heddle.numerics.kernels import kernels
 from heddle.numerics.quantized import QUANTIZED_LINEAR, QuantizedFacts, dequantize, quantize, quantized_linear
 from heddle.parts.modules.linear import Linear

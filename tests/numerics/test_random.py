@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from heddle.numerics import random as module
-from heddle.numerics.philox import RandomStream
-from heddle.numerics.random import RandomKey, TensorSlice, uniform, uniform_double, use_random_key
+from heddle.numerics.random import RandomKey, RandomStream, TensorSlice, uniform, uniform_double, use_random_key
 
 CPU = torch.device("cpu")
 

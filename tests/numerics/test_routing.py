@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.numerics.experts.routing import (
+from heddle.numerics.experts.mixture import (
     Route,
     RoutingConfig,
     route,
@@ -16,7 +16,7 @@ from heddle.numerics.experts.routing import (
     stable_topk,
     within_capacity,
 )
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, assigned, calls, condition, reads, result, wrapped
 
 CONFIGS = {
     "softmax, renormalized": RoutingConfig("softmax_topk", 3),
@@ -89,23 +89,26 @@ def test_formulas(name: str, balanced: bool) -> None:
 
 
 MISTAKES = [
-    ("softmax", "route", 'or config.routing == "topk_softmax"', "or True"),
-    ("top-k before the softmax", "route", 'if config.renormalize or config.routing == "topk_softmax"', "if False"),
-    ("sigmoid, renormalized", "route", 'if config.routing == "sigmoid" else logits', "if False else logits"),
-    ("softmax, renormalized", "route", "gates * config.scale, probabilities", "gates * config.scale, scores * 2"),
-    ("sigmoid", "route", '"sigmoid": logits.sigmoid', '"sigmoid": lambda: probabilities'),
-    ("softmax", "route", "gates * config.scale", "gates"),
-    ("sigmoid, best groups", "select_experts", "2 if config", "1 if config"),
-    ("softmax, best groups", "select_experts", "else 1]", "else 2]"),
-    ("softmax, best groups", "select_experts", "config.top_groups", "config.top_groups + 1"),
-    ("sigmoid", "route", "gates = scores.gather(-1, expert_indices)", "gates = biased.gather(-1, expert_indices)"),
-]  # fmt: skip
+    ("softmax", condition(route, "renormalize", True)),
+    (
+        "top-k before the softmax",
+        assigned(route, "gates", lambda _, *, scores, expert_indices: scores.gather(-1, expert_indices), nth=0),
+    ),
+    ("sigmoid, renormalized", condition(route, "routing", False, nth=0)),
+    ("softmax, renormalized", result(route, lambda route: route._replace(probabilities=2 * route.probabilities))),
+    ("sigmoid", reads(route, "sigmoid", lambda _, *, probabilities: lambda: probabilities)),
+    ("softmax", condition(route, "scale", True)),
+    ("sigmoid, best groups", condition(select_experts, "routing", False)),
+    ("softmax, best groups", condition(select_experts, "routing", True)),
+    ("softmax, best groups", reads(select_experts, "top_groups", lambda count: count + 1)),
+    ("sigmoid", calls(route, "gather", lambda _, dim, experts, *, biased: biased.gather(dim, experts), nth=1)),
+]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_planted_mistake_is_detected(mistake: tuple[str, str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    name, function, old, new = mistake
-    plant(monkeypatch, f"numerics.experts.routing:{function}", old, new)
+def test_a_planted_mistake_is_detected(mistake: tuple[str, Plant], monkeypatch: pytest.MonkeyPatch) -> None:
+    name, plant = mistake
+    plant(monkeypatch)
     with pytest.raises(AssertionError):
         check(CONFIGS[name], balanced=True)
 
@@ -143,15 +146,16 @@ def test_topk_equals_loops_with_ties_and_numbers_that_are_not_finite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    "plant",
     [
-        ("scores.sort(dim=-1, descending=True, stable=True)", "scores.topk(k)"),
-        ("descending=True", "descending=False"),
-        ("[..., :k]", "[..., -k:]"),
+        calls(stable_topk, "sort", lambda scores, *, k, **_: scores.topk(k)),
+        calls(stable_topk, "sort", lambda scores, dim, descending, stable: scores.sort(dim=dim, stable=stable)),
+        wrapped(stable_topk, lambda topk, scores, k: topk(scores, scores.shape[-1])[..., -k:]),
     ],
+    ids=["in any order of ties", "lowest first", "the lowest"],
 )
-def test_a_planted_mistake_in_topk_is_detected(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "numerics.experts.routing:stable_topk", old, new)
+def test_a_planted_mistake_in_topk_is_detected(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     assert not topk_is_right()
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from heddle.numerics.sinkhorn import sinkhorn
+from heddle.numerics.norms import sinkhorn
 
 
 def logits(scale: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:

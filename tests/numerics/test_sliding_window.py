@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from heddle.numerics.attention import sliding_window
-from heddle.numerics.attention.mask import AttentionMask, contiguous_positions, visible_pairs
+from heddle.numerics.attention.mask import AttentionMask, visible_pairs
 from heddle.numerics.attention.sdpa import sdpa
 from heddle.numerics.attention.softmax import reference
+from tests.numerics.oracle import contiguous_positions
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 16, 33, 64])
@@ -17,7 +18,7 @@ def test_blocks(window: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None
         for queries, past in ((1, 0), (2, 0), (9, 0), (40, 0), (75, 0), (1, 30), (17, 5), (33, 64), (50, 7)):
             if past and not causal:
                 continue
-            q_positions, k_positions = contiguous_positions(1, queries, queries + past, torch.device("cpu"))
+            q_positions, k_positions = contiguous_positions(1, queries, queries + past)
             mask = AttentionMask(q_positions, k_positions, window=window, causal=causal)
             q, k, v = (torch.randn(1, heads, size, 4, dtype=torch.float64) for heads, size in
                        ((4, queries), (2, queries + past), (2, queries + past)))  # fmt: skip
@@ -36,6 +37,6 @@ def test_visible_pairs_equals_the_sum_of_the_mask(window: int | None, causal: bo
     for queries, keys in ((1, 1), (1, 9), (9, 9), (4, 12), (12, 12), (30, 30)):
         if not causal and queries != keys and window is not None:
             continue
-        q_positions, k_positions = contiguous_positions(1, queries, keys, torch.device("cpu"))
+        q_positions, k_positions = contiguous_positions(1, queries, keys)
         mask = AttentionMask(q_positions, k_positions, window=window, causal=causal).materialize()
         assert visible_pairs(queries, keys, window, causal) == int(mask.sum())

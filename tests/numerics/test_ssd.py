@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from heddle.numerics.dispatch.flop_counter import count_flops
+from heddle.numerics.dispatch import count_flops
 from heddle.numerics.kernels import kernels
 from heddle.numerics.recurrent.causal_sums import causal_sums_flops
 from heddle.numerics.recurrent.recurrence import RecurrenceFacts

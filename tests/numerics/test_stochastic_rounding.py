@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.numerics import stochastic_rounding
-from heddle.numerics.dispatch.device_size import DeviceSize
-from heddle.numerics.philox import RandomStream
-from heddle.numerics.stochastic_rounding import stochastic_round
+from heddle.numerics import random
+from heddle.numerics.dispatch import DeviceSize
+from heddle.numerics.random import RandomStream, stochastic_round
 
 COUNT = 4096
 
@@ -44,8 +43,8 @@ def bias(values: Tensor, draws: int = 256) -> float:
 def test_the_mean_is_the_number_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     values = numbers()[:512]
     assert bias(values) < 0.05
-    half = stochastic_rounding._draws
-    monkeypatch.setattr(stochastic_rounding, "_draws", lambda blocks, key: half(blocks, key) // 2)
+    half = random._draws
+    monkeypatch.setattr(random, "_draws", lambda blocks, key: half(blocks, key) // 2)
     assert bias(values) > 0.15  # planted: too rarely away from zero
 
 
@@ -65,6 +64,6 @@ def test_the_stream_alone_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = stochastic_round(values, RandomStream.of(5))
     assert torch.equal(whole, stochastic_round(values.view(64, 64), RandomStream.of(5)).flatten())
     assert not torch.equal(whole, stochastic_round(values, RandomStream.of(6)))
-    monkeypatch.setattr(stochastic_rounding, "BLOCKS", DeviceSize(7, 7))
+    monkeypatch.setattr(random, "BLOCKS", DeviceSize(7, 7))
     assert torch.equal(whole, stochastic_round(values, RandomStream.of(5)))
     assert torch.equal(whole[:100], stochastic_round(values[:100], RandomStream.of(5)))

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.mixer_state import StateSpec
-from heddle.parts.context.position_table import PositionTable
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer
+from heddle.parts.position_table import PositionTable
+from heddle.parts.states import StateSpec
 
 WIDTH = 24
 PIECES = [40, 1, 1, 3, 1, 29]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from heddle.config import parse_config
-from heddle.numerics.experts.routing import route
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.layout import Layout
+from heddle.numerics.experts.mixture import route
+from heddle.parts.build import BuildContext
 from heddle.parts.feedforwards import Feedforward, FeedforwardConfig
+from heddle.parts.layout import Layout
 from heddle.parts.modules.router_statistics import record_router_statistics
 from heddle.parts.norms.rms import RMSConfig
 

@@ -11,12 +11,14 @@ from torch.nn import functional
 import heddle
 from heddle.config import DesignError, parse_config
 from heddle.model.config import ModelConfig
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.layout import Layout
+from heddle.numerics.recurrent.batched_chunks import channel_decays
+from heddle.parts.build import BuildContext
+from heddle.parts.layout import Layout
 from heddle.parts.mixers.kda import KDA, KDAConfig
+from heddle.parts.modules.recurrent import DeltaRuleMixer, GatedDecay
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import Data, design, layer
-from tests.laws.planting import plant
+from tests.laws.planting import calls, result, wrapped
 from tests.parity.recurrence import (
     PIECES,
     WIDTH,
@@ -82,26 +84,25 @@ def test_values_equal_a_loop_of_the_paper(sizes: Data) -> None:
     compare_with_loop(ours(sizes), loop)
 
 
-DELTA_RULE = "parts.modules.delta_rule:DeltaRuleMixer._delta_rule"
-
-BUGS = [
-    ("parts.modules.gated_decay:GatedDecay.forward", "-rate.exp()", "rate.exp()"),  # the decay's sign
-    (DELTA_RULE, ".sigmoid().transpose(1, 2)", ".sigmoid().transpose(1, 2) * 0 + 1"),  # no β
-    (
-        DELTA_RULE,  # one decay for all channels of a head
-        "without_padding(log_decay, layout)",
-        "without_padding(log_decay.mean(-1, keepdim=True), layout)",
+BUGS = {
+    "the decay's sign": result(GatedDecay.forward, lambda pair: (-pair[0], pair[1])),
+    "no β": calls(DeltaRuleMixer._delta_rule, "sigmoid", torch.ones_like),
+    "one decay for all channels of a head": wrapped(
+        DeltaRuleMixer._delta_rule,
+        lambda rule, mixer, qkv, log_decay, *rest: rule(mixer, qkv, log_decay.mean(-1, keepdim=True), *rest),
     ),
-    (DELTA_RULE, "q * self.head_dim**-0.5", "q"),
-    ("parts.mixers.kda:KDA.forward", ".sigmoid()", " * 0 + 1"),  # no output gate
-    ("numerics.recurrent.chunk_decays:channel_decays", "first_keys * first_end.exp()", "first_keys"),
-]
+    "queries without their scale": calls(
+        DeltaRuleMixer._delta_rule, "DeltaInputs", lambda make, q, *rest, self: make(q * self.head_dim**0.5, *rest)
+    ),
+    "no output gate": calls(KDA.forward, "sigmoid", torch.ones_like),
+    "keys undecayed from one half of a chunk to the other": calls(channel_decays, "exp", torch.ones_like, nth=1),
+}
 
 
-@pytest.mark.parametrize(("target", "old", "new"), BUGS)
+@pytest.mark.parametrize("bug", BUGS)
 @torch.no_grad()
-def test_a_planted_bug_is_caught_by_the_loop(target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, target, old, new)
+def test_a_planted_bug_is_caught_by_the_loop(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[bug](monkeypatch)
     with pytest.raises(AssertionError, match="not close"):
         compare_with_loop(ours(OTHERS), loop)
 

@@ -1,6 +1,7 @@
 """Mamba-2 against a loop of the paper's formulas and against transformers, in float64; initialization and errors."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ from torch.nn import functional
 import heddle
 from heddle.config import DesignError, parse_config
 from heddle.model.config import ModelConfig
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.layout import Layout
+from heddle.numerics.recurrent.ssd import _chunked, state_space_duality
+from heddle.parts.build import BuildContext
+from heddle.parts.layout import Layout
 from heddle.parts.mixers.mamba2 import Mamba2, Mamba2Config
+from heddle.parts.modules.recurrent import GatedDecay
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import Data, design, layer
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, calls, condition, operand_dropped, result, wrapped
 from tests.parity.recurrence import (
     PIECES,
     WIDTH,
@@ -93,34 +96,43 @@ def test_values_equal_a_loop_of_the_paper(sizes: Data) -> None:
     compare_with_loop(ours(sizes), loop)
 
 
-BUGS = [
-    ("parts.modules.gated_decay:GatedDecay.forward", "-rate.exp()", "rate.exp()"),  # the decay's sign
-    ("parts.modules.gated_decay:GatedDecay.forward", "-rate.exp()[:, None]", "-rate[:, None].abs()"),
-    ("numerics.recurrent.ssd:_chunked", "inputs.v * inputs.time_step", "inputs.v * 1"),  # k and v without Δ
-    ("numerics.recurrent.ssd:state_space_duality", "inputs.skip[:, None, None]", "0 * inputs.skip[:, None, None]"),
-    ("parts.mixers.mamba2:Mamba2._scan", "v, k, q = convolved", "v, q, k = convolved"),  # B and C exchanged
-    ("parts.mixers.mamba2:Mamba2.forward", " * functional.silu(at_least_float32(gate))", ""),  # no gate before the norm
-]
+def inputs_with(kernel: Any, change: Callable[[Any], dict[str, Any]]) -> Plant:
+    return wrapped(kernel, lambda run, inputs, state: run(inputs._replace(**change(inputs)), state))
 
 
-@pytest.mark.parametrize(("target", "old", "new"), BUGS)
+BUGS = {
+    "the decay's sign": result(GatedDecay.forward, lambda pair: (-pair[0], pair[1])),
+    "a rate that is no logarithm": calls(GatedDecay.forward, "exp", lambda rate: rate.abs()),
+    "k and v without Δ": inputs_with(_chunked, lambda inputs: {"time_step": torch.ones_like(inputs.time_step)}),
+    "no skip": inputs_with(state_space_duality, lambda inputs: {"skip": 0 * inputs.skip}),
+    "B and C exchanged": calls(Mamba2._scan, "SSDInputs", lambda make, q, k, *rest: make(k, q, *rest)),
+    "no gate before the norm": operand_dropped(Mamba2.forward, "silu"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
 @torch.no_grad()
-def test_a_planted_bug_is_caught_by_the_loop(target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, target, old, new)
+def test_a_planted_bug_is_caught_by_the_loop(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[bug](monkeypatch)
     with pytest.raises(AssertionError, match="not close"):
         compare_with_loop(ours(SHARED), loop)
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    "plant",
     [
-        ("(gate, v, k, q, a), self.multipliers", "(gate, v, q, k, a), self.multipliers"),
-        ('self.gated_norm == "before"', "False"),
+        calls(
+            Mamba2.forward,
+            "zip",
+            lambda _, x, multipliers, strict: zip((x[0], x[1], x[3], x[2], x[4]), multipliers, strict=strict),
+        ),
+        condition(Mamba2.forward, "gated_norm", False, nth=0),
     ],
+    ids=["multipliers exchanged", "no norm before the gate"],
 )
 @torch.no_grad()
-def test_a_planted_bug_of_options_is_caught_by_the_loop(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "parts.mixers.mamba2:Mamba2.forward", old, new)
+def test_a_planted_bug_of_options_is_caught_by_the_loop(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     with pytest.raises(AssertionError, match="not close"):
         compare_with_loop(ours(BEFORE), loop)
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from heddle.config import parse_config
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.mixer_state import StateSpec
-from heddle.parts.context.position_table import PositionTable
+from heddle.parts.build import BuildContext
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 from heddle.parts.norms.rms import RMSConfig
+from heddle.parts.position_table import PositionTable
+from heddle.parts.states import StateSpec
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours

@@ -10,12 +10,13 @@ from torch import Tensor
 import heddle
 from heddle.config import DesignError, parse_config
 from heddle.model.config import ModelConfig
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.layout import Layout
+from heddle.parts.build import BuildContext
+from heddle.parts.layout import Layout
 from heddle.parts.mixers.short_conv import ShortConv, ShortConvConfig
+from heddle.parts.modules.recurrent import ShortConvolution
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import Data, design, layer
-from tests.laws.planting import plant
+from tests.laws.planting import calls, condition
 from tests.parity.recurrence import PIECES, WIDTH, close, compare_with_loop, in_pieces, inputs, projected, randomize
 
 with warnings.catch_warnings():
@@ -52,17 +53,17 @@ def test_values_equal_a_loop_of_the_formula(sizes: Data) -> None:
     compare_with_loop(ours(sizes), loop)
 
 
-BUGS = [
-    ("parts.mixers.short_conv:ShortConv.forward", "at_least_float32(q) * y", "y"),  # no gate after the convolution
-    ("parts.mixers.short_conv:ShortConv.forward", "k * v", "v"),  # none before it
-    ("parts.modules.short_convolution:ShortConvolution.forward", "if self.silu else y", ""),
-]
+BUGS = {
+    "no gate after the convolution": calls(ShortConv.forward, "at_least_float32", lambda _, q: torch.ones_like(q)),
+    "no gate before it": calls(ShortConv.forward, "_convolve", lambda mixer, kv, *rest, v: mixer._convolve(v, *rest)),
+    "silu": condition(ShortConvolution.forward, "silu", True),
+}
 
 
-@pytest.mark.parametrize(("target", "old", "new"), BUGS)
+@pytest.mark.parametrize("bug", BUGS)
 @torch.no_grad()
-def test_a_planted_bug_is_caught_by_the_loop(target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, target, old, new)
+def test_a_planted_bug_is_caught_by_the_loop(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[bug](monkeypatch)
     with pytest.raises(AssertionError, match="not close"):
         compare_with_loop(ours(PLAIN), loop)
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from heddle.config import parse_config
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.layout import Layout
+from heddle.parts.build import BuildContext
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.norms import NormConfig
 

@@ -14,8 +14,8 @@ from heddle.errors import ConfigError
 from heddle.laws.harness import forward_no_grad, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.layout import Layout
+from heddle.parts.build import BuildContext
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.norms import NormConfig
 from tests.cases import ALIBI, LINEAR, RETENTION, alone, attention, design, latent, layer

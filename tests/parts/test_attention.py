@@ -11,10 +11,9 @@ from heddle.config import parse_config
 from heddle.laws.harness import forward_no_grad, model_under_test, normal_tensor, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.parts.mixers.attention import Attention
-from heddle.parts.modules.temperature import query_temperature
+from heddle.parts.mixers.attention import Attention, query_temperature
 from tests.cases import alone
-from tests.laws.planting import plant
+from tests.laws.planting import condition
 
 ALIBI = {"kind": "alibi"}
 
@@ -119,7 +118,7 @@ def test_norms_after_the_rotation(kind: str, monkeypatch: pytest.MonkeyPatch) ->
             actual = mixer._heads(projection(x), norm, heads, layout).transpose(1, 2)
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
             with monkeypatch.context() as patch:
-                plant(patch, "parts.mixers.attention:Attention._heads", "if self.norm_after_rotation", "if False")
+                condition(Attention._heads, "norm_after_rotation", False)(patch)
                 wrong = mixer._heads(projection(x), norm, heads, layout).transpose(1, 2)
             assert float((wrong - expected).abs().max()) > 0.01
 

@@ -19,7 +19,7 @@ from heddle.laws.harness import (
     random_tokens,
 )
 from heddle.model.config import ModelConfig
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.parts.positions.axial_rope import AxialRope, AxialRopeConfig, recover_coordinates
 from tests.cases import alone, attention, case, design, layer
 

@@ -14,8 +14,7 @@ from heddle.errors import ConfigError
 from heddle.laws.harness import model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
-from heddle.parts.context.encoder_output import EncoderOutput
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import EncoderOutput, Layout
 from heddle.parts.mixers import Mixer
 from tests.cases import Data, attention, cross, design, layer
 

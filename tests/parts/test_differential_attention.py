@@ -1,5 +1,6 @@
 """Differential attention against the attention of DiffLlama, and against the paper's plain loops."""
 
+import ast
 import math
 import warnings
 from typing import Any
@@ -13,12 +14,13 @@ from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.laws.harness import model_under_test, random_tokens
 from heddle.model.config import ModelConfig
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.layout import Layout
+from heddle.parts.build import BuildContext
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig
+from heddle.parts.mixers.differential_attention import DifferentialAttention
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import ROPE, design, differential, layer
-from tests.laws.planting import plant
+from tests.laws.planting import calls, operand_dropped, operator, reads, wrapped
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # third-party warnings at import
@@ -131,30 +133,32 @@ def test_the_mixer_equals_plain_loops(fields: dict[str, Any]) -> None:
     assert loop_error(**fields) < 1e-10
 
 
-MIXER = "parts.mixers.differential_attention:DifferentialAttention"
 BUGS = {
-    "λ with the wrong sign": (f"{MIXER}.forward", "first - self._lambda()", "first + self._lambda()"),
-    "both terms of λ exchanged": (
-        f"{MIXER}._lambda",
-        "(q1 * k1).sum().exp() - (q2 * k2)",
-        "(q2 * k2).sum().exp() - (q1 * k1)",
+    "λ with the wrong sign": operator(DifferentialAttention.forward, ast.Sub, ast.Add, nth=0),
+    "both terms of λ exchanged": wrapped(
+        DifferentialAttention._lambda, lambda value, mixer: 2 * mixer.lambda_init - value(mixer)
     ),
-    "layers counted from 1": (f"{MIXER}.__init__", "* context.layer_index", "* (context.layer_index + 1)"),
-    "the same λ_init in all layers": (f"{MIXER}.__init__", "* context.layer_index", "* 0"),
-    "an output that is not multiplied by 1 − λ_init": (f"{MIXER}.forward", "* (1.0 - self.lambda_init)", ""),
-    "a norm of all heads together": (
-        f"{MIXER}.forward",
-        "self.norm((first - self._lambda().to(first.dtype) * second).transpose(1, 2))",
-        "self.norm((first - self._lambda().to(first.dtype) * second).transpose(1, 2).transpose(2, 3).contiguous()"
-        ".view(x.shape[0], x.shape[1], self.heads, self.value_dim))",
+    "layers counted from 1": reads(DifferentialAttention.__init__, "layer_index", lambda index: index + 1),
+    "the same λ_init in all layers": reads(DifferentialAttention.__init__, "layer_index", lambda index: 0),
+    "an output that is not multiplied by 1 − λ_init": operand_dropped(
+        DifferentialAttention.forward, "lambda_init", nth=1
     ),
-    "queries of neighboring heads paired": (f"{MIXER}._pairs", "single[:, 1::2]", "single[:, 1::2].roll(1, 1)"),
+    "a norm of all heads together": calls(
+        DifferentialAttention.forward,
+        "norm",
+        lambda mixer, y: mixer.norm(y.transpose(2, 3).contiguous().view(y.shape)),
+    ),
+    "queries of neighboring heads paired": calls(
+        DifferentialAttention._pairs,
+        "cat",
+        lambda torch, pair, dim: torch.cat((pair[0], pair[1].roll(1, 1)), dim=dim),
+    ),
 }
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, *BUGS[bug])
+    BUGS[bug](monkeypatch)
     assert loop_error() > 1e-2
     assert error_against_transformers(3) > 1e-2
 

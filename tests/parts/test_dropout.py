@@ -7,7 +7,7 @@ from heddle.config import parse_config
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.numerics.random import RandomKey, use_random_key
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.parts.modules.dropout import BranchDropout, Dropout
 from tests.cases import attention, design, layer
 

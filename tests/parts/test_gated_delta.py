@@ -10,9 +10,9 @@ import heddle
 from heddle.config import DesignError, parse_config
 from heddle.laws.harness import forward_no_grad, forward_with_state, model_under_test, new_state, random_tokens
 from heddle.model.config import ModelConfig
-from heddle.numerics.philox import ParameterDraws
-from heddle.parts.context.layout import Layout
-from heddle.parts.modules.gated_decay import GatedDecay
+from heddle.numerics.random import ParameterDraws
+from heddle.parts.layout import Layout
+from heddle.parts.modules.recurrent import GatedDecay
 from tests.cases import case, delta, design
 
 

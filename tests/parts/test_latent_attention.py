@@ -20,7 +20,7 @@ from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import kernel_choices
-from heddle.numerics.dispatch.flop_counter import count_flops
+from heddle.numerics.dispatch import count_flops
 from heddle.numerics.kernels import kernels
 from tests.cases import YARN, case, design, latent, layer
 

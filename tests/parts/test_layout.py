@@ -8,7 +8,7 @@ import torch
 
 import heddle
 from heddle.errors import ConfigError
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from tests.cases import case
 
 

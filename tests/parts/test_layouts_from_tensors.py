@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,9 +22,11 @@ from heddle.laws.harness import (
 )
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout, _check_order, _check_range, layout_facts
+from heddle.parts.position_table import PositionTable
+from heddle.parts.positions.rope import Rope
 from tests.cases import CASES, alone, attention, case, delta, design, layer
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, assigned, condition, constant, replaced, result
 from tests.random_layouts import random_layout, random_tensors
 
 DYNAMIC = {"kind": "rope", "scaling": {"kind": "ntk", "factor": 4.0, "original_length": 3}}
@@ -256,30 +259,27 @@ def test_a_call_that_does_not_go_on_is_refused(
     assert_close(forward_with_state(model, state, tokens[:, 9:], right)[0], expected, "after a refused call")
 
 
-FACTS, LAYOUT = "parts.context.layout_facts", "parts.context.layout:Layout"
 NOT_NEXT = ([[7, 8]], None, "position 7 in row 0 follows 5, the state's newest")
-BUGS: list[tuple[str, str, str, Callable[[], object]]] = [
-    (f"{FACTS}:_check_order", "position != last_position + 1", "position < 0", lambda: refused_or_right(100)),
-    (f"{FACTS}:_check_order", "segment < last_segment", "segment < 0", lambda: refused_or_right(100)),
-    (f"{FACTS}:_check_range", "(position < -1)", "(position < -9)", lambda: refused_or_right(100)),
-    (f"{FACTS}:layout_facts", "tuple(map(tuple, doc_lengths))",
-     "tuple((sum(row),) for row in doc_lengths)", lambda: documents_alone("attention-mha", 20)),
-    (f"{LAYOUT}.checked", "if self.is_checked:", "if True:", lambda: documents_alone("attention-mha", 9)),
-    (f"{LAYOUT}._call_segment_ids", "first = None if", "first = None if True or",
-     test_documents_are_counted_from_the_first_token),
-    ("parts.positions.rope:Rope._inv_freq", "if all(", "if True or all(",
-     lambda: test_a_longer_neighbor_changes_no_text("dynamic ntk")),
-    ("parts.context.position_table:PositionTable.extend", "check = check and", "check = False and",
+BUGS: list[tuple[Plant, Callable[[], object]]] = [
+    (assigned(_check_order, "is_wrong", np.zeros_like, nth=1), lambda: refused_or_right(100)),
+    (assigned(_check_order, "is_wrong", np.zeros_like, nth=0), lambda: refused_or_right(100)),
+    (constant(_check_range, 1, 9, nth=0), lambda: refused_or_right(100)),
+    (result(layout_facts, lambda facts: facts._replace(doc_lengths=tuple((sum(row),) for row in facts.doc_lengths))),
+     lambda: documents_alone("attention-mha", 20)),
+    (replaced(Layout.checked, lambda layout: layout), lambda: documents_alone("attention-mha", 9)),
+    (condition(Layout._call_segment_ids, "padding", True, nth=0), test_documents_are_counted_from_the_first_token),
+    (condition(Rope._inv_freq, "all", True), lambda: test_a_longer_neighbor_changes_no_text("dynamic ntk")),
+    (assigned(PositionTable.extend, "check", lambda check: False),
      lambda: test_a_call_that_does_not_go_on_is_refused("hybrid", *NOT_NEXT)),
-    ("parts.context.position_table:PositionTable.select", "table if texts is None else", "table if True else",
+    (condition(PositionTable.select, "texts", True),
      lambda: test_a_state_knows_the_length_of_each_text("longrope")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", range(len(BUGS)))
 def test_a_planted_bug_is_caught(bug: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, old, new, check = BUGS[bug]
-    plant(monkeypatch, target, old, new)
+    plant, check = BUGS[bug]
+    plant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, pytest.fail.Exception)):
         check()
 

@@ -12,10 +12,10 @@ from heddle.errors import ConfigError
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import flops_per_token, size
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.layout import Layout
+from heddle.parts.build import BuildContext
 from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.feedforwards.moe import MoE
+from heddle.parts.layout import Layout
 from heddle.parts.modules.router_statistics import RouterStatistics, _traced, record_router_statistics
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import attention, case, design, layer

@@ -19,9 +19,10 @@ from heddle.laws.harness import (
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
 from heddle.model.size import size
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
+from heddle.parts.mixers.pair import _multiplied
 from tests.cases import Data, attention, cross, design, layer
-from tests.laws.planting import plant
+from tests.laws.planting import wrapped
 
 
 def pair(first: Data, second: Data) -> Data:
@@ -51,7 +52,8 @@ def test_numbers_multiply_what_both_read_and_give(monkeypatch: pytest.MonkeyPatc
         expected = 2.0 * mixer.get_submodule("first")(1.5 * x, layout)[0]
         expected = expected + 3.0 * mixer.get_submodule("second")(0.5 * x, layout)[0]
         torch.testing.assert_close(mixer(x, layout)[0], expected, rtol=0, atol=1e-12)
-        plant(monkeypatch, "parts.mixers.pair:_multiplied", "second * multipliers[1]", "second * multipliers[0]")
+        one_number = wrapped(_multiplied, lambda multiply, numbers, *x: multiply(numbers and 2 * numbers[:1], *x))
+        one_number(monkeypatch)
         assert float((mixer(x, layout)[0] - expected).abs().max()) > 0.01
 
 

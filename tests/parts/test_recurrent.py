@@ -15,10 +15,11 @@ from heddle.laws.harness import forward_in_chunks, forward_no_grad, model_under_
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.numerics.recurrent import batched_chunks, chunked_sums, gated_delta, ssd
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer
+from heddle.parts.mixers.retention import Retention
 from tests.cases import LINEAR, RETENTION, ROPE, case, design, layer
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, assigned, calls, condition
 
 
 def model_of(mixer: dict[str, Any], **fields: Any) -> Decoder:
@@ -175,15 +176,16 @@ def lightning_distance(mixer: Any, x: Tensor, fields: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("correct", "wrong"),
+    "plant",
     [
-        ("self.activation(y) for y in projections", "y for y in projections"),
-        ("[self.activation(y) for y in projections]", "[*map(self.activation, projections[:2]), projections[2]]"),
-        ("self.norm(y.flatten(2))", "self.norm(y.flatten(2).cumsum(1))"),
+        condition(Retention.forward, "activation", False),
+        assigned(Retention.forward, "projections", lambda y, *, projections: [*y[:2], projections[2]], nth=1),
+        calls(Retention.forward, "norm", lambda mixer, y: mixer.norm(y.cumsum(1)), nth=1),
     ],
+    ids=["no activation", "none of the values", "a norm of all tokens so far"],
 )
-def test_a_wrong_lightning_attention_is_caught(correct: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "parts.mixers.retention:Retention.forward", correct, wrong)
+def test_a_wrong_lightning_attention_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     mixer = mixer_of(model_of(RETENTION, value_dim=5, decay=[0.9, 0.5, 0.3], **LIGHTNING))
     assert lightning_distance(mixer, torch.randn(1, 9, 24, dtype=torch.float64), LIGHTNING) > 1e-3
 

@@ -12,13 +12,13 @@ from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.layout import Layout
+from heddle.parts.build import BuildContext
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.norms.rms import RMSConfig
-from heddle.parts.positions.relative_bias import buckets_by_offset
+from heddle.parts.positions.relative_bias import RelativeBias, buckets_by_offset
 from tests.cases import LINEAR, alone, design, layer
-from tests.laws.planting import plant
+from tests.laws.planting import assigned, calls, operand_dropped
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # third-party warnings at import
@@ -125,23 +125,24 @@ def test_the_mixer_equals_plain_loops(causal: bool) -> None:
     assert loop_error(causal) < 1e-10
 
 
-MODULE = "parts.positions.relative_bias"
 BUGS = {
-    "keys and queries exchanged": (f"{MODULE}:RelativeBias.forward", "offsets.clamp(", "(-offsets).clamp("),
-    "half of the buckets for single distances of both directions": (
-        f"{MODULE}:buckets_by_offset",
-        "exact = buckets // 2",
-        "exact = buckets",
+    "keys and queries exchanged": calls(
+        RelativeBias.forward, "clamp", lambda offsets, *limits: (-offsets).clamp(*limits)
     ),
-    "later keys in the buckets of earlier ones": (f"{MODULE}:buckets_by_offset", "buckets + bucket", "bucket"),
-    "distances below max_distance in the last bucket": (f"{MODULE}:buckets_by_offset", "(buckets - exact)", "buckets"),
+    "half of the buckets for single distances of both directions": assigned(
+        buckets_by_offset, "exact", lambda exact, *, buckets: buckets
+    ),
+    "later keys in the buckets of earlier ones": assigned(
+        buckets_by_offset, "future", lambda future, *, buckets: [bucket - buckets for bucket in future]
+    ),
+    "distances below max_distance in the last bucket": operand_dropped(buckets_by_offset, "exact", nth=2),
 }
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     buckets_by_offset.cache_clear()
-    plant(monkeypatch, *BUGS[bug])
+    BUGS[bug](monkeypatch)
     try:
         assert loop_error(False) > 1e-2
         assert error_against_transformers("t5", False, 8, 20) > 1e-2

@@ -8,7 +8,7 @@ import torch
 
 from heddle.config import parse_config
 from heddle.errors import ConfigError
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.parts.positions.rope import Rope, RopeConfig
 from heddle.parts.scalings.linear import LinearConfig
 from heddle.parts.scalings.longrope import LongropeConfig

@@ -12,7 +12,7 @@ from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.laws.harness import assert_close, forward_no_grad, forward_with_state, model_under_test, random_tokens
 from heddle.model.config import ModelConfig
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.parts.positions.rope import Rope, RopeConfig
 from tests.cases import alone
 from tests.generation.loops import amplify_layers

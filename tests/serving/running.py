@@ -12,8 +12,7 @@ import httpx2 as httpx
 
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
-from heddle.serving.access import Access
-from heddle.serving.app import Application
+from heddle.serving.app import Access, Application
 from heddle.serving.engine import Engine
 from heddle.serving.limits import ServerLimits
 from heddle.serving.requests import RequestReader

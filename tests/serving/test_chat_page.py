@@ -15,14 +15,12 @@ from heddle.cli.serve import page_of
 from heddle.generation.generate import generate
 from heddle.model.attention_maps import attention_weights
 from heddle.model.size import size
-from heddle.serving import model_view
-from heddle.serving.access import Access
-from heddle.serving.app import Application
-from heddle.serving.chat_page import add_chat_page
+from heddle.serving import chat_page
+from heddle.serving.app import Access, Application
+from heddle.serving.chat_page import ModelView, add_chat_page
 from heddle.serving.conversation import Conversation, SamplingSettings
 from heddle.serving.engine import Engine
 from heddle.serving.limits import ServerLimits
-from heddle.serving.model_view import ModelView
 from heddle.serving.requests import RequestError, RequestReader
 from tests.html_page import Page
 from tests.serving.running import TEMPLATE, running_server, small_model
@@ -51,7 +49,7 @@ def test_the_last_step_of_attention_is_that_of_the_model() -> None:
         assert weights is not None
         assert torch.allclose(torch.tensor(layer["heads"]), weights[0, :, -1], atol=1e-4)
     with pytest.raises(RequestError, match=r"attention.* 1 to"):
-        view.last_step([1] * (model_view.MAX_TOKENS + 1))
+        view.last_step([1] * (chat_page.MAX_TOKENS + 1))
 
 
 def test_a_view_leaves_another_threads_observation_alone() -> None:

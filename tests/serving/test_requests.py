@@ -13,7 +13,7 @@ from tests.serving.running import NAME, Running, running_server, small_model
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running_server(body_bytes=20_000, new_tokens=64, prompt_tokens=100) as running:
+    with running_server(max_body=20_000, max_new_tokens=64, max_prompt=100) as running:
         yield running
 
 

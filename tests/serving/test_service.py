@@ -8,16 +8,17 @@ import threading
 import time
 
 import pytest
+from torch import Tensor
 
 from heddle.errors import ConfigError
 from heddle.generation.generate import generate
+from heddle.generation.scheduler import BatchScheduler
 from heddle.model.state import State
-from heddle.numerics.dispatch.transfer import to_device
-from heddle.serving import connections
+from heddle.serving import server as connections
 from heddle.serving.limits import ServerLimits
 from heddle.serving.server import host_names, listen
 from heddle.tokenization.tokenizer import Tokenizer
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, assigned, calls, result
 from tests.serving.running import NAME, Running, Served, running_server, small_model
 
 PROMPTS = ("The weaver", "Another cloth", "La navette", "def weave")
@@ -62,7 +63,7 @@ def test_a_token_is_asked_for() -> None:
 
 
 def test_a_body_is_refused_while_it_is_read() -> None:
-    with running_server(body_bytes=1000) as server:
+    with running_server(max_body=1000) as server:
         host, port = server.address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=20) as connection:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: 1000000000\r\n\r\n"
@@ -71,7 +72,7 @@ def test_a_body_is_refused_while_it_is_read() -> None:
 
 
 def test_streams_beyond_the_queue_get_429_and_cancelled_ones_free_their_state() -> None:
-    with running_server(streams=2, queue=1, new_tokens=20_000, seconds=20) as server:
+    with running_server(streams=2, queue=1, max_new_tokens=20_000, max_seconds=20) as server:
         before = states_in_memory()
         streams = []
         for _ in range(2):
@@ -97,7 +98,7 @@ def test_streams_beyond_the_queue_get_429_and_cancelled_ones_free_their_state() 
 
 
 def test_a_full_queue_refuses_before_the_text_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    with running_server(streams=1, queue=1, new_tokens=20_000) as server:
+    with running_server(streams=1, queue=1, max_new_tokens=20_000) as server:
         encoded, encode = list[str](), Tokenizer.encode
 
         def recorded(self: Tokenizer, text: str) -> list[int]:
@@ -117,7 +118,7 @@ def test_a_full_queue_refuses_before_the_text_is_tokenized(monkeypatch: pytest.M
 
 
 def test_a_refusal_says_when_the_queue_will_have_moved() -> None:
-    with running_server(streams=2, queue=3, seconds=60) as server:
+    with running_server(streams=2, queue=3, max_seconds=60) as server:
         engine = server.engine
         assert engine.retry_seconds == 1
         engine.metrics.running_seconds.observe(10.0)
@@ -163,7 +164,7 @@ def test_metrics_tell_the_seconds_of_requests_and_tokens() -> None:
 
 
 def test_states_have_a_bounded_number_of_slots() -> None:
-    with running_server(streams=8, slots=100, new_tokens=200) as server:
+    with running_server(streams=8, slots=100, max_new_tokens=200) as server:
         most = 0
 
         def ask() -> None:
@@ -179,7 +180,7 @@ def test_states_have_a_bounded_number_of_slots() -> None:
 
 
 def test_a_client_that_waits_for_a_whole_answer_and_goes_away_frees_its_state() -> None:
-    with running_server(new_tokens=100_000) as server:
+    with running_server(max_new_tokens=100_000) as server:
         host, port = server.address.removeprefix("http://").split(":")
         body = json.dumps({"model": NAME, "prompt": "The", "max_tokens": 100_000, "temperature": 0}).encode()
         with socket.create_connection((host, int(port)), timeout=20) as connection:
@@ -192,14 +193,14 @@ def test_a_client_that_waits_for_a_whole_answer_and_goes_away_frees_its_state() 
 
 
 def test_the_time_limit_ends_a_text() -> None:
-    with running_server(new_tokens=1_000_000, seconds=1) as server:
+    with running_server(max_new_tokens=1_000_000, max_seconds=1) as server:
         answer = server.complete(max_tokens=1_000_000, temperature=0).json()
         assert answer["choices"][0]["finish_reason"] == "length"
         assert 0 < answer["usage"]["completion_tokens"] < 1_000_000
 
 
 def test_a_draining_server_ends_running_streams_and_refuses_new_ones() -> None:
-    with running_server(new_tokens=2000) as server:
+    with running_server(max_new_tokens=2000) as server:
         model, tokenizer = small_model()
         body = {"model": NAME, "prompt": "The", "max_tokens": 300, "temperature": 0, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
@@ -258,7 +259,7 @@ def crowd(server: Served, clients: int, seconds: float, seed: int = 0) -> tuple[
 
 def check_crowd(clients: int, seconds: float) -> int:
     """Right texts, no server error and no state left behind; the number of texts."""
-    with running_server(new_tokens=1000) as server:
+    with running_server(max_new_tokens=1000) as server:
         before = states_in_memory()
         statuses, wrong = crowd(server, clients, seconds)
         server.wait_until_free()
@@ -273,25 +274,30 @@ def test_a_crowd_with_abusers_gets_right_texts_and_no_server_error() -> None:
     assert check_crowd(50, 2.0) > 50
 
 
-LEAKS = 'vars(to_device).setdefault("leaked", []).append(new_state)'
+leaked: list[State] = []
+
+
+def leak(pair: tuple[Tensor, State]) -> tuple[Tensor, State]:
+    leaked.append(pair[1])
+    return pair
 
 
 @pytest.mark.parametrize(
-    ("name", "old", "new"),
+    "plant",
     [
-        ("_choose", "zip(shared, chosen, strict=True)", "zip(shared, chosen[::-1], strict=True)"),
-        ("_choose", "row.newest == NOT_FINITE", "row.newest % 2 == 0"),
-        ("_forward", "hidden[:, -1], new_state", f"({LEAKS}, hidden[:, -1])[1], new_state"),
+        calls(BatchScheduler._choose, "zip", lambda _, rows, chosen, strict: zip(rows, chosen[::-1], strict=strict)),
+        assigned(BatchScheduler._choose, "is_damaged", lambda is_damaged, *, row: row.newest % 2 == 0),
+        result(BatchScheduler._forward, leak),
     ],
     ids=["tokens of other rows", "rows that fail", "states that stay"],
 )
-def test_planted_faults_are_seen(name: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, f"generation.scheduler:BatchScheduler.{name}", old, new)
+def test_planted_faults_are_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     try:
         with pytest.raises(AssertionError):
             check_crowd(20, 1.0)
     finally:
-        vars(to_device).pop("leaked", None)
+        leaked.clear()
 
 
 def test_limits_and_addresses_that_cannot_be_are_refused() -> None:

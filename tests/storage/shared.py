@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heddle.storage import atomic, file_io
+from heddle.storage import file_io
 from heddle.storage.folder import read_folder, tensors_sha256, write_folder
 from tools.kill_test import MEASURED as MEASURED
 
@@ -39,7 +39,7 @@ def content(seed: int) -> dict[str, Any]:
 
 def state(folder: Path) -> State | None:
     """All of a folder, verified; None where a loader finds nothing at all."""
-    if not atomic.find_folder(folder).exists():
+    if not file_io.find_folder(folder).exists():
         return None
     documents = read_folder(folder, "training").documents
     return tensors_sha256(folder), tuple(sorted(documents.items()))

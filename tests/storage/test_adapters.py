@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import heddle
 from heddle.data.samples import Batch
@@ -18,11 +18,12 @@ from heddle.exchange.export import export
 from heddle.exchange.load import load as load_foreign
 from heddle.laws import LAWS
 from heddle.laws import harness as laws
-from heddle.model.compiled import compiled
+from heddle.model.copies import compiled
 from heddle.model.decoder import Decoder, build
-from heddle.model.lora import LoraLinear, adapters, add_lora, lora_tensors, merge_lora
-from heddle.storage.adapters import FOLDER_KIND, METADATA_FILE, TENSORS_FILE, load_lora, save_lora
+from heddle.model.lora import LoraLinear, adapters, add_lora, lora_tensors, merge_lora, merged_weight
+from heddle.parts.modules.linear import fill_normal
 from heddle.storage.folder import write_folder
+from heddle.storage.model import ADAPTER_FILE, ADAPTER_KIND, ADAPTER_TENSORS_FILE, load_lora, save_lora
 from heddle.training import width_transfer
 from heddle.training.loop import train
 from heddle.training.optimizer import build_optimizer
@@ -30,7 +31,7 @@ from heddle.training.settings import OPTIMIZERS
 from heddle.training.step import accumulate_gradients, apply_gradients
 from tests import small
 from tests.cases import case
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, assigned, calls, constant, operand_dropped, replaced
 
 EVERYTHING = ("layers.*.mixer.*", "layers.*.feedforward.*")
 MIXERS = ("layers.*.mixer.*",)
@@ -229,7 +230,11 @@ def test_saving_and_exporting_merge(tmp_path: Path) -> None:
 def test_adapters_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     base, twin = pair(name)
     save_lora(twin, tmp_path / "adapter")
-    assert {file.name for file in (tmp_path / "adapter").iterdir()} == {METADATA_FILE, TENSORS_FILE, "manifest.json"}
+    assert {file.name for file in (tmp_path / "adapter").iterdir()} == {
+        ADAPTER_FILE,
+        ADAPTER_TENSORS_FILE,
+        "manifest.json",
+    }
     back = load_lora(base, tmp_path / "adapter")
     tokens = laws.random_tokens(case(name), 2, 9)
     assert torch.equal(laws.forward_no_grad(back, tokens), laws.forward_no_grad(twin, tokens))
@@ -269,11 +274,11 @@ def test_adapters_of_something_else_are_refused(tmp_path: Path) -> None:
 def test_facts_that_do_not_fit_are_refused(old: str, new: str, words: str, tmp_path: Path) -> None:
     base, twin = pair("attention-gqa")
     save_lora(twin, tmp_path / "adapter")
-    text = (tmp_path / "adapter" / METADATA_FILE).read_text()
+    text = (tmp_path / "adapter" / ADAPTER_FILE).read_text()
     assert old in text
-    documents = {METADATA_FILE: text.replace(old, new)}
+    documents = {ADAPTER_FILE: text.replace(old, new)}
     write_folder(
-        tmp_path / "adapter", tensors={TENSORS_FILE: lora_tensors(twin)}, documents=documents, kind=FOLDER_KIND
+        tmp_path / "adapter", tensors={ADAPTER_TENSORS_FILE: lora_tensors(twin)}, documents=documents, kind=ADAPTER_KIND
     )
     with pytest.raises(CheckpointError, match=words):
         load_lora(base, tmp_path / "adapter")
@@ -326,33 +331,29 @@ def nothing_at_the_start() -> None:
     test_before_the_first_step_nothing_has_changed("attention-gqa")
 
 
-LORA = "model.lora"
-
-
 @pytest.mark.parametrize(
-    ("check", "function", "old", "new"),
+    ("check", "plant"),
     [
-        (unmerged_equals_merged, f"{LORA}:LoraLinear.forward", " * self.scale", ""),
-        (unmerged_equals_merged, f"{LORA}:LoraLinear.merged", "self.scale)", "self.alpha)"),
-        (unmerged_equals_merged, f"{LORA}:merged_weight", "torch.float64", "torch.float32"),
-        (read_projections_are_adapted, f"{LORA}:LoraLinear.weight", " + self.b @ self.a * self.scale", ""),
-        (nothing_at_the_start, f"{LORA}:LoraLinear.init_weights", "nn.init.zeros_(self.b)",
-         'fill_normal(self.b, std, draws("b"))'),
-        (nothing_at_the_start, f"{LORA}:LoraLinear.init_weights", 'fill_normal(self.a, std, draws("a"))',
-         "nn.init.zeros_(self.a)"),
-        (adapters_alone_learn, f"{LORA}:add_lora", "requires_grad=False", "requires_grad=True"),
-        (adapters_alone_learn, "training.step:apply_gradients", "(*experts.router.parameters(), *experts.weights)",
-         "feedforward.parameters()"),
-        (lambda: test_merging_adapters_of_zero_keeps_every_bit(torch.float32), f"{LORA}:merged_weight",
-         "torch.where(delta == 0, wide, wide + delta)", "(wide + delta)"),
-        (lambda: test_merging_rounds_once(torch.bfloat16), f"{LORA}:merged_weight", "delta = b @ a * scale",
-         "delta = (b @ a * scale).to(weight).double()"),
+        (unmerged_equals_merged, operand_dropped(LoraLinear.forward, "scale", nth=0)),
+        (unmerged_equals_merged, calls(
+            LoraLinear.merged, "merged_weight", lambda merge, *tensors, self: merge(*tensors[:3], self.alpha))),
+        (unmerged_equals_merged, calls(
+            merged_weight, "to", lambda x, device, dtype: x.to(device, torch.float32), nth=0)),
+        (read_projections_are_adapted, replaced(LoraLinear.weight, lambda lora: lora.frozen)),
+        (nothing_at_the_start, calls(
+            LoraLinear.init_weights, "zeros_", lambda init, b, *, std, draws: fill_normal(b, std, draws("b")))),
+        (nothing_at_the_start, calls(LoraLinear.init_weights, "fill_normal", lambda fill, a, *_: nn.init.zeros_(a))),
+        (adapters_alone_learn, constant(add_lora, False, True)),
+        (adapters_alone_learn, assigned(
+            apply_gradients, "parameters", lambda _, *, feedforward: list(feedforward.parameters()))),
+        (lambda: test_merging_adapters_of_zero_keeps_every_bit(torch.float32), calls(
+            merged_weight, "where", lambda torch, is_zero, wide, total: total)),
+        (lambda: test_merging_rounds_once(torch.bfloat16), assigned(
+            merged_weight, "delta", lambda delta, *, weight: delta.to(weight).double())),
     ],
 )  # fmt: skip
-def test_planted_faults_are_found(
-    check: Callable[[], None], function: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_faults_are_found(check: Callable[[], None], plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     check()
-    plant(monkeypatch, function, old, new)
+    plant(monkeypatch)
     with pytest.raises(AssertionError):
         check()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from heddle.errors import CheckpointError, MachineError
-from heddle.storage import atomic
 from heddle.storage import checkpoints as steps
+from heddle.storage import file_io
 from heddle.storage.checkpoints import checkpoint_folder, latest_checkpoint, prune_checkpoints, write_checkpoint
 from tests.storage.shared import Died, System, content, standing_in, state
 
@@ -197,7 +197,7 @@ def test_pruning_by_number_alone_is_caught(tmp_path: Path, monkeypatch: pytest.M
     def careless(run: Path, keep: int) -> list[Path]:
         doomed = [checkpoint_folder(run, step) for step in steps.checkpoint_steps(run)[:-keep]]
         for path in doomed:
-            atomic.remove_folder(path)
+            file_io.remove_folder(path)
         return doomed
 
     monkeypatch.setattr(steps, "prune_checkpoints", careless)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from heddle.errors import CheckpointError, MachineError
-from heddle.storage import atomic, file_io
+from heddle.storage import file_io
 from heddle.storage.folder import write_folder
 from heddle.storage.manifest import MANIFEST_FILE, LogPosition
 from tests.storage.shared import Died, State, System, content, standing_in, state, written
@@ -133,8 +133,8 @@ def test_dying_again_while_recovering_leaves_old_or_new(trial: TrialFolder) -> N
 def in_place(path: Path) -> None:
     """Planted: the files are written directly into the target folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(atomic, "replace_folder", lambda staged, folder: None)
-        patch.setattr(atomic, "leftover_path", lambda path, role: path)
+        patch.setattr(file_io, "replace_folder", lambda staged, folder: None)
+        patch.setattr(file_io, "leftover_path", lambda path, role: path)
         patch.setattr(file_io, "CREATE_FLAGS", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         patch.setattr(System, "mkdir", lambda self, path: path.mkdir(exist_ok=True), raising=False)
         save(path)
@@ -149,29 +149,29 @@ def unsynced_files(path: Path) -> None:
 
 def unsynced_files_of_the_folder(path: Path) -> None:
     """Planted: the names of the files are not synced before the rename, only that of the folder after it."""
-    sync = atomic.sync_folder
+    sync = file_io.sync_folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(atomic, "sync_folder", lambda folder: None if ".tmp-" in folder.name else sync(folder))
+        patch.setattr(file_io, "sync_folder", lambda folder: None if ".tmp-" in folder.name else sync(folder))
         save(path)
 
 
 def unsynced_names(path: Path) -> None:
     """Planted: names are never synced."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(atomic, "sync_folder", lambda folder: None)
+        patch.setattr(file_io, "sync_folder", lambda folder: None)
         save(path)
 
 
 def old_removed_first(path: Path) -> None:
     """Planted: the old folder is deleted before the rename."""
-    install = atomic.replace_folder
+    install = file_io.replace_folder
 
     def remove_and_install(staged: Path, folder: Path) -> None:
-        atomic.remove_folder(folder)
+        file_io.remove_folder(folder)
         install(staged, folder)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(atomic, "replace_folder", remove_and_install)
+        patch.setattr(file_io, "replace_folder", remove_and_install)
         save(path)
 
 
@@ -185,7 +185,7 @@ def test_planted_writers_are_caught(trial: TrialFolder, planted: Save) -> None:
 def test_a_loader_that_ignores_the_displaced_folder_is_caught(
     trial: TrialFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(atomic, "find_folder", lambda folder: folder)
+    monkeypatch.setattr(file_io, "find_folder", lambda folder: folder)
     assert next(crash_faults(trial, save, True), None) is not None
 
 

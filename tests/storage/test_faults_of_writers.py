@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from heddle.analysis.verification import NOT_COVERED, OK, verify_files
 from heddle.data.cache import DataCache
 from heddle.data.token_file import write_token_file
 from heddle.errors import MachineError
@@ -17,8 +16,9 @@ from heddle.exchange.export import export
 from heddle.exchange.gguf import export_gguf
 from heddle.exchange.imported_checkpoint import save_imported
 from heddle.exchange.load import load
+from heddle.lab.verify import NOT_COVERED, OK, verify_files
 from heddle.model.decoder import build
-from heddle.storage import atomic
+from heddle.storage import file_io
 from heddle.storage.run_log import open_run
 from tests import small
 from tests.storage.shared import Died, System, standing_in
@@ -143,5 +143,5 @@ def test_a_writer_without_a_temporary_name_is_caught(
     writers: dict[str, Callable[[Path], object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: files are written under their own names."""
-    monkeypatch.setattr(atomic, "leftover_path", lambda path, role: path)
+    monkeypatch.setattr(file_io, "leftover_path", lambda path, role: path)
     assert faults(tmp_path, writers["run"], ("half", "after"))[1] != []

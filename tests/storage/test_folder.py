@@ -13,8 +13,7 @@ from torch import Tensor
 from heddle.errors import CheckpointError
 from heddle.storage import file_io
 from heddle.storage.folder import read_folder, tensors_sha256, verify_folder, write_folder
-from heddle.storage.tensor_file import read_tensor_file
-from heddle.storage.tensor_header import DTYPES
+from heddle.storage.tensor_file import DTYPES, read_tensor_file
 from tests.storage.shared import content
 
 

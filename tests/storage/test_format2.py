@@ -14,11 +14,11 @@ from torch import Tensor
 
 from heddle.errors import CheckpointError
 from heddle.storage import manifest as manifest_module
-from heddle.storage import tensor_file, tensor_header
+from heddle.storage import tensor_file
+from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.folder import tensors_sha256, verify_folder, write_folder
-from heddle.storage.json_file import read_json_file, write_json_file
 from heddle.storage.run_log import LOG_FILE, RUN_FILE, RunLog, read_log
-from heddle.storage.tensor_header import DTYPES
+from heddle.storage.tensor_file import DTYPES
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "format2"
 CHECKPOINT = "checkpoint"
@@ -109,7 +109,7 @@ def test_another_rule_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(manifest_module, name, value)
     if name == "rows_per_block":
         monkeypatch.setattr(tensor_file, "rows_per_block", value)
-        monkeypatch.setattr(tensor_header, "rows_per_block", value)
+        monkeypatch.setattr(tensor_file, "rows_per_block", value)
     with pytest.raises((AssertionError, CheckpointError)):
         test_what_was_written_is_written_today_byte_for_byte(tmp_path)
     with pytest.raises(CheckpointError):

@@ -19,8 +19,7 @@ import torch
 from heddle.errors import CheckpointError, MachineError
 from heddle.storage.folder import read_folder, verify_folder, write_folder
 from heddle.storage.manifest import FileRecord, Manifest, TensorRecord
-from heddle.storage.tensor_file import read_tensor_file
-from heddle.storage.tensor_header import MAX_HEADER_BYTES
+from heddle.storage.tensor_file import MAX_HEADER_BYTES, read_tensor_file
 from tests.storage.shared import content
 
 LIMIT = 2**40

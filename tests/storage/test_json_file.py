@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from heddle.errors import CheckpointError
-from heddle.storage import json_file
-from heddle.storage.json_file import read_json_file, write_json_file
+from heddle.storage import file_io
+from heddle.storage.file_io import read_json_file, write_json_file
 
 CONTENT: dict[str, Any] = {
     "z": [1, 2.5, None, True, "βῆτα 🧵\u2028"],
@@ -71,10 +71,10 @@ def test_a_reader_that_compares_less_is_caught(tmp_path: Path, monkeypatch: pyte
     write_json_file(tmp_path / "run.json", CONTENT)
     if planted == "content_sha256":
         saved = json.loads((tmp_path / "run.json").read_text())["sha256"]
-        monkeypatch.setattr(json_file, "content_sha256", lambda content: saved)
+        monkeypatch.setattr(file_io, "content_sha256", lambda content: saved)
     else:
         raw = type("Anything", (bytes,), {"__ne__": lambda self, other: False, "__hash__": None})
-        monkeypatch.setattr(json_file, "_text", lambda c: type("T", (str,), {"encode": lambda self, codec: raw()})())
+        monkeypatch.setattr(file_io, "_text", lambda c: type("T", (str,), {"encode": lambda self, codec: raw()})())
     assert altered(tmp_path / "run.json") != []
 
 

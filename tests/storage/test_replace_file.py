@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from heddle.errors import CheckpointError, MachineError
-from heddle.storage import atomic, file_io
-from heddle.storage.atomic import replace_file, write_file
+from heddle.storage import file_io
+from heddle.storage.file_io import replace_file, write_file
 from tests.storage.shared import Died, System, standing_in
 
 OLD, NEW = b"old" * 100, b"new content" * 100
@@ -69,7 +69,7 @@ def test_dying_at_any_call_leaves_old_or_new(tmp_path: Path) -> None:
 def in_place(path: Path) -> None:
     """Planted: the file is written under its own name at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(atomic, "leftover_path", lambda path, role: path)
+        patch.setattr(file_io, "leftover_path", lambda path, role: path)
         patch.setattr(file_io, "CREATE_FLAGS", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         save(path)
 
@@ -78,7 +78,7 @@ def unsynced(path: Path) -> None:
     """Planted: the bytes are not synced before the rename."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(file_io.NewFile, "__exit__", lambda self, *error: os.close(self.descriptor))
-        patch.setattr(atomic, "_sync_file", lambda path: None)
+        patch.setattr(file_io, "_sync_file", lambda path: None)
         save(path)
 
 
@@ -185,14 +185,14 @@ def test_old_leftovers_of_dead_processes_alone_are_removed(tmp_path: Path) -> No
 
 def test_leftovers_of_a_dead_process_of_this_machine_are_removed_at_once(tmp_path: Path) -> None:
     """Its start tells it from a later process with its number."""
-    own = atomic.leftover_path(tmp_path / "own", "tmp")
-    start = atomic._start_time(os.getpid())
+    own = file_io.leftover_path(tmp_path / "own", "tmp")
+    start = file_io._start_time(os.getpid())
     assert f"-t{start}-" in own.name
     reused = own.with_name(own.name.replace(f"-t{start}-", f"-t{(start or 0) - 1}-"))
     dead = own.with_name(own.name.replace(f"-{os.getpid()}-", f"-{NO_PROCESS}-"))
     for path in (own, reused, dead):
         path.write_text("half")
-    atomic.remove_leftovers(tmp_path)
+    file_io.remove_leftovers(tmp_path)
     assert os.listdir(tmp_path) == [own.name]
 
 
@@ -201,9 +201,9 @@ def test_leftovers_of_another_container_stay_for_an_hour(tmp_path: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: NO_PROCESS)
         patch.setattr(os, "readlink", lambda path: "pid:[1]")
-        young = atomic.leftover_path(tmp_path / "young", "tmp")
+        young = file_io.leftover_path(tmp_path / "young", "tmp")
     young.write_text("half")
-    atomic.remove_leftovers(tmp_path)
+    file_io.remove_leftovers(tmp_path)
     assert os.listdir(tmp_path) == [young.name]
 
 
@@ -211,13 +211,13 @@ def test_leftovers_of_another_machine_stay_for_an_hour(tmp_path: Path, monkeypat
     """Its process cannot be asked: a number that is free here may be a writer there."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: NO_PROCESS)
-        dead_here = atomic.leftover_path(tmp_path / "here", "tmp")
+        dead_here = file_io.leftover_path(tmp_path / "here", "tmp")
         patch.setattr("socket.gethostname", lambda: "another")
-        young, old = (atomic.leftover_path(tmp_path / name, "tmp") for name in ("young", "old"))
+        young, old = (file_io.leftover_path(tmp_path / name, "tmp") for name in ("young", "old"))
     for folder in (dead_here, young, old):
         folder.mkdir()
         (folder / "file").write_text("text")
     for path in (old / "file", old, young):  # the file in `young` was just written
         os.utime(path, (0, 0))
-    atomic.remove_leftovers(tmp_path)
+    file_io.remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [young.name]

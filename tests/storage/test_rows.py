@@ -14,7 +14,7 @@ from heddle.errors import CheckpointError
 from heddle.storage import file_io, tensor_file
 from heddle.storage.folder import FolderContents, read_folder, write_folder
 from heddle.storage.manifest import BLOCK_BYTES, rows_per_block
-from heddle.storage.tensor_header import HeaderEntry, block_ranges
+from heddle.storage.tensor_file import HeaderEntry, block_ranges
 
 FILE = "model.safetensors"
 ROWS, COLUMNS = 1500, 700  # 2800 bytes a row: 256 rows a block, 6 blocks, 4.2 MB

@@ -16,7 +16,7 @@ from heddle.errors import CheckpointError
 from heddle.storage import folder as folder_module
 from heddle.storage.folder import read_folder, tensors_sha256, verify_folder, write_folder
 from heddle.storage.manifest import FileRecord, Manifest, read_manifest
-from heddle.storage.shards import split_into_shards
+from heddle.storage.tensor_file import split_into_shards
 from tests.storage.shared import content
 from tests.storage.test_damage import random_versions, silent
 

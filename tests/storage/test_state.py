@@ -11,9 +11,9 @@ from heddle.errors import CheckpointError, ConfigError
 from heddle.laws.harness import assert_bitwise_equal, forward_with_state, model_under_test, new_state, random_tokens
 from heddle.model.decoder import Decoder, build
 from heddle.model.state import State
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.storage.folder import write_folder
-from heddle.storage.state import FOLDER_KIND, METADATA_FILE, TENSORS_FILE
+from heddle.storage.model import STATE_FILE, STATE_KIND, STATE_TENSORS_FILE
 from tests.cases import CASES, case, each_part
 
 CAUSAL = [name for name in CASES if build(case(name), device="meta").causal]
@@ -61,11 +61,11 @@ def test_the_length_of_each_text_is_saved(text_lengths: object, tmp_path: Path) 
     state = model.init_state(3, text_lengths=[3, 30, 12])
     _, state = forward_with_state(model, state, random_tokens(model.config, 3, 2))
     heddle.save_state(state, tmp_path / "state")
-    fields = json.loads((tmp_path / "state" / METADATA_FILE).read_text())
+    fields = json.loads((tmp_path / "state" / STATE_FILE).read_text())
     assert fields["table"].pop("text_lengths") == [3, 30, 12]
     fields["table"]["text_lengths"] = text_lengths
-    texts = {METADATA_FILE: json.dumps(fields)}
-    write_folder(tmp_path / "other", tensors={TENSORS_FILE: state.tensors()}, documents=texts, kind=FOLDER_KIND)
+    texts = {STATE_FILE: json.dumps(fields)}
+    write_folder(tmp_path / "other", tensors={STATE_TENSORS_FILE: state.tensors()}, documents=texts, kind=STATE_KIND)
     if text_lengths == [3, 30, 12]:
         assert heddle.load_state(model, tmp_path / "other").table.text_lengths == (3, 30, 12)
         return
@@ -127,7 +127,7 @@ def altered(model: Decoder, folder: Path, change: str) -> None:
     state = used(model)
     tensors = state.tensors()
     heddle.save_state(state, folder)
-    metadata = json.loads((folder / METADATA_FILE).read_text())
+    metadata = json.loads((folder / STATE_FILE).read_text())
     if change in ("max_tokens", "equal_lengths", "lookback"):
         metadata["table"][change] = {"max_tokens": -1, "equal_lengths": 1, "lookback": "all"}[change]
     elif change == "field":
@@ -141,7 +141,7 @@ def altered(model: Decoder, folder: Path, change: str) -> None:
     else:
         metadata = {"design": 5}
     write_folder(
-        folder, tensors={TENSORS_FILE: tensors}, documents={METADATA_FILE: json.dumps(metadata)}, kind=FOLDER_KIND
+        folder, tensors={STATE_TENSORS_FILE: tensors}, documents={STATE_FILE: json.dumps(metadata)}, kind=STATE_KIND
     )
 
 
@@ -159,7 +159,7 @@ def test_a_state_that_does_not_hold_together_is_refused(change: str, tmp_path: P
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     model = model_under_test(case("attention-mha"))
     heddle.save_state(used(model), tmp_path / "state")
-    file = tmp_path / "state" / TENSORS_FILE
+    file = tmp_path / "state" / STATE_TENSORS_FILE
     data = bytearray(file.read_bytes())
     data[-9] ^= 4
     file.write_bytes(data)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
 
+from heddle.data import corpus
+from heddle.data.corpus import distinct_word_bytes
 from heddle.errors import DataError
-from heddle.tokenization import distinct_words
 from heddle.tokenization.backend import EOD_TOKEN, MAX_RUN_LENGTH
-from heddle.tokenization.distinct_words import distinct_word_bytes
 from heddle.tokenization.tokenizer import Tokenizer
 
 TEXTS = [
@@ -244,5 +244,5 @@ def test_distinct_words_are_counted_in_bytes_up_to_a_limit() -> None:
 def test_words_are_counted_once_whatever_is_remembered(texts: list[str], remembered: int) -> None:
     words = {word for text in texts for word in re.findall(r"\w{1,256}|[^\w\s]{1,256}", text)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distinct_words, "_MAX_RUNS_SIZE", remembered)
+        patch.setattr(corpus, "_MAX_RUNS_SIZE", remembered)
         assert distinct_word_bytes(texts, 10**9) == sum(len(word.encode()) for word in words)

@@ -5,11 +5,10 @@ from typing import Any
 import numpy as np
 
 from heddle.data.samples import Batch
+from heddle.lab.coordinate_check import activation_changes
 from heddle.model.load_config import load_config
-from heddle.model.width_scaling import scale_to_width
-from heddle.training.coordinate_check import activation_changes
 from heddle.training.optimizer import build_optimizer
-from heddle.training.width_transfer import transfer_over_width
+from heddle.training.width_transfer import scale_to_width, transfer_over_width
 
 BASE = 32
 RATE, STEPS = 0.005, 3

@@ -15,8 +15,8 @@ from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps, late
 from heddle.storage.folder import tensors_sha256
 from heddle.storage.manifest import LogPosition
 from heddle.storage.run_log import read_log
-from heddle.training import checkpoint_saver, loop
-from heddle.training.checkpoint_saver import CheckpointSaver
+from heddle.training import checkpoint, loop
+from heddle.training.checkpoint import CheckpointSaver
 from heddle.training.job import TrainingJob
 from heddle.training.loop import train
 from tests import small
@@ -69,7 +69,7 @@ class SlowWriter:
                 self.changed.notify_all()
             return line
 
-        monkeypatch.setattr(checkpoint_saver, "write_checkpoint", slow)
+        monkeypatch.setattr(checkpoint, "write_checkpoint", slow)
         monkeypatch.setattr(loop, "_read_step", read_and_tell)
 
 
@@ -117,7 +117,7 @@ def test_a_failed_save_is_loud_and_replaces_no_good_checkpoint(
         return write(run, step, **arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_saver, "write_checkpoint", fail)
+        patch.setattr(checkpoint, "write_checkpoint", fail)
         with pytest.raises(MachineError, match="disk full"):
             train(job(texts, tmp_path))
     assert checkpoint_steps(tmp_path) == [2]

@@ -19,8 +19,7 @@ from heddle.storage.folder import read_folder, tensors_sha256
 from heddle.storage.model import find_model_folder, load, save
 from heddle.storage.run_log import read_log
 from heddle.training import checkpoint as snapshot
-from heddle.training.evaluation.bits_per_byte import bits_and_bytes
-from heddle.training.evaluation.scores import ratio_of_sums
+from heddle.training.evaluation.scores import bits_and_bytes, ratio_of_sums
 from heddle.training.init_checkpoint import LoraSettings, open_init_checkpoint
 from heddle.training.job import TrainingJob
 from heddle.training.loop import evaluate, train

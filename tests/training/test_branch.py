@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from heddle.data.corpus import Corpus
+from heddle.distributed.ranks import Ranks
 from heddle.errors import CheckpointError, ConfigError
+from heddle.lab.compare.worker import train_branch
 from heddle.signals import Interrupted
 from heddle.storage.run_log import read_log
 from heddle.training import loop
-from heddle.training.branch import train_branch
 from heddle.training.job import TrainingJob
-from heddle.training.loop import train
-from heddle.training.training_result import TrainingResult
+from heddle.training.loop import TrainingResult, train
 from tests import small
-from tests.laws.planting import plant
+from tests.laws.planting import assigned
 
 LENGTHS = (6, 10, 15)
 
@@ -71,7 +71,8 @@ def test_a_branch_has_the_bits_of_a_training_alone(
 def test_a_trunk_that_goes_on_too_long_is_noticed(
     texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant(monkeypatch, "training.branch:train_branch", "steps=settings.constant_steps,", "steps=settings.steps - 1,")
+    too_long = assigned(train_branch, "stable", lambda stable, *, settings: replace(stable, steps=settings.steps - 1))
+    too_long(monkeypatch)
     branch = train_branch(job(texts, tmp_path / "branch", 15), tmp_path / "trunk")
     with pytest.raises(AssertionError):
         assert_same(branch, train(job(texts, tmp_path / "alone", 15)))
@@ -105,6 +106,8 @@ def test_what_is_no_branch_is_refused(texts: Corpus, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=sentence):
             train_branch(replace(asked, settings=replace(asked.settings, **settings)), tmp_path / "trunk")
+    with pytest.raises(ConfigError, match=r"^ranks: .* there are 2;"):
+        train_branch(replace(asked, ranks=Ranks(0, 2)), tmp_path / "trunk")
     train_branch(job(texts, tmp_path / "longer", 15), tmp_path / "previous")
     with pytest.raises(CheckpointError, match="step 12"):
         train_branch(asked, tmp_path / "trunk", tmp_path / "previous")

@@ -14,15 +14,14 @@ from heddle.data.samples import Batch
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder, build
 from heddle.model.presets import KINDS
-from heddle.storage.json_file import read_json_file
+from heddle.storage.file_io import read_json_file
 from heddle.storage.run_log import RUN_FILE, read_log
 from heddle.tokenization.tokenizer import Tokenizer
-from heddle.training.evaluation.bits_per_byte import bits_and_bytes
+from heddle.training.evaluation.scores import bits_and_bytes
 from heddle.training.job import TrainingJob
 from heddle.training.loop import train
 from heddle.training.settings import Settings
-from heddle.training.step import accumulate_gradients
-from heddle.training.step_result import BatchResult
+from heddle.training.step import BatchResult, accumulate_gradients
 from tests import small
 from tests.data import chats
 

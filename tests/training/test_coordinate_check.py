@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from heddle.lab.coordinate_check import activation_changes
 from heddle.model.load_config import load_config
 from heddle.training import width_transfer
-from heddle.training.coordinate_check import activation_changes
 from heddle.training.optimizer import ParameterScale, build_optimizer
 from heddle.training.width_transfer import WidthTransfer, transfer_over_width
 from tests.cases import attention, design, layer

@@ -18,26 +18,25 @@ from heddle.data.corpus import Corpus
 from heddle.data.samples import Batch
 from heddle.errors import CheckpointError, ConfigError
 from heddle.model.decoder import Decoder, build
+from heddle.numerics.cross_entropy import step_in_place
 from heddle.storage.checkpoints import checkpoint_folder
 from heddle.storage.folder import tensors_sha256
 from heddle.storage.model import load, save
 from heddle.storage.run_log import RUN_FILE, read_log
 from heddle.training import loop
-from heddle.training.distillation import Distillation, LossWeights, Teacher
+from heddle.training.distillation import Distillation, LossWeights, Teacher, TeacherResult
 from heddle.training.init_checkpoint import open_init_checkpoint
 from heddle.training.job import TrainingJob
 from heddle.training.loop import train
 from heddle.training.optimizer import build_optimizer
-from heddle.training.step import accumulate_gradients, apply_gradients
-from heddle.training.step_result import BatchResult
+from heddle.training.step import BatchResult, accumulate_gradients, apply_gradients
 from tests import small
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, calls, constant, wrapped
 from tests.storage.shared import MEASURED, Died
 from tools.kill_test import ending, killed, moments, undisturbed
 
 KEY = (5, 7)
 MIXED = LossWeights(logits=0.7, text=0.2, layers=3.0)
-DISTILLATION = "training.distillation"
 
 
 def wide_teacher(dtype: torch.dtype = torch.float64, **fields: Any) -> Decoder:
@@ -116,26 +115,32 @@ def test_three_steps_equal_those_of_a_plain_loop(dtype: torch.dtype, tolerance: 
     assert three_steps(dtype) <= tolerance
 
 
+def reversed_divergence(gradient: Tensor, q: Tensor, alpha: float, *, text_weight: float) -> Tensor:
+    """In the place of p (w + α) − α q: the gradient of KL(p, q)."""
+    p = gradient / (text_weight + alpha)
+    ratio = (p / q).log()
+    return gradient.copy_(p * (text_weight + alpha * (ratio - (p * ratio).sum(1, keepdim=True))))
+
+
 PLANTED = {
-    "divergence reversed": (
-        "numerics.loss_steps:step_in_place",
-        "grad_logits.mul_(text_weight + logits_weight).sub_(q, alpha=logits_weight)",
-        "r = (grad_logits / q).log(); "
-        "grad_logits.mul_(text_weight + logits_weight * (r - (grad_logits * r).sum(1, keepdim=True)))",
+    "divergence reversed": calls(step_in_place, "sub_", reversed_divergence, nth=2),
+    "teacher in training mode": calls(Teacher.__init__, "eval", lambda model: model.train()),
+    "mean over the wrong count": calls(
+        TeacherResult.sums,
+        "distillation_sums",
+        lambda sums, hidden, head, targets, output, text, logits: sums(
+            hidden, head, targets, output, text / len(targets), logits
+        ),
     ),
-    "teacher in training mode": (f"{DISTILLATION}:Teacher.__init__", "model.eval()", "model.train()"),
-    "mean over the wrong count": (
-        f"{DISTILLATION}:TeacherResult.sums",
-        "weights.text, ",
-        "weights.text / len(targets), ",
+    "text weight forgotten": calls(
+        TeacherResult.sums, "distillation_sums", lambda sums, *inputs: sums(*inputs[:4], 1.0, inputs[5])
     ),
-    "text weight forgotten": (f"{DISTILLATION}:TeacherResult.sums", "weights.text, ", "1.0, "),
 }
 
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, *PLANTED[bug])
+    PLANTED[bug](monkeypatch)
     assert three_steps(torch.float64) > 1e-8
 
 
@@ -159,7 +164,7 @@ def test_each_layer_learns_from_what_enters_the_teachers_layer() -> None:
 
 
 def original_layout(batch: Batch) -> Any:
-    from heddle.parts.context.layout import Layout
+    from heddle.parts.layout import Layout
 
     return Layout.packed(batch.doc_lengths, batch.tokens.shape[1] - 1, torch.device("cpu"))
 
@@ -180,14 +185,21 @@ def test_any_split_of_a_batch_has_the_same_gradients(parts: int, scored: Callabl
 
 
 @pytest.mark.parametrize(
-    ("target", "old", "new"),
+    "plant",
     [
-        (f"{DISTILLATION}:Teacher.read", "tokens_in_batch * len", "tokens.numel() * len"),
-        ("training.step:accumulate_gradients", "(total / targets_in_batch for", "(total / len(targets) for"),
+        wrapped(Teacher.read, lambda read, *inputs: read(*inputs[:4], inputs[2].numel())),
+        calls(
+            accumulate_gradients,
+            "sums",
+            lambda taught, hidden, head, targets, scored, *, targets_in_batch: (
+                total * targets_in_batch / len(targets) for total in taught.sums(hidden, head, targets, scored)
+            ),
+        ),
     ],
+    ids=["of the layers", "of the text"],
 )
-def test_a_mean_over_the_part_is_caught(target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, target, old, new)
+def test_a_mean_over_the_part_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     model, teacher = student(small.dropping()), Teacher(wide_teacher(width=16), MIXED, (0, 1))
     assert difference(taught(model, teacher, rows()), taught(model, teacher, rows(), 2)) > 1e-6
 
@@ -217,9 +229,9 @@ def leaks(original: Decoder) -> bool:
 
 def test_the_teacher_gets_no_gradient_and_keeps_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not leaks(wide_teacher(width=16))
-    plant(monkeypatch, f"{DISTILLATION}:Teacher.__init__", "requires_grad_(False)", "requires_grad_(True)")
+    constant(Teacher.__init__, False, True)(monkeypatch)
     assert not leaks(wide_teacher(width=16))  # each of the two is enough
-    plant(monkeypatch, f"{DISTILLATION}:Teacher.read", "torch.no_grad()", "torch.enable_grad()")
+    calls(Teacher.read, "no_grad", lambda torch: torch.enable_grad())(monkeypatch)
     assert leaks(wide_teacher(width=16))
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from heddle.training.eager_optimizer import EagerAdamw
+from heddle.training.optimizer import EagerAdamw
 
 IMPORT = f"from {EagerAdamw.__module__} import EagerAdamw"
 TRAIN = f"""

@@ -9,7 +9,7 @@ from heddle.data.recall import parse_recall
 from heddle.storage.checkpoints import checkpoint_steps
 from heddle.storage.run_log import read_log
 from heddle.training import loop
-from heddle.training.evaluation.budget import EarlyStop, EvaluationBudget
+from heddle.training.evaluation.scores import EarlyStop, EvaluationBudget
 from heddle.training.job import TrainingJob
 from heddle.training.loop import train
 from heddle.training.settings import Settings

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from heddle.data.corpus import Corpus
 from heddle.data.samples import Batch
-from heddle.model.compiled import compiled
+from heddle.model.copies import compiled
 from heddle.model.decoder import Decoder, build
-from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.feedforwards.moe import MoE
+from heddle.parts.layout import Layout
 from heddle.parts.modules import router_statistics
 from heddle.parts.modules.router_statistics import RouterRecorder, RouterStatistics, record_router_statistics
 from heddle.storage.checkpoints import checkpoint_folder
@@ -24,13 +24,17 @@ from heddle.storage.folder import tensors_sha256
 from heddle.storage.model import load
 from heddle.storage.run_log import read_log
 from heddle.training import loop
-from heddle.training import router_metrics as experts
+from heddle.training import step as experts
 from heddle.training.checkpoint import resume_run
 from heddle.training.loop import train
 from heddle.training.optimizer import build_optimizer
-from heddle.training.router_metrics import RouterMetrics, recent_router_summary
-from heddle.training.step import accumulate_gradients, apply_gradients
-from heddle.training.step_result import BatchResult
+from heddle.training.step import (
+    BatchResult,
+    RouterMetrics,
+    accumulate_gradients,
+    apply_gradients,
+    recent_router_summary,
+)
 from tests import small
 from tests.storage.shared import MEASURED
 

@@ -14,12 +14,10 @@ from heddle.data.samples import Batch
 from heddle.model.decoder import Decoder, build
 from heddle.numerics.cross_entropy import loss_sum
 from heddle.training import step as step_module
-from heddle.training.non_finite import first_non_finite
 from heddle.training.optimizer import Optimizer, build_optimizer
-from heddle.training.step import accumulate_gradients, apply_gradients
-from heddle.training.step_result import BatchResult
+from heddle.training.step import BatchResult, _stored, accumulate_gradients, apply_gradients, first_non_finite
 from tests.cases import CASES, case
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, calls, condition
 
 BAD = (float("nan"), float("inf"), -float("inf"))
 SITES, SOAK_SITES = 150, 5000  # of each optimizer
@@ -144,17 +142,17 @@ def test_nothing_moves_and_the_place_is_named_wherever_a_number_is_not_finite(ki
 
 
 @pytest.mark.parametrize(
-    ("target", "old", "new"),
+    "plant",
     [
-        ("training.optimizer:Optimizer.is_finite", "*self._moments()", ""),
-        ("training.optimizer:Optimizer.is_finite", "self.trainable.values()", "list(self.trainable.values())[-1:]"),
-        ("training.step:apply_gradients", "if not on_host or bool(result.is_finite):", "if True:"),
-        ("training.non_finite:_stored", "{label} {name}", "{label} a tensor"),
+        calls(Optimizer.is_finite, "_moments", lambda optimizer: ()),
+        calls(Optimizer.is_finite, "values", lambda weights: list(weights.values())[-1:], nth=0),
+        condition(apply_gradients, "is_finite", True),
+        calls(_stored, "items", lambda tensors: [("a tensor", tensor) for tensor in tensors.values()]),
     ],
     ids=["moments are not read", "weights are not read", "no step is skipped", "the place is not named"],
 )
-def test_planted_faults_are_seen(target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, target, old, new)
+def test_planted_faults_are_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     with pytest.raises(AssertionError):
         check_sites("adamw", 24)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from heddle.analysis.verification import OK, verify_files
 from heddle.cli.main import run_command
-from heddle.storage import atomic
+from heddle.lab.verify import OK, verify_files
+from heddle.storage import file_io
 from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps
 from heddle.storage.folder import tensors_sha256
 from tests import small
@@ -77,5 +77,5 @@ def test_a_save_under_its_own_name_is_caught(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Planted: files are written under their own names, so that a cut save stays."""
-    monkeypatch.setattr(atomic, "leftover_path", lambda path, role: path)
+    monkeypatch.setattr(file_io, "leftover_path", lambda path, role: path)
     assert faults_of_full_disk(command, whole, tmp_path / "run", 1.5, capsys) != []

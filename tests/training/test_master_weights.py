@@ -8,11 +8,10 @@ from torch import Tensor
 
 from heddle.model.decoder import Decoder, build
 from heddle.model.initialization import cast_parameters
-from heddle.training import master_weights
+from heddle.training import optimizer as master_weights
 from heddle.training.optimizer import Optimizer, build_optimizer
 from heddle.training.settings import OPTIMIZERS
-from heddle.training.step import apply_gradients
-from heddle.training.step_result import BatchResult
+from heddle.training.step import BatchResult, apply_gradients
 from tests import small
 
 RATE, DECAY = 1e-5, 0.1  # far below the spacing of bfloat16

@@ -7,7 +7,7 @@ import pytest
 
 from heddle.data.corpus import Corpus
 from heddle.errors import MachineError
-from heddle.training import memory_limit
+from heddle.training import job as memory_limit
 from heddle.training.loop import train
 from tests import small
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heddle.numerics.dispatch.device_size import DeviceSize
-from heddle.training import muon
-from heddle.training.muon import StackedMuon
+from heddle.numerics.dispatch import DeviceSize
+from heddle.training import optimizer as muon
+from heddle.training.optimizer import StackedMuon
 
 # Square, wide and tall matrices; each shape several times, in turn, as in a model's layers.
 SHAPES = ((6, 6), (4, 10), (10, 4), (6, 6), (4, 10), (10, 4), (6, 6), (3, 6))

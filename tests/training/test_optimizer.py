@@ -12,13 +12,16 @@ from torch import Tensor
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
-from heddle.training.eager_optimizer import EagerAdamw
-from heddle.training.muon import StackedMuon
-from heddle.training.optimizer import Optimizer, build_optimizer, learning_rate_factors
+from heddle.training.optimizer import (
+    EagerAdamw,
+    Optimizer,
+    StackedMuon,
+    build_optimizer,
+    learning_rate_factors,
+    share_buffers,
+)
 from heddle.training.settings import OPTIMIZERS
-from heddle.training.state_buffers import share_buffers
-from heddle.training.step import apply_gradients
-from heddle.training.step_result import BatchResult
+from heddle.training.step import BatchResult, apply_gradients
 from tests import small
 from tests.cases import CASES
 

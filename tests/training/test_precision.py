@@ -14,19 +14,18 @@ from heddle.errors import ConfigError
 from heddle.exchange.export import export
 from heddle.model.decoder import build
 from heddle.storage.checkpoints import checkpoint_folder
+from heddle.storage.file_io import read_json_file
 from heddle.storage.folder import read_folder, tensors_sha256
-from heddle.storage.json_file import read_json_file
 from heddle.storage.model import load
 from heddle.storage.run_log import read_log
-from heddle.training import float8
+from heddle.training import built_models
+from heddle.training.built_models import float8_copy
 from heddle.training.distillation import Distillation, LossWeights
-from heddle.training.evaluation.budget import EvaluationBudget
-from heddle.training.float8 import float8_copy
+from heddle.training.evaluation.scores import EvaluationBudget
 from heddle.training.init_checkpoint import LoraSettings, open_init_checkpoint
 from heddle.training.job import TrainingJob
 from heddle.training.loop import train
-from heddle.training.master_weights import MasterWeights
-from heddle.training.optimizer import matrix_parameters
+from heddle.training.optimizer import MasterWeights, matrix_parameters
 from heddle.training.settings import Settings
 from tests import small
 from tests.training import float8_stand_in
@@ -59,7 +58,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 def float8_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchao's stand-in, and a device that multiplies float8."""
     float8_stand_in.install(monkeypatch)
-    monkeypatch.setattr(float8, "device_reason", lambda device: None)
+    monkeypatch.setattr(built_models, "device_reason", lambda device: None)
 
 
 def job(texts: Corpus, out: Path, mode: str, **settings: Any) -> TrainingJob:
@@ -184,12 +183,12 @@ def test_float8_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ConfigError, match=r"^fp8:.*NVIDIA GPU.*cpu.*fp8"):
         float8_copy(model)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert float8.device_reason(torch.device("cuda")) == (
+    assert built_models.device_reason(torch.device("cuda")) == (
         "needs compute capability 8.9 (Ada, Hopper) or newer, and this GPU has 8.0"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert float8.device_reason(torch.device("cuda")) is None
-    monkeypatch.setattr(float8, "device_reason", lambda device: None)
+    assert built_models.device_reason(torch.device("cuda")) is None
+    monkeypatch.setattr(built_models, "device_reason", lambda device: None)
     narrow = small.design(width=24, layers=[{"mixer": {"kind": "attention", "heads": 2}}])
     with pytest.raises(ConfigError, match=r"^fp8:.*16"):
         float8_copy(build(small.config(narrow)))

@@ -17,8 +17,7 @@ from heddle.storage.folder import read_folder, tensors_sha256
 from heddle.storage.run_log import read_log
 from heddle.training import loop
 from heddle.training.job import TrainingJob
-from heddle.training.loop import Diverged, train
-from heddle.training.prefetch import Prefetcher
+from heddle.training.loop import Diverged, Prefetcher, train
 from heddle.training.step import accumulate_gradients, apply_gradients, prepare_batch
 from tests import small
 from tests.storage.shared import MEASURED

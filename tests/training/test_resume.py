@@ -20,8 +20,8 @@ from heddle.errors import CheckpointError
 from heddle.signals import Interrupted
 from heddle.storage import folder
 from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps
+from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.folder import read_folder, tensors_sha256
-from heddle.storage.json_file import read_json_file, write_json_file
 from heddle.storage.run_log import LOG_FILE, RUN_FILE, read_log
 from heddle.training import checkpoint as snapshot
 from heddle.training import loop

@@ -11,13 +11,11 @@ from heddle.data.corpus import Corpus
 from heddle.errors import ConfigError, MachineError
 from heddle.signals import Interrupted
 from heddle.storage.run_log import read_log
-from heddle.training import loop, spike_guard
+from heddle.training import loop
 from heddle.training.job import TrainingJob
-from heddle.training.loop import train
+from heddle.training.loop import MIN_LOSSES, SpikeGuard, TrainingResult, train
 from heddle.training.settings import Settings
-from heddle.training.spike_guard import MIN_LOSSES, SpikeGuard
 from heddle.training.step import accumulate_gradients
-from heddle.training.training_result import TrainingResult
 from tests import small
 
 
@@ -28,7 +26,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 @pytest.fixture(autouse=True)
 def few_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spike_guard, "MIN_LOSSES", 3)
+    monkeypatch.setattr(loop, "MIN_LOSSES", 3)
 
 
 def job(texts: Corpus, out: Path, **settings: Any) -> TrainingJob:

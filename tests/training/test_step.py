@@ -18,8 +18,7 @@ from heddle.numerics.random import RandomKey, use_random_key
 from heddle.training import step
 from heddle.training.optimizer import Optimizer, build_optimizer
 from heddle.training.settings import OPTIMIZERS
-from heddle.training.step import accumulate_gradients, apply_gradients
-from heddle.training.step_result import BatchResult
+from heddle.training.step import BatchResult, accumulate_gradients, apply_gradients
 from tests import small
 
 KEY = (5, 7)

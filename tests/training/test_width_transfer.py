@@ -13,12 +13,11 @@ from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
-from heddle.model.width_scaling import scale_to_width
 from heddle.training.init_checkpoint import open_init_checkpoint
 from heddle.training.loop import train
 from heddle.training.optimizer import ParameterScale, build_optimizer
 from heddle.training.step import accumulate_gradients
-from heddle.training.width_transfer import transfer_over_width
+from heddle.training.width_transfer import scale_to_width, transfer_over_width
 from tests import small
 from tests.cases import CASES, attention, design, layer
 from tests.training.coordinates import BATCH

@@ -13,15 +13,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from pygments.formatters import HtmlFormatter
 
-from heddle.analysis.explorer.choices import SLOTS
-from heddle.analysis.pages.explorer import explorer_page
+from heddle.lab.explore.choices import SLOTS
+from heddle.lab.explore.page import explorer_page
 from tools.markdown import prose
 from tools.site import contents, markdown_pages, reference
 from tools.site.links import Links
 from tools.site.markdown_pages import Rendered, Section
 
 HERE = Path(__file__).parent
-BASE_STYLE = contents.ROOT / "src/heddle/analysis/pages/static/base.css"
+BASE_STYLE = contents.ROOT / "src/heddle/lab/pages/static/base.css"
 REPORTS = ("report.html", "conversion.html", "ladder.html", "growth.html")
 CHINESE_BREAK = re.compile(r"(?<=[\u3000-\u9fff\uff00-\uffef])\n(?=[\u3000-\u9fff\uff00-\uffef])")  # would be a space
 SEARCH_TEXT = 1200  # characters of a section that the search reads

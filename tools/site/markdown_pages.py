@@ -18,7 +18,7 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 
-from heddle.analysis.pages.formulas import Piece, pieces_of
+from heddle.lab.explore.page import Piece, pieces_of
 
 LEXERS = {"python": "python", "yaml": "yaml", "sh": "bash", "console": "console", "json": "json"}
 SIMPLE = HtmlFormatter(nowrap=True)

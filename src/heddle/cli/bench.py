@@ -2,19 +2,17 @@
 
 import json
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from heddle.cli.options import Device, Json, PartFile, Quiet, Threads, TrainingPrecision, open_session, with_vocab_size
 from heddle.errors import ConfigError, MachineError
 from heddle.progress import format_amount, print_status, print_text, terminal_safe
+from heddle.session import open_session
+from heddle.settings import Argument, Json, Option, SessionSettings, TrainingPrecision
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
 if TYPE_CHECKING:
-    from heddle.analysis.bench.rounds import Quartiles
-    from heddle.analysis.bench.run import Bench, MeasuredWorkload, Measurement
+    from heddle.lab.bench.run import Bench, MeasuredWorkload, Measurement, Quartiles
     from heddle.model.config import ModelConfig
 
 CONTEXT_LENGTHS = [128, 2048]
@@ -22,84 +20,87 @@ MAX_ROUNDS, MAX_LENGTH = 1000, 2**20
 _TRAINED_BYTES = 16  # of a float32 weight, its gradient and AdamW's two moments
 
 
-def bench(  # noqa: PLR0913 - one parameter per option
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings(SessionSettings):
+    """Settings of `heddle bench`."""
+
     designs: Annotated[
-        list[str], typer.Argument(metavar="DESIGN|FIELD=VALUE", help="Ratios are to the first; overrides apply to all.")
-    ],
+        tuple[str, ...],
+        Argument("DESIGN|FIELD=VALUE", "Ratios are to the first; overrides apply to all."),
+    ]
     peer: Annotated[
-        str | None,
-        typer.Option(
-            "--peer", metavar="NAME", help="transformers: its model of each design, at its defaults and tuned."
-        ),
-    ] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", help="Sequences of a training step.")] = 4,
-    sequence_length: Annotated[int, typer.Option("--sequence-length", metavar="N", help="Tokens of each.")] = 512,
-    context_length: Annotated[
-        list[int] | None,
-        typer.Option("--context-length", metavar="N", help="Tokens before a decoded one; repeatable. [128 2048]"),
-    ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Measurements of each.")] = 9,
-    device: Device = "auto",
-    precision: TrainingPrecision = "fp32",
-    threads: Threads = None,
-    part: PartFile = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
-) -> list[dict[str, Any]]:
+        str | None, Option("NAME", "transformers: its model of each design, at its defaults and tuned.")
+    ] = None
+    batch_size: Annotated[int, Option("N", "Sequences of a training step.")] = 4
+    sequence_length: Annotated[int, Option("N", "Tokens of each.")] = 512
+    context_length: Annotated[tuple[int, ...], Option("N", "Tokens before a decoded one; repeatable. [128 2048]")] = ()
+    rounds: Annotated[int, Option("N", "Measurements of each.")] = 9
+    precision: TrainingPrecision = "fp32"
+    json: Json = False
+
+
+def bench(settings: BenchSettings) -> None:
     """Measure training, prefill and decoding in rounds; print medians, quartiles and shares of the machine's limits.
 
     Each design runs in a process of its own. While it measures, run nothing else.
     """
-    contexts = sorted(set(context_length or CONTEXT_LENGTHS))
+    contexts = sorted(set(settings.context_length or CONTEXT_LENGTHS))
     for option, values, most in (
-        ("--batch-size", [batch_size], MAX_LENGTH),
-        ("--sequence-length", [sequence_length], MAX_LENGTH),
+        ("--batch-size", [settings.batch_size], MAX_LENGTH),
+        ("--sequence-length", [settings.sequence_length], MAX_LENGTH),
         ("--context-length", contexts, MAX_LENGTH),
-        ("--rounds", [rounds], MAX_ROUNDS),
+        ("--rounds", [settings.rounds], MAX_ROUNDS),
     ):
         for value in values:
             if not 1 <= value <= most:
                 raise ConfigError(f"{option} {value}: must be from 1 to {most:,}")
     with ExitStack() as stack:
-        runtime = open_session(stack, device=device, threads=threads, parts=part, quiet=quiet)
-        from heddle.analysis.bench.run import PEER_PROCESSES, Bench, check_peer, run_bench
-        from heddle.analysis.bench.workload import PREFILL, TOKEN, TRAINING, Workload
-        from heddle.analysis.comparison.plan import load_entries
-        from heddle.analysis.machine_limits import measure_limits
+        runtime = open_session(stack, settings)
+        from heddle.lab.bench.run import (
+            PEER_PROCESSES,
+            PREFILL,
+            TOKEN,
+            TRAINING,
+            Bench,
+            Workload,
+            check_peer,
+            measure_limits,
+            run_bench,
+        )
+        from heddle.lab.compare.plan import load_entries, split_designs
+        from heddle.model.load_config import with_vocab_size
 
-        sources = [design for design in designs if "=" not in design or Path(design).exists()]
-        entries = load_entries(sources, [design for design in designs if design not in sources])
+        entries = load_entries(*split_designs(settings.designs))
         configs = {entry.name: with_vocab_size(entry.config, DEFAULT_VOCAB_SIZE) for entry in entries}
-        check_peer(peer, configs)
-        _check_memory(configs, len(PEER_PROCESSES[peer]), runtime.device)
-        training = Workload(TRAINING, batch_size, sequence_length)
+        check_peer(settings.peer, configs)
+        _check_memory(configs, len(PEER_PROCESSES[settings.peer]), runtime.device)
+        training = Workload(TRAINING, settings.batch_size, settings.sequence_length)
         decoding = [Workload(kind, 1, length) for length in contexts for kind in (PREFILL, TOKEN)]
         asked = Bench(
             designs=configs,
             measured=[training, *decoding],
-            rounds=rounds,
-            precision=precision,
-            peer=peer,
+            rounds=settings.rounds,
+            precision=settings.precision,
+            peer=settings.peer,
             device=runtime.device,
             threads=runtime.threads,
-            part_files=[str(file) for file in part or []],
+            part_files=[str(file) for file in settings.part],
         )
         limits = measure_limits(runtime.device)
-        if not (as_json or quiet):
+        if not (settings.json or settings.quiet):
             print_status(_describe_limits(limits, asked))
-        results = run_bench(asked, limits, (lambda _: None) if as_json else _print_workload)
-    facts = [_facts(result) for result in results]
-    if as_json:
+        results = run_bench(asked, limits, (lambda _: None) if settings.json else _print_workload)
+    if settings.json:
+        facts = [_facts(result) for result in results]
         print_text(json.dumps({"limits": limits, "results": facts}, indent=2))
-    return facts
 
 
 def _check_memory(configs: "dict[str, ModelConfig]", sides: int, device: str) -> None:
     """Raise MachineError where the processes together need more memory for weights and moments than the device has."""
     import torch
 
-    from heddle.model.distinct_layers import build_distinct_layers, parameter_counts
-    from heddle.training.memory_limit import device_memory
+    from heddle.model.size import build_distinct_layers, parameter_counts
+    from heddle.training.job import device_memory
 
     with torch.no_grad():
         counts = [parameter_counts(build_distinct_layers(config, torch.float32))[0] for config in configs.values()]

@@ -6,15 +6,13 @@ import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from heddle.cli.options import Device, Kernel, PartFile, Precision, Quiet, Threads, dtype_of, open_session
 from heddle.cli.serve import check_installed, load_any
 from heddle.errors import ConfigError, DataError
 from heddle.progress import print_status, print_text, print_warning
+from heddle.serving.limits import ChatSettings
+from heddle.session import dtype_of, open_session
 from heddle.signals import Interrupted
 
 if TYPE_CHECKING:
@@ -38,44 +36,32 @@ COMMANDS = """\
 A line that begins with // is a text that begins with /."""
 
 
-def chat(  # noqa: PLR0913 - one parameter per option
-    models: Annotated[
-        list[Path], typer.Argument(metavar="RUN [RUN2]", help="A run, a model's folder, or one of transformers.")
-    ],
-    page: Annotated[bool, typer.Option("--page", help="On a page in the browser, instead of the terminal.")] = False,
-    port: Annotated[int, typer.Option("--port", metavar="N", help="Port of the page; 0 is any free one.")] = 0,
-    open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-    device: Device = "auto",
-    precision: Precision = "fp32",
-    threads: Threads = None,
-    kernel: Kernel = None,
-    part: PartFile = None,
-    quiet: Quiet = False,
-) -> None:
+def chat(settings: ChatSettings) -> None:
     """Talk to a model, or write on with it; two models answer side by side.
 
     A model with a chat template answers messages; any other one continues the text. /help lists the commands.
     """
+    models = settings.models
     if len(models) > MAX_MODELS:
         raise ConfigError(f"{models[MAX_MODELS]}: one or two models can answer; leave the others out")
-    if not page and (open_page or port):
-        raise ConfigError(f"{'--open' if open_page else '--port'}: is for the page; give --page, too")
-    if page:
+    if not settings.page and (settings.open or settings.port):
+        raise ConfigError(f"{'--open' if settings.open else '--port'}: is for the page; give --page, too")
+    if settings.page:
         check_installed()
     with ExitStack() as stack:
-        runtime = open_session(stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet)
+        runtime = open_session(stack, settings, kernels=settings.kernel)
         from heddle.serving.engine import Engine
         from heddle.serving.limits import ServerLimits
         from heddle.serving.requests import RequestReader
 
-        limits, pairs = ServerLimits(seconds=3600), []
+        limits, pairs = ServerLimits(max_seconds=3600), []
         names = [folder.resolve().name for folder in models]
         for folder, name in zip(models, names, strict=True):
-            decoder, tokenizer = load_any(folder, dtype_of(precision), runtime.device)
+            decoder, tokenizer = load_any(folder, dtype_of(settings.precision), runtime.device)
             reader = RequestReader(tokenizer, str(folder) if names.count(name) > 1 else name, limits)
             pairs.append((stack.enter_context(Engine(decoder, tokenizer, limits)), reader))
-        if page:
-            _serve_page(pairs, port, open_page)
+        if settings.page:
+            _serve_page(pairs, settings.port, settings.open)
         else:
             from heddle.serving.conversation import Conversation, SamplingSettings
 
@@ -86,8 +72,7 @@ def _serve_page(pairs: "list[tuple[Engine, RequestReader]]", port: int, open_pag
     import webbrowser
 
     from heddle.cli.serve import page_of
-    from heddle.serving.access import Access
-    from heddle.serving.app import Application
+    from heddle.serving.app import Access, Application
     from heddle.serving.chat_page import add_chat_page
     from heddle.serving.server import host_names, listen, run_server
 
@@ -233,7 +218,7 @@ def _print_tokens(conversation: "Conversation") -> None:
 
 def _print_state(conversation: "Conversation") -> None:
     from heddle.progress import format_amount
-    from heddle.serving.model_view import ModelView
+    from heddle.serving.chat_page import ModelView
 
     reply = conversation.last_reply
     lengths = [*([reply.tokens] if reply else []), 512, 4096, 32768]

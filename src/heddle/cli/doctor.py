@@ -3,6 +3,7 @@
 import json
 import os
 from contextlib import nullcontext
+from dataclasses import dataclass
 from getpass import getuser
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -10,11 +11,10 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import typer
-
-from heddle.cli.options import Deterministic, Json, PartFile, Precision, dtype_of, with_vocab_size
 from heddle.cli.show import print_kernels
 from heddle.progress import format_amount, printable
+from heddle.session import dtype_of, load_parts
+from heddle.settings import Argument, Deterministic, Json, Option, PartFile, Precision, VerbSettings
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
 if TYPE_CHECKING:
@@ -36,43 +36,42 @@ OPTIONAL_PACKAGES = {
     "triton": OptionalPackage("triton", "what torch.compile generates for a GPU"),
     "flash-linear-attention": OptionalPackage("fla", "linear attention, retention, delta rules, Mamba-2"),
     "causal-conv1d": OptionalPackage("causal_conv1d", "short convolutions"),
-    "liger-kernel": OptionalPackage("liger_kernel", "the vocabulary loss"),
-    "flash-mla": OptionalPackage("flash_mla", "decoding with latent attention"),
     "torchao": OptionalPackage("torchao", "products in FP8"),
 }
 
 
-def doctor(
+@dataclass(frozen=True, kw_only=True)
+class DoctorSettings(VerbSettings):
+    """Settings of `heddle doctor`."""
+
     designs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="DESIGN", help="Files, preset:NAME or folders. [gqa and gated_delta presets]"),
-    ] = None,
-    device: Annotated[
-        str, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:N or mps; it need not be here.")
-    ] = "auto",
-    gpu: Annotated[bool, typer.Option("--gpu", help="The same as --device cuda.")] = False,
-    precision: Precision = "bf16",
-    deterministic: Deterministic = False,
-    part: PartFile = None,
-    as_json: Json = False,
-) -> None:
+        tuple[str, ...], Argument("DESIGN", "Files, preset:NAME or folders. [gqa and gated_delta presets]")
+    ] = ()
+    device: Annotated[str, Option("NAME", "auto, cpu, cuda, cuda:N or mps; it need not be here.")] = "auto"
+    gpu: Annotated[bool, Option("", "The same as --device cuda.")] = False
+    precision: Precision = "bf16"
+    deterministic: Deterministic = False
+    part: PartFile = ()
+    json: Json = False
+
+
+def doctor(settings: DoctorSettings) -> None:
     """Print the limits of this machine, the packages that kernels need, and the kernel that each operation takes.
 
     It works without a GPU: kernels are then chosen as on one, and nothing runs there.
     """
-    from heddle.config import load_part
-    from heddle.numerics.dispatch.operation import choose_deterministic
+    from heddle.numerics.dispatch import choose_deterministic
 
-    for file in part or []:
-        load_part(file)
-    dtype = dtype_of(precision)
-    facts = machine_facts("cuda" if gpu else device)
-    facts["precision"] = precision
-    with choose_deterministic() if deterministic else nullcontext():
+    load_parts(settings.part)
+    dtype = dtype_of(settings.precision)
+    facts = machine_facts("cuda" if settings.gpu else settings.device)
+    facts["precision"] = settings.precision
+    with choose_deterministic() if settings.deterministic else nullcontext():
         facts["designs"] = {
-            design: kernel_facts(design, dtype, facts["device"]) for design in dict.fromkeys(designs or DEFAULT_DESIGNS)
+            design: kernel_facts(design, dtype, facts["device"])
+            for design in dict.fromkeys(settings.designs or DEFAULT_DESIGNS)
         }
-    if as_json:
+    if settings.json:
         print(json.dumps(facts, indent=2))
     else:
         _print_facts(facts)
@@ -80,7 +79,7 @@ def doctor(
 
 def machine_facts(device: str) -> dict[str, Any]:
     """Device, hardware, versions, measured limits, optional packages and the folder of compiled code, as plain data."""
-    from heddle.analysis.machine_limits import measure_limits
+    from heddle.lab.bench.run import measure_limits
     from heddle.runtime import device_name, hardware, is_available, versions
 
     name = device_name(device)
@@ -98,9 +97,9 @@ def machine_facts(device: str) -> dict[str, Any]:
 
 def kernel_facts(design: str, dtype: "torch.dtype", device: str) -> dict[str, list[dict[str, Any]]]:
     """By phase, the kernel of each operation of a design on a device, and why better ones were rejected."""
-    from heddle.cli.show import kernels_by_phase
-    from heddle.model.distinct_layers import build_distinct_layers
-    from heddle.model.load_config import load_config
+    from heddle.lab.show import kernels_by_phase
+    from heddle.model.load_config import load_config, with_vocab_size
+    from heddle.model.size import build_distinct_layers
 
     config = with_vocab_size(load_config(design), DEFAULT_VOCAB_SIZE)
     return kernels_by_phase(build_distinct_layers(config, dtype), CONTEXT_LENGTH, device)

@@ -1,41 +1,40 @@
 """`heddle export`: convert a heddle model into a transformers folder or a GGUF file."""
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from heddle.cli.options import Quiet, open_session
 from heddle.errors import ConfigError
 from heddle.progress import print_text
+from heddle.session import open_session
+from heddle.settings import Argument, Option, Quiet, SessionSettings, VerbSettings
 
 if TYPE_CHECKING:
-    from heddle.exchange.imported_model import ImportedModel
+    from heddle.exchange.imported_checkpoint import ImportedModel
 
 FORMATS = ("hf", "gguf")
 DTYPES = ("fp32", "bf16", "fp16")
 
 
-def export(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A run's or a model's folder.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder or file to write.")],
-    output_format: Annotated[
-        str, typer.Option("--format", metavar="NAME", help="hf: a transformers folder. gguf: a llama.cpp file.")
-    ] = "hf",
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="NAME", help="fp32, bf16 or fp16. [as in the checkpoint]")
-    ] = None,
-    family: Annotated[
-        str | None,
-        typer.Option("--family", metavar="NAME", help="One of several families that fit; `heddle show` lists them."),
-    ] = None,
-    quiet: Quiet = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings(VerbSettings):
+    """Settings of `heddle export`."""
+
+    checkpoint: Annotated[Path, Argument("CHECKPOINT", "A run's or a model's folder.")]
+    out: Annotated[Path, Argument("OUT", "The folder or file to write.")]
+    format: Annotated[str, Option("NAME", "hf: a transformers folder. gguf: a llama.cpp file.")] = "hf"
+    dtype: Annotated[str | None, Option("NAME", "fp32, bf16 or fp16. [as in the checkpoint]")] = None
+    family: Annotated[str | None, Option("NAME", "One of several families that fit; `heddle show` lists them.")] = None
+    quiet: Quiet = False
+
+
+def export(settings: ExportSettings) -> None:
     """Write a model in the format of its family, such as Llama, or of heddle's own class; prints which one and why.
 
     OUT is written whole or not at all.
     """
+    output_format, dtype, family, out = settings.format, settings.dtype, settings.family, settings.out
     if output_format not in FORMATS:
         raise ConfigError(f"--format {output_format}: unknown format; choices: {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
@@ -43,7 +42,7 @@ def export(
     if family is not None and output_format != "hf":
         raise ConfigError(f"--family {family}: is for --format hf; leave one of them out")
     with ExitStack() as stack:
-        open_session(stack, device="cpu", quiet=quiet)
+        open_session(stack, SessionSettings(device="cpu", quiet=settings.quiet))
         import torch
 
         from heddle.exchange.export import export as write
@@ -53,8 +52,8 @@ def export(
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
         torch_dtype = None if dtype is None else dtypes[dtype]
         # GGUF export rounds only the matrices, and so reads the weights as they were saved.
-        imported = open_checkpoint(checkpoint, torch_dtype if output_format == "hf" else None)
-        _set_max_positions(checkpoint, imported)
+        imported = open_checkpoint(settings.checkpoint, torch_dtype if output_format == "hf" else None)
+        _set_max_positions(settings.checkpoint, imported)
         if output_format == "gguf":
             from heddle.exchange.gguf import export_gguf
 
@@ -70,7 +69,7 @@ def export(
 
 def _set_max_positions(checkpoint: Path, imported: "ImportedModel") -> None:
     """Export a run's training sequence length as max_position_embeddings."""
-    from heddle.storage.json_file import read_json_file
+    from heddle.storage.file_io import read_json_file
     from heddle.storage.run_log import RUN_FILE
 
     if (checkpoint / RUN_FILE).is_file():

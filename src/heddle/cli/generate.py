@@ -4,27 +4,14 @@ import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from heddle.cli.options import (
-    CudaOptions,
-    Deterministic,
-    Device,
-    Json,
-    Kernel,
-    PartFile,
-    Precision,
-    Quiet,
-    Tf32,
-    Threads,
-    dtype_of,
-    open_session,
-)
 from heddle.cli.serve import require_causal
 from heddle.errors import CheckpointError, ConfigError, DataError
+from heddle.generation.settings import GenerateSettings
 from heddle.progress import print_status, print_text
+from heddle.session import dtype_of, open_session
+from heddle.settings import shared
 
 if TYPE_CHECKING:
     from heddle.generation.speculative import SpeculativeRound
@@ -34,103 +21,44 @@ if TYPE_CHECKING:
 DEFAULT_STREAMS = 32  # of a file of prompts
 
 
-def generate(  # noqa: PLR0913 - one parameter per option
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's or a model's folder.")],
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="Text to continue; repeat for a batch; - reads stdin."),
-    ] = None,
-    prompts_file: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="One prompt in each line; of .jsonl, its prompt.")
-    ] = None,
-    streams: Annotated[
-        int | None,
-        typer.Option("--streams", metavar="N", help="Prompts decoded at once; the next one joins."),
-    ] = None,
-    batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="Compute each prompt alone, so that it has the same bits.")
-    ] = False,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", metavar="N", help="Most tokens generated.")] = 128,
-    temperature: Annotated[
-        float, typer.Option("--temperature", metavar="X", help="Sampling temperature; 0 is greedy.")
-    ] = 0.0,
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", metavar="N", help="Sample from the k most likely tokens.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option("--top-p", metavar="X", help="Nucleus sampling with this probability.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Random seed of the sampling.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop string; repeatable.")] = None,
-    num_beams: Annotated[int, typer.Option("--num-beams", metavar="N", help="Beams of beam search.")] = 1,
-    draft_model: Annotated[
-        Path | None, typer.Option("--draft-model", metavar="RUN", help="Draft model for speculative decoding.")
-    ] = None,
-    speculative_tokens: Annotated[
-        int, typer.Option("--speculative-tokens", metavar="N", help="Tokens the draft model proposes at a time.")
-    ] = 4,
-    compile_decoding: Annotated[
-        bool, typer.Option("--compile", help="Compile the step of a token: pays from 1,000 new tokens on.")
-    ] = False,
-    weights: Annotated[
-        str | None, typer.Option("--weights", metavar="NAME", help="int8 or int4: fewer bits a weight. [as saved]")
-    ] = None,
-    device: Device = "auto",
-    precision: Precision = "fp32",
-    tf32: Tf32 = False,
-    deterministic: Deterministic = False,
-    threads: Threads = None,
-    kernel: Kernel = None,
-    part: PartFile = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
-) -> None:
+def generate(settings: GenerateSettings) -> None:
     """Continue prompts. The text of one prompt is streamed; the texts of several are printed when all are done."""
     with ExitStack() as stack:
-        cuda = CudaOptions(tf32, deterministic)
         runtime = open_session(
-            stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet, cuda=cuda
+            stack, settings, kernels=settings.kernel, tf32=settings.tf32, deterministic=settings.deterministic
         )
         from heddle.generation.generate import generate as generate_texts
         from heddle.storage.model import load
 
-        dtype, bits = dtype_of(precision), _bits_of(weights)
+        run, dtype, bits = settings.run, dtype_of(settings.precision), _bits_of(settings.weights)
         model, tokenizer = load(run, dtype=dtype, device=runtime.device)
         if tokenizer is None:
             raise CheckpointError(f"{run}: holds no tokenizer.json, so it cannot read a prompt; train it with heddle")
         require_causal(model, run)
         draft = None
-        if draft_model is not None:
-            draft, draft_tokenizer = load(draft_model, dtype=dtype, device=runtime.device)
-            _check_same_tokenizer(draft_model, draft_tokenizer, run, tokenizer)
+        if settings.draft_model is not None:
+            draft, draft_tokenizer = load(settings.draft_model, dtype=dtype, device=runtime.device)
+            _check_same_tokenizer(settings.draft_model, draft_tokenizer, run, tokenizer)
         if bits is not None:
             model = _quantized(model, bits)
         rounds: list[SpeculativeRound] = []
-        prompts = [_read_prompt(text) for text in prompt or ([] if prompts_file else [""])]
-        if prompts_file is not None:
-            prompts += _read_prompts(prompts_file)
-            streams = streams or (None if batch_invariant or num_beams > 1 or draft else DEFAULT_STREAMS)
-        streaming = len(prompts) == 1 and not as_json
-        texts = generate_texts(
-            model,
-            prompts,
-            tokenizer,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop=stop or (),
-            on_text=_print_piece if streaming else None,
-            streams=streams,
-            batch_invariant=batch_invariant,
-            num_beams=num_beams,
-            draft_model=draft,
-            speculative_tokens=speculative_tokens,
-            on_speculative_round=None if draft is None else rounds.append,
-            compile_decoding=compile_decoding,
-        )
-        if as_json:
+        prompts = [_read_prompt(text) for text in settings.prompt or (() if settings.prompts else ("",))]
+        streams = settings.streams
+        if settings.prompts is not None:
+            prompts += _read_prompts(settings.prompts)
+            takes_turns = settings.batch_invariant or settings.num_beams > 1 or draft
+            streams = streams or (None if takes_turns else DEFAULT_STREAMS)
+        streaming = len(prompts) == 1 and not settings.json
+        options = shared(settings, generate_texts) | {
+            "streams": streams,
+            "draft_model": draft,
+            "on_text": _print_piece if streaming else None,
+            "on_speculative_round": None if draft is None else rounds.append,
+            "compile_decoding": settings.compile,
+        }
+        del options["prompts"]
+        texts = generate_texts(model, prompts, tokenizer, **options)
+        if settings.json:
             results = [{"prompt": text, "text": new_text} for text, new_text in zip(prompts, texts, strict=True)]
             print_text(json.dumps(results, ensure_ascii=False))
         elif streaming:
@@ -152,7 +80,7 @@ def _bits_of(weights: str | None) -> int | None:
 
 def _quantized(model: "Decoder", bits: int) -> "Decoder":
     """The model with weights of so many bits; says how many."""
-    from heddle.model.quantized import quantize_weights
+    from heddle.model.copies import quantize_weights
 
     quantized = quantize_weights(model, bits)
     print_status(f"--weights int{bits}: {quantized.quantized:,} of {quantized.weights:,} weights have {bits} bits")

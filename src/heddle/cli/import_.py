@@ -1,40 +1,41 @@
 """`heddle import`: convert a transformers checkpoint or a GGUF into a heddle model."""
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from heddle.cli.options import Quiet, open_session
 from heddle.errors import ConfigError
 from heddle.progress import print_text
+from heddle.session import open_session
+from heddle.settings import Argument, Option, Quiet, SessionSettings, VerbSettings
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def import_(
-    folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="config.json, safetensors and a tokenizer; or a .gguf.")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The model folder to write.")],
-    dequantize: Annotated[
-        str | None,
-        typer.Option("--dequantize", metavar="NAME", help="Unpack quantized weights to fp32, bf16 or fp16. [refused]"),
-    ] = None,
-    allow_non_finite: Annotated[
-        bool, typer.Option("--allow-non-finite", help="Accept weights that hold infinite numbers or NaN.")
-    ] = False,
-    quiet: Quiet = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ImportSettings(VerbSettings):
+    """Settings of `heddle import`."""
+
+    folder: Annotated[Path, Argument("FOLDER", "config.json, safetensors and a tokenizer; or a .gguf.")]
+    out: Annotated[Path, Argument("OUT", "The model folder to write.")]
+    dequantize: Annotated[str | None, Option("NAME", "Unpack quantized weights to fp32, bf16 or fp16. [refused]")] = (
+        None
+    )
+    allow_non_finite: Annotated[bool, Option("", "Accept weights that hold infinite numbers or NaN.")] = False
+    quiet: Quiet = False
+
+
+def import_(settings: ImportSettings) -> None:
     """Convert a checkpoint of transformers, or a GGUF, into a heddle model; every field and tensor of it is checked.
 
     No code of the folder runs and no pickle is read. OUT is written whole or not at all.
     """
+    folder, out, dequantize = settings.folder, settings.out, settings.dequantize
     if dequantize is not None and dequantize not in DTYPES:
         raise ConfigError(f"--dequantize {dequantize}: unknown; choices: {', '.join(DTYPES)}")
     with ExitStack() as stack:
-        open_session(stack, device="cpu", quiet=quiet)
+        open_session(stack, SessionSettings(device="cpu", quiet=settings.quiet))
         import torch
 
         from heddle.exchange.imported_checkpoint import save_imported
@@ -44,9 +45,9 @@ def import_(
         if folder.suffix == ".gguf":
             from heddle.exchange.gguf import load_gguf
 
-            imported = load_gguf(folder, dtype, allow_non_finite)
+            imported = load_gguf(folder, dtype, settings.allow_non_finite)
         else:
-            imported = load(folder, dequantize=dtype, allow_non_finite=allow_non_finite)
+            imported = load(folder, dequantize=dtype, allow_non_finite=settings.allow_non_finite)
         save_imported(imported, out)
         parameters = sum(parameter.numel() for parameter in imported.model.parameters())
         model_type, layers = imported.preserved_config["model_type"], imported.model.config.depth

@@ -1,38 +1,39 @@
 """`heddle inspect`: the attention maps of a trained model on a text, as one page."""
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from heddle.cli.options import Device, Kernel, PartFile, Precision, Quiet, Threads, dtype_of, open_session
 from heddle.errors import CheckpointError, ConfigError
 from heddle.progress import print_text
+from heddle.session import dtype_of, open_session
+from heddle.settings import Argument, Kernel, Option, Precision, SessionSettings
 
 
-def inspect(  # noqa: PLR0913 - one parameter per option
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's or a model's folder.")],
-    text: Annotated[str, typer.Option("--text", metavar="TEXT", help="Text that the model reads.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="HTML file to write.")] = Path("inspect.html"),
-    device: Device = "auto",
-    precision: Precision = "fp32",
-    threads: Threads = None,
-    kernel: Kernel = None,
-    part: PartFile = None,
-    quiet: Quiet = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class InspectSettings(SessionSettings):
+    """Settings of `heddle inspect`."""
+
+    run: Annotated[Path, Argument("RUN", "A run's or a model's folder.")]
+    text: Annotated[str, Option("TEXT", "Text that the model reads.")]
+    out: Annotated[Path, Option("FILE", "HTML file to write.")] = Path("inspect.html")
+    precision: Precision = "fp32"
+    kernel: Kernel = ()
+
+
+def inspect(settings: InspectSettings) -> None:
     """Plot the attention maps of every layer and head on a text, as one HTML file that works offline."""
+    run, text, out = settings.run, settings.text, settings.out
     if not text:
         raise ConfigError("--text: is empty; give some words")
     with ExitStack() as stack:
-        runtime = open_session(stack, device=device, threads=threads, kernels=kernel, parts=part, quiet=quiet)
-        from heddle.analysis.inspection.collect import inspect_layers
-        from heddle.analysis.pages.inspection import InspectedModel, inspect_page
-        from heddle.storage.atomic import write_file
+        runtime = open_session(stack, settings, kernels=settings.kernel)
+        from heddle.lab.inspect import InspectedModel, inspect_layers, inspect_page
+        from heddle.storage.file_io import write_file
         from heddle.storage.model import load
 
-        model, tokenizer = load(run, dtype=dtype_of(precision), device=runtime.device)
+        model, tokenizer = load(run, dtype=dtype_of(settings.precision), device=runtime.device)
         if tokenizer is None:
             raise CheckpointError(f"{run}: holds no tokenizer.json, so it cannot read a text; train it with heddle")
         text_ids = tokenizer.encode(text)

@@ -8,86 +8,124 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
-import typer
+import click
 
 from heddle import __version__
-from heddle.cli.bench import bench
-from heddle.cli.chat import chat
-from heddle.cli.check import check
-from heddle.cli.compare import compare
-from heddle.cli.convert import convert
-from heddle.cli.doctor import doctor
-from heddle.cli.explore import explore
-from heddle.cli.export import export
-from heddle.cli.generate import generate
-from heddle.cli.import_ import import_
-from heddle.cli.inspect import inspect
-from heddle.cli.ladder import ladder
-from heddle.cli.plan import plan
-from heddle.cli.presets import presets
-from heddle.cli.ranks import is_first_rank, is_rank
-from heddle.cli.runs import runs
-from heddle.cli.serve import serve
-from heddle.cli.show import show
-from heddle.cli.train import train
-from heddle.cli.verify import verify
-from heddle.cli.watch import watch
+from heddle.cli.command import VerbCommand
+from heddle.cli.completion import COMPLETE, install_completion, show_completion
+from heddle.distributed.started import is_first_rank, is_rank
 from heddle.errors import ConfigError, HeddleError, OtherRankFailed, is_out_of_memory, nondeterministic_operation
 from heddle.progress import printable
 from heddle.signals import Interrupted, interrupted_on_stop_signals
 
-app = typer.Typer(
-    name="heddle",
-    help="Interchangeable, verified parts of language models: size, check, train, compare, generate, exchange.",
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-COMMANDS: dict[Callable[..., object], str] = {
-    show: "Print a design's layers, parameters and costs.",
-    presets: "List the presets, or print one.",
-    check: "Run the correctness tests on a design.",
-    doctor: "Print this machine's limits and kernels.",
-    bench: "Measure the speed of designs here.",
-    train: "Train a design, or resume a run.",
-    compare: "Train designs side by side and report.",
-    ladder: "Train designs at several sizes; predict more.",
-    runs: "List runs, and what differs.",
-    watch: "Follow runs on a live page.",
-    verify: "Say whether a folder's files are intact.",
-    plan: "Predict memory and speed on many GPUs.",
-    generate: "Generate text from prompts.",
-    chat: "Talk to a model, or to two side by side.",
-    serve: "Answer requests over HTTP as OpenAI does.",
-    convert: "Convert a trained model to another design.",
-    explore: "Choose parts on a page; see what follows.",
-    inspect: "Plot attention maps.",
-    import_: "Convert a transformers checkpoint.",
-    export: "Convert a model for transformers or llama.cpp.",
+# The verbs of the first screen, by what they are for. The function of `show` is `heddle.cli.show.show`.
+VERBS = {
+    "Design": {
+        "show": "Print a design's layers, parameters and costs.",
+        "check": "Run the correctness tests on a design.",
+        "plan": "Predict memory and speed on many GPUs.",
+    },
+    "Train": {
+        "train": "Train a design, or resume a run.",
+        "runs": "List runs, and what differs.",
+    },
+    "Compare": {
+        "compare": "Train designs side by side and report.",
+    },
+    "Use": {
+        "generate": "Generate text from prompts.",
+        "chat": "Talk to a model, or to two side by side.",
+        "serve": "Answer requests over HTTP as OpenAI does.",
+    },
+    "Exchange": {
+        "convert": "Convert a trained model to another design.",
+        "import": "Convert a transformers checkpoint.",
+        "export": "Convert a model for transformers or llama.cpp.",
+    },
 }
+# Their subcommands. Each is a verb of its own, too: `heddle ladder` is `heddle compare ladder`.
+SUBCOMMANDS = {
+    "show": {
+        "presets": "List the presets, or print one.",
+        "explore": "Choose parts on a page; see what follows.",
+        "inspect": "Plot attention maps.",
+        "doctor": "Print this machine's limits and kernels.",
+    },
+    "runs": {
+        "watch": "Follow runs on a live page.",
+        "verify": "Say whether a folder's files are intact.",
+    },
+    "compare": {
+        "ladder": "Train designs at several sizes; predict more.",
+        "bench": "Measure the speed of designs here.",
+    },
+}
+COMMANDS = [verb for verbs in (*VERBS.values(), *SUBCOMMANDS.values()) for verb in verbs]
 MAX_SENTENCE = 400  # characters of an error, without the paths that it names
 MAX_LIST = 3000  # characters of one that lists choices
 
-for command, summary in COMMANDS.items():
-    app.command(command.__name__.rstrip("_"), short_help=summary)(command)
+
+class Heddle(click.Group):
+    """The command: a verb's module is imported when it is run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All verbs."""
+        return COMMANDS
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """A verb's command; None for an unknown one."""
+        if cmd_name not in COMMANDS:
+            return None
+        name = "import_" if cmd_name == "import" else cmd_name
+        function = getattr(import_module(f"heddle.cli.{name}"), name)
+        settings = next(iter(function.__annotations__.values()))
+        return VerbCommand(cmd_name, function, settings, SUBCOMMANDS.get(cmd_name, {}))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """`compare ladder …` is the verb ladder."""
+        if len(args) > 1 and args[1] in SUBCOMMANDS.get(args[0], {}):
+            return " ".join(args[:2]), self.get_command(ctx, args[1]), args[2:]
+        if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            raise click.exceptions.NoSuchCommand(args[0], possibilities=COMMANDS, ctx=ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The verbs by what they are for, and their subcommands."""
+        for group, verbs in VERBS.items():
+            with formatter.section(group):
+                formatter.write_dl([(verb.ljust(8), summary) for verb, summary in verbs.items()])
+        more = [f"{verb} {'|'.join(words)}" for verb, words in SUBCOMMANDS.items()]
+        with formatter.section("More"):
+            formatter.write_text(", ".join(more))
 
 
-def _print_version(requested: bool) -> None:
-    if requested:
+def _print_version(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
         print(f"heddle {__version__}")
-        raise typer.Exit
+        context.exit()
 
 
-@app.callback()
-def root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """A design is a YAML, TOML or JSON file, preset:NAME or a checkpoint folder, with path.to.field=value overrides."""
+def _switch(name: str, callback: Any, text: str) -> click.Option:
+    return click.Option([name], is_flag=True, expose_value=False, is_eager=True, callback=callback, help=text)
+
+
+app = Heddle(
+    name="heddle",
+    help="""Interchangeable, verified parts of language models: size, check, train, compare, generate, exchange.
+
+    A design is a YAML, TOML or JSON file, preset:NAME or a checkpoint folder, with path.to.field=value overrides.""",
+    params=[
+        _switch("--version", _print_version, "Print the version and exit."),
+        _switch("--install-completion", install_completion, "Install completion for the shell of $SHELL."),
+        _switch("--show-completion", show_completion, "Print the script of the completion."),
+    ],
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -123,7 +161,7 @@ def run_command(arguments: list[str]) -> int:
 def _run_command(arguments: list[str]) -> int:
     try:
         _check_one_process(arguments)
-        result = app(arguments or ["--help"], prog_name="heddle", standalone_mode=False, obj=arguments)
+        result = _invoke(arguments or ["--help"])
         sys.stdout.flush()
     except OtherRankFailed as error:
         return error.exit_code
@@ -144,7 +182,21 @@ def _run_command(arguments: list[str]) -> int:
         raise
     except BaseException as error:
         return _handle_other(error)
-    return result if isinstance(result, int) else 0
+    return result
+
+
+def _invoke(arguments: list[str]) -> int:
+    """Complete words, or run a verb; returns the exit code."""
+    if instruction := os.environ.get(COMPLETE):
+        from click.shell_completion import shell_complete
+
+        return shell_complete(app, {}, "heddle", COMPLETE, instruction)
+    try:
+        with app.make_context("heddle", list(arguments), obj=arguments) as context:
+            app.invoke(context)
+    except click.exceptions.Exit as ended:
+        return ended.exit_code
+    return 0
 
 
 def _check_one_process(arguments: Sequence[str]) -> None:
@@ -167,21 +219,15 @@ def _flush_or_discard() -> None:
 
 def _handle_other(error: BaseException) -> int:
     """Exit codes of usage errors and lack of memory. Any other error is a bug and is raised again."""
-    if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):  # typer caught it first
-        return 0
-    if isinstance(error, SystemExit) and not error.code:  # completion has printed what it knows
-        return 0
-    code = getattr(error, "exit_code", None)
-    message = getattr(error, "format_message", None)
-    if callable(message) and not is_first_rank():
+    if isinstance(error, click.ClickException) and not is_first_rank():
         return 2  # all ranks find it, and the first one says it
-    if callable(message):
+    if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
-        return _print_error(f"{message().rstrip('.')}; see {context.command_path if context else 'heddle'} --help", 2)
-    if type(error).__name__ == "Abort":
-        return _print_error("interrupted", 130)
-    if isinstance(code, int):
-        return code
+        sentence, see = (
+            error.format_message().rstrip("."),
+            f"see {context.command_path if context else 'heddle'} --help",
+        )
+        return _print_error(f"{sentence} S{see[1:]}" if sentence.endswith("?") else f"{sentence}; {see}", 2)
     if is_out_of_memory(error):
         return _print_error("out of memory; try a smaller batch size, sequence length or design", 1)
     if (operation := nondeterministic_operation(error)) is not None:

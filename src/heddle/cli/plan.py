@@ -1,147 +1,32 @@
 """`heddle plan`: what a training takes on many GPUs: memory, communication, speed; nothing is run."""
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from heddle.cli.options import DesignArgument, Json, Overrides, PartFile, with_vocab_size
-from heddle.distributed.planning.gpus import GIB
-from heddle.errors import ConfigError
+from heddle.lab.plan.gpus import GIB
+from heddle.lab.plan.training_plan import PlanSettings
 from heddle.progress import format_amount, format_duration
-from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from heddle.distributed.planning.plan import Candidate, Plan
-    from heddle.model.config import ModelConfig
 
 MAX_LAYOUTS = 6
 _DAY = 86_400
 
 
-def plan(  # noqa: PLR0913 - one parameter per option
-    design: DesignArgument,
-    overrides: Overrides = None,
-    gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="How many GPUs.")] = 8,
-    gpu: Annotated[
-        str, typer.Option("--gpu", metavar="NAME", help="a100-40gb, a100, h100, h800, h200 or b200.")
-    ] = "h100",
-    sequence_length: Annotated[
-        int, typer.Option("--sequence-length", metavar="N", help="Tokens of each sequence.")
-    ] = 4096,
-    batch_size: Annotated[
-        int | None,
-        typer.Option("--batch-size", metavar="N", help="Sequences of a step on all GPUs. [one micro-batch on each]"),
-    ] = None,
-    tokens: Annotated[
-        float | None, typer.Option("--tokens", metavar="N", help="Tokens of the training, such as 2e12, for its time.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Also trace a step of the first layout on tensors without values.")
-    ] = False,
-    part: PartFile = None,
-    as_json: Json = False,
-) -> None:
+def plan(settings: PlanSettings) -> None:
     """Print the fastest layouts of ranks that fit, and why others do not.
 
     Memory, communication and FLOPs follow from the design. The speed is what published trainings reached; see
     docs/plan.md for how far it was right.
     """
-    if tokens is not None and not 0 < tokens < float("inf"):
-        raise ConfigError(f"--tokens {tokens}: must be a number above 0, such as 2e12")
-    from heddle.config import load_part
-    from heddle.distributed.planning.gpus import find_gpu
-    from heddle.distributed.planning.plan import plan_training
-    from heddle.model.load_config import load_config, read_design
+    from heddle.lab.plan.training_plan import plan
 
-    for file in part or []:
-        load_part(file)
-    data = read_design(design, overrides or [])
-    spec = find_gpu(gpu)
-    config = with_vocab_size(load_config(data), DEFAULT_VOCAB_SIZE)
-    result = plan_training(config, spec, gpus, sequence_length, batch_size)
-    facts = _facts(result, gpu, tokens)
-    if dry_run:
-        facts["dry_run"] = _dry_run_facts(config, result)
-    if as_json:
+    facts = plan(settings).facts
+    if settings.json:
         print(json.dumps(facts, indent=2))
     else:
-        _print(design, facts)
-
-
-def _facts(plan: "Plan", gpu: str, tokens: float | None) -> dict[str, Any]:
-    """Everything the command prints, as plain data. Bytes, seconds, FLOPs."""
-    from heddle.distributed.planning.plan import USABLE
-
-    cost = plan.cost
-    return {
-        "parameters": cost.parameters,
-        "active_parameters": cost.active_parameters,
-        "flops_per_token": 3 * cost.forward_flops / cost.sequence_length,
-        "sequence_length": cost.sequence_length,
-        "gpus": plan.gpus,
-        "gpu": gpu,
-        "usable_memory": USABLE * plan.gpu.memory * GIB,
-        "layouts": [_candidate_facts(plan, candidate, tokens) for candidate in plan.candidates],
-        "too_large": [_candidate_facts(plan, candidate, tokens) for candidate in plan.too_large],
-    }
-
-
-def _candidate_facts(plan: "Plan", candidate: "Candidate", tokens: float | None) -> dict[str, Any]:
-    layout, time = candidate.layout, candidate.time
-    causal, full = plan.utilization(candidate)
-    return {
-        "data_parallel_replicate_degree": layout.replicate,
-        "data_parallel_shard_degree": layout.shard,
-        "micro_batch_size": layout.rows,
-        "accumulation": layout.accumulation,
-        "batch_size": layout.rows * layout.accumulation * layout.gpus,
-        "reduce_once": layout.reduce_once,
-        "recompute": layout.recompute,
-        "memory": candidate.memory,
-        "memory_total": candidate.bytes,
-        "collectives": [
-            {"name": each.name, "ranks": each.ranks, "bytes": each.bytes} for each in candidate.collectives
-        ],
-        "seconds": {
-            "products": time.products,
-            "attention": time.attention,
-            "communication": time.communication,
-            "optimizer": time.optimizer,
-            "step": time.seconds,
-        },
-        "tokens_per_second_per_gpu": candidate.tokens_per_second,
-        "mfu": causal,
-        "mfu_full_attention": full,
-        "training_seconds": None if tokens is None else tokens / candidate.tokens_per_second / layout.gpus,
-    }
-
-
-def _dry_run_facts(config: "ModelConfig", plan: "Plan") -> dict[str, Any]:
-    """What a traced step takes in the fastest layout that the trainer offers, or in the leanest if none fits."""
-    from heddle.training.dry_run import dry_run
-
-    leanest = sorted(plan.too_large, key=lambda candidate: candidate.bytes)
-    candidate = next(
-        each for each in (*plan.candidates, *leanest) if each.layout.accumulation == 1 or each.layout.reduce_once
-    )
-    result = dry_run(config, candidate.layout, plan.cost.sequence_length)
-    return {
-        "data_parallel_replicate_degree": candidate.layout.replicate,
-        "data_parallel_shard_degree": candidate.layout.shard,
-        "micro_batch_size": candidate.layout.rows,
-        "accumulation": candidate.layout.accumulation,
-        "recompute": candidate.layout.recompute,
-        "planned_memory": candidate.memory,
-        "memory": dict(result.memory),
-        "memory_total": sum(result.memory.values()),
-        "peak": result.phase,
-        "flops": result.flops,
-        "collectives": [{"name": each.name, "ranks": each.ranks, "bytes": each.bytes} for each in result.collectives],
-        "traced_layers": result.layers,
-    }
+        _print(settings.design, facts)
 
 
 def _print(design: str, facts: dict[str, Any]) -> None:

@@ -1,29 +1,31 @@
 """`heddle presets`: the designs that come with heddle, or one of them as YAML to begin a design of one's own."""
 
 import json
+from dataclasses import dataclass
 from typing import Annotated
 
-import typer
-
-from heddle.cli.options import Json
+from heddle.settings import Argument, Json, VerbSettings
 
 
-def presets(
-    name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Print this design instead, such as gqa-tiny.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PresetsSettings(VerbSettings):
+    """Settings of `heddle presets`."""
+
+    name: Annotated[str | None, Argument("NAME", "Print this design instead, such as gqa-tiny.")] = None
+    json: Json = False
+
+
+def presets(settings: PresetsSettings) -> None:
     """List the presets, each in three sizes, or print one as YAML.
 
     The text is a design of your own to change: heddle presets gqa-tiny > mine.yaml
     """
     from heddle.model.presets import KINDS, SIZES, names, preset
 
-    if name is not None:
-        design = preset(name.removeprefix("preset:"))
-        print(json.dumps(design, indent=1) if as_json else _yaml(design), end="\n" if as_json else "")
-    elif as_json:
+    if settings.name is not None:
+        design = preset(settings.name.removeprefix("preset:"))
+        print(json.dumps(design, indent=1) if settings.json else _yaml(design), end="\n" if settings.json else "")
+    elif settings.json:
         print(json.dumps(names(), indent=1))
     else:
         width = max(map(len, KINDS))

@@ -2,55 +2,53 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from heddle.cli.options import Json
 from heddle.errors import CheckpointError, ConfigError
 from heddle.progress import format_amount, print_warning, printable, terminal_safe
+from heddle.settings import Argument, Json, Option, VerbSettings
 
 if TYPE_CHECKING:
-    from heddle.analysis.runs import RunSummary
+    from heddle.lab.runs import RunSummary
 
 _ORDERS = ("name", "time", "training", "validation", "tokens", "tokens_per_second")
 MAX_DIFFERENCES = 6  # fields shown for a run; JSON has all
 WIDTH = 140  # characters of the table
 
 
-def runs(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder of runs. [runs]")] = Path("runs"),
-    order: Annotated[str, typer.Option("--sort", metavar="NAME", help=f"By {', '.join(_ORDERS)}.")] = "name",
-    page: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Write the curves of all runs: .html or .svg.")
-    ] = None,
-    is_comparison: Annotated[
-        bool, typer.Option("--compare", help="A column for each run, with every field in which they differ.")
-    ] = False,
-    keep: Annotated[
-        int | None, typer.Option("--prune", metavar="N", help="Delete all but the N newest checkpoints of each run.")
-    ] = None,
-    is_confirmed: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
-    as_json: Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class RunsSettings(VerbSettings):
+    """Settings of `heddle runs`."""
+
+    folder: Annotated[Path, Argument("FOLDER", "A folder of runs. [runs]")] = Path("runs")
+    sort: Annotated[str, Option("NAME", f"By {', '.join(_ORDERS)}.")] = "name"
+    plot: Annotated[Path | None, Option("FILE", "Write the curves of all runs: .html or .svg.")] = None
+    compare: Annotated[bool, Option("", "A column for each run, with every field in which they differ.")] = False
+    prune: Annotated[int | None, Option("N", "Delete all but the N newest checkpoints of each run.")] = None
+    yes: Annotated[bool, Option("", "Delete without asking.")] = False
+    json: Json = False
+
+
+def runs(settings: RunsSettings) -> None:
     """List the runs below a folder, and the fields in which they differ.
 
     Training is the mean of the last 20 steps, validation its newest value; speed
     is that of the median step. Only --prune changes anything: it asks first, and
     leaves runs alone that are training, damaged checkpoints, and foreign files.
     """
-    from heddle.analysis.runs import find_runs, summarize, varied_fields
+    from heddle.lab.runs import find_runs, summarize, varied_fields
 
-    if keep is not None:
+    folder, order = settings.folder, settings.sort
+    if settings.prune is not None:
         from heddle.cli.prune import prune_runs
 
-        if is_comparison or page is not None or as_json:
-            raise ConfigError(f"--prune {keep}: only deletes; leave --compare, --plot and --json out")
-        prune_runs(find_runs(folder), keep, is_confirmed)
+        if settings.compare or settings.plot is not None or settings.json:
+            raise ConfigError(f"--prune {settings.prune}: only deletes; leave --compare, --plot and --json out")
+        prune_runs(find_runs(folder), settings.prune, settings.yes)
         return
-    if is_confirmed:
+    if settings.yes:
         raise ConfigError("--yes: is for --prune; leave it out")
     if order not in _ORDERS:
         raise ConfigError(f"--sort: '{printable(order)}' is no column; choose from {', '.join(_ORDERS)}")
@@ -62,14 +60,14 @@ def runs(
             print_warning(str(error))
     summaries.sort(key=lambda run: (getattr(run, order) is None, getattr(run, order)))
     varying = varied_fields(summaries)
-    if page is not None:
-        from heddle.analysis.pages.runs import write_runs_page
+    if settings.plot is not None:
+        from heddle.lab.pages.runs import write_runs_page
 
-        write_runs_page(summaries, [_shown(fields) for fields in varying], page)
-    if as_json:
+        write_runs_page(summaries, [_shown(fields) for fields in varying], settings.plot)
+    if settings.json:
         rows = [asdict(run) | {"differences": fields} for run, fields in zip(summaries, varying, strict=True)]
         print(json.dumps(rows, indent=1))
-    elif summaries and is_comparison:
+    elif summaries and settings.compare:
         _print_columns(summaries, varying)
     elif summaries:
         _print_table(summaries, varying)
@@ -104,7 +102,7 @@ def _print_columns(summaries: Sequence["RunSummary"], varying: Sequence[dict[str
     from rich.markup import escape
     from rich.table import Table
 
-    from heddle.analysis.runs import at_equal_tokens
+    from heddle.lab.runs import at_equal_tokens
 
     tokens, values = at_equal_tokens(summaries)
     rows: dict[str, list[str]] = {

@@ -1,137 +1,33 @@
 """`heddle show`: the layers, parameters and costs of a design, measured on a model without weights."""
 
 import json
-import os
-from contextlib import nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from heddle.cli.options import (
-    Deterministic,
-    Device,
-    Json,
-    Kernel,
-    Overrides,
-    PartFile,
-    Precision,
-    dtype_of,
-    parse_kernels,
-    with_vocab_size,
-)
-from heddle.cli.run_config import plain_design
-from heddle.errors import ConfigError
+from heddle.lab.show import ShowSettings
 from heddle.progress import format_amount, terminal_safe
-from heddle.tokenization import DEFAULT_VOCAB_SIZE
+from heddle.session import load_parts
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from heddle.model.config import ModelConfig
-    from heddle.model.decoder import Decoder
-
-ProfileFile = Annotated[
-    Path | None,
-    typer.Option("--profile", metavar="FILE", help="Measure where time goes on this CPU; write an HTML page."),
-]
-CONTEXT_LENGTHS = [2048, 8192, 32768, 131072]
-MAX_COUNT = 10**9
-PROFILED_LENGTH = 512  # tokens of a profiled text, where no context length was asked for
 PRINTED_OPERATIONS = 12
 
 
-def show(  # noqa: PLR0913 - one parameter per option
-    design: Annotated[
-        Any, typer.Argument(metavar="DESIGN", parser=plain_design, help="A file, preset:NAME or a folder.")
-    ] = None,
-    overrides: Overrides = None,
-    context_length: Annotated[
-        list[int] | None,
-        typer.Option("--context-length", metavar="N", help="Tokens in the context; repeatable. [2048 8192 …]"),
-    ] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", help="Sequences in the batch.")] = 1,
-    encoder_length: Annotated[
-        int | None,
-        typer.Option("--encoder-length", metavar="N", help="Tokens that cross-attention reads. [the context length]"),
-    ] = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of designs, for editors.")] = False,
-    profile: ProfileFile = None,
-    device: Device = "auto",
-    precision: Precision = "fp32",
-    deterministic: Deterministic = False,
-    kernel: Kernel = None,
-    part: PartFile = None,
-    as_json: Json = False,
-) -> dict[str, Any] | None:
+def show(settings: ShowSettings) -> None:
     """Print a design's layers, parameters, FLOPs and state size, and the kernel of each operation with the reasons."""
-    from heddle.config import load_part
+    if settings.schema:
+        from heddle.model.config import schema
 
-    for file in part or []:
-        load_part(file)
-    if schema:
-        from heddle.model.schema import schema as make_schema
+        load_parts(settings.part)
+        print(json.dumps(schema(), indent=2))
+        return
+    from heddle.lab.show import show
 
-        print(json.dumps(make_schema(), indent=2))
-        return None
-    if design is None:
-        raise ConfigError("DESIGN: is missing; give a file, preset:NAME or a checkpoint folder")
-    context_lengths = context_length or CONTEXT_LENGTHS
-    counts = [*context_lengths, batch_size, 1 if encoder_length is None else encoder_length]
-    if min(counts) < 1 or max(counts) > MAX_COUNT:
-        reason = "at least 1" if min(counts) < 1 else "at most 10^9"
-        raise ConfigError(f"show: --context-length, --batch-size and --encoder-length must be {reason}")
-    from heddle.model.load_config import load_config, read_design
-
-    data = read_design(design, overrides or [])  # a design that is too large is refused before torch is imported
-    from heddle.exchange.family_match import family_lines
-    from heddle.exchange.imported_checkpoint import imported_family
-    from heddle.model.limits import refuse_overflow
-    from heddle.numerics.dispatch.operation import choose_deterministic
-    from heddle.numerics.kernels import kernels
-    from heddle.runtime import device_name
-
-    equal_bits = choose_deterministic() if deterministic else nullcontext()
-    with kernels(**parse_kernels(kernel)), refuse_overflow(), equal_bits:
-        config = with_vocab_size(load_config(data), DEFAULT_VOCAB_SIZE)
-        # Kernels are chosen as on the device, which this machine need not have.
-        facts = measure(config, context_lengths, batch_size, dtype_of(precision), device_name(device), encoder_length)
-        facts["exports_as"] = family_lines(config, imported_family(design) if isinstance(design, str) else None)
-        if profile is not None:
-            facts["profile"] = _profile(config, (str(design), precision), batch_size, context_length, profile)
-    if as_json:
+    facts = show(settings).facts
+    if settings.json:
         print(json.dumps(facts, indent=2))
     else:
-        _print_facts(str(design), facts)
-    return facts
-
-
-def _profile(
-    config: "ModelConfig", names: tuple[str, str], rows: int, context_length: list[int] | None, file: Path
-) -> list[dict[str, Any]]:
-    """Profile a training step and a token on this CPU and write the page; returns the tables as plain data.
-
-    names: of the design and of the precision.
-    """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes lines of its own to stderr
-    from heddle.analysis.pages.profile import profile_page
-    from heddle.analysis.profile import profile_design
-    from heddle.runtime import set_up_runtime
-    from heddle.storage.atomic import write_file
-
-    set_up_runtime("cpu")
-    profiles = profile_design(config, rows, (context_length or [PROFILED_LENGTH])[0], names[1])
-    write_file(file, profile_page(terminal_safe(names[0]), names[1], profiles), "choose another file")
-    return [
-        {
-            "step": profile.name,
-            "seconds": profile.seconds,
-            "profiled_seconds": profile.profiled_seconds,
-            "limit_share": profile.limit_share,
-            "operations": [operation._asdict() for operation in profile.operations],
-        }
-        for profile in profiles
-    ]
+        _print_facts(str(settings.design), facts)
 
 
 def print_profile(profiles: list[dict[str, Any]]) -> None:
@@ -143,70 +39,6 @@ def print_profile(profiles: list[dict[str, Any]]) -> None:
             where = f"{operation['part']}, {operation['phase']}"
             line = f"{operation['share']:5.1%} {1e3 * operation['seconds']:9.3f} ms  {operation['operation'][:30]:30}"
             print(f"  {line}  {where[:26]}")
-
-
-def measure(
-    config: "ModelConfig",
-    context_lengths: list[int],
-    batch_size: int,
-    dtype: Any,
-    device: str,
-    encoder_length: int | None = None,
-) -> dict[str, Any]:
-    """Everything `show` prints, as plain data. encoder_length None: as many tokens as each context."""
-    from heddle.model.distinct_layers import build_distinct_layers
-    from heddle.model.size import measure_size
-
-    model = build_distinct_layers(config, dtype)
-    sizes = [measure_size(model, length, batch_size, encoder_length) for length in context_lengths]
-    first = sizes[0]
-    kernels = kernels_by_phase(model, context_lengths[0], device, encoder_length)
-    return {
-        "design": config.dump(),
-        "parameters": first.parameters,
-        "active_parameters": first.active_parameters,
-        "embedding_parameters": first.embedding_parameters,
-        "encoder": [vars(layer) for layer in first.encoder],
-        "layers": [vars(layer) for layer in first.layers],
-        "batch_size": batch_size,
-        "contexts": [
-            {
-                "context_length": context.context_length,
-                "encoder_length": context.encoder_length,
-                "flops_per_token": context.flops_per_token,
-                "state_bytes": context.state_bytes,
-                "state_bytes_per_token": context.state_bytes_per_token,
-                "position_table_bytes": context.position_table_bytes,
-            }
-            for context in sizes
-        ],
-        "device": device,
-        "kernels": kernels,
-    }
-
-
-def kernels_by_phase(
-    model: "Decoder", context_length: int, device: str, encoder_length: int | None = None
-) -> dict[str, list[dict[str, Any]]]:
-    """The kernels of a meta model on a device, as plain data: in training, and in decoding if it has a state."""
-    from heddle.model.size import measure_kernel_choices
-
-    phases = {"training": (context_length, -1), "decode": (1, context_length)}
-    kernels = {}
-    for phase, (queries, cached_tokens) in phases.items():
-        if cached_tokens >= 0 and not model.causal:
-            continue
-        counts = measure_kernel_choices(model, queries, cached_tokens, device, encoder_length)
-        kernels[phase] = [
-            {
-                "operation": choice.operation,
-                "kernel": choice.kernel,
-                "calls": calls,
-                "rejected": [list(pair) for pair in choice.rejected],
-            }
-            for choice, calls in counts.items()
-        ]
-    return kernels
 
 
 def _print_facts(design: str, facts: dict[str, Any]) -> None:

@@ -2,60 +2,58 @@
 
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
-import typer
-
-from heddle.cli.live_page import open_live_page
 from heddle.errors import ConfigError
 from heddle.progress import print_status, print_text
+from heddle.settings import Argument, Option, VerbSettings
 from heddle.signals import Interrupted
 
 if TYPE_CHECKING:
-    from heddle.analysis.live import LivePage
-    from heddle.analysis.watching import FolderFollower, WatchedRun
+    from heddle.lab.live import LivePage
+    from heddle.lab.runs import FolderFollower, WatchedRun
 
 POLL_SECONDS = 1.0
 MAX_READ_SHARE = 0.1  # of the time is spent on reading logs, however long they are
 SAMPLE_TOKENS = 96
 
 
-def watch(
-    paths: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Runs, or folders of runs. [runs]")
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option("--port", metavar="N", help="Port of the page on 127.0.0.1. [any free one]")
-    ] = None,
-    open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", metavar="TEXT", help="Also show how each new checkpoint goes on from it.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write the page as it is now, and end.")
-    ] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class WatchSettings(VerbSettings):
+    """Settings of `heddle watch`."""
+
+    paths: Annotated[tuple[Path, ...], Argument("RUN", "Runs, or folders of runs. [runs]")] = ()
+    port: Annotated[int | None, Option("N", "Port of the page on 127.0.0.1. [any free one]")] = None
+    open: Annotated[bool, Option("", "Open the page in the browser.")] = False
+    prompt: Annotated[str | None, Option("TEXT", "Also show how each new checkpoint goes on from it.")] = None
+    out: Annotated[Path | None, Option("FILE", "Write the page as it is now, and end.")] = None
+
+
+def watch(settings: WatchSettings) -> None:
     """Follow runs on a live page: loss, rate, gradient norm, speed, memory, experts, samples.
 
     Runs that begin later below a folder are followed too. Ctrl-C ends the page,
     not the runs. Nothing is written into them.
     """
-    from heddle.analysis.pages.watch import watch_page
-    from heddle.analysis.watching import FolderFollower, write_sample
-    from heddle.storage.atomic import write_file
+    from heddle.lab.live import open_live_page
+    from heddle.lab.pages.runs import watch_page
+    from heddle.lab.runs import FolderFollower, write_sample
+    from heddle.storage.file_io import write_file
 
-    if out is not None and (port is not None or open_page):
+    prompt, out = settings.prompt, settings.out
+    if out is not None and (settings.port is not None or settings.open):
         raise ConfigError(f"--out {out}: a file needs no server; leave --port and --open out")
     write = None if prompt is None else write_sample(prompt, SAMPLE_TOKENS)
-    follower = FolderFollower(paths or [Path("runs")], write)
+    follower = FolderFollower(settings.paths or [Path("runs")], write)
     if out is not None:
         write_file(out, watch_page(follower.follow()), "choose another file, or free space")
         print_text(str(out))
         return
     with ExitStack() as stack:
-        live = open_live_page(stack, port, open_page)
+        live = open_live_page(stack, settings.port, settings.open)
         assert live is not None  # or an error said why
         print_text(live.address)
         print_status("watch: Ctrl-C ends the page; the runs go on")
@@ -66,7 +64,7 @@ def watch(
 
 
 def _follow(follower: "FolderFollower", live: "LivePage") -> NoReturn:
-    from heddle.analysis.pages.watch import watch_page
+    from heddle.lab.pages.runs import watch_page
 
     shown: list[WatchedRun] | None = None
     while True:

@@ -7,8 +7,8 @@ from heddle.config import DesignError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, Layer, build
 from heddle.parts.feedforwards import Feedforward
+from heddle.parts.feedforwards.moe import ExpertLinear
 from heddle.parts.mixers import Mixer
-from heddle.parts.modules.experts import ExpertLinear
 from heddle.parts.modules.linear import Linear
 from heddle.parts.norms import NormConfig
 from heddle.parts.norms.layer import LayerNormConfig

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from heddle.config import DesignError
-from heddle.conversion.activations import CalibrationText, LayerActivations
-from heddle.parts.context.layout import Layout
+from heddle.conversion.weights import CalibrationText, LayerActivations
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer
 from heddle.progress import progress_bar
-from heddle.training.eager_optimizer import EagerAdamw
+from heddle.training.optimizer import EagerAdamw
 from heddle.training.settings import Settings, scheduled_learning_rate
 
 TOKENS_PER_STEP = 2048

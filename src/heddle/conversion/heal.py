@@ -14,36 +14,40 @@ from pathlib import Path
 import numpy as np
 
 from heddle.conversion.calibration import SAMPLE_SEED
-from heddle.conversion.convert import CONVERSION_FILE, Conversion, convert, refuse_existing
-from heddle.conversion.sources import ConversionSource
+from heddle.conversion.convert import (
+    CONVERSION_FILE,
+    Conversion,
+    ConversionSource,
+    convert,
+    refuse_existing,
+    saved_conversion,
+)
 from heddle.conversion.weights import build_model
 from heddle.data.corpus import Corpus
-from heddle.data.samples import CorpusLoader
+from heddle.data.samples import CorpusLoader, RowProtocol
 from heddle.errors import CheckpointError, ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.progress import print_warning
+from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.folder import read_folder, write_folder
-from heddle.storage.json_file import read_json_file, write_json_file
-from heddle.storage.manifest import parse_json_object
 from heddle.storage.model import WEIGHTS_FILE, load, model_tensors
-from heddle.storage.run_log import first_difference, to_plain_json
-from heddle.storage.tensor_header import DTYPES
+from heddle.storage.run_log import RUN_FILE, first_difference, to_plain_json
+from heddle.storage.tensor_file import DTYPES
 from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.distillation import Distillation
-from heddle.training.evaluation.bits_per_byte import bits_and_bytes
+from heddle.training.evaluation.scores import bits_and_bytes
 from heddle.training.init_checkpoint import open_init_checkpoint
 from heddle.training.job import TrainingJob
-from heddle.training.loop import train
+from heddle.training.loop import TrainingResult, train
 from heddle.training.settings import Settings
-from heddle.training.training_result import TrainingResult
 
 MAX_HEALING_RATE = 3e-3
 HEALING_RATE_WIDTH = 96  # up to this width the rate is the largest
 LARGE_LOSS = 2.0  # nats a token that a conversion adds; from there on the rate is the largest
 MIN_RATE_SHARE = 0.1
 RATE_ROWS = 16  # of the text, on which the added loss is measured
-RATE_FILE = "rate.json"
+RATE_FILE, CONVERTED_FOLDER, HEAL_FOLDER = "rate.json", "converted", "heal"  # in the work folder
 HEALING_BATCH = 8  # rows
 SAVE_EVERY = 50  # steps
 
@@ -135,9 +139,11 @@ def healing_job(
 ) -> TrainingJob:
     """Describe the healing of a converted model's folder as a training run in the folder `out`.
 
-    corpus: the one that the calibration read, encoded as far. Warns if its text is too short to read each window once.
+    corpus: the one that the calibration read, encoded as far; rows begin as it says, and in a run that is there, as
+    they did. Warns if its text is too short to read each window once.
     """
     start = open_init_checkpoint(converted)
+    run = out / RUN_FILE
     if _repeats(corpus, settings):
         print_warning(
             f"healing reads {settings.steps * settings.tokens_per_step} tokens, more than the text has after "
@@ -152,6 +158,7 @@ def healing_job(
         label="healing",
         init_checkpoint=start,
         distillation=distillation,
+        rows=RowProtocol.parse(read_json_file(run)["data"]) if run.is_file() else corpus.rows,
     )
 
 
@@ -174,6 +181,23 @@ def _repeats(corpus: Corpus, settings: Settings) -> bool:
     return len(np.unique(windows, axis=0)) < len(windows)
 
 
+def partial_folder(out: Path) -> Path:
+    """Where a conversion to `out` keeps what it has done, until it is whole."""
+    return out.with_name(f"{out.name}.work")
+
+
+def interrupted_rows(out: Path) -> RowProtocol | None:
+    """How rows began in what an interrupted conversion to `out` has read; None if it has read no text."""
+    work = partial_folder(out)
+    folders = [folder for folder in (out, work / CONVERTED_FOLDER) if (folder / CONVERSION_FILE).is_file()]
+    conversions = [saved_conversion(folder) for folder in folders]
+    rate, run = (
+        read_json_file(path) if path.is_file() else {} for path in (work / RATE_FILE, work / HEAL_FOLDER / RUN_FILE)
+    )
+    records = [conversion.get(key) for conversion in conversions for key in ("text", "healing")]
+    return next((RowProtocol.parse(record) for record in (*records, rate, run.get("data")) if record), None)
+
+
 def convert_and_heal(
     conversion: Conversion,
     distillation: Distillation,
@@ -186,16 +210,17 @@ def convert_and_heal(
     """Convert a model, heal it, and write the result as a model folder, whole or not at all.
 
     adapt_rate: multiply the learning rate by `rate_share` of the loss that the conversion added. The converted model
-    and the run lie in the folder `out`.work beside it, so the same call continues after an interruption. Raises
-    CheckpointError if `out` exists or the work is of another conversion, and what `convert` and `train` raise.
+    and the run lie in the folder `out`.work beside it, so the same call continues after an interruption, with rows that
+    begin as they did. Raises CheckpointError if `out` exists or the work is of another conversion, and what `convert`
+    and `train` raise.
     """
     refuse_existing(out)
-    work = out.with_name(f"{out.name}.work")
-    converted = work / "converted"
+    work = partial_folder(out)
+    corpus = replace(corpus, rows=interrupted_rows(out) or corpus.rows)
+    converted = work / CONVERTED_FOLDER
     description = conversion.describe()
     if converted.is_dir():
-        saved = parse_json_object(read_folder(converted).documents.get(CONVERSION_FILE, "").encode())
-        difference = first_difference(saved, to_plain_json(description))
+        difference = first_difference(saved_conversion(converted), to_plain_json(description))
         if difference:
             raise CheckpointError(f"{work}: holds another conversion: {difference}; remove it, or choose another name")
     else:
@@ -203,9 +228,9 @@ def convert_and_heal(
     if adapt_rate:
         rate = _adapted_rate(conversion.source, converted, corpus, settings, work / RATE_FILE)
         settings = replace(settings, learning_rate=rate)
-    result = heal(converted, distillation, corpus, settings, work / "heal", device)
+    result = heal(converted, distillation, corpus, settings, work / HEAL_FOLDER, device)
     contents = read_folder(converted)
-    healing = distillation.identity() | settings.identity() | {"text": corpus.hash}
+    healing = distillation.identity() | settings.identity() | {"text": corpus.hash} | corpus.rows.record()
     documents = dict(contents.documents)
     documents[CONVERSION_FILE] = json.dumps({**description, "healing": healing}, indent=2) + "\n"
     dtypes = {name: DTYPES[record.dtype] for name, record in contents.tensor_records(WEIGHTS_FILE).items()}
@@ -219,13 +244,13 @@ def _adapted_rate(source: ConversionSource, converted: Path, corpus: Corpus, set
     if file.is_file():
         return float(read_json_file(file)["learning_rate"])
     length, eod_id = settings.sequence_length, corpus.tokenizer.eod_id
-    batch = CorpusLoader(corpus.train, corpus.weights, length, RATE_ROWS, SAMPLE_SEED, eod_id).batch(0)
+    batch = CorpusLoader(corpus.train, corpus.weights, length, RATE_ROWS, SAMPLE_SEED, eod_id, corpus.rows).batch(0)
     bits = [
         sum(score for score, _ in bits_and_bytes(model.float(), [batch], corpus.tokenizer.byte_lengths))
         for model in (build_model(source.weights), load(converted)[0])
     ]
     added = (bits[1] - bits[0]) * math.log(2) / batch.targets.size
     share = rate_share(added)
-    content = {"added_nats_per_token": added, "learning_rate": settings.learning_rate * share}
-    write_json_file(file, content)
-    return content["learning_rate"]
+    rate = settings.learning_rate * share
+    write_json_file(file, {"added_nats_per_token": added, "learning_rate": rate} | corpus.rows.record())
+    return rate

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -16,12 +15,11 @@ from pydantic import Field
 from torch import Tensor
 
 from heddle.config import DesignError, PositiveFloat, PositiveInt
-from heddle.conversion.activations import CalibrationText
 from heddle.conversion.fit import FitResult, check_fit_text, fit_mixer
 from heddle.conversion.heads.parameters import repeat_key_heads
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.sensitivity import LayerCount, count_layers, replacement_losses, top_layers
-from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import Decoder, Layer, build
 from heddle.model.initialization import initialize
@@ -220,10 +218,3 @@ class ChosenLayers(ConvertedWeights):
     def convert_layer(self, index: int) -> dict[str, Tensor]:
         """The layer of the source, or the replaced one."""
         return (self.replaced if index in self.chosen else self.source).layer(index)
-
-
-def fit_results(weights: Weights) -> Mapping[int, FitResult]:
-    """The results of the fits of a converted model, by layer; those of layers that were not read yet are missing."""
-    if isinstance(weights, ChosenLayers):
-        weights = weights.replaced
-    return weights.results if isinstance(weights, NewMixers) else {}

@@ -5,11 +5,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from heddle.config import Config, DesignError, own_class
-from heddle.conversion.activations import CalibrationText
-from heddle.conversion.weights import Weights
+from heddle.conversion.weights import CalibrationText, Weights
 from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
 
@@ -32,6 +31,10 @@ class Rewrite(Config, ABC):
     def name(self) -> str:
         """The name of its file."""
         return type(self).__module__.rpartition(".")[2]
+
+    def describe(self) -> dict[str, Any]:
+        """Its name and options, as conversion.json records them."""
+        return {"rewrite": self.name, **self.dump()}
 
     @property
     def needs_text(self) -> bool:

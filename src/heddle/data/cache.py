@@ -9,9 +9,7 @@ from typing import Any
 
 from heddle.errors import CheckpointError, MachineError
 from heddle.progress import print_warning
-from heddle.storage.atomic import remove_leftovers
-from heddle.storage.file_io import write_error
-from heddle.storage.json_file import read_json_file, write_json_file
+from heddle.storage.file_io import read_json_file, remove_leftovers, write_error, write_json_file
 
 CACHE_REMEDY = "free space there or set HEDDLE_CACHE to another folder"
 

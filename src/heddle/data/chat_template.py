@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from heddle.data.compressed import UnreadableError
+from heddle.data.documents import UnreadableError
 from heddle.progress import printable
 
 MAX_UNITS = 200_000

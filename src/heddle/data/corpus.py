@@ -2,23 +2,255 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Sequence
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from heddle import progress
 from heddle.data.cache import DataCache, json_sha256, report_damage
-from heddle.data.corpus_encoder import RECIPE_VERSION, CorpusEncoder
-from heddle.data.sources import ScannedSource, parse_source
-from heddle.data.split import TRAIN, SourceSplit, split_source
-from heddle.data.token_file import TokenFile
+from heddle.data.samples import PLAIN_ROWS, RowProtocol
+from heddle.data.sources import ScannedSource, is_in_validation, parse_source
+from heddle.data.token_file import TokenFile, TokenFileWriter, write_token_file
 from heddle.errors import DataError
-from heddle.tokenization import DEFAULT_VOCAB_SIZE
+from heddle.tokenization import DEFAULT_VOCAB_SIZE, fast_encoder
 from heddle.tokenization.backend import MAX_RUN_LENGTH
-from heddle.tokenization.distinct_words import distinct_word_bytes
 from heddle.tokenization.tokenizer import MIN_VOCAB_SIZE, Tokenizer
+
+# The training and validation split of a source, and even samples of either; both depend on the content alone.
+
+
+# A split with less than this fraction of the characters counts as empty: it would be too small to be useful.
+MIN_SPLIT_FRACTION = 0.01
+TAIL_FRACTION = 0.05
+TRAIN, VALIDATION = "train", "validation"
+
+
+@dataclass(frozen=True)
+class SplitSize:
+    """The size of one split of a source; exact where the method is "hash", else approximate."""
+
+    documents: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SourceSplit:
+    """How one source is split: `method` is "hash", or "tail": the first `train_characters` are for training."""
+
+    source: ScannedSource
+    method: str
+    train_characters: int
+
+    def documents(self, split: str) -> Iterator[str]:
+        """The documents of one split, in the order of the source."""
+        return self._by_hash(split) if self.method == "hash" else self._by_position(split)
+
+    def size(self, split: str) -> SplitSize:
+        """Documents and bytes of one split."""
+        counts = self.source.counts
+        if self.method == "hash":
+            validation = SplitSize(counts.validation_documents, counts.validation_bytes)
+            train = SplitSize(counts.documents - validation.documents, counts.bytes - validation.bytes)
+            return train if split == TRAIN else validation
+        fraction = (
+            self.train_characters / counts.characters
+            if split == TRAIN
+            else 1 - self.train_characters / counts.characters
+        )
+        return SplitSize(max(1, round(counts.documents * fraction)), max(1, round(counts.bytes * fraction)))
+
+    def sample(self, split: str, fraction: float) -> Iterator[str]:
+        """About this fraction (0 to 1) of a split's documents, evenly spread; larger samples include smaller ones."""
+        limit = int(min(fraction, 1.0) * 2**64)
+        for index, text in enumerate(self.documents(split)):
+            # The first document always belongs to it, so that a sample is never empty.
+            if index == 0 or _document_hash(index) < limit:
+                yield text
+
+    def _by_hash(self, split: str) -> Iterator[str]:
+        for text in self.source.read():
+            if is_in_validation(hashlib.sha256(text.encode("utf-8")).digest()) == (split == VALIDATION):
+                yield text
+
+    def _by_position(self, split: str) -> Iterator[str]:
+        characters_before = 0
+        for text in self.source.read():
+            cut = min(max(self.train_characters - characters_before, 0), len(text))
+            characters_before += len(text)
+            part = text[:cut] if split == TRAIN else text[cut:]
+            if part:
+                yield part
+            if split == TRAIN and characters_before >= self.train_characters:
+                return
+
+
+def split_source(source: ScannedSource) -> SourceSplit:
+    """Split a source: one document in twenty, chosen by its hash, is for validation.
+
+    Where that leaves a split with less than 1 % of the characters, the last 5 % of the text is for validation. Raises
+    DataError for fewer than two characters.
+    """
+    counts = source.counts
+    validation_fraction = counts.validation_characters / counts.characters
+    if MIN_SPLIT_FRACTION <= validation_fraction <= 1 - MIN_SPLIT_FRACTION:
+        return SourceSplit(source, "hash", 0)
+    if counts.characters < 2:
+        raise DataError(f"data {source.name} holds a single character: give more text.")
+    train_characters = min(max(1, int(counts.characters * (1 - TAIL_FRACTION))), counts.characters - 1)
+    return SourceSplit(source, "tail", train_characters)
+
+
+def _document_hash(index: int) -> int:
+    """A fixed pseudo-random number below 2**64 for the index of a document (SplitMix64)."""
+    value = (index + 1) * 0x9E3779B97F4A7C15 & (2**64 - 1)
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return value ^ (value >> 31)
+
+
+# Encoding the splits of sources to token files, as far as needed, with a cache.
+
+
+# Validation uses at most about this many tokens, evenly over the documents of the validation split.
+MAX_VALIDATION_TOKENS = 2_000_000
+# A training split up to this size is always encoded fully, so that its samples do not depend on max_train_tokens.
+FULLY_ENCODED_BYTES = 48 * 1024 * 1024
+_BATCH_BYTES = 1024 * 1024
+_HINT_BYTES = 8 * 1024 * 1024  # from here on a user waits for the encoding
+RECIPE_VERSION = 1  # raise this with any change that gives other tokens for the same text
+
+
+class CorpusEncoder:
+    """Encodes splits to token files with one tokenizer, or finds them in the cache."""
+
+    def __init__(self, cache: DataCache, tokenizer: Tokenizer) -> None:
+        self._cache, self._tokenizer = cache, tokenizer
+
+    def train_file(self, split: SourceSplit, needed_tokens: int | None) -> TokenFile:
+        """The training split, or an even sample of it with at least `needed_tokens` tokens."""
+        split_bytes = split.size(TRAIN).bytes
+        fraction = 1.0
+        # No token is shorter than a byte, so a split with fewer bytes than needed tokens is needed entirely.
+        if needed_tokens is not None and split_bytes > max(FULLY_ENCODED_BYTES, needed_tokens):
+            fraction = self._train_fraction(split, needed_tokens)
+        while True:
+            file = self._token_file([split], [fraction], TRAIN)
+            if fraction == 1.0 or needed_tokens is None or len(file) > needed_tokens:
+                return file
+            fraction = _round_up_fraction(fraction * 1.01)
+
+    def validation_file(self, splits: Sequence[SourceSplit]) -> TokenFile:
+        """The validation splits, in order, each cut to an equal part of MAX_VALIDATION_TOKENS."""
+        fractions = []
+        for split in splits:
+            max_tokens = MAX_VALIDATION_TOKENS // len(splits)
+            expected_tokens = split.size(VALIDATION).bytes
+            if expected_tokens > max_tokens:
+                expected_tokens = math.ceil(expected_tokens * self._tokens_per_byte(split))
+            fractions.append(min(1.0, max_tokens / expected_tokens))
+        return self._token_file(splits, fractions, VALIDATION)
+
+    def _train_fraction(self, split: SourceSplit, needed_tokens: int) -> float:
+        fraction = needed_tokens / (split.size(TRAIN).bytes * self._tokens_per_byte(split))
+        return _round_up_fraction(max(fraction * 1.05, FULLY_ENCODED_BYTES / split.size(TRAIN).bytes))
+
+    def _tokens_per_byte(self, split: SourceSplit) -> float:
+        """Tokens per byte, measured on about a megabyte spread over the training split."""
+        key = (RECIPE_VERSION, split.source.hash, split.method, split.train_characters, self._tokenizer.hash)
+        path = self._cache.path("density", *key)
+        cached = self._cache.read_text(path)
+        if cached is not None:
+            return float(cached)
+        tokens = total_bytes = 0
+        for texts, text_bytes in _batches(split.sample(TRAIN, _BATCH_BYTES / split.size(TRAIN).bytes)):
+            tokens += sum(len(ids) for ids in self._tokenizer.encode_documents(texts))
+            total_bytes += text_bytes
+        self._cache.write_text(path, repr(tokens / total_bytes))
+        return tokens / total_bytes
+
+    def _token_file(self, splits: Sequence[SourceSplit], fractions: Sequence[float], split_name: str) -> TokenFile:
+        samples = list(zip(splits, fractions, strict=True))
+        content = [[s.source.hash, s.method, s.train_characters, fraction] for s, fraction in samples]
+        path = self._cache.path("bin", RECIPE_VERSION, split_name, content, self._tokenizer.hash)
+        if os.path.lexists(path):
+            try:
+                return TokenFile(path)
+            except DataError:
+                report_damage(path)
+        total_bytes = sum(int(split.size(split_name).bytes * fraction) for split, fraction in samples)
+        tokenizer = self._tokenizer
+        if tokenizer.is_native and total_bytes >= _HINT_BYTES and not fast_encoder.is_installed():
+            progress.print_status("with gigatoken (pip install 'heddle-lm[data]'), text is encoded many times as fast")
+        with (
+            write_token_file(
+                path, vocab_size=tokenizer.vocab_size, eod_id=tokenizer.eod_id, tokenizer_hash=tokenizer.hash
+            ) as writer,
+            progress.progress_bar(f"encoding {split_name}", total_bytes, "bytes") as bar,
+        ):
+            for split, fraction in samples:
+                self._encode(split.sample(split_name, fraction), writer, bar)
+                writer.end_source()
+        return TokenFile(path)
+
+    def _encode(self, documents: Iterator[str], writer: TokenFileWriter, progress_bar: progress.ProgressBar) -> None:
+        for texts, text_bytes in _batches(documents):
+            writer.add(self._tokenizer.encode_documents(texts), text_bytes)
+            progress_bar.advance(text_bytes)
+
+
+def _batches(documents: Iterator[str]) -> Iterator[tuple[list[str], int]]:
+    """Group documents into lists of about a megabyte, with their bytes: enough for all cores, little memory."""
+    texts: list[str] = []
+    size = 0
+    for text in documents:
+        texts.append(text)
+        size += len(text.encode("utf-8"))
+        if size >= _BATCH_BYTES:
+            yield texts, size
+            texts, size = [], 0
+    if texts:
+        yield texts, size
+
+
+def _round_up_fraction(fraction: float) -> float:
+    """Round a fraction up to one of 1, 2^-1/4, 2^-2/4 ..., so that similar budgets share a token file."""
+    return min(1.0, 2.0 ** (math.ceil(4 * math.log2(fraction)) / 4)) if fraction < 1 else 1.0
+
+
+# The distinct words of texts, which decide how much memory it takes to train a tokenizer.
+
+
+_WORD = re.compile(rf"\w{{1,{MAX_RUN_LENGTH}}}|[^\w\s]{{1,{MAX_RUN_LENGTH}}}")
+_MAX_RUNS_SIZE = 4 * 1024 * 1024  # characters that are remembered
+
+
+def distinct_word_bytes(texts: Iterable[str], limit: int) -> int:
+    """Count the UTF-8 bytes of the distinct words of the texts; stop once the count passes `limit`.
+
+    BPE training holds every distinct word and needs about 100 bytes of memory for each of these bytes. Scripts
+    without spaces have many distinct words, source code has few.
+    """
+    words: set[str] = set()
+    runs: set[str] = set()  # what stands between white space: most of it repeats, and is searched once
+    total = runs_size = 0
+    for text in texts:
+        new_runs = set(text.split()) - runs
+        new_words = set(_WORD.findall(" ".join(new_runs))) - words
+        words |= new_words
+        total += sum(len(word.encode("utf-8")) for word in new_words)
+        runs_size += sum(map(len, new_runs))
+        runs |= new_runs
+        if runs_size > _MAX_RUNS_SIZE:
+            runs, runs_size = set(), 0
+        if total > limit:
+            break
+    return total
+
 
 # BPE trains on at most this much of the training split, evenly over its documents, and by weight over the sources.
 TOKENIZER_TRAINING_BYTES = 16 * 1024 * 1024
@@ -37,7 +269,8 @@ class Corpus:
     """Tokenized text: one training file for each source, and one validation file for all of them.
 
     `hash` identifies content, weights, splits and tokenizer, but not how much of the text was encoded. `report` is
-    plain JSON: bytes, documents and tokens by split and source, the skipped files, the tokenizer.
+    plain JSON: bytes, documents and tokens by split and source, the skipped files, the tokenizer. `rows`: how the model
+    of the tokenizer reads it.
     """
 
     tokenizer: Tokenizer
@@ -47,6 +280,7 @@ class Corpus:
     hash: str
     name: str
     report: dict[str, Any]
+    rows: RowProtocol = PLAIN_ROWS
 
     @property
     def bytes_per_character(self) -> float:
@@ -100,6 +334,7 @@ def prepare_corpus(
         hash=json_sha256([RECIPE_VERSION, content, corpus_tokenizer.hash]),
         name="+".join(source.name for source in scanned),
         report={},
+        rows=RowProtocol.of(corpus_tokenizer),
     )
     corpus.report.update(_report(corpus, splits))
     _announce(corpus, scanned)

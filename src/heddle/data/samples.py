@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import gcd, isqrt, lcm
+from typing import Any
 
 import numpy as np
 
 from heddle.data.token_file import TokenFile
 from heddle.errors import DataError
+from heddle.tokenization.tokenizer import Tokenizer
 
 MAX_CYCLE_LENGTH = 10_000
 _ROUNDS = 8
@@ -43,6 +45,49 @@ class Batch:
         return self.tokens[:, 1:] if self.labels is None else self.labels
 
 
+@dataclass(frozen=True)
+class RowProtocol:
+    """How each row of a text begins.
+
+    bos_ids: the BOS tokens of an imported model, which has never read a text without them. They take the place of the
+    row's first tokens, so a row keeps its length and its targets, and reads no position more. (): rows begin where the
+    text is cut, as those that heddle trains on.
+    """
+
+    bos_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> RowProtocol:
+        """The rows that a tokenizer's model was trained on."""
+        return cls() if tokenizer.is_native else cls(tuple(tokenizer.bos_ids))
+
+    @classmethod
+    def parse(cls, record: Mapping[str, Any]) -> RowProtocol:
+        """The rows of a `record`, or of a file from before there was one: those began where the text was cut."""
+        return cls(tuple(record.get("bos_ids", ())))
+
+    def record(self) -> dict[str, list[int]]:
+        """What a file says about the rows; nothing for rows that begin where the text is cut."""
+        return {"bos_ids": list(self.bos_ids)} if self.bos_ids else {}
+
+    def begin(self, tokens: np.ndarray) -> np.ndarray:
+        """Rows int64 [B, T + 1] that begin with BOS, for rows of a text."""
+        if not self.bos_ids:
+            return tokens
+        tokens = tokens.copy()
+        tokens[:, : len(self.bos_ids)] = self.bos_ids
+        return tokens
+
+    def without_bos_targets(self, batch: Batch) -> Batch:
+        """The batch with labels that leave out BOS, which such a model never has to predict."""
+        if not self.bos_ids:
+            return batch
+        return replace(batch, labels=np.where(np.isin(batch.targets, self.bos_ids), -1, batch.targets))
+
+
+PLAIN_ROWS = RowProtocol()
+
+
 class CorpusLoader:
     """Training batches of a corpus. Row `r` of step `s` is sample `s * batch_size + r` of one endless sequence.
 
@@ -60,9 +105,11 @@ class CorpusLoader:
         batch_size: int,
         seed: int,
         eod_id: int,
+        rows: RowProtocol = PLAIN_ROWS,
     ) -> None:
         """Raises DataError for a source shorter than one window, or less text than one batch."""
         check_token_count(token_files, sequence_length, batch_size)
+        self._rows = rows
         self._files = tuple(token_files)
         self._sequence_length, self._batch_size, self._seed, self._eod_id = sequence_length, batch_size, seed, eod_id
         self._window_counts = tuple((len(file) - 1) // sequence_length for file in self._files)
@@ -80,7 +127,9 @@ class CorpusLoader:
         for row, (source, window) in enumerate(zip(sources.tolist(), windows.tolist(), strict=True)):
             start = window * self._sequence_length
             tokens[row] = self._files[source].read(start, start + self._sequence_length + 1)
-        return Batch(tokens, document_lengths(tokens, self._eod_id), sample_indices)
+        tokens = self._rows.begin(tokens)
+        batch = Batch(tokens, document_lengths(tokens, self._eod_id), sample_indices)
+        return self._rows.without_bos_targets(batch)
 
     def locate(self, sample_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The source and the window of each sample, int64 [n] each."""
@@ -118,7 +167,9 @@ def check_token_count(files: Sequence[TokenFile], sequence_length: int, batch_si
         )
 
 
-def evaluation_windows(token_file: TokenFile, sequence_length: int, batch_size: int = 8) -> Iterator[Batch]:
+def evaluation_windows(
+    token_file: TokenFile, sequence_length: int, batch_size: int = 8, rows: RowProtocol = PLAIN_ROWS
+) -> Iterator[Batch]:
     """Batches of up to `batch_size` windows in order, in which every token but the first is a target once.
 
     The tokens after the last full window form a final batch of one shorter row; there is no padding.
@@ -130,9 +181,10 @@ def evaluation_windows(token_file: TokenFile, sequence_length: int, batch_size: 
         tokens = np.ascontiguousarray(
             np.lib.stride_tricks.sliding_window_view(block, sequence_length + 1)[::sequence_length]
         )
+        tokens = rows.begin(tokens)
         yield Batch(tokens, document_lengths(tokens, token_file.eod_id), windows)
     if remainder:
-        tokens = token_file.read(window_count * sequence_length, len(token_file))[None]
+        tokens = rows.begin(token_file.read(window_count * sequence_length, len(token_file))[None])
         yield Batch(tokens, document_lengths(tokens, token_file.eod_id), np.array([window_count], dtype=np.int64))
 
 

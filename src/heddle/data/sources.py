@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from heddle.data import hf_datasets, hub
+from heddle.data import hub
 from heddle.data.cache import DataCache
-from heddle.data.compressed import UnreadableError, text_suffix
+from heddle.data.documents import UnreadableError, text_suffix
 from heddle.data.recall import is_recall_argument
 from heddle.errors import DataError, describe_path
 from heddle.progress import printable
@@ -115,7 +115,7 @@ class TextFile:
     path: Path
     display_name: str
     required: bool
-    read: Callable[[Path], Iterator[str]] = hf_datasets.read_any_text
+    read: Callable[[Path], Iterator[str]] = hub.read_any_text
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def parse_source(argument: str, cache: DataCache | None = None) -> tuple[TextSou
     """
     weight = 1.0
     match = _WEIGHT.fullmatch(argument)
-    if match is not None and not os.path.lexists(argument.removeprefix(hf_datasets.HF_PREFIX)):
+    if match is not None and not os.path.lexists(argument.removeprefix(hub.HF_PREFIX)):
         argument, weight_text = match["path"], match["weight"]
         weight = float(weight_text)
         if not 0 < weight < math.inf or round(weight, 3) != weight:
@@ -189,7 +189,7 @@ def parse_source(argument: str, cache: DataCache | None = None) -> tuple[TextSou
             )
     if argument == "stdlib":
         return _standard_library_source(), weight
-    if hf_datasets.is_hf_argument(argument):
+    if hub.is_hf_argument(argument):
         return _hf_source(argument, cache), weight
     if argument.startswith("chat:"):
         raise DataError(f"data {printable(argument)} is conversations, not text: train on them without other data.")
@@ -215,9 +215,9 @@ def _hf_source(argument: str, cache: DataCache | None) -> FileSource:
     if (on_hub := hub.parse_hub_argument(argument)) is not None:
         rows = hub.download_rows(on_hub, cache or DataCache(None))
         return FileSource(on_hub.name, tuple(TextFile(path, on_hub.name, required=True) for path in rows))
-    dataset = hf_datasets.parse_hf_argument(argument)
-    read = partial(hf_datasets.read_column, column=dataset.column)
-    paths = hf_datasets.list_dataset_files(dataset)
+    dataset = hub.parse_hf_argument(argument)
+    read = partial(hub.read_column, column=dataset.column)
+    paths = hub.list_dataset_files(dataset)
     name = printable(dataset.path.name or dataset.path.resolve().name)
     return FileSource(name, tuple(TextFile(path, printable(str(path)), required=True, read=read) for path in paths))
 

@@ -18,14 +18,31 @@ from typing import TypeVar
 
 import torch
 from torch import distributed
-from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from heddle import progress
-from heddle.distributed.flight_recorder import newest_collective
 from heddle.distributed.ranks import ONE_PROCESS, WAIT_SECONDS, Ranks
 from heddle.errors import OtherRankFailed, RankLost
+from heddle.torch_private import default_store, flight_record
+
+# What torch's flight recorder knows of this process: the newest collective, in which ranks wait for one that hangs.
+
+
+MAX_SIZES = 3  # of tensors that are told
+
+
+def newest_collective() -> str | None:
+    """Name the newest collective, such as `all_reduce of [4, 8], number 17`. None where torch records nothing."""
+    record = flight_record()
+    entries = None if record is None else json.loads(record).get("entries")
+    if not entries:
+        return None
+    newest = entries[-1]
+    sizes = [str(size) for size in newest["input_sizes"]]
+    shown = ", ".join(sizes[:MAX_SIZES]) + (", …" if len(sizes) > MAX_SIZES else "")
+    return f"{newest['profiling_name'].rpartition(':')[2]} of {shown}, number {newest['collective_seq_id']}"
+
 
 CONNECT_SECONDS = 120.0  # in which the store of the launcher, or of rank 0, answers
 START_SECONDS = 600.0  # how long ranks wait for each other before the first step is done
@@ -148,7 +165,7 @@ def _wait_for(store: Store, key: str) -> None:
 
 
 def _store() -> Store:
-    return PrefixStore(f"heddle/{_prefix}", distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+    return PrefixStore(f"heddle/{_prefix}", default_store().clone())
 
 
 class _Failure:

@@ -4,19 +4,24 @@ Every rank knows the whole batch: what divides a loss (targets, tokens) needs no
 its rows, and sums over ranks are those of one process.
 """
 
+import json
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from heddle import errors
 from heddle.errors import ConfigError
+from heddle.torch_private import limit_waits
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
+
 
 WAIT_SECONDS = 45.0
 TEXT_BYTES = 1024  # of a text that ranks exchange
@@ -49,7 +54,10 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks [ranks, ...], in their order, on each rank. They have one shape and dtype."""
+        """The tensors of all ranks [ranks, ...], in their order, on each rank. They have one shape and dtype.
+
+        A collective, as all methods below: ranks call them in one order, from the thread that trains.
+        """
         if self.count == 1:
             return tensor[None]
         from torch import distributed
@@ -97,23 +105,23 @@ class Ranks:
 
     def limit_waits(self) -> None:
         """From now on, wait for others at most `wait_seconds` in any collective: one that takes longer is lost."""
-        if self.count == 1:
-            return
-        from torch.distributed import distributed_c10d
-
-        for group, (backend, _) in distributed_c10d._world.pg_map.items():
-            if "gloo" in backend or "nccl" in backend:
-                distributed_c10d._set_pg_timeout(timedelta(seconds=self.wait_seconds), group)
+        if self.count > 1:
+            limit_waits(self.wait_seconds)
 
 
 ONE_PROCESS = Ranks()
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ranks share a model, by `shard_model`: each of its forward passes is a collective of all of them."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
 def reduce_with_next_backward(model: nn.Module, reduce: bool) -> None:
     """Whether the next backward pass of a sharded model sums gradients over ranks, or keeps them for a later one."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and isinstance(model, fsdp.FSDPModule):
-        model.set_requires_gradient_sync(reduce)
+    if is_sharded(model):
+        cast("FSDPModule", model).set_requires_gradient_sync(reduce)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -158,3 +166,59 @@ def as_sharded(tensor: Tensor) -> "DTensor | None":
     """
     module = sys.modules.get("torch.distributed.tensor")
     return tensor if module is not None and isinstance(tensor, module.DTensor) else None
+
+
+# Texts between ranks, and failures that all ranks share: no rank waits for one that has failed.
+
+
+_HEARTBEAT_SECONDS = 10.0
+SHARED_ERRORS = (errors.CheckpointError, errors.ConfigError, errors.DataError, errors.MachineError)
+
+
+def gather_texts(ranks: Ranks, text: str) -> list[str]:
+    """Return each rank's text, in the order of ranks, on all of them. All ranks must call it at once."""
+    if ranks.count == 1:
+        return [text]
+    content = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    sizes = ranks.gather(torch.tensor(len(content))).tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(content)] = content
+    rows = ranks.gather(padded)
+    return [row[:size].numpy().tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def call_on_all(ranks: Ranks, function: Callable[[], str]) -> list[str]:
+    """Call `function` on each rank and return all results, on all ranks.
+
+    If it fails on a rank, all ranks raise: the sentence is that of the first rank that failed. The function runs in a
+    thread and must not communicate: meanwhile the ranks tell each other that they are alive, so that a long call,
+    such as the writing of a large file, is not taken for a rank that hangs.
+    """
+    if ranks.count == 1:
+        return [function()]
+    with ThreadPoolExecutor(1) as executor:
+        pending = executor.submit(function)
+        outcomes: list[Any] = [None]
+        while None in outcomes:
+            wait([pending], _HEARTBEAT_SECONDS)
+            outcomes = [json.loads(text) for text in gather_texts(ranks, json.dumps(_outcome(pending)))]
+    for rank, (kind, text) in enumerate(outcomes):
+        if kind and rank == ranks.rank:
+            pending.result()
+        if kind:
+            error_class = next((each for each in SHARED_ERRORS if each.__name__ == kind), None)
+            if error_class is not None:
+                raise error_class(text)
+            raise errors.MachineError(f"rank {rank}: failed ({kind}: {text}); its own message says where")
+    return [text for _, text in outcomes]
+
+
+def _outcome(pending: Future[str]) -> tuple[str, str] | None:
+    """The name of the error and its sentence, or no name and the result; None while the function runs."""
+    if not pending.done():
+        return None
+    error = pending.exception()
+    if error is None:
+        return "", pending.result()
+    kind = next((each for each in SHARED_ERRORS if isinstance(error, each)), type(error))
+    return kind.__name__, str(error)

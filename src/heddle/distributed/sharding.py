@@ -6,11 +6,12 @@ part of the root group; its layers are groups. What no gradient teaches, such as
 whole on each rank. Gradients are summed over ranks, not averaged: the loss is divided by the targets of all ranks.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -21,7 +22,14 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from heddle.distributed.ranks import as_sharded, held_rows, local_part
 from heddle.model.decoder import Decoder
+from heddle.model.embedding import Head
+from heddle.model.initialization import initialize_module
+from heddle.parts.modules.linear import fill_rows
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -74,3 +82,101 @@ def reshard(model: Decoder) -> None:
     """Free the gathered weights of the root group, which a forward pass without a backward pass leaves in place."""
     if isinstance(model, FSDPModule):
         model.reshard()
+
+
+# First weights of a sharded model: each rank draws the rows that it holds, with the bits that one process draws.
+
+
+def initialize_shards(model: Decoder, seed: int, device: torch.device | str = "cpu") -> None:
+    """Allocate and initialize a model that was sharded on the meta device, in the dtypes that it was built in.
+
+    One module at a time is initialized on a whole copy of its parameters, of which the pages of other ranks' rows are
+    never touched. A tied head stays tied.
+    """
+    model.to_empty(device=torch.device(device))
+    model.tie()
+    for name, module in model.named_modules():
+        shards = dict(module.named_parameters(recurse=False))
+        if not shards:
+            continue
+        whole = {each: torch.empty(p.shape, dtype=p.dtype, device="cpu") for each, p in shards.items()}
+        parameters = {each: nn.Parameter(values, requires_grad=False) for each, values in whole.items()}
+        rows = {id(parameters[each]): held_rows(shard) for each, shard in shards.items()}
+        try:
+            for each, parameter in parameters.items():
+                setattr(module, each, parameter)
+            with fill_rows(rows):
+                initialize_module(model, name, module, seed)
+        finally:
+            for each, shard in shards.items():
+                setattr(module, each, shard)
+        if isinstance(module, Head) and module.tied:
+            del shards["weight"]  # the embedding's, which is initialized there
+        with torch.no_grad():
+            for each, shard in shards.items():
+                local_part(shard).copy_(parameters[each].detach()[held_rows(shard)])
+
+
+# Work on whole matrices whose rows lie on several ranks: each matrix has one owner, which computes it for all.
+
+
+Compute = Callable[[Tensor], Tensor]  # of [m, rows, columns], to the same shape and dtype
+
+
+def owner_count(matrix: Tensor) -> int:
+    """How many ranks can own a matrix: all that hold rows of it, or copies of them."""
+    sharded = as_sharded(matrix)
+    return 1 if sharded is None else sharded.device_mesh.size()
+
+
+def compute_on_owners(matrix: Tensor, parts: Tensor, compute: Compute, first: int = 0) -> Tensor:
+    """Return this rank's rows of compute(whole matrices), [n, rows of this rank, columns].
+
+    matrix: one of n matrices [rows, columns] that are placed alike. parts: [n, rows of this rank, columns], what this
+    rank holds of each. first: the owner of matrix i is rank (first + i) modulo their number. All ranks call this at
+    once. Rows move to their owner and back in one exchange each; where ranks hold copies, each set of ranks computes
+    its share of the matrices, and a third exchange tells the others.
+    """
+    sharded = as_sharded(matrix)
+    if sharded is None or sharded.device_mesh.size() == 1:
+        return compute(parts)
+    mesh = sharded.device_mesh
+    shard_dim = next(dim for dim, placement in enumerate(sharded.placements) if placement.is_shard())
+    copies = mesh.size() // mesh.size(shard_dim)
+    copy = mesh.get_local_rank(1 - shard_dim) if copies > 1 else 0
+    own = [index for index in range(len(parts)) if (first + index) % copies == copy]
+    result = _compute_shards(sharded, shard_dim, parts.to(mesh.device_type)[own], compute, first // copies)
+    if copies > 1:
+        padded = result.new_zeros((-(-len(parts) // copies), *result.shape[1:]))
+        padded[: len(own)] = result
+        gathered = [torch.empty_like(padded) for _ in range(copies)]
+        torch.distributed.all_gather(gathered, padded, group=mesh.get_group(1 - shard_dim))
+        result = torch.stack([gathered[(first + index) % copies][index // copies] for index in range(len(parts))])
+    return result.to(parts.device)
+
+
+def _compute_shards(sharded: "DTensor", dim: int, parts: Tensor, compute: Compute, first: int) -> Tensor:
+    """The same where the ranks of one dimension of the mesh hold all rows between them."""
+    mesh, (rows, columns) = sharded.device_mesh, sharded.shape
+    count, rank = mesh.size(dim), mesh.get_local_rank(dim)
+    size = -(-rows // count)
+    heights = [min(size, max(0, rows - start)) for start in range(0, count * size, size)]
+    owned = [[index for index in range(len(parts)) if (first + index) % count == owner] for owner in range(count)]
+    own = len(owned[rank])
+
+    def exchange(pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Send a piece to each rank and receive one of sizes[rank] numbers from each."""
+        received = parts.new_empty(sum(sizes))
+        sent = torch.cat([piece.reshape(-1) for piece in pieces])
+        lengths = [piece.numel() for piece in pieces]
+        torch.distributed.all_to_all_single(received, sent, list(sizes), lengths, group=mesh.get_group(dim))
+        return list(received.split(list(sizes)))
+
+    received = exchange([parts[indices] for indices in owned], [own * height * columns for height in heights])
+    shards = [piece.view(own, height, columns) for piece, height in zip(received, heights, strict=True)]
+    computed = compute(torch.cat(shards, dim=1)) if own else parts.new_empty(0, rows, columns)
+    returned = exchange(computed.split(heights, dim=1), [len(indices) * heights[rank] * columns for indices in owned])
+    result = torch.empty_like(parts)
+    for indices, piece in zip(owned, returned, strict=True):
+        result[indices] = piece.view(len(indices), heights[rank], columns)
+    return result

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from heddle.errors import ConfigError
-from heddle.model.limits import MAX_LAYERS
+from heddle.model.config import MAX_LAYERS
 
 T = TypeVar("T")
 

@@ -1,17 +1,183 @@
 """A folder of transformers with quantized weights, read as if they were not quantized."""
 
-from collections.abc import Iterator, Mapping
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.config_reader import short_repr
-from heddle.exchange.packed_weights import BITSANDBYTES, PACKING_METHODS, TensorsBySuffix, packing_of
 from heddle.exchange.safetensors_folder import CONFIG_FILE, SafetensorsFolder
 from heddle.progress import format_amount, print_status
+
+# Quantized weights as they are published: which stored tensors make one weight, and the numbers that they stand for.
+#
+# fp8      DeepSeek-V3's blocks: each block of the matrix has one factor, `weight_scale_inv`
+# mxfp4    OCP Microscaling, as gpt-oss stores it: 32 numbers of 4 bits (E2M1) share one power of two (E8M0)
+# gptq     Frantar et al. 2023: integers, eight of 4 bits in a word along the inputs; a factor and a zero for each group
+# awq      Lin et al. 2024: the same with the words along the outputs, in the order of its kernels
+# nf4, fp4 Dettmers et al. 2023, as bitsandbytes stores them: numbers of 4 bits name an entry of a table, and each block
+#          of the flat weight has one factor. With double quantization the factors are stored so too, in 8 bits
+#
+# All products are in float32.
+
+
+Fields = Mapping[str, Any]  # quantization_config
+TensorsBySuffix = Mapping[str, Tensor]  # the stored tensors of one weight, by their suffix
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # with the sign as the fourth bit
+EXPONENT_BIAS = 127
+BLOCK = 128  # DeepSeek's, if the config has none
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place within a word of each of eight outputs
+
+
+class Packing(NamedTuple):
+    """How one weight is tensors.
+
+    marker: the suffix of the stored tensor that every such weight has. suffixes: those of its other tensors, of which
+    files may lack the `optional` ones. result: the suffix of the weight. unpack: its numbers in float32.
+    shape_in_marker: the bytes of that tensor say the shape, which other formats tell by the shapes of their tensors.
+    """
+
+    marker: str
+    suffixes: tuple[str, ...]
+    result: str
+    unpack: Callable[[TensorsBySuffix, Fields], Tensor]
+    optional: tuple[str, ...] = ()
+    shape_in_marker: bool = False
+
+
+def unpack_fp8(tensors: TensorsBySuffix, fields: Fields) -> Tensor:
+    """float8 [..., rows, columns] times a factor for each block; the last blocks of a matrix may be cut."""
+    rows, columns = fields.get("weight_block_size") or (BLOCK, BLOCK)
+    weight, scales = tensors[""].float(), tensors["_scale_inv"].float()
+    if scales.dim() < 2:
+        return weight * scales
+    scales = scales.repeat_interleave(rows, -2)[..., : weight.shape[-2], :]
+    return weight * scales.repeat_interleave(columns, -1)[..., : weight.shape[-1]]
+
+
+def unpack_mxfp4(tensors: TensorsBySuffix, fields: Fields) -> Tensor:
+    """uint8 blocks [experts, outputs, groups, 16], the lower four bits first -> [experts, inputs, outputs]."""
+    blocks, exponents = tensors["_blocks"], tensors["_scales"].to(torch.int32) - EXPONENT_BIAS
+    values = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], device=blocks.device)
+    numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).long()
+    return torch.ldexp(values[numbers], exponents[..., None]).flatten(-2).mT.contiguous()
+
+
+def unpack_gptq(tensors: TensorsBySuffix, fields: Fields) -> Tensor:
+    """Words [inputs · bits / 32, outputs] -> [outputs, inputs]. The zeros of its first format are stored less 1."""
+    bits = _bits(fields)
+    integers = _split_words(tensors[".qweight"].mT, bits).mT  # [inputs, outputs]
+    zeros = _split_words(tensors[".qzeros"], bits)
+    if fields.get("checkpoint_format") != "gptq_v2":
+        zeros = (zeros + 1) & (2**bits - 1)
+    scales, inputs = tensors[".scales"].float(), len(integers)
+    groups = tensors.get(".g_idx")
+    if groups is None:
+        size = fields.get("group_size", -1)
+        groups = torch.arange(inputs, device=scales.device) // (inputs if size < 1 else size)
+    groups = groups.long()
+    return ((integers - zeros[groups]) * scales[groups]).mT.contiguous()
+
+
+def unpack_awq(tensors: TensorsBySuffix, fields: Fields) -> Tensor:
+    """Words [inputs, outputs · 4 / 32] -> [outputs, inputs]."""
+    if _bits(fields) != 4:
+        raise ConfigError(f"quantization_config: bits is {fields.get('bits')}, awq has 4; import another file")
+    integers, zeros = (_in_order(_split_words(tensors[name], 4)) for name in (".qweight", ".qzeros"))
+    scales, inputs = tensors[".scales"].float(), len(integers)
+    size = inputs // len(scales)
+    zeros, scales = zeros.repeat_interleave(size, 0), scales.repeat_interleave(size, 0)
+    return ((integers - zeros) * scales).mT.contiguous()
+
+
+def unpack_bitsandbytes(tensors: TensorsBySuffix, fields: Fields) -> Tensor:
+    """uint8 [numbers / 2, 1], the upper four bits first, and a description in JSON -> the weight in its own shape.
+
+    Raises ValueError for a description that does not fit the tensors.
+    """
+    kind = fields.get("bnb_4bit_quant_type", "fp4")
+    description = _parse_description(bytes(tensors[f"{DESCRIPTION}{kind}"].tolist()))
+    packed, shape = tensors[""].flatten(), description["shape"]
+    entries = torch.stack((packed >> 4, packed & 15), dim=-1).flatten()[: math.prod(shape)]
+    factors = tensors[".absmax"]
+    if tensors.keys() & set(NESTED):
+        if not tensors.keys() >= set(NESTED):
+            raise ValueError("one of the tensors of double quantization is missing")
+        outer = _block_factors(tensors[".nested_absmax"], description["nested_blocksize"], len(factors))
+        factors = tensors[".nested_quant_map"][factors.long()] * outer + description["nested_offset"]
+    values = tensors[".quant_map"].float()[entries.long()]
+    return (values * _block_factors(factors.float(), description["blocksize"], len(values))).reshape(shape)
+
+
+def _parse_description(raw: bytes) -> dict[str, Any]:
+    """The fields of a weight that bitsandbytes packed. Raises ValueError for one that is missing or of another type."""
+    description = json.loads(raw.decode("utf-8"))
+    if not isinstance(description, dict):
+        raise ValueError("the description is no table")
+    fields = {"nested_blocksize": 0, "nested_offset": 0.0} | description
+    shape, sizes = fields.get("shape"), [fields.get("blocksize"), fields["nested_blocksize"]]
+    if not isinstance(shape, list) or not all(isinstance(size, int) and size >= 0 for size in shape + sizes):
+        raise ValueError("the description lacks the shape or the size of the blocks")
+    if not isinstance(fields["nested_offset"], int | float):
+        raise ValueError("the description has no number as its offset")
+    return fields
+
+
+def _block_factors(factors: Tensor, size: int, count: int) -> Tensor:
+    """One factor for each of `count` numbers. Raises ValueError if there is not one factor for each block."""
+    if size < 1 or len(factors) != -(-count // size):
+        raise ValueError("the factors are not one for each block")
+    return factors.repeat_interleave(size)[:count]
+
+
+def _bits(fields: Fields) -> int:
+    bits = fields.get("bits", 4)
+    if bits not in (2, 4, 8):
+        raise ConfigError(f"quantization_config: bits is {bits}, heddle unpacks 2, 4 and 8; import another file")
+    return int(bits)
+
+
+def _split_words(words: Tensor, bits: int) -> Tensor:
+    """int32 [..., n] -> the unsigned integers in each word, the lowest bits first, [..., n · 32 / bits]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    integers: Tensor = (words[..., None] >> shifts) & (2**bits - 1)
+    return integers.flatten(-2)
+
+
+def _in_order(integers: Tensor) -> Tensor:
+    words: Tensor = integers.unflatten(-1, (-1, 8))
+    return words[..., list(AWQ_ORDER)].flatten(-2)
+
+
+def packing_of(fields: Fields) -> Packing | None:
+    """How the weights of a `quantization_config` are packed, or None if heddle does not unpack them."""
+    method = fields.get("quant_method")
+    if method == BITSANDBYTES:
+        is_4bit = fields.get("load_in_4bit") or fields.get("_load_in_4bit")
+        kind = fields.get("bnb_4bit_quant_type", "fp4")
+        marker, suffixes = f"{DESCRIPTION}{kind}", ("", ".absmax", ".quant_map", *NESTED)
+        packing = Packing(marker, suffixes, "", unpack_bitsandbytes, optional=NESTED, shape_in_marker=True)
+        return packing if is_4bit and kind in ("nf4", "fp4") else None
+    return PACKING_METHODS.get(method) if isinstance(method, str) else None
+
+
+DESCRIPTION = ".quant_state.bitsandbytes__"
+BITSANDBYTES = "bitsandbytes"
+NESTED = (".nested_absmax", ".nested_quant_map")
+GROUPED = (".qzeros", ".scales", ".g_idx")
+PACKING_METHODS = {
+    "fp8": Packing("_scale_inv", ("",), "", unpack_fp8),
+    "mxfp4": Packing("_blocks", ("_scales",), "", unpack_mxfp4),
+    "gptq": Packing(".qweight", GROUPED, ".weight", unpack_gptq, optional=(".g_idx",)),
+    "awq": Packing(".qweight", GROUPED[:2], ".weight", unpack_awq),
+}
+
 
 QUANTIZATION = "quantization_config"
 Spec = tuple[str, torch.dtype, tuple[int, ...]]

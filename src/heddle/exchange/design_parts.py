@@ -7,7 +7,7 @@ from typing import Any
 
 from heddle.config import Config
 from heddle.model.config import LayerConfig, ModelConfig
-from heddle.parts.context.build import BuildContext
+from heddle.parts.build import BuildContext
 from heddle.parts.feedforwards.gated import GatedConfig
 from heddle.parts.feedforwards.mlp import MLPConfig
 from heddle.parts.feedforwards.moe import MoEConfig

@@ -6,17 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-from heddle.exchange.family import Family
+from heddle.exchange.family import Family, WeightMap
 from heddle.exchange.family_match import FamilyMatch, best_match, chosen_match, design_from_config, differences
-from heddle.exchange.imported_model import ImportedModel
+from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import build_weight_map
 from heddle.exchange.safetensors_folder import CONFIG_FILE, SINGLE_FILE, to_json
 from heddle.exchange.tokenizer_files import write_tokenizer_files
-from heddle.exchange.weight_map import WeightMap
 from heddle.model.decoder import Decoder
 from heddle.model.lora import merge_lora
 from heddle.storage.folder import write_folder
-from heddle.storage.shards import MAX_SHARD_BYTES
+from heddle.storage.tensor_file import MAX_SHARD_BYTES
 from heddle.tokenization.tokenizer import Tokenizer
 
 DESIGN_KEY = "heddle"

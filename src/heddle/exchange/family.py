@@ -1,17 +1,162 @@
 """A family of Hugging Face models: functions between its config.json and a heddle design, and a map of the weights."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from heddle.errors import ConfigError
 from heddle.exchange.config_reader import ConfigReader, short_repr
-from heddle.exchange.weight_map import WeightMap
 from heddle.model.config import ModelConfig
+
+# How the parameters of a heddle model correspond to the tensors of a Hugging Face checkpoint, in both directions.
+#
+# A rule says that one Hugging Face tensor is made of one or more heddle parameters: concatenated, transposed or
+# interleaved. Rules only move numbers, so every tensor keeps its bits in both directions. A Hugging Face tensor is
+# always
+# made of whole parameters, or of slices along their first dimension (one expert of a stacked weight, or the channels
+# of q in a convolution of q, k and v).
+
+
+# A parameter's name, or (name, index) or (name, slice with both ends) along its first dimension.
+ParameterRef = str | tuple[str, int | slice]
+
+
+class TensorTransform(NamedTuple):
+    """join: heddle parameters -> Hugging Face tensor. split: the inverse, given the shapes of the parameters."""
+
+    join: Callable[[Sequence[Tensor]], Tensor]
+    split: Callable[[Tensor, Sequence[torch.Size]], Sequence[Tensor]]
+
+
+def _concatenate(parameters: Sequence[Tensor]) -> Tensor:
+    return parameters[0] if len(parameters) == 1 else torch.cat(list(parameters))
+
+
+def _split(tensor: Tensor, shapes: Sequence[torch.Size]) -> Sequence[Tensor]:
+    return [tensor] if len(shapes) == 1 else tensor.split([shape[0] for shape in shapes])
+
+
+def _transpose_matrix(x: Tensor) -> Tensor:
+    return x.T if x.dim() == 2 else x
+
+
+# Concatenated along the outputs; a single parameter is taken as it is.
+CONCATENATED = TensorTransform(_concatenate, _split)
+# The same, for a matrix stored as [inputs, outputs], as in GPT-2's Conv1D.
+TRANSPOSED = TensorTransform(
+    lambda parameters: _transpose_matrix(_concatenate(parameters)),
+    lambda tensor, shapes: _split(_transpose_matrix(tensor), shapes),
+)
+# Stacks of matrices [experts, outputs, inputs], concatenated along the outputs.
+STACKED = TensorTransform(
+    lambda parameters: torch.cat(list(parameters), dim=1),
+    lambda tensor, shapes: tensor.split([shape[1] for shape in shapes], dim=1),
+)
+# The weight of a depthwise convolution, stored as [channels, 1, kernel].
+DEPTHWISE_CONV = TensorTransform(
+    lambda parameters: parameters[0].unsqueeze(1), lambda tensor, shapes: [tensor.squeeze(1)]
+)
+
+
+def interleaved_by_group(groups: int) -> TensorTransform:
+    """Concatenated group by group: the outputs of every parameter for group 0, then those for group 1, …"""
+
+    def join(parameters: Sequence[Tensor]) -> Tensor:
+        return torch.cat([parameter.unflatten(0, (groups, -1)) for parameter in parameters], dim=1).flatten(0, 1)
+
+    def split(tensor: Tensor, shapes: Sequence[torch.Size]) -> Sequence[Tensor]:
+        sizes = [shape[0] // groups for shape in shapes]
+        return [part.flatten(0, 1) for part in tensor.unflatten(0, (groups, -1)).split(sizes, dim=1)]
+
+    return TensorTransform(join, split)
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """The Hugging Face tensor `hf_name` is made of `parameters` by `transform`."""
+
+    hf_name: str
+    parameters: tuple[ParameterRef, ...]
+    transform: TensorTransform
+
+
+class WeightMap:
+    """The rules of one model, by Hugging Face name. A family's `map_weights` adds them.
+
+    shapes: the shape of every parameter of the heddle model.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self.shapes = shapes
+        self.rules: dict[str, TensorRule] = {}
+        self.alternatives: dict[str, tuple[TensorRule, tuple[str, ...]]] = {}
+
+    def add_tensor(self, hf_name: str, *parameters: ParameterRef, transform: TensorTransform = CONCATENATED) -> None:
+        """Add the rule for one tensor. Does nothing if the model has no such parameter."""
+        if parameter_name(parameters[0]) in self.shapes:
+            self.rules[hf_name] = TensorRule(hf_name, parameters, transform)
+
+    def add_module(self, hf_module: str, *modules: ParameterRef, transform: TensorTransform = CONCATENATED) -> None:
+        """Add the rules for the weight and, if the model has one, the bias of a module."""
+        for suffix in (".weight", ".bias"):
+            names = [
+                module + suffix if isinstance(module, str) else (module[0] + suffix, module[1]) for module in modules
+            ]
+            self.add_tensor(hf_module + suffix, *names, transform=transform)
+
+    def add_alternative(
+        self, hf_name: str, *parameters: ParameterRef, transform: TensorTransform, replace: Sequence[str]
+    ) -> None:
+        """Add the rule for one tensor that some files have in place of the tensors `replace`."""
+        self.alternatives[hf_name] = TensorRule(hf_name, parameters, transform), tuple(replace)
+
+    def add_renamed(self, hf_name: str, published_name: str) -> None:
+        """Add the rule for a tensor that some files name otherwise than `published_name`."""
+        rule = self.rules[published_name]
+        self.add_alternative(hf_name, *rule.parameters, transform=rule.transform, replace=[published_name])
+
+    def use_alternatives(self, names: Container[str]) -> None:
+        """Use the rules of the alternatives that a file holds, instead of those of the tensors that they replace."""
+        present = [hf_name for hf_name in self.alternatives if hf_name in names]
+        replaced = {name for hf_name in present for name in self.alternatives[hf_name][1]}
+        self.rules = {name: rule for name, rule in self.rules.items() if name not in replaced}
+        self.rules |= {hf_name: self.alternatives[hf_name][0] for hf_name in present}
+
+    def parameter_shapes(self, rule: TensorRule) -> list[torch.Size]:
+        """The shapes of the parameters, or slices of parameters, of a rule."""
+        return [self._shape(ref) for ref in rule.parameters]
+
+    def _shape(self, ref: ParameterRef) -> torch.Size:
+        if isinstance(ref, str):
+            return self.shapes[ref]
+        name, rows = ref
+        shape = self.shapes[name][1:]
+        return shape if isinstance(rows, int) else torch.Size([rows.stop - rows.start, *shape])
+
+    def hf_shape(self, rule: TensorRule) -> torch.Size:
+        """The shape of a rule's Hugging Face tensor."""
+        return rule.transform.join([torch.empty(shape, device="meta") for shape in self.parameter_shapes(rule)]).shape
+
+    def unmapped_parameters(self) -> list[str]:
+        """The parameters that the rules do not cover, or of which they miss a slice."""
+        covered: dict[str, int] = dict.fromkeys(self.shapes, 0)
+        for rule in self.rules.values():
+            for ref, shape in zip(rule.parameters, self.parameter_shapes(rule), strict=True):
+                covered[parameter_name(ref)] += shape.numel()
+        return [name for name, shape in self.shapes.items() if covered[name] != shape.numel()]
+
+
+def parameter_name(ref: ParameterRef) -> str:
+    """The name of the parameter that a reference points to."""
+    return ref if isinstance(ref, str) else ref[0]
+
 
 FAMILIES_FOLDER = Path(__file__).parent / "families"
 # What heddle has no part for, by the model_type that needs it.

@@ -1,15 +1,33 @@
 """Save an imported model as a heddle checkpoint, with what an export to Hugging Face needs, and open it again."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from heddle.exchange.imported_model import ImportedModel
 from heddle.exchange.safetensors_folder import parse_json, read_text_file
+from heddle.model.decoder import Decoder
 from heddle.storage.checkpoints import CHECKPOINTS_FOLDER
 from heddle.storage.folder import read_folder
 from heddle.storage.model import IMPORTED_FILE, find_model_folder, load, save
-from heddle.tokenization.tokenizer import COMPANION_FILES
+from heddle.tokenization.tokenizer import COMPANION_FILES, Tokenizer
+
+# An imported model together with the parts of its folder that heddle does not use but an export writes again.
+
+
+@dataclass(frozen=True)
+class ImportedModel:
+    """text_files: the tokenizer's files that an export writes again."""
+
+    model: Decoder
+    tokenizer: Tokenizer | None
+    text_files: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def preserved_config(self) -> dict[str, Any]:
+        """The fields of config.json that an export writes again. They belong to the model."""
+        return self.model.imported_config
 
 
 def save_imported(imported: ImportedModel, folder: Path) -> None:

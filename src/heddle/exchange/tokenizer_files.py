@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
 from heddle.errors import ConfigError, DataError
-from heddle.exchange.imported_model import ImportedModel
+from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.safetensors_folder import CONFIG_FILE, SafetensorsFolder, parse_json, to_json
 from heddle.progress import print_status
 from heddle.tokenization.backend import is_backend_error, read_backend

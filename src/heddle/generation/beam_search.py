@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from heddle.generation.model_runner import GenerationRequest, ModelRunner, NewTokens, eval_mode
-from heddle.generation.prefill import prefill
+from heddle.generation.model_runner import GenerationRequest, ModelRunner, NewTokens, eval_mode, prefill
 from heddle.model.decoder import Decoder
-from heddle.numerics.dispatch.transfer import tensor_of
+from heddle.numerics.transfer import tensor_of
 
 TokenSequence = tuple[int, ...]
 

@@ -1,20 +1,237 @@
 """Autoregressive decoding: prefill, then one forward pass per new token of every row."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
-from heddle.generation.model_runner import GenerationRequest, ModelRunner, NewTokens, eval_mode
-from heddle.generation.pinned_decoding import pinned_steps
-from heddle.generation.prefill import prefill
+from heddle.errors import ConfigError
+from heddle.generation.model_runner import GenerationRequest, ModelRunner, NewTokens, eval_mode, prefill
 from heddle.generation.sampling import check_chosen
 from heddle.model.decoder import Decoder
 from heddle.model.state import State
-from heddle.numerics.dispatch.device_size import DeviceSize
-from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
+from heddle.numerics.dispatch import DeviceSize, Kernel, Operation, device_type
+from heddle.numerics.linear import ProductTable
+from heddle.torch_private import is_compiler_error
+
+# Record the kernels of a step once, and launch all of them again by one call: a CUDA graph.
+
+
+Step = Callable[[], None]
+
+
+def capture(step: Step) -> Step:
+    """Record `step`, which reads and writes the same tensors at each call, without running it. Returns its replay.
+
+    The step must have run once, so that its libraries are loaded. It may not wait for the device, copy from pageable
+    memory, or have shapes that depend on values. Raises RuntimeError (torch's) for a step that does.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+# A step as one compiled graph with packed weights, for a CPU.
+#
+# torch.compile traces a step without running it, so it finds no packed weight, and guards each of its tensors. Here one
+# real step is recorded, with the kernels that it chooses, and the record is compiled without guards: the tensors that a
+# pinned state reads and writes stay the same.
+
+
+_Graph = Callable[..., tuple[()]]
+_HOST_READS = {
+    getattr(torch.Tensor, name)
+    for name in ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__")
+}
+_VALUE_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class _NoHostReads(TorchFunctionMode):
+    """Refuse to read a tensor's values: a record of a real step would hold them for every step."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _HOST_READS:
+            raise RuntimeError(f"{function.__name__} of a tensor reads its values")
+        return function(*args, **(kwargs or {}))
+
+
+def record_step(step: Step, tensors: Sequence[Tensor]) -> Step:
+    """Record `step`, which reads and writes `tensors` at each call, and return its compiled form.
+
+    tensors: all that change from call to call, each once; they hold the same values afterwards. The step must have run
+    once, so that its weights are packed. Raises RuntimeError for a step that reads values, or whose shapes depend on
+    them. The compiler runs at the first call.
+    """
+    values, table = [tensor.clone() for tensor in tensors], ProductTable()
+    try:
+        with torch.no_grad(), table.recording():
+            graph = _graph(step, tensors)
+    finally:
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    compiled_graph = torch.compile(graph, fullgraph=True, dynamic=False, options=options)
+    return partial(_replay, compiled_graph, tensors, table)
+
+
+def _graph(step: Step, tensors: Sequence[Tensor]) -> GraphModule:
+    def recorded_step(*_: Tensor) -> tuple[()]:
+        with _NoHostReads():
+            step()
+        return ()
+
+    graph = make_fx(recorded_step)(*tensors)
+    for node in graph.graph.nodes:
+        if _VALUE_DEPENDENT & set(getattr(node.target, "tags", ())) and not _takes_indices(node):
+            raise RuntimeError(f"the shape of {node.target} depends on values")
+    return graph
+
+
+def _takes_indices(node: Node) -> bool:
+    """Whether the node is x[i, j] with integers: torch tags it for its other use, x[bool]."""
+    if node.target is not torch.ops.aten.index.Tensor:
+        return False
+    indices = [index.meta["val"] for index in node.args[1] if index is not None]  # type: ignore[union-attr]
+    return all(index.dtype in (torch.int32, torch.int64) for index in indices)
+
+
+@torch.no_grad()
+def _replay(graph: _Graph, tensors: Sequence[Tensor], table: ProductTable) -> None:
+    """Run the graph. Its calls find their weights in the table, which lives as long as the caller's step."""
+    graph(*tensors)
+
+
+# Decoding by one graph: every token takes the same kernels over the same tensors.
+#
+# The state is pinned (`State.pinned`): its facts hold for all next tokens until a row has `limit` of them, and
+# attention
+# reads `limit` slots. The limit doubles when it is reached. The first token of each limit runs without a graph: it
+# grows
+# the caches and loads the kernels. On a GPU the others replay what was captured after it. The host waits for none of
+# them: tokens are chosen on the device, and read in blocks. `compile_decoding` compiles the step, on any device: fewer
+# kernels in the graph. On a CPU it is recorded before, with packed weights, and no Python runs between its kernels.
+
+
+MIN_LIMIT = 256  # slots that attention reads at least
+MIN_COMPILED_LIMIT = 1024  # where each limit is compiled: reading these takes less than compiling once more
+
+
+class PinnedDecoder:
+    """The tensors of a decoding that every step reads and writes in place.
+
+    tokens: int64 [B], the newest of each row. position: int64 [], their index in the new text. state: of all earlier
+    tokens.
+    """
+
+    def __init__(self, runner: ModelRunner, request: GenerationRequest, tokens: Tensor, state: State) -> None:
+        self.runner, self.request = runner, request
+        self.tokens, self.state = tokens.clone(), state
+        self.position = torch.zeros((), dtype=torch.int64, device=tokens.device)
+
+    def grow(self, limit: int) -> None:
+        """Choose a token like `step`, in a state that from now on has room for `limit` tokens of a row."""
+        self.state = self._read_tokens(self.state.pinned(limit)).pinned(limit)
+
+    def step(self) -> None:
+        """Read the newest tokens and choose the next ones, in place."""
+        self.state.advance(self._read_tokens)
+
+    def compiled_step(self) -> Step:
+        """The step as one graph. It holds for the present limit; a call raises ConfigError if a compiler refuses it."""
+        if self.tokens.device.type == "cpu":
+            try:
+                return _refusing(record_step(self.step, self.tensors()))
+            except RuntimeError:  # it reads a value; torch.compile's tracer chooses kernels that read none
+                pass
+        return _refusing(torch.compile(self.step, fullgraph=True, dynamic=False))
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors that a step changes, each once."""
+        tensors = [self.tokens, self.position, *self.state.tensors().values()]
+        return list({id(tensor): tensor for tensor in tensors}.values())
+
+    def _read_tokens(self, state: State) -> State:
+        hidden, new_state = self.runner.forward(self.tokens.clamp(min=0)[:, None], None, state)
+        self.position.add_(1)
+        logits = self.runner.logits(hidden[:, -1], self.request)
+        self.tokens.copy_(self.request.sampler.choose(logits, self.position))
+        return new_state
+
+
+def _refusing(compiled_step: Step) -> Step:
+    """The step, whose calls raise ConfigError if the compiler refuses it."""
+
+    def run() -> None:
+        try:
+            compiled_step()
+        except RuntimeError as error:
+            if not is_compiler_error(error):
+                raise
+            reason = " ".join(str(error).split("\n\n")[0].split())
+            raise ConfigError(
+                f"compile_decoding: torch.compile refuses a step of this design ({reason}); leave it out"
+            ) from error
+
+    return run
+
+
+def next_limit(tokens: int, capacity: int, is_compiled: bool = False) -> int:
+    """The slots that attention reads once rows have `tokens`: a power of two above it, at most the capacity.
+
+    is_compiled: each limit takes the compiler's time, so there are fewer: the powers are those of four.
+    """
+    if not is_compiled:
+        return min(capacity, max(MIN_LIMIT, 1 << tokens.bit_length()))
+    return min(capacity, max(MIN_COMPILED_LIMIT, 1 << (tokens.bit_length() + 1) // 2 * 2))
+
+
+def pinned_steps(
+    runner: ModelRunner,
+    request: GenerationRequest,
+    hidden: Tensor,
+    state: State,
+    on_refusal: Callable[[str], None] | None = None,
+) -> Iterator[Tensor]:
+    """Yield the next tokens of all rows, int64 [B], at each step; −1 where logits are not finite.
+
+    on_refusal gets the reason, once, if no graph can be recorded; then every step runs as the first one. None: no graph
+    is tried.
+    """
+    tokens = request.sampler.choose(
+        runner.logits(hidden, request), torch.zeros((), dtype=torch.int64, device=hidden.device)
+    )
+    yield tokens
+    count = limit = state.table.max_tokens
+    capacity = count + request.max_new_tokens - 1
+    decoder = PinnedDecoder(runner, request, tokens, state)
+    step, is_compiled = decoder.step, request.compile_decoding
+    replay: Step | None = None
+    for _ in range(request.max_new_tokens - 1):
+        if count == limit:
+            limit, replay = next_limit(count, capacity, is_compiled), None
+            decoder.grow(limit)
+            if is_compiled and count + 1 < capacity:
+                step = decoder.compiled_step()
+            is_loaded = not is_compiled  # its kernels
+        else:
+            if replay is None and on_refusal is not None and is_loaded:
+                try:
+                    replay = capture(step)
+                except RuntimeError as error:
+                    on_refusal(str(error).strip().split("\n")[0])
+                    on_refusal = None
+            (replay or step)()
+            is_loaded = True
+        count += 1
+        yield decoder.tokens.clone()
+
 
 # Steps between two reads of the tokens. On a GPU each read waits for all steps before it; steps after a row's end are
 # dropped. On a CPU a read costs nothing, and text is shown token by token.
@@ -23,7 +240,7 @@ MIN_GRAPH_TOKENS = 4  # recording a graph takes about as long as a step
 
 
 class DecodingFacts(NamedTuple):
-    """What decides how tokens are decoded. refusal: why a graph could not be recorded, once it was tried."""
+    """What decides how tokens are decoded. refusal: why no graph can be recorded, once that is known."""
 
     device: str
     tokens: int
@@ -36,19 +253,21 @@ def decode(
 ) -> NewTokens:
     """Yield one new token per row at each step. The caller marks rows in `finished` when they need no more tokens.
 
-    runner: that of the model, where several calls share its packed weights.
+    runner: that of the model, where several calls share its packed weights. A sharded model takes all `max_new_tokens`
+    steps: ranks compute the tokens apart, and must take part in as many forward passes as the others.
     """
     runner = runner or ModelRunner(model)
     with eval_mode(model):
         hidden, state = prefill(runner, request)
         block_size = STEPS_PER_READ.on(hidden)
-        facts = DecodingFacts(device_type(hidden), request.max_new_tokens, request.compile_decoding)
+        refusal = "the ranks gather its weights at each step" if runner.is_sharded else None
+        facts = DecodingFacts(device_type(hidden), request.max_new_tokens, request.compile_decoding, refusal)
         steps = DECODING.choose(facts).run(runner, request, hidden, state)
         while block := list(islice(steps, block_size)):
             for tokens in torch.stack(block).tolist():
                 check_chosen(tokens)
                 yield list(enumerate(tokens))
-                if all(finished):
+                if all(finished) and not runner.is_sharded:
                     return
 
 

@@ -1,22 +1,239 @@
 """Generate text: continue prompts of any lengths in one batch, by decoding, speculative decoding or beam search."""
 
-from collections.abc import Callable, Sequence
-from typing import TypedDict, Unpack, overload
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any, Protocol, TypedDict, Unpack, overload
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from heddle.distributed.ranks import is_sharded
 from heddle.errors import ConfigError
 from heddle.generation.beam_search import beam_search
-from heddle.generation.collect import TokenizerProtocol, collect_texts, collect_tokens
 from heddle.generation.decode import decode
-from heddle.generation.model_runner import GenerationRequest, ModelRunner
-from heddle.generation.prefill import Prefix, prefill_prefix, validate_prompt
-from heddle.generation.prompts import NewRows, PromptBatch, Prompts, read_prompts, token_list
+from heddle.generation.model_runner import (
+    GenerationRequest,
+    ModelRunner,
+    NewTokens,
+    Prefix,
+    prefill_prefix,
+    validate_prompt,
+)
 from heddle.generation.sampling import Sampler
 from heddle.generation.scheduler import BatchScheduler, SeparateScheduler, decode_streams
 from heddle.generation.speculative import SpeculativeConfig, SpeculativeRound, speculative_decode
 from heddle.model.decoder import Decoder
-from heddle.parts.context.encoder_output import EncoderOutput
+from heddle.parts.layout import EncoderOutput
+
+# Prompts as callers have them: texts, lists of tokens or tensors of tokens, a single one or a batch.
+#
+# What is generated is returned in the same form.
+
+
+Prompts = str | Tensor | Sequence[str] | Sequence[int] | Sequence[Tensor] | Sequence[Sequence[int]]
+
+NewRows = str | Tensor | list[str] | list[int] | list[Tensor] | list[list[int]]
+
+TEXT_WITHOUT_TOKENIZER = (
+    "prompts: are strings; give the tokenizer too, from `model, tokenizer = heddle.load(folder)`, or lists of tokens"
+)
+TOKENS_WITH_TOKENIZER = "prompts: with a tokenizer every prompt is a string; leave the tokenizer out for tokens"
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """texts, or else the token_ids of each prompt. restore: the new text or tokens of each row -> the caller's form."""
+
+    texts: list[str]
+    token_ids: list[list[int]]
+    restore: Callable[[list[Any]], NewRows]
+
+
+def read_prompts(prompts: Any, has_tokenizer: bool) -> PromptBatch:
+    """Read prompts in any form of `Prompts`; numpy arrays count as lists.
+
+    Raises ConfigError for no prompts, for texts without a tokenizer or tokens with one, and for what is no token.
+    """
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, str | Tensor) and (not isinstance(prompts, Sequence) or not prompts):
+        raise ConfigError("prompts: expected at least one: a string, a list of tokens, a tensor, or a list of these")
+    texts = [prompts] if isinstance(prompts, str) else [row for row in prompts if isinstance(row, str)]
+    if has_tokenizer:
+        if not isinstance(prompts, str) and len(texts) != len(prompts):
+            raise ConfigError(TOKENS_WITH_TOKENIZER)
+        return PromptBatch(texts, [], _first if isinstance(prompts, str) else list)
+    if texts:
+        raise ConfigError(TEXT_WITHOUT_TOKENIZER)
+    if isinstance(prompts, Tensor):
+        return _read_tensor(prompts)
+    if _is_token(prompts[0]):
+        return PromptBatch([], [token_list(prompts)], _first)
+    token_ids = [token_list(row) for row in prompts]
+    if all(isinstance(row, Tensor) for row in prompts):
+        devices = [row.device for row in prompts if isinstance(row, Tensor)]
+        return PromptBatch(
+            [], token_ids, lambda rows: [torch.tensor(row, device=d) for row, d in zip(rows, devices, strict=True)]
+        )
+    return PromptBatch([], token_ids, list)
+
+
+def token_list(tokens: Any) -> list[int]:
+    """The tokens of one prompt: whole numbers in any iterable, or a tensor [T]. Raises ConfigError otherwise."""
+    if isinstance(tokens, Tensor):
+        _check_tensor(tokens, dims=(1,))
+        tokens = tokens.tolist()
+    if isinstance(tokens, str) or not isinstance(tokens, Iterable):
+        raise ConfigError(f"prompts: hold {tokens!r:.80} where a list of tokens is expected")
+    result = []
+    for token in tokens:
+        if not _is_token(token):
+            raise ConfigError(f"prompts: hold {token!r:.80} where a token is expected; tokens are whole numbers")
+        result.append(index(token))
+    return result
+
+
+def _is_token(value: Any) -> bool:
+    """Whether a value is a whole number, also as a tensor or an array without dimensions."""
+    try:
+        index(value)
+    except (TypeError, ValueError):  # a tensor of several numbers raises either
+        return False
+    return not isinstance(value, bool) and not (isinstance(value, Tensor) and value.dtype == torch.bool)
+
+
+def _read_tensor(tokens: Tensor) -> PromptBatch:
+    _check_tensor(tokens, dims=(1, 2))
+    if tokens.dim() == 1:
+        return PromptBatch([], [tokens.tolist()], lambda rows: torch.tensor(rows[0], device=tokens.device))
+    return PromptBatch([], tokens.tolist(), lambda rows: torch.tensor(rows, device=tokens.device))
+
+
+def _check_tensor(tokens: Tensor, dims: tuple[int, ...]) -> None:
+    shapes = " or ".join("[batch, length]" if dim == 2 else "[length]" for dim in dims)
+    if tokens.dim() not in dims or tokens.numel() == 0:
+        raise ConfigError(f"prompts: a tensor has shape {list(tokens.shape)}; expected {shapes}, none of them 0")
+    if tokens.dtype == torch.bool or tokens.is_floating_point() or tokens.is_complex():
+        raise ConfigError(f"prompts: a tensor is of {tokens.dtype}; tokens are whole numbers, such as torch.int64")
+
+
+def _first(rows: list[Any]) -> Any:
+    return rows[0]
+
+
+# Stop strings: hold text back while it may be the start of a stop string; cut the text where a stop string begins.
+
+
+class StopStringBuffer:
+    """The text of one row. `text` is what was released so far; `stopped` is set once a stop string is found."""
+
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        if any(not stop for stop in stop_strings):
+            raise ConfigError("stop: an empty stop string would end every text at once; leave it out")
+        self.stop_strings = tuple(stop_strings)
+        self.text = ""
+        self.stopped = False
+        self._pending = ""
+
+    def push(self, piece: str) -> str:
+        """Add text; returns the text that can be shown now."""
+        if self.stopped:
+            return ""
+        self._pending += piece
+        matches = [index for stop in self.stop_strings if (index := self._pending.find(stop)) >= 0]
+        if matches:
+            self.stopped = True
+            return self._release(min(matches), discard_rest=True)
+        longest = max((self._partial_match_length(stop) for stop in self.stop_strings), default=0)
+        return self._release(len(self._pending) - longest)
+
+    def finish(self) -> str:
+        """The text still held back, once no more text will come."""
+        return "" if self.stopped else self._release(len(self._pending))
+
+    def _partial_match_length(self, stop: str) -> int:
+        """How many of the last pending characters are the start of a stop string."""
+        return next((length for length in range(len(stop) - 1, 0, -1) if self._pending.endswith(stop[:length])), 0)
+
+    def _release(self, length: int, discard_rest: bool = False) -> str:
+        released, self._pending = self._pending[:length], "" if discard_rest else self._pending[length:]
+        self.text += released
+        return released
+
+
+# Gather the new tokens of each row, as tokens or as text.
+
+
+class DecodeStreamProtocol(Protocol):
+    """Turns tokens into text as they come, in whole characters."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class TokenizerProtocol(Protocol):
+    """What generation needs of a tokenizer.
+
+    bos_ids come before a text; any of eos_ids ends it; unused_token_ids, below vocab_size, stand for no token.
+    """
+
+    bos_ids: list[int]
+    eos_ids: list[int]
+    vocab_size: int
+    unused_token_ids: tuple[int, ...]
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode_stream(self, previous_ids: Sequence[int] = ...) -> DecodeStreamProtocol: ...
+
+
+def collect_tokens(new_tokens: NewTokens, count: int) -> list[list[int]]:
+    """All tokens of each of `count` rows."""
+    result: list[list[int]] = [[] for _ in range(count)]
+    for step_tokens in new_tokens:
+        for row, token in step_tokens:
+            result[row].append(token)
+    return result
+
+
+def collect_texts(
+    new_tokens: NewTokens,
+    request: GenerationRequest,
+    tokenizer: TokenizerProtocol,
+    finished: list[bool],
+    stop: Sequence[str],
+    on_text: Callable[[int, str], None] | None,
+) -> list[str]:
+    """Decode each row's tokens up to its end, and mark finished rows in `finished`."""
+    show = on_text or (lambda row, piece: None)
+    streams = [tokenizer.decode_stream(prompt) for prompt in request.prompt_ids]
+    buffers = [StopStringBuffer(stop) for _ in finished]
+
+    def push(row: int, piece: str) -> None:
+        released = buffers[row].push(piece)
+        if released:
+            show(row, released)
+
+    for step_tokens in new_tokens:
+        for row, token in step_tokens:
+            if finished[row]:
+                continue
+            if token in tokenizer.eos_ids:
+                finished[row] = True
+            else:
+                push(row, streams[row].push(token))
+                finished[row] = buffers[row].stopped
+    for row, buffer in enumerate(buffers):
+        if not buffer.stopped:
+            push(row, streams[row].finish())
+        released = buffer.finish()
+        if released:
+            show(row, released)
+    return [buffer.text for buffer in buffers]
+
 
 SAMPLE_TOKENS = 96
 
@@ -84,7 +301,7 @@ def generate(
 ) -> list[list[int]]: ...
 
 
-def generate(  # noqa: PLR0913 - settings given by keyword
+def generate(
     model: Decoder,
     prompts: Prompts,
     tokenizer: TokenizerProtocol | None = None,
@@ -124,6 +341,7 @@ def generate(  # noqa: PLR0913 - settings given by keyword
     where torch has kept it, then less for each token: for many tokens. The text is the same but for rounding.
     Where rotary frequencies depend on the text's length (dynamic NTK, LongRoPE), the length is that of the longest
     prompt plus max_new_tokens - 1, for all rows; the last new token is never read.
+    All ranks that share a sharded model call it at once, with the same prompts and settings.
     Raises ConfigError for prompts that are empty or hold something else, and for a setting that is invalid, conflicts
     with another or would do nothing.
     """
@@ -138,6 +356,8 @@ def generate(  # noqa: PLR0913 - settings given by keyword
         None if draft_model is None else SpeculativeConfig(draft_model, speculative_tokens, on_speculative_round)
     )
     _check_compatible(model, temperature, prefix, num_beams, speculative)
+    if is_sharded(model):
+        _check_sharded(num_beams > 1, speculative is not None, streams is not None, batch_invariant, compile_decoding)
     if compile_decoding and (num_beams > 1 or speculative is not None):
         raise ConfigError("compile_decoding: beams and drafts have no step of one token; leave it out")
     if prefix is not None and encoder_output is not None:
@@ -212,6 +432,13 @@ def _check_compatible(
         raise ConfigError("prefix: was read by another model; read it with this one")
     if speculative is not None:
         speculative.check(model)
+
+
+def _check_sharded(*settings: bool) -> None:
+    """Raise ConfigError for settings whose forward passes depend on the tokens, or on where weights lie."""
+    names = ("num_beams", "draft_model", "streams", "batch_invariant", "compile_decoding")
+    for name in (name for name, is_set in zip(names, settings, strict=True) if is_set):
+        raise ConfigError(f"{name}: ranks that share a model take the same steps, a token of each row; leave it out")
 
 
 def _check_streams(request: GenerationRequest, streams: int | None, has_rounds: bool) -> None:

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from heddle.errors import ConfigError, MachineError
-from heddle.numerics.philox import RandomStream
-from heddle.numerics.random import uniform_double
+from heddle.numerics.random import RandomStream, uniform_double
 
 LOGITS_NOT_FINITE = "generation: the model's logits are not numbers; its weights or its state are damaged"
 NOT_FINITE = -1  # stands for the token of a row whose logits are not finite

@@ -17,7 +17,7 @@ from heddle.generation.decode import decode
 from heddle.generation.model_runner import GenerationRequest, ModelRunner, NewTokens, eval_mode
 from heddle.generation.sampling import LOGITS_NOT_FINITE, NOT_FINITE
 from heddle.model.state import State
-from heddle.numerics.dispatch.transfer import to_device
+from heddle.numerics.transfer import to_device
 
 PREFILL_TOKENS = 128  # of prompts that are read between two steps
 SLOT_STEP = 64  # the slots that attention reads in a batch are multiples of it

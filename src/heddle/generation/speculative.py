@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError, MachineError
-from heddle.generation.model_runner import GenerationRequest, ModelRunner, NewTokens, eval_mode
-from heddle.generation.prefill import prefill
+from heddle.generation.model_runner import GenerationRequest, ModelRunner, NewTokens, eval_mode, prefill
 from heddle.generation.sampling import LOGITS_NOT_FINITE, all_finite
 from heddle.model.decoder import Decoder
-from heddle.numerics.dispatch.transfer import tensor_of
+from heddle.numerics.transfer import tensor_of
 
 PROPOSE, VERIFY, NEXT = 1, 2, 3  # sites of random numbers: draws for one position that must be independent
 

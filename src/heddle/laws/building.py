@@ -19,7 +19,7 @@ from heddle.laws.harness import (
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.initialization import initialize, materialize
-from heddle.model.parse_yaml import parse_yaml
+from heddle.model.load_config import parse_yaml
 from heddle.model.size import size
 
 

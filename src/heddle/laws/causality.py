@@ -19,7 +19,7 @@ from heddle.laws.harness import (
 )
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer
 
 MAX_DRAWS = 8  # of inputs, until every declared dependence was seen

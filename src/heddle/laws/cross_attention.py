@@ -23,8 +23,7 @@ from heddle.laws.harness import (
 )
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.parts.context.encoder_output import EncoderOutput
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import EncoderOutput, Layout
 
 ROWS, LENGTH, TOKENS = 3, 6, 7  # rows, tokens of the encoder output, tokens of the text
 NAN = float("nan")

@@ -21,10 +21,10 @@ from heddle.laws.harness import (
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.numerics.random import RandomKey, use_random_key
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.position_table import PositionTable
 from heddle.parts.feedforwards import ExpertInfo, Feedforward
+from heddle.parts.layout import Layout
 from heddle.parts.modules.router_statistics import RouterStatistics, record_router_statistics
+from heddle.parts.position_table import PositionTable
 
 ROWS, LENGTH = 2, 9
 TOLERANCE = 1e-12

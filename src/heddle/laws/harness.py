@@ -12,9 +12,8 @@ from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.state import State
-from heddle.parts.context.encoder_output import EncoderOutput
-from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward
+from heddle.parts.layout import EncoderOutput, Layout
 
 TOLERANCE = 1e-10
 MAX_TEXT_LENGTH = 128  # tokens, more than any law's text

@@ -23,7 +23,7 @@ from heddle.laws.harness import (
 )
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer
 from heddle.parts.positions import Rotation
 

@@ -5,7 +5,7 @@ from math import lcm
 from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import build
-from heddle.parts.context.shrink import ShrinkContext
+from heddle.parts.shrink import ShrinkContext
 
 VOCAB_SIZE = 97
 LEAST_WIDTH = 16

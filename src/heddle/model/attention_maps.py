@@ -11,7 +11,7 @@ from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
 from heddle.notebook import Image, gray_image, html_table
 from heddle.numerics.attention.observer import Observation, observing_attention
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 
 _MAX_SHOWN = 8  # heads of a layer, in a notebook
 _MAX_PIXELS = 96

@@ -3,21 +3,58 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
 from pydantic import model_validator
 
-from heddle.config import Config, DesignError, PositiveFloat, PositiveInt, Probability, Width, is_kind, refuse
-from heddle.model.limits import MAX_DISTINCT_LAYERS, too_many_layers
+from heddle.config import (
+    Config,
+    DesignError,
+    Part,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Width,
+    is_kind,
+    is_slot,
+    kind_class,
+    kinds,
+    refuse,
+)
+from heddle.errors import ConfigError
 from heddle.notebook import html_table
-from heddle.parts.context.build import BuildContext
+from heddle.parts.build import BuildContext
 from heddle.parts.feedforwards import Activation, FeedforwardConfig
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import AdditivePositionConfig
 from heddle.parts.residuals import ResidualConfig
+
+# Limits on the sizes of a design, and the sentences that refuse more.
+
+
+MAX_LAYERS = 1024  # more take above two seconds to parse and to compare with families
+MAX_DISTINCT_LAYERS = 128  # each takes about 20 ms to build and measure
+
+
+def too_many_layers(depth: int) -> str | None:
+    """Return why a design of `depth` layers is refused, or None if it is not."""
+    count = f"{depth}" if depth < 2**64 else "more than 2^64"
+    return f"stands for {count} layers; at most {MAX_LAYERS} are built" if depth > MAX_LAYERS else None
+
+
+@contextmanager
+def refuse_overflow() -> Iterator[None]:
+    """Turn the error of a meta tensor with more than 2^63 bytes into a ConfigError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise ConfigError(f"design: cannot be built ({error}); choose smaller sizes") from None
 
 
 class EmbeddingConfig(Config):
@@ -240,3 +277,42 @@ def describe(data: dict[str, object]) -> str:
             value = f"({describe(value)})" if is_kind(MixerConfig.slot, value["kind"]) else value["kind"]
         words.append(name if value is True else f"{name}={value}")
     return " ".join(words)
+
+
+# JSON Schema of designs, for editors. A field that holds a part allows every kind that fits there, by any name.
+
+
+SLOTS = ("feedforwards", "mixers", "norms", "positions", "residuals", "scalings")
+
+
+def schema() -> dict[str, Any]:
+    """Return the schema of a design file (JSON Schema draft 2020-12)."""
+    definitions: dict[str, Any] = {}
+    root = _config_schema(ModelConfig, definitions)
+    for slot in SLOTS:
+        choices_by_base: dict[str, list[dict[str, Any]]] = {}
+        for kind in kinds(slot):
+            cls = kind_class(slot, kind)
+            part = _config_schema(cls, definitions)
+            names = [kind, *cls.aliases]
+            word = [] if "required" in part else [{"enum": names}]  # a kind that needs no field is also a word
+            part["properties"] = {"kind": {"enum": names} if cls.aliases else {"const": kind}, **part["properties"]}
+            part["required"] = ["kind", *part.get("required", [])]
+            for base in cls.__mro__:
+                if issubclass(base, Part) and is_slot(base):
+                    choices = choices_by_base.setdefault(base.__name__, [])
+                    choices += [{"$ref": f"#/$defs/{slot}.{kind}"}, *word]
+            definitions[f"{slot}.{kind}"] = part
+        definitions |= {name: {"oneOf": choices} for name, choices in choices_by_base.items()}
+    # load_config has defaults for norm and residual. A design may contain a design (its encoder), hence a definition.
+    design = definitions[ModelConfig.__name__]
+    design["required"] = [name for name in design["required"] if name not in ("norm", "residual")]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "$defs": definitions}
+
+
+def _config_schema(config: type[Config], definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of one config class, and add the schemas that it refers to to `definitions`."""
+    schema: dict[str, Any] = config.model_json_schema(ref_template="#/$defs/{model}")
+    for name, definition in schema.pop("$defs", {}).items():
+        definitions.setdefault(name, definition)
+    return schema

@@ -11,11 +11,10 @@ from heddle.config import build_under
 from heddle.errors import ConfigError
 from heddle.model.config import EmbeddingConfig, HeadConfig
 from heddle.numerics.activations import activation
-from heddle.numerics.cross_entropy import OutputHead
+from heddle.numerics.cross_entropy import OutputHead, scale_and_cap
 from heddle.numerics.linear import linear
-from heddle.numerics.loss_steps import scale_and_cap
-from heddle.numerics.philox import ParameterDraws
-from heddle.parts.context.layout import Layout
+from heddle.numerics.random import ParameterDraws
+from heddle.parts.layout import Layout
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal
 from heddle.parts.norms import NormConfig

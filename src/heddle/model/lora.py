@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder, build
 from heddle.numerics.linear import linear
-from heddle.numerics.philox import ParameterDraws
+from heddle.numerics.random import ParameterDraws
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal
 
 TARGETS = ("layers.*.mixer.q", "layers.*.mixer.v")  # the paper's choice

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from heddle.torch_private import LightDispatchMode, is_mutable, operator_name
 
 COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isfinite", "isinf", "logical_not", "logical_and"}
 INTEGER_RESULTS = {
@@ -20,21 +21,16 @@ POINTWISE_OPTIONS = {"alpha", "approximate", "value"}  # they change values, not
 IN_PLACE = {"addcmul_", "baddbmm_", "masked_fill_", "scatter_", "tril_", "triu_"}  # besides the pointwise ones
 
 
-class ShapesOnly(TorchDispatchMode):
+class ShapesOnly(LightDispatchMode):
     """Within `with ShapesOnly():` operations on meta tensors return meta tensors of the right shape and dtype."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: else torch wraps `__torch_dispatch__` in a function of its compiler, which it then imports."""
-        return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer one operation, or let torch answer it."""
         kwargs = kwargs or {}
-        name = function._schema.name.removeprefix("aten::")
+        name = operator_name(function).removeprefix("aten::")
         is_pointwise = torch.Tag.pointwise in function.tags and kwargs.keys() <= POINTWISE_OPTIONS
         result = None
-        if function._schema.is_mutable:
+        if is_mutable(function):
             if (name in IN_PLACE or (is_pointwise and name.endswith("_"))) and args[0].is_meta:
                 result = args[0]
         elif name in _SHAPES:

@@ -5,31 +5,80 @@ costs is multiplied by the number of such layers. All numbers are Python integer
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from heddle.model.config import ModelConfig, describe
+from heddle.model.config import ModelConfig, describe, refuse_overflow
 from heddle.model.decoder import Decoder
-from heddle.model.distinct_layers import (
-    around_layers,
-    build_distinct_layers,
-    parameter_count,
-    parameter_counts,
-    stacked_layers,
-    with_encoder,
-)
-from heddle.model.limits import refuse_overflow
+from heddle.model.initialization import materialize
 from heddle.model.shapes_only import ShapesOnly
 from heddle.notebook import html_table
-from heddle.numerics.dispatch.flop_counter import count_flops
-from heddle.numerics.dispatch.operation import KernelChoice, record_choices
+from heddle.numerics.dispatch import KernelChoice, count_flops, record_choices
 from heddle.numerics.linear import packed_weights
-from heddle.parts.context.encoder_output import EncoderOutput
-from heddle.parts.context.layout import Layout
+from heddle.parts.feedforwards import Feedforward
+from heddle.parts.layout import EncoderOutput, Layout
+
+# A meta model with each distinct layer of a design once, and what is measured around its layers.
+
+
+def build_distinct_layers(config: ModelConfig, dtype: torch.dtype) -> Decoder:
+    """Build a meta model with one layer for each different one of the design. Several measurements can share it."""
+    with refuse_overflow():
+        with torch.device("meta"):
+            model = Decoder(config, distinct_layers_only=True)
+        materialize(model, dtype, "meta")
+    return model
+
+
+def with_encoder(model: Decoder) -> list[Decoder]:
+    """The decoder, and the encoder if there is one."""
+    return [model] if model.encoder is None else [model, model.encoder]
+
+
+def stacked_layers(model: Decoder) -> list[tuple[nn.Module, int]]:
+    """The layers of each stack, and how many layers of the design each stands for."""
+    return [pair for stack in with_encoder(model) for pair in zip(stack.layers, stack.layer_counts, strict=True)]
+
+
+@contextmanager
+def around_layers(
+    layers: Sequence[nn.Module], before: Callable[[int, tuple[Any, ...]], None], after: Callable[[int], None]
+) -> Iterator[None]:
+    """Within the block, call before(index, arguments) and after(index) around each call of a layer."""
+    hooks = []
+    for index, layer in enumerate(layers):
+        hooks.append(layer.register_forward_pre_hook(lambda _, inputs, index=index: before(index, inputs)))
+        hooks.append(layer.register_forward_hook(lambda *_, index=index: after(index)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def parameter_count(module: nn.Module) -> int:
+    """The number of a module's parameters, a shared one counted once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def active_parameter_count(module: nn.Module) -> int:
+    """How many of a module's parameters act on one token."""
+    idle = sum(part.inactive_parameters for part in module.modules() if isinstance(part, Feedforward))
+    return parameter_count(module) - idle
+
+
+def parameter_counts(model: Decoder) -> tuple[int, int]:
+    """Return the number of parameters, a shared one counted once, and how many of them act on one token."""
+    total, active = parameter_count(model), active_parameter_count(model)
+    for layer, count in stacked_layers(model):
+        total += (count - 1) * parameter_count(layer)
+        active += (count - 1) * active_parameter_count(layer)
+    return total, active
 
 
 @dataclass(frozen=True)

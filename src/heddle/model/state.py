@@ -9,10 +9,9 @@ from torch import Tensor
 
 from heddle.errors import ConfigError
 from heddle.notebook import html_table
-from heddle.numerics.dispatch.transfer import to_device
-from heddle.parts.context.join import join_tables
-from heddle.parts.context.mixer_state import MixerState
-from heddle.parts.context.position_table import PositionTable
+from heddle.numerics.transfer import to_device
+from heddle.parts.position_table import PositionTable, join_tables
+from heddle.parts.states import MixerState
 
 
 @dataclass(eq=False)

@@ -12,6 +12,7 @@ Distillation adds the divergence from a teacher's distribution q (Hinton et al. 
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,22 +20,130 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from heddle.numerics.dispatch.device_size import DeviceSize
-from heddle.numerics.dispatch.flop_counter import add_flops
-from heddle.numerics.dispatch.libraries import NOT_CUDA
-from heddle.numerics.dispatch.operation import Kernel, Operation, device_type, has_triton, optional_nondeterministic
-from heddle.numerics.liger import liger_loss_sum, liger_unsupported
+from heddle.numerics.dispatch import DeviceSize, Kernel, Operation, add_flops, device_type, has_triton
 from heddle.numerics.linear import linear_flops
-from heddle.numerics.loss_steps import (
-    ChunkOptions,
-    compiled_step,
-    fused_step,
-    is_fake,
-    results_of_compiled_step,
-    scale_and_cap,
-    step_in_place,
-)
 from heddle.numerics.norms import at_least_float32
+from heddle.torch_private import is_fake
+
+# Elementwise steps of the loss over one chunk of logits [n, vocab]: its sums, and the gradient of the logits.
+#
+# For targets t and a teacher's log-probabilities log q, both steps compute, with p the softmax of the scaled logits z,
+#
+#     total += Σ_n [logsumexp(z_n) − z_n,t],   divergence += Σ_n Σ_v q · (log q − log p),
+#     dz = (text_weight + logits_weight) · p − text_weight · onehot(t) − logits_weight · q
+
+
+class ChunkOptions(NamedTuple):
+    """What a step needs besides tensors. gradients: whether those of the logits, and of the bias, are required."""
+
+    scale: float
+    softcap: float | None
+    text_weight: float
+    logits_weight: float
+    product_dtype: torch.dtype
+    gradients: tuple[bool, bool]
+
+
+def scale_and_cap(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Multiply logits by `scale`, then bound them by `softcap · tanh(· / softcap)`."""
+    if scale != 1.0:
+        logits = logits * scale
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def step_in_place(
+    raw: Tensor, bias: Tensor | None, target: Tensor, log_q: Tensor | None, options: ChunkOptions, sums: list[Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """As `fused_step`, but the steps write into the memory of the logits, and each is a pass over it."""
+    (total, divergence), softcap, text_weight, logits_weight = sums, *options[1:4]
+    raw = raw.to(total.dtype)
+    logits = scale_and_cap(raw if bias is None else raw.add_(bias), options.scale, softcap)
+    cap_derivative = None if softcap is None else 1.0 - (logits / softcap) ** 2
+    target_logits = logits.gather(1, target)
+    max_logits = logits.amax(1, keepdim=True)
+    logits.sub_(max_logits)
+    if log_q is not None:
+        q = log_q.exp()
+        # where q is 0 its term is 0, even if a banned token has a logit of minus infinity
+        divergence += log_q.sub_(logits).mul_(q).masked_fill_(q == 0, 0.0).sum()
+    exponentials = logits.exp_()
+    exp_sums = exponentials.sum(1, keepdim=True)
+    if log_q is not None:
+        divergence += exp_sums.log().sum()
+    total += (exp_sums.log() + max_logits - target_logits).sum()
+    if not options.gradients[0]:
+        return None, None
+    grad_logits = exponentials.div_(exp_sums)  # softmax
+    if log_q is not None:
+        grad_logits.mul_(text_weight + logits_weight).sub_(q, alpha=logits_weight)
+    grad_logits.scatter_add_(1, target, torch.full_like(target_logits, -text_weight))
+    if cap_derivative is not None:
+        grad_logits.mul_(cap_derivative)
+    if options.scale != 1.0:
+        grad_logits.mul_(options.scale)
+    return grad_logits.to(options.product_dtype), grad_logits.sum(0) if options.gradients[1] else None
+
+
+def fused_step(
+    raw: Tensor, bias: Tensor | None, target: Tensor, log_q: Tensor | None, options: ChunkOptions, sums: list[Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """raw [n, vocab] before bias, scale and softcap, target int64 [n, 1] -> the gradients of raw and of the bias.
+
+    No step writes into another's result, so that a compiler reads the logits twice and writes their gradient once.
+    """
+    loss, kl, grad_logits, grad_bias = _chunk_sums(raw, bias, target, log_q, options, sums[0].dtype)
+    sums[0] += loss
+    if kl is not None:
+        sums[1] += kl
+    return grad_logits, grad_bias
+
+
+def _chunk_sums(
+    raw: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    log_q: Tensor | None,
+    options: ChunkOptions,
+    sum_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The sums of the cross-entropy and of the divergence, and the gradients, of one chunk."""
+    scale, softcap, text_weight, logits_weight = options[:4]
+    logits = raw.to(sum_dtype)
+    logits = scale_and_cap(logits if bias is None else logits + bias, scale, softcap)
+    log_sums = logits.logsumexp(1, keepdim=True)
+    loss, kl = (log_sums - logits.gather(1, target)).sum(), None
+    q = None if log_q is None else log_q.exp()
+    if log_q is not None and q is not None:
+        # where q is 0 its term is 0, even if a banned token has a logit of minus infinity
+        kl = ((log_q - logits + log_sums) * q).masked_fill(q == 0, 0.0).sum()
+    if not options.gradients[0]:
+        return loss, kl, None, None
+    is_target = torch.arange(raw.shape[1], device=raw.device) == target
+    grad = (logits - log_sums).exp() * (text_weight + logits_weight) - is_target.to(sum_dtype) * text_weight
+    if q is not None:
+        grad = grad - logits_weight * q
+    if softcap is not None:
+        grad = grad * (1.0 - (logits / softcap) ** 2)
+    grad = grad * scale if scale != 1.0 else grad
+    return loss, kl, grad.to(options.product_dtype), grad.sum(0) if options.gradients[1] else None
+
+
+@cache
+def compiled_step() -> Callable[..., Any]:
+    """`fused_step`, compiled once for each kind of head and size of chunk."""
+    return torch.compile(fused_step, dynamic=False)
+
+
+def results_of_compiled_step(
+    raw: Tensor, bias: Tensor | None, target: Tensor, log_q: Tensor | None, options: ChunkOptions, sums: list[Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """What `compiled_step` allocates, without values: for fake tensors."""
+    needs_gradient, needs_bias = options.gradients
+    return (
+        raw.new_empty(raw.shape, dtype=options.product_dtype) if needs_gradient else None,
+        raw.new_empty(raw.shape[1], dtype=sums[0].dtype) if needs_bias else None,
+    )
+
 
 CHUNK_ELEMENTS = DeviceSize(2**24, 2**29)  # logits that exist at one time: 64 MB in float32 on a CPU
 CHUNK_MULTIPLE = DeviceSize(1, 128)  # tokens: accelerators multiply tiles of so many rows
@@ -78,8 +187,6 @@ class LossFacts(NamedTuple):
     """What decides the kernel of the loss."""
 
     device: str
-    scale: float
-    teacher: bool
 
 
 class DistillationSums(NamedTuple):
@@ -134,8 +241,8 @@ def _count_flops(hidden: Tensor, head: OutputHead) -> None:
 
 
 def _sums(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objective) -> tuple[Tensor, ...]:
-    facts = LossFacts(device_type(hidden), head.scale, objective.teacher is not None)
-    sums: tuple[Tensor, ...] = LINEAR_CROSS_ENTROPY.choose(facts).run(hidden, head, targets, objective)
+    kernel = LINEAR_CROSS_ENTROPY.choose(LossFacts(device_type(hidden)))
+    sums: tuple[Tensor, ...] = kernel.run(hidden, head, targets, objective)
     return sums
 
 
@@ -166,10 +273,6 @@ def _fused(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objecti
     else:  # it stands for a tensor on a GPU
         step = results_of_compiled_step if is_fake(hidden) else fused_step
     return _weighted_sum(step, hidden, head, targets, objective)
-
-
-def _by_liger(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objective) -> tuple[Tensor, ...]:
-    return (liger_loss_sum(hidden, head.weight, head.bias, targets, head.softcap),)
 
 
 def _weighted_sum(
@@ -263,22 +366,11 @@ def _chunked_unsupported(facts: LossFacts) -> str | None:
     return "each elementwise step reads and writes all logits" if facts.device == "cuda" and has_triton() else None
 
 
-def _liger_kernel_unsupported(facts: LossFacts) -> str | None:
-    if facts.device != "cuda":
-        return NOT_CUDA
-    if facts.teacher:
-        return "there is a teacher"
-    return "the head scales its logits" if facts.scale != 1.0 else liger_unsupported()
-
-
 LINEAR_CROSS_ENTROPY = Operation(
     "linear_cross_entropy",
     (
         Kernel("chunked", _chunked, _chunked_unsupported, traceable=False),
         Kernel("fused", _fused, lambda facts: None),
-        Kernel(
-            "liger", _by_liger, _liger_kernel_unsupported, traceable=False, nondeterministic=optional_nondeterministic
-        ),
         Kernel("reference", reference_sums, lambda facts: None),
     ),
 )

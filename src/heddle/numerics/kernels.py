@@ -6,7 +6,7 @@ from typing import Any
 from heddle.numerics.attention.latent import LATENT
 from heddle.numerics.attention.softmax import ATTENTION
 from heddle.numerics.cross_entropy import LINEAR_CROSS_ENTROPY
-from heddle.numerics.dispatch.operation import Operation, force_kernels
+from heddle.numerics.dispatch import Operation, force_kernels
 from heddle.numerics.experts.mixture import EXPERTS
 from heddle.numerics.linear import LINEAR
 from heddle.numerics.norms import LAYER_NORM, RMS_NORM

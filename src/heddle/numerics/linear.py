@@ -8,25 +8,112 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter, functional
 
-from heddle.numerics.dispatch.flop_counter import add_flops
-from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
-from heddle.numerics.packed_product import MAX_PACKED_ROWS, LinearMap, pack_maps, packed_linear
+from heddle.numerics.dispatch import Kernel, Operation, add_flops, device_type
+from heddle.torch_private import can_pack_weights, onednn_product, pack_weight, version_counters
+
+# oneDNN's product with a packed weight, and its form in a graph that is recorded for a compiler.
+#
+# A compiler cannot hold a weight in oneDNN's own layout, and would pack none by itself. So a recorded graph calls an
+# operator that finds the packed weight by its index in a `ProductTable`, which must live as long as the graph.
+
+
+MAX_PACKED_ROWS = 64  # with more rows a product is bound by arithmetic, and packing gains little
+FOUR_ROW_ELEMENTS = 2**20  # oneDNN reads a weight this large faster for four rows than for one
+
+LinearMap = tuple[Tensor, Tensor | None]  # weight [out, in] and bias [out]
+
+
+class PackedMaps(NamedTuple):
+    """Concatenated weights in oneDNN's layout, their biases, and whether a single row is faster repeated to four."""
+
+    weight: Tensor
+    bias: Tensor | None
+    pad_to_four_rows: bool
+
+
+def pack_maps(linear_maps: Sequence[LinearMap]) -> PackedMaps:
+    """Pack all weights and biases into one copy. A missing bias is zero if another map has one."""
+    weights, bias = torch.cat([weight.detach() for weight, _ in linear_maps]), None
+    if any(map_bias is not None for _, map_bias in linear_maps):
+        biases = (weight.new_zeros(len(weight)) if bias is None else bias.detach() for weight, bias in linear_maps)
+        bias = torch.cat(list(biases))
+    packed = pack_weight(weights, MAX_PACKED_ROWS)
+    return PackedMaps(packed, bias, weights.numel() >= FOUR_ROW_ELEMENTS)
+
+
+def packed_linear(rows: Tensor, packed: PackedMaps) -> Tensor:
+    """rows [N, in] -> [N, Σ out]. While a table records, the call is one of its operator."""
+    table = _recording.get()
+    return _product(rows, packed) if table is None else table.record(rows, packed)
+
+
+def _product(rows: Tensor, packed: PackedMaps) -> Tensor:
+    padded = packed.pad_to_four_rows and rows.shape[0] == 1
+    y = onednn_product(rows.expand(4, -1) if padded else rows, packed.weight, packed.bias)
+    return y[:1] if padded else y
+
+
+class ProductTable:
+    """The packed weights of one recorded graph."""
+
+    def __init__(self) -> None:
+        self.packed: list[PackedMaps] = []
+        # The smallest free number, so that equal graphs have equal numbers, and the compiler's cache knows them.
+        self.number = next(number for number in count() if number not in _tables)
+        _tables[self.number] = self
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within the block, `packed_linear` calls the operator, and this table holds its weights."""
+        token = _recording.set(self)
+        try:
+            yield
+        finally:
+            _recording.reset(token)
+
+    def record(self, rows: Tensor, packed: PackedMaps) -> Tensor:
+        """`packed_linear` by the operator."""
+        self.packed.append(packed)
+        y: Tensor = torch.ops.heddle.packed_product(rows, self.number, len(self.packed) - 1, packed.weight.shape[0])
+        return y
+
+
+_tables: "WeakValueDictionary[int, ProductTable]" = WeakValueDictionary()
+_recording: ContextVar[ProductTable | None] = ContextVar("recorded_products", default=None)
+
+
+def _recorded_product(rows: Tensor, table: int, index: int, outputs: int) -> Tensor:
+    return _product(rows, _tables[table].packed[index])
+
+
+def _product_shape(rows: Tensor, table: int, index: int, outputs: int) -> Tensor:
+    return rows.new_empty(rows.shape[0], outputs)
+
+
+_library = torch.library.Library("heddle", "FRAGMENT")
+_library.define("packed_product(Tensor rows, int table, int index, int outputs) -> Tensor")
+_library.impl("packed_product", _recorded_product, "CPU")
+_library.impl("packed_product", _product_shape, "Meta")
+
 
 MIN_PACKED_ELEMENTS = 2**15  # calling a kernel costs more than reading a smaller weight
 
 Cached = TypeVar("Cached")
 
 # The key is the address, shape and strides of the tensors, so that a slice of a stacked weight is recognized. The entry
-# is the tensors themselves (which keeps their addresses valid), their version counters, and the cached value.
+# is their storages, where these lie, the tensors' version counters, and the cached value. A storage that is referenced
+# can still lose its memory: FSDP frees a layer's weights so, and gathers the next layer's at the same address.
 TensorKey = tuple[int, torch.Size, tuple[int, ...]]
-PackedWeightCache = dict[tuple[TensorKey, ...], tuple[list[Tensor], list[int], Any]]
+PackedWeightCache = dict[tuple[TensorKey, ...], tuple[list[torch.UntypedStorage], list[int], list[int], Any]]
 
 _cache: ContextVar[PackedWeightCache | None] = ContextVar("packed_weights", default=None)
 
@@ -93,21 +180,16 @@ def cached_pack(tensors: Sequence[Tensor], compute: Callable[[], Cached]) -> Cac
     """The cached value of these tensors. `compute` is called if there is none or a tensor was changed or replaced."""
     cache = _cache.get()
     assert cache is not None
-    key = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
-    entry, versions = cache.get(key), [tensor._version for tensor in tensors]
-    if entry is None or entry[1] != versions:
-        entry = cache[key] = ([tensor.detach() for tensor in tensors], versions, compute())
-    value: Cached = entry[2]
+    key = tuple([(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors])
+    entry, versions = cache.get(key), version_counters(tensors)
+    if entry is None or entry[2] != versions or [storage.data_ptr() for storage in entry[0]] != entry[1]:
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        entry = cache[key] = (storages, [storage.data_ptr() for storage in storages], versions, compute())
+    value: Cached = entry[3]
     return value
 
 
-@cache
-def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch and this CPU support oneDNN's packed weights in this dtype."""
-    names = ("mkldnn::_linear_pointwise", "mkldnn::_reorder_linear_weight")
-    if not all(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU") for name in names):
-        return False
-    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+_can_pack = cache(can_pack_weights)
 
 
 def _packed_unsupported(facts: LinearFacts) -> str | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
+from heddle.numerics.dispatch import Kernel, Operation, device_type
 
 
 class LayerNormFacts(NamedTuple):
@@ -152,3 +152,19 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     kernel = LAYER_NORM.choose(LayerNormFacts(x.dtype, weight.dtype, weight.dim(), device_type(x)))
     y: Tensor = kernel.run(x, weight, bias, eps)
     return y
+
+
+# Sinkhorn normalization (Sinkhorn & Knopp 1967): divide the columns and rows of a matrix by their sums in turn.
+
+
+def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
+    """Normalize exp(logits) [..., n, n] by columns, then rows, `iterations` times. At least float32, same shape.
+
+    Rows sum to 1 up to rounding, columns approximately. It runs on logarithms, so that all finite logits have a finite
+    result and gradient.
+    """
+    logs = at_least_float32(logits)
+    for _ in range(iterations):
+        logs = logs - logs.logsumexp(-2, keepdim=True)
+        logs = logs - logs.logsumexp(-1, keepdim=True)
+    return logs.exp()

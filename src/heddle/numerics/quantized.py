@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.numerics.dispatch.flop_counter import add_flops
-from heddle.numerics.dispatch.operation import Kernel, Operation, device_type
+from heddle.numerics.dispatch import Kernel, Operation, add_flops, device_type
+from heddle.torch_private import int4_product, int8_product, pack_int4
 
 BITS = (8, 4)
 GROUP = 32  # inputs that share a scale with 4 bits. torch's kernel of 8 bits reads beyond a row that is no multiple
@@ -69,7 +69,7 @@ def quantize(weight: Tensor, bits: int) -> QuantizedMatrix:
     middles = (low + 8 * steps.float()).bfloat16()
     codes = ((groups - middles.float()[..., None]) / steps.float()[..., None] + 8).round_().clamp_(0, 15)
     whole = codes.flatten(1).to(torch.int32)
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(whole, 1)
+    packed = pack_int4(whole)
     scales = torch.stack([steps, middles], dim=-1).transpose(0, 1).contiguous()
     pairs = whole.to(torch.uint8).unflatten(1, (-1, 2))
     return QuantizedMatrix(pairs[..., 0] | (pairs[..., 1] << 4), scales, packed)
@@ -103,9 +103,9 @@ def reference(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor
 def _packed(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).bfloat16()
     if matrix.packed is None:
-        products = torch.ops.aten._weight_int8pack_mm(rows, matrix.codes, matrix.scales)
+        products = int8_product(rows, matrix.codes, matrix.scales)
     else:
-        products = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, matrix.packed, GROUP, matrix.scales)
+        products = int4_product(rows, matrix.packed, GROUP, matrix.scales)
     y: Tensor = products.to(x.dtype).view(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 

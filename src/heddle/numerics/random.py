@@ -4,6 +4,7 @@ The cell is the index of an element in the whole tensor of its sample. So neithe
 recomputation, nor the device changes a draw, and a process that holds a slice of a sample draws that slice alone.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,8 +14,145 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from heddle.numerics.dispatch.transfer import to_device
-from heddle.numerics.philox import CHUNK, WORD, RandomStream, philox
+from heddle.numerics.dispatch import DeviceSize
+from heddle.numerics.transfer import to_device
+
+# Random numbers as pure functions: any slice of a stream can be drawn alone, and every device draws the same bits.
+#
+# Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") maps a counter of four 32-bit words
+# and a 64-bit key to four words. Element i of a stream is word `i mod 4` of the block with counter `i // 4`, so no
+# other
+# element has to be drawn before it. The quantile function of the normal distribution (Wichura 1988, AS 241) turns one
+# word into one normal number. It is computed from sums, products and quotients alone: every machine rounds these alike,
+# while math libraries differ in the last bits of their logarithms and square roots.
+
+
+WORD = 0xFFFFFFFF
+CHUNK = 2**16  # elements drawn at once, so that what lies between the steps stays in a CPU's cache
+
+# Coefficients of AS 241, constant terms first: near the median, and in the tails down to a probability of 1e-11.
+MEDIAN_NUMERATOR = (
+    3.3871328727963666080e0, 1.3314166789178437745e2, 1.9715909503065514427e3, 1.3731693765509461125e4,
+    4.5921953931549871457e4, 6.7265770927008700853e4, 3.3430575583588128105e4, 2.5090809287301226727e3,
+)  # fmt: skip
+MEDIAN_DENOMINATOR = (
+    1.0, 4.2313330701600911252e1, 6.8718700749205790830e2, 5.3941960214247511077e3,
+    2.1213794301586595867e4, 3.9307895800092710610e4, 2.8729085735721942674e4, 5.2264952788528545610e3,
+)  # fmt: skip
+TAIL_NUMERATOR = (
+    1.42343711074968357734e0, 4.63033784615654529590e0, 5.76949722146069140550e0, 3.64784832476320460504e0,
+    1.27045825245236838258e0, 2.41780725177450611770e-1, 2.27238449892691845833e-2, 7.74545014278341407640e-4,
+)  # fmt: skip
+TAIL_DENOMINATOR = (
+    1.0, 2.05319162663775882187e0, 1.67638483018380384940e0, 6.89767334985100004550e-1,
+    1.48103976427480074590e-1, 1.51986665636164571966e-2, 5.47593808499534494600e-4, 1.05075007164441684324e-9,
+)  # fmt: skip
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10: four counter words (int64, one shape, each from 0 to 2^32 − 1) and a 64-bit key -> four words."""
+    x0, x1, x2, x3 = (word.clone() for word in counter)
+    high0, high1 = torch.empty_like(x0), torch.empty_like(x0)
+    k0, k1 = key & WORD, key >> 32 & WORD
+    for _ in range(10):
+        # A product of two 32-bit words has 64 bits: int64 may call it negative, but holds every one of them.
+        x0.mul_(0xD2511F53)
+        x2.mul_(0xCD9E8D57)
+        torch.bitwise_right_shift(x0, 32, out=high0)
+        torch.bitwise_right_shift(x2, 32, out=high1)
+        high0.bitwise_and_(WORD).bitwise_xor_(x3).bitwise_xor_(k1)
+        high1.bitwise_and_(WORD).bitwise_xor_(x1).bitwise_xor_(k0)
+        # The upper halves become words 0 and 2, the lower ones 3 and 1; the spent buffers take the next upper halves.
+        x0, x1, x2, x3, high0, high1 = high1, x2.bitwise_and_(WORD), high0, x0.bitwise_and_(WORD), x1, x3
+        k0, k1 = k0 + 0x9E3779B9 & WORD, k1 + 0xBB67AE85 & WORD
+    return x0, x1, x2, x3
+
+
+class RandomStream(NamedTuple):
+    """An endless sequence of 32-bit words. `RandomStream.of` derives its 64-bit key from what the numbers are for."""
+
+    key: int
+
+    @staticmethod
+    def of(*purpose: int | str) -> "RandomStream":
+        """The stream of a purpose, such as a seed and a parameter's name."""
+        digest = hashlib.sha256("/".join(map(str, purpose)).encode()).digest()
+        return RandomStream(int.from_bytes(digest[:8], "little"))
+
+    def words(self, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop`: int64 [stop − start] on the CPU, each from 0 to 2^32 − 1."""
+        block = torch.arange(start // 4, -(-stop // 4), dtype=torch.int64, device="cpu")
+        zero = torch.zeros_like(block)
+        words = torch.stack(philox((block & WORD, block >> 32, zero, zero), self.key), dim=-1).flatten()
+        return words[start % 4 : start % 4 + stop - start]
+
+    def normal(self, start: int, stop: int) -> Tensor:
+        """Standard normal numbers, float64 [stop − start]; the largest possible is 6.4."""
+        return normal_quantile(self.words(start, stop))
+
+    def uniform(self, start: int, stop: int) -> Tensor:
+        """Numbers strictly between 0 and 1, float64 [stop − start]."""
+        return (self.words(start, stop).double() + 0.5) * 2.0**-32
+
+    def normal_chunks(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """The same numbers as `normal` in pieces of at most CHUNK: (first element, float64)."""
+        for first in range(start, stop, CHUNK):
+            yield first, self.normal(first, min(first + CHUNK, stop))
+
+
+class ParameterDraws(NamedTuple):
+    """The random streams of a module's parameters. The seed and each parameter's full name decide its numbers."""
+
+    seed: int
+    module: str
+
+    def __call__(self, parameter: str) -> RandomStream:
+        """The stream of `module.parameter`."""
+        return RandomStream.of(self.seed, f"{self.module}.{parameter}" if self.module else parameter)
+
+
+def normal_quantile(words: Tensor) -> Tensor:
+    """Words, int64 [N] from 0 to 2^32 − 1 -> the normal quantile at (word + ½) / 2^32, float64, to a relative 1e-15."""
+    from_median = words.double().add_(0.5 - 2.0**31).mul_(2.0**-32)  # the probability less ½: exact
+    square = from_median * from_median
+    ratio = polynomial(square.neg_().add_(0.180625), MEDIAN_NUMERATOR)
+    result = ratio.div_(polynomial(square, MEDIAN_DENOMINATOR)).mul_(from_median)
+    tail = from_median.abs().gt_(0.425).nonzero().squeeze(-1)
+    probability = from_median[tail]
+    distance = square_root(logarithm(0.5 - probability.abs()).neg_()).sub_(1.6)
+    quantile = polynomial(distance, TAIL_NUMERATOR).div_(polynomial(distance, TAIL_DENOMINATOR))
+    return result.index_copy_(0, tail, quantile.mul_(probability.sign()))
+
+
+def polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    """Σ c_i x^i by Horner's rule, constant term first."""
+    total = torch.full_like(x, coefficients[-1])
+    for coefficient in coefficients[-2::-1]:
+        total.mul_(x).add_(coefficient)
+    return total
+
+
+def logarithm(x: Tensor) -> Tensor:
+    """log(x) of float64 from 1e-300 to 0.1, to a relative 1e-15."""
+    mantissa, exponent = torch.frexp(x)  # mantissa from ½ to 1
+    ratio = mantissa.sub(0.75).div_(mantissa.add(0.75))  # log(m / ¾) = 2 atanh(ratio), |ratio| <= 1/5
+    series = polynomial(ratio * ratio, tuple(2.0 / power for power in range(1, 27, 2)))
+    return series.mul_(ratio).add_(exponent.double() * 0.6931471805599453).add_(-0.2876820724517809)
+
+
+def square_root(x: Tensor) -> Tensor:
+    """√x of float64 from 1e-100 to 1e100, correctly rounded.
+
+    A library's root may be wrong in its last bit, on each CPU in other elements (Intel's MKL on AMD's and on its own).
+    One Newton step with an exact remainder mends that: Dekker (1971), "A floating-point technique for extending the
+    available precision", splits the root into two halves whose products are exact.
+    """
+    root = x.sqrt()
+    scaled = root * (2.0**27 + 1)
+    upper = scaled - (scaled - root)
+    lower = root - upper
+    remainder = ((x - upper * upper) - 2 * upper * lower) - lower * lower
+    return root.add_(remainder.div_(root * 2))
 
 
 class RandomKey(NamedTuple):
@@ -124,3 +262,38 @@ def _cells(shape: tuple[int, ...], tensor_slice: TensorSlice, device: torch.devi
     for size, start, full in zip(shape, tensor_slice.start, tensor_slice.full_shape, strict=True):
         index = index[..., None] * full + torch.arange(start, start + size, device=device)
     return index.flatten()
+
+
+# Stochastic rounding to bfloat16 (Gupta et al. 2015): to one of the two neighbours, the nearer the likelier.
+#
+# The mean of many roundings is the number itself, so that updates far below the spacing of bfloat16 are not lost.
+
+
+BLOCKS = DeviceSize(cpu=2**13, accelerator=2**22)  # blocks of random words drawn at once
+_DRAWS = 8  # 16-bit draws of a block
+_LOW = 0xFFFF  # what float32 has more than bfloat16
+
+
+def stochastic_round(values: Tensor, stream: RandomStream, start: int = 0) -> Tensor:
+    """Round float32 values to bfloat16 of the same shape.
+
+    Element i takes draw `start + i` of 16 bits of the stream, so the result does not depend on the device, nor on how a
+    tensor is cut. Numbers that bfloat16 has, infinities and NaN stay as they are.
+    """
+    flat, result = values.reshape(-1), torch.empty(values.numel(), dtype=torch.bfloat16, device=values.device)
+    elements = _DRAWS * BLOCKS.on(values)
+    for first in range(0, len(flat), elements):
+        part = flat[first : first + elements]
+        first_block, skipped = divmod(start + first, _DRAWS)
+        blocks = torch.arange(first_block, -(-(start + first + len(part)) // _DRAWS), device=values.device)
+        bits = part.view(torch.int32) + _draws(blocks, stream.key)[skipped : skipped + len(part)]
+        rounded = bits.bitwise_and_(~_LOW).view(torch.float32)
+        result[first : first + len(part)] = torch.where(part.isfinite(), rounded, part)
+    return result.view(values.shape)
+
+
+def _draws(blocks: Tensor, key: int) -> Tensor:
+    """int32 [8 N] from 0 to 2^16 − 1, of the blocks int64 [N]."""
+    zero = torch.zeros_like(blocks)
+    words = torch.stack(philox((blocks & WORD, blocks >> 32, zero, zero), key), dim=-1)
+    return torch.stack((words & _LOW, words >> 16), dim=-1).flatten().to(torch.int32)

@@ -8,7 +8,7 @@ model's bfloat16.
 import torch
 from torch import Tensor
 
-from heddle.numerics.dispatch.transfer import Constants, tensor_of
+from heddle.numerics.transfer import Constants, tensor_of
 
 
 def inverse_frequencies(dim: int, base: float) -> list[float]:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from heddle.serving.engine import Engine, Event
+from heddle.serving.engine import Engine, Event, TokenScore
 from heddle.serving.requests import RequestReader
-from heddle.serving.scores import TokenScore
 
 ALTERNATIVES = 3  # tokens shown beside each that was chosen
 

@@ -8,23 +8,163 @@ import itertools
 import math
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from heddle.errors import HeddleError, MachineError, is_out_of_memory
+from heddle.generation.generate import StopStringBuffer
 from heddle.generation.model_runner import GenerationRequest, ModelRunner, eval_mode
 from heddle.generation.sampling import Sampler
 from heddle.generation.scheduler import BatchScheduler, NextToken, Scheduler, SeparateScheduler
-from heddle.generation.stop_strings import StopStringBuffer
 from heddle.model.decoder import Decoder
 from heddle.progress import print_warning
 from heddle.serving.limits import ServerLimits
-from heddle.serving.metrics import EngineMetrics
 from heddle.serving.requests import RequestError, TextRequest
-from heddle.serving.scores import ScoringSampler, TokenScore
 from heddle.tokenization.tokenizer import Tokenizer
+
+# What /metrics tells, in the text form that Prometheus reads.
+
+
+BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # seconds
+
+
+class Histogram:
+    """How many durations were at most each bucket's seconds. Safe from several threads."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BUCKETS) + 1)
+        self._total = 0.0
+        self._lock = threading.Lock()
+
+    def observe(self, seconds: float) -> None:
+        """Count a duration."""
+        with self._lock:
+            self._counts[bisect_left(BUCKETS, seconds)] += 1
+            self._total += seconds
+
+    @property
+    def mean(self) -> float:
+        """The mean in seconds; 0 before the first duration."""
+        with self._lock:
+            return self._total / max(1, sum(self._counts))
+
+    def lines(self, name: str) -> list[str]:
+        """The metric of this name, in seconds."""
+        with self._lock:
+            counts, total = list(self._counts), self._total
+        bounds = [*map(str, BUCKETS), "+Inf"]
+        lines = [f"# TYPE heddle_{name} histogram"]
+        lines += [f'heddle_{name}_bucket{{le="{le}"}} {sum(counts[: i + 1])}' for i, le in enumerate(bounds)]
+        return [*lines, f"heddle_{name}_sum {total:.6f}", f"heddle_{name}_count {sum(counts)}"]
+
+
+class EngineMetrics:
+    """What the engine counts since it began.
+
+    queue_seconds: of a request before it is started. first_token_seconds: from its arrival. token_seconds: from one of
+    its tokens to the next. running_seconds: from its start to its end.
+    """
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.new_tokens = self.finished = self.cancelled = 0
+        self.queue_seconds, self.first_token_seconds = Histogram(), Histogram()
+        self.token_seconds, self.running_seconds = Histogram(), Histogram()
+
+    def lines(self) -> list[str]:
+        """All of them."""
+        lines: list[str] = []
+        for name in ("prompt_tokens", "new_tokens", "finished", "cancelled"):
+            lines += [f"# TYPE heddle_{name}_total counter", f"heddle_{name}_total {getattr(self, name)}"]
+        for name in ("queue_seconds", "first_token_seconds", "token_seconds", "running_seconds"):
+            lines += getattr(self, name).lines(name)
+        return lines
+
+
+def gauge_lines(values: Mapping[str, int]) -> list[str]:
+    """Gauges by name."""
+    return [
+        line for name, value in values.items() for line in (f"# TYPE heddle_{name} gauge", f"heddle_{name} {value}")
+    ]
+
+
+def answer_lines(answers: Mapping[int, int]) -> list[str]:
+    """How many answers there were of each status."""
+    lines = [f'heddle_answers_total{{status="{status}"}} {count}' for status, count in sorted(answers.items())]
+    return ["# TYPE heddle_answers_total counter", *lines]
+
+
+# Log probabilities of new tokens, as OpenAI's interface gives them.
+
+
+class TokenScore(NamedTuple):
+    """A token's log probability (natural), and those of the most likely tokens, most likely first."""
+
+    token: int
+    log_probability: float
+    alternatives: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class ScoringSampler(Sampler):
+    """A sampler of one row that keeps the score of each token it chose, before temperature, top-k and top-p.
+
+    For steps that run one by one: a recorded graph calls no sampler.
+    """
+
+    alternatives: int = 0
+    scores: list[TokenScore] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def can_share(self) -> bool:
+        """Never: each row's score is its own."""
+        return False
+
+    def choose(self, logits: Tensor, position: Tensor) -> Tensor:
+        """As in `Sampler`."""
+        tokens = super().choose(logits, position)
+        token, log_probabilities = int(tokens[0]), logits[0].double().log_softmax(-1)
+        best = log_probabilities.topk(min(self.alternatives, len(log_probabilities)))
+        pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        # JSON has no infinite number: a token without any probability has OpenAI's -9999.
+        finite = [(other, max(score, -9999.0)) for other, score in pairs]
+        self.scores.append(TokenScore(token, float(log_probabilities[token]), finite))
+        return tokens
+
+
+def chat_scores(scores: list[TokenScore], tokenizer: Tokenizer) -> dict[str, Any]:
+    """`logprobs` of /v1/chat/completions; besides OpenAI's fields, each token has its `id`."""
+
+    def entry(token: int, log_probability: float) -> dict[str, Any]:
+        text = tokenizer.decode([token])
+        return {"token": text, "logprob": log_probability, "bytes": list(tokenizer.token_bytes(token)), "id": token}
+
+    content = [
+        entry(score.token, score.log_probability) | {"top_logprobs": [entry(*pair) for pair in score.alternatives]}
+        for score in scores
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_scores(scores: list[TokenScore], tokenizer: Tokenizer) -> dict[str, Any]:
+    """`logprobs` of /v1/completions, and token_ids. text_offset: in characters from the first of these tokens."""
+    tokens = [tokenizer.decode([score.token]) for score in scores]
+    offsets = [sum(map(len, tokens[:index])) for index in range(len(tokens))]
+    best = [{tokenizer.decode([token]): value for token, value in score.alternatives} for score in scores]
+    log_probabilities = [score.log_probability for score in scores]
+    ids = [score.token for score in scores]
+    return {
+        "tokens": tokens,
+        "token_ids": ids,
+        "token_logprobs": log_probabilities,
+        "top_logprobs": best,
+        "text_offset": offsets,
+    }
 
 
 @dataclass(frozen=True)
@@ -140,7 +280,7 @@ class Engine:
     def retry_seconds(self) -> int:
         """When a request that is refused now may find room: once as many have ended as wait before it."""
         turns = (1 + len(self._waiting)) / self.limits.streams
-        return min(self.limits.seconds, max(1, math.ceil(turns * self.metrics.running_seconds.mean)))
+        return min(self.limits.max_seconds, max(1, math.ceil(turns * self.metrics.running_seconds.mean)))
 
     @contextmanager
     def entry(self) -> Iterator[object]:
@@ -169,7 +309,7 @@ class Engine:
         if request.alternatives is not None and not self.gives_scores:
             raise RequestError("logprobs: this server decodes by recorded steps, which give none", "logprobs")
         now = time.monotonic()
-        job = Job(request, deliver, now, now + self.limits.seconds)
+        job = Job(request, deliver, now, now + self.limits.max_seconds)
         with self._changed:
             self._entering.discard(entry)
             self._waiting.append(job)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from heddle.data.chat_format import CHAT_TEMPLATE_FILE, ROLES, TOKENIZER_CONFIG_FILE, ChatFormat
-from heddle.data.compressed import UnreadableError
+from heddle.data.chat import CHAT_TEMPLATE_FILE, ROLES, TOKENIZER_CONFIG_FILE, ChatFormat
+from heddle.data.documents import UnreadableError
 from heddle.errors import DataError, parse_error_reason, shorten_value
 from heddle.serving.limits import ServerLimits
 from heddle.tokenization.tokenizer import Tokenizer
@@ -123,17 +123,17 @@ class RequestReader:
 
     def _new_tokens(self, fields: Mapping[str, Any]) -> int:
         name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
-        default = min(DEFAULT_TOKENS, self.limits.new_tokens)
-        return int(_number(fields, name, default, (1, self.limits.new_tokens), whole=True))
+        default = min(DEFAULT_TOKENS, self.limits.max_new_tokens)
+        return int(_number(fields, name, default, (1, self.limits.max_new_tokens), whole=True))
 
     def _stop_strings(self, fields: Mapping[str, Any]) -> tuple[str, ...]:
         stop = fields.get("stop", [])
         strings = [stop] if isinstance(stop, str) else stop
-        if not isinstance(strings, list) or len(strings) > self.limits.stop_strings:
-            raise RequestError(f"stop: must be a text, or a list of at most {self.limits.stop_strings}", "stop")
+        if not isinstance(strings, list) or len(strings) > self.limits.max_stops:
+            raise RequestError(f"stop: must be a text, or a list of at most {self.limits.max_stops}", "stop")
         for text in strings:
-            if not isinstance(text, str) or not 0 < len(text) <= self.limits.stop_characters:
-                longest = self.limits.stop_characters
+            if not isinstance(text, str) or not 0 < len(text) <= self.limits.max_stop_length:
+                longest = self.limits.max_stop_length
                 raise RequestError(f"stop: each must be a text of 1 to {longest} characters", "stop")
         return tuple(strings)
 
@@ -176,7 +176,7 @@ class RequestReader:
         return self._within_limit(tokens, "messages")
 
     def _within_limit(self, tokens: list[int], field: str) -> list[int]:
-        most = self.limits.prompt_tokens
+        most = self.limits.max_prompt
         if not 0 < len(tokens) <= most:
             raise RequestError(f"{field}: has {len(tokens):,} tokens; this server reads 1 to {most:,}", field)
         return tokens

@@ -9,14 +9,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from heddle.distributed.exchange import call_on_all
-from heddle.distributed.ranks import ONE_PROCESS, Ranks
+from heddle.distributed.ranks import ONE_PROCESS, Ranks, call_on_all
 from heddle.errors import CheckpointError, HeddleError
-from heddle.storage import atomic, file_io
-from heddle.storage.folder import verify_folder, write_folder
+from heddle.storage import file_io
+from heddle.storage.folder import unlisted_files, verify_folder, write_folder
 from heddle.storage.manifest import LogPosition
 from heddle.storage.rank_folder import write_rank_folder
-from heddle.storage.staged_folder import unlisted_files
 
 CHECKPOINTS_FOLDER = "checkpoints"
 STEP_PATTERN = re.compile(r"step-(\d{8,18})")
@@ -67,8 +65,8 @@ def write_checkpoint(
 def _make_room(path: Path) -> str:
     """Remove what dead processes left beside a new checkpoint, and rename a damaged one of the same step."""
     try:
-        atomic.make_folder(path.parent)
-        atomic.remove_leftovers(path.parent)
+        file_io.make_folder(path.parent)
+        file_io.remove_leftovers(path.parent)
         if os.path.lexists(path) and find_damage(path) is not None:
             number = 1
             while os.path.lexists(quarantine := path.with_name(f"{path.name}.damaged-{number}")):
@@ -107,7 +105,7 @@ def _steps_in(run: Path) -> list[int]:
             return []
         names = {
             *file_io.system.listdir(parent),
-            *(name for _, name, role, _ in atomic.leftovers(parent) if role == "old"),
+            *(name for _, name, role, _ in file_io.leftovers(parent) if role == "old"),
         }
     except OSError as error:
         raise file_io.read_error(parent, error) from error
@@ -159,10 +157,10 @@ def _delete(paths: list[Path]) -> list[str]:
         if not path.is_dir() or unlisted_files(path):
             continue
         try:  # rename first: a deletion cut short must not look like a damaged checkpoint
-            discarded = atomic.leftover_path(path, "tmp")
+            discarded = file_io.leftover_path(path, "tmp")
             file_io.system.rename(path, discarded)
         except OSError as error:
             raise file_io.folder_error(path, error) from error
-        atomic.remove_folder(discarded)
+        file_io.remove_folder(discarded)
         deleted.append(str(path))
     return deleted

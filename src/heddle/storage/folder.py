@@ -1,8 +1,9 @@
 """A folder of tensor files and text documents: written whole or not at all, verified on every read, never code."""
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -10,21 +11,130 @@ import torch
 from torch import Tensor
 
 from heddle.distributed.ranks import ONE_PROCESS, Ranks
-from heddle.errors import CheckpointError
-from heddle.storage import atomic, file_io
-from heddle.storage.manifest import FileRecord, LogPosition, Manifest, TensorRecord, read_manifest
-from heddle.storage.shards import (
+from heddle.errors import CheckpointError, describe_path
+from heddle.storage import file_io
+from heddle.storage.lock import lock_output
+from heddle.storage.manifest import (
+    MANIFEST_FILE,
+    NAME_PATTERN,
+    FileRecord,
+    LogPosition,
+    Manifest,
+    TensorRecord,
+    is_file_name,
+    read_manifest,
+)
+from heddle.storage.tensor_file import (
     INDEX_SUFFIX,
     MAX_SHARD_BYTES,
+    SHARD_PATTERN,
     check_index,
+    check_tensors,
     find_slices,
     find_tensor_sets,
     index_name,
     index_text,
+    read_tensor_file,
+    read_tensors,
     split_into_shards,
+    write_tensor_file,
 )
-from heddle.storage.staged_folder import MAX_DOCUMENT_BYTES, check_documents, finish_folder, staged_folder
-from heddle.storage.tensor_file import check_tensors, read_tensor_file, read_tensors, write_tensor_file
+
+# Write a folder under a temporary name and rename it when all of it is on the disk; the manifest is written last.
+
+
+MAX_DOCUMENT_BYTES = 256 * 2**20
+
+
+@contextmanager
+def staged_folder(folder: Path, lock: bool) -> Iterator[Path]:
+    """Yield a new folder that replaces `folder` after the block, whole; if the block raises, it is removed.
+
+    lock: against other writers of this folder. Raises as `write_folder` does.
+    """
+    try:
+        file_io.make_folder(folder.parent)
+        with lock_output(folder) if lock else nullcontext():
+            file_io.remove_leftovers(folder.parent, folder.name)
+            _refuse_unlisted_content(folder)
+            staged = file_io.leftover_path(folder, "tmp")
+            try:
+                file_io.system.mkdir(staged)
+                yield staged
+                file_io.sync_folder(staged)
+                file_io.replace_folder(staged, folder)
+            except BaseException:
+                file_io.remove_folder(staged)
+                raise
+    except OSError as error:
+        raise file_io.folder_error(folder, error) from error
+
+
+def finish_folder(staged: Path, documents: Mapping[str, bytes], manifest: Manifest) -> None:
+    """Write the documents, and then the manifest, which is to list the tensor files."""
+    records = dict(manifest.files)
+    for name in sorted(documents):
+        with file_io.NewFile(staged / name) as file:
+            file.write(documents[name])
+        records[name] = FileRecord(file.size, file.digest.hexdigest())
+    with file_io.NewFile(staged / MANIFEST_FILE) as file:
+        file.write(replace(manifest, files=records).encode())
+
+
+def check_documents(
+    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, str], kind: str
+) -> dict[str, bytes]:
+    """Return the documents in UTF-8. Raises CheckpointError for names and texts that a folder cannot hold."""
+    if folder.name in ("", ".."):
+        raise CheckpointError(f"{folder}: cannot be replaced as a whole; name a folder inside it")
+    if NAME_PATTERN.fullmatch(kind) is None:
+        raise CheckpointError(f"{folder}: the kind {kind!r} needs 1 to 200 letters, digits, '_', '-' or '.'")
+    encoded = {}
+    for name in (*tensors, *documents):
+        is_shard = SHARD_PATTERN.fullmatch(name) is not None or name.endswith(INDEX_SUFFIX)
+        if not is_file_name(name) or (name in tensors) != name.endswith(".safetensors") or is_shard:
+            raise CheckpointError(
+                f"{folder}: {name!r} cannot be a file here; tensor files end in .safetensors, no others,"
+                " and names of shards and their indexes are given by the writer"
+            )
+    for name, text in documents.items():
+        try:
+            encoded[name] = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise CheckpointError(f"{folder / name}: its text is not valid Unicode ({error.reason})") from error
+        if len(encoded[name]) > MAX_DOCUMENT_BYTES:
+            raise CheckpointError(f"{folder / name}: {len(encoded[name])} bytes are over {MAX_DOCUMENT_BYTES}")
+    return encoded
+
+
+def _refuse_unlisted_content(folder: Path) -> None:
+    """Refuse to replace a folder that holds anything but the files of its manifest, since replacing deletes them."""
+    if folder.is_symlink():
+        raise CheckpointError(f"{folder}: is a symbolic link; name the folder it points to")
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: {describe_path(folder)}, not a folder; choose another name")
+    if not file_io.list_names(folder):
+        return
+    try:
+        unlisted = unlisted_files(folder)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{folder}: holds something that heddle did not write, wrote in another format or that is damaged,"
+            " and is left as it is;"
+            " choose another folder or move it away"
+        ) from error
+    if unlisted:
+        raise CheckpointError(
+            f"{folder}: also holds {unlisted[0]!r}, which heddle did not write, and is left as it is;"
+            " move that file away or choose another folder"
+        )
+
+
+def unlisted_files(folder: Path) -> list[str]:
+    """Return the names in a heddle folder that its manifest does not list, sorted."""
+    return sorted(set(file_io.list_names(folder)) - set(read_manifest(folder).files) - {MANIFEST_FILE})
 
 
 @dataclass(frozen=True)
@@ -161,7 +271,7 @@ def read_folder(folder: Path, kind: str | None = None, flags: int = file_io.READ
     and documents are verified here, each tensor when it is read. Files that the manifest does not list are ignored.
     Raises CheckpointError for every defect, MachineError for a failing disk.
     """
-    folder = atomic.find_folder(Path(folder))
+    folder = file_io.find_folder(Path(folder))
     manifest = read_manifest(folder, flags)
     if kind is not None and manifest.kind != kind:
         raise CheckpointError(f"{folder}: holds {manifest.kind!r} where {kind!r} is needed; name another folder")

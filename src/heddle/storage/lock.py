@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from heddle.errors import CheckpointError, describe_file_type
-from heddle.storage import atomic, file_io
+from heddle.storage import file_io
 
 LOCK_FILE = ".lock"
 POLL_SECONDS = 0.2
@@ -39,7 +39,7 @@ class RunLock:
         if self.descriptor is not None:
             raise CheckpointError(f"{self.folder}: is locked by this very object already; use a second RunLock")
         try:
-            atomic.make_folder(self.folder)
+            file_io.make_folder(self.folder)
             descriptor = _open(self.folder / LOCK_FILE)
             try:
                 _lock(descriptor, f"{self.folder}: is in use by", "folder", self.shared)
@@ -87,7 +87,7 @@ def lock_output(path: Path) -> Iterator[int]:
     """
     lock_path = path.with_name(f".{path.name}{LOCK_FILE}")
     try:
-        atomic.make_folder(path.parent)
+        file_io.make_folder(path.parent)
         descriptor = _open_locked(lock_path, f"{path}: is being written by")
     except OSError as error:
         raise file_io.folder_error(path, error) from error

@@ -3,22 +3,27 @@
 A model that was imported also has `imported.json`: the fields that an export to its family writes again.
 """
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from heddle.distributed.exchange import call_on_all
-from heddle.distributed.ranks import ONE_PROCESS, Ranks, as_sharded, held_rows, local_part, whole
-from heddle.errors import CheckpointError, describe_path, no_folder_reason
+from heddle.distributed.ranks import ONE_PROCESS, Ranks, as_sharded, call_on_all, held_rows, local_part, whole
+from heddle.errors import CheckpointError, ConfigError, HeddleError, describe_path, no_folder_reason
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.initialization import storage_dtype
 from heddle.model.load_config import load_config
-from heddle.model.lora import merge_lora
+from heddle.model.lora import LoraLinear, adapters, add_lora, lora_tensors, merge_lora
+from heddle.model.state import State
+from heddle.parts.layout import EncoderOutput
+from heddle.parts.position_table import PositionTable
+from heddle.parts.states import MixerState
 from heddle.progress import print_warning
 from heddle.storage.checkpoints import CHECKPOINTS_FOLDER, latest_checkpoint
 from heddle.storage.folder import FolderContents, read_folder, write_folder
@@ -200,3 +205,258 @@ def restore_model(
     model.tie()
     model.imported_config = read_imported_config(contents)
     return model
+
+
+# Save a decoding state as a folder and load it again.
+#
+# `state.safetensors` holds the tensors. `state.json` holds the fields that are not tensors, and the design's
+# fingerprint.
+# A prompt that was read in one process can be continued in another one.
+
+
+STATE_KIND = "state"
+STATE_TENSORS_FILE = "state.safetensors"
+STATE_FILE = "state.json"
+TEXT_LENGTHS = "text_lengths"  # a field that most states lack
+
+
+def save_state(state: State, folder: str | Path) -> None:
+    """Write a state to a folder, whole or not at all. The state stays usable.
+
+    Raises ConfigError for a consumed state, CheckpointError or MachineError if the folder cannot be written.
+    """
+    state.check_not_consumed()
+    metadata = {"design": state.fingerprint, "table": _plain_fields(state.table)}
+    text = json.dumps(metadata, indent=1, sort_keys=True) + "\n"
+    tensors, documents = {STATE_TENSORS_FILE: state.tensors()}, {STATE_FILE: text}
+    write_folder(Path(folder), tensors=tensors, documents=documents, kind=STATE_KIND)
+
+
+def load_state(model: Decoder, folder: str | Path) -> State:
+    """Read a state of this model and verify every byte. Decoding continues bit-equal to the original state.
+
+    The design and the dtype must be the model's. The weights are not compared.
+    Raises CheckpointError that says what differs.
+    """
+    contents = read_folder(Path(folder), STATE_KIND)
+    design, table_fields = _read_metadata(contents.folder / STATE_FILE, contents.documents.get(STATE_FILE, ""))
+    if design != model.fingerprint:
+        raise CheckpointError(f"{folder}: is a state of another design; load the model that it was made with")
+    tensors = contents.tensors(STATE_TENSORS_FILE, model.embed.weight.device)
+    empty = _empty_state(model, contents.folder, table_fields, tensors)
+    saved_fields: dict[str, Any] = {name: tensors[f"table.{name}"] for name in empty.table.tensors()} | table_fields
+    table = replace(empty.table, **saved_fields)
+    layers = [None if layer is None else _loaded(layer, index, tensors) for index, layer in enumerate(empty.layers)]
+    return State(table, layers, design)
+
+
+def _loaded(layer: MixerState, index: int, tensors: dict[str, Tensor]) -> MixerState:
+    """The layer's state with its tensors replaced by the saved ones."""
+    return layer.map(lambda name, _: tensors[f"layers.{index}.{name}"])
+
+
+def _plain_fields(table: PositionTable) -> dict[str, Any]:
+    """Return the fields of the table that are not tensors; TEXT_LENGTHS only if it is set."""
+    values = {field.name: getattr(table, field.name) for field in fields(table)}
+    plain = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+    if plain[TEXT_LENGTHS] is None:
+        del plain[TEXT_LENGTHS]
+    return plain
+
+
+def _read_metadata(path: Path, text: str) -> tuple[str, dict[str, Any]]:
+    """Return the design's fingerprint and the table's plain fields."""
+    try:
+        content = parse_json_object(text.encode())
+        design, table_fields = content["design"], content["table"]
+        expected = _plain_fields(PositionTable.empty(1, None, None, "cpu"))
+        flags = {name for name, value in expected.items() if isinstance(value, bool)}
+        optional = {"lookback", "cache_length"}  # None: no limit
+        if not isinstance(design, str) or set(table_fields) - {TEXT_LENGTHS} != set(expected):
+            raise ValueError("its fields are not those of a state")
+        text_lengths = table_fields.pop(TEXT_LENGTHS, None)
+        if text_lengths is not None and not all(type(length) is int and length > 0 for length in text_lengths):
+            raise ValueError(f"its {TEXT_LENGTHS} are {text_lengths!r}")
+        for name, value in table_fields.items():
+            is_count = type(value) is int and value >= 0
+            if not (type(value) is bool if name in flags else is_count or (name in optional and value is None)):
+                raise ValueError(f"its {name} is {value!r}")
+        table_fields |= {} if text_lengths is None else {TEXT_LENGTHS: tuple(text_lengths)}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: does not describe a state ({error}); save the state again") from error
+    return design, table_fields
+
+
+def _empty_state(model: Decoder, folder: Path, table_fields: dict[str, Any], tensors: dict[str, Tensor]) -> State:
+    """Build an empty state, on the meta device, with the same tensors as the saved one.
+
+    Raises CheckpointError if no state of this design has these tensors.
+    """
+    counts = tensors.get("table.token_counts")
+    batch = 0 if counts is None or counts.dim() != 1 else len(counts)
+    if not batch:
+        raise CheckpointError(f"{folder}: holds no rows; save the state again")
+    text_lengths = table_fields.get(TEXT_LENGTHS)
+    if text_lengths is not None and (len(text_lengths) != batch or not model.length_dependent):
+        raise CheckpointError(f"{folder}: its {TEXT_LENGTHS} do not fit its {batch} rows and design; save it again")
+    meta_model = build(model.config, dtype=model.embed.weight.dtype, device="meta")
+    # The saved encoder output had padding or not; only its tensors tell which.
+    for is_token in (None, torch.ones(batch, 1, dtype=torch.bool, device="meta")):
+        width = meta_model.encoder_width
+        encoder_output = None
+        if width is not None:
+            hidden = meta_model.embed.weight.new_zeros(batch, 1, width)
+            encoder_output = EncoderOutput(hidden, is_token=is_token)
+        length, rollback = table_fields["cache_length"], table_fields["rollback"]
+        empty = meta_model.init_state(batch, length, encoder_output, rollback, text_lengths)
+        expected = empty.tensors()
+        if expected.keys() == tensors.keys():
+            break
+    else:
+        raise CheckpointError(f"{folder}: holds other tensors than a state of this design; save the state again")
+    for name, tensor in tensors.items():
+        if tensor.dtype != expected[name].dtype:
+            raise CheckpointError(
+                f"{folder}: '{name}' is {tensor.dtype}, the model's is {expected[name].dtype}; "
+                "load the model with the dtype that the state was made with"
+            )
+        if tensor.dim() != expected[name].dim() or len(tensor) != batch:
+            raise CheckpointError(
+                f"{folder}: '{name}' has shape {list(tensor.shape)}, but the state has {batch} rows; save it again"
+            )
+    return empty
+
+
+# Save LoRA adapters (Hu et al. 2021) as a folder and load them again.
+#
+# `adapter.safetensors` holds A and B of each projection. `adapter.json` holds rank, alpha, the paths of the
+# projections,
+# the design's fingerprint and the SHA-256 of the base weights.
+
+
+ADAPTER_KIND = "adapter"
+ADAPTER_FILE = "adapter.json"
+ADAPTER_TENSORS_FILE = "adapter.safetensors"
+
+
+def save_lora(model: Decoder, folder: str | Path) -> None:
+    """Write only the adapters of a model to a folder, whole or not at all.
+
+    Raises ConfigError if the model has no adapters, CheckpointError or MachineError if the folder cannot be written.
+    """
+    adapters_by_path = adapters(model)
+    if not adapters_by_path:
+        raise ConfigError("lora: the model has no adapters to save; add some, or save the model")
+    first_adapter = next(iter(adapters_by_path.values()))
+    metadata = {
+        "alpha": first_adapter.alpha,
+        "base_weights_sha256": base_weights_sha256(model),
+        "design": model.fingerprint,
+        "rank": first_adapter.rank,
+        "target_modules": list(adapters_by_path),
+    }
+    tensors, documents = (
+        {ADAPTER_TENSORS_FILE: lora_tensors(model)},
+        {ADAPTER_FILE: json.dumps(metadata, indent=1) + "\n"},
+    )
+    write_folder(Path(folder), tensors=tensors, documents=documents, kind=ADAPTER_KIND)
+
+
+class LoraFolder(NamedTuple):
+    """The contents of a folder of adapters, not yet compared with a model.
+
+    design: the fingerprint of the model's. tensors: A and B by name, `layers.0.mixer.q.a`.
+    """
+
+    folder: Path
+    design: str
+    base_weights_sha256: str
+    paths: Sequence[str]
+    rank: int
+    alpha: float
+    tensors: dict[str, Tensor]
+
+    def check_base(self, weights_sha256: str) -> None:
+        """Raises CheckpointError if the adapters belong to other weights."""
+        if self.base_weights_sha256 != weights_sha256:
+            raise CheckpointError(
+                f"{self.folder}: were trained on other weights of this design, or on these in another dtype; load those"
+            )
+
+    def check_tensors(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raises CheckpointError unless A and B have these names and shapes."""
+        for name in shapes.keys() | self.tensors.keys():
+            if name not in shapes or name not in self.tensors or list(shapes[name]) != list(self.tensors[name].shape):
+                path = self.folder / ADAPTER_TENSORS_FILE
+                raise CheckpointError(f"{path}: tensor '{name}' does not fit {ADAPTER_FILE}; save them again")
+
+
+def read_lora(folder: str | Path, device: torch.device | str = "cpu") -> LoraFolder:
+    """Read a folder of adapters. Raises CheckpointError if it is damaged."""
+    contents = read_folder(Path(folder), ADAPTER_KIND)
+    metadata_path = contents.folder / ADAPTER_FILE
+    keys = ("design", "base_weights_sha256", "target_modules", "rank", "alpha")
+    try:
+        metadata = parse_json_object(contents.documents.get(ADAPTER_FILE, "").encode())
+        design, base_sha256, paths, rank, alpha = (metadata[key] for key in keys)
+        if type(rank) is not int or type(alpha) is not float or not all(isinstance(path, str) for path in paths):
+            raise ValueError("rank, alpha or target_modules have the wrong type")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{metadata_path}: does not describe adapters ({error}); save them again") from error
+    tensors = contents.tensors(ADAPTER_TENSORS_FILE, torch.device(device))
+    return LoraFolder(contents.folder, design, base_sha256, paths, rank, alpha, tensors)
+
+
+def load_lora(model: Decoder, folder: str | Path) -> Decoder:
+    """Return a model with the saved adapters, bit for bit. It shares the base weights of the given model.
+
+    Raises CheckpointError if the adapters are damaged, or belong to another design, other base weights, or the same
+    base weights in another dtype.
+    """
+    saved = read_lora(folder, model.embed.weight.device)
+    if saved.design != model.fingerprint:
+        raise CheckpointError(f"{folder}: are adapters of another design; load the model that they were trained on")
+    saved.check_base(base_weights_sha256(model))
+    adapted_model = with_lora_folder(model, saved)
+    for name, parameter in lora_tensors(adapted_model).items():
+        parameter.copy_(saved.tensors[name])
+    return adapted_model
+
+
+def with_lora_folder(model: Decoder, lora_folder: LoraFolder) -> Decoder:
+    """Return a model with new adapters of the saved ones' shapes. Raises CheckpointError if these do not fit it."""
+    try:
+        adapted_model = add_lora(model, lora_folder.paths, lora_folder.rank, lora_folder.alpha)
+    except HeddleError as error:
+        metadata_path = lora_folder.folder / ADAPTER_FILE
+        raise CheckpointError(f"{metadata_path}: does not fit the model ({error}); save the adapters again") from error
+    lora_folder.check_tensors({name: parameter.shape for name, parameter in lora_tensors(adapted_model).items()})
+    return adapted_model
+
+
+def base_weights_sha256(model: Decoder) -> str:
+    """SHA-256 over the names, dtypes, shapes and bytes of a model's weights, without those of adapters."""
+    return digest_tensors(sorted(_base_parameters(model).items()))
+
+
+def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over the names, dtypes, shapes and bytes of tensors, which must come in alphabetical order."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _base_parameters(model: Decoder) -> dict[str, Tensor]:
+    """Return a model's parameters, without adapters, under the names of the plain model."""
+    parameters: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not isinstance(module, LoraLinear):
+                parameters[f"{path}.{name}"] = parameter
+            elif name not in module.matrix_parameters:
+                parameters[f"{path}.{'weight' if name == 'frozen' else name}"] = parameter
+    if model.config.head.tied:
+        del parameters["head.weight"]
+    return parameters

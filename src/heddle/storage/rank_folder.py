@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from heddle.distributed.exchange import call_on_all, gather_texts
-from heddle.distributed.ranks import Ranks, held_rows, local_part, whole
+from heddle.distributed.ranks import Ranks, call_on_all, gather_texts, held_rows, local_part, whole
 from heddle.errors import CheckpointError
 from heddle.storage import file_io
+from heddle.storage.folder import check_documents, finish_folder, staged_folder
 from heddle.storage.manifest import (
     FileRecord,
     LogPosition,
@@ -27,10 +27,19 @@ from heddle.storage.manifest import (
     row_layout,
     rows_per_block,
 )
-from heddle.storage.shards import SUFFIX, find_tensor_sets, index_name, index_of, natural_order, shard_name
-from heddle.storage.staged_folder import check_documents, finish_folder, staged_folder
-from heddle.storage.tensor_file import RowSlice, check_tensors, write_tensor_file
-from heddle.storage.tensor_header import DTYPE_NAMES, DTYPES
+from heddle.storage.tensor_file import (
+    DTYPE_NAMES,
+    DTYPES,
+    SUFFIX,
+    RowSlice,
+    check_tensors,
+    find_tensor_sets,
+    index_name,
+    index_of,
+    natural_order,
+    shard_name,
+    write_tensor_file,
+)
 
 
 class HeldTensor(NamedTuple):

@@ -13,9 +13,8 @@ from typing import Any
 from heddle.errors import CheckpointError
 from heddle.progress import print_status, print_warning
 from heddle.storage import file_io
-from heddle.storage.atomic import remove_leftovers, write_file
 from heddle.storage.checkpoints import CHECKPOINTS_FOLDER
-from heddle.storage.json_file import read_json_file, write_json_file
+from heddle.storage.file_io import read_json_file, remove_leftovers, write_file, write_json_file
 from heddle.storage.manifest import EMPTY_CHAIN, LogPosition, parse_json_object
 
 RUN_FILE = "run.json"

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,16 +22,380 @@ from torch import Tensor
 from heddle.distributed.ranks import as_sharded
 from heddle.errors import CheckpointError
 from heddle.storage.file_io import MIN_PARALLEL_BYTES, READ_FLAGS, NewFile, open_regular_file, read_exactly
-from heddle.storage.manifest import MAX_TENSORS, NAME_PATTERN, FileRecord, TensorRecord, row_layout, rows_per_block
-from heddle.storage.shards import natural_order
-from heddle.storage.tensor_header import (
-    DTYPE_NAMES,
-    MAX_HEADER_BYTES,
-    METADATA_KEY,
-    HeaderEntry,
-    block_ranges,
-    read_header,
+from heddle.storage.manifest import (
+    MAX_DIMENSIONS,
+    MAX_TENSORS,
+    NAME_PATTERN,
+    FileRecord,
+    TensorRecord,
+    parse_json_object,
+    row_layout,
+    rows_per_block,
 )
+
+# The header of a safetensors file: names, types, shapes and places of its tensors; all of it is checked.
+
+
+MAX_HEADER_BYTES = 8 * 2**20
+METADATA_KEY = "__metadata__"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Zip archives (torch.save), pickles of protocols 2 to 5, gzip, and pickles in text begin like this.
+PICKLE_PREFIXES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"\x1f\x8b", b"(", b"]q", b"}q", b"c")
+
+
+@dataclass(frozen=True)
+class HeaderEntry:
+    """Where one tensor is in a file: `start` and `end` count bytes from the end of the header."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class TensorFileHeader:
+    """The checked header of a file. size: its bytes, with the 8 bytes of length. entries: in the order of the bytes."""
+
+    size: int
+    entries: tuple[HeaderEntry, ...]
+
+
+def block_ranges(shape: tuple[int, ...], itemsize: int, row_block: int | None = None) -> list[tuple[int, int]]:
+    """Return (start, end) in bytes of each block of rows of a tensor; a tensor without bytes has one empty block.
+
+    row_block: rows in a block of the tensor of which `shape` is a slice; None for a whole tensor.
+    """
+    rows, row_bytes = row_layout(shape, itemsize)
+    step = (rows_per_block(shape, itemsize) if row_block is None else row_block) * row_bytes
+    return [(start, min(start + step, rows * row_bytes)) for start in range(0, rows * row_bytes, step or 1)] or [(0, 0)]
+
+
+def read_header(descriptor: int, path: Path, size: int, record: FileRecord | None) -> TensorFileHeader:
+    """Read and check the header of an open file, which must hold the tensors that `record` lists."""
+    head = _read_head(descriptor, path, size, record)
+    header = TensorFileHeader(len(head), tuple(parse_header(path, head[8:], size - len(head))))
+    if record is None or record.tensors is None:
+        return header
+    if {entry.name for entry in header.entries} != set(record.tensors):
+        raise CheckpointError(f"{path}: holds other tensors than the manifest lists; restore the file")
+    for entry in header.entries:
+        tensor = record.tensors[entry.name]
+        itemsize = entry.dtype.itemsize
+        whole_shape = (tensor.total_rows, *entry.shape[1:]) if tensor.total_rows else entry.shape
+        row_block = rows_per_block(whole_shape, itemsize)
+        blocks = len(block_ranges(entry.shape, itemsize, row_block))
+        expected = (DTYPE_NAMES[entry.dtype], entry.shape, row_block, blocks)
+        if (tensor.dtype, tensor.shape, tensor.row_block, len(tensor.blocks)) != expected:
+            raise CheckpointError(
+                f"{path}: tensor {entry.name!r} has another type, shape or number of blocks than the manifest says;"
+                " restore the file"
+            )
+        rows = tensor.rows
+        if tensor.total_rows and (rows.start % row_block or (rows.stop % row_block and rows.stop != tensor.total_rows)):
+            raise CheckpointError(
+                f"{path}: the rows {rows.start} to {rows.stop} of tensor {entry.name!r} are not whole blocks of"
+                f" {row_block} rows; restore the file"
+            )
+    return header
+
+
+def _read_head(descriptor: int, path: Path, size: int, record: FileRecord | None) -> bytes:
+    """Read the 8 bytes of length and the header. Its size is checked before memory is allocated for it."""
+    prefix = bytearray(min(8, size))
+    read_exactly(descriptor, memoryview(prefix), path)
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES and prefix.startswith(PICKLE_PREFIXES):
+        raise CheckpointError(
+            f"{path}: is a pickle or an archive, which can run code and is never read;"
+            " have its author convert it to safetensors"
+        )
+    if record is not None and size != record.size:
+        raise CheckpointError(
+            f"{path}: has {size} bytes where the manifest says {record.size};"
+            " restore the file or go back to an earlier checkpoint"
+        )
+    if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+        raise CheckpointError(
+            f"{path}: is not a safetensors file (its {size} bytes cannot hold a header of {length}, or it is"
+            f" over {MAX_HEADER_BYTES}); restore the file"
+        )
+    header = bytearray(length)
+    read_exactly(descriptor, memoryview(header), path)
+    head = bytes(prefix + header)
+    if record is not None and hashlib.sha256(head).hexdigest() != record.header_sha256:
+        raise CheckpointError(
+            f"{path}: its header was altered (its SHA-256 differs from the manifest);"
+            " restore the file or go back to an earlier checkpoint"
+        )
+    return head
+
+
+def parse_header(path: Path, header: bytes, data_size: int) -> list[HeaderEntry]:
+    """Return the tensors in a header, in the order of their bytes, which must cover `data_size` exactly."""
+    try:
+        content = parse_json_object(header)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: its header is not valid ({error}); restore the file") from error
+    metadata = content.pop(METADATA_KEY, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path}: its {METADATA_KEY} is not a table of texts; restore the file")
+    if len(content) > MAX_TENSORS:
+        raise CheckpointError(f"{path}: lists {len(content)} tensors, more than {MAX_TENSORS}; split the file")
+    entries = [_header_entry(path, name, description) for name, description in content.items()]
+    entries.sort(key=lambda entry: (entry.start, entry.end))
+    covered = 0
+    for entry in entries:
+        if entry.start != covered:
+            raise CheckpointError(
+                f"{path}: tensor {entry.name!r} starts at byte {entry.start} where {covered} is next"
+                " (a gap or an overlap); restore the file"
+            )
+        covered = entry.end
+    if covered != data_size:
+        raise CheckpointError(
+            f"{path}: its tensors cover {covered} bytes of {data_size}: it was cut or added to; restore it"
+        )
+    return entries
+
+
+def _header_entry(path: Path, name: str, description: Any) -> HeaderEntry:
+    """Check one tensor's description in a header. Whole numbers of any size are safe here: nothing is allocated."""
+
+    def wrong(defect: str) -> CheckpointError:
+        return CheckpointError(f"{path}: tensor {name[:200]!r} {defect}; restore the file")
+
+    if NAME_PATTERN.fullmatch(name) is None:
+        raise wrong("has a name that is not 1 to 200 letters, digits, '_', '-' or '.'")
+    if not isinstance(description, dict) or set(description) != {"dtype", "shape", "data_offsets"}:
+        raise wrong("is not described by dtype, shape and data_offsets alone")
+    dtype = DTYPES.get(description["dtype"]) if isinstance(description["dtype"], str) else None
+    if dtype is None:
+        raise wrong(f"has the unknown type {str(description['dtype'])[:40]!r}")
+    shape, offsets = description["shape"], description["data_offsets"]
+    if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS or math.prod(max(n, 1) for n in shape) >= 2**62:
+        raise wrong("has a shape that is not a short list of whole numbers")
+    if not _are_counts(offsets) or len(offsets) != 2:
+        raise wrong("has offsets that are not two whole numbers")
+    if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
+        raise wrong(f"of shape {shape} and type {description['dtype']} does not fill its bytes")
+    return HeaderEntry(name, dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+# Tensor sets: `model.safetensors` is one file, or shards `model-00001-of-00003.safetensors` and an index beside them.
+#
+# The index, `model.safetensors.index.json`, is in the form of Hugging Face. The manifest says the same; both must
+# agree.
+# Shards of ranks may hold slices of a tensor: the index lists them apart, so that no reader takes a slice for a tensor.
+
+
+MAX_SHARD_BYTES = 5 * 10**9  # of huggingface_hub ("5GB")
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+SHARD_PATTERN = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+
+
+def natural_order(name: str) -> list[tuple[int, int, str]]:
+    """Return a sorting key by which `layers.2` comes before `layers.10`, so that a shard holds neighboring layers."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
+
+
+def split_into_shards(set_name: str, sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:
+    """Return the files of a tensor set, each with its tensors' names. Equal sizes give equal shards.
+
+    sizes: bytes of each tensor. A file has at most `max_bytes` of tensors, or a single larger tensor. A set that fits
+    one file is that file.
+    """
+    shards: list[list[str]] = [[]]
+    shard_bytes = 0
+    for name in sorted(sizes, key=natural_order):
+        if shards[-1] and shard_bytes + sizes[name] > max_bytes:
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append(name)
+        shard_bytes += sizes[name]
+    if len(shards) == 1:
+        return {set_name: shards[0]}
+    stem = set_name.removesuffix(SUFFIX)
+    return {shard_name(stem, number, len(shards)): names for number, names in enumerate(shards, start=1)}
+
+
+def shard_name(stem: str, number: int, count: int) -> str:
+    """Return the name of a shard, counted from 1."""
+    return f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}"
+
+
+def index_name(set_name: str) -> str:
+    """Return the name of a tensor set's index."""
+    return set_name.removesuffix(SUFFIX) + INDEX_SUFFIX
+
+
+def index_text(
+    shards: Mapping[str, Iterable[str]], total_bytes: int, slices: Mapping[str, Mapping[str, range]] | None = None
+) -> str:
+    """Return the index of a tensor set. shards: file to the names of its tensors. slices: tensor to file to rows."""
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    content: dict[str, Any] = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    if slices:
+        content["slices"] = {
+            name: {file: [rows.start, rows.stop] for file, rows in files.items()} for name, files in slices.items()
+        }
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def index_of(records: Mapping[str, FileRecord]) -> str:
+    """Return the index of a tensor set whose files have these entries in the manifest."""
+    shards, slices = _contents(records)
+    return index_text(shards, sum(map(_bytes_of_tensors, records.values())), slices)
+
+
+def _contents(records: Mapping[str, FileRecord]) -> tuple[dict[str, list[str]], dict[str, dict[str, range]]]:
+    """Return the tensors of each file, and of each tensor that is in slices the rows in each file."""
+    shards: dict[str, list[str]] = {file: [] for file in records}
+    slices: dict[str, dict[str, range]] = {}
+    for file, record in records.items():
+        for name, tensor in (record.tensors or {}).items():
+            if tensor.total_rows is None:
+                shards[file].append(name)
+            else:
+                slices.setdefault(name, {})[file] = tensor.rows
+    return shards, slices
+
+
+def find_tensor_sets(folder: Path, records: Mapping[str, FileRecord]) -> dict[str, tuple[str, ...]]:
+    """Return the files of each tensor set in a manifest. Raises CheckpointError if shards do not make a whole."""
+    numbers: dict[str, dict[int, str]] = {}
+    sets: dict[str, tuple[str, ...]] = {}
+    for name, record in sorted(records.items()):
+        if record.tensors is None:
+            continue
+        match = SHARD_PATTERN.fullmatch(name)
+        if match is None:
+            sets[name] = (name,)
+            find_slices(folder, sets[name], records)
+            continue
+        stem, number, count = match["stem"], int(match["number"]), int(match["count"])
+        shards = numbers.setdefault(stem, {})
+        first_number, first_file = next(iter(shards.items()), (number, name))
+        if not 1 <= number <= count or shard_name(stem, first_number, count) != first_file:
+            raise CheckpointError(f"{folder / name}: does not belong to the shards beside it; save the folder again")
+        shards[number] = name
+    for stem, shards in numbers.items():
+        count = int(next(iter(shards.values()))[: -len(SUFFIX)][-5:])
+        files = tuple(shard_name(stem, number, count) for number in range(1, count + 1))
+        present = set(shards.values())
+        missing = next((file for file in files if file not in present), None)
+        if missing is not None:
+            raise CheckpointError(f"{folder / missing}: is a shard that the manifest lacks; save the folder again")
+        if stem + SUFFIX in sets:
+            raise CheckpointError(f"{folder / stem}{SUFFIX}: is there as one file and as shards; save the folder again")
+        find_slices(folder, files, records)
+        sets[stem + SUFFIX] = files
+    return sets
+
+
+def find_slices(
+    folder: Path, files: Iterable[str], records: Mapping[str, FileRecord]
+) -> dict[str, list[tuple[str, TensorRecord]]]:
+    """Return the files of each tensor of a set, each with its manifest entry, in the order of rows.
+
+    Raises CheckpointError for a tensor that is there twice, and for slices that leave a hole, overlap or do not fit.
+    """
+    pieces: dict[str, list[tuple[str, TensorRecord]]] = {}
+    for file in files:
+        for name, tensor in (records[file].tensors or {}).items():
+            pieces.setdefault(name, []).append((file, tensor))
+    for name, slices in pieces.items():
+        if slices[0][1].total_rows is None and len(slices) == 1:
+            continue
+        if any(tensor.total_rows is None for _, tensor in slices):
+            (first_file, _), (file, _) = slices[:2]
+            where = f"which is in {first_file} too"
+            raise CheckpointError(f"{folder / file}: holds tensor {name!r}, {where}; save it again")
+        slices.sort(key=lambda piece: piece[1].row_offset)
+        first_file, first = slices[0]
+        next_row, kind_of_first = 0, (first.dtype, first.row_block, first.whole_shape)
+        for file, tensor in slices:
+            if (tensor.dtype, tensor.row_block, tensor.whole_shape) != kind_of_first:
+                raise CheckpointError(
+                    f"{folder / file}: its slice of tensor {name!r} has another type or shape than that in"
+                    f" {first_file}; save the folder again"
+                )
+            if tensor.row_offset != next_row:
+                defect = "an overlap" if tensor.row_offset < next_row else "a hole"
+                raise CheckpointError(
+                    f"{folder / file}: its slice of tensor {name!r} starts at row {tensor.row_offset} where {next_row}"
+                    f" is next ({defect}); save the folder again"
+                )
+            next_row = tensor.rows.stop
+        if next_row != first.total_rows:
+            raise CheckpointError(
+                f"{folder / slices[-1][0]}: tensor {name!r} ends at row {next_row} of {first.total_rows} (a hole);"
+                " save the folder again"
+            )
+    return pieces
+
+
+def check_index(folder: Path, set_name: str, records: Mapping[str, FileRecord], documents: Mapping[str, str]) -> None:
+    """Raise CheckpointError if the index of a tensor set does not say what the manifest says.
+
+    records: the manifest's entries of the set's shards. documents: the folder's text files, with the index.
+    """
+    path = folder / index_name(set_name)
+    if path.name not in documents:
+        raise CheckpointError(f"{path}: is not in the manifest, which lists shards; save the folder again")
+    try:
+        content = parse_json_object(documents[path.name].encode())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is not an index of shards ({error}); save the folder again") from error
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{path}: has no table 'weight_map'; save the folder again")
+    shards, slices = _contents(records)
+    expected = {tensor: file for file, names in shards.items() for tensor in names}
+    for tensor in sorted(expected.keys() | weight_map.keys()):
+        listed, actual = weight_map.get(tensor), expected.get(tensor)
+        if listed != actual:
+            raise CheckpointError(
+                f"{path}: says that tensor {tensor!r} is in {listed or 'no file'}, but the manifest says"
+                f" {actual or 'in none'}; save the folder again"
+            )
+    if content.get("slices", {}) != json.loads(index_text({}, 0, slices)).get("slices", {}):
+        raise CheckpointError(f"{path}: does not list the slices that the manifest lists; save the folder again")
+    metadata: Any = content.get("metadata")
+    total = sum(map(_bytes_of_tensors, records.values()))
+    if not isinstance(metadata, dict) or metadata.get("total_size") != total:
+        raise CheckpointError(f"{path}: its total_size is not the {total} bytes of the tensors; save the folder again")
+
+
+def _bytes_of_tensors(record: FileRecord) -> int:
+    """Return the bytes of a file's tensors, without its header."""
+    itemsizes = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+    tensors = (record.tensors or {}).values()
+    return sum(math.prod(tensor.shape) * itemsizes.get(tensor.dtype, 0) for tensor in tensors)
+
 
 SLICES_FORMAT = "heddle"  # of files that hold slices of tensors
 HASH_THREADS = 2  # hashing then keeps up with a fast disk, and each thread adds little memory

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from heddle.errors import ConfigError
-from heddle.model.compiled import compiled
 from heddle.model.config import ModelConfig
+from heddle.model.copies import compiled
 from heddle.model.decoder import Decoder
 from heddle.numerics.cross_entropy import DistillationSums, OutputHead, TeacherOutput, distillation_sums
 from heddle.numerics.norms import at_least_float32
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.tokenization.tokenizer import Tokenizer
 
 TRAINED_PARAMETERS = ("all", "touched")
@@ -43,6 +43,22 @@ class LossWeights:
                 raise ConfigError(f"loss {name}={weight:g}: the weight must be a number of at least 0")
         if not any(asdict(self).values()):
             raise ConfigError("loss: every weight is 0, so nothing would learn; leave one above 0")
+
+    @classmethod
+    def parse(cls, text: str | None, option: str) -> "LossWeights":
+        """Parse `logits=0.9,text=0.1`; a name alone has weight 1, None is the default. Raises ConfigError."""
+        if text is None:
+            return cls()
+        weights = {"logits": 0.0, "text": 0.0, "layers": 0.0}
+        for term in text.split(","):
+            name, equals, number = term.strip().partition("=")
+            if name not in weights:
+                raise ConfigError(f"{option} {text}: unknown loss '{name}'; choices: {', '.join(weights)}")
+            try:
+                weights[name] = float(number) if equals else 1.0
+            except ValueError:
+                raise ConfigError(f"{option} {text}: the weight of {name} must be a number of at least 0") from None
+        return cls(**weights)
 
 
 class TeacherSource(Protocol):

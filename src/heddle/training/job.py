@@ -1,5 +1,8 @@
 """A training job: what to train, on which data, how and where."""
 
+import os
+import resource
+import sys
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -9,16 +12,18 @@ import torch
 
 from heddle.data.chat import ChatDataset
 from heddle.data.corpus import Corpus
+from heddle.data.samples import PLAIN_ROWS, RowProtocol
 from heddle.distributed.degrees import ParallelDegrees
 from heddle.distributed.ranks import ONE_PROCESS, Ranks
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, MachineError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
 from heddle.model.initialization import cast_parameters
 from heddle.model.lora import add_lora
+from heddle.model.size import build_distinct_layers, parameter_counts
+from heddle.progress import format_amount
 from heddle.training.distillation import Distillation, Teacher
-from heddle.training.evaluation.bits_per_byte import TokenObserver
-from heddle.training.evaluation.budget import EvaluationBudget
+from heddle.training.evaluation.scores import EvaluationBudget, TokenObserver
 from heddle.training.init_checkpoint import InitCheckpoint, LoraSettings
 from heddle.training.settings import Settings
 from heddle.training.training_data import ChatData, TaskData, TaskSource, TextData, TrainingData
@@ -34,6 +39,7 @@ class TrainingJob:
     evaluation: how much evaluations read, and whether a solved task ends the training. observer: of the last one.
     ranks: those that share the work, of `heddle.distributed.process_group.join_ranks`. degrees: how they share it.
     trackers: names of TRACKERS (`heddle.training.trackers`), to which the log's lines are sent.
+    rows: how each row of a text begins.
     async_save: training goes on while a checkpoint is written from a copy in host memory; None: on an accelerator.
     """
 
@@ -53,6 +59,7 @@ class TrainingJob:
     degrees: ParallelDegrees = field(default_factory=ParallelDegrees)
     async_save: bool | None = None
     trackers: tuple[str, ...] = ()
+    rows: RowProtocol = PLAIN_ROWS
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -69,7 +76,7 @@ class TrainingJob:
     def training_data(self) -> TrainingData:
         """Return the source as training data."""
         if isinstance(self.source, Corpus):
-            return TextData(self.source)
+            return TextData(self.source, self.rows)
         return ChatData(self.source) if isinstance(self.source, ChatDataset) else TaskData(self.source)
 
     @property
@@ -122,3 +129,38 @@ class TrainingJob:
         if teacher is not None:
             self.training_data.check(teacher.model)
         return teacher
+
+
+# Whether a device can hold what a training keeps of each parameter: asked before anything is allocated.
+
+
+def check_memory(job: TrainingJob) -> None:
+    """Raise MachineError if the weights of a job, with their gradients and moments, exceed the device's memory."""
+    with torch.no_grad():
+        parameters, _ = parameter_counts(build_distinct_layers(job.config, torch.float32))
+    is_frozen = job.lora is not None or any(factor == 0 for _, factor in job.settings.lr_scale)
+    needed, memory = parameters * _least_bytes(job.settings, is_frozen), device_memory(job.device)
+    if needed > memory:
+        raise MachineError(
+            f"design: {format_amount(parameters, 'parameters')} take at least {format_amount(needed, 'bytes')} in "
+            f"training, and the device has {format_amount(memory, 'bytes')}; choose smaller sizes"
+        )
+
+
+def _least_bytes(settings: Settings, is_frozen: bool) -> int:
+    """Return the fewest bytes that a parameter takes: its weight and, where it is trained, gradient and moments."""
+    weight = 2 if settings.precision == "bf16-params" else 4
+    return weight if is_frozen else 2 * weight + 4  # one moment of Muon's; AdamW has two
+
+
+def device_memory(device: str) -> int:
+    """Return the bytes of memory that a device has in all."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_process_memory() -> int:
+    """The most bytes of memory that this process has held so far; Linux counts KiB, macOS bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

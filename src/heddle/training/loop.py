@@ -5,12 +5,17 @@ algorithms (`heddle.runtime`). On an accelerator the host queues a step before i
 """
 
 import math
+import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -19,29 +24,230 @@ from heddle.data.samples import Batch
 from heddle.distributed.ranks import Ranks
 from heddle.errors import MachineError
 from heddle.model.decoder import Decoder
-from heddle.numerics.dispatch.transfer import UNPINNED
+from heddle.numerics.transfer import UNPINNED
+from heddle.progress import format_amount
 from heddle.signals import Interrupted, StopRequest, catch_stop_signals
 from heddle.storage.lock import RunLock
-from heddle.storage.run_log import RunLog, open_run
+from heddle.storage.run_log import RunLog, open_run, read_log
 from heddle.training.built_models import BuiltModels, build_models
-from heddle.training.checkpoint import TrainingProgress, resume_run, save_run
-from heddle.training.checkpoint_saver import CheckpointSaver
-from heddle.training.evaluation.bits_per_byte import TokenObserver
-from heddle.training.evaluation.budget import EarlyStop
-from heddle.training.evaluation.on_ranks import scores_on_ranks
-from heddle.training.evaluation.scores import Scores, ratio_of_sums
-from heddle.training.job import TrainingJob
-from heddle.training.non_finite import first_non_finite
+from heddle.training.checkpoint import CheckpointSaver, TrainingProgress, resume_run, save_run
+from heddle.training.evaluation.scores import EarlyStop, Scores, TokenObserver, ratio_of_sums, scores_on_ranks
+from heddle.training.job import TrainingJob, peak_process_memory
 from heddle.training.optimizer import Optimizer, build_optimizer
-from heddle.training.prefetch import prepared_batches
-from heddle.training.settings import scheduled_learning_rate
+from heddle.training.settings import Settings, scheduled_learning_rate
 from heddle.training.smoothed_loss import RATE_STEPS, SmoothedLoss, step_speed
-from heddle.training.spike_guard import SpikeGuard
-from heddle.training.step import PreparedBatch, accumulate_gradients, apply_gradients, prepare_batch
-from heddle.training.step_log import QueuedStep, finite, log_line, peak_memory, peak_note
-from heddle.training.step_result import BatchResult
+from heddle.training.step import (
+    BatchResult,
+    PreparedBatch,
+    StepNumbers,
+    StepResult,
+    accumulate_gradients,
+    apply_gradients,
+    first_non_finite,
+    prepare_batch,
+)
 from heddle.training.trackers import open_trackers
-from heddle.training.training_result import TrainingResult
+
+# A step that is queued on a device, and its line of the log once its numbers are read.
+
+
+class QueuedStep(NamedTuple):
+    """number: of the step, from 1. start_time: when the host began to queue it, in time.perf_counter() seconds."""
+
+    number: int
+    batch: Batch
+    result: StepResult
+    learning_rate: float
+    start_time: float
+
+
+def log_line(
+    step: QueuedStep, numbers: StepNumbers, tokens: int, metrics: dict[str, float], previous_end: float
+) -> dict[str, Any]:
+    """Return a step's line of the log. metrics: of its data.
+
+    previous_end: when the numbers of the step before were read. A step that was queued earlier takes its seconds from
+    then on.
+    """
+    return {
+        "step": step.number,
+        "tokens": tokens,
+        "loss": numbers.loss,
+        **metrics,
+        **numbers.distillation,
+        **({"aux_loss": numbers.aux_loss, "experts": numbers.experts} if numbers.experts else {}),
+        "gradient_norm": numbers.gradient_norm,
+        "learning_rate": step.learning_rate,
+        "skipped": numbers.skipped,
+        "seconds": round(time.perf_counter() - max(step.start_time, previous_end), 6),
+    }
+
+
+def finite(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line in which numbers that are not finite are None, as JSON has none."""
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in line.items()}
+
+
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """Return `peak_memory_bytes` so far: of tensors on a CUDA device, of the whole process on a CPU; else nothing."""
+    if device.type == "cuda":
+        return {"peak_memory_bytes": torch.cuda.max_memory_allocated(device)}
+    return {"peak_memory_bytes": peak_process_memory()} if device.type == "cpu" else {}
+
+
+def peak_note(line: dict[str, Any]) -> str:
+    """Return the text about memory beside the progress bar."""
+    peak = line.get("peak_memory_bytes")
+    return "" if peak is None else f", {format_amount(peak, 'bytes')} at most"
+
+
+# A loss far above those before it, after which a run goes back to its last checkpoint and past the data since then.
+#
+# Chowdhery et al. (2022, PaLM, section 5.1) restarted about 100 steps before a spike and left out 200 to 500 batches.
+
+
+WINDOW = 128  # losses that a loss is compared with
+MIN_LOSSES = 16  # before there are as many, no loss is a spike
+MIN_SPREAD = 0.01  # of the median: losses that hardly differ would make any loss a spike
+MAX_REWINDS = 3  # in a row to one checkpoint
+NORMAL_SPREAD = 1.4826  # the standard deviation of normal numbers over their median absolute deviation
+
+
+class SpikeGuard:
+    """Finds spikes: losses above median + deviations · 1.4826 · median absolute deviation of the losses before them.
+
+    deviations: None finds none. first_checkpoint: no step up to it is a spike, since there is nothing to go back to.
+    """
+
+    def __init__(self, deviations: float | None, first_checkpoint: int = 0) -> None:
+        self.deviations, self.first_checkpoint = deviations, first_checkpoint
+        self.losses: deque[float] = deque(maxlen=WINDOW)
+        self.rewinds = self.rewind_step = 0  # how often in a row the run went back to this step
+
+    @classmethod
+    def of_run(cls, settings: Settings, run: Path) -> "SpikeGuard":
+        """The guard of a run after the steps in its log: a continued run finds the spikes that it would have found."""
+        guard = cls(settings.spike_guard, settings.save_every or 0)
+        guard.read(run)
+        return guard
+
+    def read(self, run: Path) -> None:
+        """Take the losses of a run's log, and no others."""
+        self.losses.clear()
+        for line in read_log(run) if self.deviations is not None else []:
+            self.is_spike(line)
+
+    def is_spike(self, line: Mapping[str, Any]) -> bool:
+        """Whether the loss in a line of the log is a spike; any other finite loss is remembered."""
+        if self.deviations is None or line["loss"] is None or line["skipped"]:
+            return False
+        can_be_spike = line["step"] > self.first_checkpoint and len(self.losses) >= MIN_LOSSES
+        if can_be_spike and line["loss"] > self.limit:
+            return True
+        self.losses.append(line["loss"])
+        return False
+
+    @property
+    def limit(self) -> float:
+        """The largest loss that is no spike."""
+        assert self.deviations is not None
+        median = statistics.median(self.losses)
+        spread = NORMAL_SPREAD * statistics.median(abs(loss - median) for loss in self.losses)
+        return median + self.deviations * max(spread, MIN_SPREAD * abs(median))
+
+    def count_rewind(self, run: Path, step: int) -> None:
+        """Count one more return to the checkpoint of a step. Raises MachineError after too many in a row."""
+        self.rewinds = self.rewinds + 1 if step == self.rewind_step else 1
+        self.rewind_step = step
+        if self.rewinds > MAX_REWINDS:
+            raise MachineError(
+                f"{run}: after each of {MAX_REWINDS} returns to step {step} the loss rose far above those before it "
+                "again; try a lower learning rate in another folder"
+            )
+
+
+# Prepare what the next step needs on one thread, while this step runs.
+
+
+Value = TypeVar("Value")
+
+
+class Prefetcher(Generic[Value]):
+    """Calls `build` for the next step on a thread, one step ahead of `take`.
+
+    steps: there is nothing to build from here on. An error of `build` is raised by the `take` of its step, as if it had
+    been called there. When the block ends, the thread ends; a build under way is awaited, and its item dropped.
+    """
+
+    def __init__(self, build: Callable[[int], Value], steps: int) -> None:
+        self._build, self._steps = build, steps
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="heddle-batches")
+        self._ahead: tuple[int, Future[Value]] | None = None
+
+    def take(self, step: int) -> Value:
+        """Return the item of a step, and start with that of the next one. Steps may come in any order."""
+        ahead = self._ahead
+        future = ahead[1] if ahead is not None and ahead[0] == step else self._submit(step)
+        self._ahead = (step + 1, self._submit(step + 1)) if step + 1 < self._steps else None
+        return future.result()
+
+    def _submit(self, step: int) -> Future[Value]:
+        return self._executor.submit(copy_context().run, self._build, step)
+
+    def __enter__(self) -> "Prefetcher[Value]":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def prepared_batches(
+    batch_at: Callable[[int], Batch], settings: Settings, device: torch.device, ranks: Ranks, ahead: bool
+) -> Iterator[Callable[[int], PreparedBatch]]:
+    """Yield a function from a step to its batch, of which this rank's rows are on the device.
+
+    ahead: a thread makes the next batch while a step runs, and copies it through pinned memory.
+    """
+
+    def prepare(step: int) -> PreparedBatch:
+        return prepare_batch(batch_at(step), device, settings.gradient_accumulation_steps, ranks)
+
+    if not ahead:
+        yield prepare
+        return
+    with Prefetcher(prepare, settings.steps) as prefetcher:
+        yield prefetcher.take
+
+
+# What a training returns: the model, its scores on held-out data, and how it went.
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """A finished run.
+
+    scores: of the final evaluation, (bits, bytes) of each window of text or (right answers, scored targets) of each
+    row of a task. tokens_per_second: of the median step, without evaluations and checkpoints.
+    """
+
+    model: Decoder
+    scores: Scores
+    progress: TrainingProgress
+    tokens_per_second: float
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Return the bits per byte of the held-out text. Only for text and chats."""
+        return ratio_of_sums(self.scores)
+
+    @property
+    def task_accuracy(self) -> float:
+        """Return the fraction of a task's held-out targets that the model predicts right. Only for tasks."""
+        return ratio_of_sums(self.scores)
+
 
 MAX_CONSECUTIVE_SKIPS = 10
 FINAL_EVALUATION_TOKENS = 2**16  # held-out tokens of the evaluation at the end

@@ -8,21 +8,278 @@ U has singular values near 1. Muon's update is scaled as in Liu et al. (2025): i
 learning rate r serves both. r is the learning rate of the step times the factor of the parameter's path.
 """
 
+import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from heddle.distributed.ranks import held_rows, local_part
+from heddle.distributed.ranks import as_sharded, held_rows, local_part
+from heddle.distributed.sharding import compute_on_owners, owner_count
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder
+from heddle.numerics.dispatch import DeviceSize
+from heddle.numerics.random import RandomStream, stochastic_round
 from heddle.parts.modules.linear import SelfInitialized
-from heddle.training.eager_optimizer import EagerAdamw
-from heddle.training.master_weights import MasterWeights, memory_of
-from heddle.training.muon import StackedMuon
-from heddle.training.state_buffers import share_buffers
+from heddle.torch_private import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm
+
+# Optimizers whose first step does not wait for torch's compiler.
+#
+# torch keeps some methods of its optimizers out of compiled graphs, and imports the compiler for that: more than a
+# second
+# before the first step. An optimizer here is never inside a compiled graph, and calls what torch wrapped.
+
+
+class EagerOptimizer(torch.optim.Optimizer):
+    """Base, before torch's own class, of an optimizer that is called outside compiled graphs."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as torch does."""
+        inspect.unwrap(super().add_param_group)(self, param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free the gradients, or set them to zero."""
+        inspect.unwrap(super().zero_grad)(self, set_to_none)
+
+
+class EagerAdamw(EagerOptimizer, torch.optim.AdamW):
+    """torch's AdamW, with the same numbers."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
+        return inspect.unwrap(torch.optim.AdamW.step)(self, closure)
+
+
+# Muon over stacks: matrices of one shape are updated together, in a few launches instead of two dozen each.
+#
+# Of matrices that are sharded over ranks, each is orthogonalized on one rank, its owner.
+
+
+STACK_ELEMENTS = DeviceSize(cpu=2**16, accelerator=2**28)  # a CPU multiplies larger matrices faster one by one
+SMALLEST_NORM = 1e-7  # torch's default
+
+
+class StackedMuon(EagerOptimizer, torch.optim.Muon):
+    """torch's Muon, with its settings, its numbers and a momentum for each matrix.
+
+    found_inf: 0 or 1, float32 [] on the device; 1 leaves weights and momenta as they are. None: gradients are finite.
+    """
+
+    found_inf: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every matrix that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
+            first = 0
+            for stack in _stacks(matrices):
+                self._update(stack, group, first)
+                first += len(stack) if owner_count(stack[0]) > 1 else 0  # ranks hold different whole matrices
+        return loss
+
+    def _update(self, matrices: Sequence[Tensor], group: dict[str, Any], first: int) -> None:
+        """Update matrices of one shape, [rows, columns] each; `first` counts the sharded ones before them."""
+        momenta = [local_part(self._momentum(matrix)) for matrix in matrices]
+        gradient, momentum = _stack([local_part(_gradient(matrix)) for matrix in matrices]), _stack(momenta)
+        if self.found_inf is None:
+            after = momentum.lerp_(gradient, 1 - group["momentum"])
+        else:
+            after = momentum.lerp(gradient, 1 - group["momentum"])
+        direction = gradient.lerp(after, group["momentum"]) if group["nesterov"] else after
+        compute = partial(_orthogonalize, coefficients=group["ns_coefficients"], steps=group["ns_steps"])
+        parts = direction.bfloat16().view(len(matrices), *direction.shape[-2:])
+        update = compute_on_owners(matrices[0], parts, compute, first).view_as(direction).to(momentum.dtype)
+        rate, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
+        if self.found_inf is not None:
+            is_bad = self.found_inf > 0
+            after, update = torch.where(is_bad, momentum, after), update.masked_fill(is_bad, 0.0)
+            decay = momentum.new_full((), decay).masked_fill(is_bad, 1.0)
+        foreach_copy_(momenta, _unstack(after))
+        weights = [local_part(matrix) for matrix in matrices]
+        foreach_mul_(weights, decay)
+        foreach_add_(weights, _unstack(update), alpha=-_adjusted(rate, group, matrices[0].shape))
+
+    def _momentum(self, matrix: Tensor) -> Tensor:
+        state = self.state[matrix]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        momentum: Tensor = state["momentum_buffer"]
+        return momentum
+
+
+def _gradient(matrix: Tensor) -> Tensor:
+    assert matrix.grad is not None
+    return matrix.grad
+
+
+def _stack(matrices: Sequence[Tensor]) -> Tensor:
+    """[n, rows, columns], or the matrix itself if there is no other."""
+    return torch.stack(list(matrices)) if len(matrices) > 1 else matrices[0]
+
+
+def _unstack(stack: Tensor) -> tuple[Tensor, ...]:
+    return tuple(stack.unbind()) if stack.dim() == 3 else (stack,)
+
+
+def _stacks(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Matrices of one shape, dtype, device and placement: for each owner at most STACK_ELEMENTS, or one matrix."""
+    alike: dict[tuple[torch.Size, torch.dtype, torch.device, int], list[Tensor]] = {}
+    for matrix in matrices:
+        alike.setdefault((matrix.shape, matrix.dtype, matrix.device, owner_count(matrix)), []).append(matrix)
+    for stack in alike.values():
+        count = max(1, STACK_ELEMENTS.on(stack[0]) // stack[0].numel()) * owner_count(stack[0])
+        yield from (stack[first : first + count] for first in range(0, len(stack), count))
+
+
+def _orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+    """Newton–Schulz steps of each of the matrices [n, rows, columns], bfloat16."""
+    if len(matrices) == 1:  # a product is faster than a batch of one product
+        return _orthogonalize_stack(matrices[0], coefficients, steps)[None]
+    return _orthogonalize_stack(matrices, coefficients, steps)
+
+
+def _orthogonalize_stack(matrices: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+    a, b, c = coefficients
+    add_product = torch.addmm if matrices.dim() == 2 else torch.baddbmm
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
+    for _ in range(steps):
+        square = x @ x.mT
+        x = add_product(x, add_product(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def _adjusted(learning_rate: float, group: dict[str, Any], shape: torch.Size) -> float:
+    """The rate of matrices of a shape. `match_rms_adamw` makes an update about as large as AdamW's."""
+    rows, columns = shape
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return float(learning_rate * 0.2 * max(rows, columns) ** 0.5)
+    return float(learning_rate * max(1.0, rows / columns) ** 0.5)
+
+
+# float32 copies of bfloat16 parameters, which the optimizer updates: small updates would be lost in bfloat16.
+#
+# The copies stay between the steps (Micikevicius et al. 2018), or exist during an update only: then the new weights are
+# rounded stochastically, and nothing of them is stored but the parameters.
+
+
+class MasterWeights:
+    """The copies of all bfloat16 parameters among `parameters`, by name; other dtypes have none.
+
+    Sharded parameters have sharded copies, which are rounded as those of one process are. stochastic: the copies hold
+    no memory between updates, and `write_back` rounds stochastically.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], stochastic: bool = False) -> None:
+        self.parameters = {name: value for name, value in parameters.items() if value.dtype == torch.bfloat16}
+        self.copies = {name: nn.Parameter(value.detach().float()) for name, value in self.parameters.items()}
+        self.stochastic = stochastic
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Return the copies that outlive an update, by name."""
+        return {} if self.stochastic else {name: copy.detach() for name, copy in self.copies.items()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Load what `state` returned."""
+        with torch.no_grad():
+            for name in self.state.keys() & state.keys():
+                self.copies[name].copy_(state[name])
+
+    def take_gradients(self) -> None:
+        """Move the parameters' gradients to their copies, in float32. A copy that holds no memory gets its values."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                continue
+            copy = self.copies[name]
+            if self.stochastic:
+                own = local_part(copy.detach())
+                own.untyped_storage().resize_(own.numel() * own.element_size())
+                own.copy_(local_part(parameter.detach()))
+            copy.grad, parameter.grad = parameter.grad.float(), None
+
+    def write_back(self, key: tuple[int, int]) -> None:
+        """Round the copies into the parameters. key: (seed, step), from which stochastic rounding draws."""
+        if not self.parameters:
+            return
+        with torch.no_grad():
+            if not self.stochastic:
+                weights, copies = self.parameters.values(), self.copies.values()
+                foreach_copy_([local_part(x) for x in weights], [local_part(x) for x in copies])
+                return
+            for name, parameter in self.parameters.items():
+                own = local_part(self.copies[name].detach())
+                if own.untyped_storage().size():
+                    stream = RandomStream.of("stochastic rounding", *key, name)
+                    local_part(parameter.detach()).copy_(stochastic_round(own, stream, _first_element(parameter)))
+        self.free()
+
+    def discard_gradients(self) -> None:
+        """Drop gradients that `take_gradients` moved, as after a step that is skipped."""
+        for copy in self.copies.values():
+            copy.grad = None
+        self.free()
+
+    def free(self) -> None:
+        """Free the memory of copies that exist during an update only. Tensors that share it stay valid."""
+        for copy in self.copies.values() if self.stochastic else ():
+            local_part(copy.detach()).untyped_storage().resize_(0)
+
+
+def _first_element(parameter: Tensor) -> int:
+    """The number, in the whole parameter, of the first element that this rank holds."""
+    if as_sharded(parameter) is None:
+        return 0
+    first_row: int = held_rows(parameter).start
+    return first_row * (parameter.numel() // max(1, len(parameter)))
+
+
+def memory_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+# Moments of small tensors lie one behind another, so that one pass over memory checks many of them.
+
+
+SMALL = 2**18  # elements; a pass over more takes longer than its call
+ALIGNMENT = 16  # elements: each moment begins where a cache line does
+
+
+def share_buffers(states: Iterable[dict[str, Tensor]]) -> list[Tensor]:
+    """Move the small moments in states of an optimizer on a CPU into one buffer for each dtype, in their own shapes.
+
+    Returns tensors that hold the numbers of all moments, on this rank: the buffers, and every other moment.
+    """
+    small: dict[torch.dtype, list[tuple[dict[str, Tensor], str]]] = defaultdict(list)
+    tensors = []
+    for state in states:
+        for name, moment in state.items():
+            if not moment.dim():  # a count of steps
+                continue
+            if moment.device.type == "cpu" and moment.numel() <= SMALL and as_sharded(moment) is None:
+                small[moment.dtype].append((state, name))
+            else:
+                tensors.append(local_part(moment))
+    for dtype, moments in small.items():
+        sizes = [-(-state[name].numel() // ALIGNMENT) * ALIGNMENT for state, name in moments]
+        buffer = torch.zeros(sum(sizes), dtype=dtype)
+        for (state, name), part in zip(moments, buffer.split(sizes), strict=True):
+            state[name] = part[: state[name].numel()].view(state[name].shape).copy_(state[name])
+        tensors.append(buffer)
+    return tensors
+
 
 LearningRateScales = Sequence[tuple[str, float]]  # (path, factor); the last path that matches a parameter counts
 EPSILON = 1e-8  # AdamW's ε
@@ -116,7 +373,7 @@ class Optimizer:
         for tensor in (*map(local_part, self.trainable.values()), *self._moments()):
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         with torch.no_grad():
-            norms = [norm.float() for tensors in by_dtype.values() for norm in torch._foreach_norm(tensors)]
+            norms = [norm.float() for tensors in by_dtype.values() for norm in foreach_norm(tensors)]
             return torch.stack(norms).isfinite().all()
 
     def _moments(self) -> list[Tensor]:

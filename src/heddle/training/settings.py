@@ -1,15 +1,27 @@
-"""The settings of a training, and the learning rate of each step."""
+"""The settings of `heddle train`, those that decide a training's result, and the learning rate of each step."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
 from heddle.errors import ConfigError
+from heddle.settings import (
+    PRECISIONS,
+    Argument,
+    Deterministic,
+    Json,
+    Kernel,
+    Option,
+    SessionSettings,
+    Tf32,
+    TrainingPrecision,
+    parse_tokens,
+)
 
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("wsd", "cosine", "linear", "constant")
-PRECISIONS = ("fp32", "bf16", "bf16-params")
 _LATER_FIELDS = (
     "first_sample",
     "transfer_width",
@@ -36,7 +48,7 @@ class Settings:
     width at which the learning rate was chosen; rates, first values and decay of each weight follow from the model's
     width (`heddle.training.width_transfer`). None: they do not.
     spike_guard: a loss so many deviations above those before it takes the run back to its last checkpoint, and past
-    the data since then (`heddle.training.spike_guard`). None: no loss does.
+    the data since then (`heddle.training.loop`). None: no loss does.
     """
 
     steps: int
@@ -168,3 +180,87 @@ def scheduled_learning_rate(settings: Settings, step: int) -> float:
 
 def _cosine(share: float) -> float:
     return math.cos(math.pi * share)
+
+
+Design = Annotated[Any, Argument("DESIGN", "A YAML, TOML or JSON file, preset:NAME, or a checkpoint folder.")]
+Overrides = Annotated[tuple[str, ...], Argument("FIELD=VALUE", "Overrides, such as layers.0.mixer.kv_heads=1.")]
+Data = Annotated[
+    tuple[str, ...],
+    Option("PATH", "A text file or folder, or hf:PATH; PATH@2 doubles its weight; repeatable. [stdlib]"),
+]
+TokenizerFile = Annotated[Path | None, Option("FILE", "A tokenizer.json, instead of training a BPE tokenizer.")]
+VocabSize = Annotated[int | None, Option("N", "Tokenizer size, if the design sets no vocab_size. [4096]")]
+OptimizerName = Annotated[str, Option("NAME", "adamw or muon.")]
+Schedule = Annotated[str, Option("NAME", "wsd, cosine, linear or constant.")]
+Warmup = Annotated[int | None, Option("N", "Warmup steps. [a twentieth of the steps, at least 10]")]
+LearningRate = Annotated[float, Option("X", "Peak learning rate.")]
+LrScale = Annotated[tuple[str, ...], Option("PATH=X", "Factor on --lr, such as layers.*.mixer=0.5; repeatable.")]
+Transfer = Annotated[str | None, Option("width=N", "The width at which --lr was chosen; weights scale from there.")]
+Track = Annotated[tuple[str, ...], Option("NAME", "Log to tensorboard, wandb, trackio or mlflow, too; repeatable.")]
+BatchSize = Annotated[int, Option("N", "Sequences per step.")]
+LossWeightsText = Annotated[str | None, Option("NAME[=X],...", "Weights of logits, text and layers. [logits=1]")]
+Reserved = Annotated[int, Option("N", "Reserved: refused unless it is 1.", hidden=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings(SessionSettings):
+    """Settings of `heddle train` and `heddle.train`."""
+
+    SHOWN: ClassVar = (
+        "data", "steps", "tokens", "batch_size", "sequence_length", "lr", "seed", "out", "from_", "device", "precision",
+    )  # fmt: skip
+
+    design: Annotated[Any, Argument("DESIGN", "A file, preset:NAME or a folder; leave out with --from.")] = None
+    overrides: Overrides = ()
+    from_: Annotated[Path | None, Option("FOLDER", "Start from the weights of this model or run.")] = None
+    out: Annotated[Path, Option("FOLDER", "The run's folder.")] = Path("runs/train")
+    lora: Annotated[int | None, Option("RANK", "With --from: train only LoRA adapters of this rank.")] = None
+    lora_targets: Annotated[
+        tuple[str, ...], Option("PATH", "Projections with LoRA; repeatable. [layers.*.mixer.q, .v]")
+    ] = ()
+    distill: Annotated[Path | None, Option("FOLDER", "Train towards this model or run, the teacher.")] = None
+    distill_loss: LossWeightsText = None
+    data: Data = ()
+    tokenizer: TokenizerFile = None
+    vocab_size: VocabSize = None
+    steps: Annotated[int | None, Option("N", "Optimizer steps. [500]")] = None
+    tokens: Annotated[int | None, Option("N", "Training tokens, as 2M, instead of --steps.", parse_tokens)] = None
+    batch_size: BatchSize = Settings.batch_size
+    sequence_length: Annotated[int | None, Option("N", "Tokens per sequence. [256; a recall task has its own]")] = None
+    gradient_accumulation_steps: Annotated[int, Option("N", "Micro-batches per step; same result.")] = 1
+    lr: LearningRate = Settings.learning_rate
+    lr_scale: LrScale = ()
+    transfer: Transfer = None
+    optimizer: OptimizerName = Settings.optimizer
+    schedule: Schedule = Settings.schedule
+    warmup: Warmup = None
+    seed: Annotated[int, Option("N", "Random seed of weights, data order and dropout.")] = 0
+    save_every: Annotated[int | None, Option("N", "Steps between checkpoints.")] = 100
+    async_save: Annotated[bool | None, Option("", "Train on while a checkpoint is written. [on an accelerator]")] = None
+    evaluate_every: Annotated[int | None, Option("N", "Steps between evaluations.")] = None
+    spike_guard: Annotated[
+        float | None, Option("X", "Go back and past the data when the loss rises X deviations above the last.")
+    ] = None
+    track: Track = ()
+    compile: Annotated[bool | None, Option("", "Compile each layer with torch.compile. [where it pays: on CUDA]")] = (
+        None
+    )
+    checkpoint_activations: Annotated[bool, Option("", "Recompute activations in backward; saves memory.")] = False
+    precision: TrainingPrecision = Settings.precision
+    stochastic_rounding: Annotated[bool, Option("", "With bf16-params: round at random, without float32 copies.")] = (
+        False
+    )
+    fp8: Annotated[bool, Option("", "With bf16: projections in float8, by torchao on a recent GPU.")] = False
+    tf32: Tf32 = False
+    deterministic: Deterministic = False
+    kernel: Kernel = ()
+    nproc: Annotated[int | None, Option("N", "Train on N ranks of this machine, one a GPU. [1]")] = None
+    data_parallel_replicate_degree: Annotated[int, Option("N", "Copies of the model's state.")] = 1
+    data_parallel_shard_degree: Annotated[int, Option("N", "Shards of each copy. [-1: the rest]")] = -1
+    tensor_parallel_degree: Reserved = 1
+    pipeline_parallel_degree: Reserved = 1
+    context_parallel_degree: Reserved = 1
+    expert_parallel_degree: Reserved = 1
+    max_restarts: Annotated[int, Option("N", "With --nproc: start ranks again after one died.")] = 3
+    rank_timeout: Annotated[float, Option("SECONDS", "A rank that lets others wait longer is lost.")] = 45.0
+    json: Json = False

@@ -5,28 +5,210 @@ through pinned memory (a thread may call `prepare_batch` ahead), losses stay on 
 skips an update that is not finite.
 """
 
-from dataclasses import replace
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from heddle.data.samples import Batch
-from heddle.distributed.ranks import ONE_PROCESS, Ranks, reduce_with_next_backward, whole
+from heddle.distributed.ranks import ONE_PROCESS, Ranks, local_part, reduce_with_next_backward, whole
 from heddle.model.decoder import Decoder
 from heddle.numerics.cross_entropy import loss_sum
-from heddle.numerics.dispatch.operation import device_type
-from heddle.numerics.dispatch.transfer import to_device
+from heddle.numerics.dispatch import device_type
 from heddle.numerics.random import RandomKey, use_random_key
-from heddle.parts.context.encoder_output import EncoderOutput
-from heddle.parts.context.layout import Layout
+from heddle.numerics.transfer import HostCopy, to_device
 from heddle.parts.feedforwards import Feedforward
-from heddle.parts.modules.router_statistics import record_router_statistics
+from heddle.parts.layout import EncoderOutput, Layout
+from heddle.parts.modules.router_statistics import RouterStatistics, record_router_statistics
+from heddle.torch_private import TorchDispatchMode, in_backward_pass, is_mutable, tree_leaves
 from heddle.training.distillation import Teacher
 from heddle.training.optimizer import Optimizer
-from heddle.training.router_metrics import RouterMetricsCollector
-from heddle.training.step_result import BatchResult, StepResult
+
+# Metrics of mixtures of experts in a training step: expert load, router entropy, dropped choices, auxiliary loss.
+
+
+RouterSummary = dict[str, dict[str, Any]]  # by the mixture's path: load, entropy, dropped
+
+
+class RouterMetrics(NamedTuple):
+    """Sums over one mixture and one step.
+
+    expert_counts: int64 [experts], how often each expert was chosen. dropped: int64 [], choices dropped for lack of
+    capacity. entropy: float64 [], of the router's probabilities, in nats. tokens: int64 [].
+    """
+
+    expert_counts: Tensor
+    dropped: Tensor
+    entropy: Tensor
+    tokens: Tensor
+
+    def summary(self) -> dict[str, Any]:
+        """Return each expert's fraction of the choices, the mean entropy per token and the fraction dropped."""
+        choices = max(1, int(self.expert_counts.sum()))
+        entropy = float(self.entropy) / max(1, int(self.tokens))
+        return {
+            "load": [round(load / choices, 4) for load in self.expert_counts.tolist()],
+            "entropy": round(entropy, 6) if math.isfinite(entropy) else None,
+            "dropped": round(int(self.dropped) / choices, 6),
+        }
+
+
+class RouterMetricsCollector:
+    """Adds up the router statistics of the parts of a batch."""
+
+    def __init__(self, model: Decoder, batch: Batch) -> None:
+        self.model = model
+        self.metrics: dict[str, RouterMetrics] = {}  # by the mixture's path
+        self.aux_loss = torch.zeros((), dtype=torch.float64, device=model.embed.weight.device)  # mean over tokens
+        self._tokens = sum(map(sum, batch.doc_lengths))
+        self._source_tokens = 0 if batch.encoder_tokens is None else int((batch.encoder_tokens >= 0).sum())
+
+    @cached_property
+    def _names(self) -> dict[nn.Module, str]:
+        return {module: name for name, module in self.model.named_modules()}
+
+    def add(self, entries: Iterable[RouterStatistics]) -> Tensor | None:
+        """Add the statistics of one part of the batch and return its auxiliary loss, or None.
+
+        The losses recorded are sums over tokens. Divided by the tokens of the whole batch, they do not depend on how
+        the batch was split.
+        """
+        aux_loss: Tensor | None = None
+        for entry in entries:
+            name = self._names[entry.mixture]
+            metrics = RouterMetrics(entry.expert_counts, entry.dropped, entry.entropy, entry.tokens)
+            metrics = RouterMetrics(*(value.detach() for value in metrics))
+            previous = self.metrics.get(name)
+            if previous is not None:
+                metrics = RouterMetrics(*(a + b for a, b in zip(previous, metrics, strict=True)))
+            self.metrics[name] = metrics
+            if entry.aux_loss is not None:
+                share = entry.aux_loss / (self._source_tokens if name.startswith("encoder.") else self._tokens)
+                aux_loss = share if aux_loss is None else aux_loss + share
+        if aux_loss is not None:
+            self.aux_loss += aux_loss.detach().double()
+        return aux_loss
+
+    def sum_over(self, ranks: Ranks) -> None:
+        """Add the sums of the other ranks."""
+        self.aux_loss = ranks.sum(self.aux_loss)
+        for name in sorted(self.metrics):
+            self.metrics[name] = RouterMetrics(*(ranks.sum(value) for value in self.metrics[name]))
+
+
+def recent_router_summary(log: Sequence[dict[str, Any]]) -> RouterSummary | None:
+    """Average the router metrics over the last tenth of a log's steps; None for a design without experts."""
+    recent = log[-max(1, len(log) // 10) :]
+    summaries = [line["experts"] for line in recent if not line["skipped"] and "experts" in line]
+    return average_router_summaries(summaries) if summaries else None
+
+
+def average_router_summaries(summaries: Sequence[RouterSummary]) -> RouterSummary:
+    """Average the load, entropy and dropped fraction over several steps or runs of one design."""
+    return {
+        path: {
+            "load": [_mean(loads) for loads in zip(*(summary[path]["load"] for summary in summaries), strict=True)],
+            "entropy": _mean([summary[path]["entropy"] for summary in summaries]),
+            "dropped": _mean([summary[path]["dropped"] for summary in summaries]),
+        }
+        for path in summaries[0]
+    }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+# The numbers of an optimizer step: they stay on the device until a loop reads them, all in one copy.
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """The losses of a batch, whose gradients are in the parameters. They are on the model's device.
+
+    loss: mean over targets, in nats, float64 []. aux_loss: the load balancing loss of experts, mean over tokens,
+    float64 []; not part of `loss`. router_metrics: by the path of each mixture of experts. distillation: with a
+    teacher, the KL from it ('divergence', mean over targets, in nats) and, if layers are compared, 'layer_error'; each
+    without its weight. ranks: those that share the step.
+    """
+
+    loss: Tensor
+    aux_loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    router_metrics: Mapping[str, RouterMetrics] = field(default_factory=dict)
+    distillation: Mapping[str, Tensor] = field(default_factory=dict)
+    ranks: Ranks = ONE_PROCESS
+
+
+class StepNumbers(NamedTuple):
+    """The numbers of a step on the host, for its log.
+
+    loss: mean nats per target. gradient_norm: before clipping. skipped: the update was not applied. aux_loss and
+    distillation: as in `BatchResult`. experts: the summary of each mixture of experts, by its path.
+    """
+
+    loss: float
+    gradient_norm: float
+    skipped: bool
+    aux_loss: float
+    distillation: dict[str, float]
+    experts: RouterSummary
+
+
+class StepResult:
+    """The numbers of a step, on their way to the host since the step was queued.
+
+    `read` waits until the device has finished this step, and not for what was queued after it. A loop that reads a step
+    when it has queued the next one lets the device work without a pause. `loss`, `gradient_norm` and `skipped` also
+    read. is_state_finite: whether weights and moments were finite before the step, bool [].
+    """
+
+    def __init__(self, batch: BatchResult, gradient_norm: Tensor, is_state_finite: Tensor) -> None:
+        losses = (batch.loss, gradient_norm, batch.aux_loss, *batch.distillation.values())
+        checked = torch.stack([value.detach().to(gradient_norm.device, torch.float64) for value in losses])
+        self.is_finite = checked.isfinite().all() & is_state_finite  # bool [], on the device: the update may be applied
+        metrics = [value.double().flatten() for entry in batch.router_metrics.values() for value in entry]
+        self._copy = HostCopy(torch.cat((checked, self.is_finite.double()[None], *metrics)))
+        self._distillation = tuple(batch.distillation)
+        self._experts = {path: len(entry.expert_counts) for path, entry in batch.router_metrics.items()}
+
+    def read(self) -> StepNumbers:
+        """The numbers. Only the first call may wait."""
+        return self._numbers
+
+    @cached_property
+    def _numbers(self) -> StepNumbers:
+        copy = self._copy.read()
+        loss, norm, aux_loss, *values = copy.tolist()
+        count = len(self._distillation)
+        is_finite, start, experts = bool(values[count]), count + 4, {}
+        for path, size in self._experts.items():  # float64 holds counts below 2^53 exactly
+            counts, (dropped, entropy, tokens) = copy[start : start + size], copy[start + size : start + size + 3]
+            experts[path] = RouterMetrics(counts.long(), dropped.long(), entropy, tokens.long()).summary()
+            start += size + 3
+        distillation = dict(zip(self._distillation, values[:count], strict=True))
+        return StepNumbers(loss, norm, not is_finite, aux_loss, distillation, experts)
+
+    @property
+    def loss(self) -> float:
+        """Mean nats per target."""
+        return self.read().loss
+
+    @property
+    def gradient_norm(self) -> float:
+        """The norm of all gradients together, before clipping."""
+        return self.read().gradient_norm
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was not applied, because a loss, the norm, a weight or a moment is not finite."""
+        return self.read().skipped
 
 
 class BatchPart(NamedTuple):
@@ -181,3 +363,139 @@ def apply_gradients(
     optimizer.discard_gradients()
     model.zero_grad(set_to_none=True)
     return result
+
+
+# Where the first number that is not finite arises: a step runs once more, under watch, and nothing is updated.
+
+
+# These write -inf where a mask hides a pair, or read it: their infinities are meant.
+_MASKS = ("fill", "full", "where", "scalar_tensor", "constant_pad", "copy", "log", "logaddexp", "logcumsumexp")
+
+
+def first_non_finite(
+    model: Decoder, optimizer: Optimizer, compute_gradients: Callable[[], BatchResult] | None
+) -> str | None:
+    """Say where the first number arises that is not finite, in a step that was skipped. None: all are finite this time.
+
+    compute_gradients: the step's forward and backward pass over the plain model; None: only stored numbers are looked
+    at, on this rank. Gradients are discarded afterwards.
+    """
+    stored = _stored(dict(model.named_parameters()), "weight") or _stored(
+        {f"{name}, {key}": value for name, values in optimizer.state.items() for key, value in values.items()},
+        "the optimizer's state of",
+    )
+    if stored is not None or compute_gradients is None:
+        return stored
+    watch = _Watch()
+    try:
+        with _module_paths(model, watch), watch:
+            batch = compute_gradients()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        losses = {"loss": batch.loss, "auxiliary loss": batch.aux_loss, **batch.distillation}
+        return watch.origin or _stored(losses, "the") or _stored(gradients, "gradient of")
+    finally:
+        optimizer.discard_gradients()
+        model.zero_grad(set_to_none=True)
+
+
+def _stored(tensors: Mapping[str, Tensor], label: str) -> str | None:
+    """Name the first of these tensors that holds a number that is not finite."""
+    for name, tensor in tensors.items():
+        values = local_part(tensor.detach())
+        bad = values.numel() - int(values.isfinite().sum())
+        if bad:
+            return f"{label} {name} holds {_amount(bad, values)}"
+    return None
+
+
+def _amount(bad: int, values: Tensor) -> str:
+    count = "a number that is" if bad == 1 else f"{bad:,} numbers that are"
+    return f"{count} not finite" + (f" (of {values.numel():,})" if values.numel() > 1 else "")
+
+
+class _Watch(TorchDispatchMode):
+    """Looks at every result of an operation.
+
+    path: the modules that run, from the outside in. backward_path: the last module to whose result the backward pass
+    came.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path: list[str] = []
+        self.backward_path: str | None = None
+        self.origin: str | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if self.origin is not None or "empty" in name:
+            return func(*args, **(kwargs or {}))
+        inputs = {key: value for key, value in (kwargs or {}).items() if key != "out"}
+        operands = [tensor for tensor in tree_leaves((args, inputs)) if _is_float(tensor)]
+        read = _numbers(operands) if is_mutable(func) else None  # before it is overwritten
+        result = func(*args, **(kwargs or {}))
+        results = [tensor for tensor in tree_leaves(result) if _is_float(tensor)]
+        written = _numbers(results)
+        if not written.are_finite and _is_new(written, read or _numbers(operands), any(m in name for m in _MASKS)):
+            self.origin = self._describe(name, next(tensor for tensor in results if not tensor.isfinite().all()))
+        return result
+
+    def _describe(self, name: str, tensor: Tensor) -> str:
+        bad = tensor.numel() - int(tensor.isfinite().sum())
+        return f"{self._location()}, operation {name}: its result {list(tensor.shape)} holds {_amount(bad, tensor)}"
+
+    def _location(self) -> str:
+        if self.path:
+            return f"in {self.path[-1]}"
+        if not in_backward_pass():
+            return "in the loss"
+        below = "" if self.backward_path is None else f" below the result of {self.backward_path}"
+        return f"in the backward pass{below}"
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and not value.is_meta
+
+
+class _Numbers(NamedTuple):
+    are_finite: bool
+    have_nan: bool
+
+
+def _numbers(tensors: list[Tensor]) -> _Numbers:
+    are_finite = all(bool(tensor.isfinite().all()) for tensor in tensors)
+    return _Numbers(are_finite, not are_finite and any(bool(tensor.isnan().any()) for tensor in tensors))
+
+
+def _is_new(result: _Numbers, read: _Numbers, may_be_infinite: bool) -> bool:
+    """Whether an operation made numbers that are not finite from numbers that are, other than for a mask.
+
+    NaN from infinities counts as new: a softmax over a row that a mask hides whole, say.
+    """
+    return not read.have_nan if result.have_nan else read.are_finite and not may_be_infinite
+
+
+@contextmanager
+def _module_paths(model: nn.Module, watch: _Watch) -> Iterator[None]:
+    """Tell the watch which module runs: in the forward pass, and where layers are recomputed."""
+
+    def enter(name: str) -> Callable[..., None]:
+        return lambda *_: watch.path.append(name)
+
+    def leave(name: str) -> Callable[..., None]:
+        def note(_module: nn.Module, _inputs: Any, result: Any) -> None:
+            watch.path.pop()
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                    tensor.register_hook(lambda _: setattr(watch, "backward_path", name))
+
+        return note
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name:
+                hooks.callback(module.register_forward_pre_hook(enter(name)).remove)
+                hooks.callback(module.register_forward_hook(leave(name), always_call=True).remove)
+        yield

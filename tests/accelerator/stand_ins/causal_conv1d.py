@@ -10,7 +10,7 @@ from torch.nn import functional
 __version__ = "1.6.1"
 
 
-def causal_conv1d_fn(  # noqa: PLR0913 - the signature of the library
+def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,

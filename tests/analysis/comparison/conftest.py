@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from heddle.analysis import workers as processes
-from heddle.analysis.comparison import probes, report_writer
+from heddle.lab import workers as processes
+from heddle.lab.compare import probes, run
 from tests import small
 from tests.analysis.comparison.runs import JAPANESE, Workers
 
@@ -18,14 +18,14 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
     workers = Workers()
     monkeypatch.setattr(processes, "start_worker", workers.start)
     for limit in ("SLOW_REPORT_SECONDS", "MAX_REPORT_SHARE"):  # a report at the beginning and at the end
-        monkeypatch.setattr(report_writer, limit, 0.0)
+        monkeypatch.setattr(run, limit, 0.0)
     return workers
 
 
 @pytest.fixture
 def report_after_each_run(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write it on a slow machine, too."""
-    monkeypatch.setattr(report_writer, "SLOW_REPORT_SECONDS", 1e9)
+    monkeypatch.setattr(run, "SLOW_REPORT_SECONDS", 1e9)
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from heddle.analysis.comparison.effects import field_effects
-from heddle.analysis.comparison.extrapolation import length_changes, result_summary
-from heddle.analysis.comparison.pairs import pair_report
-from heddle.analysis.comparison.probes import RECALL_PROBES
-from heddle.analysis.comparison.statistics import mean_bits_per_byte
-from heddle.analysis.comparison.verdict import verdict_sentences
+from heddle.lab.compare.abilities import length_changes, result_summary
+from heddle.lab.compare.pairs import field_effects, pair_report
+from heddle.lab.compare.probes import RECALL_PROBES
+from heddle.lab.compare.statistics import mean_bits_per_byte
+from heddle.lab.compare.verdict import verdict_sentences
 from heddle.training.evaluation.length_extrapolation import ExtrapolationResult
 
 CONTEXTS = [1024 * 2**power for power in range(8)]

@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from heddle.analysis.comparison.worker import perform_task
+from heddle.lab.compare.worker import perform_task
 from heddle.signals import Interrupted
-from heddle.storage.json_file import write_json_file
+from heddle.storage.file_io import write_json_file
 
 JAPANESE = (
     "機を織る人は糸を上げて杼を通す。",

@@ -8,9 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from heddle.analysis.comparison.critical_values import pair_critical_value
-from heddle.analysis.comparison.sequential import Spending, StoppingRule, anytime_level
-from heddle.analysis.comparison.simultaneous import PairStatistics, fixed_level, moderated_degrees, seed_statistics
+from heddle.lab.compare.power import Spending, StoppingRule, anytime_level
+from heddle.lab.compare.statistics import (
+    PairStatistics,
+    fixed_level,
+    moderated_degrees,
+    pair_critical_value,
+    seed_statistics,
+)
 
 TEXT_DEGREES = 20
 

@@ -1,13 +1,13 @@
-"""Which recall tasks are trained and drawn, and the curve over pairs: the rules, on designs and invented results."""
+"""Which recall tasks are trained and drawn: the rules, on designs and invented results."""
 
 import io
 from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console
 
-from heddle.analysis.comparison.abilities import (
+from heddle.errors import ConfigError
+from heddle.lab.compare.abilities import (
     TaskChoice,
     choose_tasks,
     describe_results,
@@ -15,23 +15,13 @@ from heddle.analysis.comparison.abilities import (
     left_out_sentences,
     summarize_abilities,
 )
-from heddle.analysis.comparison.probes import CURVE_PROBE, RECALL_PROBES, select_probes
-from heddle.analysis.comparison.recall_curve import (
-    accuracy_by_pairs,
-    curve_points,
-    curve_sentence,
-    curve_summary,
-    curve_table,
-    describe_curve_cost,
-    most_pairs,
-)
-from heddle.analysis.comparison.terminal import print_report
-from heddle.errors import ConfigError
+from heddle.lab.compare.probes import RECALL_PROBES, select_probes
+from heddle.lab.compare.terminal import print_report
 from heddle.model.config import ModelConfig
-from heddle.training.evaluation.budget import EarlyStop
+from heddle.training.evaluation.scores import EarlyStop
 from tests import small
 from tests.analysis.comparison import reports
-from tests.laws.planting import plant
+from tests.laws.planting import assigned, condition
 
 LONG_TRAINING = 1e9  # tokens: every task is affordable
 
@@ -91,7 +81,7 @@ def test_a_short_training_affords_short_rows_only() -> None:
 
 
 def test_a_budget_that_is_spent_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "analysis.comparison.abilities:choose_tasks", "affordable -= 0 if choice.reason else", "_ =")
+    assigned(choose_tasks, "affordable", lambda spent: 0, nth=1)(monkeypatch)
     with pytest.raises(AssertionError):
         test_a_short_training_affords_short_rows_only()
 
@@ -149,8 +139,7 @@ def test_the_report_has_what_is_drawn_and_why_the_rest_is_not() -> None:
 def test_several_tasks_may_be_named() -> None:
     assert select_probes("auto") == ("auto",)
     assert select_probes("mqar,parity") == ("mqar", "parity")
-    assert select_probes("auto,curve") == ("auto", "curve")
-    for names in ("mqar,mqar", "auto,mqar", "all,none", "none,s5"):
+    for names in ("mqar,mqar", "auto,mqar", "all,none", "none,s5", "auto,curve"):
         with pytest.raises(ConfigError, match=f"recall {names}:"):
             select_probes(names)
 
@@ -173,85 +162,17 @@ def test_a_training_ends_where_the_task_is_solved_or_hopeless() -> None:
 
 
 def test_hopeless_only_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "training.evaluation.budget:EarlyStop.add", 'line["step"] >= budget.hopeless_steps', "True")
+    condition(EarlyStop.add, "hopeless_steps", True)(monkeypatch)
     with pytest.raises(AssertionError):
         test_a_training_ends_where_the_task_is_solved_or_hopeless()
 
 
-def test_the_curve_counts_each_number_of_pairs() -> None:
-    counts = curve_summary()["pairs"]
-    assert counts == [4, 8, 16, 32, 64]
-    rows = [(float(10 * (row % 5)), 64) for row in range(23)]
-    points = accuracy_by_pairs(rows)
-    assert [pairs for pairs, _, _ in points] == counts
-    assert [accuracy for _, accuracy, _ in points] == pytest.approx([0, 10 / 64, 20 / 64, 30 / 64, 40 / 64])
-    assert [scored for _, _, scored in points] == [320, 320, 320, 256, 256]
-    # the rows of the task are in the same order
-    batch = CURVE_PROBE.task_stream.batch(0, 0, 5)
-    assert [lengths[0] // 3 for lengths in batch.doc_lengths] == counts
-
-
-def test_planted_order_of_rows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "analysis.comparison.recall_curve:accuracy_by_pairs", "counts, rows", "counts, rows[::-1]")
-    with pytest.raises(AssertionError):
-        test_the_curve_counts_each_number_of_pairs()
-
-
-def curve_report() -> dict[str, Any]:
-    accuracies: dict[str, list[float | None]] = {
-        "full": [1, 1, 1, 1, 0.99],
-        "small": [1, 0.98, 0.5, 1, 0.1],
-        "linear": [0.3] * 5,
-        "failed": [None] * 5,
-    }
-    designs = [
-        {
-            "name": name,
-            "recall_curve": [
-                {"pairs": pairs, "accuracy": value, "scored": 64, "state_bytes": size * pairs}
-                for pairs, value in zip(curve_summary()["pairs"], values, strict=True)
-            ],
-        }
-        for size, (name, values) in enumerate(accuracies.items(), 1)
-    ]
-    return {"recall_curve": curve_summary(), "designs": designs, "baseline": "full"}
-
-
-def test_the_curve_in_words_and_numbers() -> None:
-    report = curve_report()
-    assert curve_sentence(report) == "Pairs recalled, of up to 64: full 64, small 8 and linear none."
-    table = curve_table(report)
-    assert table.rows[1] == ["small", "100 %", "98 %", "50 %", "100 %", "10 %", "8", "128 B"]
-    assert table.rows[-1] == ["guessing", "25 %", "12 %", "6.2 %", "3.1 %", "1.6 %", "", ""]
-    chances = curve_summary()["chance_by_pairs"]
-    assert [most_pairs(design["recall_curve"], chances) for design in report["designs"]] == [64, 8, 0, None]
-    assert curve_sentence({"designs": []}) == ""
-
-
-def test_the_state_of_the_curve_is_that_of_the_copy() -> None:
-    config = full()
-    [first, *_, last] = curve_points(config, {"by_pairs": accuracy_by_pairs([(1.0, 64)] * 5)})
-    assert (first["pairs"], last["pairs"], last["scored"]) == (4, 64, 64)
-    layers = CURVE_PROBE.small_copy(config).depth
-    per_token = layers * 2 * config.width * 4  # keys and values of float32
-    assert last["state_bytes"] - first["state_bytes"] == pytest.approx((128 - 8) * per_token, rel=0.3)
-    constant = {point["state_bytes"] for point in curve_points(recurrent(), {})}
-    assert len(constant) == 1
-    text = describe_curve_cost({"a": config}, 1e12)
-    assert text.startswith("recall curve: 1 small copies read up to 1.38 M tokens each, ")
-    assert np.isfinite(float(text.split("each, ")[1].split(" ")[0]))
-
-
 def test_the_terminal_says_what_is_not_drawn() -> None:
     report = reports.make_report() | {"recall_left_out": report_of()["recall_left_out"]}
-    report["recall_curve"] = curve_summary()
-    for design in report["designs"]:
-        design["recall_curve"] = curve_report()["designs"][1]["recall_curve"]
     console = Console(width=300, file=io.StringIO())
     print_report(report, console)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "S5: not tested, because it is too hard." in text
-    assert "Pairs recalled, of up to 64: mha-tiny 8," in text
     assert "20.8–" in text  # the range of a speed
     assert "21.8 k" in text

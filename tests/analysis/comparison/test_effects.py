@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heddle.analysis.comparison.effects import field_effects, parse_number
-from heddle.analysis.comparison.statistics import mean_bits_per_byte, t_quantile, text_half_width
+from heddle.lab.compare.pairs import field_effects, parse_number
+from heddle.lab.compare.statistics import mean_bits_per_byte, t_quantile, text_half_width
 from tests.analysis.comparison import reports
 
 FIELDS = {"layers.*.mixer.kv_heads": ("1", "2", "4"), "residual.kind": ("pre_norm", "parallel")}

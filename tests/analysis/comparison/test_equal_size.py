@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heddle.analysis.comparison import equal_size
-from heddle.analysis.comparison.equal_size import (
+from heddle.errors import ConfigError
+from heddle.lab.compare import equal_size
+from heddle.lab.compare.equal_size import (
     CLOSE_TOLERANCE,
     MAX_DEVIATION,
     equalize_sizes,
@@ -19,8 +20,7 @@ from heddle.analysis.comparison.equal_size import (
     rounding_step,
     with_width,
 )
-from heddle.analysis.comparison.plan import DesignEntry
-from heddle.errors import ConfigError
+from heddle.lab.compare.plan import DesignEntry
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config

@@ -5,17 +5,17 @@ from typing import Any
 import pytest
 import torch
 
-from heddle.analysis.comparison.equal_size import equalize_sizes
-from heddle.analysis.comparison.equal_state import (
-    MAX_DEVIATION,
+from heddle.config import kind_class, kinds
+from heddle.errors import ConfigError
+from heddle.lab.compare.equal_size import (
+    MAX_STATE_DEVIATION,
+    equalize_sizes,
     equalize_states,
     parse_state_context,
     with_state_factor,
 )
-from heddle.analysis.comparison.plan import DesignEntry
-from heddle.analysis.comparison.tables import equal_size_table
-from heddle.config import kind_class, kinds
-from heddle.errors import ConfigError
+from heddle.lab.compare.plan import DesignEntry
+from heddle.lab.compare.tables import equal_size_table
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
@@ -40,7 +40,7 @@ def test_presets_get_the_state_of_the_baseline() -> None:
     assert scaled[0] == entries[0]
     target = bytes_of(entries[0].config)
     for before, after in zip(entries[1:], scaled[1:], strict=True):
-        assert abs(bytes_of(before.config) / target - 1) > MAX_DEVIATION
+        assert abs(bytes_of(before.config) / target - 1) > MAX_STATE_DEVIATION
         assert abs(bytes_of(after.config) / target - 1) < 0.01, after.name
         assert after.config.width == before.config.width
         assert after.scaled_fields

@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 
-from heddle.analysis.comparison import evaluations
-from heddle.analysis.comparison.evaluations import interim_tokens, plan_evaluations
-from heddle.analysis.comparison.probes import RECALL_PROBES
+from heddle.lab.compare import probes
+from heddle.lab.compare.probes import RECALL_PROBES, interim_tokens, plan_evaluations
 from heddle.training.loop import INTERIM_EVALUATION_TOKENS
 from heddle.training.settings import Settings
 
@@ -28,7 +27,7 @@ def check_share(batch_size: int, length: int) -> None:
             assert (steps < 10, batches) == (True, 0)
             continue
         points = sum(1 for step in range(1, steps + 1) if step % interval == 0 or step == steps)
-        assert 1 <= points <= evaluations.MAX_POINTS
+        assert 1 <= points <= probes.MAX_POINTS
         assert points * batches <= steps / 10
         assert batches == 1 or batches * settings.tokens_per_step <= INTERIM_EVALUATION_TOKENS
         for text_tokens in TEXTS:
@@ -42,7 +41,7 @@ def test_evaluations_read_at_most_a_tenth_of_what_is_trained(batch_size: int, le
 
 @pytest.mark.parametrize(("name", "value"), [("MAX_SHARE", 0.2), ("INTERIM_EVALUATION_TOKENS", 2**15)])
 def test_a_larger_share_would_be_noticed(name: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluations, name, value)
+    monkeypatch.setattr(probes, name, value)
     with pytest.raises(AssertionError):
         check_share(4, 256)
 

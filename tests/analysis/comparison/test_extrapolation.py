@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis.comparison.extrapolation import length_changes, result_summary
-from heddle.analysis.comparison.statistics import TEXT_SPANS, paired_difference, seed_half_width
+from heddle.lab.compare.abilities import length_changes, result_summary
+from heddle.lab.compare.statistics import TEXT_SPANS, paired_difference, seed_half_width
 from heddle.training.evaluation.length_extrapolation import ExtrapolationResult
 
 

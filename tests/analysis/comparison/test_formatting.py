@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis.comparison import formatting, lookup
+from heddle.lab.compare import tables
 from tests.analysis.comparison import reports
 
 
@@ -28,15 +28,15 @@ from tests.analysis.comparison import reports
     ],
 )
 def test_numbers_are_scaled(value: float | None, words: str) -> None:
-    assert formatting.format_number(value) == words
+    assert tables.format_number(value) == words
 
 
 def test_units() -> None:
-    assert formatting.format_bytes(6.0e6) == "6.00 MB"
-    assert formatting.format_bytes(512) == "512 B"
-    assert formatting.format_rate(24_100) == "24.1 k tok/s"
-    assert formatting.format_rate(None) == "–"
-    assert [formatting.format_context(context) for context in (512, 1000, 1024, 8192, 131_072)] == [
+    assert tables.format_bytes(6.0e6) == "6.00 MB"
+    assert tables.format_bytes(512) == "512 B"
+    assert tables.format_rate(24_100) == "24.1 k tok/s"
+    assert tables.format_rate(None) == "–"
+    assert [tables.format_context(context) for context in (512, 1000, 1024, 8192, 131_072)] == [
         "512",
         "1000",
         "1k",
@@ -54,7 +54,7 @@ def test_units() -> None:
     ],
 )
 def test_budgets(budget: tuple[str, float], words: str) -> None:
-    assert formatting.format_budget({"kind": budget[0], "value": budget[1]}) == words
+    assert tables.format_budget({"kind": budget[0], "value": budget[1]}) == words
 
 
 def difference(mean: float | None, half: float | None, pairs: int = 3) -> dict[str, Any]:
@@ -81,25 +81,25 @@ def difference(mean: float | None, half: float | None, pairs: int = 3) -> dict[s
     ],
 )
 def test_differences_never_look_resolved_when_they_are_not(mean: float | None, half: float | None, words: str) -> None:
-    assert formatting.format_difference(difference(mean, half)) == words
+    assert tables.format_difference(difference(mean, half)) == words
 
 
 def test_judgements() -> None:
-    assert formatting.judgment(difference(-0.02, 0.01)) == "better"
-    assert formatting.judgment(difference(0.02, 0.01)) == "worse"
-    assert formatting.judgment(difference(0.02, 0.03)) == "not resolved"
-    assert formatting.judgment(difference(0.02, 0.01, pairs=1)) == "worse, one seed"
-    assert formatting.judgment(difference(0.02, None)) == "not resolved"
-    assert formatting.judgment(difference(None, None)) == "not measured"
-    assert formatting.judgment(None) == "not measured"
+    assert tables.judgment(difference(-0.02, 0.01)) == "better"
+    assert tables.judgment(difference(0.02, 0.01)) == "worse"
+    assert tables.judgment(difference(0.02, 0.03)) == "not resolved"
+    assert tables.judgment(difference(0.02, 0.01, pairs=1)) == "worse, one seed"
+    assert tables.judgment(difference(0.02, None)) == "not resolved"
+    assert tables.judgment(difference(None, None)) == "not measured"
+    assert tables.judgment(None) == "not measured"
 
 
 def test_lists_and_shares() -> None:
-    assert formatting.join_names(["a"]) == "a"
-    assert formatting.join_names(["a", "b"]) == "a and b"
-    assert formatting.join_names(["a", "b", "c"]) == "a, b and c"
-    assert formatting.join_names(["a", "b", "c", "d", "e"]) == "a, b and 3 more"
-    assert [formatting.format_share(part, 100) for part in (50, 33.4, 25, 12.5, 38, 230, 0.2)] == [
+    assert tables.join_names(["a"]) == "a"
+    assert tables.join_names(["a", "b"]) == "a and b"
+    assert tables.join_names(["a", "b", "c"]) == "a, b and c"
+    assert tables.join_names(["a", "b", "c", "d", "e"]) == "a, b and 3 more"
+    assert [tables.format_share(part, 100) for part in (50, 33.4, 25, 12.5, 38, 230, 0.2)] == [
         "half",
         "a third",
         "a quarter",
@@ -116,13 +116,13 @@ def test_contexts_are_shared_by_all_designs_that_have_any() -> None:
         {"state_bytes": [[1024, 1.0], [8192, 2.0]]},
         {"state_bytes": []},
     ]
-    assert lookup.shared_context(series, "state_bytes") == 8192
+    assert tables.shared_context(series, "state_bytes") == 8192
     series[1]["state_bytes"][1] = [8192, None]
-    assert lookup.shared_context(series, "state_bytes") == 1024
-    assert lookup.shared_context([{"state_bytes": None}], "state_bytes") is None
+    assert tables.shared_context(series, "state_bytes") == 1024
+    assert tables.shared_context([{"state_bytes": None}], "state_bytes") is None
 
 
 def test_ranking_puts_the_unfinished_last() -> None:
-    names = [row["name"] for row in lookup.ranked_designs(reports.crowd())]
+    names = [row["name"] for row in tables.ranked_designs(reports.crowd())]
     assert names[-1].endswith("run-007")
-    assert lookup.ranked_designs(reports.make_report())[0]["name"] == "hybrid-delta-tiny"
+    assert tables.ranked_designs(reports.make_report())[0]["name"] == "hybrid-delta-tiny"

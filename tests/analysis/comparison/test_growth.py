@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heddle.analysis import workers as processes
-from heddle.analysis.comparison.report_writer import ReportWriter
 from heddle.cli.main import run_command
+from heddle.lab import workers as processes
+from heddle.lab.compare.run import ReportWriter
 from heddle.signals import Interrupted
-from heddle.storage.json_file import write_json_file
+from heddle.storage.file_io import write_json_file
 from tests import small
 from tests.analysis.comparison import reports
 

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis.comparison.plan import ComparisonPlan, DesignEntry
-from heddle.analysis.comparison.report import comparison_report, design_facts
-from heddle.analysis.comparison.results import Results
-from heddle.analysis.comparison.tasks import Comparison
-from heddle.analysis.comparison.terminal import print_report
-from heddle.analysis.pages.report import report_page
-from heddle.analysis.workers import Workers
+from heddle.lab.compare.plan import ComparisonPlan, DesignEntry
+from heddle.lab.compare.report import Results, comparison_report, design_facts
+from heddle.lab.compare.tasks import Comparison
+from heddle.lab.compare.terminal import print_report
+from heddle.lab.pages.report import report_page
+from heddle.lab.workers import Workers
 from heddle.runtime import set_up_runtime
 from tests import small
 from tests.analysis.comparison import reports

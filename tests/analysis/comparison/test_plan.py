@@ -6,14 +6,8 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis.comparison.plan import (
-    ComparisonPlan,
-    DesignEntry,
-    load_entries,
-    plan_warnings,
-    shared_vocab_size,
-)
 from heddle.errors import ConfigError
+from heddle.lab.compare.plan import ComparisonPlan, DesignEntry, load_entries, plan_warnings, shared_vocab_size
 from tests import small
 
 

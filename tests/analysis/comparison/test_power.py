@@ -6,16 +6,15 @@ import math
 import numpy as np
 import pytest
 
-from heddle.analysis.comparison.power import (
+from heddle.lab.compare.power import (
+    anytime_level,
     detectable_difference,
     need_for,
     round_widths_below,
     seeds_for,
     smallest_resolvable,
 )
-from heddle.analysis.comparison.sequential import anytime_level
-from heddle.analysis.comparison.simultaneous import PairStatistics, seed_statistics
-from heddle.analysis.comparison.statistics import t_quantile
+from heddle.lab.compare.statistics import PairStatistics, seed_statistics, t_quantile
 
 
 def statistics_of(designs: int, seeds: int, text: float | None = None) -> PairStatistics:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis.comparison.probes import RECALL_PROBES, select_probes
 from heddle.errors import ConfigError
+from heddle.lab.compare.probes import RECALL_PROBES, select_probes
 from heddle.model.config import LayerConfig
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from heddle.analysis.comparison import abilities, probes, recall_curve
-from heddle.analysis.comparison.probes import RecallProbe
 from heddle.cli.main import run_command
+from heddle.lab.compare import abilities, probes
+from heddle.lab.compare.probes import RecallProbe
+from heddle.storage.file_io import read_json_file, write_json_file
 from tests import small
 from tests.analysis.comparison.runs import Workers, command, read_report
 
@@ -21,9 +22,6 @@ def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "FINAL_TOKENS", 360)
     for module in (probes, abilities):
         monkeypatch.setattr(module, "RECALL_PROBES", short)
-    curve = RecallProbe("MQAR by pairs", "recall:mqar_mixture,pairs=4,smallest=2", "Which?", 2, batch_size=2)
-    monkeypatch.setattr(probes, "CURVE_PROBE", curve)
-    monkeypatch.setattr(recall_curve, "CURVE_PROBE", curve)
 
 
 @pytest.mark.usefixtures("short_probes")
@@ -31,13 +29,13 @@ def test_recall_beside_the_mean_loss(folder: Path, tmp_path: Path, workers: Work
     twin = small.design()
     twin["layers"][0]["feedforward"]["hidden"] = 40
     small.design_file(folder / "twin.yaml", twin)
-    options = ["--recall", "auto,curve", "--sequence-length", "64", "--extrapolate", "1", "--seeds", "1"]
+    options = ["--recall", "auto", "--sequence-length", "64", "--extrapolate", "1", "--seeds", "1"]
     assert run_command(command(folder, tmp_path, *options, designs=("full", "my local", "twin"))) == 0
     recall_tasks = [name for name in workers.ran if "recall" in name]
     # the copies of full and twin differ in their feed-forwards only, which MQAR leaves out
     assert recall_tasks == [
-        "full-recall-mqar", "full-recall-parity", "full-recall-curve",
-        "my local-recall-mqar", "my local-recall-parity", "my local-recall-curve",
+        "full-recall-mqar", "full-recall-parity",
+        "my local-recall-mqar", "my local-recall-parity",
         "twin-recall-parity",
     ]  # fmt: skip
     report = read_report(tmp_path)
@@ -46,10 +44,7 @@ def test_recall_beside_the_mean_loss(folder: Path, tmp_path: Path, workers: Work
     assert {row["name"] for row in report["recall_left_out"]} | set(report["recall"]) == {"mqar", "parity", "s5"}
     [s5] = [row for row in report["recall_left_out"] if row["name"] == "s5"]
     assert s5["reason"] == "no kind of mixer learns it within this budget"
-    assert report["recall_curve"]["pairs"] == [2, 4]
     for design in designs.values():
-        assert [point["pairs"] for point in design["recall_curve"]] == [2, 4]
-        assert all(0 <= point["accuracy"] <= 1 for point in design["recall_curve"])
         assert set(design["recall"]) == {"mqar", "parity"}
         [run] = design["runs"]
         # both profiles are cuts of the final evaluation: nothing is lost and nothing is read twice
@@ -74,13 +69,19 @@ def test_recall_beside_the_mean_loss(folder: Path, tmp_path: Path, workers: Work
 
 
 @pytest.mark.usefixtures("short_probes")
-def test_the_cost_of_the_curve_is_told_before(
+def test_a_folder_with_the_curve_goes_on_without(
     folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [part for part in command(folder, tmp_path, "--recall", "curve", "--seeds", "1") if part != "--quiet"]
-    assert run_command(arguments) == 0
-    err = capsys.readouterr().err
-    assert "recall curve: 2 small" in err
-    assert err.index("recall curve") < err.index("bits per byte (run 1 of 2)")
-    assert run_command(command(folder, tmp_path / "x", "--recall", "curve,curve")) == 2
-    assert "recall curve,curve:" in capsys.readouterr().err
+    """Recall over the number of pairs is gone: a plan on disk may name it, an option may not."""
+    options = ["--recall", "mqar", "--seeds", "1"]
+    assert run_command(command(folder, tmp_path, *options)) == 0
+    plan = read_json_file(tmp_path / "plan.json")
+    write_json_file(tmp_path / "plan.json", plan | {"recall_probes": ["mqar", "curve"]})
+    workers.ran = []
+    assert run_command(command(folder, tmp_path, *options)) == 0
+    assert workers.ran == []
+    assert read_json_file(tmp_path / "plan.json") == plan
+    capsys.readouterr()
+    assert run_command(command(folder, tmp_path, "--recall", "mqar,curve", "--seeds", "1")) == 2
+    assert "recall mqar,curve: " in (err := capsys.readouterr().err)
+    assert "leave curve out" in err

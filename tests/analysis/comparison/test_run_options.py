@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import heddle
-from heddle.analysis.comparison import probes
 from heddle.cli.main import run_command
 from heddle.errors import ConfigError
+from heddle.lab.compare import probes
 from tests import small
 from tests.analysis.comparison.runs import Workers, command, read_report
 
@@ -95,7 +95,7 @@ def test_another_choice_of_probes_is_another_comparison(
     assert run_command(command(folder, tmp_path, "--recall", "mqar")) == 2
     assert "recall_probes was []" in capsys.readouterr().err
     assert run_command(command(folder, tmp_path, "--recall", "mqra")) == 2
-    choices = "auto, all, none, curve, mqar, induction, copying, needle, parity, s5"
+    choices = "auto, all, none, mqar, induction, copying, needle, parity, s5"
     message = f"heddle: recall mqra: unknown choice; did you mean 'mqar'? choices: {choices}\n"
     assert capsys.readouterr().err == message
 

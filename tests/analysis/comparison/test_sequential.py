@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heddle.analysis.comparison.sequential import Spending, StoppingRule, anytime_level
-from heddle.analysis.comparison.simultaneous import seed_statistics
-from heddle.analysis.comparison.statistics import Run
-from heddle.analysis.comparison.until_resolved import UntilResolved
+from heddle.lab.compare.power import Spending, StoppingRule, anytime_level
+from heddle.lab.compare.schedule import UntilResolved
+from heddle.lab.compare.statistics import Run, seed_statistics
 from tests.analysis.comparison import simulation
 from tests.analysis.comparison.simulation import draw, run_until_resolved, stopped_miss_rate
 from tests.analysis.comparison.test_statistics import finished_run

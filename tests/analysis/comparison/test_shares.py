@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from heddle import runtime
-from heddle.analysis import workers as processes
 from heddle.cli.main import run_command
+from heddle.lab import workers as processes
 from heddle.storage import lock
 from heddle.storage.lock import RunLock
 from tests.analysis.comparison.runs import Ended, Workers, command, read_report, without_timing

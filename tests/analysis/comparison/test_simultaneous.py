@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 from scipy.stats import studentized_range
 
-from heddle.analysis.comparison import simultaneous
-from heddle.analysis.comparison.critical_values import pair_critical_value, range_tail
-from heddle.analysis.comparison.pairs import Judging, pair_report
-from heddle.analysis.comparison.simultaneous import PairStatistics, pair_statistics, seed_statistics
-from heddle.analysis.comparison.statistics import paired_difference
+from heddle.lab.compare import statistics as simultaneous
+from heddle.lab.compare.pairs import Judging, pair_report
+from heddle.lab.compare.statistics import (
+    PairStatistics,
+    pair_critical_value,
+    pair_statistics,
+    paired_difference,
+    range_tail,
+    seed_statistics,
+)
 from tests.analysis.comparison import reports, simulation
 from tests.analysis.comparison.simulation import miss_rate
 from tests.analysis.comparison.test_statistics import finished_run

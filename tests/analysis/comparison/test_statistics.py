@@ -5,15 +5,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heddle.analysis.comparison import statistics
-from heddle.analysis.comparison.statistics import (
+from heddle.errors import DataError
+from heddle.lab.compare import statistics
+from heddle.lab.compare.statistics import (
     mean_bits_per_byte,
     paired_difference,
     run_seconds,
     t_quantile,
     text_half_width,
 )
-from heddle.errors import DataError
 from tests.analysis.comparison import reports
 
 # Student's t as printed in tables: (two-sided level, degrees of freedom, quantile)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from heddle.analysis.comparison.terminal import print_report
+from heddle.lab.compare.terminal import print_report
 from tests.analysis.comparison import reports
 
 

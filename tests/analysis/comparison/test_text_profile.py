@@ -5,8 +5,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heddle.analysis.comparison.text_profile import count_recall_rows, profile_rows, recall_in_text
-from tests.laws.planting import plant
+from heddle.lab.compare.text_profile import (
+    _as_runs,
+    _gain,
+    _over_depths,
+    count_recall_rows,
+    profile_rows,
+    recall_in_text,
+)
+from tests.laws.planting import Plant, calls, condition, operand_dropped, wrapped
 
 NEEDLES, SPANS, BLOCKS = 8, 12, 16
 
@@ -86,17 +93,17 @@ def test_groups_are_compared_with_the_baseline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "old", "new"),
+    "plant",
     [
-        ("_over_depths", "is not None) == hidden", "is None) == hidden"),
-        ("_gain", "score - other, size", "score, size"),
-        ("_as_runs", "if size]", "]"),
-        ("profile_rows", "[name][group]", "[name][0]"),
+        wrapped(_over_depths, lambda over_depths, run, name, hidden: over_depths(run, name, not hidden)),
+        operand_dropped(_gain, "other"),
+        condition(_as_runs, "size", True),
+        calls(profile_rows, "scored", lambda scored, group: scored(0)),
     ],
     ids=["control and needle swapped", "no control", "blocks without a token", "one group for all"],
 )
-def test_planted_errors_are_caught(monkeypatch: pytest.MonkeyPatch, function: str, old: str, new: str) -> None:
-    plant(monkeypatch, f"analysis.comparison.text_profile:{function}", old, new)
+def test_planted_errors_are_caught(monkeypatch: pytest.MonkeyPatch, plant: Plant) -> None:
+    plant(monkeypatch)
     tests = [
         test_needles_are_compared_with_their_control,
         test_spans_lose_what_is_copied,

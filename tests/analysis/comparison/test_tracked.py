@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis.comparison import worker
 from heddle.cli.main import run_command
 from heddle.distributed.ranks import Ranks
+from heddle.lab.compare import worker
 from heddle.storage.run_log import read_log
 from heddle.training import trackers
 from heddle.training.trackers import TRACKERS, metrics_of

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis import workers as processes
-from heddle.analysis.comparison import report_writer
-from heddle.analysis.comparison.tasks import run_result
-from heddle.analysis.comparison.worker import perform_task
 from heddle.cli.main import run_command
 from heddle.data.corpus import prepare_corpus
-from heddle.data.held_out import split_held_out
+from heddle.data.token_file import split_held_out
+from heddle.lab import workers as processes
+from heddle.lab.compare import run as report_writer
+from heddle.lab.compare.tasks import run_result
+from heddle.lab.compare.worker import perform_task
 from heddle.signals import Interrupted
-from heddle.storage.json_file import write_json_file
+from heddle.storage.file_io import read_json_file, write_json_file
 from tests import small
 
 OPTIONS = ["--sequence-length", "32", "--device", "cpu", "--threads", "1", "--recall", "none"]
@@ -169,6 +169,22 @@ def test_an_interrupted_search_goes_on(compare: Callable[..., int], workers: Wor
     assert read_report(tmp_path / "out")["tuning"] == whole["tuning"]
     assert compare(*RATES) == 0
     assert list(workers.requests) == everything
+
+
+def test_a_folder_of_successive_halving_is_refused(
+    compare: Callable[..., int], workers: Workers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It began with shorter trials under the same names: their losses are not those of the grid."""
+    assert compare(*RATES) == 0
+    before = (tmp_path / "out" / "report.json").read_bytes()
+    for file in (tmp_path / "out" / "runs").glob("*-tune1000000-*.json"):
+        result = read_json_file(file)
+        write_json_file(file, result | {"train_tokens": result["train_tokens"] // 3})
+    assert compare(*RATES) == 2
+    assert "successive halving" in (err := capsys.readouterr().err)
+    assert f"{tmp_path / 'out'}: " in err
+    assert "another folder" in err
+    assert (tmp_path / "out" / "report.json").read_bytes() == before
 
 
 def test_added_seeds_keep_the_values(

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from heddle.analysis.comparison.tuning_fields import (
+from heddle.errors import ConfigError
+from heddle.lab.compare.plan import (
     Value,
     all_candidates,
     describe_candidate,
@@ -14,7 +15,6 @@ from heddle.analysis.comparison.tuning_fields import (
     tuned_paths,
     tuned_settings,
 )
-from heddle.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heddle.analysis.comparison.plan import choose_baseline, load_entries
-from heddle.analysis.comparison.variation import MAX_NAME_LENGTH, enumerate_variants, parse_varied_fields, short_titles
 from heddle.errors import ConfigError
-from heddle.model.parse_yaml import parse_values, parse_yaml
+from heddle.lab.compare.plan import (
+    MAX_NAME_LENGTH,
+    choose_baseline,
+    enumerate_variants,
+    load_entries,
+    parse_varied_fields,
+    short_titles,
+)
+from heddle.model.load_config import parse_values, parse_yaml
 from tests import small
 
 SCALARS = st.one_of(

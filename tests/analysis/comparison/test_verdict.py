@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis.comparison import verdict
-from heddle.analysis.comparison.formatting import judgment
-from heddle.analysis.comparison.pairs import Judging, pair_report
-from heddle.analysis.comparison.resolution import need_words
-from heddle.analysis.comparison.verdict import verdict_sentences
+from heddle.lab.compare import verdict
+from heddle.lab.compare.pairs import Judging, pair_report
+from heddle.lab.compare.tables import judgment
+from heddle.lab.compare.verdict import need_words, verdict_sentences
 from tests.analysis.comparison import reports
 
 LUCK = reports.TINY["gqa-tiny"][1:]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from heddle import signals
-from heddle.analysis.comparison import worker
-from heddle.analysis.workers import Task, Workers, run_tasks
 from heddle.errors import CheckpointError
+from heddle.lab.compare import worker
+from heddle.lab.workers import Task, Workers, run_tasks
 from heddle.signals import Interrupted
 from heddle.storage.checkpoints import checkpoint_steps
 from heddle.storage.lock import RunLock

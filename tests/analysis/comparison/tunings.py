@@ -5,10 +5,9 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from heddle.analysis.comparison.successive_halving import Search, Trial, best_shared
-from heddle.analysis.comparison.tuning import Tuning
-from heddle.analysis.comparison.tuning_fields import TuningPlan, parse_tuned_fields
-from heddle.analysis.comparison.tuning_report import shared_value_matters, tuning_report
+from heddle.lab.compare.grid_search import Search, Trial, best_shared
+from heddle.lab.compare.plan import TuningPlan, parse_tuned_fields
+from heddle.lab.compare.tuning import Tuning, shared_value_matters, tuning_report
 
 
 def make_tuning(optima: Mapping[str, float], *fields: str, budget: float = 3.0, diverges: float = 0.02) -> Tuning:
@@ -18,17 +17,17 @@ def make_tuning(optima: Mapping[str, float], *fields: str, budget: float = 3.0, 
     tuning = Tuning(plan, search, dict.fromkeys(optima, 400))
     while pending := tuning.state.pending:
         for trial in pending:
-            tuning.results[trial] = trial_result(trial, optima[trial.design], diverges)
+            tuning.results[trial] = trial_result(trial, optima[trial.design], diverges, search.fraction)
     return tuning
 
 
-def trial_result(trial: Trial, optimum: float, diverges: float) -> dict[str, Any]:
+def trial_result(trial: Trial, optimum: float, diverges: float, fraction: float) -> dict[str, Any]:
     rate = float(trial.candidate[0])
     if rate > diverges:
         return {"status": "diverged", "message": "10 steps in a row"}
     luck = random.Random(repr(trial)).gauss(0, 0.003)
-    loss = 2.3 + 0.04 * math.log2(rate / optimum) ** 2 - 0.2 * math.log(trial.fraction) + luck
-    tokens = int(500_000 * trial.fraction)
+    loss = 2.3 + 0.04 * math.log2(rate / optimum) ** 2 - 0.2 * math.log(fraction) + luck
+    tokens = int(500_000 * fraction)
     return {"status": "done", "bits_per_byte": loss, "train_tokens": tokens, "seconds": tokens / 20_000}
 
 
@@ -44,8 +43,8 @@ def with_tuning(report: dict[str, Any], optima: Mapping[str, float] | None = Non
 
 def at_shared(tuning: Tuning, name: str, run: dict[str, Any]) -> dict[str, Any]:
     """A run at the shared values: as much worse as it was in the trials."""
-    losses, rung = tuning.losses(), tuning.state.rungs[-1]
+    losses = tuning.losses()
     shared = best_shared(tuning.search, tuning.state, losses)
-    own, common = (losses[Trial(name, v, rung.fraction, rung.seed)] for v in (tuning.state.best[name], shared))
+    own, common = (losses[Trial(name, v)] for v in (tuning.state.best[name], shared))
     windows = [[bits + (common - own) * size, size] for bits, size in run["windows"]]
     return run | {"bits_per_byte": run["bits_per_byte"] + common - own, "windows": windows}

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from heddle.analysis.conversion.results import (
+from heddle.lab.conversion.results import (
     CONVERTED,
     HEALED,
     ORIGINAL,
@@ -19,7 +19,7 @@ from heddle.training.evaluation.text_recall import NeedleScores
 WINDOWS, POSITIONS = 128, [(0, 16), (16, 32), (32, 64), (64, 128), (128, 256)]
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9, None)
 BYTES_PER_TOKEN = 2304  # of the original's state: 3 layers of 16 heads of 8, keys and values, float32
-METHODS = {"contiguous, mean": 1.0, "similar-outputs, aligned": 0.35, "fresh": 8.0}
+METHODS = {"contiguous, mean": 1.0, "similar-outputs, aligned": 0.35, "contiguous, first": 8.0}
 
 
 @cache

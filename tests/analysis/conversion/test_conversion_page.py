@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from heddle.analysis.conversion.results import CONVERTED, ORIGINAL, ConversionResults
-from heddle.analysis.conversion.verdict import conversion_verdict
-from heddle.analysis.pages.conversion import conversion_page, page_context, write_conversion_page
-from heddle.analysis.pages.conversion_summary import model_styles
-from heddle.analysis.pages.figures.conversion import sweep_chart
-from heddle.analysis.pages.figures.svg import Scale, linear_ticks, symlog_ticks
+from heddle.lab.conversion.results import CONVERTED, ORIGINAL, ConversionResults, conversion_verdict
+from heddle.lab.pages.conversion import conversion_page, model_styles, page_context, sweep_chart, write_conversion_page
+from heddle.lab.pages.figures.svg import Scale, linear_ticks, symlog_ticks
 from heddle.training.evaluation.scores import finite_ratio
 from tests.analysis.conversion.conversions import broken, model, results, single, sweep
 from tests.html_page import Page

@@ -12,30 +12,40 @@ import pytest
 import torch
 from torch import Tensor
 
-from heddle.analysis.conversion import measure as measure_module
-from heddle.analysis.conversion import run as run_module
-from heddle.analysis.conversion.differences import chance_accuracy, needle_accuracy
-from heddle.analysis.conversion.layer_errors import layer_errors
-from heddle.analysis.conversion.measure import ModelToMeasure, score_recall
-from heddle.analysis.conversion.results import CONVERTED, HEALED, ORIGINAL, ConversionResults, parse_results
-from heddle.analysis.conversion.run import ConversionRecord, measure_conversion
-from heddle.analysis.conversion.texts import MeasurementSettings, MeasurementText
 from heddle.conversion import weights as weights_module
 from heddle.conversion.rewrites.fold_norms import FoldNorms
 from heddle.conversion.weights import ModelWeights, Weights
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.errors import CheckpointError
+from heddle.lab.conversion import measure as measure_module
+from heddle.lab.conversion import run as run_module
+from heddle.lab.conversion.measure import (
+    MeasurementSettings,
+    MeasurementText,
+    ModelToMeasure,
+    layer_errors,
+    score_recall,
+)
+from heddle.lab.conversion.results import (
+    CONVERTED,
+    HEALED,
+    ORIGINAL,
+    ConversionResults,
+    chance_accuracy,
+    needle_accuracy,
+    parse_results,
+)
+from heddle.lab.conversion.run import ConversionRecord, measure_conversion
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.progress import progress_bar
-from heddle.storage.json_file import read_json_file
-from heddle.training.evaluation.bits_per_byte import bits_and_bytes
-from heddle.training.evaluation.scores import finite_ratio
-from heddle.training.evaluation.text_recall import DEPTHS, LEADING_TOKENS, NEEDLE_TOKENS
+from heddle.storage.file_io import read_json_file
+from heddle.training.evaluation.scores import bits_and_bytes, finite_ratio
+from heddle.training.evaluation.text_recall import DEPTHS, LEADING_TOKENS, NEEDLE_TOKENS, TextRecall, score_text_recall
 from tests import small
 from tests.conversion.exactness import design, source_model
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, assigned, calls, reads
 
 SETTINGS = MeasurementSettings(
     sequence_length=128,
@@ -155,22 +165,22 @@ def test_a_model_that_copies_recalls_everything(text: MeasurementText) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "old", "new"),
+    "plant",
     [
-        ("score_text_recall", "(spans.second[rows], second)", "(spans.first[rows], second)"),
-        ("score_text_recall", "spans.length)", "spans.length) + 1"),
-        (
-            "TextRecall._draw_needles",
-            "row[start : start + NEEDLE_TOKENS]",
-            "rng.permutation(row)[:16]",
+        reads(score_text_recall, "second", lambda second, *, spans: spans.first, nth=0),
+        assigned(score_text_recall, "columns", lambda columns: columns + 1),
+        calls(
+            TextRecall._draw_needles,
+            "append",
+            lambda needles, needle, *, rng, row: needles.append(rng.permutation(row)[: len(needle)]),
         ),
     ],
     ids=["first occurrence twice", "one token late", "needles of no text"],
 )
 def test_planted_errors_of_recall_are_caught(
-    text: MeasurementText, monkeypatch: pytest.MonkeyPatch, function: str, old: str, new: str
+    text: MeasurementText, monkeypatch: pytest.MonkeyPatch, plant: Plant
 ) -> None:
-    plant(monkeypatch, f"training.evaluation.text_recall:{function}", old, new)
+    plant(monkeypatch)
     try:
         test_a_model_that_copies_recalls_everything(text)
         test_needles_are_lines_of_the_text(text)
@@ -253,12 +263,14 @@ def test_folded_norms_are_no_error(text: MeasurementText, monkeypatch: pytest.Mo
         return max(error.mixer or 0.0 for error in errors)
 
     assert largest() < 1e-10
-    plant(
-        monkeypatch,
-        "analysis.conversion.layer_errors:layer_errors",
-        "outputs = run_layer(layer.index, layer.layer, reference.streams, layouts).mixer_outputs",
-        "outputs = [layer.layer.mixer(x, y)[0] for x, y in zip(reference.mixer_inputs, layouts)]",
+    on_mixer_inputs = assigned(
+        layer_errors,
+        "outputs",
+        lambda _, *, layer, reference, layouts: [
+            layer.layer.mixer(x, layout)[0] for x, layout in zip(reference.mixer_inputs, layouts, strict=True)
+        ],
     )
+    on_mixer_inputs(monkeypatch)
     assert largest() > 1e-3
 
 

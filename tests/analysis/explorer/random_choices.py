@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from heddle.analysis.explorer.choices import Field, kinds_of
+from heddle.lab.explore.choices import Field, kinds_of
 
 WIDTHS = (48, 64, 96)
 INTEGERS = {

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from heddle.analysis.ladder.curves import SizeLosses
-from heddle.analysis.ladder.predictions import LadderPoints
+from heddle.lab.ladder.fit import SizeLosses
+from heddle.lab.ladder.predictions import LadderPoints
 
 SIZES = (1e5, 2e5, 4e5, 8e5, 1.6e6)
 SEEDS = 3

@@ -5,18 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from heddle.analysis.ladder.fit import LadderFit, fit_ladder
-from heddle.analysis.ladder.forms import MAX_EXTRAPOLATION
-from heddle.analysis.ladder.predictions import (
-    LadderPoints,
-    cost_for_equal_loss,
-    crossing,
-    hold_out,
-    predict_loss,
-)
-from heddle.analysis.ladder.verdict import crossing_sentence, equal_loss_sentence
+from heddle.lab.ladder.fit import MAX_EXTRAPOLATION, LadderFit, fit_ladder
+from heddle.lab.ladder.predictions import LadderPoints, cost_for_equal_loss, crossing, hold_out, predict_loss
+from heddle.lab.ladder.report import crossing_sentence, equal_loss_sentence
 from tests.analysis.ladder.ladders import SIZES, Law, draw_points, training_cost
-from tests.laws.planting import plant
+from tests.laws.planting import assigned
 
 TARGET = 10 * max(SIZES)
 
@@ -124,8 +117,7 @@ def test_a_self_test_that_sees_the_answer_is_noticed(monkeypatch: pytest.MonkeyP
     honest = hold_out(points)[0]["loss"]
     points.losses["a"].losses[-1] *= 1.02  # type: ignore[index]
     assert hold_out(points)[0]["loss"] == honest
-    function = "analysis.ladder.predictions:hold_out"
-    plant(monkeypatch, function, "rest = replace(points, losses=without)", "rest = points")
+    assigned(hold_out, "rest", lambda rest, *, points: points)(monkeypatch)
     assert hold_out(points)[0]["loss"] != honest
 
 

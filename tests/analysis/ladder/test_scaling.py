@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 
-from heddle.analysis.ladder.scaling import DesignScale, design_at_width
 from heddle.errors import ConfigError
+from heddle.lab.ladder.plan import DesignScale, design_at_width
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
 from heddle.model.presets import KINDS
-from heddle.model.width_scaling import scale_to_width
+from heddle.training.width_transfer import scale_to_width
 from tests import small
 
 VOCABULARY = 1024

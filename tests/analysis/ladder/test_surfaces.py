@@ -7,15 +7,22 @@ import numpy as np
 import pytest
 from scipy.optimize import least_squares, minimize_scalar
 
-from heddle.analysis.ladder.best_size import FLOPS_FACTOR, best_size, best_sizes
-from heddle.analysis.ladder.curves import SizeLosses
-from heddle.analysis.ladder.forms import SUM_OF_POWER_LAWS
-from heddle.analysis.ladder.predictions import LadderPoints, cost_for_equal_loss, hold_out, predict_loss
-from heddle.analysis.ladder.surfaces import fit_surfaces, point_precision, surface_loss
-from heddle.analysis.ladder.verdict import best_size_sentence
 from heddle.errors import DataError
+from heddle.lab.ladder.fit import SUM_OF_POWER_LAWS, SizeLosses, fit_surfaces, point_precision, surface_loss
+from heddle.lab.ladder.predictions import (
+    FLOPS_FACTOR,
+    LadderPoints,
+    _without_largest,
+    best_size,
+    best_sizes,
+    cost_for_equal_loss,
+    hold_out,
+    predict_loss,
+)
+from heddle.lab.ladder.report import best_size_sentence
 from tests.analysis.ladder.ladders import SIZES, draw_surface, surface_truth
-from tests.laws.planting import plant
+from tests.analysis.ladder.test_fit import ONE_SHAPE
+from tests.laws.planting import Plant, calls, condition
 
 LADDERS = 24  # of a simulation
 TARGET, RATIO = 10 * max(SIZES), 40.0
@@ -101,19 +108,12 @@ def test_intervals_cover_the_truth_in_many_ladders() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "old", "new"),
-    [
-        ("analysis.ladder.best_size:best_sizes", "np.log(q / b)", "np.log(b / q)"),
-        (
-            "analysis.ladder.forms:FormFits.draw",
-            "size=DRAWS, p=density / density.sum()",
-            "size=DRAWS, p=(density == 1) / np.sum(density == 1)",
-        ),
-    ],
+    "plant",
+    [calls(best_sizes, "log", lambda np, slopes: -np.log(slopes), nth=1), ONE_SHAPE],
     ids=["the slopes inverted", "one E, as if it were known"],
 )
-def test_planted_formulas_do_not_cover(target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, target, old, new)
+def test_planted_formulas_do_not_cover(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     assert min(coverage(8)) < 0.87
 
 
@@ -155,7 +155,7 @@ def test_the_largest_size_and_most_tokens_are_predicted_from_the_others(monkeypa
         points.losses["a"].losses[index] *= 1.1  # type: ignore[index]
     [test] = hold_out(points)
     assert (test["loss"], test["within"]) == (honest, False)
-    plant(monkeypatch, "analysis.ladder.predictions:_without_largest", "losses.tokens[index] == most[size]", "False")
+    condition(_without_largest, "most", False)(monkeypatch)
     assert hold_out(points)[0]["loss"] != honest
 
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis import workers as processes
-from heddle.analysis.comparison.worker import perform_task
-from heddle.analysis.ladder.report import _trunk_correlation
-from heddle.analysis.pages.ladder import ladder_page
 from heddle.cli.main import run_command
+from heddle.lab import workers as processes
+from heddle.lab.compare.worker import perform_task
+from heddle.lab.ladder.report import _trunk_correlation
+from heddle.lab.pages.ladder import ladder_page
 from heddle.model.decoder import build
-from heddle.model.distinct_layers import parameter_counts
 from heddle.model.load_config import load_config
+from heddle.model.size import parameter_counts
 from heddle.signals import Interrupted
-from heddle.storage.json_file import read_json_file, write_json_file
+from heddle.storage.file_io import read_json_file, write_json_file
 from tests import small
 from tests.html_page import Page
 

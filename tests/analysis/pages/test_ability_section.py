@@ -1,17 +1,13 @@
 """The sections on what designs can do and where their loss lies: what the page says, draws, and leaves out."""
 
-import copy
 from typing import Any
 
 import pytest
 
-from heddle.analysis.comparison.recall_curve import curve_summary
-from heddle.analysis.comparison.text_profile import profile_rows, recall_in_text
-from heddle.analysis.pages import report as report_module
-from heddle.analysis.pages.abilities import ability_tables, profile_cards
-from heddle.analysis.pages.figures.abilities import frontier_chart, recall_curve_chart
-from heddle.analysis.pages.report import report_page
-from heddle.analysis.pages.summary import summary_table
+from heddle.lab.compare.text_profile import profile_rows, recall_in_text
+from heddle.lab.pages import report as report_module
+from heddle.lab.pages.report import report_page, summary_table
+from heddle.lab.pages.sections import ability_tables, profile_cards
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.test_text_profile import make_run
 from tests.html_page import Page
@@ -24,7 +20,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def whole(designs: int = 4) -> dict[str, Any]:
-    """A report with a curve, recall in text and a profile."""
+    """A report with recall in text and a profile."""
     report = reports.make_report(dict(list(reports.TINY.items())[:designs]))
     measured = {
         design["name"]: [
@@ -35,7 +31,6 @@ def whole(designs: int = 4) -> dict[str, Any]:
     }
     reference = measured[report["baseline"]]
     report["recall_left_out"] = [{"name": "s5", "title": "S5", "reason": "it is <hard>", "accuracies": {}}]
-    report["recall_curve"] = curve_summary()
     report["loss_profile"] = {
         "positions": [[0, 16]],
         "frequencies": [
@@ -52,14 +47,10 @@ def whole(designs: int = 4) -> dict[str, Any]:
         "query_tokens": 8,
         "note": "",
     }
-    for index, design in enumerate(report["designs"]):
+    for design in report["designs"]:
         runs = measured[design["name"]]
         design["loss_profile"] = {name: profile_rows(runs, reference, name) for name in ("positions", "frequencies")}
         design["text_recall"] = recall_in_text(runs, reference)
-        design["recall_curve"] = [
-            {"pairs": pairs, "accuracy": 1.0 if pairs < 64 >> index else 0.1, "scored": 64, "state_bytes": 100 << index}
-            for pairs in curve_summary()["pairs"]
-        ]
     return report
 
 
@@ -68,7 +59,6 @@ def test_the_page_shows_what_designs_can_do() -> None:
     for words in (
         "What the designs can do",
         "S5: not tested, because it is <hard>.",
-        "Pairs recalled, of up to 64: mha-tiny 32, gqa-tiny 16, window-tiny 8 and hybrid-delta-tiny 4.",
         "In held-out text",
         "The trained models read 8 rows of 256 tokens",
         "copies less",
@@ -103,25 +93,9 @@ def test_a_report_without_them_has_no_section() -> None:
     assert "Where the loss lies" not in page
     assert profile_cards(report) == []
     for design in report["designs"]:  # planned, and not measured yet
-        design.update(text_recall=None, loss_profile={"positions": [], "frequencies": []}, recall_curve=[])
+        design.update(text_recall=None, loss_profile={"positions": [], "frequencies": []})
     report.update(text_recall=whole()["text_recall"], loss_profile=whole()["loss_profile"])
-    report["recall_curve"] = curve_summary()
     assert "Where the loss lies" not in report_page(report)
-
-
-def test_the_frontier_has_a_point_for_each_state() -> None:
-    report = whole()
-    frontier, curve = frontier_chart(report), recall_curve_chart(report)
-    assert frontier is not None
-    assert curve is not None
-    assert [len(line.points) for line in frontier.lines] == [1] * 4
-    assert [line.points[0].x for line in frontier.lines] == sorted(line.points[0].x for line in frontier.lines)
-    assert [len(line.points) for line in curve.lines] == [5] * 4
-    equal = copy.deepcopy(report)
-    for design in equal["designs"]:
-        for point in design["recall_curve"]:
-            point["state_bytes"] = 100
-    assert frontier_chart(equal) is None  # one state is no frontier
 
 
 def test_one_design_has_no_differences() -> None:

@@ -9,12 +9,12 @@ import plotly.graph_objects
 import pytest
 from rich.console import Console
 
-from heddle.analysis.comparison.tables import equal_size_table
-from heddle.analysis.comparison.terminal import print_report
-from heddle.analysis.pages import report as report_module
-from heddle.analysis.pages.figures.effects import effect_figures
-from heddle.analysis.pages.render import render, static
-from heddle.analysis.pages.report import report_context, report_page
+from heddle.lab.compare.tables import equal_size_table
+from heddle.lab.compare.terminal import print_report
+from heddle.lab.pages import report as report_module
+from heddle.lab.pages.figures.comparison import effect_figures
+from heddle.lab.pages.render import render, static
+from heddle.lab.pages.report import report_context, report_page
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.test_effects import varied
 from tests.html_page import Page

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from heddle.analysis.pages import report as report_module
-from heddle.analysis.pages.render import render
-from heddle.analysis.pages.report import report_context, report_page
+from heddle.lab.pages import report as report_module
+from heddle.lab.pages.render import render
+from heddle.lab.pages.report import report_context, report_page
 from tests.analysis.comparison import reports
 from tests.html_page import Page
 

@@ -8,18 +8,16 @@ from typing import Any
 import pytest
 
 import heddle
-from heddle.analysis.explorer.choices import SLOTS, kinds_of
-from heddle.analysis.explorer.formulas import formulas_of
-from heddle.analysis.explorer.mistakes import MISTAKES
-from heddle.analysis.explorer.published import explorer_design, published_designs
-from heddle.analysis.explorer.sizes import declared_size, refused_fields
-from heddle.analysis.pages import explorer
-from heddle.analysis.pages.explorer import explorer_page
 from heddle.cli.main import run_command
 from heddle.config import kind_class
 from heddle.errors import ConfigError
+from heddle.lab.explore import page as explorer
+from heddle.lab.explore.choices import MISTAKES, SLOTS, explorer_design, kinds_of, published_designs
+from heddle.lab.explore.formulas import formulas_of
+from heddle.lab.explore.page import explorer_page
 from heddle.model.size import size
 from tests.analysis.explorer.random_choices import TEXT, random_designs
+from tests.analysis.explorer.sizes import declared_size, refused_fields
 from tests.html_page import Page
 from tests.source import ROOT
 
@@ -92,7 +90,7 @@ def test_the_page_is_one_file(slot: str | None) -> None:
     assert page.loads == []
     assert not re.search(r"https?://(?!www\.w3\.org)|url\(|@import|fetch\(", text)
     assert len(page.ids) == len(set(page.ids))
-    data = json.loads(text.partition("const DATA = ")[2].partition(";\nconst FORMULAS")[0])
+    data = json.loads(page.scripts[0])
     assert data["pages"] == (list(SLOTS) if slot is None else [slot])
     for shown in data["pages"]:
         assert all(data["about"][shown][kind["kind"]] for kind in data["slots"][shown])

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 import heddle
-from heddle.analysis.inspection import collect as collect_module
-from heddle.analysis.inspection.collect import inspect_layers, summarize_weights
-from heddle.analysis.pages.inspection import InspectedModel, inspect_page, visible_token
-from heddle.analysis.pages.render import static
 from heddle.config import parse_config
 from heddle.errors import ConfigError
+from heddle.lab import inspect as collect_module
+from heddle.lab.inspect import InspectedModel, inspect_layers, inspect_page, summarize_weights, visible_token
+from heddle.lab.pages.render import static
 from heddle.laws.harness import model_under_test
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder

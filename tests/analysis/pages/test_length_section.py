@@ -9,12 +9,12 @@ from typing import Any
 import plotly.graph_objects
 import pytest
 
-from heddle.analysis.comparison.extrapolation import result_summary
-from heddle.analysis.comparison.verdict import length_verdict
-from heddle.analysis.pages import report as report_module
-from heddle.analysis.pages.figures.lengths import length_figure
-from heddle.analysis.pages.render import render, static
-from heddle.analysis.pages.report import report_context, report_page, write_report
+from heddle.lab.compare.abilities import result_summary
+from heddle.lab.compare.verdict import length_verdict
+from heddle.lab.pages import report as report_module
+from heddle.lab.pages.figures.comparison import length_figure
+from heddle.lab.pages.render import render, static
+from heddle.lab.pages.report import report_context, report_page, write_report
 from heddle.training.evaluation.length_extrapolation import ExtrapolationResult
 from tests.analysis.comparison import reports
 from tests.html_page import Page

@@ -1,8 +1,8 @@
 """The section on what is not resolved: a row for each open pair, and none where nothing is open."""
 
-from heddle.analysis.comparison.resolution import resolution_table
-from heddle.analysis.pages.render import render
-from heddle.analysis.pages.report import report_context
+from heddle.lab.compare.verdict import resolution_table
+from heddle.lab.pages.render import render
+from heddle.lab.pages.report import report_context
 from tests.analysis.comparison import reports
 
 

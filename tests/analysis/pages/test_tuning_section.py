@@ -8,11 +8,10 @@ from typing import Any
 import plotly.graph_objects
 import pytest
 
-from heddle.analysis.comparison.tuning_report import needs_shared_run, shared_value_matters, tuning_report
-from heddle.analysis.pages import report as report_module
-from heddle.analysis.pages.figures.tuning import tuning_figures
-from heddle.analysis.pages.report import report_page
-from heddle.analysis.pages.tuning import tuning_section
+from heddle.lab.compare.tuning import needs_shared_run, shared_value_matters, tuning_report
+from heddle.lab.pages import report as report_module
+from heddle.lab.pages.figures.comparison import tuning_figures
+from heddle.lab.pages.report import report_page, tuning_section
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.tunings import make_tuning, with_tuning
 from tests.html_page import Page
@@ -29,7 +28,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_shared_value_that_answers_otherwise() -> None:
     report = with_tuning(reports.make_report())
     chosen, shared = report["tuning"]["sentences"]
-    assert chosen.startswith("Each design was trained at its own best values, found by 48 runs")
+    assert chosen.startswith("Each design was trained at its own best values, found by 28 runs")
     assert "lr 0.002 (mha-tiny and hybrid-delta-tiny), lr 0.004 (gqa-tiny) and lr 0.008 (window-tiny)" in chosen
     assert "All designs were run at the best shared values too, lr 0.004, on the same seeds, and would have" in shared
     assert "mha-tiny − gqa-tiny is +0.031 ± 0.015 (worse) there and −0.009 ± 0.015 (not resolved)" in shared
@@ -64,7 +63,7 @@ def test_edges_and_what_was_not_tried_are_said() -> None:
         in (wide["sentences"])
     )
     poor = tuning_report(make_tuning({"a": 0.05}, "lr=0.001,0.002,0.004", budget=2, diverges=1.0), {"a": []}, {})
-    assert "Not tried next to the best value on the longest runs: a (lr above 0.008)." in poor["sentences"][-2]
+    assert "Not tried next to the best value: a (lr above 0.008)." in poor["sentences"][-2]
 
 
 def test_the_tables_show_what_diverged() -> None:
@@ -76,7 +75,7 @@ def test_the_tables_show_what_diverged() -> None:
     cells = [cell for row in section.cards[0].table.rows for cell in row[1:]]
     assert "diverged" in cells or "–" in cells
     assert any(cell.startswith("2.") for cell in cells)
-    assert section.rounds[0] == "10 combinations on 14% of a run"
+    assert section.grid == "9 combinations on 33% of a run"
 
 
 @pytest.mark.parametrize("fields", [(), ("lr=0.001..0.008", "optimizer=adamw,muon"), ("lr=0.001,0.01", "warmup=0,8")])

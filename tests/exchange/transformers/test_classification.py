@@ -13,8 +13,9 @@ from heddle.exchange.transformers import (
     HeddleForSequenceClassification,
     HeddleForTokenClassification,
 )
+from heddle.exchange.transformers.modeling import _Classifier
 from tests.exchange.transformers.designs import config, prompts
-from tests.laws.planting import plant
+from tests.laws.planting import calls
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -93,6 +94,6 @@ def test_it_learns_labels(kind: Any) -> None:
 
 def test_a_head_that_is_not_drawn_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     HeddleForCausalLM.from_decoder(heddle.build(config("gqa"), seed=3)).save_pretrained(tmp_path)
-    plant(monkeypatch, "exchange.transformers.classification:_Classifier._init_weights", "std=HEAD_STD", "std=3.0")
+    calls(_Classifier._init_weights, "normal_", lambda init, weight, std: init.normal_(weight, std=3.0))(monkeypatch)
     drawn = HeddleForSequenceClassification.from_pretrained(tmp_path, num_labels=40)
     assert not 0.015 < float(drawn.score.weight.detach().std()) < 0.025

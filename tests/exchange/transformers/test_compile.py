@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 from heddle.exchange.transformers import HeddleConfig, HeddleForCausalLM
 from heddle.model.decoder import Layer
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 from heddle.parts.modules.router_statistics import record_router_statistics
 from tests.cases import Data, attention, design, layer
 from tests.exchange.transformers.designs import DESIGNS, padded, prompts

@@ -9,8 +9,7 @@ import torch
 
 from heddle.data.samples import evaluation_windows
 from heddle.model.decoder import Decoder, build
-from heddle.training.evaluation.bits_per_byte import bits_and_bytes
-from heddle.training.evaluation.scores import ratio_of_sums
+from heddle.training.evaluation.scores import bits_and_bytes, ratio_of_sums
 from tests import small
 
 VOCABULARY = 40

@@ -11,7 +11,6 @@ import torch
 from heddle.errors import ConfigError
 from heddle.model.decoder import Decoder, build
 from heddle.training.evaluation import length_extrapolation as module
-from heddle.training.evaluation.bits_per_byte import bits_and_bytes
 from heddle.training.evaluation.length_extrapolation import (
     ExtrapolationPlan,
     SpanRows,
@@ -19,6 +18,7 @@ from heddle.training.evaluation.length_extrapolation import (
     plan_extrapolation,
     span_batches,
 )
+from heddle.training.evaluation.scores import bits_and_bytes
 from tests import small
 
 VOCABULARY = 40

@@ -10,7 +10,6 @@ from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import evaluation_windows
 from heddle.model.decoder import build
 from heddle.training.evaluation import loss_profile
-from heddle.training.evaluation.bits_per_byte import bits_and_bytes, token_scores
 from heddle.training.evaluation.loss_profile import (
     LossProfile,
     frequency_groups,
@@ -19,8 +18,9 @@ from heddle.training.evaluation.loss_profile import (
     position_groups,
     token_frequencies,
 )
+from heddle.training.evaluation.scores import bits_and_bytes, token_scores
 from tests import small
-from tests.laws.planting import plant
+from tests.laws.planting import Plant, calls, constant, reads, wrapped
 
 LENGTH = 32
 
@@ -68,19 +68,17 @@ def test_every_loss_is_in_the_group_of_its_position_and_of_its_token(corpus: Cor
 
 
 @pytest.mark.parametrize(
-    ("function", "old", "new"),
+    "plant",
     [
-        ("LossProfile.add", "batch.targets", "batch.tokens[:, :-1]"),
-        ("position_groups", "np.arange(length) for length in row", "np.arange(sum(row))"),
-        ("position_groups", 'side="right"', 'side="left"'),
-        ("frequency_groups", "-frequencies, kind", "frequencies, kind"),
+        reads(LossProfile.add, "targets", lambda targets, *, batch: batch.tokens[:, :-1]),
+        wrapped(position_groups, lambda groups, lengths, edges: groups([[sum(row)] for row in lengths], edges)),
+        constant(position_groups, "right", "left"),
+        calls(frequency_groups, "argsort", lambda np, x, kind: np.argsort(-x, kind=kind)),
     ],
     ids=["the input's frequency", "positions in the window", "off by one", "rare first"],
 )
-def test_planted_errors_are_caught(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, function: str, old: str, new: str
-) -> None:
-    plant(monkeypatch, f"training.evaluation.loss_profile:{function}", old, new)
+def test_planted_errors_are_caught(corpus: Corpus, monkeypatch: pytest.MonkeyPatch, plant: Plant) -> None:
+    plant(monkeypatch)
     try:
         test_every_loss_is_in_the_group_of_its_position_and_of_its_token(corpus)
         test_each_group_of_tokens_makes_up_a_tenth_of_the_text()

@@ -6,8 +6,8 @@ import torch
 
 from heddle.data.recall import parse_recall
 from heddle.model.decoder import Decoder, build
-from heddle.parts.context.layout import Layout
-from heddle.training.evaluation.task_accuracy import correct_predictions
+from heddle.parts.layout import Layout
+from heddle.training.evaluation.scores import correct_predictions
 from tests import small
 
 PRACTICE = parse_recall("recall:mqar,pairs=3,keys=4,length=12")

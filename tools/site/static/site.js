@@ -32,7 +32,7 @@ function score(entry, words) {
     else return 0;
   }
   if (entry.link.startsWith("docs/") || entry.link.startsWith("index")) total += 5;
-  return total - (/renames|CHANGELOG|docs\/log/.test(entry.link) ? 8 : 0);
+  return total - (/CHANGELOG|docs\/log/.test(entry.link) ? 8 : 0);
 }
 
 function marked(text, words) {

@@ -8,19 +8,56 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from heddle.conversion.activations import LayerActivations
-from heddle.conversion.heads.fit import fit_output
-from heddle.conversion.heads.groups import Groups, best_groups, contiguous_groups, random_groups
-from heddle.conversion.heads.merge import Merge, MergedHeads
-from heddle.conversion.heads.parameters import Parameters, repeat_key_heads
-from heddle.conversion.heads.statistics import HeadStatistics, text_statistics, weight_statistics
+from heddle.conversion.heads.merge import Groups, Merge, MergedHeads, best_groups, contiguous_groups, head_outputs
+from heddle.conversion.heads.parameters import (
+    HeadStatistics,
+    Parameters,
+    batches,
+    build_mixer,
+    repeat_key_heads,
+    text_statistics,
+    weight_statistics,
+)
+from heddle.conversion.weights import LayerActivations
 from heddle.model.config import ModelConfig
-from heddle.numerics.philox import ParameterDraws
-from heddle.parts.context.build import BuildContext
-from heddle.parts.mixers.attention import Attention, AttentionConfig
-from heddle.parts.residuals import InitialScales
+from heddle.parts.build import BuildContext
+from heddle.parts.mixers.attention import AttentionConfig
 
-Grouping = Literal["contiguous", "similar-queries", "similar-keys-values", "similar-outputs", "random"]
+# Refit an attention layer's output projection on a text, by ridge regression on the outputs of another layer.
+
+
+RIDGE = 1e-3  # of the mean squared input of the projection
+
+
+@torch.no_grad()
+def fit_output(
+    layer: Parameters, config: AttentionConfig, context: BuildContext, activations: LayerActivations
+) -> dict[str, Tensor]:
+    """The layer with W_o (and its bias) for which Σ |y − W_o z − b|² + λ |ΔW_o|² over the text is least.
+
+    z: what the projection reads in this layer. y: what the mixer of `activations` wrote. λ is RIDGE times the text's
+    tokens times the mean of z². ΔW_o: the change, so a layer that has no error stays as it is.
+    """
+    mixer = build_mixer(config, context, layer)
+    weight, bias = layer["mixer.out.weight"].double(), layer.get("mixer.out.bias")
+    inputs = weight.shape[1] + (bias is not None)
+    square, cross = weight.new_zeros(inputs, inputs), weight.new_zeros(inputs, len(weight))
+    for (x, layout), y in zip(batches(activations), activations.mixer_outputs, strict=True):
+        z = head_outputs(mixer, x, layout).flatten(1)
+        error = y[layout.positions >= 0].double() - mixer.out(z)
+        z = z if bias is None else torch.cat((z, z.new_ones(len(z), 1)), dim=1)
+        square += z.T @ z
+        cross += z.T @ error
+    ridge = RIDGE * square.diagonal().mean()
+    change = torch.linalg.solve(square + ridge * torch.eye(inputs, dtype=square.dtype, device=square.device), cross).T
+    result = dict(layer)
+    result["mixer.out.weight"] = weight + change[:, : weight.shape[1]]
+    if bias is not None:
+        result["mixer.out.bias"] = bias.double() + change[:, -1]
+    return result
+
+
+Grouping = Literal["contiguous", "similar-queries", "similar-keys-values", "similar-outputs"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +67,6 @@ class HeadConversion:
     groups: Grouping
     merge: Merge
     similarity: Literal["text", "weights"]
-    seed: int
 
     @property
     def compares(self) -> bool:
@@ -67,11 +103,8 @@ class HeadConversion:
         context = BuildContext(design.width, design.norm, design.depth, index)
         merger = MergedHeads(layer, config, context, self._statistics(layer, config, context, activations), self.merge)
         result = merger.merge_groups(self._groups(merger, kv_heads, activations))
-        new_config = config.replace(kv_heads=kv_heads)
-        if self.merge == "fresh":
-            result |= self._initial_projections(new_config, design, context)
         if self.merge == "least-squares":
-            return fit_output(result, new_config, context, activations())
+            return fit_output(result, config.replace(kv_heads=kv_heads), context, activations())
         return result
 
     def _statistics(
@@ -88,8 +121,6 @@ class HeadConversion:
     def _groups(self, merger: MergedHeads, groups: int, activations: Callable[[], LayerActivations]) -> Groups:
         if self.groups == "contiguous":
             return contiguous_groups(merger.heads, groups)
-        if self.groups == "random":
-            return random_groups(merger.heads, groups, (self.seed, merger.context.layer_index))
         if groups == 1:
             return [list(range(merger.heads))]
         if self.groups == "similar-outputs":
@@ -98,21 +129,3 @@ class HeadConversion:
             is_queries = self.groups == "similar-queries"
             costs = merger.similar_queries() if is_queries else merger.similar_keys_values()
         return best_groups(costs, groups)
-
-    def _initial_projections(
-        self, config: AttentionConfig, design: ModelConfig, context: BuildContext
-    ) -> dict[str, Tensor]:
-        """W_k and W_v (and biases) as a new model has them."""
-        with torch.device("cpu"):
-            mixer = config.build(context)
-        assert isinstance(mixer, Attention)
-        initial = design.initialization
-        scales = design.residual.initial_scales(design.depth) if initial.depth_scaled else InitialScales()
-        result = {}
-        for name, projection in (("k", mixer.k), ("v", mixer.v)):
-            path = f"layers.{context.layer_index}.mixer.{name}"
-            projection.value_scale, projection.output_scale = scales
-            projection.init_weights(initial.std, ParameterDraws(self.seed, path))
-            for parameter, value in projection.named_parameters():
-                result[f"mixer.{name}.{parameter}"] = value.detach()
-        return result

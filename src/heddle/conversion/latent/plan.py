@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from heddle.config import DesignError
-from heddle.conversion.activations import LayerActivations
-from heddle.conversion.latent.factors import AttentionFactors, attention_factors
-from heddle.conversion.latent.norms import fit_norms
-from heddle.conversion.latent.rank import latent_spectrum
-from heddle.conversion.latent.rope import RopeComponents
-from heddle.conversion.latent.statistics import LatentStatistics, latent_statistics
-from heddle.conversion.state_budget import plan_sizes
+from heddle.conversion.latent.factors import (
+    AttentionFactors,
+    LatentStatistics,
+    attention_factors,
+    fit_norms,
+    latent_statistics,
+)
+from heddle.conversion.latent.layer import RopeComponents, latent_spectrum
+from heddle.conversion.sensitivity import plan_sizes
+from heddle.conversion.weights import LayerActivations
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.positions.rope import Rope, RopeConfig
 

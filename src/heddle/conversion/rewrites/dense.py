@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from heddle.config import DesignError
-from heddle.conversion.activations import CalibrationText
 from heddle.conversion.branches import layer_path, scale_weight
 from heddle.conversion.rewrite import Rewrite, replace_layers
-from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.feedforwards.gated import GatedConfig

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from heddle.config import DesignError, PositiveInt
-from heddle.conversion.activations import CalibrationText
 from heddle.conversion.branches import (
     branch_names,
     check_growth,
@@ -22,7 +21,7 @@ from heddle.conversion.branches import (
     output_projections,
 )
 from heddle.conversion.rewrite import Rewrite
-from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import ModelConfig
 
 

@@ -12,12 +12,11 @@ from pydantic import Field
 from torch import Tensor
 
 from heddle.config import DesignError, PositiveFloat, Width
-from heddle.conversion.activations import CalibrationText
 from heddle.conversion.branches import layer_path
 from heddle.conversion.rewrite import Rewrite, replace_layers
-from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import LayerConfig, ModelConfig
-from heddle.numerics.philox import ParameterDraws
+from heddle.numerics.random import ParameterDraws
 from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.feedforwards.gated import GatedConfig
 from heddle.parts.feedforwards.mlp import MLPConfig

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from heddle.config import DesignError
-from heddle.conversion.activations import CalibrationText
 from heddle.conversion.branches import (
     branch_names,
     gain_offset,
@@ -18,7 +17,7 @@ from heddle.conversion.branches import (
     scale_weight,
 )
 from heddle.conversion.rewrite import Rewrite
-from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import ModelConfig
 from heddle.parts.residuals import FinalNorm
 

@@ -1,28 +1,25 @@
 """Another number of key/value heads: more by repeating them, exact; fewer by letting groups of heads share one, lossy.
 
-`groups` says which heads share: neighbors, those with similar queries or with similar keys and values, those whose
-merging changes the layer's output on the text least, or any (`random`, a control). `merge` says how a group becomes one
-head: see `heddle.conversion.heads.alignment`. `least-squares` also refits the output projection on the text; `fresh`
-gives new initial keys and values (a control).
+`groups` says which heads share: neighbors, those with similar queries or with similar keys and values, or those whose
+merging changes the layer's output on the text least. `merge` says how a group becomes one head: see
+`heddle.conversion.heads.merge`. `least-squares` also refits the output projection on the text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import DesignError, Width, refuse
-from heddle.conversion.activations import CalibrationText, LayerActivations
 from heddle.conversion.heads.conversion import Grouping, HeadConversion
 from heddle.conversion.heads.merge import Merge
-from heddle.conversion.heads.statistics import build_mixer
+from heddle.conversion.heads.parameters import build_mixer
 from heddle.conversion.rewrite import Rewrite, replace_layers
-from heddle.conversion.sensitivity import replacement_losses
-from heddle.conversion.state_budget import StateBudget, plan_sizes
-from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.conversion.sensitivity import StateBudget, plan_sizes, replacement_losses
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, LayerActivations, Weights
 from heddle.model.config import ModelConfig
-from heddle.parts.context.build import BuildContext
+from heddle.parts.build import BuildContext
 from heddle.parts.mixers import Mixer
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.positions import ScoreBiasConfig
@@ -38,15 +35,13 @@ class KVHeads(Rewrite):
 
     kv_heads: of every layer; or state_budget: the share of the state that is left, by which each layer gets its number
     of heads, so that the loss on the text rises least. similarity: whether heads are compared and aligned on the text,
-    or by their weights. seed: of `random` groups and `fresh` heads.
+    or by their weights.
     """
 
     targets: ClassVar[Mapping[str, str]] = {"kv_heads": "kv_heads"}
     methods: ClassVar[Sequence[Mapping[str, str]]] = (
         {"groups": "contiguous", "merge": "mean"},
         {"groups": "contiguous", "merge": "first"},
-        {"groups": "contiguous", "merge": "fresh"},
-        {"groups": "random", "merge": "mean"},
         {"groups": "similar-queries", "merge": "mean"},
         {"groups": "similar-keys-values", "merge": "mean"},
         {"groups": "similar-outputs", "merge": "mean"},
@@ -58,7 +53,6 @@ class KVHeads(Rewrite):
     groups: Grouping = "similar-outputs"
     merge: Merge = "least-squares"
     similarity: Literal["text", "weights"] = "text"
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -66,8 +60,6 @@ class KVHeads(Rewrite):
             refuse("kv_heads", "is missing; give the number of key/value heads, or state_budget")
         if self.kv_heads is not None and self.state_budget is not None:
             refuse("kv_heads", "follows from state_budget; keep one of the two")
-        if self.seed and self.groups != "random" and self.merge != "fresh":
-            refuse("seed", "changes random groups and fresh heads only; leave it out")
         is_on_text = self.groups == "similar-outputs" or self.merge == "least-squares"
         if self.similarity == "weights" and (is_on_text or not self._converter.compares):
             reason = (
@@ -78,7 +70,11 @@ class KVHeads(Rewrite):
 
     @property
     def _converter(self) -> HeadConversion:
-        return HeadConversion(self.groups, self.merge, self.similarity, self.seed)
+        return HeadConversion(self.groups, self.merge, self.similarity)
+
+    def describe(self) -> dict[str, Any]:
+        """As `Rewrite.describe`, with the seed of methods that are gone: conversions on disk record it."""
+        return super().describe() | {"seed": 0}
 
     @property
     def needs_text(self) -> bool:

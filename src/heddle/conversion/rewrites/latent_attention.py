@@ -11,7 +11,6 @@ from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import DesignError, PositiveInt, Width, refuse
-from heddle.conversion.activations import CalibrationText, layer_activations
 from heddle.conversion.latent.factors import attention_factors, head_dims, supported_attention
 from heddle.conversion.latent.layer import full_rank_factors, latent_parameters, low_rank_factors
 from heddle.conversion.latent.plan import (
@@ -26,8 +25,8 @@ from heddle.conversion.latent.plan import (
     state_elements,
 )
 from heddle.conversion.rewrite import Rewrite, replace_layers
-from heddle.conversion.state_budget import StateBudget
-from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.conversion.sensitivity import StateBudget
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights, layer_activations
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig

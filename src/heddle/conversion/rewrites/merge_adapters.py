@@ -9,13 +9,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from heddle.conversion.activations import CalibrationText
 from heddle.conversion.branches import modules_of
 from heddle.conversion.rewrite import Rewrite
-from heddle.conversion.weights import LAYER_PREFIX, ConvertedWeights, Weights
+from heddle.conversion.weights import LAYER_PREFIX, CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import ModelConfig
 from heddle.model.lora import merged_weight
-from heddle.storage.adapters import LoraFolder, digest_tensors, read_lora, with_lora_folder
+from heddle.storage.model import LoraFolder, digest_tensors, read_lora, with_lora_folder
 
 
 class MergeAdapters(Rewrite):

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from heddle.config import DesignError
-from heddle.conversion.activations import CalibrationText
 from heddle.conversion.rewrite import Rewrite, replace_layers
-from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.mixers.attention import AttentionConfig

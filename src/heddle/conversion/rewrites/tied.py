@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from heddle.config import DesignError
-from heddle.conversion.activations import CalibrationText
 from heddle.conversion.rewrite import Rewrite
-from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import ModelConfig
 
 HEAD, EMBEDDING = "head.weight", "embed.weight"

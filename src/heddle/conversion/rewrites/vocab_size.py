@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from heddle.config import DesignError, PositiveInt
-from heddle.conversion.activations import CalibrationText
 from heddle.conversion.rewrite import Rewrite
-from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import ModelConfig
 
 MASKED_LOGIT = -30000.0  # exp of it is zero in every dtype, and float16 still holds it

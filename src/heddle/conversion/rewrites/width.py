@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from heddle.config import DesignError, Width
-from heddle.conversion.activations import CalibrationText
 from heddle.conversion.branches import (
     branch_names,
     check_growth,
@@ -24,10 +23,10 @@ from heddle.conversion.branches import (
     scale_weight,
 )
 from heddle.conversion.rewrite import Rewrite
-from heddle.conversion.weights import LAYER_PREFIX, ConvertedWeights, Weights
+from heddle.conversion.weights import LAYER_PREFIX, CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.numerics.philox import ParameterDraws
+from heddle.numerics.random import ParameterDraws
 from heddle.parts.mixers.attention import Attention
 from heddle.parts.modules.linear import fill_normal
 from heddle.parts.norms.rms import RMSConfig, RMSNorm

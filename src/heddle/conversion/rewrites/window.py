@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from heddle.config import DesignError, PositiveInt
-from heddle.conversion.activations import CalibrationText, LayerActivations, layer_activations
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.sensitivity import LayerCount, count_layers, hidden_attention, replacement_losses, top_layers
-from heddle.conversion.weights import ConvertedWeights, Weights
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, LayerActivations, Weights, layer_activations
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import Decoder, Layer, build
 from heddle.parts.mixers import Mixer

@@ -9,8 +9,8 @@ from typing import Any
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.family import WeightMap
 from heddle.exchange.rope import write_rope
-from heddle.exchange.weight_map import WeightMap
 from heddle.model.config import ModelConfig
 from heddle.parts.positions.rope import RopeConfig
 

@@ -5,8 +5,8 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _moe
+from heddle.exchange.family import WeightMap, interleaved_by_group
 from heddle.exchange.rope import read_rope, write_rope
-from heddle.exchange.weight_map import WeightMap, interleaved_by_group
 from heddle.model.config import ModelConfig
 from heddle.parts.feedforwards.moe import MoEConfig
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig

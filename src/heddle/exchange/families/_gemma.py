@@ -5,7 +5,7 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types
-from heddle.exchange.weight_map import WeightMap
+from heddle.exchange.family import WeightMap
 from heddle.model.config import ModelConfig
 
 DEFAULT_WINDOW = 4096  # if the field is absent

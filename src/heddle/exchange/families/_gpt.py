@@ -5,7 +5,7 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common
-from heddle.exchange.weight_map import TensorTransform, WeightMap
+from heddle.exchange.family import TensorTransform, WeightMap
 from heddle.model.config import ModelConfig
 
 MASK_BUFFERS = ("*.attn.bias", "*.attn.masked_bias")  # buffers that older files hold

@@ -6,8 +6,7 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.rope import FULL, SLIDING
-from heddle.model.config import ModelConfig
-from heddle.model.limits import MAX_LAYERS
+from heddle.model.config import MAX_LAYERS, ModelConfig
 from heddle.parts.positions.rope import RopeConfig
 
 LayerTypes = list[str]

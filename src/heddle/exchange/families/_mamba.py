@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
+from heddle.exchange.family import DEPTHWISE_CONV, TensorTransform, WeightMap
 from heddle.exchange.safetensors_folder import INFINITY
-from heddle.exchange.weight_map import DEPTHWISE_CONV, TensorTransform, WeightMap
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.mamba2 import Mamba2Config
 

@@ -17,7 +17,7 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common
-from heddle.exchange.weight_map import STACKED, WeightMap
+from heddle.exchange.family import STACKED, WeightMap
 from heddle.model.config import ModelConfig
 from heddle.parts.feedforwards.moe import MoEConfig
 

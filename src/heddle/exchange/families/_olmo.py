@@ -4,7 +4,7 @@ from typing import Any
 
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types
-from heddle.exchange.weight_map import WeightMap
+from heddle.exchange.family import WeightMap
 from heddle.model.config import ModelConfig
 
 ROPE_CAST = {"cast": "after"}  # heads are rotated in float32, whatever the model's dtype

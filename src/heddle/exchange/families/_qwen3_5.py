@@ -3,7 +3,7 @@
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _qwen_hybrid
-from heddle.exchange.weight_map import WeightMap
+from heddle.exchange.family import WeightMap
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig

@@ -8,8 +8,8 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe
+from heddle.exchange.family import DEPTHWISE_CONV, WeightMap, interleaved_by_group
 from heddle.exchange.rope import read_rope
-from heddle.exchange.weight_map import DEPTHWISE_CONV, WeightMap, interleaved_by_group
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 

@@ -6,8 +6,7 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _gpt
-from heddle.exchange.family import Family
-from heddle.exchange.weight_map import TRANSPOSED, WeightMap
+from heddle.exchange.family import TRANSPOSED, Family, WeightMap
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.positions.learned import LearnedConfig

@@ -8,9 +8,8 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader, short_repr
 from heddle.exchange.families import _common
-from heddle.exchange.family import Family
+from heddle.exchange.family import Family, WeightMap, interleaved_by_group
 from heddle.exchange.rope import read_rope, write_rope
-from heddle.exchange.weight_map import WeightMap, interleaved_by_group
 from heddle.model.config import ModelConfig
 from heddle.parts.residuals.parallel import ParallelConfig
 

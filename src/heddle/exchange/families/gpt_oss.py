@@ -11,9 +11,8 @@ import torch
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe
-from heddle.exchange.family import Family
+from heddle.exchange.family import Family, TensorTransform, WeightMap
 from heddle.exchange.rope import FULL, SLIDING, read_rope
-from heddle.exchange.weight_map import TensorTransform, WeightMap
 from heddle.model.config import ModelConfig
 
 DEFAULT_WINDOW = 128  # if the field is absent

@@ -5,8 +5,7 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _gpt
-from heddle.exchange.family import Family
-from heddle.exchange.weight_map import CONCATENATED, WeightMap
+from heddle.exchange.family import CONCATENATED, Family, WeightMap
 from heddle.model.config import ModelConfig
 
 THETA = 10000.0  # a constant in transformers, not a field

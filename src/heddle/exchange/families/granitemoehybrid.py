@@ -9,9 +9,8 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _mamba, _moe
-from heddle.exchange.family import Family
+from heddle.exchange.family import STACKED, Family, WeightMap
 from heddle.exchange.rope import FULL, read_rope
-from heddle.exchange.weight_map import STACKED, WeightMap
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.mamba2 import Mamba2Config
 from heddle.parts.positions.rope import RopeConfig

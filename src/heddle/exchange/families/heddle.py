@@ -9,8 +9,7 @@ from typing import Any
 from heddle.config import parse_config
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.family import Family
-from heddle.exchange.weight_map import WeightMap
+from heddle.exchange.family import Family, WeightMap
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import DEFAULTS
 

@@ -9,9 +9,8 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types
-from heddle.exchange.family import Family
+from heddle.exchange.family import Family, WeightMap
 from heddle.exchange.rope import read_rope, read_rope_table
-from heddle.exchange.weight_map import WeightMap
 from heddle.model.config import ModelConfig
 from heddle.parts.scalings.ntk import NtkConfig
 

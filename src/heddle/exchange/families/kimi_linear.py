@@ -9,9 +9,8 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _deepseek, _layer_types, _moe, mixtral
-from heddle.exchange.family import Family
+from heddle.exchange.family import DEPTHWISE_CONV, Family, TensorTransform, WeightMap
 from heddle.exchange.rope import FULL
-from heddle.exchange.weight_map import DEPTHWISE_CONV, TensorTransform, WeightMap
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.kda import KDAConfig
 

@@ -9,9 +9,8 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types
-from heddle.exchange.family import Family
+from heddle.exchange.family import DEPTHWISE_CONV, Family, WeightMap
 from heddle.exchange.rope import FULL, read_rope
-from heddle.exchange.weight_map import DEPTHWISE_CONV, WeightMap
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.short_conv import ShortConvConfig
 

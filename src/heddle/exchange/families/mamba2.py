@@ -8,8 +8,7 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _mamba
-from heddle.exchange.family import Family
-from heddle.exchange.weight_map import WeightMap
+from heddle.exchange.family import Family, WeightMap
 from heddle.model.config import ModelConfig
 
 NAMES = _mamba.Names(

@@ -11,9 +11,8 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe, mixtral
-from heddle.exchange.family import Family
+from heddle.exchange.family import Family, WeightMap, interleaved_by_group
 from heddle.exchange.rope import FULL, read_rope
-from heddle.exchange.weight_map import WeightMap, interleaved_by_group
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.retention import RetentionConfig
 from heddle.parts.residuals.deep_norm import DeepNormConfig

@@ -10,9 +10,8 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _mamba, _moe
-from heddle.exchange.family import Family
+from heddle.exchange.family import Family, WeightMap
 from heddle.exchange.rope import FULL
-from heddle.exchange.weight_map import WeightMap
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.parts.feedforwards.moe import MoEConfig
 from heddle.parts.mixers.mamba2 import Mamba2Config

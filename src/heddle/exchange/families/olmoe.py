@@ -5,9 +5,8 @@ from typing import Any
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _layer_types, _moe
-from heddle.exchange.family import Family
+from heddle.exchange.family import Family, WeightMap
 from heddle.exchange.rope import read_rope
-from heddle.exchange.weight_map import WeightMap
 from heddle.model.config import ModelConfig
 
 DEFAULT_AUX_LOSS = 0.01

@@ -9,8 +9,7 @@ from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _common, _moe, _qwen_hybrid
 from heddle.exchange.families._qwen_hybrid import FULL
-from heddle.exchange.family import Family
-from heddle.exchange.weight_map import WeightMap, interleaved_by_group
+from heddle.exchange.family import Family, WeightMap, interleaved_by_group
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig

@@ -9,8 +9,7 @@ from typing import Any
 
 from heddle.exchange.config_reader import ConfigReader
 from heddle.exchange.families import _bert
-from heddle.exchange.family import Family
-from heddle.exchange.weight_map import WeightMap
+from heddle.exchange.family import Family, WeightMap
 from heddle.model.config import ModelConfig
 from heddle.parts.positions.learned import LearnedConfig
 

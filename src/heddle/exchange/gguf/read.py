@@ -4,30 +4,315 @@ Quantized weights are unpacked by the package `gguf`. Its names of tensors are t
 of rows, which are undone.
 """
 
-from collections.abc import Container, Iterator, Mapping
+import math
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from heddle.errors import CheckpointError, ConfigError
+from heddle.exchange.config_reader import short_repr
 from heddle.exchange.export import HFTensors
 from heddle.exchange.family import Family, families
 from heddle.exchange.family_match import design_from_config
-from heddle.exchange.gguf.architectures import ARCHITECTURES, Architecture
+from heddle.exchange.gguf.architectures import ARCHITECTURES, Architecture, gguf_tensors
 from heddle.exchange.gguf.export import ROPE_FACTORS, check_package
-from heddle.exchange.gguf.gguf_tensors import gguf_tensors
-from heddle.exchange.gguf.keys import Keys, config_from_keys
 from heddle.exchange.gguf.tokenizer import read_tokenizer
-from heddle.exchange.imported_model import ImportedModel
+from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import load_weights
 from heddle.model.decoder import Decoder, build
+from heddle.parts.positions.rope import RopeConfig
+from heddle.parts.scalings.llama3 import Llama3Config
 from heddle.progress import format_amount, print_status, progress_bar
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
+
+
+# The keys of a GGUF as the config.json of a family. Only the graphs that heddle writes are read.
+
+
+T = TypeVar("T")
+Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
+PARTIAL_ROPE = ("phi2", "phi3", "gptneox")  # graphs whose RoPE may rotate some dims of a head only
+# Fields that the families of these graphs do not have.
+MISSING_FIELDS = {
+    "phi2": ("rms_norm_eps",),
+    "gpt2": ("head_dim", "intermediate_size", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_theta"),
+    "gptneox": ("head_dim", "num_key_value_heads", "rms_norm_eps"),
+    "command-r": ("rms_norm_eps",),
+    "cohere2": ("rms_norm_eps",),
+}
+GEMMA_ACTIVATION = {"hidden_activation": "gelu_pytorch_tanh"}
+# Of the scalings that Llama 3 was published with; a GGUF holds its factors alone.
+LLAMA3_FACTORS = (8.0, 32.0)
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_LENGTH = 8192
+
+
+class Keys:
+    """Typed access to the keys. rope_factors: the factors of RoPE's frequencies, if the file has them."""
+
+    def __init__(self, fields: Mapping[str, Any], source: str) -> None:
+        self.fields, self.source = fields, source
+        self.rope_factors: list[float] = []
+
+    def get(self, name: str, default: T) -> T:
+        """A key's value, or the default. Raises CheckpointError for another kind of value."""
+        value: Any = self.fields.get(name, default)
+        if isinstance(default, float):
+            value = _decimal(value) if isinstance(value, int | float) else value
+        return value if isinstance(value, type(default)) else self._refuse(name, value, type(default))
+
+    def require(self, name: str, kind: type[T]) -> T:
+        """The value of a key that must be there."""
+        if name not in self.fields:
+            raise CheckpointError(f"{self.source}: key '{name}' is missing; without it the model cannot be built")
+        value = self.fields[name]
+        return value if isinstance(value, kind) else self._refuse(name, value, kind)
+
+    def _refuse(self, name: str, value: Any, kind: type) -> Any:
+        raise CheckpointError(f"{self.source}: key '{name}' is {short_repr(value)}; should be of kind {kind.__name__}")
+
+
+def _decimal(value: float) -> Any:
+    """A float32 as the shortest decimal number that rounds to it."""
+    return float(str(np.float32(value)))
+
+
+def config_from_keys(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+    """The config.json, with its model_type. Raises ConfigError for a graph that heddle does not read."""
+    graph = keys.require("general.architecture", str)
+    if graph not in ARCHITECTURE_FIELDS:
+        known = ", ".join(ARCHITECTURE_FIELDS)
+        raise ConfigError(f"{keys.source}: its architecture {short_repr(graph)} is not read; heddle reads {known}")
+    config = _common_fields(keys, graph, shapes) | ARCHITECTURE_FIELDS[graph](keys, graph, shapes)
+    missing = MISSING_FIELDS.get(graph, ())
+    return {name: value for name, value in config.items() if name not in missing}
+
+
+def _common_fields(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    width, heads = keys.require(f"{graph}.embedding_length", int), keys.require(f"{graph}.attention.head_count", int)
+    rows = shapes.get("token_embd.weight", (0,))[0]
+    head_dim = keys.get(f"{graph}.attention.key_length", width // max(heads, 1))
+    for name in ("attention.value_length", *(() if graph in PARTIAL_ROPE else ("rope.dimension_count",))):
+        if keys.get(f"{graph}.{name}", head_dim) != head_dim:
+            raise ConfigError(f"{keys.source}: key '{graph}.{name}' is not key_length = {head_dim}; heddle reads it so")
+    theta = keys.get(f"{graph}.rope.freq_base", 10000.0)
+    return {
+        "vocab_size": rows,
+        "hidden_size": width,
+        "num_hidden_layers": keys.require(f"{graph}.block_count", int),
+        "intermediate_size": keys.require(f"{graph}.feed_forward_length", int),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.get(f"{graph}.attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": keys.get(f"{graph}.attention.layer_norm_rms_epsilon", 1e-5),
+        "max_position_embeddings": keys.get(f"{graph}.context_length", 2048),
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "rope_theta": theta,
+        "rope_parameters": {"rope_theta": theta} | _scaling(keys, graph, theta, head_dim),
+    }
+
+
+def _scaling(keys: Keys, graph: str, theta: float, head_dim: int) -> dict[str, Any]:
+    kind = keys.get(f"{graph}.rope.scaling.type", "none")
+    if keys.rope_factors:
+        return _llama3(keys, theta, head_dim)
+    if kind == "none":
+        return {"rope_type": "default"}
+    if kind not in ("linear", "yarn"):
+        raise ConfigError(f"{keys.source}: key '{graph}.rope.scaling.type' is {kind!r}; heddle reads linear and yarn")
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": keys.get(f"{graph}.rope.scaling.factor", 1.0)}
+    if kind == "yarn":
+        length = keys.require(f"{graph}.rope.scaling.original_context_length", int)
+        scaling["original_max_position_embeddings"] = length
+    return scaling
+
+
+def _llama3(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
+    """Llama 3's scaling, by its factors. Raises ConfigError if they are those of none that was published."""
+    plain = RopeConfig(base=theta, rotary_dim=head_dim)
+    unscaled = plain.build(head_dim).scaled_frequencies(1).inv_freq
+    for factor in LLAMA3_FACTORS:
+        scaling = Llama3Config(factor=factor, original_length=LLAMA3_LENGTH, **LLAMA3)
+        scaled = plain.replace(scaling=scaling).build(head_dim).scaled_frequencies(1).inv_freq
+        factors = [float(a / b) for a, b in zip(unscaled, scaled, strict=True)]
+        same = len(factors) == len(keys.rope_factors)
+        if same and all(math.isclose(*pair, rel_tol=1e-5) for pair in zip(factors, keys.rope_factors, strict=True)):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "original_max_position_embeddings": LLAMA3_LENGTH,
+                **LLAMA3,
+            }
+    raise ConfigError(f"{keys.source}: the factors of its RoPE are those of no Llama 3; import the original folder")
+
+
+def _biases(shapes: Shapes) -> dict[str, Any]:
+    return {"attention_bias": "blk.0.attn_q.bias" in shapes, "mlp_bias": "blk.0.ffn_down.bias" in shapes}
+
+
+def _llama(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    experts = keys.get(f"{graph}.expert_count", 0)
+    if not experts:
+        return {"model_type": "llama", **_biases(shapes)}
+    used = keys.require(f"{graph}.expert_used_count", int)
+    return {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": used}
+
+
+def _qwen3_moe(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_moe",
+        "num_experts": keys.require(f"{graph}.expert_count", int),
+        "num_experts_per_tok": keys.require(f"{graph}.expert_used_count", int),
+        "moe_intermediate_size": keys.require(f"{graph}.expert_feed_forward_length", int),
+        "norm_topk_prob": True,
+    }
+
+
+def _unnormalized_moe(keys: Keys, graph: str) -> dict[str, Any]:
+    return {
+        "num_experts": keys.require(f"{graph}.expert_count", int),
+        "num_experts_per_tok": keys.require(f"{graph}.expert_used_count", int),
+        "norm_topk_prob": False,
+    }
+
+
+def _qwen2_moe(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2_moe",
+        **_unnormalized_moe(keys, graph),
+        "moe_intermediate_size": keys.require(f"{graph}.expert_feed_forward_length", int),
+        "shared_expert_intermediate_size": keys.require(f"{graph}.expert_shared_feed_forward_length", int),
+    }
+
+
+def _olmoe(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    return {"model_type": "olmoe", **_unnormalized_moe(keys, graph), "attention_bias": False}
+
+
+def _gemma(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    return {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh", **GEMMA_ACTIVATION}
+
+
+def _query_scale(keys: Keys, graph: str, depth: int) -> dict[str, Any]:
+    """Gemma's scale of scores: by head_dim, but in the largest by width / heads."""
+    width, heads = keys.require(f"{graph}.embedding_length", int), keys.require(f"{graph}.attention.head_count", int)
+    is_largest = keys.require(f"{graph}.block_count", int) == depth
+    dim = width // heads if is_largest else keys.get(f"{graph}.attention.key_length", width // heads)
+    return {"query_pre_attn_scalar": dim, "sliding_window": keys.get(f"{graph}.attention.sliding_window", 4096)}
+
+
+def _gemma2(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    caps = {name: keys.get(f"{graph}.{name}", default) for name, default in caps.items()}
+    return {"model_type": "gemma2", **GEMMA_ACTIVATION, **_query_scale(keys, graph, 46), **caps}
+
+
+def _ropes(keys: Keys, graph: str, theta: float, sliding_theta: float) -> dict[str, Any]:
+    """The RoPEs of layers without and with a window; the thetas are the defaults."""
+    head_dim = keys.require(f"{graph}.attention.key_length", int)
+    theta, sliding = keys.get(f"{graph}.rope.freq_base", theta), keys.get(f"{graph}.rope.freq_base_swa", sliding_theta)
+    full = {"rope_theta": theta} | _scaling(keys, graph, theta, head_dim)
+    tables = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": sliding}}
+    return {"rope_parameters": tables, "rope_theta": None}
+
+
+def _gemma3(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    cap = {"final_logit_softcapping": keys.fields.get(f"{graph}.final_logit_softcapping")}
+    ropes = _ropes(keys, graph, 1e6, 1e4)
+    return {"model_type": "gemma3_text", **GEMMA_ACTIVATION, **_query_scale(keys, graph, 62), **cap, **ropes}
+
+
+def _olmo2(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    window = keys.get(f"{graph}.attention.sliding_window", 0)
+    if not window:
+        return {"model_type": "olmo2"}
+    theta = keys.get(f"{graph}.rope.freq_base", 500000.0)
+    return {"model_type": "olmo3", "sliding_window": window, **_ropes(keys, graph, theta, theta)}
+
+
+def _rotary_factor(keys: Keys, graph: str) -> float:
+    """The share of the dims of a head that RoPE rotates."""
+    width, heads = keys.require(f"{graph}.embedding_length", int), keys.require(f"{graph}.attention.head_count", int)
+    head_dim = keys.get(f"{graph}.attention.key_length", width // max(heads, 1))
+    return keys.get(f"{graph}.rope.dimension_count", head_dim) / max(head_dim, 1)
+
+
+def _layer_norm_eps(keys: Keys, graph: str) -> float:
+    return keys.get(f"{graph}.attention.layer_norm_epsilon", 1e-5)
+
+
+def _phi3(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    return {"model_type": "phi3", "partial_rotary_factor": _rotary_factor(keys, graph), "sliding_window": None}
+
+
+def _phi(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    return {
+        "model_type": "phi",
+        "partial_rotary_factor": _rotary_factor(keys, graph),
+        "layer_norm_eps": _layer_norm_eps(keys, graph),
+        "hidden_act": "gelu_new",
+    }
+
+
+def _gpt2(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "n_inner": keys.require(f"{graph}.feed_forward_length", int),
+        "layer_norm_epsilon": _layer_norm_eps(keys, graph),
+        "activation_function": "gelu_new",
+    }
+
+
+def _gpt_neox(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_neox",
+        "rotary_pct": _rotary_factor(keys, graph),
+        "rotary_emb_base": keys.get(f"{graph}.rope.freq_base", 10000.0),
+        "layer_norm_eps": _layer_norm_eps(keys, graph),
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_parallel_residual": keys.get(f"{graph}.use_parallel_residual", True),
+    }
+
+
+def _cohere(keys: Keys, graph: str, shapes: Shapes) -> dict[str, Any]:
+    windows = {"sliding_window": keys.require(f"{graph}.attention.sliding_window", int)} if graph == "cohere2" else {}
+    return {
+        "model_type": "cohere2" if graph == "cohere2" else "cohere",
+        "logit_scale": keys.get(f"{graph}.logit_scale", 0.0625),
+        "layer_norm_eps": _layer_norm_eps(keys, graph),
+        **windows,
+    }
+
+
+ARCHITECTURE_FIELDS: dict[str, Callable[[Keys, str, Shapes], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": lambda keys, graph, shapes: {"model_type": "qwen2"},
+    "qwen3": lambda keys, graph, shapes: {"model_type": "qwen3", "attention_bias": False},
+    "qwen3moe": _qwen3_moe,
+    "qwen2moe": _qwen2_moe,
+    "olmoe": _olmoe,
+    "ernie4_5": lambda keys, graph, shapes: {"model_type": "ernie4_5", "use_bias": False},
+    "hunyuan-dense": lambda keys, graph, shapes: {"model_type": "hunyuan_v1_dense", "attention_bias": False},
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "olmo2": _olmo2,
+    "smollm3": lambda keys, graph, shapes: {"model_type": "smollm3"},
+    "phi3": _phi3,
+    "phi2": _phi,
+    "gpt2": _gpt2,
+    "gptneox": _gpt_neox,
+    "command-r": _cohere,
+    "cohere2": _cohere,
+}
+
 
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

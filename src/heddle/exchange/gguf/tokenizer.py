@@ -16,7 +16,7 @@ from heddle.tokenization.backend import MAX_RUN_LENGTH, read_backend
 from heddle.tokenization.tokenizer import BoundaryTokens, Tokenizer
 
 if TYPE_CHECKING:
-    from heddle.exchange.gguf.keys import Keys
+    from heddle.exchange.gguf.read import Keys
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -19,9 +19,13 @@ from heddle.exchange import export as _export
 from heddle.exchange import load as _load
 from heddle.exchange.family_match import FamilyMatch
 from heddle.exchange.transformers.cache import HeddleCache
-from heddle.exchange.transformers.classification import HeddleForSequenceClassification, HeddleForTokenClassification
 from heddle.exchange.transformers.config import HeddleConfig
-from heddle.exchange.transformers.modeling import HeddleForCausalLM, HeddleModel
+from heddle.exchange.transformers.modeling import (
+    HeddleForCausalLM,
+    HeddleForSequenceClassification,
+    HeddleForTokenClassification,
+    HeddleModel,
+)
 from heddle.model.decoder import Decoder
 from heddle.tokenization.tokenizer import Tokenizer
 

@@ -17,7 +17,7 @@ from heddle.errors import ConfigError
 from heddle.exchange.transformers.masks import CachedTokens
 from heddle.model.decoder import Decoder
 from heddle.model.state import State
-from heddle.parts.context.layout import Layout
+from heddle.parts.layout import Layout
 
 # Tokens that ring buffers keep beyond their window when tokens may be removed. For more at once, the state is forked.
 ROLLBACK_SLACK = 64

@@ -12,7 +12,7 @@ from heddle.exchange.families.heddle import AUTO_MAP, FAMILY, SIZE_FIELDS
 from heddle.exchange.transformers.external_attention import uses_external_attention
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
-from heddle.storage.atomic import write_file
+from heddle.storage.file_io import write_file
 
 
 class HeddleConfig(PreTrainedConfig):
@@ -73,23 +73,13 @@ class HeddleConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """The type of each layer's attention. This and the next fields exist only with external attention."""
+        """The type of each layer's attention. This and the next field exist only with external attention."""
         return design_parts.layer_types(self._design_for_external_attention("layer_types"))
 
     @property
     def sliding_window(self) -> int | None:
         """The size of the attention window, or None."""
         return design_parts.first_window(self._design_for_external_attention("sliding_window"))
-
-    @property
-    def logit_scale(self) -> float:
-        """The factor of the logits."""
-        return self._design_for_external_attention("logit_scale").head.scale
-
-    @property
-    def final_logit_softcapping(self) -> float | None:
-        """The soft cap of the logits, or None."""
-        return self._design_for_external_attention("final_logit_softcapping").head.softcap
 
     def _design_for_external_attention(self, name: str) -> ModelConfig:
         if not uses_external_attention(self):

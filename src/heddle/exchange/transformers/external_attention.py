@@ -1,6 +1,6 @@
 """Softmax attention computed by an attention function of transformers, which `attn_implementation` names.
 
-Such functions belong to kernel libraries and to serving engines, such as vLLM. The contract of transformers is
+Such functions belong to kernel libraries. The contract of transformers is
 function(module, q, k, v, mask, scaling=, sliding_window=, dropout=, **kwargs) -> (y, weights), with q [B, heads, T, d],
 k and v [B, kv_heads, T, d], and y [B, T, heads, d] or any shape with the same order of elements. Further keyword
 arguments of the model's call are passed on to every function.
@@ -16,8 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from heddle.errors import ConfigError
 from heddle.model.decoder import LENGTH_DEPENDENT, Decoder
 from heddle.numerics.attention.backend import AttentionFunction
-from heddle.numerics.attention.mask import AttentionMask
-from heddle.numerics.attention.score_modifiers import ScoreModifiers
+from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers
 from heddle.numerics.attention.softmax import WeightDropout
 from heddle.parts.mixers.attention import Attention
 
@@ -103,7 +102,7 @@ def uses_external_attention(config: Any) -> bool:
 def unsupported_reasons(decoder: Decoder) -> list[str]:
     """Why external attention cannot run a model: one reason per field; empty if it can.
 
-    Serving engines keep one cache per layer, with the same heads in all layers, and support one size of window.
+    Such functions expect the same heads in all layers, and one size of window.
     """
     reasons: list[str] = []
     first_shape: tuple[int, int, int] | None = None
@@ -126,10 +125,6 @@ def unsupported_reasons(decoder: Decoder) -> list[str]:
         windows |= set() if mixer.window is None else {mixer.window}
     if len(windows) > 1:
         reasons.append(f"windows differ: {sorted(windows)}")
-    if decoder.head.scale != 1.0 and decoder.head.softcap is not None:
-        reasons.append("head.scale and head.softcap are both set")
-    if decoder.head.transform is not None:
-        reasons.append("head.transform is set, and the head is theirs")
     return [*reasons, *([LENGTH_DEPENDENT] if decoder.length_dependent else [])]
 
 

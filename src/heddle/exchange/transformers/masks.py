@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.position_table import PositionTable
+from heddle.parts.layout import Layout
+from heddle.parts.position_table import PositionTable
 
 MASKED_BELOW = -1e4  # a number below this in an additive mask hides a column
 

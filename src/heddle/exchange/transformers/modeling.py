@@ -1,12 +1,15 @@
 """HeddleModel and HeddleForCausalLM: a heddle decoder with the interface of a transformers model."""
 
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from transformers import GenerationMixin
+from transformers import GenerationMixin, initialization
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -19,23 +22,150 @@ from heddle.exchange.transformers.external_attention import (
     attention_modules,
     uses_external_attention,
 )
-from heddle.exchange.transformers.masks import CachedTokens
-from heddle.exchange.transformers.model_call import ModelCall
-from heddle.exchange.transformers.outputs import (
-    GENERATION_KWARGS,
-    LOSS_KWARGS,
-    RecordedOutputs,
-    check_kwargs,
-    scaled_aux_loss,
-    take_token_types,
-)
+from heddle.exchange.transformers.masks import CachedTokens, LayoutAndMask, layout_from_inputs
 from heddle.exchange.transformers.pretrained import HeddlePreTrainedModel
+from heddle.model.attention_maps import record_weights
 from heddle.model.decoder import Decoder, Layer
+from heddle.numerics.attention.observer import Observation
 from heddle.numerics.linear import packed_weights
-from heddle.parts.context.layout import Layout
 from heddle.parts.feedforwards import Feedforward
+from heddle.parts.layout import Layout
 from heddle.parts.modules.eager import disable_compilation
 from heddle.parts.modules.router_statistics import RouterStatistics, record_router_statistics
+
+# Optional outputs of a call (hidden states, attention weights, auxiliary loss) and checks of its keyword arguments.
+
+
+# Arguments that repeat what the layout says: some collators give the boundaries of packed documents to kernels.
+REDUNDANT_KWARGS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position"}
+# Arguments for stop strings, which `generate` has used already but still passes to the model.
+GENERATION_KWARGS = {"tokenizer", "assistant_tokenizer"}
+LOSS_KWARGS = {"num_items_in_batch", "ignore_index", "shift_labels"}
+
+
+@dataclass
+class RecordedOutputs:
+    """recorded_states: the embedding and the output of each layer (of two residual streams, the one that layers read).
+
+    recorded_weights: the attention weights of each layer. None: not recorded.
+    """
+
+    recorded_states: list[Tensor] | None = None
+    recorded_weights: list[Tensor | None] | None = None
+
+    def hidden_states(self, last: Tensor) -> tuple[Tensor, ...] | None:
+        """The hidden states as transformers returns them: the last is the input of the head."""
+        return None if self.recorded_states is None else (*self.recorded_states[:-1], last)
+
+    def attentions(self) -> tuple[Tensor | None, ...] | None:
+        """The attention weights [B, H, T, S] of each layer, None for a layer without any."""
+        return None if self.recorded_weights is None else tuple(self.recorded_weights)
+
+
+@contextmanager
+def record_outputs(decoder: Decoder, return_states: bool, return_weights: bool) -> Iterator[RecordedOutputs]:
+    """Record the outputs of the decoder's calls within the block. Results do not change."""
+    recorded = RecordedOutputs([] if return_states else None, [None] * len(decoder.layers) if return_weights else None)
+    with ExitStack() as stack:
+        if recorded.recorded_states is not None:
+            states = recorded.recorded_states
+
+            def after_embedding(module: nn.Module, args: Any, output: Any) -> None:
+                states.append(output)
+
+            def after_layer(module: nn.Module, args: Any, output: Any) -> None:
+                stream = output[0]
+                states.append(stream if isinstance(stream, Tensor) else stream[0])
+
+            stack.callback(decoder.embed.register_forward_hook(after_embedding).remove)
+            for layer in decoder.layers:
+                stack.callback(layer.register_forward_hook(after_layer).remove)
+        if recorded.recorded_weights is not None:
+            weights = recorded.recorded_weights
+
+            def on_weights(index: int, observation: Observation) -> None:
+                weights[index] = observation.weights
+
+            stack.enter_context(record_weights(decoder, on_weights))
+        yield recorded
+
+
+def take_token_types(kwargs: dict[str, Any], decoder: Decoder) -> Tensor | None:
+    """Take token_type_ids [B, T] out of the arguments, if the design reads them."""
+    return None if decoder.embed.token_types is None else kwargs.pop("token_type_ids", None)
+
+
+def check_kwargs(kwargs: dict[str, Any]) -> None:
+    """Raises ConfigError naming an argument that would be ignored."""
+    for name, value in kwargs.items():
+        if name == "token_type_ids" and isinstance(value, Tensor) and not bool(value.any()):
+            continue  # all zeros say nothing; some tokenizers always return them
+        if value is not None and name not in REDUNDANT_KWARGS | LOSS_KWARGS:
+            raise ConfigError(f"{name}: is not read by the models of heddle; leave it out")
+
+
+def scaled_aux_loss(
+    entries: list[RouterStatistics], labels: Tensor | None, loss_kwargs: dict[str, Any]
+) -> Tensor | float:
+    """The auxiliary loss of the routers per token.
+
+    With num_items_in_batch it is multiplied by the share of the batch's scored tokens that this call has, so that the
+    losses of accumulated calls add up.
+    """
+    losses = [entry.aux_loss / entry.tokens.clamp(min=1) for entry in entries if entry.aux_loss is not None]
+    if not losses:
+        return 0.0
+    items = loss_kwargs.get("num_items_in_batch")
+    if items is None:
+        return sum(losses[1:], losses[0])
+    shift_labels = loss_kwargs.get("shift_labels")
+    targets = labels[:, 1:] if shift_labels is None and labels is not None else shift_labels
+    assert targets is not None
+    share: Tensor = (targets != loss_kwargs.get("ignore_index", -100)).sum() / items
+    return sum(losses[1:], losses[0]) * share
+
+
+# One call of HeddleModel: what it was given, and the layout that follows.
+#
+# What `torch.compile` must not trace is kept out of its graphs here: masks and positions are checked by their values, a
+# cache changes with each token, and recorded outputs come through hooks.
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """tokens [B, T], or embeddings [B, T, width]; the masks and positions beside them; and what is to be returned.
+
+    token_types: the type of each token [B, T], for designs that have any.
+    """
+
+    tokens: Tensor
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+    cache_layer: HeddleCacheLayer | None
+    return_states: bool
+    return_weights: bool
+    kwargs: Mapping[str, Any]
+    token_types: Tensor | None = None
+
+    @property
+    def traceable(self) -> bool:
+        """Whether `torch.compile` may trace the decoder in this call."""
+        return self.cache_layer is None and not self.return_states and not self.return_weights
+
+    def layout(self, cached: CachedTokens, has_external_attention: bool) -> LayoutAndMask:
+        """The layout of this call after `cached`. Raises ConfigError for what no layout can express."""
+        mask, position_ids = self.attention_mask, self.position_ids
+        if mask is None and position_ids is None:
+            return LayoutAndMask(None, None)
+        if has_external_attention and mask is None and position_ids is not None:  # reads no value
+            positions = position_ids.expand(self.tokens.shape[:2])
+            return LayoutAndMask(Layout(positions, has_padding=False, is_checked=True), None)
+        inputs: LayoutAndMask = layout_from_inputs(self.tokens, mask, position_ids, cached)
+        return inputs
+
+    def record_outputs(self, decoder: Decoder) -> AbstractContextManager[RecordedOutputs]:
+        """Record what is to be returned besides the last hidden states."""
+        return record_outputs(decoder, self.return_states, self.return_weights)
 
 
 class HeddleModel(HeddlePreTrainedModel):
@@ -175,7 +305,7 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         return model
 
     @can_return_tuple
-    def forward(  # noqa: PLR0913 - transformers reads the names off the signature
+    def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -292,3 +422,45 @@ class HeddleForCausalLM(HeddlePreTrainedModel, GenerationMixin):
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
+
+
+# Classes that label texts and tokens: a heddle decoder under a new head without bias, as in transformers' own.
+
+
+HEAD_STD = 0.02  # of a new head's weights, as in most models of transformers
+
+
+class _Classifier(HeddlePreTrainedModel):
+    score: nn.Module
+
+    @classmethod
+    def from_decoder(cls, decoder: Decoder, num_labels: int = 2, **fields: Any) -> Any:
+        """Put a new head on a decoder. Its weights are shared, not copied. fields: of the config, as `pad_token_id`."""
+        with torch.device("meta"):
+            model = cls(HeddleConfig(design=decoder.config.dump(), num_labels=num_labels, **fields))
+        model.model.decoder = decoder
+        model.score.to_empty(device=decoder.embed.weight.device).to(decoder.embed.weight.dtype)
+        with torch.no_grad():
+            for parameter in model.score.parameters():
+                nn.init.normal_(parameter, std=HEAD_STD) if parameter.dim() == 2 else nn.init.zeros_(parameter)
+        model.config.dtype = model.dtype
+        model.train(decoder.training)
+        return model
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialize a head that was not loaded. The decoder is initialized by `initialize_weights`."""
+        if module is getattr(self, "score", None) and isinstance(module, nn.Linear):
+            initialization.normal_(module.weight, std=HEAD_STD)
+            if module.bias is not None:
+                initialization.zeros_(module.bias)
+
+
+class HeddleForSequenceClassification(GenericForSequenceClassification, _Classifier):
+    """Tokens -> one row of labels [B, num_labels] for each text, from its last token that is not `pad_token_id`.
+
+    Trainers of reward models use it with num_labels 1. The loss has no auxiliary loss that balances experts.
+    """
+
+
+class HeddleForTokenClassification(GenericForTokenClassification, _Classifier):
+    """Tokens -> a row of labels for each token [B, T, num_labels]. The loss has no auxiliary loss of experts."""

@@ -4,8 +4,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from heddle.numerics.attention.mask import AttentionMask
-from heddle.numerics.attention.score_modifiers import ScoreModifiers
+from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers
 from heddle.numerics.attention.softmax import WeightDropout
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from heddle.numerics.attention.mask import AttentionMask, zero_unused_slots
-from heddle.numerics.attention.score_modifiers import LinearBias, ScoreModifiers
+from heddle.numerics.attention.mask import AttentionMask, LinearBias, ScoreModifiers, zero_unused_slots
 from heddle.numerics.attention.sdpa import in_autocast_dtype, with_sink
 
 BLOCK = 128  # queries and keys of a block that is skipped, or computed, as a whole

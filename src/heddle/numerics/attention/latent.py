@@ -8,22 +8,86 @@ queries are projected to the latent space, and the latents serve as keys and val
 pair of tokens, but nothing has to be computed for earlier tokens.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from heddle.numerics.attention import flash_mla, softmax
+from heddle.numerics.attention import softmax
 from heddle.numerics.attention.mask import AttentionMask, visible_pairs
-from heddle.numerics.attention.online_softmax import online_attention
 from heddle.numerics.attention.softmax import attention
-from heddle.numerics.dispatch.device_size import DeviceSize
-from heddle.numerics.dispatch.flop_counter import add_flops, counts_flops
-from heddle.numerics.dispatch.libraries import NOT_CUDA
-from heddle.numerics.dispatch.operation import Kernel, Operation, device_type, optional_nondeterministic
+from heddle.numerics.dispatch import DeviceSize, Kernel, Operation, add_flops, counts_flops, device_type
 from heddle.numerics.linear import linear
 from heddle.numerics.norms import at_least_float32, without_autocast
+
+# Attention to keys and values that arrive in tiles, by an online softmax (Milakov & Gimelshein 2018).
+
+
+class _OnlineSoftmax:
+    """Keeps, per query, the greatest score so far, the sum of the weights and the weighted sum of the values."""
+
+    def __init__(self, q: Tensor) -> None:
+        self.q = q
+        self.max_score: Tensor | None = None
+        self.weight_sum, self.value_sum = q.new_zeros(()), q.new_zeros(())
+
+    def add(self, k: Tensor, v: Tensor, hidden: Tensor | None) -> None:
+        """Add keys k [B, G, s, d], values v [B, G, s, d_v]. hidden: bool [B, 1, T, s], None if all are visible."""
+        (batch, heads, queries, width), groups, keys = self.q.shape, k.shape[1], k.shape[2]
+        rows = heads // groups * queries  # the heads of a group are folded into the queries
+        scores = _matmul(self.q.reshape(batch, groups, rows, width), k.mT).view(batch, heads, queries, keys)
+        if hidden is not None:
+            scores.masked_fill_(hidden, float("-inf"))
+        max_score = scores.detach().amax(-1, keepdim=True)
+        if self.max_score is not None:
+            max_score = torch.maximum(max_score, self.max_score)
+        finite = max_score.masked_fill(max_score == float("-inf"), 0.0)  # for queries without a visible key so far
+        weights = scores.sub_(finite).exp_()
+        total = weights.sum(-1, keepdim=True)
+        out = _matmul(weights.view(batch, groups, rows, keys), v).view(batch, heads, queries, v.shape[3])
+        if self.max_score is not None:
+            rescale = (self.max_score - finite).exp()
+            total, out = total + self.weight_sum * rescale, out + self.value_sum * rescale
+        self.max_score, self.weight_sum, self.value_sum = max_score, total, out
+
+    def result(self) -> Tensor:
+        """The output [B, H, T, d_v]. Queries that saw no key yield zeros."""
+        return self.value_sum / self.weight_sum.masked_fill(self.weight_sum == 0, 1.0)
+
+
+def _matmul(x: Tensor, y: Tensor) -> Tensor:
+    """x [B, G, m, n] @ y [B, G, n, s]. With G = 1 on a CPU, one product per row: a batched one may copy y, a view."""
+    if y.shape[1] > 1 or device_type(y) != "cpu":
+        return x @ y
+    return torch.stack([left @ right for left, right in zip(x[:, 0], y[:, 0], strict=True)])[:, None]
+
+
+def online_attention(
+    q: Tensor, tile: Callable[[slice], tuple[Tensor, Tensor]], mask: AttentionMask, sizes: tuple[int, int]
+) -> Tensor:
+    """softmax(Q Kᵀ + mask) V in at least float32. `tile(keys)` returns a range of K and V. sizes: (queries, keys)."""
+    queries, keys = q.shape[2], mask.k_positions.shape[1]
+    if keys == 0:  # a call without tokens and an empty state
+        return q.new_zeros(*q.shape[:3], tile(slice(0, 0))[1].shape[-1])
+    tile_size = max(1, sizes[0])
+    starts = range(0, max(1, queries), tile_size)  # one empty tile for a call without tokens
+    tiles = [slice(start, min(start + tile_size, queries)) for start in starts]
+    softmaxes = [_OnlineSoftmax(at_least_float32(q[:, :, query_range])) for query_range in tiles]
+    for start in range(0, keys, sizes[1]):
+        key_range = slice(start, min(start + sizes[1], keys))
+        k, v = tile(key_range)
+        for query_range, online_softmax in zip(tiles, softmaxes, strict=True):
+            in_order = mask.contiguous and mask.causal
+            if in_order and key_range.start >= keys - queries + query_range.stop:
+                continue
+            first_query_sees = keys - queries + query_range.start + 1  # keys, if they are in order
+            all_visible = mask.all_visible or (in_order and key_range.stop <= first_query_sees)
+            hidden = None if all_visible else ~mask.materialize(query_range, key_range)[:, None]
+            with without_autocast(q):
+                online_softmax.add(k, v, hidden)
+    return torch.cat([online_softmax.result() for online_softmax in softmaxes], dim=2)
+
 
 # Weights or key elements of one tile: 4 MB in float32, which fit a CPU's cache, or 1 GB in few launches.
 MAX_TILE_ELEMENTS = DeviceSize(2**20, 2**28)
@@ -35,10 +99,7 @@ UpProjections = tuple[Tensor, Tensor]
 
 
 class LatentAttentionFacts(NamedTuple):
-    """What decides the kernel: lengths, widths per head, and numbers of elements of all heads and rows.
-
-    in_order: all rows are equally long, and the queries are their last tokens. paged: see `flash_mla.pages`.
-    """
+    """What decides the kernel: lengths, widths per head, and numbers of elements of all heads and rows."""
 
     queries: int
     keys: int
@@ -50,10 +111,6 @@ class LatentAttentionFacts(NamedTuple):
     max_expanded_elements: int
     scores: int
     device: str
-    dtype: torch.dtype
-    gradients: bool
-    in_order: bool
-    paged: bool
 
 
 def expanded_flops(queries: int, keys: int, facts: LatentAttentionFacts) -> int:
@@ -167,13 +224,6 @@ def _wide_product(x: Tensor, y: Tensor) -> Tensor:
     return torch.bmm(x.to(y.dtype), y, out_dtype=torch.float32)
 
 
-def _flash_mla(
-    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, mask: AttentionMask, scale: float
-) -> Tensor:
-    q = _absorbed_queries(q_nope, q_rope, latents, k_up, v_up)
-    return _projected_values(flash_mla.attend(q, latents, mask.causal, scale), v_up)
-
-
 def _absorbed_queries(q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor) -> Tensor:
     """Queries in the latent space, [B, H, T, r + d_r], not scaled. Counts the FLOPs of the whole call."""
     batch, heads, queries, _ = q_nope.shape
@@ -212,18 +262,6 @@ def _expanded_unsupported(facts: LatentAttentionFacts) -> str | None:
     return _should_absorb(facts)
 
 
-def _flash_mla_unsupported(facts: LatentAttentionFacts) -> str | None:
-    if facts.device != "cuda":
-        return NOT_CUDA
-    if facts.gradients:
-        return "gradients are wanted"
-    if facts.dtype != torch.bfloat16 or (facts.latent_rank, facts.rope_width) != (512, 64):
-        return "it takes bfloat16 latents of 512 + 64 elements"
-    if not facts.in_order:
-        return "rows have different lengths"
-    return flash_mla.flash_mla_unsupported() if facts.paged else "slots of a row are not a multiple of its page"
-
-
 def _absorbed_unsupported(facts: LatentAttentionFacts) -> str | None:
     few = facts.device != "cpu" and facts.scores <= MAX_SCORES
     return "each tile is several launches, and the scores are few" if few else None
@@ -234,9 +272,6 @@ LATENT = Operation(
     (
         Kernel("expanded", _expanded, _expanded_unsupported),
         Kernel("tiled", _expanded_tiles, _should_absorb),
-        Kernel(
-            "flash_mla", _flash_mla, _flash_mla_unsupported, traceable=False, nondeterministic=optional_nondeterministic
-        ),
         Kernel("absorbed", _absorbed, _absorbed_unsupported),
         Kernel("absorbed_untiled", _absorbed_untiled, lambda facts: None),
         Kernel("reference", reference, lambda facts: None),
@@ -245,12 +280,11 @@ LATENT = Operation(
 
 
 def latent_attention_facts(
-    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, mask: AttentionMask | None = None
+    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor
 ) -> LatentAttentionFacts:
-    """The facts of one call of `latent_attention`. Without the mask those that its FLOPs depend on."""
+    """The facts of one call of `latent_attention`."""
     batch, heads, queries, nope_width = q_nope.shape
     keys, rope_width, value_width = latents.shape[2], q_rope.shape[3], v_up.shape[0] // heads
-    device, learned = device_type(latents), any(x.requires_grad for x in (q_nope, q_rope, latents, k_up, v_up))
     return LatentAttentionFacts(
         queries=queries,
         keys=keys,
@@ -261,11 +295,7 @@ def latent_attention_facts(
         expanded_elements=batch * heads * keys * (nope_width + rope_width + value_width),
         max_expanded_elements=MAX_EXPANDED_ELEMENTS.on(latents),
         scores=batch * heads * queries * keys,
-        device=device,
-        dtype=latents.dtype,
-        gradients=torch.is_grad_enabled() and learned,
-        in_order=mask is not None and (mask.contiguous or (mask.all_visible and queries == 1)),
-        paged=device == "cuda" and not is_compiling() and flash_mla.has_pages(latents),
+        device=device_type(latents),
     )
 
 
@@ -273,6 +303,6 @@ def latent_attention(
     q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, mask: AttentionMask, scale: float
 ) -> Tensor:
     """Attend. Shapes as in the module's docstring. `q_rope` and the `k_rope` in `latents` are already rotated."""
-    kernel = LATENT.choose(latent_attention_facts(q_nope, q_rope, latents, k_up, v_up, mask))
+    kernel = LATENT.choose(latent_attention_facts(q_nope, q_rope, latents, k_up, v_up))
     y: Tensor = kernel.run(q_nope, q_rope, latents, k_up, v_up, mask, scale)
     return y

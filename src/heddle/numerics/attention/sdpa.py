@@ -13,13 +13,17 @@ Elsewhere operators of one kernel are called by name. `sdpa_kernel` is no way to
 process, which other threads see.
 """
 
+import inspect
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.numerics.dispatch.operation import device_type, is_deterministic
+from heddle.numerics.attention.mask import AttentionMask
+from heddle.numerics.dispatch import device_type, is_deterministic
+from heddle.torch_private import cpu_flash_attention, cudnn_attention, efficient_attention, flash_attention
 
 WIDTH_STEP = 8  # CUDA's fused kernels take heads whose widths are multiples of it
 _CUDNN_WIDTH = 256  # the widest heads of cuDNN's kernel on a Hopper GPU, forward and backward
@@ -80,8 +84,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, s
     """torch's flash kernel for CUDA, by name: it plans nothing for a new length. Arguments as in `sdpa`, no mask."""
     d_v = v.shape[-1]
     q, k, v = pad_to_equal_widths(*in_autocast_dtype(q, k, v))
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention
-    y, logsumexp = kernel(q, k, v, 0.0, causal, scale=scale)[:2]
+    y, logsumexp = flash_attention(q, k, v, causal, scale)
     y = y[..., :d_v]
     return y if sink is None else with_sink(y, logsumexp, sink)
 
@@ -98,10 +101,7 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | Non
             mask = q.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
         bias = functional.pad(mask.to(q.dtype), (0, -keys % BIAS_STEP))
         mask = bias[..., :keys].expand(*q.shape[:3], keys)
-    with_logsumexp = torch.is_grad_enabled()
-    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    y: Tensor = kernel(q, k, v, mask, with_logsumexp, 0.0, causal, scale=scale)[0]
-    return y[..., :d_v]
+    return efficient_attention(q, k, v, mask, torch.is_grad_enabled(), causal, scale)[..., :d_v]
 
 
 def _torch_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool) -> Tensor:
@@ -122,10 +122,7 @@ def _torch_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | No
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """cuDNN's kernel by name, for causal rows."""
-    needs_gradients = torch.is_grad_enabled()
-    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
-    y: Tensor = kernel(*in_autocast_dtype(q, k, v), None, needs_gradients, 0.0, True, scale=scale)[0]
-    return y
+    return cudnn_attention(*in_autocast_dtype(q, k, v), torch.is_grad_enabled(), scale)
 
 
 def _cudnn_serves(q: Tensor, v: Tensor) -> bool:
@@ -153,10 +150,7 @@ def _sdpa_then_sink(
     bias = mask
     if mask is not None and mask.dtype == torch.bool:
         bias = q.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    y: Tensor
-    logsumexp: Tensor
-    y, logsumexp = kernel(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    y, logsumexp = cpu_flash_attention(q, k, v, bias, causal, scale)
     return with_sink(y[..., :d_v], logsumexp, sink)
 
 
@@ -172,3 +166,63 @@ def pad_to_equal_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     if d_k < d_v:
         return functional.pad(q, (0, d_v - d_k)), functional.pad(k, (0, d_v - d_k)), v
     return q, k, functional.pad(v, (0, d_k - d_v)) if d_v < d_k else v
+
+
+# Softmax attention to packed documents in one call: torch's `varlen_attn`, a flash kernel over a list of documents.
+#
+# The tokens of all rows stand one after another, and `cu_seqlens` says where each document starts. It is computed on
+# the
+# device, so that the host does not wait, and once for all layers.
+
+
+@cache
+def varlen_parameters() -> frozenset[str]:
+    """The parameters of this torch's `varlen_attn`. They differ from release to release."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def cu_seqlens(mask: AttentionMask) -> Tensor:
+    """Tokens before each document of packed rows, and of all of them: int32 [documents + 1], on the mask's device."""
+    assert mask.doc_lengths is not None
+    rows, length = mask.q_positions.shape
+    documents, device = sum(map(len, mask.doc_lengths)), mask.q_positions.device
+    is_start = torch.ones(rows, length, dtype=torch.bool, device=device)
+    if mask.q_segment_ids is not None and length:
+        is_start[:, 1:] = mask.q_segment_ids[:, 1:] != mask.q_segment_ids[:, :-1]
+    elif length:
+        is_start[:, 1:] = False  # `fill_`, which copies nothing from the host
+    lengths = torch.zeros(documents + 1, dtype=torch.int32, device=device)
+    numbers = is_start.flatten().cumsum(0)  # of the document of each token, from 1 on
+    return lengths.scatter_add_(0, numbers, torch.ones_like(numbers, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
+
+
+def longest_document(mask: AttentionMask) -> int:
+    """A bound of the documents' lengths, which the kernel's grid is made for. A power of two: few values occur."""
+    assert mask.doc_lengths is not None
+    most = max((size for row in mask.doc_lengths for size in row), default=1)
+    return 1 << (most - 1).bit_length()
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, sink: Tensor | None) -> Tensor:
+    """q [B, H, T, d_k], k [B, G, T, d_k], v [B, G, T, d_v] -> [B, H, T, d_v]. sink: [B, H, T, 1], without gradients."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    rows, d_v = q.shape[0], v.shape[3]
+    q, k, v = pad_to_equal_widths(*in_autocast_dtype(q, k, v))
+    starts = mask.cached("cu_seqlens", lambda: cu_seqlens(mask))
+    most = longest_document(mask)
+    if mask.causal:
+        window = (-1 if mask.window is None else mask.window - 1, 0)
+    else:
+        window = (-1, -1) if mask.window is None else (mask.window, mask.window)
+    options: dict[str, Any] = {"return_aux": AuxRequest(lse=True), "scale": scale, "window_size": window}
+    if "enable_gqa" in varlen_parameters():
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    result: Any = varlen_attn(q, k, v, starts, starts, most, most, **options)
+    y: Tensor = result[0].unflatten(0, (rows, -1)).transpose(1, 2)[..., :d_v]
+    if sink is None:
+        return y
+    return with_sink(y, result[1].unflatten(1, (rows, -1)).transpose(0, 1), sink)

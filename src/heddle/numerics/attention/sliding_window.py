@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heddle.numerics.attention.score_modifiers import BlockModifiers, ScoreModifiers
+from heddle.numerics.attention.mask import BlockModifiers, ScoreModifiers
 from heddle.numerics.attention.sdpa import sdpa
 from heddle.numerics.attention.tiled import masked_attention
-from heddle.numerics.dispatch.operation import device_type
+from heddle.numerics.dispatch import device_type
 
 
 class Block(NamedTuple):

@@ -22,14 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.numerics.attention.score_modifiers import (
-    NO_BLOCK_MODIFIERS,
-    NO_MODIFIERS,
-    BlockModifiers,
-    ScoreModifiers,
-)
-from heddle.numerics.dispatch.device_size import DeviceSize
+from heddle.numerics.attention.mask import NO_BLOCK_MODIFIERS, NO_MODIFIERS, BlockModifiers, ScoreModifiers
+from heddle.numerics.dispatch import DeviceSize
 from heddle.numerics.norms import at_least_float32, without_autocast
+from heddle.torch_private import softmax_gradient
 
 QUERY_TILE = 64  # queries per tile; up to twice as many run as one tile
 # Weights of a masked call that exist at one time: 4 MB in float32, which fit a CPU's cache, or 256 MB.
@@ -118,10 +114,7 @@ def _weights(q: Tensor, k: Tensor, hiding: Tensor | None, modifiers: BlockModifi
 
 def _softmax_gradient(weights: Tensor, v: Tensor, gradient: Tensor) -> Tensor:
     """Compute dS from P, V and dY, before a softcap."""
-    score_gradient: Tensor = torch._softmax_backward_data(
-        torch.bmm(gradient, v.transpose(1, 2)), weights, -1, weights.dtype
-    )
-    return score_gradient
+    return softmax_gradient(torch.bmm(gradient, v.transpose(1, 2)), weights)
 
 
 def _softcap_gradient(score_gradient: Tensor, tanh_scores: Tensor | None) -> Tensor:

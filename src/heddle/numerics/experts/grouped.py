@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from heddle.numerics.activations import Activation
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights, hidden_activation
@@ -94,7 +95,7 @@ def grouped(x: Tensor, assignment: ExpertAssignment, weights: ExpertWeights, act
     offsets = _counts(flat, weights.up.shape[0]).cumsum(0).int()
 
     def expert_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = torch._grouped_mm(inputs, weight.mT, offs=offsets)
+        y = functional.grouped_mm(inputs, weight.mT, offs=offsets)
         return y if bias is None else zero_unused(y + bias.index_select(0, flat.index_select(0, order).clamp(min=0)))
 
     def zero_unused(y: Tensor) -> Tensor:  # this also stops their gradients

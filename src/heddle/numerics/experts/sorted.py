@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from heddle.errors import ConfigError
 from heddle.numerics.activations import Activation
+from heddle.numerics.linear import LinearMap
 from heddle.numerics.norms import without_autocast
-from heddle.numerics.packed_product import LinearMap
 
 ROW_MULTIPLE = 16  # rows per expert are padded to it: oneDNN spends half a millisecond on each new number of rows
 

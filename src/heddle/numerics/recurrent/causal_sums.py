@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.numerics.dispatch.flop_counter import add_flops
-from heddle.numerics.dispatch.operation import Kernel, Operation, device_type, optional_nondeterministic
+from heddle.numerics.dispatch import Kernel, Operation, add_flops, device_type, optional_nondeterministic
 from heddle.numerics.norms import at_least_float32, without_autocast
 from heddle.numerics.recurrent import fla
 from heddle.numerics.recurrent.batched_chunks import batched_sums

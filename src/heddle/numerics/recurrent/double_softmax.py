@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heddle.numerics.dispatch.flop_counter import add_flops
-from heddle.numerics.dispatch.operation import Kernel, Operation
+from heddle.numerics.dispatch import Kernel, Operation, add_flops
 from heddle.numerics.norms import at_least_float32
 
 

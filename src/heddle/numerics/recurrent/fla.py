@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from heddle.numerics.dispatch.libraries import NOT_CUDA, constant_in_graphs, optional_module
+from heddle.numerics.dispatch import NOT_CUDA, optional_module
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.recurrent.chunked_sums import CallLayout, token_log_decays
 from heddle.numerics.recurrent.library_calls import LIBRARY_CALLS, LibraryCall, call_library
+from heddle.torch_private import mark_constant
 
 if TYPE_CHECKING:
     from heddle.numerics.recurrent.gated_delta import DeltaInputs
@@ -39,7 +40,7 @@ def functions() -> dict[str, Callable[..., Any]] | None:
     return None if None in modules.values() else {name: getattr(module, name) for name, module in modules.items()}
 
 
-@constant_in_graphs
+@mark_constant
 def fla_installed() -> bool:
     """Whether fla's functions are there."""
     return functions() is not None

@@ -20,11 +20,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heddle.numerics.dispatch.flop_counter import add_flops
+from heddle.numerics.dispatch import add_flops
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.recurrent import batched_chunks, fla
-from heddle.numerics.recurrent.batched_chunks import from_chunks, scan_transitions, to_chunks
-from heddle.numerics.recurrent.chunk_decays import ChunkDecays, channel_decays, head_decays, split_chunks
+from heddle.numerics.recurrent.batched_chunks import (
+    ChunkDecays,
+    channel_decays,
+    from_chunks,
+    head_decays,
+    scan_transitions,
+    split_chunks,
+    to_chunks,
+)
 from heddle.numerics.recurrent.recurrence import RecurrenceKernels, recurrence_operation, run_recurrence
 
 CHUNK_TOKENS = 32  # a longer chunk costs more arithmetic for pairs, a shorter one a longer recurrence

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heddle.numerics.dispatch.flop_counter import add_flops
-from heddle.numerics.dispatch.operation import Kernel, Operation
+from heddle.numerics.dispatch import Kernel, Operation, add_flops
 from heddle.numerics.norms import at_least_float32, without_autocast
 from heddle.numerics.recurrent.causal_sums import CAUSAL_SUMS, causal_sum_facts, causal_sums_flops, zero_state
 from heddle.numerics.recurrent.chunked_sums import CallLayout

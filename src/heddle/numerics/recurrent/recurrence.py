@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from heddle.numerics.dispatch.operation import Kernel, Operation, device_type, optional_nondeterministic
+from heddle.numerics.dispatch import Kernel, Operation, device_type, optional_nondeterministic
 from heddle.numerics.norms import without_autocast
 from heddle.numerics.recurrent import fla
 

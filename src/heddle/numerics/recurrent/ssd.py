@@ -15,12 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heddle.numerics.dispatch.flop_counter import add_flops
+from heddle.numerics.dispatch import add_flops
 from heddle.numerics.norms import without_autocast
 from heddle.numerics.recurrent import fla
-from heddle.numerics.recurrent.batched_chunks import batched_sums
+from heddle.numerics.recurrent.batched_chunks import batched_sums, head_decays, split_chunks
 from heddle.numerics.recurrent.causal_sums import causal_sums_flops
-from heddle.numerics.recurrent.chunk_decays import head_decays, split_chunks
 from heddle.numerics.recurrent.recurrence import RecurrenceKernels, recurrence_operation, run_recurrence
 
 CHUNK_TOKENS = 64  # a longer chunk costs more arithmetic for pairs, a shorter one a longer recurrence

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from heddle.config import Part, refuse
 from heddle.numerics.activations import GATED, PLAIN
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.costs import Costs, Quantities
-from heddle.parts.context.layout import Layout
+from heddle.parts.build import BuildContext
+from heddle.parts.costs import Costs, Quantities
+from heddle.parts.layout import Layout
 
 if TYPE_CHECKING:
     Activation = str

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from heddle.config import PositiveFloat, PositiveInt, Probability, with_implied
 from heddle.numerics.activations import activation
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.costs import Costs, Quantities, projection
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.shrink import at_most
+from heddle.parts.build import BuildContext
+from heddle.parts.costs import Costs, Quantities, projection
 from heddle.parts.feedforwards import Feedforward, FeedforwardConfig, GatedActivation, activation_settings
+from heddle.parts.layout import Layout
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.linear import Linear, fused_projections
+from heddle.parts.shrink import at_most
 
 
 class GatedConfig(FeedforwardConfig):

@@ -1,7 +1,7 @@
 """Mixture of experts (Shazeer et al. 2017; DeepSeek-V3 2024): `shared(x) + Σ_i gate_i · expert_i(x)` over the k chosen.
 
 Experts are feed-forwards: `down f(up x)`, `down (f(gate x) ⊙ up x)`, or `gated` with `swiglu_clamped`. Routing is in
-numerics/experts/routing.py.
+numerics/experts/mixture.py.
 """
 
 from collections.abc import Callable
@@ -14,20 +14,180 @@ from torch import Tensor, nn
 from heddle.config import Part, PositiveFloat, PositiveInt, Probability, Width, refuse
 from heddle.errors import ConfigError
 from heddle.numerics.activations import GATED, Activation, activation
-from heddle.numerics.experts.mixture import run_experts
-from heddle.numerics.experts.routing import Route, Routing, RoutingConfig, route, within_capacity
+from heddle.numerics.experts.mixture import (
+    Route,
+    Routing,
+    RoutingConfig,
+    route,
+    router_logits,
+    run_experts,
+    within_capacity,
+)
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.costs import Costs, Quantities
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.shrink import at_most
+from heddle.numerics.random import ParameterDraws
+from heddle.parts.build import BuildContext
+from heddle.parts.costs import Costs, Quantities, projection
 from heddle.parts.feedforwards import ExpertInfo, Feedforward, FeedforwardConfig, GatedActivation, activation_settings
+from heddle.parts.layout import Layout
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import eager_on_cpu, layout_dependent
-from heddle.parts.modules.experts import ExpertLinear, Router, mixture_costs
-from heddle.parts.modules.linear import Linear, fused_projections
-from heddle.parts.modules.load_balancing import compute_router_statistics
-from heddle.parts.modules.router_statistics import record
+from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
+from heddle.parts.modules.router_statistics import RouterStatistics, record
+from heddle.parts.shrink import at_most
+
+# The parameters of a mixture of experts: the router, and one projection of every expert.
+
+
+class Router(SelfInitialized):
+    """The logits of the experts. `expert_bias` is added only where experts are selected and gets no gradient."""
+
+    matrix_parameters = ("weight",)
+
+    def __init__(self, experts: int, width: int, bias: bool, balanced: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, width))
+        self.bias = nn.Parameter(torch.empty(experts)) if bias else None
+        self.expert_bias = nn.Parameter(torch.empty(experts), requires_grad=False) if balanced else None
+
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
+        """Normal weights, zero biases."""
+        fill_normal(self.weight, std, draws("weight"))
+        for bias in (self.bias, self.expert_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., width] -> [..., experts], in at least float32."""
+        return router_logits(x, self.weight, self.bias)
+
+
+class ExpertLinear(SelfInitialized):
+    """One projection of every expert: weight [experts, outputs, inputs], bias [experts, outputs].
+
+    output_projection: the last one of the expert, else one to its hidden channels.
+    """
+
+    matrix_parameters = ("weight",)
+
+    def __init__(self, experts: int, inputs: int, outputs: int, bias: bool, output_projection: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(experts, outputs)) if bias else None
+        self.output_projection = output_projection
+
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
+        """Normal weights, zero biases."""
+        scale = self.output_scale if self.output_projection else self.value_scale
+        fill_normal(self.weight, std * scale, draws("weight"))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+def mixture_costs(n: Quantities) -> Costs:
+    """The costs of a mixture of experts: the router, `top_k` of `experts` experts, and the shared one."""
+    _refuse_mixtures(n)
+    gated, all_biased = 1 - n.equals("expert", "mlp"), n.has("bias") - n.equals("bias", "shared")
+    shared_hidden = n.default("shared_hidden", n.shared * n.hidden)
+    expert = (2 + gated) * n.width * n.hidden + all_biased * ((1 + gated) * n.hidden + n.width)
+    experts = Costs(
+        parameters=n.experts * expert,
+        inactive=(n.experts - n.top_k) * expert,
+        flops=2 * n.tokens * n.top_k * n.width * n.hidden * (2 + gated),
+    )
+    router = projection(n, n.width, n.experts, n.router_bias + n.has("bias_update"))
+    shared = projection(n, n.width, (1 + gated) * shared_hidden, n.has("bias"))
+    shared += projection(n, shared_hidden, n.width, n.has("bias"))
+    return router + experts + shared.scaled(n.has("shared")) + projection(n, n.width, 1).scaled(n.shared_gate)
+
+
+def _refuse_mixtures(n: Quantities) -> None:
+    """State what a mixture cannot be."""
+    shared, renormalized = n.has("shared"), n.has("renormalize")
+    n.refuse("top_k", n.above(n.top_k, n.experts), "is more than experts; choose fewer")
+    n.refuse("renormalize", n.equals("routing", "topk_softmax") * (1 - renormalized), "must be true with topk_softmax")
+    n.refuse("shared_hidden", (1 - shared) * n.has("shared_hidden"), "is for shared experts; give shared")
+    n.refuse("shared_gate", (1 - shared) * n.shared_gate, "is for shared experts; give shared")
+    n.refuse("shared", n.has("shared_hidden") * n.above(n.shared, 1), "must be 1 beside shared_hidden")
+    n.refuse("bias", (1 - shared) * n.equals("bias", "shared"), "is for shared experts; give shared")
+    clamped = n.equals("activation", "swiglu_clamped")
+    n.refuse("activation", n.equals("expert", "mlp") * clamped, "needs a gate; choose expert: gated")
+    for name in ("limit", "alpha"):
+        n.refuse(name, (1 - clamped) * n.has(name), "is for swiglu_clamped only; leave it out")
+    by_group, groups = n.equals("routing", "softmax_group_max"), n.has("groups")
+    allowed = n.equals("routing", "sigmoid") + by_group
+    n.refuse("groups", (1 - allowed) * groups, "is for sigmoid and softmax_group_max; leave it out")
+    n.refuse("top_groups", (1 - allowed) * n.has("top_groups"), "is for sigmoid and softmax_group_max; leave it out")
+    n.refuse("groups", (1 - groups) * (n.has("top_groups") + by_group), "is missing; give groups and top_groups")
+    n.refuse("top_groups", groups * (1 - n.has("top_groups")), "is missing; give groups and top_groups")
+    size = n.experts / n.default("groups", 1)
+    n.refuse("groups", n.remainder(n.experts, n.default("groups", 1)), "does not divide experts; choose a divisor")
+    n.refuse("groups", groups * n.equals("routing", "sigmoid") * n.above(2, size), "leaves one expert for each group")
+    n.refuse("top_groups", groups * n.above(n.top_groups, n.groups), "is more than groups; choose fewer")
+    n.refuse("top_k", groups * n.above(n.top_k, n.top_groups * size), "is more than the best groups have; choose fewer")
+
+
+# The statistics that a mixture of experts records: expert counts, and the losses that balance them.
+#
+# The balance loss of Switch (Fedus et al. 2021) is `E · Σ_i f_i P_i` for each sequence (a document of a row), without
+# padding: f_i is the share of the sequence's choices that went to expert i, P_i the mean router probability of expert
+# i.
+# It is 1 for perfect balance. Each sequence is weighted by its number of tokens, so the loss is a sum over tokens and
+# does not depend on how rows are split between calls. The same holds for the z-loss `(log Σ_i exp(l_i))²` (Zoph et al.
+# 2022).
+
+
+def compute_router_statistics(
+    mixture: Feedforward,
+    logits: Tensor,
+    route: Route,
+    accepted: Tensor | None,
+    layout: Layout,
+    losses: tuple[float, float],
+) -> RouterStatistics:
+    """The statistics of one call with router logits [B, T, experts].
+
+    accepted: bool [B, T, k], False for choices of padding and beyond the capacity; None: all are True. losses: the
+    coefficients of the balance loss and of the z-loss; a loss with coefficient 0 is not computed.
+    """
+    padding = layout.padding
+    is_token = torch.ones_like(layout.positions, dtype=torch.bool) if padding is None else ~padding
+    tokens = is_token.sum()
+    chosen = torch.zeros_like(logits, dtype=torch.int64).scatter_(-1, route.expert_indices, 1) * is_token[..., None]
+    dropped = torch.zeros_like(tokens) if accepted is None else tokens * route.expert_indices.shape[-1] - accepted.sum()
+    with torch.no_grad():
+        entropy = torch.special.entr(route.probabilities.double()).sum(-1).masked_fill(~is_token, 0.0).sum()
+    loss = None
+    aux, z = losses
+    if aux:
+        loss = aux * balance_loss(route.probabilities, chosen, layout.call_segment_ids)
+    if z:
+        squares = logits.logsumexp(-1).square().masked_fill(~is_token, 0.0).sum()
+        loss = z * squares if loss is None else loss + z * squares
+    return RouterStatistics(mixture, loss, chosen.sum((0, 1)), dropped, entropy, tokens)
+
+
+def balance_loss(probabilities: Tensor, chosen: Tensor, segment_ids: Tensor | None) -> Tensor:
+    """Σ over sequences of `tokens · E · Σ_i f_i P_i`.
+
+    probabilities [B, T, experts]; chosen int64 [B, T, experts], 1 where a token that is not padding chose an expert;
+    segment_ids int64 [B, T].
+    """
+    batch, length, experts = chosen.shape
+    probabilities = probabilities.masked_fill(~chosen.any(-1, keepdim=True), 0.0)  # 0 at padding, which chose none
+    if segment_ids is None:
+        counts, mass = chosen.sum(1), probabilities.sum(1)
+    else:
+        slots = length + 1  # the segment ids of a row are counted up from 0 or 1
+        rows = torch.arange(batch, device=chosen.device)[:, None] * slots + segment_ids
+
+        def sums(x: Tensor) -> Tensor:
+            flat = x.flatten(0, 1)
+            return flat.new_zeros(batch * slots, *flat.shape[1:]).index_add(0, rows.flatten(), flat)
+
+        counts, mass = sums(chosen), sums(probabilities)
+    shares = counts.to(mass.dtype) / counts.sum(-1, keepdim=True).clamp(min=1)
+    return experts * (shares * mass).sum()
+
 
 Coefficient = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 

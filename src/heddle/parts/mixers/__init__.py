@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from heddle.config import DesignError, Part, refuse
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.costs import Costs, Quantities
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.mixer_state import StateSpec
-from heddle.parts.context.shrink import ShrinkContext
+from heddle.parts.build import BuildContext
+from heddle.parts.costs import Costs, Quantities
+from heddle.parts.layout import Layout
+from heddle.parts.shrink import ShrinkContext
+from heddle.parts.states import StateSpec
 
 
 class MixerConfig(Part, ABC):

@@ -6,7 +6,7 @@ kv_heads = heads is MHA, kv_heads = 1 is MQA. Keys and values have kv_heads head
 With `window` w a query sees w keys, itself included (causal), or w to each side (bidirectional); the state is then a
 ring buffer of w tokens. `sink` adds one learned logit per head to the softmax denominator (gpt-oss, 2025). `softcap`
 bounds scores by `cap · tanh(score / cap)` (Gemma 2, 2024). `gate` multiplies the attention output by sigmoid(W_g x)
-(Qiu et al. 2025). `temperature_beta` and `temperature_length` multiply queries as parts/modules/temperature.py says
+(Qiu et al. 2025). `temperature_beta` and `temperature_length` multiply queries as parts/mixers/attention.py says
 (Llama 4, 2025).
 """
 
@@ -18,11 +18,11 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from heddle.config import DesignError, PositiveFloat, PositiveInt, Probability, Width, refuse, with_implied
-from heddle.numerics.attention.score_modifiers import ScoreModifiers
+from heddle.numerics.attention.mask import ScoreModifiers
 from heddle.numerics.attention.softmax import attention, attention_flops
-from heddle.numerics.philox import ParameterDraws
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.costs import (
+from heddle.numerics.random import ParameterDraws
+from heddle.parts.build import BuildContext
+from heddle.parts.costs import (
     Costs,
     Quantities,
     cached_tokens,
@@ -32,16 +32,31 @@ from heddle.parts.context.costs import (
     pair_count,
     projection,
 )
-from heddle.parts.context.kv_cache import KVCache
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.mixer_state import StateSpec
-from heddle.parts.context.shrink import SMALL_WINDOW, ShrinkContext, small_head_count
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, merge_heads, scale_heads, split_heads
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
-from heddle.parts.modules.temperature import query_temperature
 from heddle.parts.positions import MixerPositionConfig, RotationConfig, build_mixer_position
+from heddle.parts.shrink import SMALL_WINDOW, ShrinkContext, small_head_count
+from heddle.parts.states import KVCache, StateSpec
+
+# Temperatures that fall with the position (Llama 4, Ministral 3): queries far into a long text get sharper scores.
+#
+#     t(p) = 1 + β ln(1 + ⌊p / length⌋)
+#
+# A query at position p is multiplied by t(p), which is 1 for the first `length` tokens.
+
+
+def query_temperature(layout: Layout, length: int, beta: float, dtype: torch.dtype) -> Tensor:
+    """t of each token, [B, 1, T, 1] in `dtype`, computed in at least float32; 1 at padding. Stored for all layers."""
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def temperatures() -> Tensor:
+        steps = layout.positions.clamp(min=0).div(length, rounding_mode="floor")
+        return (1.0 + beta * (1.0 + steps.to(wide)).log()).to(dtype)[:, None, :, None]
+
+    return layout.cached(("query temperature", length, beta, dtype), temperatures)
 
 
 def default_groups(heads: int) -> int:

@@ -23,16 +23,15 @@ from heddle.numerics.recurrent.double_softmax import (
     read_summary,
     summarize_keys_values,
 )
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.costs import Costs, Quantities, check_groups, head_width, projection
-from heddle.parts.context.encoder_output import EncoderOutput
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.mixer_state import MixerState, StateSpec
-from heddle.parts.context.position_table import PositionTable
-from heddle.parts.context.shrink import ShrinkContext, at_most, small_head_count
+from heddle.parts.build import BuildContext
+from heddle.parts.costs import Costs, Quantities, check_groups, head_width, projection
+from heddle.parts.layout import EncoderOutput, Layout
 from heddle.parts.mixers import Mixer, MixerConfig, check_double_softmax, check_head_groups, merge_heads, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear
+from heddle.parts.position_table import PositionTable
+from heddle.parts.shrink import ShrinkContext, at_most, small_head_count
+from heddle.parts.states import MixerState, StateSpec
 
 
 class CrossAttentionConfig(MixerConfig):

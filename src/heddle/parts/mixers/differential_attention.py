@@ -16,12 +16,12 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from heddle.config import DesignError, Part, PositiveFloat, PositiveInt, Width, build_under
-from heddle.numerics.attention.score_modifiers import ScoreModifiers
+from heddle.numerics.attention.mask import ScoreModifiers
 from heddle.numerics.attention.softmax import attention, attention_flops
 from heddle.numerics.norms import at_least_float32
-from heddle.numerics.philox import ParameterDraws
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.costs import (
+from heddle.numerics.random import ParameterDraws
+from heddle.parts.build import BuildContext
+from heddle.parts.costs import (
     Costs,
     Quantities,
     cached_tokens,
@@ -32,10 +32,7 @@ from heddle.parts.context.costs import (
     pair_count,
     projection,
 )
-from heddle.parts.context.kv_cache import KVCache
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.mixer_state import StateSpec
-from heddle.parts.context.shrink import SMALL_WINDOW, ShrinkContext, small_head_count
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import (
     Mixer,
     MixerConfig,
@@ -49,6 +46,8 @@ from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import MixerPositionConfig, build_mixer_position
+from heddle.parts.shrink import SMALL_WINDOW, ShrinkContext, small_head_count
+from heddle.parts.states import KVCache, StateSpec
 
 LAMBDA_STD = 0.1
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from heddle.config import Width, build_under
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.costs import (
+from heddle.parts.build import BuildContext
+from heddle.parts.costs import (
     Costs,
     Quantities,
     check_groups,
@@ -27,15 +27,13 @@ from heddle.parts.context.costs import (
     head_width,
     projection,
 )
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.recurrent_state import ConvRecurrentState
-from heddle.parts.context.shrink import ShrinkContext, small_head_count
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, check_head_groups, check_norm_width, scale_even
-from heddle.parts.modules.delta_rule import DeltaRuleMixer
-from heddle.parts.modules.gated_decay import GatedDecay
 from heddle.parts.modules.linear import Linear, fused_projections
-from heddle.parts.modules.short_convolution import ShortConvolution
+from heddle.parts.modules.recurrent import DeltaRuleMixer, GatedDecay, ShortConvolution
 from heddle.parts.norms import NormConfig
+from heddle.parts.shrink import ShrinkContext, small_head_count
+from heddle.parts.states import ConvRecurrentState
 
 
 class GatedDeltaConfig(MixerConfig):

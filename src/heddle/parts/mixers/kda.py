@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from heddle.config import Width, build_under
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.costs import (
+from heddle.parts.build import BuildContext
+from heddle.parts.costs import (
     Costs,
     Quantities,
     check_norm,
@@ -24,15 +24,13 @@ from heddle.parts.context.costs import (
     head_width,
     projection,
 )
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.recurrent_state import ConvRecurrentState
-from heddle.parts.context.shrink import ShrinkContext, at_most, small_head_count
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, check_norm_width, scale_even
-from heddle.parts.modules.delta_rule import DeltaRuleMixer
-from heddle.parts.modules.gated_decay import GatedDecay
 from heddle.parts.modules.linear import Linear, fused_projections
-from heddle.parts.modules.short_convolution import ShortConvolution
+from heddle.parts.modules.recurrent import DeltaRuleMixer, GatedDecay, ShortConvolution
 from heddle.parts.norms import NormConfig
+from heddle.parts.shrink import ShrinkContext, at_most, small_head_count
+from heddle.parts.states import ConvRecurrentState
 
 
 class KDAConfig(MixerConfig):

@@ -16,17 +16,16 @@ from torch import Tensor
 from heddle.config import DesignError, Part, PositiveFloat, Width, build_under, parse_config, refuse
 from heddle.numerics.attention.latent import latent_attention
 from heddle.numerics.attention.softmax import attention_flops
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.costs import Costs, Quantities, check_rotation, projection
-from heddle.parts.context.kv_cache import KVCache
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.mixer_state import StateSpec
-from heddle.parts.context.shrink import ShrinkContext, at_most, small_head_count, small_relative_width
+from heddle.parts.build import BuildContext
+from heddle.parts.costs import Costs, Quantities, check_rotation, projection
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer, MixerConfig, merge_heads, split_heads
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fused_projections, weight_matrix
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import RotationConfig
+from heddle.parts.shrink import ShrinkContext, at_most, small_head_count, small_relative_width
+from heddle.parts.states import KVCache, StateSpec
 
 # With DeepSeek's epsilon, not the model's.
 LATENT_NORM = {"kind": "rms", "eps": 1e-6}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from heddle.config import DesignError, Part, Width, build_under, refuse
 from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
-from heddle.numerics.philox import ParameterDraws
+from heddle.numerics.random import ParameterDraws
 from heddle.numerics.recurrent.causal_sums import causal_means, causal_sums, causal_sums_flops
 from heddle.numerics.recurrent.chunked_sums import safe_quotient
 from heddle.numerics.recurrent.linear_attention import (
@@ -28,16 +28,15 @@ from heddle.numerics.recurrent.linear_attention import (
     relu_features,
     softmax_over_tokens,
 )
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.costs import Costs, Quantities, check_rotation, head_width, projection
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.mixer_state import StateSpec
-from heddle.parts.context.recurrent_state import RecurrentState, call_layout, without_padding
-from heddle.parts.context.shrink import ShrinkContext, small_head_count
+from heddle.parts.build import BuildContext
+from heddle.parts.costs import Costs, Quantities, check_rotation, head_width, projection
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_double_softmax, merge_heads, scale_even, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.positions import RotationConfig
+from heddle.parts.shrink import ShrinkContext, small_head_count
+from heddle.parts.states import RecurrentState, StateSpec, call_layout, without_padding
 
 FeatureMapName = Literal["elu", "relu", "learned"]
 MAP_FIELDS = ("feature_map", "key_feature_map")

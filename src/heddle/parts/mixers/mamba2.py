@@ -21,21 +21,19 @@ from torch.nn import functional
 from heddle.config import DesignError, Part, PositiveFloat, Width, build_under, refuse
 from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
-from heddle.numerics.philox import ParameterDraws
+from heddle.numerics.random import ParameterDraws
 from heddle.numerics.recurrent.causal_sums import causal_sums_flops
 from heddle.numerics.recurrent.ssd import SSDInputs, state_space_duality
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.costs import Costs, Quantities, check_groups, convolution_costs, head_width, projection
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.mixer_state import StateSpec
-from heddle.parts.context.recurrent_state import ConvRecurrentState, call_cu_seqlens, without_padding
-from heddle.parts.context.shrink import ShrinkContext, at_most, small_head_count
+from heddle.parts.build import BuildContext
+from heddle.parts.costs import Costs, Quantities, check_groups, convolution_costs, head_width, projection
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_head_groups, check_norm_width, split_heads
 from heddle.parts.modules.eager import eager
-from heddle.parts.modules.gated_decay import GatedDecay
 from heddle.parts.modules.linear import Linear, SelfInitialized, fused_projections
-from heddle.parts.modules.short_convolution import ShortConvolution
+from heddle.parts.modules.recurrent import GatedDecay, ShortConvolution
 from heddle.parts.norms import NormConfig
+from heddle.parts.shrink import ShrinkContext, at_most, small_head_count
+from heddle.parts.states import ConvRecurrentState, StateSpec, call_cu_seqlens, without_padding
 
 TimeStep = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 

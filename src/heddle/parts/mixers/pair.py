@@ -13,13 +13,13 @@ from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import DesignError, Part, PositiveFloat, build_under, refuse
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.costs import Costs, Quantities
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.mixer_state import MixerState, StateSpec
-from heddle.parts.context.position_table import PositionTable
-from heddle.parts.context.shrink import ShrinkContext
+from heddle.parts.build import BuildContext
+from heddle.parts.costs import Costs, Quantities
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer, MixerConfig
+from heddle.parts.position_table import PositionTable
+from heddle.parts.shrink import ShrinkContext
+from heddle.parts.states import MixerState, StateSpec
 
 
 class PairConfig(MixerConfig):

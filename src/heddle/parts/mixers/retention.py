@@ -21,22 +21,21 @@ from torch.nn import functional
 from heddle.config import DesignError, Width, build_under, refuse
 from heddle.numerics.activations import PLAIN
 from heddle.numerics.attention.observer import notify_implied_weights
-from heddle.numerics.dispatch.transfer import Constants
 from heddle.numerics.norms import at_least_float32
-from heddle.numerics.philox import ParameterDraws
+from heddle.numerics.random import ParameterDraws
 from heddle.numerics.recurrent.causal_sums import causal_sums, causal_sums_flops
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.costs import Costs, Quantities, check_norm, check_rotation, head_width, projection
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.mixer_state import StateSpec
-from heddle.parts.context.recurrent_state import RecurrentState, call_layout, without_padding
-from heddle.parts.context.shrink import ShrinkContext, small_head_count, subsample
+from heddle.numerics.transfer import Constants
+from heddle.parts.build import BuildContext
+from heddle.parts.costs import Costs, Quantities, check_norm, check_rotation, head_width, projection
 from heddle.parts.feedforwards import Activation as PlainActivation
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_norm_width, scale_even, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import RotationConfig
+from heddle.parts.shrink import ShrinkContext, small_head_count, subsample
+from heddle.parts.states import RecurrentState, StateSpec, call_layout, without_padding
 
 Factor = Annotated[float, Field(gt=0.0, le=1.0)]
 

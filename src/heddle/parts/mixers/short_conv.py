@@ -14,15 +14,15 @@ from torch import Tensor
 
 from heddle.config import Width
 from heddle.numerics.norms import at_least_float32
-from heddle.parts.context.build import BuildContext
-from heddle.parts.context.costs import Costs, Quantities, convolution_costs, projection
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.mixer_state import MixerState, StateSpec
-from heddle.parts.context.shrink import SMALL_WINDOW, ShrinkContext
+from heddle.parts.build import BuildContext
+from heddle.parts.costs import Costs, Quantities, convolution_costs, projection
+from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, RecurrentMixer
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, fused_projections
-from heddle.parts.modules.short_convolution import ShortConvolution
+from heddle.parts.modules.recurrent import ShortConvolution
+from heddle.parts.shrink import SMALL_WINDOW, ShrinkContext
+from heddle.parts.states import MixerState, StateSpec
 
 
 class ShortConvConfig(MixerConfig):

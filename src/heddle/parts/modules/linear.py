@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from heddle.numerics.linear import linear, linears
-from heddle.numerics.philox import ParameterDraws, RandomStream
+from heddle.numerics.random import ParameterDraws, RandomStream
+from heddle.torch_private import is_watched
 
 _rows_to_fill: ContextVar[Mapping[int, slice]] = ContextVar("rows_to_fill", default=MappingProxyType({}))
 
@@ -97,7 +98,7 @@ class Linear(SelfInitialized, nn.Linear):
 
 def weight_matrix(projection: nn.Module) -> Tensor:
     """The matrix [outputs, inputs] of a `Linear` without bias, or of a wrapper around one, such as a LoRA adapter."""
-    if type(projection) is Linear and not _is_watched(projection):
+    if type(projection) is Linear and not is_watched(projection):
         return projection.weight
     inner = next((module for module in projection.modules() if isinstance(module, Linear)), None)
     if inner is None:  # a replacement of `Linear` that has a `weight` of its own
@@ -106,14 +107,9 @@ def weight_matrix(projection: nn.Module) -> Tensor:
     return transposed.mT
 
 
-def _is_watched(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its class says: it has hooks, or a `forward` of its own."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
-
-
 def fused_projections(x: Tensor, *projections: nn.Module) -> Sequence[Tensor]:
     """Several projections of the same x [..., inputs] -> [..., outputs] each. Decoding fuses them into one product."""
-    plain = [projection for projection in projections if type(projection) is Linear and not _is_watched(projection)]
+    plain = [projection for projection in projections if type(projection) is Linear and not is_watched(projection)]
     if len(plain) < len(projections):  # a wrapped, replaced or watched `Linear` must be called itself
         return [projection(x) for projection in projections]
     return linears(x, [(projection.weight, projection.bias) for projection in plain])

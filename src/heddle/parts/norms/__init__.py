@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from heddle.config import Part
-from heddle.parts.context.costs import Costs, Quantities
+from heddle.parts.costs import Costs, Quantities
 from heddle.parts.modules.linear import SelfInitialized
 
 

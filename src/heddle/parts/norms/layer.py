@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from heddle.config import PositiveFloat
 from heddle.numerics.norms import layer_norm
-from heddle.numerics.philox import ParameterDraws
-from heddle.parts.context.costs import Costs, Quantities
+from heddle.numerics.random import ParameterDraws
+from heddle.parts.costs import Costs, Quantities
 from heddle.parts.modules.linear import SelfInitialized
 from heddle.parts.norms import NormConfig, weight_shape
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from heddle.config import FiniteFloat, PositiveFloat
 from heddle.numerics.norms import rms_norm
-from heddle.numerics.philox import ParameterDraws
+from heddle.numerics.random import ParameterDraws
 from heddle.parts.modules.linear import SelfInitialized
 from heddle.parts.norms import NormConfig, weight_shape
 

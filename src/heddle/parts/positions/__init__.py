@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from heddle.config import Part, build_under, refuse
-from heddle.numerics.attention.score_modifiers import ScoreBiasFunction
-from heddle.parts.context.costs import Costs, Quantities
-from heddle.parts.context.layout import Layout
+from heddle.numerics.attention.mask import ScoreBiasFunction
+from heddle.parts.costs import Costs, Quantities
+from heddle.parts.layout import Layout
 
 DEFAULT_BASE = 10000.0  # of rotary frequencies (Su et al. 2021)
 

@@ -5,9 +5,9 @@ Slopes are fixed to `2^(−8h/heads)` for query heads h = 1 … heads. A bidirec
 
 import torch
 
-from heddle.numerics.attention.score_modifiers import LinearBias, ScoreBiasFunction
-from heddle.numerics.dispatch.transfer import Constants
-from heddle.parts.context.layout import Layout
+from heddle.numerics.attention.mask import LinearBias, ScoreBiasFunction
+from heddle.numerics.transfer import Constants
+from heddle.parts.layout import Layout
 from heddle.parts.positions import ScoreBias, ScoreBiasConfig
 
 

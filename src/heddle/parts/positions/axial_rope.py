@@ -16,12 +16,12 @@ from torch import Tensor
 
 from heddle.config import DesignError, FiniteFloat, PositiveFloat, Width
 from heddle.errors import ConfigError
-from heddle.numerics.dispatch.transfer import Constants
 from heddle.numerics.rotary import angle_dtype, apply_rotary, inverse_frequencies, rotary_table
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.shrink import subsample
+from heddle.numerics.transfer import Constants
+from heddle.parts.layout import Layout
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.positions import DEFAULT_BASE, Rotation, RotationConfig, check_base
+from heddle.parts.shrink import subsample
 
 
 class AxialRopeConfig(RotationConfig):

@@ -12,12 +12,12 @@ from torch.nn import functional
 
 from heddle.config import Part, PositiveInt
 from heddle.errors import ConfigError
-from heddle.numerics.philox import ParameterDraws
-from heddle.parts.context.costs import Costs, Quantities
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.shrink import SMALL_TEXT
+from heddle.numerics.random import ParameterDraws
+from heddle.parts.costs import Costs, Quantities
+from heddle.parts.layout import Layout
 from heddle.parts.modules.linear import SelfInitialized, fill_normal
 from heddle.parts.positions import AdditivePosition, AdditivePositionConfig
+from heddle.parts.shrink import SMALL_TEXT
 
 
 class LearnedConfig(AdditivePositionConfig):

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from heddle.config import DesignError, Width
-from heddle.numerics.attention.score_modifiers import ScoreBiasFunction
-from heddle.numerics.dispatch.transfer import Constants
+from heddle.numerics.attention.mask import ScoreBiasFunction
 from heddle.numerics.norms import at_least_float32
-from heddle.numerics.philox import ParameterDraws
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.shrink import at_most
+from heddle.numerics.random import ParameterDraws
+from heddle.numerics.transfer import Constants
+from heddle.parts.layout import Layout
 from heddle.parts.modules.linear import SelfInitialized, fill_normal
 from heddle.parts.positions import ScoreBias, ScoreBiasConfig
+from heddle.parts.shrink import at_most
 
 MAX_DISTANCE = 2**16  # a table holds a number for each offset
 

@@ -12,13 +12,13 @@ from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import DesignError, FiniteFloat, PositiveFloat, Width, build_under, refuse
-from heddle.numerics.dispatch.transfer import Constants, to_device
 from heddle.numerics.rotary import angle_dtype, apply_rotary, pos_freqs, rotary_table
-from heddle.parts.context.layout import Layout
-from heddle.parts.context.shrink import subsample
+from heddle.numerics.transfer import Constants, to_device
+from heddle.parts.layout import Layout
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.positions import DEFAULT_BASE, Rotation, RotationConfig, check_base
 from heddle.parts.scalings import ScaledFrequencies, ScalingConfig
+from heddle.parts.shrink import subsample
 
 InvFreq = tuple[float, ...]
 

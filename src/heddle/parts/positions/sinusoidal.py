@@ -6,10 +6,10 @@
 from torch import Tensor
 
 from heddle.config import DesignError
-from heddle.numerics.dispatch.transfer import Constants
 from heddle.numerics.rotary import sinusoidal_embedding
-from heddle.parts.context.costs import Costs, Quantities
-from heddle.parts.context.layout import Layout
+from heddle.numerics.transfer import Constants
+from heddle.parts.costs import Costs, Quantities
+from heddle.parts.layout import Layout
 from heddle.parts.positions import AdditivePosition, AdditivePositionConfig
 
 

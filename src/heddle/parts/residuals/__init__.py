@@ -7,8 +7,8 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from heddle.config import DesignError, Part, Probability
-from heddle.parts.context.build import ResidualContext
-from heddle.parts.context.costs import Costs, Quantities
+from heddle.parts.build import ResidualContext
+from heddle.parts.costs import Costs, Quantities
 from heddle.parts.modules.dropout import BranchDropout
 from heddle.parts.norms import NormConfig
 

@@ -11,8 +11,8 @@ x ──┬── mixer ──(+)── N ──┬── feedforward ──(+)�
 from torch import Tensor, nn
 
 from heddle.config import PositiveFloat
-from heddle.parts.context.build import ResidualContext
-from heddle.parts.context.costs import Costs, Quantities
+from heddle.parts.build import ResidualContext
+from heddle.parts.costs import Costs, Quantities
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, InitialScales, Residual, ResidualConfig
 

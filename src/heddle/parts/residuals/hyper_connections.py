@@ -22,12 +22,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from heddle.numerics.dispatch.flop_counter import add_flops
-from heddle.numerics.norms import at_least_float32, without_autocast
-from heddle.numerics.philox import ParameterDraws
-from heddle.numerics.sinkhorn import sinkhorn
-from heddle.parts.context.build import ResidualContext
-from heddle.parts.context.costs import Costs, Quantities, projection
+from heddle.numerics.dispatch import add_flops
+from heddle.numerics.norms import at_least_float32, sinkhorn, without_autocast
+from heddle.numerics.random import ParameterDraws
+from heddle.parts.build import ResidualContext
+from heddle.parts.costs import Costs, Quantities, projection
 from heddle.parts.modules.linear import Linear, SelfInitialized
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig

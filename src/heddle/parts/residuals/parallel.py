@@ -12,8 +12,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from heddle.config import DesignError
-from heddle.parts.context.build import ResidualContext
-from heddle.parts.context.costs import Costs, Quantities
+from heddle.parts.build import ResidualContext
+from heddle.parts.costs import Costs, Quantities
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
 

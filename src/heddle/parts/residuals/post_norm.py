@@ -6,8 +6,8 @@ x ──┬── mixer ──(+)── N ──┬── feedforward ──(+)�
 
 from torch import Tensor, nn
 
-from heddle.parts.context.build import ResidualContext
-from heddle.parts.context.costs import Costs, Quantities
+from heddle.parts.build import ResidualContext
+from heddle.parts.costs import Costs, Quantities
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, Residual, ResidualConfig
 

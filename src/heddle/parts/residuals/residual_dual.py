@@ -9,7 +9,7 @@ x ──┬──────────┬── mixer ─┬─(+)── N �
 
 from torch import Tensor, nn
 
-from heddle.parts.context.build import ResidualContext
+from heddle.parts.build import ResidualContext
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, Residual, ResidualConfig
 

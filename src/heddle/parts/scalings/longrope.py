@@ -12,8 +12,8 @@ from pydantic import model_validator
 
 from heddle.config import DesignError, PositiveFloat, PositiveInt, refuse
 from heddle.numerics.rotary import pos_freqs
-from heddle.parts.context.shrink import subsample
 from heddle.parts.scalings import LongContextFactor, ScaledFrequencies, ScalingConfig
+from heddle.parts.shrink import subsample
 
 
 class LongropeConfig(ScalingConfig):

@@ -14,8 +14,7 @@ import torch
 
 from heddle.errors import ConfigError, is_out_of_memory
 from heddle.model.decoder import Decoder
-from heddle.training.evaluation.bits_per_byte import bits_and_bytes
-from heddle.training.evaluation.scores import Scores
+from heddle.training.evaluation.scores import Scores, bits_and_bytes
 
 # All multiples together read at most this fraction of the tokens that a run trains on. Reading a token costs about half
 # as much as training on it, so this is about 8 % of a run's time.

@@ -15,8 +15,15 @@ from itertools import pairwise
 import numpy as np
 
 from heddle.data.corpus import Corpus
-from heddle.training.evaluation.bits_per_byte import EvaluationBatch, TokenScores, token_bits
-from heddle.training.evaluation.scores import FiniteScores, Scores, finite_scores, row_sums
+from heddle.training.evaluation.scores import (
+    EvaluationBatch,
+    FiniteScores,
+    Scores,
+    TokenScores,
+    finite_scores,
+    row_sums,
+    token_bits,
+)
 
 MAX_BLOCKS = 32
 FREQUENCY_GROUPS = 10

@@ -17,8 +17,7 @@ import torch
 from heddle.data.corpus import Corpus
 from heddle.data.samples import Batch
 from heddle.model.decoder import Decoder
-from heddle.training.evaluation.bits_per_byte import token_bits, token_scores
-from heddle.training.evaluation.scores import FiniteScores, Scores, finite_scores, row_sums
+from heddle.training.evaluation.scores import FiniteScores, Scores, finite_scores, row_sums, token_bits, token_scores
 
 SEED = 20_261_122
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -160,6 +159,7 @@ class TextRecall:
 
     def _batches(self, rows: np.ndarray, targets: np.ndarray | None = None) -> list[Batch]:
         """Batches of rows that are one document each."""
+        rows = self.corpus.rows.begin(rows)
         size, length = self.batch_size, rows.shape[1] - 1
         return [
             Batch(

@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.accelerator.stand_ins.fla.ops.loops import checked, loop
 
 
-def chunk_gated_delta_rule(  # noqa: PLR0913 - the signature of the library
+def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.accelerator.stand_ins.fla.ops.loops import checked, loop
 
 
-def chunk_simple_gla(  # noqa: PLR0913 - the signature of the library
+def chunk_simple_gla(
     q: Tensor,
     k: Tensor,
     v: Tensor,

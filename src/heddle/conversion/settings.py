@@ -1,0 +1,42 @@
+"""The settings of `heddle convert`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from heddle.settings import Argument, Json, Option, SessionSettings, parse_tokens
+from heddle.training.settings import Data, LossWeightsText
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertSettings(SessionSettings):
+    """Settings of `heddle convert` and `heddle.convert`."""
+
+    SHOWN: ClassVar = (
+        "to", "list_", "dry_run", "sweep", "method", "data", "calibration_tokens", "heal", "report_tokens", "device",
+    )  # fmt: skip
+
+    model: Annotated[Path | None, Argument("MODEL", "A run, a model folder or a folder of transformers.")] = None
+    out: Annotated[Path | None, Argument("OUT", "The folder to write; it must not exist.")] = None
+    to: Annotated[
+        tuple[str, ...], Option("FIELD=VALUE", "What to change, such as kv_heads=2,merge=mean; repeatable.")
+    ] = ()
+    sweep: Annotated[
+        tuple[str, ...], Option("FIELD=VALUE,VALUE", "Convert to each value, and compare all; repeatable.")
+    ] = ()
+    method: Annotated[str | None, Option("NAME", "all: convert in every way there is, and compare.")] = None
+    list_: Annotated[bool, Option("", "List the rewrites and their options.")] = False
+    dry_run: Annotated[bool, Option("", "Print sizes and costs before and after; write nothing.")] = False
+    data: Data = ()
+    calibration_tokens: Annotated[int | None, Option("N", "Tokens of the text to calibrate on. [65536]")] = None
+    sequence_length: Annotated[int, Option("N", "Tokens per row of the text.")] = 256
+    heal: Annotated[int | None, Option("TOKENS", "Then train it this long towards MODEL.", parse_tokens)] = None
+    heal_loss: LossWeightsText = None
+    heal_parameters: Annotated[str | None, Option("NAME", "all, or touched: what the conversion changed. [all]")] = None
+    heal_lr: Annotated[
+        float | None,
+        Option("X", "Its peak learning rate. [at most 0.003 × 96 / width, less after a small loss]"),
+    ] = None
+    report_tokens: Annotated[int, Option("N", "Held-out tokens of the report; 0: none.", parse_tokens)] = 2**16
+    speed_context_length: Annotated[tuple[int, ...], Option("N", "Context length for the speed test; repeatable.")] = ()
+    json: Json = False

@@ -1,0 +1,517 @@
+"""Measure sides in rounds: each design by heddle, and by transformers at its defaults and tuned where it is the peer.
+
+Each side is a process, because settings of a process (the allocator, how products are computed) must not reach another.
+"""
+
+import copy
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.profiler import record_function
+
+from heddle.data.samples import Batch
+from heddle.errors import ConfigError, HeddleError, MachineError
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder, build
+from heddle.model.size import size
+from heddle.numerics.linear import PackedWeightCache, packed_weights
+from heddle.runtime import kind_of_device
+from heddle.training.optimizer import build_optimizer
+from heddle.training.step import accumulate_gradients, apply_gradients
+
+# Measurements in rounds: each side takes one timed step at a time, so that noise of the machine affects all alike.
+#
+# Before and after each round a product is timed. Where it was slow, something else used the machine, and the round is
+# taken again.
+
+
+SLOW = 1.15  # times the seconds of the calibration product
+CALIBRATION_WIDTH = 1024
+
+
+class Calibration:
+    """A float32 product whose seconds say how fast the machine is. threads: of this process; None: as set."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.x = torch.ones(CALIBRATION_WIDTH, CALIBRATION_WIDTH)
+        self.usual = statistics.median(self.seconds() for _ in range(7))
+
+    def seconds(self) -> float:
+        """The fastest of three products."""
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            torch.mm(self.x, self.x)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    def is_slow(self) -> bool:
+        """Whether the product is now slower than usual. What is usual is the fastest that was seen."""
+        seconds = self.seconds()
+        self.usual = min(self.usual, seconds)
+        return seconds > SLOW * self.usual
+
+
+class RoundSeconds(NamedTuple):
+    """What rounds gave: by name, the seconds of each; and how many were taken again."""
+
+    seconds: dict[str, list[float]]
+    repeated: int
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether as many rounds were taken again as were asked for, so that slow ones counted."""
+        return self.repeated >= max(map(len, self.seconds.values()), default=1)
+
+
+def measure_in_rounds(steps: Mapping[str, Callable[[], float]], rounds: int, calibration: Calibration) -> RoundSeconds:
+    """Take each step once a round. A round during which the machine was slow is taken again, `rounds` times at most.
+
+    steps: by name, a call that returns its seconds.
+    """
+    names = list(steps)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    repeated = 0
+    for number in range(2 * rounds):
+        was_slow, times = calibration.is_slow(), {}
+        for offset in range(len(names)):  # none is always the first
+            name = names[(number + offset) % len(names)]
+            times[name] = steps[name]()
+        if (calibration.is_slow() or was_slow) and repeated < rounds:
+            repeated += 1
+            continue
+        for name, time_of_step in times.items():
+            seconds[name].append(time_of_step)
+        if len(seconds[names[0]]) == rounds:
+            break
+    return RoundSeconds(seconds, repeated)
+
+
+class Quartiles(NamedTuple):
+    """A median and its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+
+def quartiles_of(values: Sequence[float]) -> Quartiles:
+    """The median and quartiles of some values, at least one."""
+    median = statistics.median(values)
+    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else (median, median, median)
+    return Quartiles(median, low, high)
+
+
+def ratio_of(values: Sequence[float], reference: Sequence[float]) -> Quartiles:
+    """The quartiles_of of the ratios of two sides, round by round."""
+    return quartiles_of([above / below for above, below in zip(values, reference, strict=True)])
+
+
+# The workload whose seconds are measured: a training step, the prefill of a prompt, and tokens after a context.
+
+
+PHASE = "phase: "  # begins the names of a step's phases in a profile
+HEDDLE, DEFAULTS, TUNED = "heddle", "transformers", "transformers tuned"  # sides of a design
+TRAINING, PREFILL, TOKEN = "training", "prefill", "token"
+TOKENS = 8  # that a measurement of decoding decodes
+COMPARED_LOGITS = 8
+WEIGHT_DECAY, LEARNING_RATE, MAX_GRADIENT_NORM = 0.1, 1e-4, 1.0
+
+
+class Workload(NamedTuple):
+    """A kind of work (training, prefill or token), its sequences, and their length: of the text or of the context."""
+
+    kind: str
+    rows: int
+    length: int
+
+    @property
+    def name(self) -> str:
+        """What a table calls it."""
+        if self.kind == TRAINING:
+            return f"training step of {self.rows} × {self.length:,} tokens"
+        return f"prefill of {self.length:,} tokens" if self.kind == PREFILL else f"one token after {self.length:,}"
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it processes."""
+        return self.rows if self.kind == TOKEN else self.rows * self.length
+
+
+def least_cost(config: ModelConfig, workload: Workload, precision: str) -> tuple[str, float]:
+    """(name of a limit of `measure_limits`, how much of it the workload takes): FLOPs of products, or bytes read."""
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    sizes = size(config, workload.length, dtype=dtype)
+    if workload.kind == TOKEN:
+        read = sizes.active_parameters * dtype.itemsize + workload.rows * sizes.state_bytes
+        return "read_bytes_per_second", read
+    passes = 3 if workload.kind == TRAINING else 1
+    limit = "fp32_flops_per_second" if precision == "fp32" else "bf16_flops_per_second"
+    return limit, passes * workload.tokens * sizes.flops_per_token
+
+
+def benchmark_tokens(config: ModelConfig, rows: int, length: int) -> np.ndarray:
+    """int64 [rows, length]: equal in every process."""
+    return np.random.default_rng(0).integers(0, config.vocab_size or 1, (rows, length))
+
+
+def weight_dtype(workload: Workload, precision: str) -> torch.dtype:
+    """The dtype of the weights: training in bf16 keeps float32 weights and casts, decoding has bfloat16 ones."""
+    is_wide = precision == "fp32" or (precision == "bf16" and workload.kind == TRAINING)
+    return torch.float32 if is_wide else torch.bfloat16
+
+
+def training_step(model: Decoder, rows: int, length: int, precision: str) -> Callable[[], float]:
+    """A step of AdamW on the same texts each time, as `heddle train` takes it. It returns the loss before it."""
+    model.train()
+    optimizer = build_optimizer(model, WEIGHT_DECAY)
+    batch = Batch(benchmark_tokens(model.config, rows, length + 1), ((length,),) * rows, np.arange(rows))
+    autocast = torch.bfloat16 if precision == "bf16" else None
+
+    def step() -> float:
+        with record_function(PHASE + "forward"):
+            result = accumulate_gradients(model, batch, (0, 0), autocast=autocast)
+        with record_function(PHASE + "update"):
+            apply_gradients(model, optimizer, result, LEARNING_RATE, MAX_GRADIENT_NORM)
+        return float(result.loss)
+
+    return step
+
+
+class Prepared(NamedTuple):
+    """Workload that is ready: `run(before())` does it once, and `before` is not part of it.
+
+    values: the loss of the first step, or the first logits after the prompt: what another side must compute alike.
+    """
+
+    before: Callable[[], Any]
+    run: Callable[[Any], object]
+    values: list[float]
+
+
+def prepare_heddle(config: ModelConfig, workload: Workload, precision: str, device: str) -> Prepared:
+    """Build a model and make the workload ready."""
+    model = build(config, dtype=weight_dtype(workload, precision), device=device)
+    if workload.kind == TRAINING:
+        step = training_step(model, workload.rows, workload.length, precision)
+        return Prepared(_nothing, lambda _: step(), [step()])
+    model.eval()
+    cache = PackedWeightCache()  # a generation packs its weights once
+
+    def read(texts: Tensor, state: Any) -> tuple[Tensor, Any]:
+        with torch.no_grad(), packed_weights(cache):
+            hidden, after = model(texts, None, state)
+            return model.head(hidden[:, -1:]), after
+
+    return _reading(read, config, workload, device, lambda: model.init_state(workload.rows, workload.length + TOKENS))
+
+
+def prepare_transformers(model: Any, config: ModelConfig, workload: Workload, precision: str) -> Prepared:
+    """The same workload, of a model of transformers: causal rows, torch's fused AdamW, a dynamic cache."""
+    model = model.to(weight_dtype(workload, precision))
+    if workload.kind == TRAINING:
+        tokens = torch.from_numpy(benchmark_tokens(config, workload.rows, workload.length + 1)[:, :-1]).to(model.device)
+        step = _transformers_step(model.train(), tokens, precision)
+        return Prepared(_nothing, lambda _: step(), [step()])
+    model.eval()
+
+    def read(texts: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        with torch.no_grad():
+            output = model(input_ids=texts, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            return output.logits, output.past_key_values
+
+    return _reading(read, config, workload, str(model.device), _nothing)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _reading(
+    read: Callable[[Tensor, Any], tuple[Tensor, Any]],
+    config: ModelConfig,
+    workload: Workload,
+    device: str,
+    first_state: Callable[[], Any],
+) -> Prepared:
+    """A prefill, or some tokens decoded from a copy of the state after it. read: (tokens, state) -> (logits, state)."""
+    prompt = torch.from_numpy(benchmark_tokens(config, workload.rows, workload.length)).to(device)
+    logits, start = read(prompt, first_state())
+    first, values = logits.argmax(-1), logits[0, -1, :COMPARED_LOGITS].tolist()
+
+    def decode(state: Any) -> None:
+        token = first
+        for _ in range(TOKENS):
+            logits, state = read(token, state)
+            token = logits.argmax(-1)
+
+    if workload.kind == PREFILL:
+        return Prepared(first_state, lambda state: read(prompt, state)[0].argmax(-1), values)
+    return Prepared(lambda: copy.deepcopy(start), decode, values)
+
+
+def _transformers_step(model: Any, tokens: Tensor, precision: str) -> Callable[[], float]:
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True
+    )
+    autocast = torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+    def step() -> float:
+        with autocast:
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return step
+
+
+WORKER_MODULE = "heddle.lab.bench.worker"
+_TOLERANCES = {"fp32": 0.02, "bf16": 0.1}  # relative; transformers' loss leaves out the last token of each text
+PEER_PROCESSES = {None: (HEDDLE,), "transformers": (HEDDLE, DEFAULTS, TUNED)}  # by the name of a peer
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is measured.
+
+    designs: by name. peer: None, or "transformers". device: resolved. threads: of each process. rounds: of each of
+    the workloads `measured`.
+    """
+
+    designs: Mapping[str, ModelConfig]
+    measured: Sequence[Workload]
+    rounds: int
+    precision: str = "fp32"
+    peer: str | None = None
+    device: str = "cpu"
+    threads: int = 1
+    part_files: Sequence[str] = ()
+
+
+class Measurement(NamedTuple):
+    """One side's seconds of some workload, and their ratio to the first design's by heddle, round by round.
+
+    limit_share: the least seconds at this machine's limit over the median.
+    """
+
+    design: str
+    side: str
+    seconds: Quartiles
+    tokens_per_second: float
+    limit_share: float
+    ratio: Quartiles
+
+
+class MeasuredWorkload(NamedTuple):
+    """The measurements of one workload. repeated: rounds during which the machine was slow. is_noisy: too many."""
+
+    workload: Workload
+    measurements: list[Measurement]
+    repeated: int
+    is_noisy: bool
+
+
+class SideProcess:
+    """The worker process of one side of a design, which answers requests."""
+
+    def __init__(self, label: str, request: dict[str, Any]) -> None:
+        self.label, self.request = label, request
+        command = [sys.executable, "-m", WORKER_MODULE]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def call(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a request. Raises HeddleError if the worker refuses it or ends."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise MachineError(f"{self.label}: its process ended with code {self.process.wait()}; choose smaller sizes")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            kind = MachineError if answer["exit_code"] == MachineError.exit_code else ConfigError
+            raise kind(f"{self.label}: {answer['error']}")
+        return answer
+
+    def prepare(self, workload: Workload) -> list[float]:
+        """Let the worker build and warm up what some workload needs. Returns its values."""
+        values: list[float] = self.call(self.request | {"workload": list(workload)})["values"]
+        return values
+
+    def seconds(self) -> float:
+        """Let it do the workload once."""
+        return float(self.call({})["seconds"])
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.communicate()
+
+
+def run_bench(
+    bench: Bench, limits: Mapping[str, float], report: Callable[[MeasuredWorkload], None] = lambda _: None
+) -> list[MeasuredWorkload]:
+    """Measure every workload of every side. limits: of `measure_limits`. report: gets each when it is measured.
+
+    What a design cannot do (a prompt longer than its learned positions) is refused with its reason: HeddleError.
+    """
+    calibration = Calibration(bench.threads)
+    results = []
+    with ExitStack() as stack:
+        sides = {
+            (name, side): _start(bench, name, side) for name in bench.designs for side in PEER_PROCESSES[bench.peer]
+        }
+        for process in sides.values():
+            stack.callback(process.close)
+        for workload in bench.measured:
+            values = {key: process.prepare(workload) for key, process in sides.items()}
+            for (name, side), computed in values.items():
+                check_values(f"{name}, {side}", values[name, HEDDLE], computed, bench.precision)
+            steps = {name: partial(SideProcess.seconds, process) for name, process in sides.items()}
+            results.append(_measure(bench, workload, limits, steps, calibration))
+            report(results[-1])
+    return results
+
+
+def check_values(label: str, reference: Sequence[float], values: Sequence[float], precision: str) -> None:
+    """Raise MachineError where a side's values differ from heddle's by more than rounding and the last target may."""
+    size = max(map(abs, reference))
+    difference = max(abs(a - b) for a, b in zip(reference, values, strict=True)) / size
+    limit = _TOLERANCES["fp32" if precision == "fp32" else "bf16"]
+    if not difference <= limit:
+        raise MachineError(
+            f"{label}: computes other numbers than heddle, {100 * difference:.2g} % apart; their times say nothing"
+        )
+
+
+def _start(bench: Bench, name: str, side: str) -> SideProcess:
+    request = {
+        "design": bench.designs[name].dump(),
+        "side": side,
+        "precision": bench.precision,
+        "device": bench.device,
+        "threads": bench.threads,
+        "part_files": list(bench.part_files),
+    }
+    return SideProcess(name if side == HEDDLE else f"{name}, {side}", request)
+
+
+def _measure(
+    bench: Bench,
+    workload: Workload,
+    limits: Mapping[str, float],
+    steps: Mapping[tuple[str, str], Callable[[], float]],
+    calibration: Calibration,
+) -> MeasuredWorkload:
+    """Take the rounds of one workload. Names in `measure_in_rounds` are the sides' own."""
+    names = {f"{design}, {side}": (design, side) for design, side in steps}
+    rounds = measure_in_rounds({name: steps[key] for name, key in names.items()}, bench.rounds, calibration)
+    first = rounds.seconds[next(iter(names))]
+    measurements = []
+    for name, (design, side) in names.items():
+        seconds = quartiles_of(rounds.seconds[name])
+        limit, amount = least_cost(bench.designs[design], workload, bench.precision)
+        share = amount / limits[limit] / seconds.median
+        ratio = ratio_of(rounds.seconds[name], first)
+        measurements.append(Measurement(design, side, seconds, workload.tokens / seconds.median, share, ratio))
+    return MeasuredWorkload(workload, measurements, rounds.repeated, rounds.is_noisy)
+
+
+def check_peer(peer: str | None, designs: Mapping[str, ModelConfig]) -> None:
+    """Raise ConfigError for a peer that is unknown or not installed, or that cannot compute one of the designs."""
+    if peer is None:
+        return
+    if peer not in PEER_PROCESSES:
+        raise ConfigError(f"--peer {peer}: unknown; the choice is transformers")
+    if find_spec(peer) is None:
+        raise ConfigError("--peer transformers: is not installed; pip install 'heddle-lm[hf]'")
+    from heddle.exchange.family_match import HEDDLE as OWN
+    from heddle.exchange.family_match import best_match
+
+    for name, config in designs.items():
+        try:
+            model_type = best_match(config, None).family.model_type
+        except HeddleError as error:
+            raise ConfigError(f"--peer transformers: {name}: {error}") from error
+        if model_type == OWN:
+            raise ConfigError(
+                f"--peer transformers: {name} fits no family, `heddle show` names the nearest; leave --peer out"
+            )
+
+
+# What a machine reaches: products by dtype and shape, reading and copying memory, and starting a small operation.
+#
+# The fastest of several measurements counts: a limit is what the machine can do, not what it does while others work.
+
+
+MEASUREMENTS = 5
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SMALL_OPERATIONS = 200
+
+
+def measure_limits(device: str) -> dict[str, float]:
+    """Bytes per second of a read and of a copy, FLOP/s of square products, seconds of a small operation."""
+    size, width = (2**28, 1024) if device == "cpu" else (2**30, 8192)
+    source = torch.empty(size, dtype=torch.uint8, device=device).zero_()
+    target, little = torch.empty_like(source), torch.zeros(1, device=device)
+    words = source.view(torch.float32)
+    limits = {
+        "read_bytes_per_second": size / fastest_seconds(words.sum, device),
+        "copy_bytes_per_second": 2 * size / fastest_seconds(lambda: target.copy_(source), device),
+    }
+    for name, dtype in DTYPES.items():
+        limits[f"{name}_flops_per_second"] = product_rate(dtype, (width, width, width), device)
+    limits["launch_seconds"] = (
+        fastest_seconds(lambda: [little.add_(1.0) for _ in range(SMALL_OPERATIONS)], device) / SMALL_OPERATIONS
+    )
+    return limits
+
+
+def product_rate(dtype: torch.dtype, shape: tuple[int, int, int], device: str = "cpu") -> float:
+    """FLOP/s of x Wᵀ with x [rows, inputs] and W [outputs, inputs], for shape (rows, inputs, outputs)."""
+    rows, inputs, outputs = shape
+    x, weight = (torch.ones(count, inputs, dtype=dtype, device=device) for count in (rows, outputs))
+    return 2 * rows * inputs * outputs / fastest_seconds(partial(functional.linear, x, weight), device)
+
+
+def fastest_seconds(call: Callable[[], object], device: str = "cpu") -> float:
+    """Seconds of the fastest of several calls."""
+    fastest = float("inf")
+    for _ in range(MEASUREMENTS + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        fastest = min(fastest, time.perf_counter() - start)
+    return fastest
+
+
+def synchronize(device: str) -> None:
+    """Wait until an accelerator has done what it was given."""
+    kind = kind_of_device(device)
+    if kind == "cuda":
+        torch.cuda.synchronize(device)
+    elif kind == "mps":
+        torch.mps.synchronize()

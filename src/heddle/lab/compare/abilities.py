@@ -1,0 +1,242 @@
+"""What the designs can do: which recall tasks are worth a training, and which of them tell the designs apart.
+
+`auto` trains only what may tell the designs apart. From sizes, before any training, it leaves out
+
+- a task whose small copies are one and the same for all designs,
+- every task, where the state of each design keeps all tokens of a row: such designs recall alike, and none of them
+  tracks a state (Hahn 2020; Merrill & Sabharwal 2023),
+- a task with which a design's tests would read more than `MAX_TOKEN_SHARE` times what its own trainings read,
+- S5, which no kind of mixer learns within the budget of a probe.
+
+Equal copies are trained once. All copies read the same rows in the same order. A training ends early where the task is
+solved, or where it is hopeless: after `HOPELESS_STEPS` of the budget the accuracy has not left that of guessing. A task
+that all designs solve, or none, is told in one line and is not drawn.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from heddle.config import DesignError
+from heddle.data.corpus import Corpus
+from heddle.errors import ConfigError
+from heddle.lab.compare.probes import AUTO, RECALL_PROBES, RecallProbe
+from heddle.lab.compare.statistics import TEXT_SPANS, Run, finished_runs, paired_difference
+from heddle.lab.compare.tables import format_percent, join_names
+from heddle.model.config import ModelConfig
+from heddle.model.size import state_bytes
+from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan, ExtrapolationResult
+from heddle.training.evaluation.scores import ratio_of_sums
+
+MAX_TOKEN_SHARE = 2.0
+SKIPPED_PROBES = ("s5",)
+MIN_DIFFERENCE_SHARE = 0.1  # of the way from guessing to a perfect score, between the best and the worst design
+SOLVED_SHARE = 0.9  # of that way: from there on a task counts as learned
+
+
+@dataclass(frozen=True)
+class TaskChoice:
+    """Whether a task is trained. reason: why it is not, "" where it is.
+
+    copies: by design, the design whose small copy is trained for it: its own, or an earlier one with an equal copy.
+    """
+
+    probe: str
+    copies: Mapping[str, str]
+    reason: str = ""
+
+
+def choose_tasks(designs: Mapping[str, ModelConfig], requested: Sequence[str], train_tokens: float) -> list[TaskChoice]:
+    """Decide on each task before anything is trained.
+
+    designs: by design's name, with a vocabulary. requested: auto, or names of probes, which are all trained.
+    train_tokens: that a design reads in all of its trainings together.
+    """
+    choices = []
+    for requested_name in requested:
+        if requested_name != AUTO:
+            choices.append(_choose_task(designs, requested_name))
+            continue
+        affordable = MAX_TOKEN_SHARE * train_tokens
+        for name in RECALL_PROBES:
+            choice = _choose_task(designs, name, affordable)
+            affordable -= 0 if choice.reason else _tokens(RECALL_PROBES[name])
+            choices.append(choice)
+    return choices
+
+
+def _tokens(probe: RecallProbe) -> int:
+    """The tokens of a copy's training, if it does not end early."""
+    return probe.steps * probe.batch_size * probe.task_stream.length
+
+
+def _choose_task(designs: Mapping[str, ModelConfig], name: str, affordable: float | None = None) -> TaskChoice:
+    """Decide on one task. affordable: tokens that a copy may still read; None: the task was asked for by its name."""
+    probe = RECALL_PROBES[name]
+    copies = {design: _copy_or_none(probe, config) for design, config in designs.items()}
+    first_equal = {
+        design: design if copy is None else next(other for other, its_copy in copies.items() if its_copy == copy)
+        for design, copy in copies.items()
+    }
+    if affordable is None:
+        return TaskChoice(name, first_equal)
+    built, length = [copy for copy in copies.values() if copy is not None], probe.task_stream.length
+    reason = ""
+    if len(set(first_equal.values())) == 1 and len(designs) > 1:
+        reason = "the small copies of all designs are equal"
+    elif built and all(keeps_every_token(copy, length) for copy in built):
+        reason = f"every design keeps all {length} tokens of a row"
+    elif name in SKIPPED_PROBES:
+        reason = "no kind of mixer learns it within this budget"
+    elif _tokens(probe) > affordable:
+        reason = f"all tests together may read {MAX_TOKEN_SHARE:g} times what the trainings of a design read"
+    return TaskChoice(name, first_equal, reason)
+
+
+def _copy_or_none(probe: RecallProbe, config: ModelConfig) -> ModelConfig | None:
+    """The small copy of a design; None where it cannot be built, which its training then says."""
+    try:
+        return probe.small_copy(config)
+    except DesignError:
+        return None
+
+
+def keeps_every_token(config: ModelConfig, length: int) -> bool:
+    """Whether a design's state still grows at the last of `length` tokens: then a layer keeps all of them."""
+    try:
+        return state_bytes(config, length) > state_bytes(config, length - 1)
+    except ConfigError:  # its learned positions end before
+        return True
+
+
+def solved_accuracy(chance: float) -> float:
+    """The accuracy from which on a task counts as learned."""
+    return chance + SOLVED_SHARE * (1 - chance)
+
+
+def describe_results(accuracies: Mapping[str, float | None], chance: float) -> str:
+    """Why a task does not tell the designs apart; "" where it does, and where a single design was measured.
+
+    accuracies: by design, None where there is none. A task is drawn only if the best and the worst design are more
+    than `MIN_DIFFERENCE_SHARE` of the way from guessing to a perfect score apart.
+    """
+    measured = {name: accuracy for name, accuracy in accuracies.items() if accuracy is not None}
+    if len(measured) < 2 or len(measured) < len(accuracies):
+        return ""
+    low, high = min(measured.values()), max(measured.values())
+    if high - low > MIN_DIFFERENCE_SHARE * (1 - chance):
+        return ""
+    span = format_percent(low) if format_percent(low) == format_percent(high) else f"{_range_text(low, high)}"
+    if low >= solved_accuracy(chance):
+        return f"every design learned it ({span})"
+    if high <= chance + MIN_DIFFERENCE_SHARE * (1 - chance):
+        return f"no design learned it within the budget ({span}, guessing {format_percent(chance)})"
+    return f"all designs are alike ({span}, guessing {format_percent(chance)})"
+
+
+def _range_text(low: float, high: float) -> str:
+    return f"{format_percent(low)} to {format_percent(high)}"
+
+
+def summarize_abilities(
+    choices: Sequence[TaskChoice], designs: Sequence[Mapping[str, Any]], is_auto: bool
+) -> dict[str, Any]:
+    """What the report says of recall: `recall`, the probes that are drawn, and `recall_left_out`, those that are not.
+
+    designs: of the report; their `recall` has the result of every probe that was trained. With `is_auto` a probe that
+    does not tell the designs apart is not drawn.
+    """
+    drawn: dict[str, Any] = {}
+    left_out = []
+    for choice in choices:
+        summary = RECALL_PROBES[choice.probe].summary()
+        results = {design["name"]: design["recall"].get(choice.probe) for design in designs}
+        accuracies = {name: None if result is None else result["accuracy"] for name, result in results.items()}
+        unfinished = any(result is None for result in results.values())
+        reason = choice.reason or (describe_results(accuracies, summary["chance"]) if is_auto else "")
+        if choice.reason or (reason and not unfinished):
+            trained = {} if choice.reason else accuracies
+            left_out.append({"name": choice.probe, "title": summary["title"], "reason": reason, "accuracies": trained})
+        else:
+            drawn[choice.probe] = summary
+    return {"recall": drawn, "recall_left_out": left_out}
+
+
+def left_out_sentences(report: Mapping[str, Any]) -> list[str]:
+    """A sentence for each reason why tasks are not drawn: "Not tested: MQAR, Copying: every design keeps …"."""
+    titles: dict[tuple[str, bool], list[str]] = {}
+    for row in report.get("recall_left_out", ()):
+        titles.setdefault((row["reason"], bool(row["accuracies"])), []).append(row["title"])
+    return [
+        f"{join_names(names, 8)}: {'tested, not drawn' if was_tested else 'not tested'}, because {reason}."
+        for (reason, was_tested), names in titles.items()
+    ]
+
+
+# Length extrapolation of a design: mean loss at each multiple of the trained length, and its paired change.
+
+
+def result_summary(result: ExtrapolationResult) -> dict[str, Any]:
+    """The result at one multiple as plain data, which becomes part of a run."""
+    return {
+        "multiple": result.multiple,
+        "status": "done" if result.refusal is None else "refused",
+        "message": result.refusal,
+        "bits_per_byte": ratio_of_sums(result.scores) if result.scores else None,
+        "windows": result.scores,
+    }
+
+
+def plan_summary(plan: ExtrapolationPlan, corpus: Corpus | None) -> dict[str, Any]:
+    """What was read, as plain data for the report.
+
+    corpus: None until it is prepared. `multiples` is empty where nothing was read; `note` says why less was read than
+    was asked for.
+    """
+    size = 0
+    if corpus is not None:
+        targets = [corpus.validation.read(start + 1, start + plan.span_length + 1) for start in plan.starts]
+        size = sum(int(corpus.tokenizer.byte_lengths[tokens].sum()) for tokens in targets)
+    return {
+        "sequence_length": plan.sequence_length,
+        "multiples": list(plan.multiples),
+        "spans": len(plan.starts),
+        "documents": plan.document_count,
+        "tokens": len(plan.starts) * plan.span_length,
+        "bytes": size,
+        "note": plan.note,
+    }
+
+
+def length_changes(runs: Sequence[Run], multiples: Sequence[int]) -> list[dict[str, Any]]:
+    """A design at each multiple: mean bits per byte of its finite seeds, and the change from 1 ×, paired by seed.
+
+    not_finite: seeds without a finite number. refusal: why the design has no number at this multiple.
+    """
+    finished = finished_runs(runs)
+    trained_length = _runs_at(finished, 1)
+    rows = []
+    for multiple in multiples:
+        at_multiple = _runs_at(finished, multiple)
+        values = [float(run["bits_per_byte"]) for run in finished_runs(at_multiple)]
+        refusals = [run["message"] for run in at_multiple if run["status"] == "refused"]
+        rows.append(
+            {
+                "multiple": multiple,
+                "bits_per_byte": sum(values) / len(values) if values else None,
+                "change": paired_difference(at_multiple, trained_length, TEXT_SPANS) if multiple > 1 else None,
+                "not_finite": len(at_multiple) - len(values) - len(refusals),
+                "refusal": refusals[0] if refusals else None,
+            }
+        )
+    return rows
+
+
+def _runs_at(runs: Sequence[Run], multiple: int) -> list[dict[str, Any]]:
+    """The results at one multiple in the form of runs."""
+    return [
+        {**result, "seed": run["seed"]}
+        for run in runs
+        for result in run["extrapolation"]
+        if result["multiple"] == multiple
+    ]

@@ -1,0 +1,291 @@
+"""The report of a comparison as plain data: whole at the end, and partial after each task on the way."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from statistics import median_high
+from typing import Any, NamedTuple
+
+import torch
+
+from heddle import __version__
+from heddle.data.corpus import Corpus
+from heddle.errors import ConfigError
+from heddle.lab.compare.abilities import TaskChoice, length_changes, plan_summary, summarize_abilities
+from heddle.lab.compare.equal_size import parse_state_context
+from heddle.lab.compare.pairs import Judging, field_effects, pair_report
+from heddle.lab.compare.plan import DesignEntry, plan_warnings
+from heddle.lab.compare.probes import AUTO
+from heddle.lab.compare.speed import Samples, summarize_speeds
+from heddle.lab.compare.statistics import Run, mean_bits_per_byte
+from heddle.lab.compare.tasks import Comparison
+from heddle.lab.compare.text_profile import describe_text_recall, profile_rows, recall_in_text
+from heddle.lab.compare.tuning import Tuning, tuning_report
+from heddle.lab.compare.verdict import verdict_sentences
+from heddle.model.config import ModelConfig, describe
+from heddle.model.size import Size, kernel_choices, size, state_bytes
+
+# What a running comparison has so far, and what is still to come.
+
+
+class Stage(NamedTuple):
+    """A part of a comparison: how many of its tasks are finished, of how many planned so far."""
+
+    title: str
+    finished: int
+    planned: int
+
+
+@dataclass
+class Results:
+    """The results of each design by its name.
+
+    speed_rounds, probes: how many are planned. facts: what needs no training. steps: of each design's training, as far
+    as they are known. pending: (design, seed) of the runs that are planned and have no result. speeds: the samples of
+    each round. recall: by probe. task_choices: the recall tasks, once they are chosen. loss_groups: of its profile.
+    stop_reason: why no more runs were planned, where that is not the plan itself. tuning: the search for training
+    fields. shared_runs: at values that all designs share, as in `tuning_report`.
+    is_anytime: whether the number of seeds followed from results, as in a comparison that grew.
+    """
+
+    names: Sequence[str]
+    speed_rounds: int
+    probes: int
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    runs: dict[str, list[dict[str, Any]]] = field(init=False)
+    speeds: dict[str, list[dict[str, Samples]]] = field(init=False)
+    recall: dict[str, dict[str, Any]] = field(init=False)
+    pending: list[tuple[str, int]] = field(default_factory=list)
+    steps: dict[str, int] = field(default_factory=dict)
+    task_choices: list[TaskChoice] = field(default_factory=list)
+    loss_groups: dict[str, Any] | None = None
+    is_complete: bool = False
+    stop_reason: str | None = None
+    is_anytime: bool = False
+    tuning: Tuning | None = None
+    shared_runs: dict[str, list[dict[str, Any]]] | None = None
+
+    def __post_init__(self) -> None:
+        self.runs = {name: [] for name in self.names}
+        self.speeds = {name: [] for name in self.names}
+        self.recall = {name: {} for name in self.names}
+
+    def add_run(self, name: str, run: dict[str, Any]) -> None:
+        """Add a finished run; the runs of a design are in the order of their seeds."""
+        self.runs[name] = sorted([*self.runs[name], run], key=lambda run: run["seed"])
+        self.pending = [pair for pair in self.pending if pair != (name, run["seed"])]
+
+    def comparable_runs(self, name: str) -> list[Run]:
+        """The runs of a design on seeds for which no design's run is still to come: a mean of other seeds misleads."""
+        unfinished = {seed for _, seed in self.pending}
+        return [run for run in self.runs[name] if run["seed"] not in unfinished]
+
+    @property
+    def finished_runs(self) -> int:
+        """How many runs have ended, well or not."""
+        return sum(map(len, self.runs.values()))
+
+    def stages(self) -> list[Stage]:
+        """The stages in their order, those without tasks left out."""
+        designs = len(self.names)
+        trials = [] if self.tuning is None else [*self.tuning.results, *self.tuning.state.pending]
+        stages = [
+            Stage("tuning runs", 0 if self.tuning is None else len(self.tuning.results), len(trials)),
+            Stage("training runs", self.finished_runs, self.finished_runs + len(self.pending)),
+            Stage("speed measurements", sum(map(len, self.speeds.values())), self.speed_rounds * designs),
+            Stage("recall tests", sum(map(len, self.recall.values())), self.probes * designs),
+        ]
+        return [stage for stage in stages if stage.planned]
+
+
+STATE_CONTEXTS = tuple(1024 * 2**i for i in range(8))  # 1k … 128k
+SHARED_OPERATIONS = ("linear", "rms_norm")  # of every layer, not of its mixer
+
+
+def comparison_report(comparison: Comparison, results: Results) -> dict[str, Any]:
+    """The report from what is finished. Numbers that are still to come are None, and its verdict says "so far".
+
+    While runs are to come, designs are compared on the seeds that all of them have finished.
+    """
+    plan, corpus, workers = comparison.plan, comparison.corpus, comparison.workers
+    baseline = plan.baseline or plan.entries[0].name
+    comparable = {name: results.comparable_runs(name) for name in results.names}
+    designs = [_design_report(name, results, comparison.extrapolation.multiples) for name in results.names]
+    judging = Judging(results.is_anytime, not results.pending, plan.until_resolved, workers.total)
+    report: dict[str, Any] = {
+        "heddle": __version__,
+        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": comparison.command,
+        "hardware": comparison.runtime.describe() | {"torch": torch.__version__},
+        "workers": {"count": workers.total, "threads": workers.threads or comparison.runtime.threads},
+        "data": data_report(plan.data, corpus),
+        "budget": {
+            "kind": plan.budget_kind,
+            "value": plan.budget_value,
+            "batch_size": plan.batch_size,
+            "sequence_length": plan.sequence_length,
+            "seeds": list(plan.seeds),
+        },
+        "progress": {
+            "is_complete": results.is_complete,
+            "stages": [stage._asdict() for stage in results.stages()],
+            "stop_reason": results.stop_reason,
+        },
+        "warnings": _warnings(comparison, results, designs),
+        "baseline": baseline,
+        **summarize_abilities(results.task_choices, designs, AUTO in plan.recall_probes),
+        "text_recall": None,
+        "loss_profile": results.loss_groups,
+        "extrapolation": plan_summary(comparison.extrapolation, corpus),
+        "designs": designs,
+        **pair_report(comparable, baseline, judging),
+        "effects": field_effects(designs, baseline, judging),
+        "equal_size": plan.equal_size,
+        "tuning": _tuning(results),
+    }
+    report["verdict"] = _verdict(report, results)
+    _add_text_profile(report, comparison, comparable)
+    for design in designs:  # so far these were the comparable ones
+        design["runs"] = results.runs[design["name"]]
+    return report
+
+
+def _add_text_profile(report: dict[str, Any], comparison: Comparison, runs: Mapping[str, Sequence[Run]]) -> None:
+    """Add where the loss lies and what is recalled of the text."""
+    corpus, length = comparison.corpus, comparison.plan.sequence_length
+    if corpus is not None and comparison.text_recall_rows:
+        report["text_recall"] = describe_text_recall(corpus, length, comparison.text_recall_rows)
+    for design in report["designs"]:
+        name = design["name"]
+        pair = (runs[name], runs[report["baseline"]])
+        design["loss_profile"] = {group: profile_rows(*pair, group) for group in ("positions", "frequencies")}
+        design["text_recall"] = recall_in_text(*pair)
+
+
+def _tuning(results: Results) -> dict[str, Any] | None:
+    """What tuning says, once it is over."""
+    if results.tuning is None or results.tuning.state.pending:
+        return None
+    return tuning_report(results.tuning, results.runs, results.shared_runs)
+
+
+def _verdict(report: dict[str, Any], results: Results) -> list[str]:
+    """The sentences of the verdict; while runs are to come, the first says how many and on what it rests."""
+    if not results.pending:
+        return verdict_sentences(report)
+    planned = results.finished_runs + len(results.pending)
+    if not results.finished_runs:
+        return [f"Nothing is trained yet: 0 of {planned} runs are done. The page has what needs no training."]
+    count = f"{results.finished_runs} of {planned} runs are done"
+    if not all(results.comparable_runs(name) for name in results.names):
+        return [f"{count}; designs are compared once each has finished the same seed."]
+    first, *others = verdict_sentences(report)
+    return [f"So far ({count}): {first}", *others]
+
+
+def data_report(names: Sequence[str], corpus: Corpus | None) -> dict[str, Any]:
+    """The text of a comparison; None for its numbers while it is prepared."""
+    if corpus is None:
+        numbers = ("hash", "train_bytes", "train_tokens", "validation_bytes", "vocab_size", "report")
+        return {"name": ", ".join(names), **dict.fromkeys(numbers)}
+    return {
+        "name": corpus.name,
+        "hash": corpus.hash,
+        "train_bytes": sum(source["train"]["bytes"] for source in corpus.report["sources"]),
+        "train_tokens": sum(len(file) for file in corpus.train),
+        "validation_bytes": corpus.report["validation"]["bytes"],
+        "vocab_size": corpus.tokenizer.vocab_size,
+        "report": corpus.report,
+    }
+
+
+def _warnings(comparison: Comparison, results: Results, designs: Sequence[dict[str, Any]]) -> list[str]:
+    """Caveats from the tokens that are trained on, or will be."""
+    plan, corpus = comparison.plan, comparison.corpus
+    tokens_per_step = plan.batch_size * plan.sequence_length
+    trained_tokens = {}
+    for name in results.names:
+        planned = results.steps.get(name, 0) * tokens_per_step
+        is_done = results.runs[name] and not results.pending
+        trained = max((run["train_tokens"] or 0 for run in results.runs[name]), default=0)
+        trained_tokens[name] = trained if is_done else planned
+    parameters = {design["name"]: design["parameters"] for design in designs}
+    available = sum(trained_tokens.values()) if corpus is None else sum(len(file) for file in corpus.train)
+    return plan_warnings(plan, parameters, trained_tokens, available)
+
+
+def design_facts(comparison: Comparison, entry: DesignEntry) -> dict[str, Any]:
+    """What a design is and costs, as far as it needs no training; with the vocabulary as it is known now."""
+    plan, config = comparison.plan, comparison.config(entry)
+    try:
+        model_size = size(config, plan.sequence_length)
+    except ConfigError as error:  # its learned positions end before the training sequence
+        raise ConfigError(f"{entry.name}: {error}") from None
+    dtype = torch.float32 if plan.precision == "fp32" else torch.bfloat16
+    equal_context = parse_state_context(plan.equal_size or "", plan.sequence_length)
+    mixers = [layer.mixer for _, layer in config.expand() if layer.mixer is not None]
+    return {
+        "name": entry.name,
+        "source": entry.source,
+        "varied_fields": dict(entry.varied_fields),
+        "width": {"original": entry.original_width or config.width, "trained": config.width},
+        "scaled_fields": list(entry.scaled_fields),
+        "equal_state_bytes": None if equal_context is None else state_bytes(config, equal_context, dtype=dtype),
+        "summary": summarize_design(config, model_size),
+        "parameters": model_size.parameters,
+        "active_parameters": model_size.active_parameters,
+        "flops_per_token": model_size.flops_per_token,
+        "windows": sorted({window for mixer in mixers for window in mixer.windows}),
+        "kernels": _kernels(config, plan.sequence_length, dtype, comparison.runtime.device),
+        "state_bytes": [(context, state_bytes(config, context, dtype=dtype)) for context in STATE_CONTEXTS],
+    }
+
+
+def _design_report(name: str, results: Results, multiples: Sequence[int]) -> dict[str, Any]:
+    """The facts of a design and what is measured so far; its "runs" are the comparable ones."""
+    runs, comparable = results.runs[name], results.comparable_runs(name)
+    finished = [run for run in runs if run["status"] == "done"]
+    speeds = summarize_speeds(results.speeds[name])
+    training_speed = next(iter(speeds["train"]), None)
+    return results.facts[name] | {
+        "runs": comparable,
+        "bits_per_byte": _mean_so_far(runs, comparable, sum(1 for pair in results.pending if pair[0] == name)),
+        "train_tokens_per_second": None if training_speed is None else training_speed[1],
+        "train_speed_range": None if training_speed is None else training_speed[2:],
+        "peak_memory_bytes": median_high([run["peak_memory_bytes"] for run in finished]) if finished else None,
+        "prefill": speeds["prefill"],
+        "decode": speeds["decode"],
+        "recall": results.recall[name],
+        "extrapolation": length_changes(comparable, multiples),
+    }
+
+
+def _mean_so_far(runs: Sequence[Run], comparable: Sequence[Run], pending: int) -> dict[str, Any]:
+    """The mean of the comparable runs, or of all while there are none; its basis says how many are to come."""
+    mean = mean_bits_per_byte(comparable or runs)
+    if not pending:
+        return mean
+    return mean | {"basis": f"{mean['basis']}, {pending} to come" if runs else f"{pending} runs to come"}
+
+
+def _kernels(config: ModelConfig, length: int, dtype: torch.dtype, device: str) -> dict[str, dict[str, list[str]]]:
+    """The kernels of each operation of the mixers, in training and in decoding the last token of the trained length."""
+    phases = {"training": (length, -1), "decoding": (1, length - 1)}
+    kernels: dict[str, dict[str, list[str]]] = {}
+    for phase, (queries, cached_tokens) in phases.items():
+        operations = kernels[phase] = {}
+        for choice in kernel_choices(config, queries, cached_tokens, dtype, device):
+            if choice.operation not in SHARED_OPERATIONS:
+                names = operations.setdefault(choice.operation, [])
+                names += [choice.kernel] if choice.kernel not in names else []
+    return kernels
+
+
+def summarize_design(config: ModelConfig, model_size: Size) -> str:
+    """A design in one line: depth, width, and each different layer."""
+    layers = [f"{layer.count} × [{layer.mixer}; {layer.feedforward}]" for layer in model_size.layers]
+    head = "tied" if config.head.tied else "untied"
+    return (
+        f"{config.depth} layers, width {config.width}, vocabulary {config.vocab_size} ({head}), residual "
+        f"{describe(config.residual.dump())}, norm {describe(config.norm.dump())}: {', '.join(layers)}"
+    )

@@ -1,0 +1,348 @@
+"""Run a comparison: train every design on the same text in the same order, measure it, and write the report.
+
+Several processes may work on one comparison, as in an array of Slurm jobs: each does the runs that no other has, and
+waits for those that another has where it needs all of them.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from heddle import progress
+from heddle.data.corpus import Corpus, check_tokenizer_fits, prepare_corpus
+from heddle.data.samples import check_token_count
+from heddle.errors import CheckpointError, HeddleError
+from heddle.lab.compare.plan import ComparisonPlan, DesignEntry
+from heddle.lab.compare.report import Results, comparison_report, design_facts
+from heddle.lab.compare.schedule import Schedule, check_plan, choose_schedule, saved_runs
+from heddle.lab.compare.tables import format_bits
+from heddle.lab.compare.tasks import (
+    SPEED_ROUNDS,
+    Comparison,
+    choose_recall_tasks,
+    choose_workers,
+    recall_result,
+    recall_task,
+    run_result,
+    speed_result,
+    speed_task,
+    training_steps,
+    training_task,
+)
+from heddle.lab.compare.text_profile import count_recall_rows, describe_profile
+from heddle.lab.compare.tuning import (
+    final_task,
+    finish_tuning,
+    needs_shared_run,
+    shared_task,
+    shared_value_matters,
+    start_tuning,
+)
+from heddle.lab.live import LivePage
+from heddle.lab.pages.report import report_json, report_page, write_report
+from heddle.lab.workers import Result, Task, Workers, run_tasks
+from heddle.runtime import Runtime
+from heddle.storage.file_io import read_json_file, write_json_file
+from heddle.storage.lock import InUseError, RunLock, lock_output, wait_for_lock
+from heddle.storage.run_log import first_difference, to_plain_json
+from heddle.training.evaluation.length_extrapolation import plan_extrapolation
+
+# The report of a comparison that runs: written before the first training, and again after its tasks.
+
+
+REPORT_FILES = ("report.json", "report.html")
+SLOW_REPORT_SECONDS, MAX_REPORT_SHARE = 1.0, 0.05
+
+
+class ReportWriter:
+    """Writes the report of a comparison in its present state, and shows it on the live page.
+
+    Where other processes work on the comparison too, each writes what it knows, and the last one knows all.
+    """
+
+    def __init__(self, comparison: Comparison, results: Results, live: LivePage | None) -> None:
+        self.comparison, self.results, self.live = comparison, results, live
+        self.seconds = self.written_at = 0.0
+        self.find_facts()
+
+    def find_facts(self) -> None:
+        """Compute what needs no training; again once the vocabulary is known."""
+        entries = self.comparison.plan.entries
+        self.results.facts = {entry.name: design_facts(self.comparison, entry) for entry in entries}
+        if self.comparison.corpus is not None:
+            length = self.comparison.plan.sequence_length
+            self.results.loss_groups = describe_profile(self.comparison.corpus, length)
+
+    def write(self) -> dict[str, Any]:
+        """Write the report, show it, and return it."""
+        is_shared = self.comparison.workers.share is not None
+        with wait_for_lock(self.comparison.out / REPORT_FILES[0]) if is_shared else nullcontext():
+            return self._write()
+
+    def _write(self) -> dict[str, Any]:
+        started = time.monotonic()
+        report = comparison_report(self.comparison, self.results)
+        write_report(report, self.comparison.out)
+        if self.live is not None:
+            self.live.publish(
+                lambda revision: report_page(report, revision), lambda: report_json(report), report["progress"]
+            )
+        self.written_at = time.monotonic()
+        self.seconds = self.written_at - started
+        return report
+
+    def update(self) -> None:
+        """Write the report after a task, but not all the time where it has very many designs, or many processes do."""
+        is_shared = self.comparison.workers.share is not None
+        limit = MAX_REPORT_SHARE * (time.monotonic() - self.written_at)
+        if not is_shared and self.seconds < max(SLOW_REPORT_SECONDS, limit):
+            self._write()
+        elif is_shared and self.seconds < limit:
+            with suppress(InUseError), lock_output(self.comparison.out / REPORT_FILES[0]):
+                self._write()
+
+    @contextmanager
+    def first_report(self) -> Iterator[None]:
+        """Write the report of a new comparison before the block, in which its text is prepared, which may take a while.
+
+        Where the block refuses the text or the budget, no report remains.
+        """
+        files = [self.comparison.out / name for name in REPORT_FILES]
+        if any(file.exists() for file in files):
+            yield
+            return
+        self.write()
+        try:
+            yield
+        except HeddleError:
+            for file in files:
+                file.unlink(missing_ok=True)
+            raise
+
+
+PLAN_FILE, DATA_FILE = "plan.json", "data.json"
+
+
+def compare(
+    plan: ComparisonPlan,
+    out: Path,
+    runtime: Runtime,
+    command: str,
+    *,
+    workers: Workers | None = None,
+    live: LivePage | None = None,
+) -> dict[str, Any]:
+    """Run what is not done yet of a plan in the folder `out`; return the report, which is rewritten on the way.
+
+    command: what the user called, for the report. workers: where the runs take place; None: as `choose_workers` does.
+    live: shows the report while it grows. Raises CheckpointError where the folder has other content or another
+    comparison, and Interrupted after a signal, once the current runs have been saved.
+    """
+    workers = workers or choose_workers(plan, runtime)
+    with _open(out, plan, workers.share is not None) as is_anytime:
+        names = [entry.name for entry in plan.entries]
+        results = Results(names, SPEED_ROUNDS, len(plan.recall_probes), is_anytime=is_anytime)
+        comparison = Comparison(plan, None, out, runtime, workers, command)
+        writer = ReportWriter(comparison, results, live)
+        schedule = choose_schedule(plan, workers.total, saved_runs(out, names))
+        results.pending = list(schedule.next_runs(results.runs))
+        with writer.first_report():
+            writer.comparison = comparison = replace(comparison, corpus=_prepare_text(comparison))
+            results.steps = {entry.name: training_steps(comparison, entry) for entry in plan.entries}
+        trained_tokens = min(results.steps.values()) * plan.batch_size * plan.sequence_length
+        extrapolation = plan_extrapolation(
+            comparison.text.validation, plan.sequence_length, plan.max_length_multiple, trained_tokens
+        )
+        rows = count_recall_rows(plan.sequence_length, trained_tokens) if plan.recall_probes else 0
+        writer.comparison = comparison = replace(comparison, extrapolation=extrapolation, text_recall_rows=rows)
+        results.task_choices = choose_recall_tasks(comparison, results.steps)
+        results.probes = sum(not choice.reason for choice in results.task_choices)
+        writer.find_facts()
+        if plan.tuning is not None:
+            _tune(writer)
+        _train(writer, schedule)
+        _train_at_shared_values(writer)
+        _measure_speeds(writer)
+        _measure_recall(writer)
+        results.is_complete = True
+        return writer.write()
+
+
+@contextmanager
+def _open(out: Path, plan: ComparisonPlan, is_shared: bool) -> Iterator[bool]:
+    """Lock the folder, and check the plan; yields whether the number of seeds follows from results.
+
+    The lock of processes that share the comparison keeps out those that do not.
+    """
+    with ExitStack() as stack:
+        if not is_shared:
+            stack.enter_context(RunLock(out))
+            yield _check_folder(out, plan)
+            return
+        with wait_for_lock(out / PLAN_FILE):
+            try:
+                with RunLock(out):
+                    is_anytime = _check_folder(out, plan)
+                stack.enter_context(RunLock(out, shared=True))
+            except InUseError:
+                stack.enter_context(RunLock(out, shared=True))
+                is_anytime = check_plan(out / PLAN_FILE, plan, may_grow=False)
+        yield is_anytime
+
+
+def _check_folder(out: Path, plan: ComparisonPlan) -> bool:
+    """Check that a folder is new or holds this comparison, and write its plan; returns as `check_plan` does."""
+    if not (out / PLAN_FILE).is_file():
+        others = [entry.name for entry in out.iterdir() if not entry.name.startswith(".")]
+        if others:
+            raise CheckpointError(f"{out}: holds something else ({sorted(others)[0]}); choose an empty or new folder")
+    return check_plan(out / PLAN_FILE, plan)
+
+
+def _prepare_text(comparison: Comparison) -> Corpus:
+    """Read the text, and check it against the designs and the folder. Of several processes one is the first."""
+    plan, file = comparison.plan, comparison.out / DATA_FILE
+    with wait_for_lock(file, file.is_file) if comparison.workers.share is not None else nullcontext():
+        corpus = prepare_corpus(
+            plan.data,
+            vocab_size=plan.vocab_size,
+            max_train_tokens=int(plan.budget_value) if plan.budget_kind == "tokens" else None,
+            tokenizer=None if plan.tokenizer is None else Path(plan.tokenizer),
+        )
+        for entry in plan.entries:
+            check_tokenizer_fits(corpus.tokenizer, entry.config.vocab_size)
+        check_token_count(corpus.train, plan.sequence_length, plan.batch_size)
+        text = {"hash": corpus.hash, "tokens": [len(file) for file in corpus.train]}
+        _check_identity(file, {"data": text})
+    return corpus
+
+
+def _train(writer: ReportWriter, schedule: Schedule) -> None:
+    """Train as the schedule says, one batch of runs after another."""
+    comparison, results = writer.comparison, writer.results
+    entries = {entry.name: entry for entry in comparison.plan.entries}
+    while True:
+        results.pending = list(schedule.next_runs(results.runs))
+        results.stop_reason = schedule.reason
+        if not results.pending:
+            return
+        tasks = {_training_task(writer, entries[name], seed): (name, seed) for name, seed in results.pending}
+
+        def add(task: Task, result: Result, tasks: dict[Task, tuple[str, int]] = tasks) -> None:
+            name, seed = tasks[task]
+            results.add_run(name, run_result(seed, result))
+            if result["status"] == "done":
+                total = results.finished_runs + len(results.pending)
+                bits = format_bits(result["bits_per_byte"])
+                progress.print_status(f"{task.label}: {bits} bits per byte (run {results.finished_runs} of {total})")
+
+        _run(writer, list(tasks), comparison.workers, add)
+
+
+def _training_task(writer: ReportWriter, entry: DesignEntry, seed: int) -> Task:
+    """A run of the comparison, at the design's own best values where they were tuned."""
+    comparison, results = writer.comparison, writer.results
+    if results.tuning is None:
+        return training_task(comparison, entry, seed, results.steps[entry.name])
+    return final_task(comparison, results.tuning, entry, seed)
+
+
+def _tune(writer: ReportWriter) -> None:
+    """Find each design's best values of the tuned fields."""
+    comparison = writer.comparison
+    tuning = writer.results.tuning = start_tuning(comparison, writer.results.steps)
+    finish_tuning(comparison, tuning, lambda tasks, add: _run(writer, tasks, comparison.workers, add))
+
+
+def _train_at_shared_values(writer: ReportWriter) -> None:
+    """Where tuning suggests that one shared value answers otherwise, run what is needed to know."""
+    comparison, results, tuning = writer.comparison, writer.results, writer.results.tuning
+    if tuning is None:
+        return
+    shared_runs: dict[str, list[dict[str, Any]]] = {}
+    if shared_value_matters(tuning, results.runs):
+        entries = [entry for entry in comparison.plan.entries if needs_shared_run(tuning, entry.name)]
+        shared_runs = {name: [] if any(name == entry.name for entry in entries) else list(runs)
+                       for name, runs in results.runs.items()}  # fmt: skip
+        tasks = {
+            shared_task(comparison, tuning, entry, run["seed"]): (entry.name, run["seed"])
+            for entry in entries
+            for run in results.runs[entry.name]
+        }
+
+        def add(task: Task, result: Result) -> None:
+            name, seed = tasks[task]
+            shared_runs[name].append(run_result(seed, result))
+
+        _run(writer, list(tasks), comparison.workers, add)
+    results.shared_runs = shared_runs
+
+
+def _measure_speeds(writer: ReportWriter) -> None:
+    """Measure speeds in rounds, with nothing else running: on one device, and by one of several processes."""
+    comparison, results = writer.comparison, writer.results
+    tasks = {
+        speed_task(comparison, entry, number): entry.name
+        for number in range(1, SPEED_ROUNDS + 1)
+        for entry in comparison.plan.entries
+    }
+
+    def add(task: Task, result: Result) -> None:
+        results.speeds[tasks[task]].append(speed_result(result))
+
+    is_shared = comparison.workers.share is not None
+    with wait_for_lock(comparison.out / "runs" / "speed") if is_shared else nullcontext():
+        _run(writer, list(tasks), replace(comparison.workers.first(), share=None), add)
+
+
+def _measure_recall(writer: ReportWriter) -> None:
+    comparison, results = writer.comparison, writer.results
+    trained = [choice for choice in results.task_choices if not choice.reason]
+    order = [choice.probe for choice in trained]
+    tasks = {
+        recall_task(comparison, entry, choice.probe): (entry.name, choice)
+        for entry in comparison.plan.entries
+        for choice in trained
+        if choice.copies[entry.name] == entry.name
+    }
+
+    def add(task: Task, result: Result) -> None:
+        owner, choice = tasks[task]
+        probe_result = recall_result(result)
+        for name in (name for name, copied in choice.copies.items() if copied == owner):
+            finished = results.recall[name] | {choice.probe: probe_result}
+            results.recall[name] = {probe: finished[probe] for probe in order if probe in finished}
+
+    _run(writer, list(tasks), comparison.workers, add)
+
+
+def _run(writer: ReportWriter, tasks: list[Task], workers: Workers, add: Callable[[Task, Result], None]) -> None:
+    """Add the results of tasks, those that were saved before at first; the report is written after each new one."""
+    waiting = tasks
+    if workers.share is None:
+        for task in tasks:
+            saved = task.saved_result()
+            if saved is not None:
+                add(task, saved)
+        waiting = [task for task in tasks if not task.result_file.is_file()]
+    if waiting:
+        writer.update()
+
+    def add_and_write(task: Task, result: Result) -> None:
+        add(task, result)
+        writer.update()
+
+    run_tasks(waiting, workers, add_and_write)
+
+
+def _check_identity(path: Path, identity: dict[str, Any]) -> None:
+    """Write the identity of a new comparison's text; compare that of a continued one with the file."""
+    if not path.is_file():
+        write_json_file(path, to_plain_json(identity))
+        return
+    difference = first_difference(read_json_file(path), to_plain_json(identity))
+    if difference:
+        raise CheckpointError(f"{path.parent}: holds another comparison: {difference}; use the same, or another folder")

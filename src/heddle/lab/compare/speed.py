@@ -1,0 +1,139 @@
+"""Speed of a design with fresh weights: seconds of a training step, prefill and decode at several context lengths.
+
+A machine is not equally fast at all times. So designs are measured in rounds, each design once a round, and a speed
+comes with its range over all rounds. Ranges that overlap support no ratio.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from heddle.data.corpus import Corpus
+from heddle.data.samples import CorpusLoader
+from heddle.errors import ConfigError
+from heddle.lab.bench.run import synchronize
+from heddle.lab.compare.statistics import quartiles
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder, build
+from heddle.model.state import State
+from heddle.numerics.linear import packed_weights
+from heddle.training.built_models import build_models
+from heddle.training.job import TrainingJob
+from heddle.training.optimizer import build_optimizer
+from heddle.training.step import accumulate_gradients, apply_gradients, prepare_batch
+
+DECODED_TOKENS = 16
+MAX_PREFILLS = 2
+REPEAT_LIMIT_SECONDS = 2.0  # once its prefills took this long together, a context is not prefilled again
+MEASURED_STEPS, WARMUP_STEPS = 5, 2
+
+Value = TypeVar("Value")
+Samples = list[tuple[int, list[float]]]  # (context, tokens per second, one number for each measurement)
+
+
+def measure_speeds(config: ModelConfig, contexts: Sequence[int], device: str, dtype: torch.dtype) -> dict[str, Samples]:
+    """{"prefill": samples, "decode": samples} without contexts that the design cannot process."""
+    model = build(config, dtype=dtype, device=device).eval()
+    speeds: dict[str, Samples] = {"prefill": [], "decode": []}
+    with torch.no_grad(), packed_weights():
+        _prefill(model, min(64, *contexts))  # warm up
+        for context in contexts:
+            try:
+                state, prefill_seconds = _timed_prefill(model, context)
+                decode_seconds = _timed_decode(model, state)
+            except ConfigError:  # the context is longer than the learned positions
+                break
+            speeds["prefill"].append((context, [context / seconds for seconds in prefill_seconds]))
+            speeds["decode"].append((context, [1 / seconds for seconds in decode_seconds]))
+    return speeds
+
+
+def time_training_steps(job: TrainingJob, corpus: Corpus) -> list[float]:
+    """Seconds of a few steps of a training, without evaluations, on a model that is thrown away."""
+    settings = job.settings
+    loader = CorpusLoader(
+        corpus.train, corpus.weights, settings.sequence_length, settings.batch_size, 0, corpus.tokenizer.eod_id
+    )
+    model = build_models(job).model
+    optimizer = build_optimizer(model, settings.weight_decay, settings.optimizer, settings.lr_scale)
+    times = []
+    for number in range(WARMUP_STEPS + MEASURED_STEPS):
+
+        def step(number: int = number) -> None:
+            parts = settings.gradient_accumulation_steps
+            batch = prepare_batch(loader.batch(number), job.device, parts, job.ranks)
+            result = accumulate_gradients(model, batch, (0, number), parts, job.autocast)
+            apply_gradients(model, optimizer, result, 1e-4, settings.max_gradient_norm)
+
+        times.append(time_call(step, model)[0])
+    return times[WARMUP_STEPS:]
+
+
+def summarize_speeds(rounds: Sequence[dict[str, Samples]]) -> dict[str, list[tuple[int, float, float, float]]]:
+    """{"train": [(context, median, low, high)], "prefill": …, "decode": …} of several rounds, each in its own process.
+
+    low, high: the lowest and highest quartile of any round, so that a machine that was busy during one of them widens
+    the range.
+    """
+    summary: dict[str, list[tuple[int, float, float, float]]] = {}
+    for phase in ("train", "prefill", "decode"):
+        by_context = [dict(speeds.get(phase, [])) for speeds in rounds]  # conversions train nothing
+        summary[phase] = []
+        for context in sorted({context for speeds in by_context for context in speeds}):
+            samples = [speeds[context] for speeds in by_context if context in speeds]
+            lows, highs = zip(*map(quartiles, samples), strict=True)
+            median = statistics.median([speed for of_round in samples for speed in of_round])
+            summary[phase].append((context, median, min(lows), max(highs)))
+    return summary
+
+
+def _prefill(model: Decoder, context: int) -> State:
+    device = model.embed.weight.device
+    vocab_size = model.embed.weight.shape[0]
+    tokens = (torch.arange(context, device=device) % vocab_size)[None]
+    state: State | None
+    hidden, state = model(tokens, None, model.init_state(1, context + DECODED_TOKENS + 1))
+    model.head(hidden[:, -1])
+    assert state is not None
+    return state
+
+
+def _timed_prefill(model: Decoder, context: int) -> tuple[State, list[float]]:
+    """The state after a prefill, and the seconds of a few of them."""
+    times: list[float] = []
+    while True:
+        seconds, state = time_call(lambda: _prefill(model, context), model)
+        times.append(seconds)
+        if len(times) == MAX_PREFILLS or sum(times) > REPEAT_LIMIT_SECONDS:
+            return state, times
+
+
+def _timed_decode(model: Decoder, state: State) -> list[float]:
+    """The seconds of each of a few tokens decoded after the state's context."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.embed.weight.device)
+    times = []
+    for _ in range(DECODED_TOKENS):
+
+        def step(previous: State = state) -> State:
+            following: State | None
+            hidden, following = model(token, None, previous)
+            model.head(hidden[:, -1]).argmax(-1)
+            assert following is not None
+            return following
+
+        seconds, state = time_call(step, model)
+        times.append(seconds)
+    return times
+
+
+def time_call(call: Callable[[], Value], model: Decoder) -> tuple[float, Value]:
+    """(seconds, result) of a call; the device's queue is empty before and after."""
+    device = str(model.embed.weight.device)
+    synchronize(device)
+    start = time.perf_counter()
+    result = call()
+    synchronize(device)
+    return time.perf_counter() - start, result

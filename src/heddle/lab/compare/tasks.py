@@ -1,0 +1,232 @@
+"""The tasks of a comparison, as requests to worker processes: calibrate, train, measure speed and recall."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from heddle import progress
+from heddle.data.corpus import Corpus
+from heddle.distributed.ranks import Ranks
+from heddle.errors import ConfigError, MachineError
+from heddle.lab.compare.abilities import TaskChoice, choose_tasks
+from heddle.lab.compare.plan import ComparisonPlan, DesignEntry
+from heddle.lab.compare.probes import plan_evaluations
+from heddle.lab.workers import Task, Workers, default_workers, run_tasks
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import build
+from heddle.model.size import flops_per_token
+from heddle.runtime import Runtime
+from heddle.tokenization import DEFAULT_VOCAB_SIZE
+from heddle.tokenization.tokenizer import Tokenizer
+from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan
+from heddle.training.settings import Settings
+
+SPEED_ROUNDS = 2
+CHECKPOINTS_PER_RUN = 4
+NO_EXTRAPOLATION = ExtrapolationPlan(sequence_length=1)
+RUN_NUMBERS = (
+    "bits_per_byte",
+    "train_tokens",
+    "seconds",
+    "train_tokens_per_second",
+    "train_speed_range",
+    "peak_memory_bytes",
+    "skipped_steps",
+    "experts",
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A running comparison: the plan, its text, its folder, the machine, and the command for the report.
+
+    corpus: None until it is prepared. extrapolation: the validation text that each trained model reads at several
+    lengths. text_recall_rows: needles that each of them reads in held-out text.
+    """
+
+    plan: ComparisonPlan
+    corpus: Corpus | None
+    out: Path
+    runtime: Runtime
+    workers: Workers
+    command: str
+    extrapolation: ExtrapolationPlan = NO_EXTRAPOLATION
+    text_recall_rows: int = 0
+
+    def config(self, entry: DesignEntry) -> ModelConfig:
+        """The design with the shared vocabulary."""
+        if entry.config.vocab_size is not None:
+            return entry.config
+        return entry.config.replace(vocab_size=self.vocab_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """The size of the tokenizer; until the text is prepared the one asked for, which a small text may not reach."""
+        if self.corpus is not None:
+            return self.corpus.tokenizer.vocab_size
+        if self.plan.tokenizer is not None:
+            return Tokenizer.load(Path(self.plan.tokenizer)).vocab_size
+        return self.plan.vocab_size or DEFAULT_VOCAB_SIZE
+
+    def settings(self, seed: int, steps: int) -> Settings:
+        """The training settings of one run."""
+        plan = self.plan
+        return Settings(
+            steps=steps,
+            batch_size=plan.batch_size,
+            sequence_length=plan.sequence_length,
+            learning_rate=plan.learning_rate,
+            seed=seed,
+            optimizer=plan.optimizer,
+            schedule=plan.schedule,
+            warmup=plan.warmup,
+            lr_scale=plan.lr_scale,
+            transfer_width=plan.transfer_width,
+            precision=plan.precision,
+            save_every=max(1, steps // CHECKPOINTS_PER_RUN),
+            evaluate_every=plan_evaluations(steps, plan.batch_size * plan.sequence_length).interval,
+        )
+
+    @property
+    def text(self) -> Corpus:
+        """The prepared text."""
+        assert self.corpus is not None
+        return self.corpus
+
+
+def choose_workers(
+    plan: ComparisonPlan,
+    runtime: Runtime,
+    *,
+    count: int | None = None,
+    devices: tuple[str, ...] = (),
+    share: tuple[int, int] | None = None,
+    ranks: int = 1,
+) -> Workers:
+    """Where a plan's tasks run: on `devices`, each process with the plan's threads; or `count` at a time on one device.
+
+    None: several workers of few threads are faster than one; but a time budget is the time of a machine of its own, and
+    so is a run on several `ranks`. Raises ConfigError for a batch that ranks cannot share.
+    """
+    Ranks(count=ranks).rows(plan.batch_size, 1)  # which must be equal for each rank
+    if not devices:
+        is_alone = plan.threads is not None or plan.budget_kind == "seconds" or ranks > 1
+        count = 1 if count is None and is_alone else count
+        workers = default_workers(runtime.device, runtime.threads, None if count is None else count * ranks)
+    else:
+        workers = replace(default_workers(runtime.device, runtime.threads, len(devices)), devices=devices)
+    if plan.threads is not None and (devices or workers.count == ranks):
+        workers = replace(workers, threads=plan.threads)
+    return replace(workers, share=share, ranks=ranks)
+
+
+def training_steps(comparison: Comparison, entry: DesignEntry) -> int:
+    """Optimizer steps that the budget allows a design. Raises ConfigError where it allows none."""
+    plan = comparison.plan
+    tokens_per_step = plan.batch_size * plan.sequence_length
+    if plan.budget_kind == "tokens":
+        steps = int(plan.budget_value) // tokens_per_step
+    elif plan.budget_kind == "flops":
+        model = build(comparison.config(entry), device="meta")
+        # a backward pass costs twice a forward pass
+        steps = int(plan.budget_value / (3 * flops_per_token(model, plan.sequence_length) * tokens_per_step))
+    else:
+        task = _task(comparison, entry, "calibrate", "calibrate", "timing a step", steps=1)
+        [calibration] = run_tasks([task], comparison.workers.first())
+        if calibration["status"] != "done":
+            raise MachineError(f"{calibration['message']}; a budget in tokens needs no timing")
+        steps = int(plan.budget_value / calibration["seconds_per_step"])
+    if steps < 1:
+        raise ConfigError(
+            f"{plan.budget_kind} {plan.budget_value:g}: is less than one step of {tokens_per_step} tokens for "
+            f"{entry.name}; give more"
+        )
+    return steps
+
+
+def training_task(comparison: Comparison, entry: DesignEntry, seed: int, steps: int) -> Task:
+    """One training run."""
+    return _task(comparison, entry, f"seed{seed}", "train", f"seed {seed}", seed=seed, steps=steps)
+
+
+def speed_task(comparison: Comparison, entry: DesignEntry, number: int) -> Task:
+    """One round of the speed measurements of a design. Nothing else may run at the same time."""
+    return _task(comparison, entry, f"speed-{number}", "speed", f"measuring speed, round {number}")
+
+
+def choose_recall_tasks(comparison: Comparison, steps: Mapping[str, int]) -> list[TaskChoice]:
+    """Which recall tasks are trained, for which designs. steps: of each training."""
+    plan, configs = comparison.plan, {entry.name: comparison.config(entry) for entry in comparison.plan.entries}
+    tokens = min(steps.values()) * plan.batch_size * plan.sequence_length * len(plan.seeds)
+    return choose_tasks(configs, plan.recall_probes, tokens)
+
+
+def recall_task(comparison: Comparison, entry: DesignEntry, probe: str) -> Task:
+    """A recall probe; it may be impossible for one design only, whose positions end before its rows do, say."""
+    name = f"recall-{probe}"
+    return _task(comparison, entry, name, "recall", f"recall {probe}", probe=probe, is_optional=True)
+
+
+def run_result(seed: int, result: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of a training for the report; one that diverged or failed has None for its numbers."""
+    if result["status"] == "done":
+        return dict(result)
+    progress.print_status(f"warning: {result['message']}")
+    return {
+        "seed": seed,
+        "status": result["status"],
+        "message": result["message"],
+        **dict.fromkeys(RUN_NUMBERS),
+        "curve": [],
+        "windows": [],
+        "extrapolation": [],
+        "loss_profile": None,
+        "text_recall": None,
+        "sample": "",
+    }
+
+
+def speed_result(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The samples of one round; none where measuring failed."""
+    if result["status"] == "done":
+        return dict(result)
+    progress.print_status(f"warning: {result['message']}")
+    return {"train": [], "prefill": [], "decode": []}
+
+
+def recall_result(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of a probe; one that failed has None for its numbers, and a message."""
+    if result["status"] == "done":
+        return dict(result)
+    progress.print_status(f"warning: {result['message']}")
+    return {**dict.fromkeys(("accuracy", "scored", "seconds", "steps")), "curve": [], **result}
+
+
+def _task(comparison: Comparison, entry: DesignEntry, name: str, kind: str, description: str, **choices: Any) -> Task:
+    """A task of one design. choices: its seed, steps and probe, and whether it is optional."""
+    plan, is_optional = comparison.plan, choices.pop("is_optional", False)
+    seed, steps = choices.pop("seed", 0), choices.pop("steps", 1)
+    stem = f"{entry.name}-{name}"
+    runs = comparison.out / "runs"
+    request = {
+        "task": kind,
+        "probe": choices.pop("probe", ""),
+        "out": str(runs / stem),
+        "design": comparison.config(entry).dump(),
+        "data": plan.data,
+        "tokenizer": plan.tokenizer,
+        "vocab_size": plan.vocab_size,
+        "max_train_tokens": int(plan.budget_value) if plan.budget_kind == "tokens" else None,
+        "settings": asdict(comparison.settings(seed, steps)),
+        "tf32": plan.tf32,
+        "deterministic": plan.deterministic,
+        "threads": plan.threads if kind in ("calibrate", "speed") else comparison.workers.threads,
+        "part_files": plan.part_files,
+        "speed_contexts": plan.speed_contexts,
+        "extrapolation": asdict(comparison.extrapolation),
+        "text_recall_rows": comparison.text_recall_rows,
+        "command": comparison.command,
+        "trackers": plan.trackers,
+    }
+    return Task(f"{entry.name}, {description}", runs / f"{stem}.json", request, is_optional)

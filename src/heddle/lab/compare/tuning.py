@@ -1,0 +1,392 @@
+"""Tune training fields for each design before a comparison: run the search's trials, and choose the best values.
+
+A trial is a run of its own, as long as the comparison's or shorter, with a schedule that ends. It is scored on the
+tuning part of the held-out text; the comparison's runs, on seeds that no trial had, are scored on the rest.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
+from typing import Any, Protocol
+
+from heddle import progress
+from heddle.data.token_file import split_held_out
+from heddle.errors import CheckpointError, ConfigError, MachineError
+from heddle.lab.compare.grid_search import (
+    TUNING_SEED,
+    BudgetTooSmall,
+    Search,
+    SearchState,
+    Trial,
+    best_shared,
+    search_state,
+)
+from heddle.lab.compare.plan import (
+    Candidate,
+    ComparisonPlan,
+    DesignEntry,
+    TuningPlan,
+    describe_candidate,
+    format_value,
+    tuned_settings,
+)
+from heddle.lab.compare.probes import plan_evaluations
+from heddle.lab.compare.statistics import Run, paired_difference
+from heddle.lab.compare.tables import format_difference, half_width, join_names, judgment
+from heddle.lab.compare.tasks import Comparison, training_task
+from heddle.lab.workers import Result, Task, run_tasks
+from heddle.storage.file_io import read_json_file, write_json_file
+from heddle.training.settings import Settings
+
+TUNING_FILE = "tuning.json"
+MIN_TRIAL_STEPS = 32  # with fewer, most of a run would be its warmup
+
+
+class RunTasks(Protocol):
+    """Runs tasks, or reads what they gave before, and calls `add` with each result."""
+
+    def __call__(self, tasks: list[Task], add: Callable[[Task, Result], None]) -> None: ...
+
+
+@dataclass
+class Tuning:
+    """A search and the results of its trials. steps: of each design's whole run, at the shared batch size."""
+
+    plan: TuningPlan
+    search: Search
+    steps: Mapping[str, int]
+    results: dict[Trial, Result] = field(default_factory=dict)
+
+    @property
+    def state(self) -> SearchState:
+        """How far the search is."""
+        return search_state(self.search, self.losses())
+
+    @property
+    def field_names(self) -> list[str]:
+        """The names of the tuned fields."""
+        return [field.name for field in self.plan.fields]
+
+    def losses(self) -> dict[Trial, float]:
+        """Bits per byte of each finished trial; infinite where it diverged or failed."""
+        return {
+            trial: result["bits_per_byte"] if result["status"] == "done" else math.inf
+            for trial, result in self.results.items()
+        }
+
+
+def start_tuning(comparison: Comparison, steps: Mapping[str, int]) -> Tuning:
+    """The search of a comparison's plan, before its first trial.
+
+    A comparison that gained seeds keeps the search that it began with. Raises ConfigError for a budget and DataError
+    for a text that is too small.
+    """
+    plan, text, file = comparison.plan.tuning, comparison.text, comparison.out / TUNING_FILE
+    assert plan is not None
+    split_held_out(text.validation, comparison.plan.sequence_length, text.tokenizer.byte_lengths)
+    seconds: dict[str, float] = {}
+    if plan.budget_kind == "seconds":
+        entries = comparison.plan.entries
+        seconds = {entry.name: steps[entry.name] * _seconds_per_step(comparison, entry) for entry in entries}
+    first_plan = comparison.plan
+    if file.is_file():
+        first_plan = replace(first_plan, seeds=tuple(read_json_file(file)["seeds"]))
+    search = make_search(first_plan, plan, steps, seconds)
+    write_json_file(file, {"seeds": list(first_plan.seeds)})
+    return Tuning(plan, search, steps)
+
+
+def finish_tuning(comparison: Comparison, tuning: Tuning, run: RunTasks) -> None:
+    """Run what is not done yet of the search.
+
+    Raises MachineError where every trial of a design diverged, and CheckpointError where the folder's trials are of
+    another length: successive halving, which was here before, began with shorter ones.
+    """
+    entries = {entry.name: entry for entry in comparison.plan.entries}
+    while trials := tuning.state.pending:
+        tasks = {_trial_task(comparison, tuning, entries[trial.design], trial): trial for trial in trials}
+        if not all(task.result_file.is_file() for task in tasks):
+            fraction = tuning.search.fraction
+            length = "whole runs" if fraction > 0.999 else f"runs of {fraction:.0%} of the length"
+            progress.print_status(f"tuning: {len(trials)} {length}")
+
+        def add(task: Task, result: Result, tasks: dict[Task, Trial] = tasks) -> None:
+            settings = Settings(**task.request["settings"])
+            if result["status"] == "done" and result["train_tokens"] != settings.steps * settings.tokens_per_step:
+                raise CheckpointError(
+                    f"{comparison.out}: tuned by successive halving, which is gone; compare in another folder, where "
+                    "every value is tried on runs of one length"
+                )
+            tuning.results[tasks[task]] = result
+
+        run(list(tasks), add)
+    losses, state = tuning.losses(), tuning.state
+    for name, best in state.best.items():
+        if math.isinf(losses[Trial(name, best)]):
+            tried = ", ".join(tuning.field_names)
+            raise MachineError(f"tune {tried}: every run of {name} diverged or failed; give lower values")
+
+
+def check_tuning(plan: ComparisonPlan) -> None:
+    """Raise ConfigError for a budget that is too small, where that is known before the text is read and steps timed."""
+    steps = int(plan.budget_value) // (plan.batch_size * plan.sequence_length)
+    if plan.tuning is not None and plan.tuning.budget_kind == "share" and plan.budget_kind == "tokens" and steps:
+        make_search(plan, plan.tuning, {entry.name: steps for entry in plan.entries}, {})
+
+
+def make_search(
+    plan: ComparisonPlan, tuning: TuningPlan, steps: Mapping[str, int], run_seconds: Mapping[str, float]
+) -> Search:
+    """The search of a plan. run_seconds: of each design's whole run, for a budget in seconds.
+
+    Raises ConfigError for a budget that is too small, saying which is not.
+    """
+    names = ", ".join(field.name for field in tuning.fields)
+    batches = [int(value) for field in tuning.fields if field.name == "batch_size" for value in field.values]
+    fewest = min(steps.values()) * plan.batch_size // max([plan.batch_size, *batches])
+    if fewest < MIN_TRIAL_STEPS:
+        raise ConfigError(
+            f"tune {names}: a run has {fewest} steps, and {MIN_TRIAL_STEPS} are the fewest that tell values apart; "
+            "give the comparison more training"
+        )
+    if tuning.budget_kind == "share":
+        costs = dict.fromkeys(steps, 1.0)
+        budget = tuning.budget_value * len(steps) * len(plan.seeds)
+    else:
+        costs, budget = dict(run_seconds), tuning.budget_value
+    try:
+        return Search(tuning.fields, costs, budget, MIN_TRIAL_STEPS / fewest)
+    except BudgetTooSmall as error:
+        least = error.least_budget * tuning.budget_value / budget
+        unit = "times the comparison's training" if tuning.budget_kind == "share" else "seconds"
+        raise ConfigError(
+            f"tune {names}: a budget of {tuning.budget_value:g} {unit} is too small for its values; give at least "
+            f"{_round_up(least)}, or fewer values"
+        ) from None
+
+
+def _round_up(value: float) -> str:
+    """Two digits, rounded up: 1.31 → 1.4."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return f"{math.ceil(value / unit) * unit:.6g}"
+
+
+def _seconds_per_step(comparison: Comparison, entry: DesignEntry) -> float:
+    """The time of a training step with nothing else running. Raises MachineError where it cannot be measured."""
+    task = _renamed(training_task(comparison, entry, 0, 1), f"{entry.name}, timing a step", f"{entry.name}-calibrate")
+    request = {**task.request, "task": "calibrate", "threads": comparison.plan.threads}
+    [result] = run_tasks([replace(task, request=request)], comparison.workers.first())
+    if result["status"] != "done":
+        raise MachineError(f"{result['message']}; a tuning budget that is a share of the training needs no timing")
+    return float(result["seconds_per_step"])
+
+
+def _trial_task(comparison: Comparison, tuning: Tuning, entry: DesignEntry, trial: Trial) -> Task:
+    """The task of a trial: it saves and evaluates only at its end."""
+    text = describe_candidate(tuning.field_names, trial.candidate)
+    stem = f"{entry.name}-tune{TUNING_SEED}-{text.replace(', ', '-').replace(' ', '=').replace('/', '_')}"
+    task = tuned_task(comparison, tuning, entry, trial.candidate, TUNING_SEED, fraction=tuning.search.fraction)
+    settings = {**task.request["settings"], "save_every": None, "evaluate_every": None}
+    task = _renamed(task, f"{entry.name}, {text}", stem)
+    return replace(task, request={**task.request, "task": "loss", "held_out": "tuning", "settings": settings})
+
+
+def tuned_task(
+    comparison: Comparison,
+    tuning: Tuning,
+    entry: DesignEntry,
+    candidate: Candidate,
+    seed: int,
+    *,
+    fraction: float = 1.0,
+) -> Task:
+    """A training at a candidate's values. fraction: of the whole run's tokens."""
+    plan = comparison.plan
+    overrides = tuned_settings(tuning.plan.fields, candidate, plan.lr_scale)
+    batch_size = int(overrides.get("batch_size", plan.batch_size))
+    steps = max(1, int(fraction * tuning.steps[entry.name] * plan.batch_size / batch_size + 1e-9))
+    task = training_task(comparison, entry, seed, steps)
+    interval = plan_evaluations(steps, batch_size * plan.sequence_length).interval
+    settings = Settings(**{**task.request["settings"], **overrides, "evaluate_every": interval})
+    return replace(task, request={**task.request, "settings": asdict(settings), "held_out": "final"})
+
+
+def final_task(comparison: Comparison, tuning: Tuning, entry: DesignEntry, seed: int) -> Task:
+    """A run of the comparison at the design's own best values."""
+    return tuned_task(comparison, tuning, entry, tuning.state.best[entry.name], seed)
+
+
+def shared_task(comparison: Comparison, tuning: Tuning, entry: DesignEntry, seed: int) -> Task:
+    """A run at the best values that all designs can share, on a seed of the comparison."""
+    shared = best_shared(tuning.search, tuning.state, tuning.losses())
+    task = tuned_task(comparison, tuning, entry, shared, seed)
+    return _renamed(task, f"{entry.name}, shared values, seed {seed}", f"{entry.name}-shared-seed{seed}")
+
+
+def _renamed(task: Task, label: str, stem: str) -> Task:
+    """The same task with a result and a folder of its own."""
+    result_file = task.result_file.with_name(f"{stem}.json")
+    return replace(
+        task, label=label, result_file=result_file, request={**task.request, "out": str(result_file.with_suffix(""))}
+    )
+
+
+# What the report says of tuning: the curves, the chosen values, and whether one shared value answers otherwise.
+
+
+Runs = Mapping[str, Sequence[Run]]
+MAX_PAIRS = 4  # in a sentence
+
+
+def tuning_report(tuning: Tuning, runs: Runs, shared_runs: Runs | None) -> dict[str, Any]:
+    """Everything of the tuning as plain data. runs: of the comparison, at each design's own best values.
+
+    shared_runs: of the same seeds at the best shared values, by design; empty where the trials gave no reason to run
+    them, None while that is not known.
+    """
+    state, names = tuning.state, tuning.field_names
+    shared = best_shared(tuning.search, state, tuning.losses())
+    report: dict[str, Any] = {
+        "fields": [
+            {
+                "name": field.name,
+                "is_number": field.is_number,
+                "values": list(values),
+                "added": [value for value in values if value not in field.values],
+            }
+            for field, values in zip(tuning.plan.fields, state.values, strict=True)
+        ],
+        "budget": {
+            "kind": tuning.plan.budget_kind,
+            "value": tuning.plan.budget_value,
+            "runs": len(tuning.results),
+            "whole_runs": sum(tuning.search.fraction for _ in tuning.results),
+            "seconds": sum(result["seconds"] for result in tuning.results.values() if result["status"] == "done"),
+        },
+        "rungs": [
+            {"fraction": tuning.search.fraction, "seed": TUNING_SEED, "candidates": list(map(list, state.candidates))}
+        ],
+        "designs": [_design_report(tuning, name) for name in tuning.search.designs],
+        "shared_values": {
+            "values": list(shared),
+            "text": describe_candidate(names, shared),
+            "runs": None if shared_runs is None else _scores(shared_runs),
+            "pairs": _pairs(runs, shared_runs) if shared_runs else [],
+        },
+    }
+    return report | {"sentences": _sentences(report)}
+
+
+def _design_report(tuning: Tuning, name: str) -> dict[str, Any]:
+    state = tuning.state
+    best = state.best[name]
+    results = {candidate: tuning.results[Trial(name, candidate)] for candidate in state.candidates}
+    return {
+        "name": name,
+        "best": list(best),
+        "text": describe_candidate(tuning.field_names, best),
+        "bits_per_byte": results[best].get("bits_per_byte"),
+        "open_ends": list(state.open_ends.get(name, ())),
+        "trials": [
+            {
+                "rung": 0,
+                "values": list(candidate),
+                "status": result["status"],
+                "bits_per_byte": result["bits_per_byte"] if result["status"] == "done" else None,
+                "train_tokens": result.get("train_tokens"),
+            }
+            for candidate, result in results.items()
+        ],
+    }
+
+
+def shared_value_matters(tuning: Tuning, runs: Runs) -> bool:
+    """Whether the trials suggest that a shared value gives another answer, so that it is worth running.
+
+    That is where the difference between two designs has another sign at the best shared values than
+    at each one's own best, or another size by more than the half-width of the comparison's interval.
+    """
+    losses = tuning.losses()
+    shared = best_shared(tuning.search, tuning.state, losses)
+
+    def loss(name: str, values: Candidate) -> float:
+        return losses[Trial(name, values)]
+
+    for first, second in combinations(tuning.search.designs, 2):
+        at_shared = loss(first, shared) - loss(second, shared)
+        own = loss(first, tuning.state.best[first]) - loss(second, tuning.state.best[second])
+        half = half_width(paired_difference(runs[first], runs[second]))
+        if not math.isfinite(at_shared) or at_shared * own < 0 or abs(at_shared - own) > (half or 0.0):
+            return True
+    return False
+
+
+def needs_shared_run(tuning: Tuning, name: str) -> bool:
+    """Whether the best shared values differ from a design's own."""
+    return best_shared(tuning.search, tuning.state, tuning.losses()) != tuning.state.best[name]
+
+
+def _scores(runs: Runs) -> dict[str, list[dict[str, Any]]]:
+    """Of each run its seed, how it ended and its bits per byte."""
+    keys = ("seed", "status", "bits_per_byte")
+    return {name: [{key: run[key] for key in keys} for run in of_design] for name, of_design in runs.items()}
+
+
+def _pairs(runs: Runs, shared_runs: Runs) -> list[dict[str, Any]]:
+    """Of each two designs the difference at each one's own best and at the shared values, on the same seeds."""
+    return [
+        {
+            "designs": [first, second],
+            "own": paired_difference(runs[first], runs[second]),
+            "at_shared_values": paired_difference(shared_runs[first], shared_runs[second]),
+        }
+        for first, second in combinations(runs, 2)
+    ]
+
+
+def _sentences(report: Mapping[str, Any]) -> list[str]:
+    budget = report["budget"]
+    chosen: dict[str, list[str]] = {}
+    for design in report["designs"]:
+        chosen.setdefault(design["text"], []).append(design["name"])
+    parts = [f"{text} ({join_names(names, 8)})" for text, names in chosen.items()]
+    cost = f"{budget['runs']} runs, together as long as {budget['whole_runs']:.1f} of the comparison's"
+    sentences = [f"Each design was trained at its own best values, found by {cost}: {join_names(parts, 8)}."]
+    for tuned in report["fields"]:
+        if tuned["added"]:
+            added = join_names([format_value(value) for value in tuned["added"]], 8)
+            sentences.append(f"A best {tuned['name']} was at an edge of its range, which was widened by {added}.")
+    open_ends = {design["name"]: design["open_ends"] for design in report["designs"] if design["open_ends"]}
+    if open_ends:
+        parts = [f"{name} ({' and '.join(ends)})" for name, ends in open_ends.items()]
+        sentences.append(
+            f"Not tried next to the best value: {join_names(parts, 8)}. A larger budget may find a better one."
+        )
+    return sentences if report["shared_values"]["runs"] is None else [*sentences, _shared_sentence(report)]
+
+
+def _shared_sentence(report: Mapping[str, Any]) -> str:
+    """Whether one shared value would have given another answer."""
+    shared = report["shared_values"]
+    if len(report["designs"]) == 1:
+        return "There is no second design that could share its values."
+    if all(design["best"] == shared["values"] for design in report["designs"]):
+        return "All designs have the same best values, so a shared choice of them gives the same answer."
+    if not shared["runs"]:
+        return (
+            f"With the best shared values, {shared['text']}, this comparison would likely answer the same: in the "
+            "trials, on one seed, they change no order, and no difference by more than its interval here."
+        )
+    changed = [pair for pair in shared["pairs"] if judgment(pair["own"]) != judgment(pair["at_shared_values"])]
+    start = f"All designs were run at the best shared values too, {shared['text']}, on the same seeds"
+    if not changed:
+        return f"{start}: no answer changes."
+    parts = [
+        f"{pair['designs'][0]} − {pair['designs'][1]} is {format_difference(pair['at_shared_values'])} "
+        f"({judgment(pair['at_shared_values'])}) there and {format_difference(pair['own'])} "
+        f"({judgment(pair['own'])}) with each at its best"
+        for pair in changed[:MAX_PAIRS]
+    ]
+    more = f"; and {len(changed) - MAX_PAIRS} more pairs" if len(changed) > MAX_PAIRS else ""
+    return f"{start}, and would have answered otherwise: {'; '.join(parts)}{more}."

@@ -1,0 +1,382 @@
+"""Worker process of a comparison: `python -m heddle.lab.compare.worker TASK.json RESULT.json`.
+
+TASK.json describes one task, whose name is in TASKS. RESULT.json receives its result, or the reason why there is none.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from heddle import progress
+from heddle.errors import (
+    CheckpointError,
+    ConfigError,
+    HeddleError,
+    RankLost,
+    is_out_of_memory,
+    nondeterministic_operation,
+)
+from heddle.lab.compare.rank_worker import ON_RANKS, run_on_ranks
+from heddle.signals import STOP_SIGNALS, Interrupted, interrupted_on_stop_signals
+from heddle.storage.checkpoints import checkpoint_steps, latest_checkpoint, write_checkpoint
+from heddle.storage.file_io import read_json_file, write_json_file
+from heddle.storage.folder import read_folder
+from heddle.storage.lock import RunLock
+from heddle.storage.run_log import (
+    IDENTITY_KEYS,
+    RUN_FILE,
+    copy_log,
+    first_difference,
+    open_run,
+    to_plain_json,
+)
+from heddle.training.job import TrainingJob
+from heddle.training.loop import TrainingResult, train
+
+if TYPE_CHECKING:
+    from heddle.data.corpus import Corpus
+    from heddle.runtime import Runtime
+    from heddle.training.job import TrainingJob
+
+
+def main() -> None:
+    """Run the task of this process. After a signal exit with 129, 130 or 143, without a result."""
+    task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    try:
+        with interrupted_on_stop_signals():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the parent masked them
+            _exit_with_parent(task["parent_pid"])
+            exit_code = _run_task(task)
+    except Interrupted as interrupted:
+        if not task["quiet"]:
+            progress.print_status(f"{task['label']}: {interrupted}")
+        exit_code = interrupted.exit_code
+    sys.exit(exit_code)
+
+
+def _run_task(task: dict[str, Any]) -> int:
+    """Run a task and write its result; returns the exit code."""
+    started = time.monotonic()
+    if len(task["devices"]) > 1 and task["task"] in ON_RANKS:
+        return run_on_ranks(task, *sys.argv[1:])
+    # several workers share one terminal, so only one that is alone draws a progress bar
+    with progress.quiet() if task["quiet"] or not task["alone"] else nullcontext():
+        result, exit_code = perform_task(task)
+    write_json_file(Path(sys.argv[2]), result | {"wall_seconds": time.monotonic() - started})
+    return exit_code
+
+
+def perform_task(task: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The result of a task and the exit code. A rank adds its `Ranks` to the task."""
+    return perform(lambda: TASKS[task["task"]](task))
+
+
+def perform(call: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], int]:
+    """The result of a call and the exit code. Its status is done, diverged or failed.
+
+    A failed result says in `stops_all` whether other tasks would fail for the same reason.
+    """
+    from heddle.training.loop import Diverged
+
+    try:
+        return call(), 0
+    except Diverged as error:
+        return {"status": "diverged", "message": str(error)}, 0
+    except HeddleError as error:
+        stops_all = not isinstance(error, RankLost)
+        return {"status": "failed", "message": str(error), "stops_all": stops_all}, error.exit_code
+    except Exception as error:
+        if is_out_of_memory(error):
+            return {"status": "failed", "message": "out of memory", "stops_all": False}, 1
+        operation = nondeterministic_operation(error)
+        if operation is None:
+            raise
+        message = f"deterministic: torch has no deterministic form of {operation}; leave it out, or use another device"
+        return {"status": "failed", "message": message, "stops_all": True}, 1
+
+
+def _exit_with_parent(parent_pid: int) -> None:
+    """Make this process end with its parent (on Linux; elsewhere the run folder's lock prevents two trainers)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if os.getppid() != parent_pid:  # the parent ended before the call
+            sys.exit(128 + signal.SIGTERM)
+
+
+def _set_up(task: dict[str, Any]) -> "Runtime":
+    """Load the user's parts and configure torch."""
+    from heddle.config import load_part
+    from heddle.runtime import set_up_runtime
+
+    for file in task["part_files"]:
+        load_part(Path(file))
+    tf32, deterministic = task.get("tf32", False), task.get("deterministic", False)  # a ladder has neither
+    return set_up_runtime(task["device"], task["threads"], tf32, deterministic)
+
+
+def _environment(task: dict[str, Any], runtime: "Runtime") -> dict[str, Any]:
+    from heddle.runtime import versions
+
+    return {"command": task["command"], "versions": versions(), "runtime": runtime.describe()}
+
+
+def _text_job(task: dict[str, Any]) -> tuple["TrainingJob", "Corpus"]:
+    """The training job of a design on the comparison's text."""
+    from heddle.data.corpus import prepare_corpus
+    from heddle.distributed.ranks import ONE_PROCESS
+    from heddle.lab.compare.probes import interim_tokens
+    from heddle.model.load_config import load_config
+    from heddle.training.evaluation.scores import EvaluationBudget
+    from heddle.training.job import TrainingJob
+    from heddle.training.settings import Settings
+
+    runtime, ranks = _set_up(task), task.get("ranks", ONE_PROCESS)
+    with progress.quiet():
+        corpus = prepare_corpus(
+            task["data"],
+            vocab_size=task["vocab_size"],
+            max_train_tokens=task["max_train_tokens"],
+            tokenizer=None if task["tokenizer"] is None else Path(task["tokenizer"]),
+        )
+    settings = Settings(**task["settings"])
+    source = _held_out_part(corpus, task.get("held_out"), settings.sequence_length)
+    job = TrainingJob(
+        config=load_config(task["design"]),
+        source=source,
+        settings=settings,
+        out=Path(task["out"]),
+        device=runtime.device,
+        label=task["label"],
+        environment=_environment(task, runtime) | {"ranks": {"count": ranks.count}},
+        ranks=ranks,
+        evaluation=EvaluationBudget(interim_tokens=interim_tokens(settings, len(source.validation))),
+        trackers=tuple(task.get("trackers", ())),  # a ladder has none
+    )
+    return job, corpus
+
+
+def _held_out_part(corpus: "Corpus", part: str | None, sequence_length: int) -> "Corpus":
+    """The corpus with the "tuning" or the "final" part of its held-out text; None: with all of it."""
+    from dataclasses import replace
+
+    from heddle.data.token_file import split_held_out
+
+    if part is None:
+        return corpus
+    tuning, final = split_held_out(corpus.validation, sequence_length, corpus.tokenizer.byte_lengths)
+    return replace(corpus, validation=tuning if part == "tuning" else final)
+
+
+def _train(task: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from heddle.generation.generate import sample_text
+    from heddle.lab.compare.abilities import result_summary
+    from heddle.lab.compare.statistics import quartiles
+    from heddle.lab.compare.text_profile import measure_text_recall, start_profile
+    from heddle.storage.run_log import read_log
+    from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan, evaluate_extrapolation
+    from heddle.training.job import peak_process_memory
+    from heddle.training.loop import train
+    from heddle.training.smoothed_loss import step_speed
+    from heddle.training.step import recent_router_summary
+
+    job, corpus = _text_job(task)
+    settings, profile = job.settings, start_profile(corpus, job.settings.sequence_length)
+    trained = train(replace(job, observer=profile.add))
+    log = read_log(job.out)
+    seconds = [line["seconds"] for line in log]
+    curve = [(line["tokens"], line["validation_bits_per_byte"]) for line in log if "validation_bits_per_byte" in line]
+    rates = sorted(settings.tokens_per_step / second for second in seconds)
+    trained_tokens = trained.progress.step * settings.tokens_per_step
+    peak_memory = torch.cuda.max_memory_allocated() if job.device.startswith("cuda") else peak_process_memory()
+    plan = ExtrapolationPlan(**task["extrapolation"])
+    extrapolation = evaluate_extrapolation(
+        trained.model, corpus.validation, plan, corpus.tokenizer.byte_lengths, job.autocast
+    )
+    return {
+        "seed": settings.seed,
+        "status": "done",
+        "bits_per_byte": trained.bits_per_byte,
+        "train_tokens": trained_tokens,
+        "seconds": sum(seconds),
+        "train_tokens_per_second": step_speed(settings.tokens_per_step, seconds),
+        "train_speed_range": quartiles(rates),
+        "peak_memory_bytes": job.ranks.largest(peak_memory),
+        "skipped_steps": trained.progress.skipped_steps,
+        "experts": recent_router_summary(log),
+        "curve": end_at(curve, trained.bits_per_byte) or [(trained_tokens, trained.bits_per_byte)],
+        "windows": trained.scores,
+        "loss_profile": profile.summary(),
+        "text_recall": measure_text_recall(trained.model, corpus, settings, task["text_recall_rows"], job.autocast),
+        "extrapolation": [result_summary(result) for result in extrapolation],
+        "sample": sample_text(trained.model, corpus.tokenizer, settings.sequence_length),
+    }
+
+
+def end_at(curve: Sequence[tuple[int, float]], final: float) -> list[tuple[int, float | None]]:
+    """The curve, (tokens, bits per byte), shifted by a constant so that its last point is the final evaluation's.
+
+    Evaluations during training read less of the held-out text than the last one. Their part of the text may be harder
+    or easier than the whole, by about the same amount at each step.
+    """
+    last = next((bits for _, bits in reversed(curve) if bits is not None), final)
+    return [(tokens, None if bits is None else bits + final - last) for tokens, bits in curve]
+
+
+def _calibrate(task: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of one training step: the median of a few steps on a model that is thrown away."""
+    from heddle.lab.compare.speed import time_training_steps
+
+    job, corpus = _text_job(task)
+    return {"status": "done", "seconds_per_step": statistics.median(time_training_steps(job, corpus))}
+
+
+def _loss(task: dict[str, Any]) -> dict[str, Any]:
+    """Train for nothing but the loss on held-out text: a trial of tuning, or a size of a ladder.
+
+    A request with a "trunk" names the folder of the steps before the decay, and in "previous" that of a shorter trunk.
+    """
+    from heddle.storage.run_log import read_log
+    from heddle.training.loop import train
+
+    job, _ = _text_job(task)
+    trunk, previous = (None if task.get(key) is None else Path(task[key]) for key in ("trunk", "previous"))
+    trained = train(job) if trunk is None else train_branch(job, trunk, previous)
+    return {
+        "seed": job.settings.seed,
+        "status": "done",
+        "bits_per_byte": trained.bits_per_byte,
+        "train_tokens": trained.progress.step * job.settings.tokens_per_step,
+        "seconds": sum(line["seconds"] for line in read_log(job.out)),
+        "windows": trained.scores,
+    }
+
+
+def _recall(task: dict[str, Any]) -> dict[str, Any]:
+    """Train a small copy of the design on a probe's task, until it is solved or the budget is spent.
+
+    Like any run it saves, and continues after an interrupt.
+    """
+    from heddle.lab.compare.probes import RECALL_PROBES
+    from heddle.model.load_config import load_config
+    from heddle.storage.run_log import read_log
+    from heddle.training.job import TrainingJob
+    from heddle.training.loop import train
+
+    runtime, probe = _set_up(task), RECALL_PROBES[task["probe"]]
+    job = TrainingJob(
+        config=probe.small_copy(load_config(task["design"])),
+        source=probe.task_stream,
+        settings=probe.settings(),
+        out=Path(task["out"]),
+        device=runtime.device,
+        label=task["label"],
+        environment=_environment(task, runtime),
+        evaluation=probe.evaluation(),
+    )
+    trained = train(job)
+    log = read_log(job.out)
+    curve = [(line["tokens"], line["validation_accuracy"]) for line in log if "validation_accuracy" in line]
+    return {
+        "status": "done",
+        "accuracy": trained.task_accuracy,
+        "steps": trained.progress.step,
+        "scored": sum(scored for _, scored in trained.scores),
+        "seconds": sum(line["seconds"] for line in log),
+        "curve": curve or [(trained.progress.step * job.settings.tokens_per_step, trained.task_accuracy)],
+    }
+
+
+def _speed(task: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from heddle.lab.compare.speed import measure_speeds, time_training_steps
+
+    job, corpus = _text_job(task)
+    settings = job.settings
+    rates = [settings.tokens_per_step / seconds for seconds in time_training_steps(job, corpus)]
+    dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
+    speeds = measure_speeds(job.config, task["speed_contexts"], job.device, dtype)
+    return {"status": "done", "train": [(settings.sequence_length, rates)], **speeds}
+
+
+TASKS = {"train": _train, "calibrate": _calibrate, "speed": _speed, "recall": _recall, "loss": _loss}
+
+if __name__ == "__main__":
+    main()
+
+
+# Branches of a trunk: trainings of several lengths that share all steps before their decay.
+#
+# With schedule wsd (warmup, stable, decay; Hu et al. 2024) a training of any length is the same up to its decay, so
+# that
+# several lengths cost one constant part and their decays (Hägele et al. 2024). A branch begins as a copy of the trunk's
+# newest checkpoint and log, as if it had been interrupted there: what follows is the loop's own bit-equal resume.
+
+
+OWN_SETTINGS = ("steps", "schedule")  # what a branch need not share with its trunk
+
+
+def train_branch(job: TrainingJob, trunk: Path, previous: Path | None = None) -> TrainingResult:
+    """Train a job of schedule wsd whose steps before the decay are a run of their own, in the folder `trunk`.
+
+    The result is bit-equal to `train(job)`. previous: the trunk of a shorter branch with the same settings, from whose
+    end this trunk goes on; None, or a folder without a checkpoint: it begins at the first step. The same call continues
+    after an interrupt. Raises ConfigError for several ranks, other schedules, or a warmup that depends on the length or
+    outlasts the trunk, and whatever `train` raises.
+    """
+    settings = job.settings
+    if job.ranks.count > 1:
+        raise ConfigError(f"ranks: one process trains a branch, and there are {job.ranks.count}; train it alone")
+    if settings.schedule != "wsd":
+        raise ConfigError(f"schedule {settings.schedule}: branches decay from a constant rate; set wsd")
+    if settings.warmup is None or settings.warmup > settings.constant_steps:
+        raise ConfigError(
+            f"warmup {settings.warmup}: branches share their warmup, so it must be a number, and at most the "
+            f"{settings.constant_steps} steps before the decay"
+        )
+    if not checkpoint_steps(job.out):
+        budget = replace(job.evaluation, final_tokens=1)  # the loss before the decay is of no interest
+        stable = replace(settings, steps=settings.constant_steps, schedule="constant")
+        start = replace(job, settings=stable, out=trunk, evaluation=budget, observer=None)
+        if previous is not None and previous != trunk and not checkpoint_steps(trunk):
+            _start_from(start, previous)
+        train(start)
+        _start_from(job, trunk)
+    return train(job)
+
+
+def _start_from(job: TrainingJob, source: Path) -> None:
+    """Begin a job's run with the newest checkpoint of another run, if it has one."""
+    path = latest_checkpoint(source, "training").path
+    if path is None:
+        return
+    saved, contents = read_json_file(source / RUN_FILE), read_folder(path, "training")
+    identity = to_plain_json(job.identity())
+    difference = first_difference(_shared(saved), _shared(identity))
+    step = int(path.name.removeprefix("step-"))
+    if difference or contents.log is None or step > job.settings.steps:
+        raise CheckpointError(f"{source}: {job.out} is no branch of it: {difference or f'it is at step {step}'}")
+    environment = {key: value for key, value in saved.items() if key not in IDENTITY_KEYS}
+    with RunLock(job.out):
+        open_run(job.out, identity, environment)
+        copy_log(source, job.out, contents.log)
+        tensors = {name: contents.tensors(name) for name in contents.tensor_sets}
+        write_checkpoint(job.out, step, tensors=tensors, documents=contents.documents, log=contents.log)
+
+
+def _shared(identity: dict[str, Any]) -> dict[str, Any]:
+    """What a run's identity shares with that of its branches."""
+    settings = {key: value for key, value in identity["settings"].items() if key not in OWN_SETTINGS}
+    return {key: identity.get(key) for key in IDENTITY_KEYS} | {"settings": settings}

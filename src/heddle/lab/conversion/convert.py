@@ -1,0 +1,280 @@
+"""Convert a trained model as `heddle convert` does, from settings: `heddle.convert`."""
+
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from heddle.annotations import literal_values
+from heddle.conversion.calibration import CALIBRATION_TOKENS, calibration_from_corpus, calibration_samples
+from heddle.conversion.convert import Conversion, ConversionSource, open_source
+from heddle.conversion.convert import convert as convert_model
+from heddle.conversion.heal import Original, convert_and_heal, healing_rate, healing_settings
+from heddle.conversion.rewrite import Rewrite, rewrites
+from heddle.conversion.settings import ConvertSettings
+from heddle.conversion.targets import conversion_variants
+from heddle.data.corpus import Corpus, prepare_corpus
+from heddle.data.samples import RowProtocol
+from heddle.errors import CheckpointError, ConfigError
+from heddle.exchange.family_match import match_report
+from heddle.lab.conversion.measure import MeasurementSettings
+from heddle.lab.conversion.report import (
+    ConversionReport,
+    interrupted_report_rows,
+    is_converted,
+    report_conversion,
+    report_variants,
+)
+from heddle.lab.conversion.results import ConversionResults, conversion_verdict
+from heddle.lab.conversion.run import ConversionRecord
+from heddle.model.decoder import build
+from heddle.model.size import size
+from heddle.progress import print_status, print_text, print_warning
+from heddle.runtime import Runtime
+from heddle.session import open_session
+from heddle.training.distillation import Distillation, LossWeights
+
+DRY_RUN_CONTEXT = 2048  # tokens; of the costs that a dry run prints
+MIN_WINDOWS = 4  # fewer give no interval
+
+
+@dataclass(frozen=True)
+class ConvertedModel:
+    """A conversion, or several. folder: its own; None where nothing was written. results: what was measured, if it was.
+
+    costs: of a dry run, by conversion: sizes and costs before and after.
+    """
+
+    folder: Path | None
+    results: ConversionResults | None = None
+    costs: dict[str, dict[str, dict[str, Any]]] | None = None
+
+
+def convert(
+    model: ConvertSettings | str | Path | None = None, out: str | Path | None = None, **options: Any
+) -> ConvertedModel:
+    """Convert a trained model as `heddle convert` does, with its options, defaults and output.
+
+    model: a run, a model folder or a folder of transformers; or the settings of the whole conversion. out: the folder
+    to write. options: those of the command line, such as `to=["kv_heads=2"]`. Raises ConfigError for an option that
+    does not exist or cannot be, and what the command reports.
+    """
+    if isinstance(model, ConvertSettings):
+        return _convert(model)
+    return _convert(ConvertSettings.read({"model": model, "out": out, **options}))
+
+
+def _convert(settings: ConvertSettings) -> ConvertedModel:
+    out = settings.out
+    with ExitStack() as stack:
+        runtime = open_session(stack, settings)
+        if settings.list_:
+            print_rewrites()
+            return ConvertedModel(None)
+        _check(settings)
+        assert settings.model is not None
+        variants = conversion_variants(settings.to, settings.sweep, settings.method == "all")
+        is_comparison = bool(settings.sweep or settings.method)
+        check_report_tokens(settings.report_tokens, settings.sequence_length, is_comparison)
+        if out is None and not settings.dry_run:
+            raise ConfigError("OUT: is missing; name the folder to write")
+        source = open_source(settings.model)
+        rows = None if out is None else interrupted_report_rows(out)
+        text = corpus = healing = None
+        count = CALIBRATION_TOKENS if settings.calibration_tokens is None else settings.calibration_tokens
+        length, design = settings.sequence_length, source.weights.design
+        loss_weights = LossWeights.parse(settings.heal_loss, "--heal-loss")
+        distillation = Distillation(Original(source), loss_weights, settings.heal_parameters or "all")
+        if settings.heal is not None:
+            rate = healing_rate(design.width) if settings.heal_lr is None else settings.heal_lr
+            healing = healing_settings(settings.heal, length, rate, calibration_samples(count, length))
+        used = [rewrite for variant in variants for rewrite in variant.rewrites]
+        if any(rewrite.needs_text and not rewrite.is_exact(design) for rewrite in used):
+            corpus = _corpus(settings, source, count, rows)
+            text = calibration_from_corpus(corpus, count, length, runtime.device)
+        if settings.dry_run:
+            plans = {v.name: Conversion(source, v.rewrites, text).plan().design for v in variants}
+            costs = {name: _costs(source, plan) for name, plan in plans.items()}
+            _print_costs(costs, settings.json)
+            return ConvertedModel(None, costs=costs)
+        assert out is not None
+        with_report = settings.report_tokens > 0 and can_report(source)
+        if corpus is None and (healing is not None or with_report):
+            corpus = _corpus(settings, source, count, rows)
+
+        def write(conversion: Conversion, folder: Path) -> None:
+            if healing is None:
+                convert_model(conversion, folder)
+            else:
+                assert corpus is not None
+                adapts_rate = settings.heal_lr is None
+                healed = convert_and_heal(
+                    conversion, distillation, corpus, healing, folder, runtime.device, adapts_rate
+                )
+                if not (is_comparison or settings.json):
+                    print_text(f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing")
+
+        report = results = None
+        if with_report:
+            assert corpus is not None
+            report = conversion_report(settings, source, corpus, runtime)
+        if is_comparison:
+            results = report_variants(source, variants, text, write, out, require_report(report))
+        else:
+            conversion = Conversion(source, variants[0].rewrites, text)
+            if report is None or not is_converted(conversion, out, healed=healing is not None):
+                write(conversion, out)
+            if report is not None:
+                results = report_conversion(conversion, out, report)
+    print_results(results, out, settings.json)
+    return ConvertedModel(out, results)
+
+
+def _check(settings: ConvertSettings) -> None:
+    """Raise ConfigError for options that are missing or have no effect."""
+    healing = {"loss": settings.heal_loss, "lr": settings.heal_lr, "parameters": settings.heal_parameters}
+    for name, value in healing.items():
+        if settings.heal is None and value is not None:
+            raise ConfigError(f"--heal-{name} {value}: says how to heal; give --heal too")
+    if settings.model is None:
+        raise ConfigError("MODEL: is missing; give a run, a model folder or a folder of transformers")
+    if not settings.to and not settings.sweep:
+        raise ConfigError("--to: is missing; say what to change, such as --to kv_heads=2 (--list prints the choices)")
+    if settings.method not in (None, "all"):
+        reason = "must be all; for one, give an option: --to kv_heads=2,merge=mean"
+        raise ConfigError(f"--method {settings.method}: {reason}")
+
+
+def _corpus(
+    settings: ConvertSettings, source: ConversionSource, calibration_tokens: int, rows: RowProtocol | None
+) -> Corpus:
+    """The text to calibrate and heal on, in the model's own tokens; how far it is encoded decides its order.
+
+    rows: how rows begin in the conversion that is continued.
+    """
+    if source.tokenizer is None:
+        raise CheckpointError(f"{source.folder}: holds no tokenizer.json, so it cannot read a text")
+    max_tokens, data = 4 * calibration_tokens + (settings.heal or 0), settings.data or ("stdlib",)
+    corpus = prepare_corpus(data, vocab_size=None, max_train_tokens=max_tokens, tokenizer=source.tokenizer)
+    if rows is None or rows == corpus.rows:
+        return corpus
+    print_warning(
+        "rows begin without the model's BOS token, as in the conversion that is continued, so losses are not those of "
+        "its use; remove what is there, to convert again"
+    )
+    return replace(corpus, rows=rows)
+
+
+def check_report_tokens(tokens: int, sequence_length: int, is_required: bool) -> None:
+    """Raise ConfigError for too few tokens, or for none where a report is all that is asked for."""
+    if tokens == 0 and is_required:
+        raise ConfigError("--report-tokens 0: a comparison needs a report; give more, or one target with --to")
+    if tokens and tokens < MIN_WINDOWS * sequence_length:
+        least = MIN_WINDOWS * sequence_length
+        raise ConfigError(f"--report-tokens {tokens}: is less than {MIN_WINDOWS} rows; give at least {least}, or 0")
+
+
+def can_report(source: ConversionSource) -> bool:
+    """Whether a model has bits per byte on a text; says why if not."""
+    model = build(source.weights.design, device="meta")
+    reason = ""
+    if source.tokenizer is None:
+        reason = "the model has no tokenizer"
+    elif not model.causal or model.encoder_width is not None:
+        reason = "the model is not a causal language model"
+    if reason:
+        print_status(f"no report: {reason}")
+    return not reason
+
+
+def conversion_report(
+    settings: ConvertSettings, source: ConversionSource, corpus: Corpus, runtime: Runtime
+) -> ConversionReport:
+    """How the conversions of a model are measured. Raises ConfigError for a context that is not positive."""
+    default = MeasurementSettings()
+    contexts = tuple(sorted(set(settings.speed_context_length or default.speed_contexts)))
+    if min(contexts) < 1:
+        raise ConfigError("--speed-context-length: must be at least 1")
+    windows = settings.report_tokens // settings.sequence_length
+    measured = MeasurementSettings(
+        sequence_length=settings.sequence_length,
+        windows=windows,
+        span_rows=max(4, min(default.span_rows, windows // 4)),
+        needle_rows=max(4, min(default.needle_rows, windows // 8)),
+        speed_contexts=contexts,
+    )
+    record = ConversionRecord(Path(), settings.command_line("convert"), str(source.folder), runtime.describe())
+    return ConversionReport(corpus, record, measured, runtime.device)
+
+
+def require_report(report: ConversionReport | None) -> ConversionReport:
+    """The report. Raises ConfigError where there is none."""
+    if report is None:
+        raise ConfigError("--sweep and --method: need a report on a text; convert with --to instead")
+    return report
+
+
+def print_results(results: ConversionResults | None, out: Path, as_json: bool) -> None:
+    """What was found, and where it lies."""
+    if results is None:
+        print_text(str(out))
+        return
+    if as_json:
+        print_text(json.dumps(results.to_plain(), indent=2))
+        return
+    for sentence in conversion_verdict(results):
+        print_text(sentence)
+    print_text(f"report: {out / 'convert.html'}")
+    print_text(str(out))
+
+
+def print_rewrites() -> None:
+    """Every rewrite with its targets and options."""
+    for name, cls in rewrites().items():
+        targets = [f"{target}={option.upper()}" for target, option in cls.targets.items()] or [name]
+        print_text(f"{', '.join(targets)}")
+        print_text(f"    {_first_line(cls)}")
+        for option, field in cls.model_fields.items():
+            if option not in ("layers", *cls.targets.values()):
+                print_text(f"        {_describe_option(option, field.annotation, field.get_default())}")
+
+
+def _describe_option(option: str, annotation: Any, default: Any) -> str:
+    """The option with its choices and its default, such as `merge=mean|first [mean]`."""
+    choices = "|".join(map(str, literal_values(annotation))) or ("true|false" if annotation is bool else "…")
+    shown = str(default).lower() if isinstance(default, bool) else str(default)
+    return f"{option}={choices}" + ("" if default is None else f" [{shown}]")
+
+
+def _first_line(cls: type[Rewrite]) -> str:
+    return (cls.__doc__ or "").strip().splitlines()[0]
+
+
+def _costs(source: ConversionSource, design: Any) -> dict[str, dict[str, Any]]:
+    """Sizes and costs of both designs."""
+    columns = {}
+    for label, config in (("before", source.weights.design), ("after", design)):
+        costs = size(config, DRY_RUN_CONTEXT, dtype=source.weights.dtype)
+        columns[label] = {
+            "parameters": costs.parameters,
+            "state bytes a token": costs.state_bytes_per_token,
+            f"state bytes at {DRY_RUN_CONTEXT}": costs.state_bytes,
+            "FLOPs a token": round(costs.flops_per_token),
+            "exports as": match_report(config).architecture,
+        }
+    return columns
+
+
+def _print_costs(costs: dict[str, dict[str, dict[str, Any]]], as_json: bool) -> None:
+    """The costs of each conversion; of a single one without its name."""
+    if as_json:
+        print_text(json.dumps(next(iter(costs.values())) if len(costs) == 1 else costs, indent=2))
+        return
+    for name, columns in costs.items():
+        if len(costs) > 1:
+            print_text(name)
+        print_text(f"{'':22}{'before':>24}{'after':>24}")
+        for row, before in columns["before"].items():
+            shown = [f"{value:,}" if isinstance(value, int) else value for value in (before, columns["after"][row])]
+            print_text(f"{row:22}{shown[0]:>24}{shown[1]:>24}")

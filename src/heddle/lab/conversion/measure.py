@@ -1,0 +1,241 @@
+"""Measure one model of a conversion: loss on held-out text, recall, errors of its layers, and sizes."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heddle.conversion.weights import CalibrationText, Weights, build_model, layer_activations, run_layer
+from heddle.data.corpus import Corpus
+from heddle.data.samples import Batch
+from heddle.errors import ConfigError
+from heddle.exchange.family_match import match_report
+from heddle.lab.compare.report import summarize_design
+from heddle.lab.conversion.results import LayerError, ModelResult
+from heddle.model.decoder import Decoder
+from heddle.model.size import build_distinct_layers, measure_size
+from heddle.parts.layout import Layout
+from heddle.progress import ProgressBar
+from heddle.training.evaluation.loss_profile import position_edges, position_groups, scores_by_group
+from heddle.training.evaluation.scores import FiniteScores, Scores, finite_scores, row_sums, token_bits, token_scores
+from heddle.training.evaluation.text_recall import NeedleScores, TextRecall, score_text_recall
+from heddle.training.settings import Settings
+from heddle.training.training_data import TextData
+
+# How far each layer of a converted model is from the original's, on held-out text, with two layers in memory.
+
+
+@torch.no_grad()
+def layer_errors(
+    original: Weights, converted: Weights, rows: Sequence[Batch], bos_ids: Sequence[int] = ()
+) -> list[LayerError]:
+    """Compare two models layer by layer; empty where they differ in depth, so that no layer stands for another.
+
+    bos_ids: tokens that are left out. The stream of BOS can be a hundred times as large as that of any other token, and
+    hardly changes (massive activations, Sun et al. 2024, https://arxiv.org/abs/2402.17762).
+    """
+    if original.design.depth != converted.design.depth:
+        return []
+    tokens = [torch.from_numpy(batch.tokens[:, :-1].copy()) for batch in rows]
+    layouts = [Layout.packed(batch.doc_lengths, batch.targets.shape[1]) for batch in rows]
+    text = CalibrationText(tokens, layouts)
+    compared = [~torch.isin(batch, torch.tensor(bos_ids)) for batch in tokens] if bos_ids else None
+    same_width = original.design.width == converted.design.width
+    errors = []
+    for reference, layer in zip(layer_activations(original, text), layer_activations(converted, text), strict=True):
+        mixer = None
+        if same_width and reference.mixer_outputs and layer.layer.mixer is not None:
+            # on the original's stream and not on its mixer's inputs, because the norm before it may have changed too
+            outputs = run_layer(layer.index, layer.layer, reference.streams, layouts).mixer_outputs
+            mixer = relative_distance(_select(outputs, compared), _select(reference.mixer_outputs, compared))
+        streams = (_select(activations.new_streams, compared) for activations in (layer, reference))
+        errors.append(LayerError(layer.index, mixer, relative_distance(*streams)))
+    return errors
+
+
+def relative_distance(values: Any, reference: Any) -> float | None:
+    """‖values − reference‖ / ‖reference‖ over tensors in lists or tuples; None for other shapes or no finite number."""
+    pairs = list(zip(_tensors(values), _tensors(reference), strict=False))
+    if not pairs or any(a.shape != b.shape for a, b in pairs):
+        return None
+    distance = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
+    norm = sum(float(b.double().square().sum()) for _, b in pairs)
+    error = math.sqrt(distance / norm) if norm else math.nan
+    return error if math.isfinite(error) else None
+
+
+def _select(values: Sequence[Any], compared: Sequence[Tensor] | None) -> Sequence[Any]:
+    """The tokens [N, ...] of each batch's tensors [B, T, ...] that are compared; None: all, as they are."""
+    if compared is None:
+        return values
+    return [[x[tokens] for x in _tensors(value)] for value, tokens in zip(values, compared, strict=True)]
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
+
+
+# The held-out text that is read before and after a conversion: windows, repeated spans and needles.
+#
+# Spans and needles are those of `heddle.training.evaluation.text_recall`. Nothing is trained.
+
+
+@dataclass(frozen=True)
+class MeasurementSettings:
+    """How much is read. windows, span_rows, needle_rows: at most so many. speed_contexts: empty measures no speed."""
+
+    sequence_length: int = 256
+    windows: int = 256
+    batch_size: int = 8
+    span_rows: int = 64
+    needle_rows: int = 32
+    layer_rows: int = 8
+    speed_contexts: tuple[int, ...] = (512, 2048, 8192)
+    state_contexts: tuple[int, ...] = (2048, 8192, 32768)
+
+
+@dataclass(frozen=True)
+class MeasurementText:
+    """The held-out text of a corpus, cut into what is measured."""
+
+    corpus: Corpus
+    settings: MeasurementSettings
+
+    @cached_property
+    def windows(self) -> list[Batch]:
+        """Windows in order, spread evenly over the text."""
+        rows, length = self.settings.batch_size, self.settings.sequence_length
+        training = Settings(steps=1, batch_size=rows, sequence_length=length, learning_rate=1e-3)
+        tokens = self.settings.windows * length
+        return list(TextData(self.corpus, self.corpus.rows).validation_batches(training, tokens))
+
+    @property
+    def window_count(self) -> int:
+        """The number of windows."""
+        return sum(len(batch.tokens) for batch in self.windows)
+
+    @property
+    def text_bytes(self) -> int:
+        """The bytes of all scored tokens."""
+        lengths = self.corpus.tokenizer.byte_lengths
+        return sum(int(lengths[batch.targets].sum()) for batch in self.windows)
+
+    @property
+    def position_ranges(self) -> list[tuple[int, int]]:
+        """Ranges [first, end) of positions, each twice as long as the one before it."""
+        return list(pairwise(position_edges(self.settings.sequence_length)))
+
+    @cached_property
+    def recall(self) -> TextRecall:
+        """The rows of the recall tests."""
+        settings = self.settings
+        rows = (settings.span_rows, settings.needle_rows)
+        return TextRecall(self.corpus, settings.sequence_length, *rows, settings.batch_size)
+
+    @property
+    def layer_rows(self) -> list[Batch]:
+        """A few windows, on which layers are compared."""
+        batch = self.windows[0]
+        rows = min(self.settings.layer_rows, len(batch.tokens))
+        return [Batch(batch.tokens[:rows], batch.doc_lengths[:rows], batch.sample_indices[:rows])]
+
+
+@dataclass(frozen=True)
+class ModelToMeasure:
+    """A model that a conversion read or made.
+
+    stage: original, converted or healed. method: how it was converted, without the size; one line of the figures.
+    source: the folder or the command it is from. key: identifies its weights, so that nothing is measured twice.
+    """
+
+    name: str
+    stage: str
+    weights: Weights
+    key: str
+    method: str = ""
+    source: str = ""
+
+
+def measured_rows(text: MeasurementText) -> int:
+    """The rows that are read for one model, which its progress is counted in."""
+    return text.window_count + text.recall.row_count
+
+
+def measure_model(
+    model: ModelToMeasure, original: Weights, text: MeasurementText, device: str, bar: ProgressBar
+) -> ModelResult:
+    """Measure a model in all that does not depend on the speed of the machine."""
+    decoder = build_model(model.weights).to(device)
+    windows, positions = _score_windows(decoder, text, bar)
+    first, second, needles = score_recall(decoder, text, bar)
+    del decoder
+    design, dtype, bos_ids = model.weights.design, model.weights.dtype, text.corpus.rows.bos_ids
+    shapes = build_distinct_layers(design, dtype)
+    model_size = measure_size(shapes, text.settings.sequence_length)
+    return ModelResult(
+        name=model.name,
+        stage=model.stage,
+        method=model.method,
+        source=model.source,
+        key=model.key,
+        design_key=f"{design.fingerprint()} {dtype}",
+        summary=summarize_design(design, model_size),
+        architecture=match_report(design).architecture,
+        parameters=model_size.parameters,
+        flops_per_token=model_size.flops_per_token,
+        state_bytes=_state_bytes(shapes, text.settings.state_contexts),
+        windows=windows,
+        positions=positions,
+        first_spans=first,
+        repeated_spans=second,
+        needles=needles,
+        layer_errors=[]
+        if model.weights is original
+        else layer_errors(original, model.weights, text.layer_rows, bos_ids),
+    )
+
+
+def score_recall(
+    decoder: Decoder, text: MeasurementText, bar: ProgressBar
+) -> tuple[FiniteScores, FiniteScores, list[NeedleScores]]:
+    """The scores of the first and the second occurrence of each span, and those of the needles at each depth."""
+    scores = score_text_recall(decoder, text.recall, advance=bar.advance)
+    return scores.first_spans, scores.repeated_spans, scores.needles
+
+
+def _score_windows(
+    decoder: Decoder, text: MeasurementText, bar: ProgressBar
+) -> tuple[FiniteScores, list[FiniteScores]]:
+    """The score of each window, and for each range of positions the score of each window's tokens in it."""
+    edges = position_edges(text.settings.sequence_length)
+    windows: Scores = []
+    positions: list[Scores] = [[] for _ in text.position_ranges]
+    for batch, tokens in token_scores(decoder, text.windows, text.corpus.tokenizer.byte_lengths):
+        bits, sizes = token_bits(tokens), tokens.sizes.cpu().numpy()
+        windows += row_sums(bits, sizes)
+        groups = position_groups(batch.doc_lengths, edges)
+        for scores, added in zip(positions, scores_by_group(bits, sizes, groups, len(positions)), strict=True):
+            scores += added
+        bar.advance(len(batch.tokens))
+    return finite_scores(windows), [finite_scores(scores) for scores in positions]
+
+
+def _state_bytes(shapes: Decoder, contexts: Sequence[int]) -> list[tuple[int, int]]:
+    """(context, bytes of the layers' states) at each context that the design of a meta model can process."""
+    sizes = []
+    for context in contexts:
+        try:
+            measured = measure_size(shapes, context)
+        except ConfigError:  # the context is longer than the learned positions
+            break
+        sizes.append((context, measured.state_bytes - measured.position_table_bytes))
+    return sizes

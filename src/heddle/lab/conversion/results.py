@@ -1,0 +1,415 @@
+"""What is measured of the models of a conversion, as plain data that is saved after each model."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache, lru_cache
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from heddle.lab.compare.speed import Samples, summarize_speeds
+from heddle.lab.compare.statistics import TEXT_SPANS, VALIDATION_WINDOWS, TextSampling, paired_difference
+from heddle.lab.compare.tables import (
+    PREFERRED_CONTEXT,
+    format_bytes,
+    format_difference,
+    format_percent,
+    format_share,
+    value_at,
+)
+from heddle.training.evaluation.scores import FiniteScores, finite_ratio
+from heddle.training.evaluation.text_recall import NeedleScores
+
+ORIGINAL, CONVERTED, HEALED = "original", "converted", "healed"
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """The relative error ‖converted − original‖ / ‖original‖ of one layer.
+
+    mixer: of the mixer's output, where the layer reads the original's stream. stream: of the stream after the layer,
+    where each model reads its own. None where the two do not have the same shape, or one is not finite.
+    """
+
+    layer: int
+    mixer: float | None
+    stream: float | None
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    """One model.
+
+    key: identifies its weights. method: what the figures draw a line for. architecture: the class of transformers.
+    state_bytes: [(context, bytes)]. windows: of the held-out text. positions: for each range of positions, of each
+    window. first_spans, repeated_spans: of the spans that are repeated in each row. layer_errors: empty for the
+    original, and where layers do not correspond.
+    """
+
+    name: str
+    stage: str
+    method: str
+    source: str
+    key: str
+    design_key: str
+    summary: str
+    architecture: str
+    parameters: int
+    flops_per_token: float
+    state_bytes: list[tuple[int, int]]
+    windows: FiniteScores
+    positions: list[FiniteScores]
+    first_spans: FiniteScores
+    repeated_spans: FiniteScores
+    needles: list[NeedleScores]
+    layer_errors: list[LayerError]
+
+
+@dataclass(frozen=True)
+class MeasuredText:
+    """The held-out text that every model reads.
+
+    positions: the ranges [first, end) of a token's position in its document, within a window. note: what could not be
+    measured, or "". bos_ids: the tokens that each row begins with (`heddle.data.samples.RowProtocol`).
+    """
+
+    name: str
+    sha256: str
+    sequence_length: int
+    windows: int
+    bytes: int
+    positions: list[tuple[int, int]]
+    row_length: int
+    span_rows: int
+    span_length: int
+    needle_rows: int
+    needle_length: int
+    note: str = ""
+    bos_ids: tuple[int, ...] = ()
+
+
+@dataclass
+class ConversionResults:
+    """All that is measured of a conversion.
+
+    speeds: by the key of a design, the samples of each round. warnings: sentences that a reader must know.
+    """
+
+    heddle: str
+    created: str
+    command: str
+    source: str
+    hardware: dict[str, Any]
+    text: MeasuredText
+    settings: dict[str, Any]
+    models: list[ModelResult] = field(default_factory=list)
+    speeds: dict[str, list[dict[str, Samples]]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def original(self) -> ModelResult:
+        """The model that was converted."""
+        return next(model for model in self.models if model.stage == ORIGINAL)
+
+    @property
+    def converted_models(self) -> list[ModelResult]:
+        """The converted and the healed models."""
+        return [model for model in self.models if model.stage != ORIGINAL]
+
+    def to_plain(self) -> dict[str, Any]:
+        """The results as plain values for JSON."""
+        plain = asdict(self)
+        if not self.text.bos_ids:  # as files say it that are older than the field
+            del plain["text"]["bos_ids"]
+        return plain
+
+
+def parse_results(data: dict[str, Any]) -> ConversionResults:
+    """The results that `to_plain` wrote. Raises pydantic's ValidationError for anything else."""
+    return _adapter().validate_python(data)
+
+
+@cache
+def _adapter() -> TypeAdapter[ConversionResults]:
+    return TypeAdapter(ConversionResults)
+
+
+# What each model of a conversion costs: its state and its speed, at contexts that all models can process.
+
+
+SpeedRows = list[tuple[int, float, float, float]]  # context, tokens per second, low, high
+
+
+def share_of(part: float | None, whole: float | None) -> float | None:
+    """`part` / `whole`; None where either is missing or the whole is 0."""
+    return None if part is None or not whole else part / whole
+
+
+def state_context(results: ConversionResults) -> int | None:
+    """The context at which states are compared: 8192, or the longest that all models can process."""
+    contexts = [{context for context, _ in model.state_bytes} for model in results.models]
+    common = set.intersection(*contexts) if contexts else set()
+    return PREFERRED_CONTEXT if PREFERRED_CONTEXT in common else max(common, default=None)
+
+
+def state_per_token(results: ConversionResults, model: ModelResult) -> float | None:
+    """State bytes a token: those of a text as long as `state_context`, divided by its tokens."""
+    context = state_context(results)
+    return share_of(value_at(model.state_bytes, context), context)
+
+
+def state_share(results: ConversionResults, model: ModelResult) -> float | None:
+    """The state as a share of the original's."""
+    return share_of(state_per_token(results, model), state_per_token(results, results.original))
+
+
+def speeds_of(results: ConversionResults, model: ModelResult, operation: str) -> SpeedRows:
+    """The speeds of prefill or decode over the context; empty where they were not measured."""
+    rounds = results.speeds.get(model.design_key, [])
+    return summarize_speeds(rounds)[operation] if rounds else []
+
+
+def decode_context(results: ConversionResults) -> int | None:
+    """The longest context at which all models were measured."""
+    contexts = [{row[0] for row in speeds_of(results, model, "decode")} for model in results.models]
+    return max(set.intersection(*contexts), default=None) if contexts else None
+
+
+# What a conversion changed: paired differences of loss and recall with intervals, and the share of the state.
+#
+# All models read the same windows and rows. A difference is a ratio of sums over them; its 95 % interval is a bootstrap
+# over the text (`heddle.lab.compare.statistics`). It covers the choice of text, not that of the calibration
+# text
+# or of seeds.
+
+
+ROUNDING = 1e-5  # bits per byte; a smaller change is one of float32
+Difference = Mapping[str, Any]  # mean, low, high, resolved
+FixedScores = tuple[tuple[float | None, int], ...]  # FiniteScores that can be cached
+
+
+def difference(
+    scores: FiniteScores, reference: FiniteScores, sampling: TextSampling = VALIDATION_WINDOWS
+) -> Difference:
+    """`scores` minus `reference`, which are of the same pieces of text: mean, low, high, resolved."""
+    return _difference(tuple(scores), tuple(reference), sampling)
+
+
+@lru_cache(10_000)  # a page shows most differences several times, and each is a bootstrap
+def _difference(scores: FixedScores, reference: FixedScores, sampling: TextSampling) -> Difference:
+    pairs = [pair for pair in zip(scores, reference, strict=True) if pair[0][1] or pair[1][1]]
+    return paired_difference([_run([pair[0] for pair in pairs])], [_run([pair[1] for pair in pairs])], sampling)
+
+
+def _run(scores: Sequence[tuple[float | None, int]]) -> dict[str, Any]:
+    """The scores in the form of a run of a comparison."""
+    return {"seed": 0, "status": "done", "bits_per_byte": finite_ratio(scores), "windows": scores}
+
+
+def added_loss(results: ConversionResults, model: ModelResult) -> Difference:
+    """Bits per byte of a model minus those of the original."""
+    return difference(model.windows, results.original.windows)
+
+
+def added_share(results: ConversionResults, model: ModelResult) -> float | None:
+    """The added loss as a share of the original's loss."""
+    return share_of(added_loss(results, model)["mean"], finite_ratio(results.original.windows))
+
+
+def describe_change(change: Difference) -> str:
+    """What an interval supports: "worse", "better", "equal", "not resolved" or "not measured"."""
+    if change["mean"] is None:
+        return "not measured"
+    half = 0.0 if change["low"] is None else (change["high"] - change["low"]) / 2
+    if abs(change["mean"]) + half < ROUNDING:
+        return "equal"
+    if not change["resolved"]:
+        return "not resolved"
+    return "better" if change["mean"] < 0 else "worse"
+
+
+def converted_from(results: ConversionResults, healed: ModelResult) -> ModelResult | None:
+    """The converted model that was healed: the one of the same method and design."""
+    same = [
+        model
+        for model in results.models
+        if model.stage == CONVERTED and (model.method, model.design_key) == (healed.method, healed.design_key)
+    ]
+    return same[0] if same and healed.stage == HEALED else None
+
+
+def healed_share(results: ConversionResults, healed: ModelResult) -> float | None:
+    """The share of the added loss that healing removed; None where the conversion added none that is resolved."""
+    before = converted_from(results, healed)
+    if before is None:
+        return None
+    added, left = added_loss(results, before), added_loss(results, healed)
+    if describe_change(added) != "worse" or left["mean"] is None:
+        return None
+    return 1 - float(left["mean"]) / float(added["mean"])
+
+
+def copying_gain(model: ModelResult) -> Difference:
+    """Bits per byte of a span's second occurrence minus those of its first: the lower, the more is copied."""
+    return difference(model.repeated_spans, model.first_spans, TEXT_SPANS)
+
+
+def copying_change(results: ConversionResults, model: ModelResult) -> Difference:
+    """The model's copying gain minus the original's, row by row: above 0 it copies less."""
+    return difference(_gains(model), _gains(results.original), TEXT_SPANS)
+
+
+def _gains(model: ModelResult) -> FiniteScores:
+    return [
+        (None if second is None or first is None else second - first, size)
+        for (first, size), (second, _) in zip(model.first_spans, model.repeated_spans, strict=True)
+    ]
+
+
+def copying_share(results: ConversionResults, model: ModelResult) -> float | None:
+    """What is left of the original's copying gain; None where the original gains nothing that is resolved."""
+    original, own = copying_gain(results.original), copying_gain(model)
+    if not original["resolved"] or original["mean"] >= 0 or own["mean"] is None:
+        return None
+    return float(own["mean"]) / float(original["mean"])
+
+
+def hidden_needles(model: ModelResult) -> Sequence[NeedleScores]:
+    """The scores of the rows with needles, by depth."""
+    return [needle for needle in model.needles if needle.depth is not None]
+
+
+def chance_accuracy(model: ModelResult) -> float | None:
+    """The share of right answers without the needles: what can be guessed from the query."""
+    return finite_ratio(pair for needle in model.needles if needle.depth is None for pair in needle.correct)
+
+
+def needle_accuracy(model: ModelResult) -> float | None:
+    """The share of right answers over all depths."""
+    return finite_ratio(pair for needle in hidden_needles(model) for pair in needle.correct)
+
+
+def needle_gain(model: ModelResult) -> Difference:
+    """Right answers with the needles minus those without them, over all depths, with an interval over the needles."""
+    if not model.needles:
+        return difference([], [])
+    counts = [list(zip(*needle.correct, strict=True)) for needle in hidden_needles(model)]
+    without = [pair for needle in model.needles if needle.depth is None for pair in needle.correct]
+    rows: FiniteScores = [
+        (math.fsum(answers[0][row] or 0 for answers in counts) / len(counts), scored)
+        for row, (_, scored) in enumerate(without)
+    ]
+    return difference(rows, without, TEXT_SPANS)
+
+
+# What the results of a conversion say, in sentences: how small the state can get before it hurts.
+
+
+TOLERANCE = 0.01  # of the original's loss; below it, the page says that a conversion does not hurt
+
+
+def conversion_verdict(results: ConversionResults) -> list[str]:
+    """The first sentence answers the question of the page, the others qualify it."""
+    measured = [model for model in results.converted_models if added_loss(results, model)["mean"] is not None]
+    if not measured:
+        return ["No converted model gave a finite loss."]
+    designs = {(model.method, model.design_key) for model in measured}
+    sentences = _describe_pair(results, measured) if len(designs) == 1 else _describe_sweep(results, measured)
+    if len(results.original.first_spans) and not copying_gain(results.original)["resolved"]:
+        sentences.append("The original hardly copies from its context, so recall says little here.")
+    return sentences
+
+
+def within_tolerance(results: ConversionResults, model: ModelResult) -> bool:
+    """Whether the whole interval of the added loss is below TOLERANCE of the original's loss."""
+    added, original = added_loss(results, model), finite_ratio(results.original.windows)
+    if added["mean"] is None or original is None:
+        return False
+    return bool((added["mean"] if added["high"] is None else added["high"]) <= TOLERANCE * original)
+
+
+def _describe_pair(results: ConversionResults, measured: list[ModelResult]) -> list[str]:
+    """One conversion, before and after healing."""
+    sentences: list[str] = []
+    for model in measured:
+        share = state_share(results, model)
+        changes_state = share is not None and abs(share - 1) > ROUNDING
+        subject = f"With {describe_state(results, model)}, the model" if changes_state else "The conversion"
+        if model.stage == HEALED:
+            subject = "Healed, it" if sentences else subject
+        sentences.append(f"{subject} {_describe_added(results, model)}{_describe_healing(results, model)}.")
+    return sentences
+
+
+def _describe_healing(results: ConversionResults, model: ModelResult) -> str:
+    share = healed_share(results, model)
+    if share is None or not 0 < share < 1:
+        return ""
+    return f": healing removed {format_percent(share)} of the added loss"
+
+
+def _describe_added(results: ConversionResults, model: ModelResult) -> str:
+    """ "adds 0.012 ± 0.003 bits per byte (+0.5 %)", or that the loss is the same, or that no change is resolved."""
+    added, share = added_loss(results, model), added_share(results, model)
+    word = describe_change(added)
+    if word == "equal":
+        return "has the loss of the original"
+    amount = f"{format_difference(added).removeprefix('+')} bits per byte ({format_signed_percent(share)})"
+    return f"adds {amount}" + (", which is not resolved" if word == "not resolved" else "")
+
+
+def _describe_sweep(results: ConversionResults, measured: list[ModelResult]) -> list[str]:
+    """Many conversions: the smallest state that does not hurt, and what the next smaller one costs."""
+    best = best_by_state(results, measured)
+    tolerated = [model for model in best if within_tolerance(results, model)]
+    limit = f"{100 * TOLERANCE:g} %"
+    if not tolerated:
+        mildest = min(measured, key=lambda model: float(added_loss(results, model)["mean"]))
+        cost = describe_cost(results, mildest)
+        return [f"Every conversion here adds more than {limit} to the loss, or may. The mildest: {cost}."]
+    smallest = tolerated[0]
+    following = _describe_next(results, best, smallest)
+    if (state_share(results, smallest) or 1.0) >= 1:
+        return [f"No smaller state is within {limit} of the original’s loss.", *following]
+    size = describe_state(results, smallest, whole="")
+    first = f"The state can shrink to {size} before the loss grows by more than {limit}"
+    limit_reached = following or ["No smaller state was measured, so the limit may be lower."]
+    return [f"{first}: {describe_cost(results, smallest)}.", *limit_reached]
+
+
+def best_by_state(results: ConversionResults, models: list[ModelResult]) -> list[ModelResult]:
+    """For each size of the state the model with the lowest loss, the smallest state first."""
+    best: dict[float, ModelResult] = {}
+    for model in sorted(models, key=lambda model: float(added_loss(results, model)["mean"])):
+        size = state_per_token(results, model)
+        if size is not None:
+            best.setdefault(size, model)
+    return [best[size] for size in sorted(best)]
+
+
+def _describe_next(results: ConversionResults, best: list[ModelResult], smallest: ModelResult) -> list[str]:
+    """A sentence on the next smaller state than `smallest`; empty if there is none."""
+    smaller = best[: best.index(smallest)]
+    return [f"With {describe_state(results, smaller[-1])}, {describe_cost(results, smaller[-1])}."] if smaller else []
+
+
+def describe_cost(results: ConversionResults, model: ModelResult) -> str:
+    """ "“heads-2” adds 0.012 ± 0.003 bits per byte (+0.5 %)"."""
+    return f"“{model.name}” {_describe_added(results, model)}"
+
+
+def describe_state(results: ConversionResults, model: ModelResult, whole: str = " of the state") -> str:
+    """ "a quarter of the state (768 B a token)"."""
+    own, original = state_per_token(results, model), state_per_token(results, results.original)
+    if own is None or not original:
+        return "a state of unknown size"
+    return f"{format_share(own, original)}{whole} ({format_bytes(own)} a token)"
+
+
+def format_signed_percent(share: float | None) -> str:
+    """A share with its sign: "+5.9 %", "−0.3 %"; None gives "–"."""
+    if share is None:
+        return format_percent(None)
+    text = f"{100 * share:+.1f} %".replace("-", "−")
+    return text if any(digit in "123456789" for digit in text) else text[1:]

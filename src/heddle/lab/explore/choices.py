@@ -1,0 +1,336 @@
+"""What can be chosen of a part: the kinds of a slot and their fields, read from their configs."""
+
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from heddle.config import Config, kind_class, kinds
+from heddle.model.config import ModelConfig, schema
+
+SLOTS = {
+    "mixers": "mixer", "positions": "position", "feedforwards": "feed-forward", "residuals": "residual",
+    "norms": "norm", "scalings": "scaling",
+}  # fmt: skip
+WORDS = {"string": "choice", "integer": "integer", "number": "number", "boolean": "boolean"}
+FIRST_VALUES = {  # of fields that have no default
+    "heads": 8, "kv_rank": 256, "nope_dim": 64, "hidden": 2048, "experts": 8, "top_k": 2, "length": 2048,
+    "first": {"kind": "attention", "heads": 8, "window": 1024},
+    "second": {"kind": "mamba2", "heads": 8},
+    "factor": 8.0, "original_length": 4096,
+    "short_factor": [1.0] * 32, "long_factor": [round(32 ** (pair / 31), 3) for pair in range(32)],
+}  # fmt: skip
+FIRST_FIELDS: dict[str, dict[str, Any]] = {  # of kinds that are better shown with more than they need
+    "attention": {"kv_heads": 2, "position": {"kind": "rope"}},
+    "differential_attention": {"position": {"kind": "rope"}},
+    "latent_attention": {"rope_dim": 32, "position": {"kind": "rope"}},
+    "retention": {"gate": "silu"},
+    "longrope": {"factor": 32.0},
+    "moe": {"hidden": 1024, "shared": 1},
+}
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a part or a design.
+
+    type: integer, number, boolean, choice, part, or numbers (a list). least, most: the range of its numbers; above,
+    below: the same without the ends. choices: words, or the kinds of a part. optional: whether it can be left out.
+    note: the comment of its source.
+    """
+
+    name: str
+    type: str
+    note: str
+    default: Any
+    optional: bool
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    choices: tuple[str, ...] = ()
+    slot: str = ""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of a slot.
+
+    fields: those that can be chosen. kept: those that stay as a design has them. first: the fields with which the kind
+    is shown at first. source: the docstring of its file.
+    """
+
+    slot: str
+    kind: str
+    aliases: tuple[str, ...]
+    source: str
+    fields: tuple[Field, ...]
+    kept: tuple[Field, ...]
+    first: dict[str, Any]
+
+
+@cache
+def kinds_of(slot: str) -> tuple[Kind, ...]:
+    """All kinds of a slot."""
+    return tuple(_kind(slot, name) for name in kinds(slot))
+
+
+def _kind(slot: str, name: str) -> Kind:
+    cls = kind_class(slot, name)
+    definition = _definitions()[f"{slot}.{name}"]
+    required = [field for field in definition.get("required", []) if field != "kind"]
+    first = {field: FIRST_VALUES[field] for field in required if field in FIRST_VALUES} | FIRST_FIELDS.get(name, {})
+    fields, kept = tuple(_fields(definition, comments(cls))), tuple(_kept_fields(definition))
+    source = inspect.getdoc(sys.modules[cls.__module__]) or ""
+    return Kind(slot, name, cls.aliases, source, fields, kept, {"kind": name, **first})
+
+
+@cache
+def model_fields() -> dict[str, tuple[Field, ...]]:
+    """The fields of a design outside its parts: of itself (`design`), of an entry of its layers, embedding and head."""
+    owners = {"design": "ModelConfig", "layer": "LayerConfig", "embedding": "EmbeddingConfig", "head": "HeadConfig"}
+    shown = {"design": ("vocab_size", "width"), "layer": ("repeat",)}
+    described = {place: _definitions()[owner]["properties"] for place, owner in owners.items()}
+    return {
+        place: tuple(_fields({"properties": {name: fields[name] for name in shown.get(place, fields)}}, {}))
+        for place, fields in described.items()
+    }
+
+
+@cache
+def _definitions() -> dict[str, Any]:
+    definitions: dict[str, Any] = schema()["$defs"]
+    return definitions
+
+
+def _fields(definition: dict[str, Any], notes: dict[str, str]) -> Iterator[Field]:
+    """Fields that are one number, word or part; norms within a part follow the design's."""
+    for name, described in definition["properties"].items():
+        options = described.get("anyOf", [described])
+        optional = any(option.get("type") == "null" for option in options)
+        options = [option for option in options if option.get("type") not in ("null", "array")]
+        if name == "kind" or not options:
+            continue
+        note, default = notes.get(name, ""), described.get("default")
+        if "$ref" in options[0]:
+            slot, choices = _kinds_of_base(options[0]["$ref"].rpartition("/")[2])
+            if slot in ("mixers", "positions"):
+                yield Field(name, "part", note, default, optional, choices=choices, slot=slot)
+            continue
+        words = [word for option in options for word in option.get("enum", [option.get("const")]) if word is not None]
+        if words and len(options) == 2:
+            yield Field(name, "choice", note, default, optional, choices=("false", "true", *words))
+            continue
+        kind = "choice" if words else WORDS[options[0]["type"]]
+        yield Field(
+            name, kind, note, default, optional, *_range(options[0], 1 if kind == "integer" else None), tuple(words)
+        )
+
+
+def _range(described: dict[str, Any], least: float | None = None) -> tuple[float | None, ...]:
+    """least, most, above and below of a number. least: where none is described."""
+    ends = (described.get(end) for end in ("maximum", "exclusiveMinimum", "exclusiveMaximum"))
+    return described.get("minimum", least), *ends
+
+
+def _kept_fields(definition: dict[str, Any]) -> Iterator[Field]:
+    """Fields that are a list of numbers, or a norm or a scaling within a part."""
+    for name, described in definition["properties"].items():
+        for option in described.get("anyOf", [described]):
+            items = option.get("items", {})
+            if items.get("type") in ("integer", "number"):
+                yield Field(name, "numbers", "", None, True, *_range(items))
+            elif "$ref" in option:
+                slot, choices = _kinds_of_base(option["$ref"].rpartition("/")[2])
+                if slot in ("norms", "scalings"):
+                    yield Field(name, "part", "", None, True, choices=choices, slot=slot)
+
+
+def _kinds_of_base(base: str) -> tuple[str, tuple[str, ...]]:
+    names = [each["$ref"].rpartition("/")[2] for each in _definitions()[base]["oneOf"] if "$ref" in each]
+    return names[0].partition(".")[0], tuple(name.partition(".")[2] for name in names)
+
+
+def comments(cls: type[Config]) -> dict[str, str]:
+    """The comments above and after each field of a config."""
+    notes: dict[str, str] = {}
+    for owner in reversed(cls.__mro__):
+        if not (issubclass(owner, Config) and owner.__module__.startswith("heddle.")):
+            continue
+        above: list[str] = []
+        for line in inspect.getsource(owner).splitlines():
+            code, _, comment = line.partition("  # ")
+            field = re.match(r"    (\w+): ", code)
+            if line.startswith("    # "):
+                above.append(line.strip("# "))
+            elif field:
+                notes[field[1]] = " ".join([*above, *([comment] if comment else [])])
+                above = []
+    return notes
+
+
+# The designs of published models, as the explorer shows them: each different layer once, with its number.
+
+
+FILE = Path(__file__).with_name("published.json")
+
+
+@cache
+def published_designs() -> list[dict[str, Any]]:
+    """Name and design of each model in published.json, which tools/published_designs.py writes."""
+    designs: list[dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return designs
+
+
+def explorer_design(config: ModelConfig) -> dict[str, Any]:
+    """A design as plain data with its different layers and how many there are of each. An encoder is left out."""
+    data = config.dump()
+    layers = [layer.config.dump() | {"count": layer.count} for layer in config.distinct_layers]
+    for layer in layers:
+        layer.pop("repeat")
+    names = ("vocab_size", "width", "norm", "residual", "embedding", "head")
+    return {name: data[name] for name in names if name in data} | {"layers": layers}
+
+
+# How parts are commonly written wrong: what docs/commonly-wrong.md measures, and which kinds it concerns.
+
+
+ATTENTION = ("attention", "differential_attention", "latent_attention")
+ALL_BLOCKS = (
+    "deep_norm", "hyper_connections", "parallel", "post_norm", "pre_norm", "reordered", "residual_dual", "sandwich",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A mistake. title: its heading in docs/commonly-wrong.md. law: what fails here if somebody makes it."""
+
+    slot: str
+    kinds: tuple[str, ...]
+    title: str
+    text: str
+    law: str
+
+
+MISTAKES = (
+    Mistake(
+        "positions", ("rope", "axial_rope"), "RoPE with a table and pairs of different layouts",
+        "The table has one order of the pairs, the rotation another. All shapes fit, but norms change and scores no "
+        "longer depend on the distance alone.", "rotary_invariants",
+    ),
+    Mistake(
+        "mixers", ("latent_attention",), "A latent rotated before its up-projection",
+        "The rotation is then on the wrong side of the up-projection, so scores depend on absolute positions. Rotated "
+        "dims need a projection of their own.", "position_shift_invariance",
+    ),
+    Mistake(
+        "scalings", ("linear",), "Positions divided in whole numbers",
+        "A division of integers that rounds down gives neighboring tokens the same position.",
+        "tests/parts/test_scalings.py",
+    ),
+    Mistake(
+        "scalings", ("ntk",), "NTK's base multiplied by the factor alone",
+        "Without the exponent d / (d − 2), the slowest pair rotates less than s times slower.",
+        "tests/parts/test_scalings.py",
+    ),
+    Mistake(
+        "scalings", ("ntk", "longrope"), "Keys in the cache rotated for a shorter text",
+        "While a text grows, cached keys keep the angles of the length at which they were written.",
+        "chunked_decoding",
+    ),
+    Mistake(
+        "scalings", ("yarn",), "YaRN's ramp turned around",
+        "Fast pairs are slowed down, so neighbors are squeezed together, and slow pairs reach untrained angles.",
+        "tests/parts/test_scalings.py",
+    ),
+    Mistake(
+        "scalings", ("yarn", "longrope"), "YaRN without its attention factor",
+        "Cosines and sines are not multiplied by m, so the softmax over a long text is too flat.",
+        "tests/parts/test_scalings.py",
+    ),
+    Mistake(
+        "scalings", ("llama3", "yarn", "longrope"), "The new length given as the original one",
+        "Pairs that saw only a part of a turn in training are left as they were, and reach untrained angles.",
+        "tests/exchange/test_families.py",
+    ),
+    Mistake(
+        "mixers", ("attention", "differential_attention"), "Grouped-query attention with a full-size cache",
+        "Keys and values are repeated for every query head before they are stored, so nothing is saved.",
+        "size_matches_model",
+    ),
+    Mistake(
+        "mixers", ("attention", "differential_attention", "gated_delta"),
+        "The number of groups confused with the size of a group",
+        "H heads in G groups have G key and value heads, not H / G. A test with H = G² heads does not notice.",
+        "tests/parts/test_attention.py",
+    ),
+    Mistake(
+        "mixers", ATTENTION, "Heads split from the wrong dimension",
+        "A view without a transpose mixes tokens with heads. The loss falls fast, because later tokens are visible.",
+        "causality",
+    ),
+    Mistake(
+        "mixers", ATTENTION, "A causal mask made by multiplication",
+        "A mask times −∞ is NaN wherever the mask is 0, since 0 · ∞ is NaN: no visible token is left.", "causality",
+    ),
+    Mistake(
+        "mixers", ATTENTION, "A causal mask aligned to the top left, with a cache",
+        "With a cache the queries are the last tokens. Aligned to the first, they see almost nothing.",
+        "chunked_decoding",
+    ),
+    Mistake(
+        "mixers", ("attention", "differential_attention"), "A window that is one key too wide",
+        "The query itself is one of the w tokens. Written as ≤ w instead of < w, one more is seen.", "receptive_field",
+    ),
+    Mistake(
+        "mixers", (*ATTENTION, "cross_attention"), "A softmax over padding",
+        "Padding gets weight, so an answer depends on how long the other rows of the batch are.", "padding_invariance",
+    ),
+    Mistake(
+        "mixers", (*ATTENTION, "linear_attention", "retention", "gated_delta", "kda", "mamba2"),
+        "A cache reused for the next prompt",
+        "What the last text left in the state is read by the next one.", "call_isolation",
+    ),
+    Mistake(
+        "mixers", ("latent_attention",), "A latent cache that holds full keys and values",
+        "The latents are expanded before they are stored: correct answers, and none of the savings.",
+        "size_matches_model",
+    ),
+    Mistake(
+        "norms", ("rms",), "RMSNorm that multiplies by the root, or adds ε outside it",
+        "Multiplying by the root instead of dividing squares the scale. ε outside it shows only in small inputs.",
+        "kernel_equivalence",
+    ),
+    Mistake(
+        "residuals", ALL_BLOCKS, "The input added twice",
+        "The block adds its input, and so does the layer around it: the stream doubles with every layer.",
+        "residual_identity",
+    ),
+    Mistake(
+        "residuals", ("residual_dual",), "ResiDual with one stream",
+        "Without the second stream it is post-norm: each norm shrinks what earlier layers added.", "residual_identity",
+    ),
+    Mistake(
+        "mixers", ("attention",), "Dropout that stays on",
+        "A dropout called as a function stays on in evaluation unless it is told, and answers vary.",
+        "dropout_off_in_eval",
+    ),
+    Mistake(
+        "feedforwards", ("moe",), "Every expert on every token",
+        "All experts run and most results are multiplied by 0: right answers at many times the cost.", "idle_experts",
+    ),
+    Mistake(
+        "feedforwards", ("moe",), "Gates renormalized by the wrong convention",
+        "Mixtral divides the chosen gates by their sum, Qwen2-MoE does not. Both train, but weights trained with one "
+        "do not work with the other.", "parity with the Mixtral",
+    ),
+    Mistake(
+        "feedforwards", ("moe",), "A balancing loss that counts padding",
+        "Padding is routed and counted, so the loss balances tokens that nobody reads.", "router_statistics",
+    ),
+)  # fmt: skip

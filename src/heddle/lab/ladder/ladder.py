@@ -1,0 +1,173 @@
+"""Train designs at several sizes as `heddle compare ladder` does, from settings: `heddle.ladder`."""
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heddle.errors import ConfigError
+from heddle.lab.compare.plan import load_entries, shared_vocab_size, split_designs
+from heddle.lab.compare.tables import TextTable, format_number
+from heddle.lab.ladder.plan import LadderPlan, SharedSettings
+from heddle.lab.ladder.report import best_size_table, cost_table, held_out_table, prediction_table, rung_table
+from heddle.lab.ladder.run import Ladder, prepare_ladder, run_ladder, time_steps
+from heddle.lab.ladder.settings import LadderSettings, parse_ratios, parse_sizes
+from heddle.progress import format_duration, print_text
+from heddle.runtime import Runtime
+from heddle.session import open_session
+from heddle.settings import parse_named, shared
+from heddle.tokenization import DEFAULT_VOCAB_SIZE
+from heddle.tokenization.tokenizer import Tokenizer
+
+DEFAULT_TOKENS = "20"
+IRREDUCIBLE = ("shared", "separate")
+
+
+@dataclass(frozen=True)
+class TrainedLadder:
+    """A ladder. folder: its own, with ladder.html. report: what ladder.json holds; of a dry run, the estimate."""
+
+    folder: Path
+    report: dict[str, Any]
+
+
+def ladder(*designs: LadderSettings | str | Path, **options: Any) -> TrainedLadder:
+    """Train designs at several sizes as `heddle compare ladder` does, with its options, defaults and output.
+
+    designs: files, preset:NAME or folders, of which the first is the baseline, and overrides such as "width=64"; or the
+    settings of the whole ladder. options: those of the command line, such as `sizes="5"`. Raises ConfigError for an
+    option that does not exist or cannot be, and what the command reports.
+    """
+    if not designs:
+        raise ConfigError("designs: are missing; give at least one file, preset:NAME or folder")
+    if isinstance(designs[0], LadderSettings):
+        return _ladder(designs[0])
+    return _ladder(LadderSettings.read({"designs": designs, **options}))
+
+
+def _ladder(settings: LadderSettings) -> TrainedLadder:
+    with ExitStack() as stack:
+        runtime = open_session(stack, settings)
+        plan = _plan(settings, runtime)
+        if settings.dry_run:
+            return TrainedLadder(settings.out, _estimate(prepare_ladder(plan, settings.out, runtime), settings.json))
+        report = run_ladder(plan, settings.out, runtime, settings.command_line("compare ladder"))
+    if settings.json:
+        print_text(json.dumps(report, indent=2))
+    else:
+        _print_report(report)
+        print_text(f"report: {settings.out / 'ladder.html'}")
+    return TrainedLadder(settings.out, report)
+
+
+def _plan(settings: LadderSettings, runtime: Runtime) -> LadderPlan:
+    if settings.irreducible not in IRREDUCIBLE:
+        choices = ", ".join(IRREDUCIBLE)
+        raise ConfigError(f"--irreducible {settings.irreducible}: unknown choice; choices: {choices}")
+    tokenizer = settings.tokenizer
+    if tokenizer is not None:
+        Tokenizer.load(tokenizer)  # one that cannot be read must not become part of a ladder
+    entries = load_entries(*split_designs(settings.designs))
+    ratios = settings.tokens_per_parameter
+    shared_settings = SharedSettings(
+        **shared(settings, SharedSettings)
+        | {
+            "data": settings.data or ("stdlib",),
+            "tokens_per_parameter": parse_named("--tokens-per-parameter", ratios or DEFAULT_TOKENS, parse_ratios),
+            "learning_rate": settings.lr,
+            "rate_exponent": settings.lr_exponent,
+            "vocab_size": None if tokenizer else shared_vocab_size(entries, settings.vocab_size, DEFAULT_VOCAB_SIZE),
+            "tokenizer": None if tokenizer is None else os.path.realpath(tokenizer),
+            "device": runtime.device,
+            "part_files": tuple(os.path.realpath(file) for file in settings.part),
+        }
+    )
+    return LadderPlan(
+        **shared(settings, LadderPlan)
+        | {
+            "entries": entries,
+            "sizes": parse_named("--sizes", settings.sizes, parse_sizes),
+            "settings": shared_settings,
+            "names_tokens": ratios is not None,
+            "share_irreducible": settings.irreducible != "separate",
+        }
+    )
+
+
+def _estimate(ladder: Ladder, as_json: bool) -> dict[str, Any]:
+    """Print the sizes, tokens and seconds of each run, and of all; return them."""
+    seconds, seeds = time_steps(ladder), ladder.plan.seeds
+    rows: list[dict[str, Any]] = [
+        {
+            "design": name,
+            "parameters": rung.parameters,
+            "width": rung.width,
+            "tokens": ladder.steps(rung, ratio) * ladder.plan.settings.tokens_per_step,
+            "learning_rate": ladder.learning_rate(name, rung),
+            "seconds": seconds[name][index] * ladder.new_steps(rung, ratio),
+        }
+        for name, rungs in ladder.rungs.items()
+        for index, rung in enumerate(rungs)
+        for ratio in ladder.ratios
+    ]
+    count = ladder.workers.count
+    total = seeds * sum(row["seconds"] for row in rows) / count
+    estimate = {"runs": rows, "seeds": seeds, "workers": count, "seconds": total}
+    if as_json:
+        print_text(json.dumps(estimate, indent=2))
+        return estimate
+    header = ["design", "parameters", "width", "tokens", "rate", "seconds a run"]
+    cells = [
+        [
+            row["design"],
+            format_number(row["parameters"]),
+            str(row["width"]),
+            format_number(row["tokens"]),
+            f"{row['learning_rate']:.2g}",
+            f"{row['seconds']:.0f}",
+        ]
+        for row in rows
+    ]
+    _print_table(TextTable(header, cells, ""))
+    workers = f", {count} at once" if count > 1 else ""
+    print_text(f"{seeds * len(rows)} runs{workers}: about {format_duration(total)}. Nothing was trained.")
+    return estimate
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    for design in report["designs"]:
+        print_text(design["name"])
+        _print_table(rung_table(design))
+    if report["predictions"]:
+        _print_table(prediction_table(report))
+    if report["best_sizes"]:
+        _print_table(best_size_table(report))
+    if report["equal_loss"]:
+        _print_table(cost_table(report))
+    if report["held_out"]:
+        _print_table(held_out_table(report))
+    for sentence in report["verdict"]:
+        print_text(sentence)
+    print_text("\nCaveats:")
+    for warning in report["warnings"]:
+        print_text(f"• {warning}")
+
+
+def _print_table(table: TextTable) -> None:
+    """The columns aligned, the first to the left; an empty line after the table."""
+    rows = [table.header, *table.rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print_text(_aligned(row, widths))
+    print_text("")
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = (
+        cell.rjust(width) if index else cell.ljust(width)
+        for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+    )
+    return "  ".join([first, *others]).rstrip()

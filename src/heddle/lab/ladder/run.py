@@ -1,0 +1,252 @@
+"""Train the runs of a ladder that are not done yet, fit the curves, and write ladder.json and ladder.html."""
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from heddle import progress
+from heddle.data.corpus import Corpus, check_tokenizer_fits, prepare_corpus
+from heddle.data.samples import check_token_count
+from heddle.errors import CheckpointError, ConfigError, MachineError
+from heddle.lab.compare.tables import format_bits
+from heddle.lab.ladder.plan import (
+    MIN_SIZES,
+    TEXT_FACTOR,
+    DesignScale,
+    LadderPlan,
+    Rung,
+    design_scales,
+    find_rungs,
+    join_with_saved,
+    model_vocab_size,
+    save_plan,
+)
+from heddle.lab.ladder.report import ladder_report
+from heddle.lab.pages.ladder import write_ladder_page
+from heddle.lab.workers import Result, Task, Workers, default_workers, run_tasks
+from heddle.runtime import Runtime
+from heddle.storage.file_io import read_json_file, write_json_file
+from heddle.storage.lock import RunLock
+from heddle.storage.run_log import first_difference
+from heddle.tokenization import DEFAULT_VOCAB_SIZE
+
+RunKey = tuple[str, int, float, int]  # a run's design, width, tokens per parameter and seed
+PLAN_FILE, DATA_FILE, RESULTS_FILE = "plan.json", "data.json", "ladder.json"
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """A ladder whose text is ready.
+
+    sizes: as asked for. rungs: by design, in ascending order. max_train_tokens: how much of the text was made ready.
+    out: its folder. command: what the user called.
+    """
+
+    plan: LadderPlan
+    scales: dict[str, DesignScale]
+    sizes: tuple[float, ...]
+    rungs: dict[str, list[Rung]]
+    corpus: Corpus
+    max_train_tokens: int
+    out: Path
+    runtime: Runtime
+    command: str
+
+    @property
+    def workers(self) -> Workers:
+        """Where the runs take place."""
+        if self.plan.threads is not None:
+            return Workers((self.runtime.device,), self.plan.threads)
+        return default_workers(self.runtime.device, self.runtime.threads)
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """The tokens per parameter of each size's runs, ascending."""
+        return self.plan.settings.tokens_per_parameter
+
+    def steps(self, rung: Rung, ratio: float) -> int:
+        """Optimizer steps of a rung's runs with these tokens per parameter."""
+        return self.plan.settings.steps(rung.parameters, ratio)
+
+    def new_steps(self, rung: Rung, ratio: float) -> int:
+        """Those of them that the trunk of the next fewer tokens per parameter has not taken."""
+        index, settings = self.ratios.index(ratio), self.plan.settings
+        shared = settings.training(rung.parameters, self.ratios[index - 1], 1.0, 0).constant_steps if index else 0
+        return self.steps(rung, ratio) - shared
+
+    def learning_rate(self, name: str, rung: Rung) -> float:
+        """The peak learning rate of a rung's runs."""
+        return self.plan.settings.training(1, 1, rung.width / self.scales[name].config.width, 0).learning_rate
+
+
+def run_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str) -> dict[str, Any]:
+    """Run what is not done yet of a plan and of what was planned before in the folder `out`; return the report.
+
+    Raises CheckpointError where the folder has other content, Interrupted after a signal, once the current runs have
+    been saved. The same call continues.
+    """
+    with RunLock(out):
+        if not (out / PLAN_FILE).is_file():
+            others = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith("."))
+            if others:
+                raise CheckpointError(f"{out}: holds something else ({others[0]}); choose an empty or new folder")
+        ladder = prepare_ladder(join_with_saved(out / PLAN_FILE, plan), out, runtime, command)
+        _check_text(out / DATA_FILE, ladder.corpus)
+        save_plan(out / PLAN_FILE, ladder.plan, ladder.sizes)
+        report = ladder_report(ladder, _run_all(ladder))
+        write_json_file(out / RESULTS_FILE, report)
+        write_ladder_page(report, out)
+        return report
+
+
+def _run_all(ladder: Ladder) -> dict[RunKey, Result]:
+    """The results of all runs; of branches those of fewer tokens first, whose trunks the others continue."""
+    waves = [_training_tasks(ladder, ratio) for ratio in ladder.ratios]
+    files = [task.result_file for wave in waves for task in wave]
+    results: dict[RunKey, Result] = {}
+
+    def tell(task: Task, result: Result) -> None:
+        if result["status"] == "done":
+            finished = sum(file.is_file() for file in files)
+            bits = format_bits(result["bits_per_byte"])
+            progress.print_status(f"{task.label}: {bits} bits per byte (run {finished} of {len(files)})")
+        else:
+            progress.print_status(f"warning: {result['message']}")
+
+    for wave in waves:
+        results |= zip(wave.values(), run_tasks(wave, ladder.workers, tell), strict=True)
+    return results
+
+
+def prepare_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str = "") -> Ladder:
+    """Read the text and find the rungs. Raises ConfigError and DataError for what cannot be trained."""
+    settings = plan.settings
+    # how much text is read depends on the sizes, and they on the text's vocabulary, which may be smaller than asked for
+    vocab_size = model_vocab_size(settings, DEFAULT_VOCAB_SIZE)
+    nominal = design_scales(plan, vocab_size)
+    sizes = plan.requested_sizes(nominal[0])
+    if len(sizes) < MIN_SIZES:
+        raise ConfigError(f"sizes: {len(sizes)} are too few to fit; give {MIN_SIZES} at least")
+    if len(settings.tokens_per_parameter) == 2:
+        raise ConfigError("tokens_per_parameter: 2 values are too few for L(N, D); give 1, or 3 at least")
+    if not settings.shares_trunk and (plan.target_tokens is not None or plan.target_flops is not None):
+        name = "target_flops" if plan.target_tokens is None else "target_tokens"
+        raise ConfigError(f"{name}: L(N) at one tokens_per_parameter says nothing of others; give 3 of them at least")
+    largest = max(rung.parameters for rungs in find_rungs(nominal, sizes).values() for rung in rungs)
+    max_train_tokens = settings.steps(largest, settings.tokens_per_parameter[-1]) * settings.tokens_per_step
+    if settings.shares_trunk:
+        max_train_tokens = max(max_train_tokens, plan.text_tokens or TEXT_FACTOR * max_train_tokens)
+        plan = replace(plan, text_tokens=max_train_tokens)
+    tokenizer = None if settings.tokenizer is None else Path(settings.tokenizer)
+    corpus = prepare_corpus(
+        settings.data,
+        vocab_size=settings.vocab_size,
+        max_train_tokens=max_train_tokens,
+        tokenizer=tokenizer,
+    )
+    check_token_count(corpus.train, settings.sequence_length, settings.batch_size)
+    for entry in plan.entries:
+        check_tokenizer_fits(corpus.tokenizer, entry.config.vocab_size)
+    scales = nominal
+    if corpus.tokenizer.vocab_size != vocab_size:
+        scales = design_scales(plan, corpus.tokenizer.vocab_size)
+        sizes = plan.requested_sizes(scales[0])
+    rungs = find_rungs(scales, sizes)
+    settings.check_steps([rung.parameters for each in rungs.values() for rung in each])
+    return Ladder(
+        plan=plan,
+        scales={scale.name: scale for scale in scales},
+        sizes=sizes,
+        rungs=rungs,
+        corpus=corpus,
+        max_train_tokens=max_train_tokens,
+        out=out,
+        runtime=runtime,
+        command=command,
+    )
+
+
+def _check_text(path: Path, corpus: Corpus) -> None:
+    """Write what the text of a new ladder is; compare that of a continued one with the file."""
+    identity = {"data": {"hash": corpus.hash, "tokens": [len(file) for file in corpus.train]}}
+    if not path.is_file():
+        write_json_file(path, identity)
+        return
+    difference = first_difference(read_json_file(path), identity)
+    if difference:
+        raise CheckpointError(
+            f"{path.parent}: was trained on another text, or on less of it: {difference}; use another folder, since "
+            "its runs and new ones would not read the same text"
+        )
+
+
+def _training_tasks(ladder: Ladder, ratio: float) -> dict[Task, RunKey]:
+    """A task for each run with these tokens per parameter, small sizes first."""
+    rungs = [(name, rung) for name, each in ladder.rungs.items() for rung in each]
+    rungs.sort(key=lambda pair: pair[1].parameters)
+    tasks = {}
+    for name, rung in rungs:
+        for seed in range(ladder.plan.seeds):
+            stem, folder = f"{name}-w{rung.width}-seed{seed}", ladder.out / "runs"
+            label = f"{name}, width {rung.width}, seed {seed}"
+            trunks: dict[str, str | None] = {}
+            if ladder.plan.settings.shares_trunk:
+                fewer = max((each for each in ladder.ratios if each < ratio), default=None)
+                trunks = {"trunk": str(folder / f"{stem}-trunk{ratio:g}")}
+                trunks["previous"] = None if fewer is None else str(folder / f"{stem}-trunk{fewer:g}")
+                stem, label = f"{stem}-d{ratio:g}", f"{label}, {ratio:g} tokens per parameter"
+            request = _request(ladder, name, rung, ratio, seed) | {"task": "loss", "out": str(folder / stem)} | trunks
+            tasks[Task(label, folder / f"{stem}.json", request)] = (name, rung.width, ratio, seed)
+    return tasks
+
+
+def _request(ladder: Ladder, name: str, rung: Rung, ratio: float, seed: int) -> dict[str, Any]:
+    settings = ladder.plan.settings
+    width_ratio = rung.width / ladder.scales[name].config.width
+    return {
+        "design": rung.config.dump(),
+        "data": settings.data,
+        "tokenizer": settings.tokenizer,
+        "vocab_size": settings.vocab_size,
+        "max_train_tokens": ladder.max_train_tokens,
+        "settings": asdict(settings.training(rung.parameters, ratio, width_ratio, seed)),
+        "threads": ladder.workers.threads,
+        "part_files": settings.part_files,
+        "command": ladder.command,
+    }
+
+
+def time_steps(ladder: Ladder) -> dict[str, list[float]]:
+    """By design the estimated seconds of one step of each rung, from timed steps of the smallest and the largest.
+
+    Between them the time of a step is taken as linear in its FLOPs. Evaluations and the start of a process are left
+    out. Raises MachineError where a step cannot be timed.
+    """
+    seconds = {}
+    for name, rungs in ladder.rungs.items():
+        ends = [rungs[0], rungs[-1]]
+        with tempfile.TemporaryDirectory() as folder:
+            tasks = [
+                Task(
+                    f"{name}, width {rung.width}, timing a step",
+                    Path(folder) / f"{rung.width}.json",
+                    _request(ladder, name, rung, ladder.ratios[0], 0)
+                    | {"task": "calibrate", "out": str(Path(folder) / "run")},
+                )
+                for rung in ends
+            ]
+            results = run_tasks(tasks, ladder.workers.first())
+        times = [_seconds_per_step(result) for result in results]
+        flops = [rung.flops_per_token for rung in ends]
+        seconds[name] = [float(np.interp(rung.flops_per_token, flops, times)) for rung in rungs]
+    return seconds
+
+
+def _seconds_per_step(result: Mapping[str, Any]) -> float:
+    if result["status"] != "done":
+        raise MachineError(f"{result['message']}; the ladder cannot be estimated")
+    return float(result["seconds_per_step"])

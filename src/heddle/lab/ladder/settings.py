@@ -1,0 +1,88 @@
+"""The settings of `heddle compare ladder`."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from heddle.lab.compare.settings import Designs, SequenceLength
+from heddle.settings import Json, Option, Precision, SessionSettings, parse_count
+from heddle.training.settings import (
+    BatchSize,
+    Data,
+    OptimizerName,
+    Schedule,
+    TokenizerFile,
+    VocabSize,
+    Warmup,
+)
+
+MAX_COUNT = 20  # a larger number given as sizes is a number of parameters
+
+
+def parse_ratios(text: str) -> tuple[float, ...]:
+    """Parse `20` or `5,10,20`, in any order. Raises ValueError."""
+    try:
+        return tuple(sorted({float(ratio) for ratio in text.split(",")}))
+    except ValueError:
+        raise ValueError("must be numbers such as 20, or 5,10,20") from None
+
+
+def parse_sizes(text: str) -> int | tuple[float, ...]:
+    """Parse `5` as a count, and `60k,120k` or a number above 20 as sizes. Raises ValueError."""
+    if text.isdecimal() and len(text) <= 2 and int(text) <= MAX_COUNT:
+        return int(text)
+    return tuple(parse_count(size.strip()) for size in text.split(","))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LadderSettings(SessionSettings):
+    """Settings of `heddle compare ladder` and `heddle.ladder`."""
+
+    SHOWN: ClassVar = (
+        "sizes", "tokens_per_parameter", "target", "seeds", "data", "lr", "batch_size", "sequence_length", "out",
+        "dry_run",
+    )  # fmt: skip
+
+    designs: Designs
+    sizes: Annotated[str, Option("N|N,N,...", "How many, by halves from the first design down; or sizes.")] = "5"
+    tokens_per_parameter: Annotated[
+        str | None,
+        Option(
+            "X|X,X,...",
+            "Training tokens of each run per parameter; several give L(N, D), as branches of one run. [20]",
+        ),
+    ] = None
+    target: Annotated[
+        float | None, Option("N", "Parameters to predict, such as 20M. [10 times the largest size]", parse_count)
+    ] = None
+    target_tokens: Annotated[
+        float | None,
+        Option(
+            "D",
+            "Tokens to predict. [the most per parameter, times --target]",
+            partial(parse_count, unit_name="tokens"),
+        ),
+    ] = None
+    target_flops: Annotated[
+        float | None,
+        Option(
+            "C", "Budget whose best size is predicted. [6·N·D of the target]", partial(parse_count, unit_name="FLOPs")
+        ),
+    ] = None
+    irreducible: Annotated[str, Option("NAME", "The loss that no size removes: shared or separate.")] = "shared"
+    seeds: Annotated[int, Option("N", "Runs of each size, with random seeds 0 to N-1.")] = 2
+    out: Annotated[Path, Option("FOLDER", "The ladder's folder; a later call may add to it.")] = Path("runs/ladder")
+    dry_run: Annotated[bool, Option("", "Print sizes, tokens and the time they take; train nothing.")] = False
+    data: Data = ()
+    tokenizer: TokenizerFile = None
+    vocab_size: VocabSize = None
+    batch_size: BatchSize = 4
+    sequence_length: SequenceLength = 256
+    lr: Annotated[float, Option("X", "Peak learning rate at each design's own width.")] = 3e-3
+    lr_exponent: Annotated[float, Option("X", "At other widths --lr is in proportion to width to the -X.")] = 0.5
+    optimizer: OptimizerName = "adamw"
+    schedule: Schedule = "wsd"
+    warmup: Warmup = None
+    precision: Precision = "fp32"
+    json: Json = False

@@ -1,0 +1,524 @@
+"""Write a conversion's page, convert.html: one file that needs no network and no script."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heddle.lab.compare.tables import (
+    NO_VALUE,
+    TextTable,
+    format_bits,
+    format_bytes,
+    format_context,
+    format_difference,
+    format_number,
+    format_percent,
+    format_rate,
+    format_share,
+    half_width,
+    range_at,
+    value_at,
+)
+from heddle.lab.conversion.results import (
+    CONVERTED,
+    HEALED,
+    ORIGINAL,
+    TOLERANCE,
+    ConversionResults,
+    Difference,
+    ModelResult,
+    SpeedRows,
+    added_loss,
+    added_share,
+    chance_accuracy,
+    conversion_verdict,
+    copying_change,
+    copying_gain,
+    copying_share,
+    decode_context,
+    describe_change,
+    difference,
+    format_signed_percent,
+    healed_share,
+    hidden_needles,
+    needle_accuracy,
+    needle_gain,
+    speeds_of,
+    state_context,
+    state_per_token,
+    state_share,
+)
+from heddle.lab.pages.figures.base import byte_axis
+from heddle.lab.pages.figures.svg import (
+    Chart,
+    Scale,
+    Series,
+    Value,
+    line_chart,
+    linear_ticks,
+    scaled_lines,
+    symlog_ticks,
+    value_range,
+)
+from heddle.lab.pages.render import COLOR_COUNT, DASHES, MARKERS, DesignStyle, render
+from heddle.lab.pages.report import INTERVAL_MARGIN, Bar, DifferenceCell, Interval
+from heddle.lab.pages.sections import HeatCell, HeatMap
+from heddle.storage.file_io import write_file
+from heddle.training.evaluation.scores import finite_ratio
+
+# The summary of a conversion's page: a row for each model, and the style that all figures show it in.
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """A row of the summary. difference: None for the original. size, stage: notes below the name."""
+
+    name: str
+    style: DesignStyle
+    size: str
+    stage: str
+    loss: str
+    difference: DifferenceCell | None
+    percent: str
+    costs: list[Bar]
+
+
+def model_styles(results: ConversionResults) -> dict[str, DesignStyle]:
+    """The style of each model by its name: a color and a marker for each method, dashed before healing."""
+    methods = list(dict.fromkeys(model.method for model in results.converted_models))
+    styles = {results.original.name: DesignStyle("series-0", DASHES[0], MARKERS[0])}
+    for model in results.converted_models:
+        index = methods.index(model.method)
+        dash = "solid" if model.stage == HEALED else "dash"
+        styles[model.name] = DesignStyle(f"series-{1 + index % COLOR_COUNT}", dash, MARKERS[(index + 1) % len(MARKERS)])
+    return styles
+
+
+def summary_rows(results: ConversionResults) -> list[ModelRow]:
+    """The original, then the others: of several conversions the larger states first, and of each the lower loss."""
+
+    def order(model: ModelResult) -> tuple[float, float]:
+        loss = finite_ratio(model.windows)
+        return -(state_per_token(results, model) or 0.0), float("inf") if loss is None else loss
+
+    converted = results.converted_models
+    if len({(model.method, model.design_key) for model in converted}) > 1:
+        converted = sorted(converted, key=order)
+    changes = [added_loss(results, model) for model in converted]
+    ends = [abs(row[key]) for row in changes for key in ("mean", "low", "high") if row[key] is not None]
+    scale = max(ends, default=0.0) * INTERVAL_MARGIN or 1.0
+    return [_summary_row(results, model, scale) for model in (results.original, *converted)]
+
+
+def _summary_row(results: ConversionResults, model: ModelResult, scale: float) -> ModelRow:
+    is_original = model.stage == ORIGINAL
+    share = healed_share(results, model)
+    healed = f", {format_percent(share)} of the loss removed" if share is not None and share > 0 else ""
+    return ModelRow(
+        name=model.name,
+        style=model_styles(results)[model.name],
+        size=f"{format_number(model.parameters)} parameters",
+        stage=f"{model.stage}{healed}",
+        loss=format_bits(finite_ratio(model.windows)),
+        difference=None if is_original else _difference_cell(added_loss(results, model), scale),
+        percent="" if is_original else format_signed_percent(added_share(results, model)),
+        costs=[*_recall_bars(results, model), *_cost_bars(results, model)],
+    )
+
+
+def _difference_cell(change: Difference, scale: float) -> DifferenceCell:
+    word = describe_change(change)
+    interval = None
+    if change["mean"] is not None:
+        mean, low, high = (None if change[k] is None else 50 + 50 * change[k] / scale for k in ("mean", "low", "high"))
+        interval = Interval(mean or 50.0, low, high, word in ("better", "worse"))
+    look = word if word in ("better", "worse") else "unresolved"
+    return DifferenceCell(format_difference(change), word, look, "", interval)
+
+
+def _recall_bars(results: ConversionResults, model: ModelResult) -> list[Bar]:
+    if not model.needles:
+        return []
+    gain, accuracy = copying_gain(model)["mean"], needle_accuracy(model)
+    largest = max((-(copying_gain(each)["mean"] or 0.0) for each in results.models), default=0.0)
+    percent = None if gain is None or largest <= 0 else max(0.0, -100 * gain / largest)
+    copied = NO_VALUE if gain is None else f"{format_bits(-gain)}".replace("-", "−")
+    return [
+        Bar("Copying gain", copied, percent, "more is better"),
+        Bar("Needles", format_percent(accuracy), None if accuracy is None else 100 * accuracy, "more is better"),
+    ]
+
+
+def _cost_bars(results: ConversionResults, model: ModelResult) -> list[Bar]:
+    states = [state_per_token(results, each) or 0.0 for each in results.models]
+    state, context = state_per_token(results, model), decode_context(results)
+    bars = [Bar("State a token", format_bytes(state), _percent(state, states), "less is better")]
+    if context is not None:
+        speeds = [value_at(speeds_of(results, each, "decode"), context) or 0.0 for each in results.models]
+        speed = value_at(speeds_of(results, model, "decode"), context)
+        title = f"Decode at {format_context(context)}"
+        bars.append(Bar(title, format_rate(speed), _percent(speed, speeds), "more is better"))
+    return bars
+
+
+def _percent(value: float | None, values: Sequence[float]) -> float | None:
+    return None if value is None or not max(values) else 100 * value / max(values)
+
+
+# The tables of a conversion's page: formatted values for the templates, without HTML.
+
+
+HEAT = 55  # the strongest background, in percent
+
+
+def sweep_table(results: ConversionResults) -> TextTable:
+    """A row for each conversion: its state, and what it adds to the loss before and after healing."""
+    healed = {_conversion_of(model): model for model in results.models if model.stage == HEALED}
+    rows = []
+    for model in (model for model in results.models if model.stage == CONVERTED):
+        share, size = state_share(results, model), state_per_token(results, model)
+        part = NO_VALUE if share is None else format_share(share, 1.0)
+        rows.append([model.name, format_bytes(size), part, *_added_cells(results, model)])
+        if healed:
+            after = healed.get(_conversion_of(model))
+            removed = None if after is None else healed_share(results, after)
+            rows[-1] += [*(_added_cells(results, after) if after else [NO_VALUE] * 2), format_percent(removed)]
+    header = ["conversion", "state a token", "of the original", "adds", ""]
+    header += ["healed, adds", "", "removed by healing"] if healed else []
+    return TextTable(header, rows, "Added bits per byte by state")
+
+
+def _conversion_of(model: ModelResult) -> tuple[str, str]:
+    return model.method, model.design_key
+
+
+def _added_cells(results: ConversionResults, model: ModelResult) -> list[str]:
+    added = added_loss(results, model)
+    percent = format_signed_percent(added_share(results, model))
+    return [format_difference(added), f"{percent}, {describe_change(added)}"]
+
+
+def position_table(results: ConversionResults) -> HeatMap:
+    """The original's loss by position, and what each other model adds to it; the stronger the color, the more."""
+    ranges = results.text.positions
+    original = results.original
+    changes = {
+        model.name: [difference(*pair) for pair in zip(model.positions, original.positions, strict=True)]
+        for model in results.converted_models
+    }
+    largest = max((abs(c["mean"]) for row in changes.values() for c in row if c["mean"] is not None), default=0.0)
+    rows = [(original.name, [HeatCell(format_bits(finite_ratio(scores)), 0) for scores in original.positions])]
+    for name, row in changes.items():
+        cells = []
+        for change in row:
+            heat = max(0.0, change["mean"] or 0.0) / largest * HEAT if largest > 0 else 0.0
+            cells.append(HeatCell(format_difference(change), heat, (describe_change(change),)))
+        rows.append((name, cells))
+    columns = [f"{first} to {end - 1}" for first, end in ranges]
+    return HeatMap(["bits per byte at position"], columns, rows)
+
+
+def layer_tables(results: ConversionResults) -> list[HeatMap]:
+    """The relative errors of the mixers' outputs and of the stream by layer, for models whose layers correspond."""
+    compared = [model for model in results.converted_models if model.layer_errors]
+    tables = []
+    for title in ("mixer", "stream"):
+        errors = {model.name: [getattr(error, title) for error in model.layer_errors] for model in compared}
+        largest = max((error for row in errors.values() for error in row if error is not None), default=0.0)
+        rows = [
+            (name, [HeatCell(format_percent(e), HEAT * (e or 0.0) / largest if largest else 0.0) for e in row])
+            for name, row in errors.items()
+        ]
+        depth = max((len(row) for row in errors.values()), default=0)
+        tables.append(HeatMap([title], [str(index) for index in range(depth)], rows))
+    return tables if compared else []
+
+
+def copying_table(results: ConversionResults) -> TextTable:
+    """The loss on both occurrences of the repeated spans, and what is left of the original's gain."""
+    rows = []
+    for model in results.models:
+        is_original = model.stage == ORIGINAL
+        change = copying_change(results, model)
+        rows.append(
+            [
+                model.name,
+                format_bits(finite_ratio(model.first_spans)),
+                format_bits(finite_ratio(model.repeated_spans)),
+                format_difference(copying_gain(model)),
+                "" if is_original else format_difference(change),
+                "original" if is_original else describe_change(change),
+                format_percent(copying_share(results, model)),
+            ]
+        )
+    header = ["bits per byte of a span", "first", "again", "again − first", "change of it", "", "copying left"]
+    return TextTable(header, rows, "Loss on repeated spans")
+
+
+def needle_table(results: ConversionResults) -> HeatMap:
+    """Right answers by depth; the stronger the color, the further above what is guessed without the needle."""
+    rows = []
+    depths = [needle.depth for needle in hidden_needles(results.original)]
+    for model in results.models:
+        chance = chance_accuracy(model) or 0.0
+        cells = []
+        for needle in hidden_needles(model):
+            accuracy = finite_ratio(needle.correct)
+            above = 0.0 if accuracy is None or chance >= 1 else max(0.0, (accuracy - chance) / (1 - chance))
+            cells.append(
+                HeatCell(format_percent(accuracy), HEAT * above, (f"{format_bits(finite_ratio(needle.losses))} bits",))
+            )
+        gain = needle_gain(model)
+        half = half_width(gain)
+        text = NO_VALUE if gain["mean"] is None else format_signed_percent(gain["mean"])
+        note = "" if half is None else f"± {100 * half:.1f} %"
+        cells += [HeatCell(format_percent(chance_accuracy(model)), 0), HeatCell(text, 0, (note,))]
+        rows.append((model.name, cells))
+    columns = [*(f"depth {depth:.0%}" for depth in depths if depth is not None), "without it", "gain"]
+    return HeatMap(["right tokens"], columns, rows)
+
+
+def cost_tables(results: ConversionResults) -> list[TextTable]:
+    """Sizes, and states over the context."""
+    sizes = TextTable(
+        ["model", "parameters", "FLOPs a token", "state a token", "exports as"],
+        [
+            [
+                model.name,
+                format_number(model.parameters),
+                format_number(model.flops_per_token),
+                format_bytes(state_per_token(results, model)),
+                model.architecture,
+            ]
+            for model in results.models
+        ],
+        "Sizes",
+    )
+    contexts = sorted({context for model in results.models for context, _ in model.state_bytes})
+    states = TextTable(
+        ["state at context", *map(format_context, contexts)],
+        [[m.name, *(format_bytes(value_at(m.state_bytes, context)) for context in contexts)] for m in results.models],
+        "State by context",
+    )
+    return [sizes, states]
+
+
+def speed_tables(results: ConversionResults) -> list[TextTable]:
+    """Decode and prefill speeds over the context, with their ranges; empty where nothing was measured."""
+    tables = []
+    for phase in ("decode", "prefill"):
+        rows = {model.name: speeds_of(results, model, phase) for model in results.models}
+        measured = sorted({row[0] for series in rows.values() for row in series})
+        cells = [[name, *(_rate_with_range(series, context) for context in measured)] for name, series in rows.items()]
+        if measured:
+            tables.append(TextTable([f"{phase} at context", *map(format_context, measured)], cells, f"{phase} speed"))
+    return tables
+
+
+def _rate_with_range(series: SpeedRows, context: int) -> str:
+    text, ends = format_rate(value_at(series, context)), range_at(series, context)
+    return text if ends is None else f"{text} ({format_number(ends[0])} to {format_number(ends[1])})"
+
+
+# The charts of a conversion's page: added loss over the state, and loss, errors and speed of each model.
+
+
+MAX_LINES = 7  # more lines are told by the table alone
+LINEAR_LIMIT = 8  # an added loss of more than so many times the tolerance is drawn on a stretched scale
+
+
+def sweep_chart(results: ConversionResults) -> Chart | None:
+    """Added loss over state bytes a token, a line for each method and stage; None below two sizes of the state."""
+    conversions = [model for model in results.converted_models if model.stage == CONVERTED]
+    if len({state_per_token(results, model) for model in conversions} - {None}) < 2:
+        return None
+    tolerance = TOLERANCE * (finite_ratio(results.original.windows) or 1.0)
+    styles = model_styles(results)
+    groups: dict[tuple[str, str], list[ModelResult]] = {}
+    for model in results.converted_models:
+        groups.setdefault((model.method, model.stage), []).append(model)
+    series = [_sweep_line(results, results.original.name, [results.original], styles[results.original.name])]
+    for (method, stage), models in groups.items():
+        style = styles[models[0].name]
+        series.append(_sweep_line(results, f"{method}, {stage}" if method else stage, models, style))
+    return _sweep_axes(results, [each for each in series if each.values], tolerance)
+
+
+def _sweep_axes(results: ConversionResults, series: Sequence[Series], tolerance: float) -> Chart:
+    low, high = value_range(series, (0.0, 1.5 * tolerance))
+    y_scale = Scale(low, high)
+    if is_stretched := high > LINEAR_LIMIT * tolerance:
+        lowest = min(value.y if value.low is None else value.low for each in series for value in each.values)
+        y_scale = Scale(1.5 * min(lowest, -0.3 * tolerance), high, lambda value: math.asinh(value / tolerance))
+    axis = byte_axis("", [value.x for each in series for value in each.values])
+    x_scale = Scale(10 ** axis["range"][0], 10 ** axis["range"][1], math.log10)
+    context = state_context(results)
+    at_context = "" if context is None else f" (of {format_context(context)} tokens)"
+    return Chart(
+        label="Added bits per byte over state bytes a token",
+        x_title=f"state bytes a token{at_context}",
+        y_title="bits per byte added" + (", stretched around 0" if is_stretched else ""),
+        x_ticks=[(x_scale.percent(v), text) for v, text in zip(axis["tickvals"], axis["ticktext"], strict=True)],
+        y_ticks=symlog_ticks(y_scale) if is_stretched else linear_ticks(y_scale, _signed),
+        lines=scaled_lines(series, x_scale, y_scale),
+        dotted=[
+            (100 - y_scale.percent(0.0), "the original’s loss"),
+            (100 - y_scale.percent(tolerance), f"+{100 * TOLERANCE:g} %"),
+        ],
+    )
+
+
+def _signed(value: float) -> str:
+    return f"{value:g}".replace("-", "−")
+
+
+def _sweep_line(results: ConversionResults, name: str, models: Sequence[ModelResult], style: DesignStyle) -> Series:
+    values = []
+    for model in models:
+        size, added = state_per_token(results, model), added_loss(results, model)
+        if size and added["mean"] is not None:
+            percent = format_signed_percent(added_share(results, model))
+            change = "the original" if model.stage == ORIGINAL else f"{format_difference(added)} ({percent})"
+            title = f"{model.name}: {change}, {format_bytes(size)} a token"
+            values.append(Value(size, added["mean"], added["low"], added["high"], title))
+    values.sort(key=lambda value: value.x)
+    return Series(name, style, values, has_line=len(values) > 1, filled=models[0].stage != CONVERTED)
+
+
+def position_chart(results: ConversionResults) -> Chart | None:
+    """Bits per byte over the position; a bar is the interval of the difference to the original."""
+    ranges = results.text.positions
+    if len(results.models) > MAX_LINES:
+        return None
+
+    def values(model: ModelResult) -> list[Value]:
+        rows = []
+        for index, (scores, reference) in enumerate(zip(model.positions, results.original.positions, strict=True)):
+            loss, change = finite_ratio(scores), difference(scores, reference)
+            if loss is not None:
+                half = 0.0 if change["low"] is None else (change["high"] - change["low"]) / 2
+                title = f"{model.name}, positions {ranges[index][0]} to {ranges[index][1] - 1}: {format_bits(loss)}"
+                if model.stage != ORIGINAL:
+                    title += f" ({format_difference(change)}, {describe_change(change)})"
+                rows.append(Value(index + 0.5, loss, loss - half, loss + half, title))
+        return rows
+
+    labels = [f"{first}–{end - 1}" for first, end in ranges]
+    ticks = [(100 * (index + 0.5) / len(ranges), label) for index, label in enumerate(labels)]
+    return _model_chart(
+        results, values, Scale(0, len(ranges)), ticks, ("position of the token in its document", "bits per byte")
+    )
+
+
+def layer_chart(results: ConversionResults) -> Chart | None:
+    """The relative error of each mixer's output, and fainter that of the stream after each layer."""
+    compared = [model for model in results.converted_models if model.layer_errors]
+    if not compared or len(compared) > MAX_LINES:
+        return None
+    styles, series = model_styles(results), []
+    for model in compared:
+        for title in ("mixer", "stream"):
+            errors = [(error.layer, getattr(error, title)) for error in model.layer_errors]
+            values = [
+                Value(layer, error, title=f"{model.name}, {title} of layer {layer}: {format_percent(error)}")
+                for layer, error in errors
+                if error is not None
+            ]
+            name = model.name if title == "mixer" else ""
+            series.append(Series(name, styles[model.name], values, filled=title == "mixer"))
+    depth = max(len(model.layer_errors) for model in compared)
+    x_scale, y_scale = Scale(-0.5, depth - 0.5), Scale(0.0, value_range(series, (0.0,))[1])
+    step = -(-depth // 8)
+    return Chart(
+        label="Relative error by layer",
+        x_title="layer",
+        y_title="relative error",
+        x_ticks=[(x_scale.percent(layer), str(layer)) for layer in range(0, depth, step)],
+        y_ticks=linear_ticks(y_scale, lambda value: format_percent(value) if value else "0"),
+        lines=scaled_lines(series, x_scale, y_scale),
+        dotted=[],
+    )
+
+
+def decode_chart(results: ConversionResults) -> Chart | None:
+    """Decoded tokens per second over the context; a bar is the range of the measurements. One line a design."""
+    designs = {model.design_key: model for model in reversed(results.models)}
+    shown = [model for model in results.models if designs[model.design_key] is model]
+    contexts = sorted({row[0] for model in shown for row in speeds_of(results, model, "decode")})
+    if len(contexts) < 2 or len(shown) > MAX_LINES:
+        return None
+
+    def values(model: ModelResult) -> list[Value]:
+        return [
+            Value(context, speed, low, high, f"{model.name} at {format_context(context)}: {format_number(speed)} tok/s")
+            for context, speed, low, high in speeds_of(results, model, "decode")
+        ]
+
+    x_scale = Scale(contexts[0] / 1.3, contexts[-1] * 1.3, math.log)
+    ticks = [(x_scale.percent(context), format_context(context)) for context in contexts]
+    return _model_chart(results, values, x_scale, ticks, ("context, tokens", "decoded tokens per second"), shown, 0.0)
+
+
+def _model_chart(
+    results: ConversionResults,
+    values: Callable[[ModelResult], list[Value]],
+    x_scale: Scale,
+    x_ticks: list[tuple[float, str]],
+    titles: tuple[str, str],
+    models: Sequence[ModelResult] | None = None,
+    lowest: float | None = None,
+) -> Chart:
+    """A chart with a line for each model. lowest: where the axis begins; None: a little below the values."""
+    styles = model_styles(results)
+    series = [
+        Series(model.name, styles[model.name], values(model), filled=model.stage != CONVERTED)
+        for model in models or results.models
+    ]
+    low, high = value_range(series)
+    y_scale = Scale(low if lowest is None else lowest, high)
+    y_text = None if lowest is None else format_number
+    return line_chart(series, x_scale, x_ticks, titles, y_scale=y_scale, y_text=y_text)
+
+
+PAGE_FILE = "convert.html"
+REMEDY = "free some space or choose another folder"
+
+
+def write_conversion_page(results: ConversionResults, folder: Path) -> Path:
+    """Write convert.html into a folder, whole or not at all; return its path. Raises MachineError."""
+    write_file(folder / PAGE_FILE, conversion_page(results), REMEDY)
+    return folder / PAGE_FILE
+
+
+def conversion_page(results: ConversionResults) -> str:
+    """The page as one HTML document; the same results give the same bytes."""
+    return render("conversion.html", **page_context(results))
+
+
+def page_context(results: ConversionResults) -> dict[str, Any]:
+    """Everything that the template shows, as plain data: values are formatted, nothing is HTML."""
+    conversions = [model for model in results.models if model.stage == CONVERTED]
+    has_recall = bool(results.original.needles)
+    return {
+        "results": results,
+        "text": results.text,
+        "title": f"heddle convert: {results.source or results.original.name}",
+        "styles": model_styles(results),
+        "verdict": conversion_verdict(results),
+        "tolerance": f"{100 * TOLERANCE:g} %",
+        "conversion_count": len(conversions),
+        "summary": summary_rows(results),
+        "sweep": sweep_chart(results),
+        "sweep_table": sweep_table(results),
+        "positions": position_chart(results),
+        "position_table": position_table(results),
+        "layers": layer_chart(results),
+        "layer_tables": layer_tables(results),
+        "copying": copying_table(results) if has_recall else None,
+        "needles": needle_table(results) if has_recall else None,
+        "decode": decode_chart(results),
+        "costs": cost_tables(results),
+        "speeds": speed_tables(results),
+    }

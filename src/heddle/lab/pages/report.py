@@ -1,0 +1,358 @@
+"""Write a comparison's report: report.json with every number, and report.html, a page that needs no network."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heddle.errors import MachineError
+from heddle.lab.compare.plan import format_value
+from heddle.lab.compare.tables import (
+    CostColumn,
+    Design,
+    Report,
+    TextTable,
+    cost_columns,
+    difference_to_baseline,
+    first_probe,
+    format_bits,
+    format_difference,
+    format_number,
+    format_percent,
+    half_width,
+    join_names,
+    judgment,
+    mean_loss,
+    ranked_designs,
+    recall_accuracy,
+)
+from heddle.lab.compare.verdict import resolution_table
+from heddle.lab.pages import sections
+from heddle.lab.pages.figures.comparison import effect_figures, length_figure, overview_figures, profile, tuning_figures
+from heddle.lab.pages.render import DesignStyle, design_styles, render
+from heddle.lab.pages.sections import ability_tables, profile_cards
+from heddle.storage.file_io import write_file
+
+# The data of the report's summary table: a row for each design, its interval relative to the baseline.
+
+
+INTERVAL_MARGIN = 1.08  # room around the largest interval
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A number in a cell with a bar below it. percent: the bar's length, None without a bar.
+
+    ends: the range of a speed's measurements, as text. note: in the header.
+    """
+
+    title: str
+    text: str
+    percent: float | None
+    note: str = ""
+    ends: str = ""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A point with an interval on a scale of percents, 50 of which is the baseline. filled: whether it is resolved."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    filled: bool
+
+
+@dataclass(frozen=True)
+class DifferenceCell:
+    """The difference to the baseline. look: better, worse or unresolved."""
+
+    text: str
+    judgment: str
+    look: str
+    method: str
+    interval: Interval | None
+
+
+@dataclass(frozen=True)
+class SummaryRow:
+    """A design. difference: None where it is the baseline; baseline_point: its point at 0, if it has a mean."""
+
+    name: str
+    style: DesignStyle
+    size: str
+    loss: str
+    loss_interval: str
+    loss_basis: str
+    difference: DifferenceCell | None
+    baseline_point: Interval | None
+    recall: Bar | None
+    costs: list[Bar]
+
+
+@dataclass(frozen=True)
+class SummaryTable:
+    """The rows, lowest bits per byte first. baseline: its name; compares: whether there is a second design.
+
+    recall_title, chance: of the first probe, where there is one; chance is the percentage that guessing gives.
+    """
+
+    rows: list[SummaryRow]
+    baseline: str
+    compares: bool
+    recall_title: str | None
+    chance: float | None
+
+
+def summary_table(report: Report) -> SummaryTable:
+    """The summary of a report."""
+    columns, scale = cost_columns(report), _scale(report)
+    probe = first_probe(report)
+    return SummaryTable(
+        rows=[_row(report, design, columns, scale) for design in ranked_designs(report)],
+        baseline=report["baseline"],
+        compares=len(report["designs"]) > 1,
+        recall_title=None if probe is None else probe[1]["title"],
+        chance=None if probe is None else 100 * probe[1]["chance"],
+    )
+
+
+def _scale(report: Report) -> float:
+    """The largest difference, with its interval, that the scale must show on both sides of 0."""
+    ends = [abs(row[key]) for row in report["differences"] for key in ("mean", "low", "high") if row[key] is not None]
+    return max(ends, default=0.0) * INTERVAL_MARGIN or 1.0
+
+
+def _row(report: Report, design: Design, columns: list[CostColumn], scale: float) -> SummaryRow:
+    mean, half = mean_loss(design), half_width(design["bits_per_byte"])
+    is_baseline = design["name"] == report["baseline"]
+    return SummaryRow(
+        name=design["name"],
+        style=design_styles(report)[design["name"]],
+        size=parameters_text(design),
+        loss=format_bits(mean),
+        loss_interval="" if half is None else f"± {half:.3f}",
+        loss_basis=(design["bits_per_byte"] or {}).get("basis", ""),
+        difference=None if is_baseline else _difference(report, design["name"], scale),
+        baseline_point=Interval(50.0, None, None, True) if is_baseline and mean is not None else None,
+        recall=_recall(report, design),
+        costs=[_cost(column, design["name"]) for column in columns],
+    )
+
+
+def parameters_text(design: Design) -> str:
+    """ "1.31 M parameters", for a mixture of experts with the active ones: "9.00 M parameters, 1.31 M active"."""
+    text = f"{format_number(design['parameters'])} parameters"
+    if design["active_parameters"] in (None, design["parameters"]):
+        return text
+    return f"{text}, {format_number(design['active_parameters'])} active"
+
+
+def _difference(report: Report, name: str, scale: float) -> DifferenceCell:
+    row = difference_to_baseline(report, name)
+    word = judgment(row)
+    # one seed gives no certain judgment, so it looks like an unresolved one
+    look = word if word in ("better", "worse") else "unresolved"
+    interval = None
+    if row is not None and row["mean"] is not None:
+        half = half_width(row)
+        low, high = (None, None) if not half else (row["mean"] - half, row["mean"] + half)
+        interval = Interval(
+            mean=_position(row["mean"], scale),
+            low=None if low is None else _position(low, scale),
+            high=None if high is None else _position(high, scale),
+            filled=look != "unresolved",
+        )
+    return DifferenceCell(format_difference(row), word, look, "" if row is None else row["method"], interval)
+
+
+def _position(value: float, scale: float) -> float:
+    return 50 + 50 * value / scale
+
+
+def _recall(report: Report, design: Design) -> Bar | None:
+    probe = first_probe(report)
+    if probe is None:
+        return None
+    accuracy = recall_accuracy(design, probe[0])
+    percent = None if accuracy is None else 100 * accuracy
+    return Bar(f"Recall, {probe[1]['title']}", format_percent(accuracy), percent)
+
+
+def _cost(column: CostColumn, name: str) -> Bar:
+    value = column.values[name]
+    largest = max((known for known in column.values.values() if known is not None), default=0.0)
+    percent = 100 * value / largest if value is not None and largest else None
+    note = "less is better" if column.less_is_better else "more is better"
+    return Bar(column.title, column.format(value), percent, note, column.range_text(name))
+
+
+# The data of the report's section on tuning: formatted values for the template, without HTML.
+
+
+@dataclass(frozen=True)
+class TuningCard:
+    """The figure of a tuned field and its numbers. is_measured: whether there is anything to draw."""
+
+    name: str
+    title: str
+    note: str
+    is_measured: bool
+    table: TextTable
+
+
+@dataclass(frozen=True)
+class TuningSection:
+    """A card for each field, sentences, the values that were chosen, and how many were tried on how long runs."""
+
+    cards: list[TuningCard]
+    sentences: list[str]
+    choices: TextTable
+    grid: str
+
+
+def tuning_section(report: Report) -> TuningSection | None:
+    """The section; None where nothing was tuned."""
+    tuning = report.get("tuning")
+    if not tuning:
+        return None
+    figures = tuning_figures(report)
+    header = ["design", *(field["name"] for field in tuning["fields"]), "bits per byte of the trial"]
+    rows = [
+        [design["name"], *map(format_value, design["best"]), format_bits(design["bits_per_byte"])]
+        for design in tuning["designs"]
+    ]
+    noun = "combinations" if len(tuning["fields"]) > 1 else "values"
+    [tried] = tuning["rungs"]
+    length = "whole runs" if tried["fraction"] > 0.999 else f"{tried['fraction']:.0%} of a run"
+    return TuningSection(
+        cards=[
+            TuningCard(
+                name=f"tuning-{index}",
+                title=field["name"],
+                note=_note(tuning, index),
+                is_measured=figures[f"tuning-{index}"] is not None,
+                table=_table(tuning, index),
+            )
+            for index, field in enumerate(tuning["fields"])
+        ],
+        sentences=tuning["sentences"],
+        choices=TextTable(header, rows, "The values chosen for each design"),
+        grid=f"{len(tried['candidates'])} {noun} on {length}",
+    )
+
+
+def _note(tuning: Mapping[str, Any], index: int) -> str:
+    """What the figure shows."""
+    field = tuning["fields"][index]
+    note = "A ring is a design's choice."
+    if field["is_number"]:
+        note += " The dotted line is the best shared value."
+    if len(tuning["fields"]) > 1:
+        note += " Each point is the best over the other fields."
+    return note
+
+
+def _table(tuning: Mapping[str, Any], index: int) -> TextTable:
+    """The losses of the trials by design and value."""
+    field = tuning["fields"][index]
+    rows = []
+    for design in tuning["designs"]:
+        losses = profile(design["trials"], index)
+        statuses = {trial["values"][index]: trial["status"] for trial in design["trials"]}
+        cells = []
+        for value in field["values"]:
+            status = statuses.get(value, "done")
+            cells.append(format_bits(losses.get(value)) if value in losses or status == "done" else status)
+        rows.append([design["name"], *cells])
+    header = ["trials", *map(format_value, field["values"])]
+    return TextTable(header, rows, f"Bits per byte of the trials by {field['name']}")
+
+
+WRITE_REMEDY = "free some space or choose another folder"
+LONG_VERDICT = 160  # characters; a longer first sentence is set in smaller type
+
+
+def write_report(report: dict[str, Any], folder: Path) -> Path:
+    """Write report.json and report.html into a folder, each completely or not at all; return the page's path.
+
+    The same report gives the same bytes. Numbers that are not finite become null. Raises MachineError where the folder
+    cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from error
+    write_file(folder / "report.json", report_json(report), WRITE_REMEDY)
+    write_file(folder / "report.html", report_page(report), WRITE_REMEDY)
+    return folder / "report.html"
+
+
+def report_json(report: Report) -> str:
+    """The text of report.json."""
+    return json.dumps(_finite(report), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """The same data with None for every number that JSON cannot express."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def report_page(report: Report, revision: int | None = None) -> str:
+    """The report as one HTML document.
+
+    revision: of a page that `LivePage` serves, and that asks for newer ones; None for a file, which asks for nothing.
+    """
+    return render("report.html", **report_context(_finite(report)), plotly=plotly_script(), revision=revision)
+
+
+def plotly_script() -> str:
+    """The source of plotly, about 5 MB."""
+    from plotly.offline import get_plotlyjs
+
+    source: str = get_plotlyjs()
+    return source
+
+
+def report_context(report: Report) -> dict[str, Any]:
+    """Everything that the templates show, as plain data: values are formatted, nothing is HTML."""
+    verdict = [name_parts(report, sentence) for sentence in report["verdict"] or ["Nothing was compared."]]
+    figures = overview_figures(report)
+    return {
+        "report": report,
+        "title": "heddle compare: " + join_names(design["name"] for design in report["designs"]),
+        "styles": design_styles(report),
+        "verdict": verdict,
+        "is_long_verdict": sum(len(text) for text, _ in verdict[0]) > LONG_VERDICT,
+        "summary": summary_table(report),
+        "resolution": resolution_table(report),
+        "overview": sections.overview_cards(report, figures),
+        "effects": sections.effect_cards(report),
+        "interactions": sections.interaction_tables(report),
+        "equal_size": sections.equal_size(report),
+        "tuning": tuning_section(report),
+        "lengths": sections.length_rows(report),
+        "refusals": sections.refusals(report),
+        "recall": sections.recall_rows(report),
+        "abilities": ability_tables(report),
+        "profile": profile_cards(report),
+        "experts": sections.expert_cards(report),
+        "designs": sections.design_cards(report),
+        "methods": sections.difference_methods(report),
+        "figures": {**figures, **effect_figures(report), **tuning_figures(report), "lengths": length_figure(report)},
+    }
+
+
+def name_parts(report: Report, sentence: str) -> list[tuple[str, bool]]:
+    """A sentence cut into (text, whether it is a design's name)."""
+    longest_first = sorted((design["name"] for design in report["designs"]), key=len, reverse=True)
+    # a name inside a longer word or name does not count
+    pattern = r"(?<![\w-])(" + "|".join(re.escape(name) for name in longest_first) + r")(?![\w-])"
+    return [(text, index % 2 == 1) for index, text in enumerate(re.split(pattern, sentence)) if text]

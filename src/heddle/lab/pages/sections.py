@@ -1,0 +1,471 @@
+"""The data of the report's sections below the summary: formatted values for the templates, without HTML."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from heddle.lab.compare.abilities import left_out_sentences
+from heddle.lab.compare.statistics import finished_runs
+from heddle.lab.compare.tables import (
+    NO_VALUE,
+    Design,
+    Formatter,
+    Report,
+    TextTable,
+    difference_to_baseline,
+    effect_table,
+    equal_size_table,
+    equal_size_words,
+    format_bits,
+    format_bytes,
+    format_context,
+    format_difference,
+    format_number,
+    format_percent,
+    format_rate,
+    format_signed,
+    half_width,
+    join_names,
+    judgment,
+    mean_loss,
+    missing_reason,
+    range_at,
+    ranked_designs,
+    recall_accuracy,
+    shared_context,
+    value_at,
+)
+from heddle.lab.compare.verdict import compare_with_baseline, describe_state_growth
+from heddle.lab.pages.figures.base import Figure
+from heddle.lab.pages.figures.comparison import mean_curve, profile_chart
+from heddle.lab.pages.figures.svg import Chart
+from heddle.training.step import average_router_summaries
+
+MAX_CURVE_COLUMNS = 8
+# the strongest background of a heat map's cell, in percent; with more the text is hard to read
+RECALL_HEAT, INTERACTION_HEAT = 55, 45
+
+
+@dataclass(frozen=True)
+class OverviewCard:
+    """A figure of the overview and its numbers. is_measured: whether there is anything to draw."""
+
+    name: str
+    is_measured: bool
+    tables: list[TextTable]
+
+
+@dataclass(frozen=True)
+class EffectCard:
+    """A varied field. designs_per_value: how many designs each value's mean is over. methods: of its intervals."""
+
+    name: str
+    title: str
+    baseline: str
+    designs_per_value: int
+    is_measured: bool
+    table: TextTable
+    methods: list[str]
+
+
+@dataclass(frozen=True)
+class HeatCell:
+    """A cell of a heat map. heat: the strength of its color, in percent; notes: small lines below the text."""
+
+    text: str
+    heat: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """A table with colored cells; each row has a title and a cell for each column."""
+
+    titles: list[str]
+    columns: list[str]
+    rows: list[tuple[str, list[HeatCell]]]
+
+
+def overview_cards(report: Report, figures: Mapping[str, Figure | None]) -> list[OverviewCard]:
+    """A card for each figure of the overview."""
+    tables = {
+        "loss": [_loss_table(report)],
+        "tradeoff": [_tradeoff_table(report)],
+        "state": [_series_table(report, "state_bytes", "state at context", format_bytes)],
+        "speed": [
+            _series_table(report, "decode", "decode at context", format_rate),
+            _series_table(report, "prefill", "prefill at context", format_rate),
+        ],
+    }
+    return [OverviewCard(name, figure is not None, tables[name]) for name, figure in figures.items()]
+
+
+def _loss_table(report: Report) -> TextTable:
+    curves = {design["name"]: mean_curve(design) for design in report["designs"]}
+    longest: list[tuple[float, float]] = max(curves.values(), key=len)
+    step = -(-len(longest) // MAX_CURVE_COLUMNS) or 1
+    columns = [tokens for tokens, _ in longest[::-1][::step]][::-1]
+    rows = [[name, *(format_bits(value_at(curve, tokens)) for tokens in columns)] for name, curve in curves.items()]
+    return TextTable(["bits per byte after", *(f"{format_number(tokens)} tokens" for tokens in columns)], rows)
+
+
+def _series_table(report: Report, key: str, title: str, format_value: Formatter) -> TextTable:
+    contexts = sorted({row[0] for design in report["designs"] for row in design[key] or ()})
+    rows = [
+        [design["name"], *(_with_range(design[key], context, format_value) for context in contexts)]
+        for design in report["designs"]
+    ]
+    return TextTable([title, *(format_context(context) for context in contexts)], rows)
+
+
+def _with_range(series: Sequence[Sequence[Any]] | None, context: int, format_value: Formatter) -> str:
+    """The value at a context, with the range of its measurements where it has one: "305 tok/s (290 to 311)"."""
+    text, ends = format_value(value_at(series, context)), range_at(series, context)
+    return text if ends is None else f"{text} ({format_number(ends[0])} to {format_number(ends[1])})"
+
+
+def _tradeoff_table(report: Report) -> TextTable:
+    context = shared_context(report["designs"], "state_bytes")
+    rows = []
+    for design in ranked_designs(report):
+        difference = format_difference(difference_to_baseline(report, design["name"]))
+        state = format_bytes(value_at(design["state_bytes"], context))
+        rows.append([design["name"], format_bits(mean_loss(design)), difference, state])
+    state_title = "state" if context is None else f"state at {format_context(context)}"
+    return TextTable(["design", "bits per byte", f"difference to {report['baseline']}", state_title], rows)
+
+
+def effect_cards(report: Report) -> list[EffectCard]:
+    """A card for each varied field."""
+    return [
+        EffectCard(
+            name=f"effect-{index}",
+            title=field["title"],
+            baseline=field["baseline"],
+            designs_per_value=max(len(value["designs"]) for value in field["values"]),
+            is_measured=any(value["mean"] is not None for value in field["values"]),
+            table=effect_table(field),
+            # the values share a method where they were measured alike
+            methods=list(
+                dict.fromkeys(value["difference"]["method"] for value in field["values"] if value["difference"])
+            ),
+        )
+        for index, field in enumerate(report["effects"]["fields"])
+    ]
+
+
+def interaction_tables(report: Report) -> list[HeatMap]:
+    """A heat map for each pair of varied fields: the lower the loss, the stronger the color."""
+    return [_interaction_table(interaction) for interaction in report["effects"]["interactions"]]
+
+
+def _interaction_table(interaction: Mapping[str, Any]) -> HeatMap:
+    cells = {tuple(cell["values"]): cell for cell in interaction["cells"]}
+    columns = list(dict.fromkeys(label for _, label in cells))
+    means = [cell["mean"] for cell in cells.values() if cell["mean"] is not None]
+    rows = [
+        (label, [_interaction_cell(cells[label, column], means) for column in columns])
+        for label in dict.fromkeys(label for label, _ in cells)
+    ]
+    return HeatMap(interaction["titles"], columns, rows)
+
+
+def _interaction_cell(cell: Mapping[str, Any], means: Sequence[float]) -> HeatCell:
+    depth = 0.0
+    if cell["mean"] is not None and max(means) > min(means):
+        depth = (max(means) - cell["mean"]) / (max(means) - min(means))
+    notes: tuple[str, ...] = ()
+    interaction = cell["interaction"]
+    if interaction is not None:
+        word = "resolved" if interaction["resolved"] else "not resolved"
+        notes = (format_difference(interaction), word if interaction["mean"] is not None else "not measured")
+    return HeatCell(format_bits(cell["mean"]), INTERACTION_HEAT * depth, notes)
+
+
+def equal_size(report: Report) -> tuple[str, TextTable] | None:
+    """(what was made equal, in words; what was changed), or None where nothing was."""
+    return (equal_size_words(report), equal_size_table(report)) if report["equal_size"] else None
+
+
+def length_rows(report: Report) -> list[tuple[str, list[tuple[str, str, str]]]]:
+    """Of each design its name, and for each multiple of the trained length (text, note, method of the interval)."""
+    rows = []
+    for design in report["designs"]:
+        rows.append((design["name"], [_length_cell(row) for row in design["extrapolation"]]))
+    return rows
+
+
+def _length_cell(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    change = row["change"]
+    if row["bits_per_byte"] is None:
+        return missing_reason(row), "", ""
+    if change is None:
+        return format_bits(row["bits_per_byte"]), "", ""
+    missing = f", {row['not_finite']} not finite" if row["not_finite"] else ""
+    return format_difference(change), f"{judgment(change)}{missing}", change["method"]
+
+
+def refusals(report: Report) -> list[tuple[str, int, str]]:
+    """(design, multiple, reason) of the first length that a design refuses."""
+    first = []
+    for design in report["designs"]:
+        row = next((row for row in design["extrapolation"] if row["refusal"] is not None), None)
+        if row is not None:
+            first.append((design["name"], row["multiple"], row["refusal"]))
+    return first
+
+
+def recall_rows(report: Report) -> HeatMap:
+    """Right answers by design and probe; the stronger the color, the further from guessing."""
+    probes = report["recall"]
+    rows = []
+    for design in report["designs"]:
+        cells = []
+        for name, probe in probes.items():
+            accuracy = recall_accuracy(design, name)
+            above = 0.0 if accuracy is None else max(0.0, (accuracy - probe["chance"]) / (1 - probe["chance"]))
+            cells.append(HeatCell(format_percent(accuracy), RECALL_HEAT * above))
+        rows.append((design["name"], cells))
+    return HeatMap(["right answers"], [probe["title"] for probe in probes.values()], rows)
+
+
+def design_cards(report: Report) -> list[dict[str, Any]]:
+    """Of each design: what it is, its state, how it compares with the baseline, its runs, and a sample."""
+    return [
+        {
+            "design": design,
+            "state_growth": describe_state_growth(design),
+            "kernels": kernel_sentences(design),
+            "relative_to_baseline": compare_with_baseline(report, design),
+            "runs": TextTable(
+                ["", "bits per byte", "tokens", "time"],
+                [
+                    [
+                        f"seed {run['seed']}",
+                        format_bits(run["bits_per_byte"]) if run["status"] == "done" else run["status"],
+                        format_number(run["train_tokens"]),
+                        NO_VALUE if run["seconds"] is None else f"{run['seconds']:.1f} s",
+                    ]
+                    for run in design["runs"]
+                ],
+            ),
+            "skipped": [
+                f"{run['skipped_steps']} in seed {run['seed']}" for run in design["runs"] if run["skipped_steps"]
+            ],
+            "sample": next((run["sample"] for run in finished_runs(design["runs"]) if run["sample"]), ""),
+        }
+        for design in report["designs"]
+    ]
+
+
+def kernel_sentences(design: Design) -> list[str]:
+    """Of each phase the kernels of the mixers' operations: "Kernels in training: attention torch, delta chunked"."""
+    phrases = []
+    for phase, operations in design["kernels"].items():
+        names = [f"{operation} {' and '.join(kernels)}" for operation, kernels in operations.items()]
+        phrases += [f"Kernels in {phase}: {', '.join(names)}"] if names else []
+    return phrases
+
+
+def difference_methods(report: Report) -> list[tuple[str, str]]:
+    """(designs, method) of each method by which differences were computed."""
+    is_partial = not report["progress"]["is_complete"]
+    differences = [row for row in report["differences"] if not is_partial or row["mean"] is not None]
+    methods = dict.fromkeys(row["method"] for row in differences)
+    return [
+        (join_names([row["design"] for row in differences if row["method"] == method], 12), method)
+        for method in methods
+    ]
+
+
+# The data of the report's sections on what designs can do and where their loss lies, without HTML.
+
+
+PROFILE_HEAT = 55  # the strongest background of a cell, in percent
+
+
+@dataclass(frozen=True)
+class AbilityTables:
+    """What is shown of recall beside the table of tasks. left_out: sentences on tasks that are not in that table."""
+
+    left_out: list[str]
+    text_table: TextTable | None
+    text: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class ProfileCard:
+    """A figure of where the loss lies, and its numbers."""
+
+    title: str
+    note: str
+    chart: Chart | None
+    map: HeatMap
+    groups: TextTable | None = None
+
+
+def ability_tables(report: Report) -> AbilityTables:
+    """The section on what the designs can do."""
+    return AbilityTables(
+        left_out=left_out_sentences(report),
+        text_table=text_recall_table(report),
+        text=report.get("text_recall"),
+    )
+
+
+def text_recall_table(report: Report) -> TextTable | None:
+    """Right tokens of the needles with and without them, and bits per byte of repeated spans; None if not measured."""
+    measured = [design for design in report["designs"] if design.get("text_recall")]
+    if not measured:
+        return None
+    rows = []
+    for design in measured:
+        needle, span = design["text_recall"]["needle"], design["text_recall"]["span"]
+        is_baseline = design["name"] == report["baseline"]
+        change = span["difference"]
+        words = "baseline" if is_baseline else f"{format_difference(change)}, {_more_or_less(change)}"
+        rows.append(
+            [
+                design["name"],
+                format_percent(needle["value"]),
+                format_percent(needle["control"]),
+                _percent_difference(needle["gain"]),
+                format_bits(span["control"]),
+                format_bits(span["value"]),
+                format_difference(span["gain"]),
+                words,
+            ]
+        )
+    header = ["held-out text", "needle", "without it", "gain", "span, first", "again", "again − first"]
+    return TextTable([*header, f"to {report['baseline']}"], rows, "Recall in held-out text")
+
+
+def _percent_difference(difference: Mapping[str, Any]) -> str:
+    """ "+12.0 ± 3.1 %", in percent of the tokens."""
+    if difference["mean"] is None:
+        return NO_VALUE
+    half = half_width(difference)
+    return f"{format_signed(100 * difference['mean'], 1)}{'' if half is None else f' ± {100 * half:.1f}'} %"
+
+
+def _more_or_less(change: Mapping[str, Any]) -> str:
+    """What the difference of two gains says: below 0 the second occurrence helps this design more."""
+    word = judgment(change)
+    return word.replace("better", "copies more").replace("worse", "copies less")
+
+
+def profile_cards(report: Report) -> list[ProfileCard]:
+    """Loss by position and by token frequency; empty where nothing was measured."""
+    groups = report.get("loss_profile")
+    if not groups or not any((design.get("loss_profile") or {}).get("positions") for design in report["designs"]):
+        return []
+    ranges = [f"{first}–{end - 1}" for first, end in groups["positions"]]
+    frequencies = [str(index + 1) for index in range(len(groups["frequencies"]))]
+    rows = [
+        [
+            number,
+            format_percent(group["share"]),
+            str(group["tokens"]),
+            " ".join(group["examples"]),
+        ]
+        for number, group in zip(frequencies, groups["frequencies"], strict=True)
+    ]
+    return [
+        ProfileCard(
+            "Loss by position",
+            "The position of a token in its document, within a window. A design that uses what it has read gains with "
+            "the position.",
+            profile_chart(report, "positions", ranges, "position in the document"),
+            profile_map(report, "positions", ranges),
+        ),
+        ProfileCard(
+            "Loss by frequency of the token",
+            "Tokens are sorted by their count in the training text, the most frequent first, and cut into groups that "
+            "each make up about a tenth of it.",
+            profile_chart(report, "frequencies", frequencies, "group of tokens, from frequent to rare"),
+            profile_map(report, "frequencies", frequencies),
+            TextTable(["group", "share of the text", "tokens", "the most frequent"], rows, "Groups of tokens"),
+        ),
+    ]
+
+
+def profile_map(report: Report, name: str, columns: Sequence[str]) -> HeatMap:
+    """The baseline's loss in each group, and the others' differences to it; the stronger the color, the worse."""
+    rows: list[tuple[str, list[HeatCell]]] = []
+    measured = [design for design in report["designs"] if (design.get("loss_profile") or {}).get(name)]
+    means = [
+        abs(row["difference"]["mean"])
+        for design in measured
+        for row in design["loss_profile"][name]
+        if row["difference"]["mean"] is not None
+    ]
+    largest = max(means, default=0.0)
+    for design in sorted(measured, key=lambda design: design["name"] != report["baseline"]):
+        cells = []
+        for row in design["loss_profile"][name]:
+            if design["name"] == report["baseline"]:
+                cells.append(HeatCell(format_bits(row["bits_per_byte"]), 0))
+                continue
+            mean = row["difference"]["mean"] or 0.0
+            heat = PROFILE_HEAT * max(0.0, mean) / largest if largest else 0.0
+            cells.append(HeatCell(format_difference(row["difference"]), heat, (judgment(row["difference"]),)))
+        rows.append((design["name"], cells))
+    return HeatMap(["bits per byte"], list(columns), rows)
+
+
+# The data of the report's section on mixtures of experts: how often each expert was chosen.
+
+
+BAR_WIDTH, BAR_SPACE, PICTURE_HEIGHT = 8.0, 10, 40  # in the picture's own units
+
+
+@dataclass(frozen=True)
+class ExpertLoads:
+    """The experts of one layer. shares: of each expert's choices relative to an even share, which is 1."""
+
+    layer: str
+    shares: list[float]
+    bars: list[tuple[float, float, float, float]]  # x, y, width, height
+    picture_width: float
+    even_share_y: float
+    entropy: str
+    dropped: str
+
+
+def expert_cards(report: Report) -> list[tuple[str, list[ExpertLoads]]]:
+    """(design, its layers) of every design with mixtures of experts, averaged over its finished seeds."""
+    cards = []
+    for design in report["designs"]:
+        summaries = [run["experts"] for run in finished_runs(design["runs"]) if run.get("experts")]
+        if summaries:
+            average = average_router_summaries([_sorted_by_load(summary) for summary in summaries])
+            shares = {path: [load * len(layer["load"]) for load in layer["load"]] for path, layer in average.items()}
+            highest = max(2.0, *(share for of_layer in shares.values() for share in of_layer))
+            cards.append(
+                (design["name"], [_expert_loads(path, average[path], shares[path], highest) for path in average])
+            )
+    return cards
+
+
+def _sorted_by_load(summary: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Loads in descending order: experts of different seeds correspond only by their rank."""
+    return {path: {**layer, "load": sorted(layer["load"], reverse=True)} for path, layer in summary.items()}
+
+
+def _expert_loads(path: str, layer: Mapping[str, Any], shares: list[float], highest: float) -> ExpertLoads:
+    bars = []
+    for index, share in enumerate(shares):
+        height = PICTURE_HEIGHT * share / highest
+        left = BAR_SPACE * index + (BAR_SPACE - BAR_WIDTH) / 2
+        bars.append((left, PICTURE_HEIGHT - height, BAR_WIDTH, height))
+    max_entropy = math.log(len(shares))
+    return ExpertLoads(
+        layer=path.removesuffix(".feedforward"),
+        shares=shares,
+        bars=bars,
+        picture_width=BAR_SPACE * len(shares),
+        even_share_y=PICTURE_HEIGHT - PICTURE_HEIGHT / highest,
+        entropy=NO_VALUE if layer["entropy"] is None else f"{layer['entropy']:.2f} of {max_entropy:.2f}",
+        dropped=format_percent(layer["dropped"]),
+    )

@@ -1,0 +1,74 @@
+// Scalings of a rotation: how many times slower each pair turns. Tests compare the frequencies with heddle's own.
+"use strict";
+const clamp = value => Math.min(1, Math.max(0, value));
+
+// The index of the pair, maybe between two, that makes so many turns over the original length (YaRN).
+const pairOfTurns = (part, turns, dims, base) =>
+  Math.min(dims, Math.max(-dims, dims * Math.log(part.original_length / (turns * 2 * Math.PI)) / (2 * Math.log(base))));
+
+// The frequencies of the pairs for a text of `tokens` tokens.
+function scaledFrequencies(part, dims, base, tokens) {
+  const before = pairFrequencies(dims, base), f = part.factor;
+  if (part.kind === "linear") return before.map(theta => theta / f);
+  if (part.kind === "ntk") {
+    const s = part.original_length ? 1 + f * Math.max(0, tokens / part.original_length - 1) : f;
+    return before.map((theta, index) => theta * s ** (-2 * index / (dims - 2)));
+  }
+  if (part.kind === "llama3") {
+    const low = part.low_freq_factor ?? 1, high = part.high_freq_factor ?? 4;
+    return before.map(theta => {
+      const kept = clamp((part.original_length * theta / (2 * Math.PI) - low) / (high - low));
+      return theta * (kept + (1 - kept) / f);
+    });
+  }
+  if (part.kind === "longrope") {
+    const factors = tokens > part.original_length ? part.long_factor : part.short_factor;
+    return before.map((theta, index) => theta / factors[index]);
+  }
+  if (part.kind !== "yarn") return null;
+  let fast = pairOfTurns(part, part.beta_fast ?? 32, dims, base), slow = pairOfTurns(part, part.beta_slow ?? 1, dims, base);
+  if (part.truncate !== false) [fast, slow] = [Math.floor(fast), Math.ceil(slow)];
+  [fast, slow] = [Math.max(fast, 0), Math.min(slow, dims - 1)];
+  return before.map((theta, index) => {
+    const slowed = clamp((index - fast) / (slow - fast || 0.001));
+    return theta * (1 - slowed) + theta / f * slowed;
+  });
+}
+
+// What a scaling cannot be beside this rotation, as [field, sentence].
+function scalingRefusals(part, dims, base) {
+  const found = [];
+  if (base <= 1) found.push(["base", "makes no pair slower than the first, so there is nothing to scale; raise it"]);
+  if (part.kind === "llama3" && (part.high_freq_factor ?? 4) <= (part.low_freq_factor ?? 1)) found.push(["high_freq_factor", "is not above low_freq_factor; raise it"]);
+  if (part.kind === "ntk" && dims === 2) found.push(["kind", "leaves a single pair unchanged; rotate more dims"]);
+  if (part.kind === "yarn") {
+    if ((part.beta_fast ?? 32) < (part.beta_slow ?? 1)) found.push(["beta_fast", "is below beta_slow; swap them"]);
+    const [given, whole] = [part.mscale, part.mscale_all_dim].map(value => value !== undefined && value !== null);
+    if (given !== whole) found.push([given ? "mscale_all_dim" : "mscale", "is missing; give both mscale and mscale_all_dim, or neither"]);
+    if (given && part.attention_factor) found.push(["attention_factor", "is given together with mscale, which determines it; keep one of the two"]);
+  }
+  if (part.kind === "longrope") {
+    for (const name of ["short_factor", "long_factor"])
+      if (part[name]?.length !== dims / 2) found.push([name, `has ${part[name]?.length ?? 0} factors; ${dims} rotary dims need ${dims / 2}`]);
+    if (!part.factor && !part.attention_factor) found.push(["factor", "is missing, and so is attention_factor; give one"]);
+    if (part.factor && part.attention_factor) found.push(["attention_factor", "is given together with factor, which determines it; keep one of the two"]);
+    if (part.factor > 1 && part.original_length === 1) found.push(["factor", "is divided by ln(original_length) = 0; give attention_factor instead"]);
+  }
+  return found;
+}
+
+function scalingPicture(part, rotation, v) {
+  const dims = rotation.rotary_dim || v.rope_dim || v.head_dim || 64, base = rotation.base ?? 10000;
+  if (dims > MOST_DRAWN) return tooMany;
+  const after = scaledFrequencies(part, dims, base, v.tokens);
+  if (!after) return html`<p class="small">No picture of this kind is known.</p>`;
+  const slower = pairFrequencies(dims, base).map((theta, index) => Math.min(HUGE, theta / after[index])), most = Math.max(2, ...slower) * 1.1;
+  const wide = 340 / slower.length, y = value => 140 - value / most * 118;
+  const body = [slower.map((value, index) => rect(46 + index * wide + wide * 0.1, y(value), wide * 0.8, 140 - y(value), value > 1.0001 ? SERIES[1] : SERIES[0], html`rx="1.5"`))];
+  for (const value of [1, most / 2.2, most / 1.1]) body.push(text(40, y(value) + 4, amount(value), html`text-anchor="end" class="tick"`));
+  body.push(line(44, y(1), 390, y(1), "var(--ink)", html`stroke-dasharray="4 4"`));
+  body.push(text(216, 160, "pairs, fast to slow", html`text-anchor="middle"`), text(46, 12, "times slower than without the scaling"));
+  const changed = slower.filter(value => value > 1.0001).length;
+  const words = `${changed} of ${slower.length} pairs (orange) turn slower, in a text of ${amount(v.tokens)} tokens.`;
+  return [figure(svg(400, 168, "How many times slower each pair turns", body), words), wavelengthPicture(after, v)];
+}

@@ -1,0 +1,445 @@
+"""What one row costs in each layer: FLOPs, parameters, and what is saved for the backward pass.
+
+Everything is measured on the meta device with the kernels of a GPU; nothing is allocated. Each distinct layer of the
+design runs once and is multiplied by its count.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from heddle.errors import ConfigError, choices_hint
+from heddle.lab.plan.gpus import Gpu
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder
+from heddle.model.size import (
+    active_parameter_count,
+    around_layers,
+    build_distinct_layers,
+    layer_flops,
+    parameter_count,
+    parameter_counts,
+)
+from heddle.numerics.cross_entropy import CHUNK_ELEMENTS
+from heddle.numerics.dispatch import record_choices
+from heddle.parts.layout import Layout
+from heddle.torch_private import TorchDispatchMode, operator_name, storage_key
+
+# A stand-in for the fused attention of a GPU: it saves what the kernel saves, and computes nothing.
+
+
+BACKWARD_PRODUCTS = 2.5  # FLOPs of the backward pass over those of the forward pass: scores are computed again
+
+
+class AttentionShapes(TorchFunctionMode):
+    """Within the block, `scaled_dot_product_attention` saves queries, keys, values, output and log-sum-exp.
+
+    note(output, FLOPs) is called for each forward pass, note(None, FLOPs) for each backward pass. A causal call counts
+    half of its pairs.
+    """
+
+    def __init__(self, note: Callable[[Tensor | None, float], None]) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer attention, and leave the rest to torch."""
+        if function is not functional.scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        q, k, v = args[:3]
+        pairs = q.shape[-2] * k.shape[-2] * (0.5 if (kwargs or {}).get("is_causal") else 1.0)
+        flops = 2.0 * q.shape[:-2].numel() * pairs * (q.shape[-1] + v.shape[-1])
+        return _FusedAttention.apply(q, k, v, flops, self.note)
+
+
+class _FusedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, flops: float, note: Any) -> Tensor:
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32))
+        ctx.flops, ctx.note = flops, note
+        note(out, flops)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.note(None, BACKWARD_PRODUCTS * ctx.flops)
+        return *(torch.empty_like(x) for x in ctx.saved_tensors[:3]), None, None
+
+
+BF16_BYTES = 2
+PRODUCTS = {"addmm", "baddbmm", "bmm", "mm", "linear"}
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One of `count` equal layers. FLOPs and bytes are those of the forward pass of one row.
+
+    attention_flops: those that grow with the square of the length. saved_bytes: what the backward pass needs, in
+    bfloat16. product_bytes: the outputs of every second product and of attention, which selective recomputation keeps.
+    input_bytes: the layer's input, which full recomputation keeps.
+    """
+
+    count: int
+    parameters: int
+    active_parameters: int
+    flops: float
+    attention_flops: float
+    saved_bytes: int
+    product_bytes: int
+    input_bytes: int
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """The layers, and what stands around them: embedding, last norm and head (`root`)."""
+
+    layers: tuple[LayerCost, ...]
+    parameters: int
+    active_parameters: int
+    root_parameters: int
+    head_flops: float
+    vocab_size: int
+    width: int
+    sequence_length: int
+
+    @property
+    def forward_flops(self) -> float:
+        """FLOPs of the forward pass of one row, causal pairs only, with the head."""
+        return self.head_flops + sum(layer.count * layer.flops for layer in self.layers)
+
+    @property
+    def attention_flops(self) -> float:
+        """Those of `forward_flops` that grow with the square of the length."""
+        return sum(layer.count * layer.attention_flops for layer in self.layers)
+
+    @property
+    def largest_layer(self) -> int:
+        """Parameters of the largest layer."""
+        return max((layer.parameters for layer in self.layers), default=0)
+
+
+@dataclass
+class _LayerTrace:
+    flops: int = 0
+    saved: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    products: list[int] = field(default_factory=list)
+    attention_bytes: int = 0
+    input_bytes: int = 0
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(size for size, _ in self.saved.values())
+
+    @property
+    def product_bytes(self) -> int:
+        return sum(self.products[::2]) + self.attention_bytes + self.input_bytes
+
+
+def model_cost(config: ModelConfig, sequence_length: int) -> ModelCost:
+    """Measure a design for rows of `sequence_length` tokens. Raises ConfigError for one with an encoder."""
+    if config.encoder is not None or config.vocab_size is None:
+        reason = "vocab_size: is missing" if config.vocab_size is None else "encoder: a plan covers decoders only"
+        raise ConfigError(f"{reason}; give a design without an encoder and with a vocab_size")
+    model = build_distinct_layers(config, torch.bfloat16)
+    parameters, active = parameter_counts(model)
+    flops, other_flops = layer_flops(model, sequence_length)
+    traces = _traces(model, sequence_length)
+    layers = []
+    for layer, count, row_flops, trace in zip(model.layers, model.layer_counts, flops, traces, strict=True):
+        active_size = active_parameter_count(layer)
+        linear = 2.0 * active_size * sequence_length
+        layers.append(
+            LayerCost(
+                count=count,
+                parameters=parameter_count(layer),
+                active_parameters=active_size,
+                flops=row_flops,
+                attention_flops=max(0.0, row_flops - linear),
+                saved_bytes=trace.saved_bytes,
+                product_bytes=min(trace.product_bytes, trace.saved_bytes),
+                input_bytes=trace.input_bytes,
+            )
+        )
+    in_layers = sum(layer.count * layer.parameters for layer in layers)
+    return ModelCost(
+        layers=tuple(layers),
+        parameters=parameters,
+        active_parameters=active,
+        root_parameters=parameters - in_layers,
+        head_flops=other_flops,
+        vocab_size=config.vocab_size,
+        width=config.width,
+        sequence_length=sequence_length,
+    )
+
+
+def _row(sequence_length: int) -> tuple[Tensor, Layout]:
+    tokens = torch.zeros(1, sequence_length, dtype=torch.int64, device="meta")
+    return tokens, Layout.causal(1, sequence_length, device="meta")
+
+
+def _traces(model: Decoder, sequence_length: int) -> list[_LayerTrace]:
+    """What each distinct layer saves for the backward pass of one row."""
+    traces = [_LayerTrace() for _ in model.layers]
+    current: list[_LayerTrace] = []
+    weights = {storage_key(parameter.untyped_storage()) for parameter in model.parameters()}
+
+    def enter(index: int, inputs: tuple[Any, ...]) -> None:
+        current.append(traces[index])
+        traces[index].input_bytes = sum(x.nbytes for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
+
+    def leave(index: int) -> None:
+        current.pop()
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if current and (key := storage_key(storage)) not in weights and x.is_meta:
+            current[-1].saved.setdefault(key, (storage.nbytes(), storage))
+        return x
+
+    def note_attention(output: Tensor | None, _: float) -> None:
+        if current and output is not None:
+            current[-1].attention_bytes += output.nbytes
+
+    model.train()
+    with (
+        record_choices("cuda"),
+        around_layers(list(model.layers), enter, leave),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+        _Products(current),
+        AttentionShapes(note_attention),
+    ):
+        model(*_row(sequence_length))
+    return traces
+
+
+class _Products(TorchDispatchMode):
+    """Notes the bytes of each product's result."""
+
+    def __init__(self, current: list[_LayerTrace]) -> None:
+        super().__init__()
+        self.current = current
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = operator_name(function).removeprefix("aten::")
+        if self.current and name in PRODUCTS and isinstance(result, Tensor):
+            self.current[-1].products.append(result.nbytes)
+        return result
+
+
+# How a training is cut over ranks, with torchtitan's names of the degrees.
+
+
+Recompute = Literal["none", "selective", "layers"]
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Data parallelism: `replicate` groups of ranks, each with the whole state in `shard` shards.
+
+    rows: of a micro-batch on each rank. accumulation: micro-batches of a step. recompute: what the backward pass
+    computes again: nothing, every second product and all between ("selective", as torchtitan), or whole layers.
+    reshard: whether gathered weights are freed after the forward pass. reduce_bytes: of a gradient on its way.
+    whole_logits: whether the logits of a micro-batch exist at once, as in trainers whose loss has no chunks.
+    reduce_once: whether gradients of earlier micro-batches stay whole on each rank, and are reduced with the last one.
+    """
+
+    replicate: int
+    shard: int
+    rows: int
+    accumulation: int = 1
+    recompute: Recompute = "none"
+    reshard: bool = True
+    reduce_bytes: int = 4
+    whole_logits: bool = False
+    reduce_once: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("replicate", "shard", "rows", "accumulation"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1")
+        if self.recompute not in get_args(Recompute):
+            raise ConfigError(f"recompute {self.recompute}: {choices_hint(self.recompute, get_args(Recompute))}")
+
+    @property
+    def gpus(self) -> int:
+        """Number of ranks, one a GPU."""
+        return self.replicate * self.shard
+
+
+# Bytes that one rank sends and receives in a step, by collective.
+
+
+class Collective(NamedTuple):
+    """bytes: of the whole gathered or reduced tensor, over all calls of a step. ranks: of its group."""
+
+    name: str
+    bytes: int
+    ranks: int
+
+    @property
+    def traffic(self) -> float:
+        """Bytes that pass through one rank's link, by a ring."""
+        passes = 2 if self.name == "all_reduce" else 1
+        return passes * self.bytes * (self.ranks - 1) / self.ranks
+
+
+def collectives(cost: ModelCost, layout: RankLayout) -> tuple[Collective, ...]:
+    """All collectives of one step.
+
+    In each micro-batch, layers are gathered for the forward and again for the backward pass, the root group once, in
+    bfloat16, and gradients are scattered: only in the last one with `reduce_once`. Replicas sum their shards as often.
+    """
+    in_layers = cost.parameters - cost.root_parameters
+    gathers = 2 if layout.reshard else 1
+    reductions = 1 if layout.reduce_once else layout.accumulation
+    result = []
+    if layout.shard > 1:
+        gathered = BF16_BYTES * (gathers * in_layers + cost.root_parameters) * layout.accumulation
+        result.append(Collective("all_gather", gathered, layout.shard))
+        result.append(Collective("reduce_scatter", reductions * layout.reduce_bytes * cost.parameters, layout.shard))
+    if layout.replicate > 1:
+        shard = -(-cost.parameters // layout.shard)
+        result.append(Collective("all_reduce", reductions * layout.reduce_bytes * shard, layout.replicate))
+    return tuple(result)
+
+
+# Memory of one rank at its peak, by component.
+#
+# Weights and AdamW's moments are float32, products bfloat16 (FSDP2's mixed precision): 16 bytes a parameter over the
+# ranks of a shard group. At any time one layer computes, the next one is gathered, and the root group (embedding, last
+# norm, head) stays gathered.
+
+
+FP32_BYTES = 4
+GATHERED_LAYERS = 2  # the layer that computes, and the next one
+LOGIT_BYTES = 10  # of a logit in a loss without chunks: log-probability and two gradients, one of them in bfloat16
+CHUNK_LOGIT_BYTES = 2 * BF16_BYTES  # of a logit in heddle's loss on a GPU: itself and its gradient
+
+
+def rank_memory(cost: ModelCost, layout: RankLayout) -> dict[str, int]:
+    """Bytes of each component on the rank that holds most."""
+    parameters, tokens = cost.parameters, layout.rows * cost.sequence_length
+    shard = -(-parameters // layout.shard)
+    gathered = cost.root_parameters + GATHERED_LAYERS * cost.largest_layer
+    in_reduction = cost.largest_layer * (BF16_BYTES + layout.reduce_bytes) + cost.root_parameters * BF16_BYTES
+    if layout.reduce_once and layout.accumulation > 1:
+        in_reduction += parameters * layout.reduce_bytes
+    return {
+        "parameters": shard * FP32_BYTES,
+        "gradients": shard * FP32_BYTES,
+        "moments": 2 * shard * FP32_BYTES,
+        "gathered weights": gathered * BF16_BYTES,
+        "gradients in reduction": in_reduction,
+        "activations": layout.rows * saved_for_backward(cost, layout),
+        "loss": _loss(cost, layout, tokens),
+    }
+
+
+def saved_for_backward(cost: ModelCost, layout: RankLayout) -> int:
+    """Bytes of the activations of one row that exist when the backward pass begins, at its largest layer."""
+    if layout.recompute == "none":
+        return sum(layer.count * layer.saved_bytes for layer in cost.layers)
+    by_layer = ((x.input_bytes if layout.recompute == "layers" else x.product_bytes) * x.count for x in cost.layers)
+    return sum(by_layer) + max((layer.saved_bytes for layer in cost.layers), default=0)
+
+
+def _loss(cost: ModelCost, layout: RankLayout, tokens: int) -> int:
+    hidden = BF16_BYTES * tokens * cost.width
+    if layout.whole_logits:
+        return tokens * cost.vocab_size * LOGIT_BYTES + hidden
+    chunk = min(CHUNK_ELEMENTS.accelerator, tokens * cost.vocab_size)
+    return chunk * CHUNK_LOGIT_BYTES + FP32_BYTES * cost.vocab_size * cost.width + hidden
+
+
+# Expected time of a step: products, attention, communication and the optimizer.
+#
+#     products = 3 F / (peak · e · w / (w + w₀)),   attention = 3.5 F / (peak · e_a),   both with one forward pass more
+#     where layers are recomputed;   step = compute + communication − o · min(compute, communication) + optimizer
+#
+# w is the model's width: narrow layers spend more of their time between the products. The constants are fitted to
+# published trainings of one program (docs/plan.md); they say what a good trainer reached, not what this one will.
+
+
+OPTIMIZER_BYTES = 32  # read and written for each parameter: weight, gradient, two moments, and again all but one
+FP8_PRODUCTS = 1.155  # speed of training with products in fp8, over bfloat16
+# Selective recomputation computes every second product of a layer again: k, the output and up of a Llama layer's seven,
+# which are 36 % of its FLOPs from 8B to 405B.
+_SELECTIVE = 0.35
+BACKWARD_ATTENTION = 2.5  # FLOPs of its backward pass over those of its forward pass: scores are computed again
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Fractions of a GPU's peaks. half_width: the width at which products reach half of `products`.
+
+    network: of the links' speed. overlap: of communication that hides behind products.
+    """
+
+    products: float
+    half_width: float
+    attention: float
+    network: float
+    overlap: float
+
+
+AMPERE = Speeds(products=0.807, half_width=787.0, attention=0.321, network=1.0, overlap=0.877)
+HOPPER = Speeds(products=0.705, half_width=1167.0, attention=0.176, network=1.0, overlap=0.877)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step on a rank."""
+
+    products: float
+    attention: float
+    communication: float
+    optimizer: float
+    overlap: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        compute = self.products + self.attention
+        hidden = self.overlap * min(compute, self.communication)
+        return compute + self.communication - hidden + self.optimizer
+
+
+def fitted_speeds(gpu: Gpu) -> Speeds:
+    """The fitted fractions for a GPU: those of its generation, or of the last one that was published."""
+    return AMPERE if gpu.tflops < 500 else HOPPER
+
+
+def step_time(cost: ModelCost, layout: RankLayout, gpu: Gpu, speeds: Speeds | None = None) -> StepTime:
+    """The expected time of one step."""
+    speeds = speeds or fitted_speeds(gpu)
+    rows, peak = layout.rows * layout.accumulation, gpu.tflops * 1e12
+    again = {"none": 0.0, "selective": _SELECTIVE, "layers": 1.0}[layout.recompute]
+    attention = cost.attention_flops
+    linear = cost.forward_flops - attention
+    recomputed = linear - cost.head_flops
+    efficiency = speeds.products * cost.width / (cost.width + speeds.half_width)
+    traffic = 0.0
+    for collective in collectives(cost, layout):
+        link = gpu.link if layout.gpus <= gpu.gpus_per_node else gpu.network
+        traffic += collective.traffic / (link * 1e9 * speeds.network)
+    return StepTime(
+        products=rows * (3 * linear + again * recomputed) / (peak * efficiency),
+        attention=rows * attention * (1 + BACKWARD_ATTENTION + float(again == 1.0)) / (peak * speeds.attention),
+        communication=traffic,
+        optimizer=OPTIMIZER_BYTES * cost.parameters / layout.shard / (gpu.bandwidth * 1e9),
+        overlap=speeds.overlap,
+    )
+
+
+def tokens_per_second(cost: ModelCost, layout: RankLayout, gpu: Gpu, speeds: Speeds | None = None) -> float:
+    """Expected tokens a second on each GPU."""
+    tokens = layout.rows * layout.accumulation * cost.sequence_length
+    return tokens / step_time(cost, layout, gpu, speeds).seconds

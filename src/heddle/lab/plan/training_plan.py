@@ -1,0 +1,142 @@
+"""What a training takes on many GPUs: memory, communication, speed; nothing is run: `heddle.plan`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from heddle.errors import ConfigError
+from heddle.lab.plan.gpus import GIB, find_gpu
+from heddle.lab.show import plain_design
+from heddle.session import load_parts
+from heddle.settings import Json, Option, PartFile, VerbSettings
+from heddle.tokenization import DEFAULT_VOCAB_SIZE
+from heddle.training.settings import Design, Overrides
+
+if TYPE_CHECKING:
+    from heddle.lab.plan.plan import Candidate, Plan
+    from heddle.model.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(VerbSettings):
+    """Settings of `heddle plan` and `heddle.plan`."""
+
+    design: Design
+    overrides: Overrides = ()
+    gpus: Annotated[int, Option("N", "How many GPUs.")] = 8
+    gpu: Annotated[str, Option("NAME", "a100-40gb, a100, h100, h800, h200 or b200.")] = "h100"
+    sequence_length: Annotated[int, Option("N", "Tokens of each sequence.")] = 4096
+    batch_size: Annotated[int | None, Option("N", "Sequences of a step on all GPUs. [one micro-batch on each]")] = None
+    tokens: Annotated[float | None, Option("N", "Tokens of the training, such as 2e12, for its time.")] = None
+    dry_run: Annotated[bool, Option("", "Also trace a step of the first layout on tensors without values.")] = False
+    part: PartFile = ()
+    json: Json = False
+
+
+@dataclass(frozen=True)
+class PlannedTraining:
+    """Layouts of a training on many GPUs. facts: what `heddle plan --json` prints, as plain values."""
+
+    facts: dict[str, Any]
+
+
+def plan(
+    design: "PlanSettings | ModelConfig | str | Path | Mapping[str, Any]", overrides: Sequence[str] = (), **options: Any
+) -> PlannedTraining:
+    """Return what `heddle plan` prints of a training, and print nothing.
+
+    design: a config, plain data, a file, preset:NAME or a folder; or the settings. options: those of the command line,
+    such as `gpus=64`. Raises ConfigError for a design that cannot be built, or options that cannot be.
+    """
+    if not isinstance(design, PlanSettings):
+        design = PlanSettings.read({"design": plain_design(design), "overrides": list(overrides), **options})
+    settings = design
+    tokens = settings.tokens
+    if tokens is not None and not 0 < tokens < float("inf"):
+        raise ConfigError(f"--tokens {tokens}: must be a number above 0, such as 2e12")
+    load_parts(settings.part)
+    from heddle.model.load_config import load_config, read_design, with_vocab_size
+
+    data, gpu = read_design(settings.design, settings.overrides), find_gpu(settings.gpu)
+    from heddle.lab.plan.plan import plan_training
+
+    config = with_vocab_size(load_config(data), DEFAULT_VOCAB_SIZE)
+    result = plan_training(config, gpu, settings.gpus, settings.sequence_length, settings.batch_size)
+    facts = _facts(result, settings.gpu, tokens)
+    if settings.dry_run:
+        facts["dry_run"] = _dry_run_facts(config, result)
+    return PlannedTraining(facts)
+
+
+def _facts(plan: "Plan", gpu: str, tokens: float | None) -> dict[str, Any]:
+    """Everything the command prints, as plain data. Bytes, seconds, FLOPs."""
+    from heddle.lab.plan.plan import USABLE
+
+    cost = plan.cost
+    return {
+        "parameters": cost.parameters,
+        "active_parameters": cost.active_parameters,
+        "flops_per_token": 3 * cost.forward_flops / cost.sequence_length,
+        "sequence_length": cost.sequence_length,
+        "gpus": plan.gpus,
+        "gpu": gpu,
+        "usable_memory": USABLE * plan.gpu.memory * GIB,
+        "layouts": [_candidate_facts(plan, candidate, tokens) for candidate in plan.candidates],
+        "too_large": [_candidate_facts(plan, candidate, tokens) for candidate in plan.too_large],
+    }
+
+
+def _candidate_facts(plan: "Plan", candidate: "Candidate", tokens: float | None) -> dict[str, Any]:
+    layout, time = candidate.layout, candidate.time
+    causal, full = plan.utilization(candidate)
+    return {
+        "data_parallel_replicate_degree": layout.replicate,
+        "data_parallel_shard_degree": layout.shard,
+        "micro_batch_size": layout.rows,
+        "accumulation": layout.accumulation,
+        "batch_size": layout.rows * layout.accumulation * layout.gpus,
+        "reduce_once": layout.reduce_once,
+        "recompute": layout.recompute,
+        "memory": candidate.memory,
+        "memory_total": candidate.bytes,
+        "collectives": [
+            {"name": each.name, "ranks": each.ranks, "bytes": each.bytes} for each in candidate.collectives
+        ],
+        "seconds": {
+            "products": time.products,
+            "attention": time.attention,
+            "communication": time.communication,
+            "optimizer": time.optimizer,
+            "step": time.seconds,
+        },
+        "tokens_per_second_per_gpu": candidate.tokens_per_second,
+        "mfu": causal,
+        "mfu_full_attention": full,
+        "training_seconds": None if tokens is None else tokens / candidate.tokens_per_second / layout.gpus,
+    }
+
+
+def _dry_run_facts(config: "ModelConfig", plan: "Plan") -> dict[str, Any]:
+    """What a traced step takes in the fastest layout that the trainer offers, or in the leanest if none fits."""
+    from heddle.lab.plan.dry_run import dry_run
+
+    leanest = sorted(plan.too_large, key=lambda candidate: candidate.bytes)
+    candidate = next(
+        each for each in (*plan.candidates, *leanest) if each.layout.accumulation == 1 or each.layout.reduce_once
+    )
+    result = dry_run(config, candidate.layout, plan.cost.sequence_length)
+    return {
+        "data_parallel_replicate_degree": candidate.layout.replicate,
+        "data_parallel_shard_degree": candidate.layout.shard,
+        "micro_batch_size": candidate.layout.rows,
+        "accumulation": candidate.layout.accumulation,
+        "recompute": candidate.layout.recompute,
+        "planned_memory": candidate.memory,
+        "memory": dict(result.memory),
+        "memory_total": sum(result.memory.values()),
+        "peak": result.phase,
+        "flops": result.flops,
+        "collectives": [{"name": each.name, "ranks": each.ranks, "bytes": each.bytes} for each in result.collectives],
+        "traced_layers": result.layers,
+    }

@@ -1,0 +1,310 @@
+"""What the runs below a folder did, from their run.json and log.jsonl: progress, metric, speed, and what differs."""
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from heddle.errors import CheckpointError, ConfigError, HeddleError
+from heddle.storage.checkpoints import checkpoint_steps
+from heddle.storage.file_io import read_json_file
+from heddle.storage.lock import is_locked
+from heddle.storage.run_log import LOG_FILE, RUN_FILE, LogReader, read_log
+from heddle.training.smoothed_loss import RATE_STEPS, SmoothedLoss, step_speed
+from heddle.training.step import RouterSummary, average_router_summaries
+
+METRICS = ("bits_per_byte", "accuracy")
+SMOOTHED_STEPS = 20  # the training metric is the mean of so many steps
+MAX_POINTS = 100
+_COMPARED = ("design", "data", "settings")  # of run.json; the rest describes the machine
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run. name: of its folder, below the folder that was asked for.
+
+    step, steps: done and planned. tokens: read so far. metric: bits_per_byte, or accuracy. training: its mean over the
+    last 20 steps, None for a task. validation: its newest value. tokens_per_second: that of all steps. time:
+    of the last line, in seconds since 1970. fields: every value of the design, the data and the settings by
+    its path. curve: (tokens, metric) of the training, or else of the validation, as the means of at most 100 groups.
+    peak_memory_bytes: the most that the run took, None if its log does not say.
+    """
+
+    name: str
+    step: int
+    steps: int | None
+    tokens: int
+    metric: str
+    training: float | None
+    validation: float | None
+    tokens_per_second: float | None
+    time: float
+    fields: dict[str, Any]
+    curve: list[tuple[int, float]]
+    peak_memory_bytes: int | None = None
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """The folders at and below a folder that hold a run, sorted. Links are not followed.
+
+    Raises ConfigError if the folder does not exist.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: is no folder; name one that holds runs")
+    folders = []
+    for path, names, files in os.walk(folder):
+        if RUN_FILE in files:
+            folders.append(Path(path))
+            names.clear()
+    return sorted(folders)
+
+
+def summarize(run: Path, folder: Path) -> RunSummary:
+    """Read one run below a folder. Raises CheckpointError if its files were altered or cannot be read."""
+    saved, log = read_json_file(run / RUN_FILE), read_log(run)
+    settings = saved.get("settings") or {}
+    logged = {name.removeprefix("validation_") for line in log for name in line}
+    metric = next((name for name in METRICS if name in logged), METRICS[0])
+    values = [line[metric] for line in log[-SMOOTHED_STEPS:] if line.get(metric) is not None]
+    validation = [line[f"validation_{metric}"] for line in log if line.get(f"validation_{metric}") is not None]
+    last = log[-1] if log else {}
+    written = run / (LOG_FILE if log else RUN_FILE)
+    return RunSummary(
+        name=run.relative_to(folder).as_posix() if run != folder else run.name,
+        step=last.get("step", 0),
+        steps=settings.get("steps"),
+        tokens=last.get("tokens", 0),
+        metric=metric,
+        training=statistics.fmean(values) if values else None,
+        validation=validation[-1] if validation else None,
+        tokens_per_second=log_speed(log),
+        time=written.stat().st_mtime,
+        fields=dict(pair for key in _COMPARED for pair in _flat(saved.get(key), key)),
+        curve=_curve(log, metric) or _curve(log, f"validation_{metric}"),
+        peak_memory_bytes=last.get("peak_memory_bytes"),
+    )
+
+
+def _curve(log: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    points = [(line["tokens"], line[name]) for line in log if line.get(name) is not None]
+    count = math.ceil(len(points) / MAX_POINTS)
+    groups = (points[start : start + count] for start in range(0, len(points), count or 1))
+    return [(group[-1][0], statistics.fmean(value for _, value in group)) for group in groups]
+
+
+def log_speed(log: Sequence[dict[str, Any]], last: int | None = None) -> float | None:
+    """Tokens per second of a log, as `step_speed` has it; None for a log without steps."""
+    seconds = [line["seconds"] for line in log if line.get("seconds")]
+    return step_speed(log[-1]["tokens"] // log[-1]["step"], seconds, last) if seconds else None
+
+
+def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flat(item, f"{path}.{key}")
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for index, item in enumerate(value):
+            yield from _flat(item, f"{path}.{index}")
+    else:
+        yield path, value
+
+
+def at_equal_tokens(runs: Sequence[RunSummary]) -> tuple[int, list[float | None]]:
+    """(tokens, values): as many tokens as every run has a curve for, and each run's last mean up to there."""
+    tokens = min((run.curve[-1][0] for run in runs if run.curve), default=0)
+    reached = ([value for at, value in run.curve if at <= tokens] for run in runs)
+    return tokens, [values[-1] if values else None for values in reached]
+
+
+def varied_fields(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
+    """For each run, its value of every field in which not all runs are equal; None where it lacks the field."""
+    paths = dict.fromkeys(path for run in runs for path in run.fields)
+    varying = [path for path in paths if len({json.dumps(run.fields.get(path)) for run in runs}) > 1]
+    return [{path: run.fields.get(path) for path in varying} for run in runs]
+
+
+# Follow runs while they train: the curves of their logs, thinned for a page, and what their checkpoints write.
+
+
+MAX_GROUPS = 300  # of neighboring steps, from each of which a curve has at most two points
+EXPERT_STEPS = 100  # the loads of experts are those of so many newest steps
+Curve = list[tuple[int, float]]  # of (tokens, value)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a checkpoint wrote on from a prompt. text: "" with an error, which is a sentence."""
+
+    step: int
+    prompt: str
+    text: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class WatchedRun:
+    """A run as it is now.
+
+    name: of its folder. metric: bits_per_byte, accuracy or loss. curves: "smoothed", "raw" and "validation" of the
+    metric; "rate"; "norm" (of the gradient, smoothed) and "raw_norm"; "speed" (tokens per second); "memory" (bytes).
+    speed: of the last 100 steps. is_training: whether a process holds its folder. experts: of the newest steps, or
+    None. error: why its files cannot be read, or "".
+    """
+
+    name: str
+    step: int = 0
+    steps: int | None = None
+    tokens: int = 0
+    metric: str = METRICS[0]
+    curves: dict[str, Curve] = field(default_factory=dict)
+    speed: float | None = None
+    is_training: bool = False
+    experts: RouterSummary | None = None
+    sample: Sample | None = None
+    error: str = ""
+
+    @property
+    def seconds_left(self) -> float | None:
+        """What the remaining steps take at the present speed; None where it is not known."""
+        if not self.steps or not self.speed or not self.step or not self.is_training:
+            return None
+        return (self.steps - self.step) * (self.tokens / self.step) / self.speed
+
+
+class RunFollower:
+    """Follows one run. write: makes a sample of the run's newest checkpoint; None makes none."""
+
+    def __init__(self, run: Path, name: str, write: Callable[[Path, int], Sample] | None = None) -> None:
+        self.run, self.name, self.write = run, name, write
+        self._log = LogReader(run)
+        self._settings: dict[str, Any] | None = None
+        self._latest = WatchedRun(name)
+        self._sample: Sample | None = None
+
+    def follow(self) -> WatchedRun:
+        """Read what is new, and return the run as it is now: the same object where nothing has changed."""
+        try:
+            if self._settings is None:
+                self._settings = read_json_file(self.run / RUN_FILE).get("settings") or {}
+            is_new = self._log.read()
+        except CheckpointError as error:
+            self._latest = WatchedRun(self.name, error=str(error))
+            return self._latest
+        sample, is_training = self._newest_sample(), is_locked(self.run)
+        before = self._latest
+        if is_new or before.error or (before.is_training, before.sample) != (is_training, sample):
+            self._latest = self._read(is_training, sample)
+        return self._latest
+
+    def _newest_sample(self) -> Sample | None:
+        if self.write is None:
+            return None
+        steps = checkpoint_steps(self.run)
+        if steps and (self._sample is None or self._sample.step != steps[-1]):
+            self._sample = self.write(self.run, steps[-1])
+        return self._sample
+
+    def _read(self, is_training: bool, sample: Sample | None) -> WatchedRun:
+        lines = self._log.lines
+        names = {name.removeprefix("validation_") for line in lines for name in line}
+        metric = next((name for name in METRICS if name in names), "loss")
+        trained = metric if any(metric in line for line in lines) else "loss"
+        chosen = [line["experts"] for line in lines[-EXPERT_STEPS:] if line.get("experts") and not line.get("skipped")]
+        last, norms = lines[-1] if lines else {}, curve(lines, "gradient_norm")
+        return WatchedRun(
+            name=self.name,
+            step=last.get("step", 0),
+            steps=(self._settings or {}).get("steps"),
+            tokens=last.get("tokens", 0),
+            metric=metric,
+            curves={
+                "smoothed": downsampled(smoothed(curve(lines, trained))),
+                "raw": downsampled(curve(lines, trained)),
+                "validation": curve(lines, f"validation_{metric}"),
+                "rate": downsampled(curve(lines, "learning_rate")),
+                "norm": downsampled(smoothed(norms)),
+                "raw_norm": downsampled(norms),
+                "speed": _speeds(lines),
+                "memory": downsampled(curve(lines, "peak_memory_bytes")),
+            },
+            speed=log_speed(lines, RATE_STEPS),
+            is_training=is_training,
+            experts=average_router_summaries(chosen) if chosen else None,
+            sample=sample,
+        )
+
+
+class FolderFollower:
+    """Follows every run at and below folders, also those that begin later."""
+
+    def __init__(self, folders: Sequence[Path], write: Callable[[Path, int], Sample] | None = None) -> None:
+        """Raises ConfigError if a folder does not exist."""
+        self.folders, self.write = folders, write
+        self._followers: dict[Path, RunFollower] = {}
+        for folder in folders:
+            if not folder.is_dir():
+                raise ConfigError(f"{folder}: is no folder; name a run, or a folder of runs")
+
+    def follow(self) -> list[WatchedRun]:
+        """All runs as they are now, in the order of the folders. A run whose folder has gone is left out."""
+        paths = [path for folder in self.folders if folder.is_dir() for path in find_runs(folder)]
+        shared = len({path.name for path in paths}) < len(paths)
+        for path in paths:
+            if path not in self._followers:
+                self._followers[path] = RunFollower(path, str(path) if shared else path.resolve().name, self.write)
+        return [self._followers[path].follow() for path in dict.fromkeys(paths)]
+
+
+def write_sample(prompt: str, tokens: int) -> Callable[[Path, int], Sample]:
+    """A function that lets the newest checkpoint of a run write on from a prompt, greedily."""
+
+    def write(run: Path, step: int) -> Sample:
+        from heddle.generation.generate import generate
+        from heddle.storage.model import load
+
+        try:
+            model, tokenizer = load(run)
+            if tokenizer is None:
+                return Sample(step, prompt, "", "the run has no tokenizer")
+            return Sample(step, prompt, generate(model, prompt, tokenizer, max_new_tokens=tokens))
+        except HeddleError as error:  # such as a checkpoint that was deleted meanwhile
+            return Sample(step, prompt, "", str(error))
+
+    return write
+
+
+def curve(lines: Sequence[dict[str, Any]], name: str) -> Curve:
+    """(tokens, value) of each line that has a finite value of this name."""
+    points = [(line["tokens"], line.get(name)) for line in lines]
+    return [(tokens, float(value)) for tokens, value in points if value is not None and math.isfinite(value)]
+
+
+def smoothed(points: Curve) -> Curve:
+    """The same points, each smoothed as the loss beside the progress bar is."""
+    loss = SmoothedLoss()
+    return [(tokens, loss.add(value)) for tokens, value in points]
+
+
+def _speeds(lines: Sequence[dict[str, Any]]) -> Curve:
+    """(tokens, tokens per second), each the speed of the last 100 steps up to there."""
+    stride = math.ceil(len(lines) / MAX_GROUPS) or 1
+    ends = range(len(lines), 1, -stride)
+    parts = [lines[max(0, end - RATE_STEPS - 1) : end] for end in reversed(ends)]
+    return [(part[-1]["tokens"], speed) for part in parts if (speed := log_speed(part)) is not None]
+
+
+def downsampled(points: Curve) -> Curve:
+    """At most 300 groups of neighbors: the lowest and the highest value of each, in their order."""
+    size = math.ceil(len(points) / MAX_GROUPS)
+    if size <= 2:
+        return points
+    groups = (points[start : start + size] for start in range(0, len(points), size))
+    return [
+        point
+        for group in groups
+        for point in sorted({min(group, key=lambda point: point[1]), max(group, key=lambda point: point[1])})
+    ]

@@ -1,0 +1,152 @@
+"""Every file below a folder that heddle wrote: as it was written, damaged, or without a hash that could tell.
+
+The folders are those of models, checkpoints, runs, comparisons, ladders, conversions and the cache. Nothing is written.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from heddle.data.token_file import TokenFile
+from heddle.errors import CheckpointError, HeddleError, describe_path
+from heddle.storage.checkpoints import CHECKPOINTS_FOLDER, QUARANTINE_PATTERN, STEP_PATTERN
+from heddle.storage.file_io import HASH_KEY, LEFTOVER_PATTERN, list_names, read_json_file
+from heddle.storage.folder import verify_file
+from heddle.storage.lock import LOCK_FILE
+from heddle.storage.manifest import MANIFEST_FILE, LogPosition, read_manifest
+from heddle.storage.run_log import LOG_FILE, RUN_FILE, verify_log
+
+OK, DAMAGED, NOT_COVERED = "ok", "damaged", "not covered"
+COMPILED_FOLDER = "compiled"  # torch's own cache of kernels
+REPORT_FILES = ("report.json", "report.html")  # made from the results, which are covered
+JSON_FILES = (RUN_FILE, "plan.json", "data.json", "ladder.json")  # never without a hash
+HASH_LENGTH = 64
+JSON_SUFFIXES = (".json", ".density")
+NO_HASH = "heddle wrote no hash of it"
+
+
+class FileResult(NamedTuple):
+    """path: below the verified folder. status: OK, DAMAGED or NOT_COVERED. reason: why it is not OK."""
+
+    path: str
+    status: str
+    reason: str | None = None
+
+
+def verify_files(folder: Path) -> Iterator[FileResult]:
+    """Yield the result of each file below a folder, as soon as it is read.
+
+    A folder of compiled kernels is one result; locks are left out. Raises CheckpointError where there is no folder.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: {describe_path(folder)}, not a folder; name one that heddle wrote")
+    yield from _verify(folder, folder)
+
+
+def _verify(root: Path, folder: Path) -> Iterator[FileResult]:
+    names = list_names(folder)
+    if MANIFEST_FILE in names:
+        yield from _verify_manifest_folder(root, folder, names)
+        return
+    log_position: LogPosition | None = None
+    is_run = CHECKPOINTS_FOLDER in names or LOG_FILE in names
+    if is_run:
+        log_position = _newest_log_position(folder / CHECKPOINTS_FOLDER)
+    expected = {RUN_FILE} if is_run else set()
+    if log_position is not None and log_position.lines:
+        expected.add(LOG_FILE)
+    for name in sorted(expected.union(names)):
+        path = folder / name
+        if name.endswith(LOCK_FILE):
+            continue
+        if (reason := _uncovered_reason(path)) is not None:
+            yield FileResult(_below(root, path), NOT_COVERED, reason)
+        elif path.is_dir():
+            yield from _verify(root, path)
+        elif name == LOG_FILE:
+            yield _result(root, path, lambda: verify_log(folder, log_position))
+        else:
+            yield _verify_plain_file(root, path)
+
+
+def _verify_manifest_folder(root: Path, folder: Path, names: list[str]) -> Iterator[FileResult]:
+    """Verify the files that a manifest lists. Without a manifest that is intact, no other file can be verified."""
+    try:
+        records = read_manifest(folder).files
+    except HeddleError as error:
+        yield FileResult(_below(root, folder / MANIFEST_FILE), DAMAGED, str(error))
+        for name in names:
+            if name != MANIFEST_FILE:
+                yield FileResult(_below(root, folder / name), NOT_COVERED, f"its {MANIFEST_FILE} is damaged")
+        return
+    yield FileResult(_below(root, folder / MANIFEST_FILE), OK)
+    for name in sorted({*records, *names} - {MANIFEST_FILE}):
+        path = folder / name
+        if name in records:
+            yield _result(root, path, lambda: verify_file(path, records[name]))  # noqa: B023 - called at once
+        elif not name.endswith(LOCK_FILE):
+            yield FileResult(_below(root, path), NOT_COVERED, _uncovered_reason(path) or NO_HASH)
+
+
+def _newest_log_position(checkpoints: Path) -> LogPosition | None:
+    """Return how far the log was at the newest checkpoint whose manifest is intact."""
+    names = list_names(checkpoints) if checkpoints.is_dir() else []
+    for name in sorted((name for name in names if STEP_PATTERN.fullmatch(name)), reverse=True):
+        try:
+            return read_manifest(checkpoints / name).log
+        except HeddleError:
+            continue
+    return None
+
+
+def _uncovered_reason(path: Path) -> str | None:
+    """Return why heddle has no hash of a file or folder; None if it may have one."""
+    if path.is_symlink():
+        return "it is a symbolic link, which is not followed"
+    leftover = LEFTOVER_PATTERN.fullmatch(path.name)
+    if leftover is not None and leftover["role"] == "tmp":
+        return f"process {leftover['process']} did not finish it; the next save here removes it"
+    if QUARANTINE_PATTERN.fullmatch(path.name):
+        return "a run found it damaged and set it aside; remove it"
+    if path.name in REPORT_FILES:
+        return "it is made from the results; the command that wrote it writes it again"
+    if path.name == COMPILED_FOLDER and path.is_dir():
+        return "torch made it, and makes it again"
+    return None
+
+
+def _verify_plain_file(root: Path, path: Path) -> FileResult:
+    """Verify a file of no manifest: JSON with its own SHA-256, or a token file."""
+    if path.suffix in JSON_SUFFIXES:
+        if path.name not in JSON_FILES and _is_foreign_json(path):
+            return FileResult(_below(root, path), NOT_COVERED, NO_HASH)
+        return _result(root, path, lambda: read_json_file(path))
+    if path.suffix == ".bin" and len(path.stem) == 32:
+        return _result(root, path, lambda: TokenFile(path))
+    return FileResult(_below(root, path), NOT_COVERED, NO_HASH)
+
+
+def _is_foreign_json(path: Path) -> bool:
+    """Whether a file is sound JSON without a SHA-256, so that heddle does not read it again.
+
+    The field's name or its length shows that there was one, so that no damage to it goes unnoticed.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    fields = content.items() if isinstance(content, dict) else ()
+    return not any(name == HASH_KEY or (isinstance(value, str) and len(value) == HASH_LENGTH) for name, value in fields)
+
+
+def _result(root: Path, path: Path, verify: Callable[[], object]) -> FileResult:
+    try:
+        verify()
+    except HeddleError as error:
+        return FileResult(_below(root, path), DAMAGED, str(error))
+    return FileResult(_below(root, path), OK)
+
+
+def _below(root: Path, path: Path) -> str:
+    return path.relative_to(root).as_posix()

@@ -1,0 +1,299 @@
+"""Run tasks in worker processes, several at once.
+
+A task is a request of plain values, and its result is a file. So work that was ended is continued: what has a result is
+not repeated. Each task has a process of its own: it reports its own memory, and no other suffers if it is killed.
+
+Several processes, on several machines too, may share the tasks of a folder: each begins with its own share, and then
+takes what is left. A lock on the result's name tells that a task is taken. The worker inherits it, so that it ends with
+the worker, whatever ends first.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from heddle import progress
+from heddle.errors import HeddleError, MachineError
+from heddle.signals import Interrupted, catch_stop_signals, masked_stop_signals
+from heddle.storage.file_io import read_json_file, write_file
+from heddle.storage.lock import InUseError, lock_output
+
+POLL_SECONDS = 0.05
+SHARED_POLL_SECONDS = 0.5  # each look asks the shared folder for every task
+MAX_WORKERS = 4  # by default: more processes need more memory than a small machine has
+WORKER_MODULE = "heddle.lab.compare.worker"
+Result = dict[str, Any]
+
+
+class _Process(Protocol):
+    """A started worker, as `subprocess.Popen`."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, or None while it runs."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    def wait(self) -> int:
+        """Wait for its end."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Work for one worker.
+
+    label: begins its messages. result_file: of its result, once it is done. request: what it is, in plain values; its
+    "task" is a name of `worker.TASKS`. is_optional: whether its refusal ends nothing but itself.
+    """
+
+    label: str
+    result_file: Path
+    request: Mapping[str, Any] = field(hash=False)
+    is_optional: bool = False
+
+    @property
+    def request_file(self) -> Path:
+        """Where the request lies while the worker runs."""
+        return self.result_file.with_name(f".{self.result_file.stem}.task.json")
+
+    def saved_result(self) -> Result | None:
+        """The result of an earlier call, or None. Raises CheckpointError for an altered file."""
+        return read_json_file(self.result_file) if self.result_file.is_file() else None
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Where tasks run.
+
+    devices: their names; each has one task at a time, one that comes twice has two. threads: of each process on a CPU,
+    on which the last bits depend; None: torch's default. share: (index, count) of this process among those that share
+    the tasks; None: it does all of them. ranks: processes that share each training, on neighboring devices.
+    """
+
+    devices: tuple[str, ...]
+    threads: int | None = None
+    share: tuple[int, int] | None = None
+    ranks: int = 1
+
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """The devices of each task that runs here at the same time."""
+        starts = range(0, len(self.devices), self.ranks)
+        return [self.devices[start : start + self.ranks] for start in starts]
+
+    @property
+    def count(self) -> int:
+        """Tasks that run here at the same time."""
+        return len(self.groups)
+
+    @property
+    def total(self) -> int:
+        """Tasks that run at the same time in all processes."""
+        return self.count * (1 if self.share is None else self.share[1])
+
+    def first(self) -> "Workers":
+        """The devices of one task alone."""
+        return replace(self, devices=self.groups[0])
+
+    def order(self, tasks: Sequence[Task]) -> list[Task]:
+        """The tasks in the order in which this process takes them: its own share comes first."""
+        if self.share is None:
+            return list(tasks)
+        index, count = self.share
+        return [tasks[n] for n in sorted(range(len(tasks)), key=lambda n: (n % count != index % count, n))]
+
+
+def default_workers(device: str, threads: int, count: int | None = None) -> Workers:
+    """`count` tasks at a time on one device; None: on a CPU one per thread, at most `MAX_WORKERS`, else one.
+
+    threads: of this process, which the tasks divide among them.
+    """
+    count = count or (min(threads, MAX_WORKERS) if device == "cpu" else 1)
+    return Workers((device,) * count, None if count == 1 else max(1, threads // count))
+
+
+def run_tasks(
+    tasks: Iterable[Task], workers: Workers, on_result: Callable[[Task, Result], None] | None = None
+) -> list[Result]:
+    """The results of tasks, in their order; each runs here, or in another process that shares them.
+
+    A result's status is done, diverged or failed; a failed one is not saved, so that the next call tries it again, and
+    before it each process that shares the tasks. on_result: called after each task that ended during the call. Raises
+    HeddleError for what would stop the other tasks too, and Interrupted after a signal; in both cases once every worker
+    of this process has saved.
+    """
+    in_order = list(tasks)
+    is_shared = workers.share is not None
+    # what others write is read under their locks
+    results = {task: None if is_shared else task.saved_result() for task in in_order}
+    pool = _Pool(workers, workers.order([task for task in in_order if results[task] is None]))
+    with catch_stop_signals() as stop_request:
+        try:
+            while pool.is_busy:
+                if stop_request.signal_number is None:
+                    pool.start_waiting()
+                for task, result in pool.finished():
+                    results[task] = result
+                    if on_result is not None:
+                        on_result(task, result)
+                if stop_request.signal_number is not None:
+                    pool.stop(stop_request.signal_number)
+                    break
+                if pool.is_busy:
+                    time.sleep(SHARED_POLL_SECONDS if is_shared else POLL_SECONDS)
+        except HeddleError:
+            pool.stop(signal.SIGTERM)
+            raise
+        finally:
+            pool.kill()
+        if stop_request.signal_number is not None:
+            raise Interrupted(stop_request.signal_number, "ended between two runs; the same command continues")
+    return [result for result in results.values() if result is not None]
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A started worker. lock: releases its task."""
+
+    process: _Process
+    devices: tuple[str, ...]
+    lock: ExitStack
+
+
+class _Pool:
+    """The tasks that have no result: waiting, running here, or failed here where another process may succeed."""
+
+    def __init__(self, workers: Workers, waiting: list[Task]) -> None:
+        self.alone = workers.count == 1  # whether a worker has the terminal to itself
+        self.is_shared = workers.share is not None
+        self.waiting, self.free = waiting, workers.groups
+        self.running: dict[Task, _Running] = {}
+        self.failed: dict[Task, Result] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a task has no result yet."""
+        return bool(self.waiting or self.running or self.failed)
+
+    def start_waiting(self) -> None:
+        """Start a worker on each free group of devices, on the first tasks that no other process has."""
+        for task in list(self.waiting):
+            if not self.free:
+                return
+            with ExitStack() as lock:
+                try:
+                    inherited = (lock.enter_context(lock_output(task.result_file)),) if self.is_shared else ()
+                except InUseError:
+                    continue
+                if self.is_shared and task.result_file.is_file():  # another process has just finished it
+                    continue
+                process = self._start(task, self.free[0], *inherited)
+                self.running[task] = _Running(process, self.free.pop(0), lock.pop_all())
+            self.waiting.remove(task)
+
+    def _start(self, task: Task, devices: tuple[str, ...], *inherited: int) -> _Process:
+        if self.alone and task.request["task"] in ("calibrate", "speed"):  # the others have a progress bar
+            progress.print_status(task.label)
+        task.result_file.parent.mkdir(parents=True, exist_ok=True)
+        terminal = {"quiet": progress.is_quiet(), "alone": self.alone}
+        where = {"device": devices[0], "devices": devices, "parent_pid": os.getpid()}
+        request = {**task.request, **where, "label": task.label, **terminal}
+        write_file(task.request_file, json.dumps(request))
+        try:
+            return start_worker(task.request_file, task.result_file, *inherited)
+        except BaseException:
+            task.request_file.unlink(missing_ok=True)
+            raise
+
+    def finished(self) -> list[tuple[Task, Result]]:
+        """The results of the tasks that have ended since the last call, here or elsewhere."""
+        results = []
+        for task, running in list(self.running.items()):
+            if (exit_code := running.process.poll()) is None:
+                continue
+            del self.running[task]
+            self.free.append(running.devices)
+            task.request_file.unlink(missing_ok=True)
+            with running.lock:
+                result = _read_result(task, exit_code)
+            if self.is_shared and result["status"] == "failed":
+                self.failed[task] = result
+            else:
+                results.append((task, result))
+        return [*results, *self._finished_elsewhere()] if self.is_shared else results
+
+    def _finished_elsewhere(self) -> list[tuple[Task, Result]]:
+        """What other processes have finished; and what failed here, once no other process tries it."""
+        results = []
+        is_over = not self.waiting and not self.running
+        for task in [*self.waiting, *self.failed]:
+            if not task.result_file.is_file() and not (task in self.failed and is_over):
+                continue
+            with suppress(InUseError), lock_output(task.result_file):
+                result = task.saved_result() or self.failed.get(task)
+                if result is not None:
+                    results.append((task, result))
+        for task, _ in results:
+            self.failed.pop(task, None)
+            self.waiting = [waiting for waiting in self.waiting if waiting != task]
+        return results
+
+    def stop(self, number: int) -> None:
+        """Ask all workers to save and end, and wait for them."""
+        for running in self.running.values():
+            running.process.send_signal(number)
+        while any(running.process.poll() is None for running in self.running.values()):
+            time.sleep(POLL_SECONDS)
+
+    def kill(self) -> None:
+        """End all workers at once, remove their requests and release their tasks."""
+        for task, running in self.running.items():
+            if running.process.poll() is None:
+                running.process.kill()
+                running.process.wait()
+            task.request_file.unlink(missing_ok=True)
+            running.lock.close()
+        self.running.clear()
+
+
+def start_worker(request_file: Path, result_file: Path, *inherited: int) -> _Process:
+    """Start a process for a request. Signals wait until it handles them. inherited: descriptors it holds."""
+    command = [sys.executable, "-m", WORKER_MODULE, str(request_file), str(result_file)]
+    with masked_stop_signals():
+        return subprocess.Popen(command, start_new_session=True, pass_fds=inherited)
+
+
+def _read_result(task: Task, exit_code: int) -> Result:
+    """The result that a worker wrote, or a failed one where it wrote none. Raises what would stop other tasks too."""
+    result = task.saved_result()
+    if result is None:
+        return {"status": "failed", "message": f"{task.label}: {_describe_end(exit_code)}"}
+    if result["status"] == "done":
+        return result
+    result["message"] = f"{task.label}: {result['message']}"
+    if result["status"] == "failed":
+        task.result_file.unlink()
+        if result["stops_all"] and exit_code == 1:
+            raise MachineError(result["message"])
+        if result["stops_all"] and not task.is_optional:
+            raise HeddleError(result["message"])
+    return result
+
+
+def _describe_end(exit_code: int) -> str:
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    if number <= 0:
+        return f"ended with code {exit_code}"
+    guess = ", perhaps because memory ran out" if number == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(number).name}{guess}"

@@ -1,1 +1,0 @@
-"""Selects the kernel of an operation and counts its FLOPs."""

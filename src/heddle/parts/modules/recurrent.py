@@ -1,0 +1,192 @@
+"""The short convolution of recurrent mixers: a causal depthwise convolution over a few tokens, usually with SiLU.
+
+y_t = SiLU(b + Σ_s w_s ⊙ x_{t−s}),   s from 0 to kernel − 1, within t's document
+"""
+
+import math
+from abc import ABC
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.nn import functional
+
+from heddle.numerics.attention.observer import notify_implied_weights
+from heddle.numerics.norms import at_least_float32
+from heddle.numerics.random import ParameterDraws
+from heddle.numerics.recurrent.convolution import (
+    Taps,
+    causal_conv1d,
+    find_input_indices,
+    find_tokens_near_starts,
+    next_conv_state,
+)
+from heddle.numerics.recurrent.gated_delta import DeltaInputs, gated_delta_rule, l2_normalize
+from heddle.parts.layout import Layout
+from heddle.parts.mixers import RecurrentMixer, split_heads
+from heddle.parts.modules.eager import eager_on_cpu, layout_dependent
+from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal
+from heddle.parts.states import ConvRecurrentState, StateSpec, call_cu_seqlens, without_padding
+
+
+class ShortConvolution(SelfInitialized):
+    """weight [channels, kernel]; the last weight is for the token itself. bias [channels] or None.
+
+    silu: whether SiLU follows. Its state is the last kernel − 1 inputs of each row, [B, kernel − 1, channels].
+    """
+
+    def __init__(self, channels: int, kernel: int, bias: bool = False, silu: bool = True) -> None:
+        super().__init__()
+        self.silu = silu
+        self.weight = nn.Parameter(torch.empty(channels, kernel))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
+        """Normal weights with standard deviation 1/sqrt(kernel), which keep the variance of the input. Zero bias."""
+        fill_normal(self.weight, self.weight.shape[1] ** -0.5, draws("weight"))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, layout: Layout, conv_state: Tensor | None) -> Tensor:
+        """x [B, T, channels] -> y of the same shape, in at least float32, zero at padding.
+
+        It depends on the layout, so call it from a method marked as `eager` or `eager_on_cpu`.
+        """
+        y = self._convolve(x, conv_state, self._taps(layout))
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+            y = y if layout.padding is None else y.masked_fill(layout.padding[..., None], 0.0)
+        return functional.silu(y) if self.silu else y
+
+    def next_state(self, x: Tensor, layout: Layout, conv_state: Tensor) -> Tensor:
+        """The state after a call with inputs x, in the dtype of the state before it."""
+        return next_conv_state(x.to(conv_state.dtype), conv_state, self._taps(layout))
+
+    @layout_dependent  # no compiler traces a library's kernel
+    def _convolve(self, x: Tensor, conv_state: Tensor | None, taps: Taps | None) -> Tensor:
+        return causal_conv1d(x, self.weight, conv_state, taps)
+
+    @layout_dependent
+    def _taps(self, layout: Layout) -> Taps | None:
+        kernel = self.weight.shape[1]
+        return layout.cached(("taps", kernel), lambda: _taps(layout, kernel))
+
+
+def _taps(layout: Layout, kernel: int) -> Taps | None:
+    """Which inputs the convolution reads for each token; None if they are always the tokens just before it."""
+    padding, segment_ids = layout.padding, layout.call_segment_ids
+    if padding is None and segment_ids is None:
+        return None
+    zeros = torch.zeros_like(layout.positions)
+    index = find_input_indices(layout.positions >= 0, zeros if segment_ids is None else segment_ids, kernel)
+    # A graph that read the lengths would serve these documents alone.
+    known = padding is None and layout.doc_lengths is not None and not is_compiling()
+    return Taps(
+        index,
+        find_tokens_near_starts(layout.doc_lengths, kernel, index.device) if known and layout.doc_lengths else None,
+        segment_ids if padding is None else None,
+    )
+
+
+# The decay that recurrent mixers compute from each token, as Mamba-2 does (Dao & Gu 2024).
+#
+# Δ = softplus(a + b),   log α = −exp(A) Δ
+
+
+class GatedDecay(SelfInitialized):
+    """A per head and b per channel, `channels` for each head. `limits`: the least and the greatest Δ."""
+
+    def __init__(self, heads: int, channels: int = 1, limits: Sequence[float] | None = None) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.empty(heads))  # A
+        self.bias = nn.Parameter(torch.empty(heads * channels))  # b
+        self.limits = limits
+
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
+        """exp(A) uniform in [1, 16], softplus(b) log-uniform in [0.001, 0.1], as the authors' code does."""
+        rate, bias = draws("rate").uniform(0, len(self.rate)), draws("bias").uniform(0, len(self.bias))
+        time_step = torch.exp(math.log(1e-3) + bias * math.log(100.0))
+        with torch.no_grad():
+            self.rate.copy_(torch.log(1.0 + 15.0 * rate))
+            self.bias.copy_(time_step + torch.log(-torch.expm1(-time_step)))  # inverse of softplus
+
+    def forward(self, a: Tensor) -> tuple[Tensor, Tensor]:
+        """a [B, T, heads · channels] -> log α and Δ [B, heads, T, channels], in at least float32."""
+        rate, bias = at_least_float32(self.rate), at_least_float32(self.bias)
+        time_step = _softplus(at_least_float32(a) + bias).unflatten(-1, (len(rate), -1))
+        if self.limits is not None:
+            time_step = time_step.clamp(*self.limits)
+        log_decay = -rate.exp()[:, None] * time_step
+        return log_decay.transpose(1, 2), time_step.transpose(1, 2)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)). For its gradient torch's compiler expects other strides than torch's kernel returns."""
+    return torch.logaddexp(x, torch.zeros_like(x)) if is_compiling() else functional.softplus(x)
+
+
+# What the mixers of the gated delta rule share: a short convolution of q, k and v, and one state matrix per head.
+
+
+class DeltaRuleMixer(RecurrentMixer, ABC):
+    """A mixer of the gated delta rule. Its state is a `ConvRecurrentState`.
+
+    A subclass adds the other projections and the convolution, whose channels are those of q and k, then those of v.
+    """
+
+    convolution: ShortConvolution
+
+    def __init__(
+        self, width: int, *, heads: int, key_heads: int, head_dim: int, value_dim: int, conv_kernel: int
+    ) -> None:
+        super().__init__()
+        self.heads, self.key_heads = heads, key_heads
+        self.head_dim, self.value_dim = head_dim, value_dim
+        self.conv_kernel = conv_kernel
+        self.conv_widths = [2 * key_heads * head_dim, heads * value_dim]
+        self.q = Linear(width, key_heads * head_dim)
+        self.k = Linear(width, key_heads * head_dim)
+        self.v = Linear(width, heads * value_dim, value_projection=True)
+
+    def init_state(self, spec: StateSpec) -> ConvRecurrentState:
+        """Zeros; the size does not depend on the cache length."""
+        shape = (self.heads, self.head_dim, self.value_dim)
+        return ConvRecurrentState.empty(spec, shape, (self.conv_kernel - 1, sum(self.conv_widths)))
+
+    @eager_on_cpu
+    def _delta_rule(
+        self, qkv: Tensor, log_decay: Tensor, beta: Tensor, layout: Layout, state: ConvRecurrentState | None
+    ) -> tuple[Tensor, ConvRecurrentState | None]:
+        """Output o [B, heads, T, d_v], and the new state.
+
+        qkv [B, T, channels], log α [B, heads, T, 1] or [B, heads, T, d_k], beta [B, T, heads].
+        """
+        convolved = self.convolution(qkv, layout, None if state is None else state.conv_state)
+        qk, v = convolved.split(self.conv_widths, dim=-1)
+        q, k = l2_normalize(split_heads(qk, 2 * self.key_heads)).chunk(2, dim=1)
+        inputs = DeltaInputs(
+            q * self.head_dim**-0.5,
+            k,
+            split_heads(v, self.heads),
+            without_padding(log_decay, layout),  # padding, whose keys and values are zero, does not decay the state
+            at_least_float32(beta).sigmoid().transpose(1, 2),
+            layout.call_segment_ids,
+            self._cu_seqlens(layout),
+            qkv.dtype,
+        )
+        if state is None:
+            notify_implied_weights(
+                lambda one_hot: gated_delta_rule(inputs._replace(v=one_hot), None)[0], inputs.v, layout.padding
+            )
+            return self._recurrence(inputs, None)[0], None
+        o, recurrent_state = self._recurrence(inputs, state.recurrent_state)
+        return o, ConvRecurrentState(recurrent_state, self.convolution.next_state(qkv, layout, state.conv_state))
+
+    @layout_dependent
+    def _cu_seqlens(self, layout: Layout) -> tuple[Tensor, Tensor] | None:
+        return call_cu_seqlens(layout)
+
+    @layout_dependent  # no compiler traces a library's kernel
+    def _recurrence(self, inputs: DeltaInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return gated_delta_rule(inputs, state)

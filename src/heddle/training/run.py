@@ -1,0 +1,357 @@
+"""Train as `heddle train` does, from settings: `heddle.train`."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from heddle.data.chat import ChatDataset, is_chat_argument, prepare_chat
+from heddle.data.corpus import MANY_BYTES_PER_CHARACTER, Corpus, check_tokenizer_fits, prepare_corpus
+from heddle.data.recall import TaskStream, is_recall_argument, parse_recall
+from heddle.distributed.degrees import ParallelDegrees
+from heddle.distributed.started import enter_ranks
+from heddle.errors import CheckpointError, ConfigError
+from heddle.generation.generate import generate, sample_text
+from heddle.model import copies
+from heddle.model.config import ModelConfig
+from heddle.model.decoder import Decoder
+from heddle.model.load_config import load_config, with_vocab_size
+from heddle.notebook import html_table
+from heddle.progress import print_text
+from heddle.runtime import Runtime, versions
+from heddle.session import open_session
+from heddle.settings import shared
+from heddle.storage.options_file import read_options
+from heddle.tokenization import DEFAULT_VOCAB_SIZE
+from heddle.tokenization.tokenizer import Tokenizer
+from heddle.training.distillation import Distillation, LossWeights
+from heddle.training.init_checkpoint import InitCheckpoint, LoraSettings, open_init_checkpoint
+from heddle.training.job import TrainingJob
+from heddle.training.loop import TrainingResult
+from heddle.training.loop import train as run_job
+from heddle.training.settings import Settings, TrainSettings
+from heddle.training.trackers import check_trackers
+
+DEFAULT_STEPS = 500
+DEFAULT_SEQUENCE_LENGTH = 256
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A finished training. folder: the run's. report: what `heddle train --json` prints, as plain values.
+
+    tokenizer: of its text; None where a task made the tokens.
+    """
+
+    folder: Path
+    model: Decoder = field(repr=False)
+    report: dict[str, Any] = field(repr=False)
+    tokenizer: Tokenizer | None = field(default=None, repr=False)
+
+    def generate(self, prompts: str | Sequence[str], **options: Any) -> Any:
+        """Continue a text or several: `heddle.generate` with the model and the tokenizer of this run.
+
+        options: those of `heddle.generate`, such as `max_new_tokens=100` or `temperature=0.8`. Returns what is new, a
+        string or a list of strings. Raises ConfigError for a wrong option, and where the run has no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(f"{self.folder}: was trained on tokens without text; call heddle.generate with tokens")
+        texts: Any = prompts
+        return generate(self.model, texts, self.tokenizer, **options)
+
+    def _repr_html_(self) -> str:
+        plain = [(name, value) for name, value in self.report.items() if isinstance(value, int | float | str)]
+        return html_table(("training", ""), plain, str(self.folder))
+
+
+def train(
+    design: TrainSettings | ModelConfig | str | Path | Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    config: str | Path | None = None,
+    **options: Any,
+) -> TrainedRun:
+    """Train a design as `heddle train` does, with its options, defaults and output.
+
+    design: a config, plain data, a file, preset:NAME or a folder; or the settings of the whole training. config: a
+    file of options, or the folder of a run. options: those of the command line, such as `steps=200`; `from` is `from_`
+    here. Raises ConfigError for an option that does not exist or cannot be, CheckpointError and MachineError.
+    """
+    if isinstance(design, TrainSettings):
+        return _train(design)
+    if "nproc" in options:
+        raise ConfigError("nproc: is an option of the command line alone; use heddle train in a terminal")
+    options = {name.rstrip("_"): value for name, value in options.items()}
+    if design is not None:
+        options["design"] = design.dump() if isinstance(design, ModelConfig) else design
+    if overrides:
+        options["overrides"] = list(overrides)
+    if config is None:
+        settings = TrainSettings.read(options)
+    else:
+        TrainSettings.read(options)
+        settings = TrainSettings.read({**read_options(config), **options}, str(config))
+    if (settings.nproc or 1) > 1:  # of a file: the ranks run a command line, and here is none
+        hint = "start heddle train in a terminal, or leave nproc out"
+        raise ConfigError(f"nproc: {settings.nproc} ranks are an option of the command line alone; {hint}")
+    return _train(settings)
+
+
+def _train(settings: TrainSettings) -> TrainedRun:
+    with ExitStack() as stack:
+        ranks, device = enter_ranks(stack, settings.device, settings.rank_timeout)
+        runtime = open_session(
+            stack,
+            settings,
+            device=device,
+            kernels=settings.kernel,
+            tf32=settings.tf32,
+            deterministic=settings.deterministic,
+        )
+        degrees = ParallelDegrees(**shared(settings, ParallelDegrees))
+        task = open_recall_task(settings)
+        resolved = _resolve(settings, runtime, task)
+        trackers = trackers_of(settings.track)
+        degrees.mesh_shape(ranks.count)
+        ranks.rows(resolved.batch_size, resolved.gradient_accumulation_steps)
+        lora = _lora_settings(settings)
+        init_checkpoint = None if settings.from_ is None else open_init_checkpoint(settings.from_, ranks)
+        distillation = _distillation(settings)
+        config = _design(settings, init_checkpoint, distillation)
+        source: Corpus | ChatDataset | TaskStream
+        text_tokenizer: Tokenizer | None = None
+        if task is None:
+            source_tokenizer = _tokenizer(settings, init_checkpoint, distillation)
+            documents = {} if init_checkpoint is None else init_checkpoint.documents
+            source = ranks.in_order(lambda: _open_data(settings, resolved, config, source_tokenizer, documents))
+            text_tokenizer, source_vocab_size = source.tokenizer, source.tokenizer.vocab_size
+        else:
+            source, source_vocab_size = task, task.vocab_size
+            task.check_vocab_size(config.vocab_size)
+        job = TrainingJob(
+            config=with_vocab_size(config, source_vocab_size),
+            source=source,
+            settings=resolved,
+            out=settings.out,
+            device=runtime.device,
+            environment={
+                "command": _command(settings),
+                "versions": versions(),
+                "options": settings.dump(),
+                "runtime": runtime.describe(),
+                "ranks": {"count": ranks.count, **asdict(degrees)},
+            },
+            init_checkpoint=init_checkpoint,
+            lora=lora,
+            distillation=distillation,
+            ranks=ranks,
+            degrees=degrees,
+            async_save=settings.async_save,
+            trackers=trackers,
+        )
+        training = run_job(job)
+        return TrainedRun(job.out, training.model, _report(training, job, settings.json), text_tokenizer)
+
+
+def _resolve(settings: TrainSettings, runtime: Runtime, task: TaskStream | None) -> Settings:
+    """What decides the result, with every default resolved."""
+    length = DEFAULT_SEQUENCE_LENGTH if settings.sequence_length is None else settings.sequence_length
+    length = length if task is None else task.task.length
+    return Settings(
+        **shared(settings, Settings)
+        | {
+            "steps": _steps(settings, settings.batch_size * length),
+            "sequence_length": length,
+            "learning_rate": settings.lr,
+            "compile": copies.should_compile(runtime.device) if settings.compile is None else settings.compile,
+            "lr_scale": parse_scales(settings.lr_scale),
+            "transfer_width": transfer_width_of(settings.transfer),
+        }
+    )
+
+
+def _command(settings: TrainSettings) -> str:
+    """The command that continues the run; a design that is a table stands in the run's record."""
+    if isinstance(settings.design, dict):
+        return shlex.join(["heddle", "train", "--config", str(settings.out)])
+    return settings.command_line("train")
+
+
+def _steps(settings: TrainSettings, tokens_per_step: int) -> int:
+    """The number of steps that --steps or --tokens gives. Raises ConfigError for both, or too few tokens."""
+    steps, tokens = settings.steps, settings.tokens
+    if steps is not None and tokens is not None:
+        raise ConfigError("--steps and --tokens: both set the length of the training; give one of them")
+    if tokens is None:
+        return DEFAULT_STEPS if steps is None else steps
+    if tokens < max(1, tokens_per_step):
+        raise ConfigError(f"--tokens {tokens}: is less than one step of {tokens_per_step} tokens; give more")
+    return tokens // max(1, tokens_per_step)
+
+
+def parse_scales(scales: Sequence[str]) -> tuple[tuple[str, float], ...]:
+    """Parse `layers.*.mixer=0.5` into (path, factor) pairs, in order. Raises ConfigError for anything else."""
+    pairs = []
+    for text in scales:
+        path, equals, factor = text.partition("=")
+        if not equals or not path:
+            raise ConfigError(f"--lr-scale {text}: expected path=factor, such as layers.*.mixer=0.5")
+        try:
+            pairs.append((path, float(factor)))
+        except ValueError:
+            raise ConfigError(f"--lr-scale {text}: the factor must be a number of at least 0") from None
+    return tuple(pairs)
+
+
+def trackers_of(track: Sequence[str]) -> tuple[str, ...]:
+    """The trackers of --track. Raises ConfigError for one that is unknown or not installed."""
+    try:
+        return check_trackers(track)
+    except ConfigError as error:
+        raise ConfigError(f"--{error}") from None
+
+
+def transfer_width_of(transfer: str | None) -> int | None:
+    """The width that --transfer names. Raises ConfigError for anything else."""
+    if transfer is None:
+        return None
+    name, _, number = transfer.partition("=")
+    if name != "width" or not number.isdecimal() or not int(number):
+        raise ConfigError(f"--transfer {transfer}: is no width; write width=64, where --lr was chosen at width 64")
+    return int(number)
+
+
+def _lora_settings(settings: TrainSettings) -> LoraSettings | None:
+    """The adapters that --lora asks for. Raises ConfigError without --from."""
+    rank, targets = settings.lora, settings.lora_targets
+    if rank is None:
+        if targets:
+            raise ConfigError(f"--lora-targets {targets[0]}: needs the rank of the adapters; give --lora too")
+        return None
+    if settings.from_ is None:
+        raise ConfigError(f"--lora {rank}: adapters need trained weights; give them with --from")
+    return LoraSettings(rank, targets) if targets else LoraSettings(rank)
+
+
+def _distillation(settings: TrainSettings) -> Distillation | None:
+    """The teacher of --distill and its loss. Raises ConfigError or CheckpointError."""
+    if settings.distill is None:
+        if settings.distill_loss is not None:
+            raise ConfigError(f"--distill-loss {settings.distill_loss}: needs a teacher; give --distill too")
+        return None
+    return Distillation(
+        open_init_checkpoint(settings.distill), LossWeights.parse(settings.distill_loss, "--distill-loss")
+    )
+
+
+def _tokenizer(
+    settings: TrainSettings, init_checkpoint: InitCheckpoint | None, distillation: Distillation | None
+) -> Tokenizer | Path | None:
+    """The tokenizer of --from, --distill or --tokenizer. Raises ConfigError for options that conflict."""
+    teacher = None if distillation is None else distillation.teacher
+    checkpoint = teacher if init_checkpoint is None else init_checkpoint
+    if checkpoint is None:
+        return settings.tokenizer
+    source = "--distill" if init_checkpoint is None else "--from"
+    for option, value in (("tokenizer", settings.tokenizer), ("vocab-size", settings.vocab_size)):
+        if value is not None:
+            raise ConfigError(f"--{option} {value}: {source} brings its own tokenizer; leave --{option} out")
+    if checkpoint.tokenizer is None:
+        raise CheckpointError(
+            f"{checkpoint.folder}: holds no tokenizer.json, so it cannot read text; train a new model"
+        )
+    return checkpoint.tokenizer
+
+
+def open_recall_task(settings: TrainSettings) -> TaskStream | None:
+    """The recall task that --data names; None for other data. Raises ConfigError for options that only text takes."""
+    if len(settings.data) != 1 or not is_recall_argument(settings.data[0]):
+        return None
+    (argument,) = settings.data
+    task = parse_recall(argument)
+    for option, value in (("tokenizer", settings.tokenizer), ("vocab-size", settings.vocab_size)):
+        if value is not None:
+            raise ConfigError(f"--{option} {value}: {argument} has a vocabulary of its own; leave --{option} out")
+    length = settings.sequence_length
+    if length not in (None, task.task.length):
+        raise ConfigError(
+            f"--sequence-length {length}: {argument} has sequences of {task.task.length} tokens; "
+            f"give length={length} in --data"
+        )
+    return task
+
+
+def _design(
+    settings: TrainSettings, checkpoint: InitCheckpoint | None, distillation: Distillation | None
+) -> ModelConfig:
+    """The config to train, with a teacher's vocabulary. Raises ConfigError if neither DESIGN nor --from is given."""
+    design, overrides = settings.design, list(settings.overrides)
+    if checkpoint is None:
+        if design is None:
+            raise ConfigError("DESIGN: is missing; give a file, preset:NAME or a folder, or --from FOLDER")
+        config = load_config(design, overrides)
+        vocab_size = None if distillation is None else distillation.teacher.config.vocab_size
+        return config if vocab_size is None else with_vocab_size(config, vocab_size)
+    if (
+        isinstance(design, str) and "=" in design and not Path(design).exists()
+    ):  # without DESIGN, an override comes first
+        return checkpoint.resolve_config(None, [design, *overrides])
+    return checkpoint.resolve_config(design, overrides)
+
+
+def _open_data(
+    settings: TrainSettings,
+    resolved: Settings,
+    config: ModelConfig,
+    tokenizer: Tokenizer | Path | None,
+    documents: dict[str, str],
+) -> Corpus | ChatDataset:
+    """Text or conversations, ready to train on."""
+    data = settings.data or ("stdlib",)
+    if not any(map(is_chat_argument, data)):
+        vocab_size = config.vocab_size or settings.vocab_size or (None if tokenizer else DEFAULT_VOCAB_SIZE)
+        max_tokens = resolved.steps * resolved.tokens_per_step
+        corpus = prepare_corpus(data, vocab_size=vocab_size, max_train_tokens=max_tokens, tokenizer=tokenizer)
+        check_tokenizer_fits(corpus.tokenizer, config.vocab_size)
+        return corpus
+    for argument in data:
+        if not is_chat_argument(argument):
+            raise ConfigError(
+                f"--data {argument}: is not chat data, which cannot be mixed with text; leave it out, or write chat:"
+            )
+    if tokenizer is None:
+        raise ConfigError(f"--data {data[0]}: needs a trained tokenizer; give --from or --tokenizer")
+    loaded = Tokenizer.load(tokenizer) if isinstance(tokenizer, Path) else tokenizer
+    check_tokenizer_fits(loaded, config.vocab_size)
+    return prepare_chat(data, loaded, resolved.sequence_length, documents)
+
+
+def _report(training: TrainingResult, job: TrainingJob, as_json: bool) -> dict[str, Any]:
+    steps, skipped = training.progress.step, training.progress.skipped_steps
+    report: dict[str, Any] = {"run": str(job.out), "steps": steps, "skipped_steps": skipped}
+    if isinstance(job.source, Corpus):
+        report["bits_per_byte"] = training.bits_per_byte
+        report["sample"] = sample_text(training.model, job.source.tokenizer, job.settings.sequence_length)
+        report["bits_per_character"] = training.bits_per_byte * job.source.bytes_per_character
+        score = f"{training.bits_per_byte:.4f} bits per byte on held-out text"
+    elif isinstance(job.source, ChatDataset):
+        report["bits_per_byte"] = training.bits_per_byte
+        score = f"{training.bits_per_byte:.4f} bits per byte of the assistant's text in held-out conversations"
+    else:
+        chance = job.source.describe()["chance"]
+        report |= {"accuracy": training.task_accuracy, "chance": chance}
+        score = f"{training.task_accuracy:.1%} accuracy on held-out sequences (by chance {chance:.1%})"
+    if as_json:
+        print_text(json.dumps(report, indent=2, ensure_ascii=False))
+        return report
+    print_text(f"{job.out}: {score} after {steps} steps")
+    if skipped:
+        print_text(f"{skipped} steps were skipped: their loss or gradient was not finite")
+    if isinstance(job.source, Corpus) and job.source.bytes_per_character >= MANY_BYTES_PER_CHARACTER:
+        print_text(f"about {report['bits_per_character']:.4f} bits per character")
+    if "sample" in report:
+        print_text(f"a sample:\n{report['sample']}")
+    return report

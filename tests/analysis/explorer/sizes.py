@@ -1,0 +1,110 @@
+"""The size of a design from the formulas of its parts, as the explorer computes it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from heddle.config import Part
+from heddle.lab.explore.formulas import Formulas, formulas_of, model_formulas, values_of
+from heddle.model.config import LayerConfig, ModelConfig
+
+WIDE = 4  # bytes of a number that is float32 at least
+
+
+@dataclass(frozen=True)
+class DeclaredSize:
+    """As the fields of `heddle.model.size.Size`; the state is that of the layers, without the table of positions."""
+
+    parameters: int
+    active_parameters: int
+    flops: int
+    state_bytes: int
+
+
+def declared_size(config: ModelConfig, tokens: int, element_bytes: int = WIDE) -> DeclaredSize | None:
+    """The size of a design with a `vocab_size`, for one row of `tokens` tokens. An encoder is not counted.
+
+    None if a part declares no costs.
+    """
+    sums = [0] * 5
+    config = config.resolved()
+    for layer in config.distinct_layers:
+        if not _add(sums, config, layer.config, layer.count, tokens):
+            return None
+    surroundings = {"width": config.width, "norm_weights": norm_weights(config.norm), "tokens": tokens}
+    final = formulas_of(config.residual.slot, config.residual.kind)
+    if final is None:
+        return None
+    _accumulate(sums, final.final_costs_of(values_of(config.residual) | surroundings), 1)
+    if config.embedding.position is not None:
+        _accumulate(sums, _costs(config.embedding.position, surroundings) or (0,) * 5, 1)
+    _accumulate(sums, model_formulas().costs_of(_around_layers(config) | surroundings), 1)
+    parameters, inactive, flops, cached, recurrent = sums
+    return DeclaredSize(parameters, parameters - inactive, flops, cached * element_bytes + recurrent * WIDE)
+
+
+def _around_layers(config: ModelConfig) -> dict[str, Any]:
+    """The numbers of the formulas of the embedding and the head."""
+    embedding, head = config.embedding, config.head
+    return {
+        "vocab_size": config.vocab_size,
+        "token_types": embedding.token_types or 0,
+        "embedding_norm": embedding.norm,
+        "head_tied": head.tied,
+        "head_bias": head.bias,
+        "head_transform": head.transform is not None,
+        "transform_bias": head.transform_bias,
+    }
+
+
+def norm_weights(norm: Part) -> int:
+    """Parameters of a norm for each element."""
+    costs = _costs(norm, {"width": 1})
+    return 1 if costs is None else costs[0]
+
+
+def refused_fields(part: Part, width: int, branches: int = 2) -> list[tuple[str, str]]:
+    """(field, reason) of what the formulas of a part refuse."""
+    formulas: Formulas | None = formulas_of(part.slot, part.kind)
+    own = [] if formulas is None else formulas.refused(values_of(part) | {"width": width, "branches": branches})
+    inner = [refused_fields(value, width) for value in _inner(part)]
+    return own + [refusal for each in inner for refusal in each]
+
+
+def _add(sums: list[int], config: ModelConfig, layer: LayerConfig, count: int, tokens: int) -> bool:
+    parts = [part for part in (layer.mixer, layer.feedforward) if part is not None]
+    surroundings = {"width": config.width, "tokens": tokens, "branches": len(parts)}
+    surroundings["norm_weights"] = norm_weights(config.norm)
+    for part in (*parts, config.residual):
+        costs = _costs(part, surroundings)
+        if costs is None:
+            return False
+        _accumulate(sums, costs, count)
+    return True
+
+
+def _costs(part: Part, surroundings: dict[str, Any]) -> tuple[int, ...] | None:
+    """The costs of a part and of the mixers within it."""
+    formulas, inner = formulas_of(part.slot, part.kind), _inner(part)
+    if formulas is None and not inner:
+        return None
+    own = getattr(part, "norm", None)
+    if own is not None:
+        surroundings = surroundings | {"norm_weights": norm_weights(own)}
+    sums = [0] * 5 if formulas is None else [*formulas.costs_of(values_of(part) | surroundings)]
+    for each in inner:
+        costs = _costs(each, surroundings)
+        if costs is None:
+            return None
+        _accumulate(sums, costs, 1)
+    return tuple(sums)
+
+
+def _inner(part: Part) -> list[Part]:
+    """The mixers within a mixer."""
+    values = (getattr(part, name) for name in type(part).model_fields)
+    return [value for value in values if isinstance(value, Part) and value.slot == part.slot]
+
+
+def _accumulate(sums: list[int], costs: tuple[int, ...], count: int) -> None:
+    for index, cost in enumerate(costs):
+        sums[index] += cost * count

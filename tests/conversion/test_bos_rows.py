@@ -1,0 +1,329 @@
+"""Rows that a model of others reads begin with BOS, as it was trained; compared with a plain loop of transformers."""
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from heddle.cli.main import run_command
+from heddle.conversion import heal as heal_module
+from heddle.conversion.calibration import calibration_from_corpus
+from heddle.conversion.convert import (
+    Conversion,
+    ConversionSource,
+    convert,
+    is_transformers_folder,
+    open_source,
+    saved_conversion,
+)
+from heddle.conversion.heal import Original, heal, healing_job, healing_settings
+from heddle.conversion.targets import parse_rewrites
+from heddle.conversion.weights import ModelWeights, calibration_text, layer_activations
+from heddle.data import samples
+from heddle.data.corpus import Corpus, prepare_corpus
+from heddle.data.samples import PLAIN_ROWS, CorpusLoader, RowProtocol, evaluation_windows
+from heddle.errors import ConfigError
+from heddle.exchange.export import export
+from heddle.exchange.load import load
+from heddle.lab.conversion import measure as measure_module
+from heddle.lab.conversion.measure import MeasurementSettings, MeasurementText, ModelToMeasure, layer_errors
+from heddle.lab.conversion.results import ORIGINAL, ConversionResults, parse_results
+from heddle.lab.conversion.run import ConversionRecord, measure_conversion
+from heddle.laws.harness import model_under_test
+from heddle.model.load_config import load_config
+from heddle.storage.file_io import read_json_file
+from heddle.storage.model import load as load_checkpoint
+from heddle.training.distillation import Distillation, LossWeights
+from heddle.training.evaluation.scores import finite_ratio
+from tests import small
+from tests.exchange.tokenizer_cases import tokenizer_json
+
+LENGTH = 16
+DESIGN: dict[str, Any] = {
+    "vocab_size": 600, "width": 16, "norm": {"kind": "rms", "eps": 1e-6}, "head": {"tied": False},
+    "layers": [{"repeat": 2, "mixer": {"kind": "attention", "heads": 2, "position": {"kind": "rope"}},
+                "feedforward": {"kind": "gated", "hidden": 24}}],
+}  # fmt: skip
+QUICK = ["--sequence-length", str(LENGTH), "--report-tokens", "100000", "--calibration-tokens", "256", "--quiet"]
+QUICK += ["--speed-context-length", "4", "--device", "cpu"]
+TARGET = ["--to", "kv_heads=1,groups=contiguous"]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small.folder(tmp_path_factory.mktemp("text") / "text", size=300)
+
+
+def write_llama(folder: Path, tokenizer: str) -> Path:
+    """A float64 Llama of transformers, whose loss depends on BOS."""
+    export(model_under_test(load_config(DESIGN)), folder)
+    (folder / "manifest.json").unlink()
+    (folder / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return folder
+
+
+@pytest.fixture(scope="module", params=["gemma", "llama2"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("models") / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("models") / "gemma", "gemma")
+
+
+def corpus_of(source: ConversionSource, texts: Path) -> Corpus:
+    return prepare_corpus([str(texts)], vocab_size=None, max_train_tokens=None, tokenizer=source.tokenizer)
+
+
+Logits = Callable[[Tensor], Tensor]
+
+
+@torch.no_grad()
+def plain_loss(logits: Logits, corpus: Corpus, with_bos: bool = True) -> float:
+    """Bits per byte of a plain loop: documents are read alone, each token from BOS and what stood before it.
+
+    logits: of tokens [1, T].
+    """
+    tokens = corpus.validation.read(0, len(corpus.validation)).tolist()
+    (bos,) = corpus.tokenizer.bos_ids
+    bits, size = 0.0, 0
+    for first in range(0, len(tokens) - 1, LENGTH):
+        row = [bos if with_bos else tokens[first], *tokens[first + 1 : first + 1 + LENGTH]]
+        starts = [0, *(i for i in range(1, len(row)) if row[i] == bos), len(row)]
+        for start, end in pairwise(starts):
+            piece = torch.tensor(row[start:end])
+            losses = functional.cross_entropy(logits(piece[None])[0, :-1], piece[1:], reduction="sum")
+            bits += float(losses) / math.log(2)
+        size += int(corpus.tokenizer.byte_lengths[row[1:]].sum())
+    return bits / size
+
+
+def our_logits(folder: Path) -> Logits:
+    model = load(folder).model if is_transformers_folder(folder) else load_checkpoint(folder)[0]
+    return lambda tokens: model.head(model(tokens)[0])
+
+
+def their_logits(folder: Path) -> Logits:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    return lambda tokens: model(tokens).logits
+
+
+def command(model: Path, texts: Path, out: Path, *options: str) -> list[str]:
+    return ["convert", str(model), str(out), "--data", str(texts), *QUICK, *options]
+
+
+def results_of(out: Path) -> ConversionResults:
+    return parse_results(read_json_file(out / "convert.json"))
+
+
+def test_the_report_is_a_plain_loop_that_begins_with_bos(model: Path, texts: Path, tmp_path: Path) -> None:
+    out, exported = tmp_path / "fewer", tmp_path / "exported"
+    assert run_command(command(model, texts, out, *TARGET)) == 0
+    corpus = corpus_of(open_source(model), texts)
+    export(load_checkpoint(out)[0], exported)
+    for result, ours, theirs in zip(results_of(out).models, (model, out), (model, exported), strict=True):
+        expected = plain_loss(our_logits(ours), corpus)
+        assert finite_ratio(result.windows) == pytest.approx(expected, rel=0, abs=1e-10)
+        assert plain_loss(their_logits(theirs), corpus) == pytest.approx(
+            expected, rel=0, abs=1e-6
+        )  # their float32 norm
+        assert abs(expected - plain_loss(our_logits(ours), corpus, with_bos=False)) > 0.02
+    assert results_of(out).text.bos_ids == tuple(corpus.tokenizer.bos_ids)
+    page = (out / "convert.html").read_text(encoding="utf-8")
+    assert f"Each row begins with BOS ({corpus.tokenizer.bos_ids[0]})" in page
+    assert saved_conversion(out)["text"]["bos_ids"] == corpus.tokenizer.bos_ids
+
+
+@pytest.fixture(scope="module")
+def fewer(gemma: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[ConversionSource, Path, Corpus]:
+    source, out = open_source(gemma), tmp_path_factory.mktemp("converted") / "fewer"
+    convert(Conversion(source, tuple(parse_rewrites([TARGET[1] + ",merge=mean"]))), out)
+    return source, out, corpus_of(source, texts)
+
+
+def test_rows_to_calibrate_heal_and_validate_begin_with_bos(
+    fewer: tuple[ConversionSource, Path, Corpus], tmp_path: Path
+) -> None:
+    """Everything but a row's first token, and BOS as a target, is as before."""
+    source, out, corpus = fewer
+    (bos,) = corpus.tokenizer.bos_ids
+    text = calibration_from_corpus(corpus, 512, LENGTH)
+    settings = healing_settings(1024, LENGTH, 1e-3, text.samples, 4)
+    job = healing_job(out, Distillation(Original(source), LossWeights(text=1.0)), corpus, settings, tmp_path / "heal")
+    batch_at, data = job.training_data.train_batches(settings), job.training_data
+    loader = CorpusLoader(corpus.train, corpus.weights, LENGTH, 4, settings.seed, corpus.tokenizer.eod_id)
+    cut = [loader.batch_from(settings.samples_before(step)) for step in range(settings.steps)]
+    healed = [batch_at(step) for step in range(settings.steps)]
+    validated = list(data.validation_batches(settings, 10**6))
+    for now, before in zip(
+        [*healed, *validated], [*cut, *evaluation_windows(corpus.validation, LENGTH, 4)], strict=True
+    ):
+        assert (now.tokens[:, 0] == bos).all()
+        assert np.array_equal(now.tokens[:, 1:], before.tokens[:, 1:])
+        assert now.doc_lengths == before.doc_lengths
+    for now, before in zip(healed, cut, strict=True):
+        assert np.array_equal(now.targets, np.where(before.targets == bos, -1, before.targets))
+    assert any((batch.targets == bos).any() for batch in cut)
+    assert not all((batch.tokens[:, 0] == bos).all() for batch in cut)
+    assert [tuple(batch.shape) for batch in text.batches] == [(16, LENGTH)] * 2
+    assert all(bool((batch[:, 0] == bos).all()) for batch in text.batches)
+    assert data.identity()["bos_ids"] == [bos]
+
+
+def test_rows_of_recall_begin_with_bos(gemma: Path, texts: Path) -> None:
+    corpus = corpus_of(open_source(gemma), texts)
+    (bos,) = corpus.tokenizer.bos_ids
+    recall = MeasurementText(corpus, MeasurementSettings(sequence_length=64, span_rows=6, needle_rows=5)).recall
+    spans = recall.span_rows
+    batches = [*spans.batches, *(batch for _, rows in recall.needle_rows for batch in rows)]
+    assert batches
+    for batch in batches:
+        assert (batch.tokens[:, 0] == bos).all()
+        assert (batch.tokens[:, 1:] != bos).all()
+        assert batch.doc_lengths == ((recall.row_length,),) * len(batch.tokens)
+    for batch in spans.batches:
+        for row, first, second in zip(batch.tokens, spans.first, spans.second, strict=False):
+            assert np.array_equal(
+                row[first + 1 : first + 1 + spans.length], row[second + 1 : second + 1 + spans.length]
+            )
+
+
+def test_rows_keep_within_the_positions_of_a_model(gemma: Path, texts: Path, tmp_path: Path) -> None:
+    """BOS takes one of the row's positions."""
+    corpus = corpus_of(open_source(gemma), texts)
+    layers = [{"mixer": {"kind": "attention", "heads": 2}, "feedforward": {"kind": "gated", "hidden": 24}}]
+    learned = {"position": {"kind": "learned", "length": LENGTH}}
+    weights = ModelWeights(model_under_test(load_config(DESIGN | {"layers": layers, "embedding": learned})))
+
+    def measured(length: int) -> ConversionResults:
+        settings = MeasurementSettings(sequence_length=length, speed_contexts=(), state_contexts=(), layer_rows=2)
+        record = ConversionRecord(tmp_path / f"{length}.json")
+        return measure_conversion([ModelToMeasure("original", ORIGINAL, weights, "a")], corpus, record, settings)
+
+    assert finite_ratio(measured(LENGTH).models[0].windows) is not None
+    with pytest.raises(ConfigError, match=str(LENGTH)):
+        measured(LENGTH + 1)
+
+
+def test_layer_errors_are_of_other_tokens_than_bos() -> None:
+    """The stream of BOS is large and does not change here, so with it the errors would be close to 0."""
+    original = model_under_test(load_config(DESIGN))
+    converted = copy.deepcopy(original)
+    with torch.no_grad():
+        converted.embed.weight += 0.1
+        for model in (original, converted):
+            model.embed.weight[1] = 1e4
+    tokens = torch.cat((torch.ones(3, 1, dtype=torch.int64), torch.arange(2, 50).reshape(3, 16)), dim=1)
+    rows = [samples.Batch(tokens.numpy(), ((LENGTH,),) * 3, np.arange(3))]
+    weights = ModelWeights(original), ModelWeights(converted)
+    errors, with_bos = layer_errors(*weights, rows, bos_ids=(1,)), layer_errors(*weights, rows)
+    text = calibration_text([tokens[:, :-1]])
+    before, after = ([step.new_streams[0] for step in layer_activations(each, text)] for each in weights)
+    for error, diluted, old, new in zip(errors, with_bos, before, after, strict=True):
+        expected = (new - old)[:, 1:].norm() / old[:, 1:].norm()
+        assert error.stream == pytest.approx(float(expected), rel=1e-9)
+        assert (diluted.stream or 0.0) < 0.01 * float(expected)
+
+
+@pytest.fixture
+def earlier(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Within it rows begin as before there was a record of them."""
+    with monkeypatch.context() as patch:
+        patch.setattr(samples.RowProtocol, "of", classmethod(lambda cls, tokenizer: PLAIN_ROWS))
+        yield patch
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_in(patch: pytest.MonkeyPatch, place: str, number: int = 1) -> None:
+    """The call of that number ends the process."""
+    module, name = {"heal": (heal_module, "train"), "measure": (measure_module, "build_model")}[place]
+    original, calls = getattr(module, name), []
+
+    def watch(*arguments: Any, **named: Any) -> Any:
+        calls.append(name)
+        if len(calls) == number:
+            raise Killed
+        return original(*arguments, **named)
+
+    patch.setattr(module, name, watch)
+
+
+WINDOW = "window=8"  # a conversion that reads no text
+CASES = {
+    "calibrated, not healed": ([*TARGET, "--heal", "1024"], "heal", 1),
+    "calibrated and half measured": (TARGET, "measure", 2),
+    "the rate is measured": (["--to", WINDOW, "--heal", "1024"], "heal", 1),
+    "healed at a given rate": (["--to", WINDOW, "--heal", "1024", "--heal-lr", "0.001"], "measure", 1),
+    "half measured": (["--to", WINDOW], "measure", 2),
+    "a sweep": (["--sweep", f"{WINDOW},4"], "measure", 2),
+    "a healed sweep": (["--sweep", f"{WINDOW},4", "--heal", "1024"], "heal", 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_began_without_bos_goes_on_without_it(
+    gemma: Path, texts: Path, tmp_path: Path, case: str, earlier: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    options, place, number = CASES[case]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run_command(command(gemma, texts, whole, *options)) == 0
+    kill_in(earlier, place, number)
+    with pytest.raises(Killed):
+        run_command(command(gemma, texts, cut, *options))
+    earlier.undo()
+    capsys.readouterr()
+    assert run_command([word for word in command(gemma, texts, cut, *options) if word != "--quiet"]) == 0
+    assert "rows begin without the model's BOS token, as in the conversion that is continued" in capsys.readouterr().err
+    first, second = map(results_of, (whole, cut))
+    assert [model.windows for model in first.models] == [model.windows for model in second.models]
+    assert "bos_ids" not in read_json_file(cut / "convert.json")["text"]
+
+
+def test_a_healing_goes_on_as_it_began(
+    fewer: tuple[ConversionSource, Path, Corpus], texts: Path, tmp_path: Path, earlier: pytest.MonkeyPatch
+) -> None:
+    source, out, corpus = fewer
+    distillation, settings = Distillation(Original(source), LossWeights(text=1.0)), healing_settings(512, LENGTH, 1e-3)
+    heal(out, distillation, corpus_of(source, texts), settings, tmp_path / "heal")
+    earlier.undo()
+    assert healing_job(out, distillation, corpus, settings, tmp_path / "heal").rows == PLAIN_ROWS
+    heal(out, distillation, corpus, settings, tmp_path / "heal")
+    assert healing_job(out, distillation, corpus, settings, tmp_path / "other").rows == corpus.rows != PLAIN_ROWS
+
+
+def test_rows_of_native_tokenizers_stay_as_they_were(tmp_path: Path) -> None:
+    corpus = small.corpus(tmp_path)
+    assert RowProtocol.of(corpus.tokenizer) == corpus.rows == PLAIN_ROWS
+    assert PLAIN_ROWS.record() == {}
+    text = calibration_from_corpus(corpus, 256, LENGTH)
+    loader = CorpusLoader(corpus.train, corpus.weights, LENGTH, 16, 0, corpus.tokenizer.eod_id)
+    assert all(
+        np.array_equal(batch.numpy(), loader.batch(step).tokens[:, :-1]) for step, batch in enumerate(text.batches)
+    )
+    assert loader.batch(0).labels is None
+    job = small.job(corpus, tmp_path / "run")
+    assert set(job.identity()["data"]) == {"hash", "tokens"}
+
+
+def test_several_bos_tokens_begin_a_row() -> None:
+    rows, tokens = RowProtocol((7, 8)), np.arange(10).reshape(2, 5)
+    assert rows.begin(tokens).tolist() == [[7, 8, 2, 3, 4], [7, 8, 7, 8, 9]]
+    assert tokens[0, 0] == 0
+    batch = rows.without_bos_targets(samples.Batch(rows.begin(tokens), ((4,), (4,)), np.arange(2)))
+    assert batch.targets.tolist() == [[-1, 2, 3, 4], [-1, -1, -1, 9]]
+    assert RowProtocol.parse(json.loads(json.dumps(rows.record()))) == rows
