@@ -43,7 +43,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Project": (
         "CONTRIBUTING.md", "SECURITY.md", "THIRD_PARTY.md", "CHANGELOG.md", "docs/README.md",
-        "docs/decisions/README.md", "docs/log.md",
+        "docs/not-here.md", "docs/decisions/README.md", "docs/log.md",
     ),
     "More": (),
 }  # fmt: skip
