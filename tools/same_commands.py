@@ -31,7 +31,8 @@ Line = list[list[str]]  # the verb; then an option with its value, or an argumen
 
 def described() -> dict[str, list[Word]]:
     """The verbs of this checkout with their options and arguments."""
-    return {verb: [_word(parameter) for parameter in command.params] for verb, command in _typer_commands().items()}
+    commands = _settings_commands() if find_spec("heddle.settings") else _typer_commands()
+    return {verb: [_word(parameter) for parameter in command.params] for verb, command in commands.items()}
 
 
 def parsed(arguments: list[str]) -> dict[str, Any]:
@@ -80,6 +81,19 @@ def _parsed_typer(arguments: list[str]) -> dict[str, Any]:
         if code is None:
             raise
         return {"code": code}
+
+
+def _settings_commands() -> dict[str, Any]:
+    import click
+
+    from heddle.cli.main import app
+
+    with click.Context(app, info_name="heddle") as root:
+        commands = {verb: app.get_command(root, verb) for verb in app.list_commands(root)}
+    for command in commands.values():
+        assert command is not None
+        command.params = [parameter for parameter in command.params if parameter.expose_value]
+    return commands
 
 
 def _typer_commands() -> dict[str, Any]:
