@@ -17,30 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heddle import progress
-from heddle.errors import (
-    CheckpointError,
-    ConfigError,
-    HeddleError,
-    RankLost,
-    is_out_of_memory,
-    nondeterministic_operation,
-)
+from heddle.errors import HeddleError, RankLost, is_out_of_memory, nondeterministic_operation
 from heddle.lab.compare.rank_worker import ON_RANKS, run_on_ranks
 from heddle.signals import STOP_SIGNALS, Interrupted, interrupted_on_stop_signals
-from heddle.storage.checkpoints import checkpoint_steps, latest_checkpoint, write_checkpoint
-from heddle.storage.file_io import read_json_file, write_json_file
-from heddle.storage.folder import read_folder
-from heddle.storage.lock import RunLock
-from heddle.storage.run_log import (
-    IDENTITY_KEYS,
-    RUN_FILE,
-    copy_log,
-    first_difference,
-    open_run,
-    to_plain_json,
-)
-from heddle.training.job import TrainingJob
-from heddle.training.loop import TrainingResult, train
+from heddle.storage.file_io import write_json_file
 
 if TYPE_CHECKING:
     from heddle.data.corpus import Corpus
@@ -247,6 +227,7 @@ def _loss(task: dict[str, Any]) -> dict[str, Any]:
 
     A request with a "trunk" names the folder of the steps before the decay, and in "previous" that of a shorter trunk.
     """
+    from heddle.lab.compare.branch import train_branch
     from heddle.storage.run_log import read_log
     from heddle.training.loop import train
 
@@ -315,68 +296,3 @@ TASKS = {"train": _train, "calibrate": _calibrate, "speed": _speed, "recall": _r
 
 if __name__ == "__main__":
     main()
-
-
-# Branches of a trunk: trainings of several lengths that share all steps before their decay.
-#
-# With schedule wsd (warmup, stable, decay; Hu et al. 2024) a training of any length is the same up to its decay, so
-# that
-# several lengths cost one constant part and their decays (Hägele et al. 2024). A branch begins as a copy of the trunk's
-# newest checkpoint and log, as if it had been interrupted there: what follows is the loop's own bit-equal resume.
-
-
-OWN_SETTINGS = ("steps", "schedule")  # what a branch need not share with its trunk
-
-
-def train_branch(job: TrainingJob, trunk: Path, previous: Path | None = None) -> TrainingResult:
-    """Train a job of schedule wsd whose steps before the decay are a run of their own, in the folder `trunk`.
-
-    The result is bit-equal to `train(job)`. previous: the trunk of a shorter branch with the same settings, from whose
-    end this trunk goes on; None, or a folder without a checkpoint: it begins at the first step. The same call continues
-    after an interrupt. Raises ConfigError for several ranks, other schedules, or a warmup that depends on the length or
-    outlasts the trunk, and whatever `train` raises.
-    """
-    settings = job.settings
-    if job.ranks.count > 1:
-        raise ConfigError(f"ranks: one process trains a branch, and there are {job.ranks.count}; train it alone")
-    if settings.schedule != "wsd":
-        raise ConfigError(f"schedule {settings.schedule}: branches decay from a constant rate; set wsd")
-    if settings.warmup is None or settings.warmup > settings.constant_steps:
-        raise ConfigError(
-            f"warmup {settings.warmup}: branches share their warmup, so it must be a number, and at most the "
-            f"{settings.constant_steps} steps before the decay"
-        )
-    if not checkpoint_steps(job.out):
-        budget = replace(job.evaluation, final_tokens=1)  # the loss before the decay is of no interest
-        stable = replace(settings, steps=settings.constant_steps, schedule="constant")
-        start = replace(job, settings=stable, out=trunk, evaluation=budget, observer=None)
-        if previous is not None and previous != trunk and not checkpoint_steps(trunk):
-            _start_from(start, previous)
-        train(start)
-        _start_from(job, trunk)
-    return train(job)
-
-
-def _start_from(job: TrainingJob, source: Path) -> None:
-    """Begin a job's run with the newest checkpoint of another run, if it has one."""
-    path = latest_checkpoint(source, "training").path
-    if path is None:
-        return
-    saved, contents = read_json_file(source / RUN_FILE), read_folder(path, "training")
-    identity = to_plain_json(job.identity())
-    difference = first_difference(_shared(saved), _shared(identity))
-    step = int(path.name.removeprefix("step-"))
-    if difference or contents.log is None or step > job.settings.steps:
-        raise CheckpointError(f"{source}: {job.out} is no branch of it: {difference or f'it is at step {step}'}")
-    environment = {key: value for key, value in saved.items() if key not in IDENTITY_KEYS}
-    with RunLock(job.out):
-        open_run(job.out, identity, environment)
-        copy_log(source, job.out, contents.log)
-        tensors = {name: contents.tensors(name) for name in contents.tensor_sets}
-        write_checkpoint(job.out, step, tensors=tensors, documents=contents.documents, log=contents.log)
-
-
-def _shared(identity: dict[str, Any]) -> dict[str, Any]:
-    """What a run's identity shares with that of its branches."""
-    settings = {key: value for key, value in identity["settings"].items() if key not in OWN_SETTINGS}
-    return {key: identity.get(key) for key in IDENTITY_KEYS} | {"settings": settings}
