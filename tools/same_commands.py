@@ -138,7 +138,7 @@ def random_lines(
     def group(verb: str, word: Word) -> list[str]:
         if word.metavar is None:
             return [draw.choice([word.name, word.negative or word.name])]
-        names = (f"{verb} {word.name}", word.name, word.metavar)
+        names = (f"{verb} {word.name}", word.name, word.metavar, word.metavar.strip("[]."))
         value = draw.choice(next(samples[name] for name in names if name in samples))
         return [word.name, value] if word.is_option else [value]
 

@@ -300,7 +300,6 @@ def test_errors_are_one_sentence(
     [
         ("frob", "see (heddle --help)"),
         ("train @/good.yaml --frob", "see (heddle train --help)"),
-        ("compare", "see (heddle compare --help)"),
         ("show gqa-tiny", r"(preset:gqa-tiny)\?"),
         ("show preset:gqa-tinny", "'(preset:gqa-tiny)'"),
     ],
