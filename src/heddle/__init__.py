@@ -11,11 +11,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from heddle.generation.generate import generate as generate
     from heddle.generation.generate import prefix as prefix
-    from heddle.lab.compare.compare import compare
-    from heddle.lab.conversion.convert import convert
-    from heddle.lab.ladder.ladder import ladder
-    from heddle.lab.plan.training_plan import plan
-    from heddle.lab.show import show
+    from heddle.lab.compare.compare import compare as compare
+    from heddle.lab.conversion.convert import convert as convert
+    from heddle.lab.ladder.ladder import ladder as ladder
+    from heddle.lab.plan.training_plan import plan as plan
+    from heddle.lab.show import show as show
     from heddle.model.attention_maps import attention_weights as attention_weights
     from heddle.model.decoder import Decoder as Decoder
     from heddle.model.decoder import build as build
@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from heddle.model.size import size as size
     from heddle.model.state import State as State
     from heddle.numerics.kernels import kernels as kernels
-    from heddle.parts.layout import EncoderOutput, Layout
+    from heddle.parts.layout import EncoderOutput as EncoderOutput
+    from heddle.parts.layout import Layout as Layout
     from heddle.storage.model import load as load
-    from heddle.storage.model import load_state, save_state
+    from heddle.storage.model import load_state as load_state
     from heddle.storage.model import save as save
+    from heddle.storage.model import save_state as save_state
     from heddle.training.run import train as train
+
 
 _HOMES = {
     "Decoder": "heddle.model.decoder",
