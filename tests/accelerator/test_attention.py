@@ -25,6 +25,7 @@ from heddle.numerics.attention.sdpa import cu_seqlens, flash, longest_document, 
 from heddle.numerics.attention.softmax import attention, masked_products, reference
 from heddle.numerics.dispatch import record_choices
 from heddle.parts.layout import Layout
+from heddle.torch_private import cudnn_attention
 from tests.accelerator.pretend import on_device, pretending, values_of
 from tests.laws.planting import Plant, assigned, calls, constant, operator, reads
 from tests.numerics.test_attention import CASES, OPTIONS, Bias, Shape, draw, graded, options, tail
@@ -322,8 +323,8 @@ def test_cudnn_takes_values_of_another_width(groups: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch_sdpa, "_cudnn", counted)
     assert_equal(on_cuda(run_sdpa, mask, ScoreModifiers(), inputs), wanted, tolerance=0.05)
     assert widths == [16]
-    no_scale = calls(cudnn, "kernel", lambda kernel, *inputs, scale: kernel(*inputs, scale=1.0))
-    for plant in (no_scale, constant(cudnn, True, False)):
+    no_scale = calls(cudnn, "cudnn_attention", lambda kernel, *inputs: kernel(*inputs[:-1], 1.0))
+    for plant in (no_scale, constant(cudnn_attention, True, False)):
         with monkeypatch.context() as patch:
             patch.setattr(torch_sdpa, "_cudnn", cudnn)
             plant(patch)

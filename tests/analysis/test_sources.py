@@ -13,7 +13,7 @@ import heddle
 from heddle.lab.pages import render
 
 PACKAGE = Path(heddle.__file__).parent
-ANALYSIS = PACKAGE / "analysis"
+LAB = PACKAGE / "lab"
 MARKUP = {
     "an HTML tag": re.compile(r"</?[a-zA-Z][\w-]*(\s[^<>]*)?/?>|<!doctype", re.IGNORECASE),
     "an HTML attribute": re.compile(r"\b(class|style|href|aria-[a-z]+)=\"|&[a-z]+;"),
@@ -47,10 +47,10 @@ WRITERS = {  # what they make is markup or a script, from docstrings, formulas a
     "pages/explorer.py",
     "pages/formulas.py",
 }
-FILES = [file for file in sorted(ANALYSIS.rglob("*.py")) if str(file.relative_to(ANALYSIS)) not in WRITERS]
+FILES = [file for file in sorted(LAB.rglob("*.py")) if str(file.relative_to(LAB)) not in WRITERS]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ANALYSIS)))
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(LAB)))
 def test_python_files_hold_no_markup(file: Path) -> None:
     assert markup_in(file.read_text(encoding="utf-8")) == []
 
@@ -80,7 +80,7 @@ def test_words_with_signs_are_no_markup() -> None:
 def test_every_file_of_the_pages_is_package_data() -> None:
     project = PACKAGE.parents[1] / "pyproject.toml"
     patterns = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]["heddle"]
-    files = [file for file in (ANALYSIS / "pages").rglob("*") if file.suffix in (".html", ".css", ".js")]
+    files = [file for file in (LAB / "pages").rglob("*") if file.suffix in (".html", ".css", ".js")]
     assert {file.suffix for file in files} == {".html", ".css", ".js"}
     for file in files:
         relative = file.relative_to(PACKAGE)

@@ -89,7 +89,7 @@ def _plan(settings: LadderSettings, runtime: Runtime) -> LadderPlan:
         **shared(settings, LadderPlan)
         | {
             "entries": entries,
-            "sizes": parse_named("--sizes", settings.sizes, parse_sizes),
+            "sizes": parse_sizes(settings.sizes),
             "settings": shared_settings,
             "names_tokens": ratios is not None,
             "share_irreducible": settings.irreducible != "separate",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from heddle.lab.compare.settings import Designs, SequenceLength
-from heddle.settings import Json, Option, Precision, SessionSettings, parse_count
+from heddle.settings import Json, Option, Precision, SessionSettings, parse_count, parse_named
 from heddle.training.settings import (
     BatchSize,
     Data,
@@ -29,10 +29,10 @@ def parse_ratios(text: str) -> tuple[float, ...]:
 
 
 def parse_sizes(text: str) -> int | tuple[float, ...]:
-    """Parse `5` as a count, and `60k,120k` or a number above 20 as sizes. Raises ValueError."""
+    """Parse `5` as a count, and `60k,120k` or a number above 20 as sizes. Raises ConfigError, which names the size."""
     if text.isdecimal() and len(text) <= 2 and int(text) <= MAX_COUNT:
         return int(text)
-    return tuple(parse_count(size.strip()) for size in text.split(","))
+    return tuple(parse_named("--sizes", size.strip(), parse_count) for size in text.split(","))
 
 
 @dataclass(frozen=True, kw_only=True)
