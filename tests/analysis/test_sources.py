@@ -42,10 +42,10 @@ def markup_in(source: str) -> list[str]:
     return [f"{kind}: {text}" for text in strings(source) for kind, pattern in MARKUP.items() if pattern.search(text)]
 
 
-WRITERS = {  # what they make is markup or a script, from docstrings, formulas and costs
-    "explorer/formulas.py",
-    "pages/explorer.py",
-    "pages/formulas.py",
+WRITERS = {  # what they make is markup or a script, from docstrings, formulas and costs; or they look for scripts
+    "explore/formulas.py",
+    "explore/page.py",
+    "pages/render.py",
 }
 FILES = [file for file in sorted(LAB.rglob("*.py")) if str(file.relative_to(LAB)) not in WRITERS]
 
