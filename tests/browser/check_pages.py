@@ -174,7 +174,7 @@ def test_a_choice_changes_what_it_must(browser: Browser, explorers: dict[str, Pa
     browser.open(explorers["mixers"], after[3])
     assert browser.run("$('yaml').textContent") == after[1]
     browser.run("$('field.kv_rank').value = 999; $('field.kv_rank').dispatchEvent(new Event('input', {bubbles: true}))")
-    assert "larger than the width" in browser.run("$('refusals').textContent")
+    assert "999 is larger than width = 512" in browser.run("$('refusals').textContent")
     assert browser.errors == []
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from heddle.config import Part
+from heddle.config import Part, kind_class
 from heddle.lab.explore.formulas import Formulas, formulas_of, model_formulas, values_of
 from heddle.model.config import LayerConfig, ModelConfig
 
@@ -63,11 +63,32 @@ def norm_weights(norm: Part) -> int:
 
 
 def refused_fields(part: Part, width: int, branches: int = 2) -> list[tuple[str, str]]:
-    """(field, reason) of what the formulas of a part refuse."""
+    """(path, sentence) of what the formulas refuse of a part that may be invalid."""
     formulas: Formulas | None = formulas_of(part.slot, part.kind)
-    own = [] if formulas is None else formulas.refused(values_of(part) | {"width": width, "branches": branches})
-    inner = [refused_fields(value, width) for value in _inner(part)]
-    return own + [refusal for each in inner for refusal in each]
+    values = values_of(part) | {"width": width, "branches": branches}
+    found = [] if formulas is None else formulas.refused(values)
+    rotation = getattr(part, "position", None)
+    if rotation is not None and getattr(rotation, "scaling", None) is not None:
+        scaling: Any = formulas_of("scalings", rotation.scaling.kind)
+        dims = rotation.rotary_dim or values.get("rope_dim") or values["head_dim"]
+        around = {"rotation_dims": dims, "rotation_base": rotation.base}
+        found += [(f"position.{path}", text) for path, text in scaling.refused(values_of(rotation.scaling) | around)]
+    for name, inner in _inner(part):
+        found += [(f"{name}.{path}", text) for path, text in refused_fields(inner, width)]
+    return found
+
+
+def unchecked(slot: str, fields: dict[str, Any]) -> Part:
+    """A part of plain data, with its defaults and without its checks."""
+    kind: Any = kind_class(slot, fields["kind"])
+    slots = {"position": "positions", "scaling": "scalings", "first": "mixers", "second": "mixers"}
+    parts = {
+        name: unchecked(slots.get(name, "norms"), value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if name != "kind"
+    }
+    part: Part = kind.model_construct(**parts)
+    return part
 
 
 def _add(sums: list[int], config: ModelConfig, layer: LayerConfig, count: int, tokens: int) -> bool:
@@ -84,7 +105,7 @@ def _add(sums: list[int], config: ModelConfig, layer: LayerConfig, count: int, t
 
 def _costs(part: Part, surroundings: dict[str, Any]) -> tuple[int, ...] | None:
     """The costs of a part and of the mixers within it."""
-    formulas, inner = formulas_of(part.slot, part.kind), _inner(part)
+    formulas, inner = formulas_of(part.slot, part.kind), [each for _, each in _inner(part)]
     if formulas is None and not inner:
         return None
     own = getattr(part, "norm", None)
@@ -99,10 +120,10 @@ def _costs(part: Part, surroundings: dict[str, Any]) -> tuple[int, ...] | None:
     return tuple(sums)
 
 
-def _inner(part: Part) -> list[Part]:
-    """The mixers within a mixer."""
-    values = (getattr(part, name) for name in type(part).model_fields)
-    return [value for value in values if isinstance(value, Part) and value.slot == part.slot]
+def _inner(part: Part) -> list[tuple[str, Part]]:
+    """The mixers within a mixer, by field."""
+    values = ((name, getattr(part, name)) for name in type(part).model_fields)
+    return [(name, value) for name, value in values if isinstance(value, Part) and value.slot == part.slot]
 
 
 def _accumulate(sums: list[int], costs: tuple[int, ...], count: int) -> None:

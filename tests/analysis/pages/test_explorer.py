@@ -9,15 +9,16 @@ import pytest
 
 import heddle
 from heddle.cli.main import run_command
-from heddle.config import kind_class
+from heddle.config import DesignError
 from heddle.errors import ConfigError
 from heddle.lab.explore import page as explorer
 from heddle.lab.explore.choices import MISTAKES, SLOTS, explorer_design, kinds_of, published_designs
+from heddle.lab.explore.costs import Costs, cost_functions
 from heddle.lab.explore.formulas import formulas_of
 from heddle.lab.explore.page import explorer_page
 from heddle.model.size import size
 from tests.analysis.explorer.random_choices import TEXT, random_designs
-from tests.analysis.explorer.sizes import declared_size, refused_fields
+from tests.analysis.explorer.sizes import declared_size, refused_fields, unchecked
 from tests.html_page import Page
 from tests.source import ROOT
 
@@ -54,9 +55,50 @@ def test_every_kind_declares_its_costs() -> None:
 
 def test_what_cannot_be_built_is_refused() -> None:
     config = heddle.load_config("preset:gqa-tiny")
-    mixer = config.layers[0].mixer
-    assert mixer is not None
-    assert ("heads", "do not divide the width; give head_dim") in refused_fields(mixer, 7)
+    mixer: Any = config.layers[0].mixer
+    refused = refused_fields(mixer, 7)
+    assert ("heads", f"{mixer.heads} does not divide width = 7; give head_dim, or other heads") in refused
+
+
+def refusal(design: dict[str, Any]) -> DesignError | None:
+    """What load_config says of a design."""
+    try:
+        heddle.load_config(design)
+    except DesignError as error:
+        return error
+    return None
+
+
+def test_the_page_refuses_what_the_config_refuses() -> None:
+    """The same field and the same sentence, and nothing else: 1,000 random designs, of which some cannot be built."""
+    refused = set[tuple[str, str, str]]()
+    for design in random_designs(1_000, seed=8):
+        layer, width = design["layers"][0], design["width"]
+        found = []
+        for name, slot in (("mixer", "mixers"), ("feedforward", "feedforwards")):
+            fields = refused_fields(unchecked(slot, layer[name]), width)
+            found += [(f"layers[0].{name}.{path}", text) for path, text in fields]
+        error = refusal(design)
+        expected = None if error is None else (error.path, error.reason.replace(".0 ", " "))
+        assert expected in found if error is not None else not found, (design, expected, found)
+        if error is not None:
+            slot = error.path.split(".")[1]
+            refused.add((slot, layer[slot]["kind"], error.path))
+    assert len(refused) > 40
+
+
+def test_a_sentence_that_the_config_does_not_say_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A condition whose witness is allowed is an error of the explorer."""
+
+    def costs(n: Any) -> Costs:
+        n.refuse(n.heads, heads=8)
+        return Costs()
+
+    monkeypatch.setitem(cost_functions, ("mixers", "attention"), costs)
+    formulas_of.cache_clear()
+    with pytest.raises(ValueError, match="is not refused"):
+        formulas_of("mixers", "attention")
+    formulas_of.cache_clear()
 
 
 def test_published_designs_are_whole() -> None:
@@ -120,46 +162,3 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert '"count":3' in text
     assert run_command(["explore", "--slot", "heads"]) == 2
     assert capsys.readouterr().err.startswith("heddle: --slot: 'heads' has no page; choose one of mixers, ")
-
-
-MIXTURE = {"kind": "moe", "experts": 8, "top_k": 2, "hidden": 8}
-
-
-@pytest.mark.parametrize(
-    ("part", "field"),
-    [
-        (MIXTURE | {"shared_hidden": 8}, "shared_hidden"),
-        (MIXTURE | {"routing": "sigmoid", "groups": 2}, "top_groups"),
-        ({"kind": "gated", "hidden": 8, "limit": 7.0}, "limit"),
-        ({"kind": "gated", "hidden": 8, "alpha": 1.7}, "alpha"),
-    ],
-)
-def test_the_page_refuses_what_the_part_refuses(part: dict[str, Any], field: str) -> None:
-    """By name, though a part with such fields cannot be made; what makes it valid is not refused."""
-    fields = {name: value for name, value in part.items() if name != "kind"}
-    kind = kind_class("feedforwards", part["kind"])
-    layer = {"mixer": {"kind": "attention", "heads": 2}, "feedforward": part}
-    with pytest.raises(ConfigError, match=field):
-        heddle.load_config({"vocab_size": 50, "width": 32, "layers": [layer]})
-    assert refused_fields(kind.model_construct(**fields), 32)[0][0] == field
-    valid = fields | {"top_groups": 1}
-    if field != "top_groups":
-        valid = {name: value for name, value in fields.items() if name != field}
-    assert refused_fields(kind.model_construct(**valid), 32) == []
-
-
-def test_a_bias_of_the_inputs_alone_is_counted() -> None:
-    """qkv: biases of queries, keys and values, none of the output projection."""
-    attention = {"kind": "attention", "heads": 2, "bias": "qkv"}
-    config = heddle.load_config({"vocab_size": 50, "width": 32, "layers": [{"mixer": attention}]})
-    declared = declared_size(config, TEXT)
-    assert declared is not None
-    assert declared.parameters == size(config, context_length=TEXT).parameters
-
-
-def test_a_design_opens_with_no_more_tokens_than_it_has_learned_positions() -> None:
-    design = {"vocab_size": 50, "width": 16, "layers": [{"mixer": {"kind": "attention", "heads": 2}}]}
-    for length, shown in ((512, 512), (8192, 4096)):
-        embedding = {"position": {"kind": "learned", "length": length}}
-        page = explorer_page(config=heddle.load_config({**design, "embedding": embedding}))
-        assert re.search(r'"tokens": ?(\d+)', page)[1] == str(shown)  # type: ignore[index]

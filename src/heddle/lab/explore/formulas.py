@@ -1,5 +1,10 @@
-"""The costs that parts declare, as symbolic formulas: evaluated in Python, and printed as JavaScript."""
+"""The costs of kinds as symbolic formulas: evaluated in Python, and printed as JavaScript.
 
+Why a design is refused is said by its config alone: each refusal has fields that are refused for this reason, and the
+config's sentence about them becomes a template of the page's sentence.
+"""
+
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -7,13 +12,16 @@ from typing import Any
 
 import sympy
 
-from heddle.config import Part, kind_class
+from heddle.config import DesignError, Part
+from heddle.lab.explore.choices import kinds_of
+from heddle.lab.explore.costs import Costs, cost_function, projection
+from heddle.model.load_config import load_config
 from heddle.numerics.linear import linear_flops
-from heddle.parts.costs import Costs, projection
 
 COSTS = tuple(Costs.__dataclass_fields__)
 RESIDUAL = "residuals"
 SCALING = "scalings"
+WITNESS_WIDTH = 480  # of designs that are refused: 7 heads do not divide it
 
 
 class Symbols:
@@ -21,7 +29,7 @@ class Symbols:
 
     def __init__(self) -> None:
         self.defaults: dict[str, Any] = {}
-        self.refusals: list[tuple[str, Any, str]] = []
+        self.refusals: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def __getattr__(self, name: str) -> Any:
         """A field, or a surrounding."""
@@ -60,24 +68,47 @@ class Symbols:
         """One or two numbers for each element."""
         return self.norm_weights * width * heads
 
-    def refuse(self, name: str, condition: Any, reason: str) -> None:
+    def refuse(self, condition: Any, *shown: Any, **witness: Any) -> None:
         """Note it."""
-        self.refusals.append((name, sympy.sympify(condition), reason))
+        self.refusals.append((sympy.sympify(condition), tuple(map(sympy.sympify, shown)), witness))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a config refuses if `condition` is above 0.
+
+    path: of the field, from the part (of a scaling: from the rotation around it). sentence: its pieces, words or the
+    values of a symbol.
+    """
+
+    condition: Any
+    path: str
+    sentence: tuple[Any, ...]
+
+    def script(self) -> str:
+        """[path, function of the condition, function of the sentence]."""
+        pieces = (repr(piece) if isinstance(piece, str) else f"({code(piece)})" for piece in self.sentence)
+        return f"[{self.path!r},v=>{code(self.condition)},v=>''+{'+'.join(pieces)}]"
+
+    def text(self, values: Mapping[str, Any]) -> str:
+        """The sentence for values of the fields."""
+        shown = (piece if isinstance(piece, str) else _value(piece, values) for piece in self.sentence)
+        return "".join(piece if isinstance(piece, str) else f"{piece:.15g}" for piece in shown)
 
 
 @dataclass(frozen=True)
 class Formulas:
-    """The formulas of a kind. costs, final: in the order of `COSTS`. refusals: (field, refused if above 0, reason)."""
+    """The formulas of a kind. costs, final: in the order of `COSTS`."""
 
     costs: tuple[Any, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    refusals: tuple[tuple[str, Any, str], ...] = ()
+    refusals: tuple[Refusal, ...] = ()
     final: tuple[Any, ...] = ()
 
     def script(self) -> str:
         """A JavaScript object whose functions take `v`, the fields of a part."""
         defaults = ",".join(f"[{name!r},v=>{code(value)}]" for name, value in self.defaults.items())
-        refusals = ",".join(f"[{name!r},v=>{code(value)},{reason!r}]" for name, value, reason in self.refusals)
+        refusals = ",".join(refusal.script() for refusal in self.refusals)
         costs, final = (f"v=>[{','.join(map(code, values))}]" for values in (self.costs, self.final))
         return f"{{defaults:[{defaults}],refusals:[{refusals}],costs:{costs},final:{final}}}"
 
@@ -87,14 +118,14 @@ class Formulas:
         return tuple(round(function(values)) for function in self._functions["costs"])
 
     def final_costs_of(self, values: dict[str, Any]) -> tuple[int, ...]:
-        """The costs of the module behind the last layer, of a residual block."""
+        """The costs of the module after the last layer, of a residual block."""
         return tuple(round(function(values)) for function in self._functions["final"])
 
     def refused(self, values: dict[str, Any]) -> list[tuple[str, str]]:
-        """(field, reason) of each refusal."""
+        """(path, sentence) of each refusal."""
         self.complete(values)
         checks = zip(self._functions["refusals"], self.refusals, strict=True)
-        return [(name, reason) for function, (name, _, reason) in checks if function(values) > 0]
+        return [(refusal.path, refusal.text(values)) for function, refusal in checks if function(values) > 0]
 
     def complete(self, values: dict[str, Any]) -> None:
         """Add the defaults of fields that are not given."""
@@ -108,9 +139,15 @@ class Formulas:
             "costs": self.costs,
             "final": self.final,
             "defaults": tuple(self.defaults.values()),
-            "refusals": tuple(condition for _, condition, _ in self.refusals),
+            "refusals": tuple(refusal.condition for refusal in self.refusals),
         }
         return {name: [_function(formula) for formula in each] for name, each in formulas.items()}
+
+
+def _value(formula: Any, values: Mapping[str, Any]) -> Any:
+    """The value of a formula; the word, if the field is one."""
+    word = values.get(str(formula).removeprefix("v."))
+    return word if isinstance(word, str) else _function(formula)(values)
 
 
 def _function(formula: Any) -> Any:
@@ -139,15 +176,76 @@ def model_formulas() -> Formulas:
 @cache
 def formulas_of(slot: str, kind: str) -> Formulas | None:
     """The formulas of a kind; None if it declares none."""
-    if slot == SCALING:  # changes angles, at no cost
+    function = cost_function(slot, kind)
+    if function is None:
         return None
-    config: Any = kind_class(slot, kind)
-    symbols = Symbols()
-    declared = config.costs(symbols)
-    if declared is None:
-        return None
-    final = config.final_costs(symbols) if slot == RESIDUAL else Costs()
-    return Formulas(_expressions(declared), symbols.defaults, tuple(symbols.refusals), _expressions(final))
+    symbols: Any = Symbols()
+    declared = function(symbols)
+    after = cost_function("final", kind) if slot == RESIDUAL else None
+    final = Costs() if after is None else after(symbols)
+    refusals = tuple(
+        Refusal(condition, *refusal_sentence(slot, kind, shown, witness, symbols.defaults))
+        for condition, shown, witness in symbols.refusals
+    )
+    return Formulas(_expressions(declared), symbols.defaults, refusals, _expressions(final))
+
+
+def refusal_sentence(
+    slot: str, kind: str, shown: tuple[Any, ...], witness: dict[str, Any], defaults: Mapping[str, Any]
+) -> tuple[str, tuple[Any, ...]]:
+    """Path and sentence with which the config of a kind refuses the fields `witness`, with symbols for its values."""
+    rotation = {"kind": "rope", **witness.pop("rotation", {})}
+    branches = witness.pop("branches", 2)
+    choices = next(each for each in kinds_of(slot) if each.kind == kind)
+    part = choices.first | witness
+    part = {name: value for name, value in part.items() if value is not None}
+    layer: dict[str, Any] = {"mixer": {"kind": "attention", "heads": 8}}
+    if branches == 2:
+        layer["feedforward"] = {"kind": "mlp", "hidden": 40}
+    design: dict[str, Any] = {"vocab_size": 50, "width": WITNESS_WIDTH, "layers": [layer]}
+    if slot == SCALING:
+        layer["mixer"]["position"], prefix = rotation | {"scaling": part}, "layers[0].mixer.position."
+    elif slot == RESIDUAL:
+        design["residual"], prefix = part, "residual."
+    else:
+        name = slot.removesuffix("s")
+        layer[name], prefix = part, f"layers[0].{name}."
+    try:
+        load_config(design)
+    except DesignError as error:
+        path, reason = error.path, error.reason
+    else:
+        raise ValueError(f"{slot} {kind}: {part} is not refused")
+    defaulted = {field.name: field.default for field in choices.fields}
+    values = raw_values(defaulted | part) | {"width": WITNESS_WIDTH, "branches": branches}
+    values |= {f"rotation_{name}": value for name, value in ({"base": 10000.0} | rotation).items()}
+    values.setdefault("rotation_dims", values.get("rotation_rotary_dim", WITNESS_WIDTH // 8))
+    for name, default in defaults.items():
+        values.setdefault(name, _function(default)(values))
+    relative = path.removeprefix(prefix)
+    return relative, _template(reason, relative.removeprefix("scaling.").replace(".", "_"), shown, values)
+
+
+def _template(reason: str, blamed: str, shown: tuple[Any, ...], values: dict[str, Any]) -> tuple[Any, ...]:
+    """A sentence in which values are symbols: `heads = 8`, what is shown, and the value of the field itself."""
+    known = [(formula, _value(formula, values)) for formula in shown]
+    words = "".join(rf"|\b{re.escape(value)}\b" for _, value in known if isinstance(value, str))
+    pieces: list[Any] = []
+    end = 0
+    for match in re.finditer(rf"(?:(\w+) = )?((?<![\w.])\d+(?:\.\d+)?(?!\w)|'\w+'{words})", reason):
+        named, word = match[1], match[2]
+        value = float(word) if word[0].isdigit() else word.strip("'")
+        formula = next((formula for formula, each in known if each == value and formula not in pieces), None)
+        for name in (named, blamed):
+            if formula is None and name is not None and values.get(name) == value:
+                formula = sympy.Symbol(f"v.{name}", real=True)
+        if formula is None:
+            continue
+        start, stop = match.span(2)
+        quote = "'" if "'" in word else ""
+        pieces += [reason[end:start] + quote, formula]
+        end = stop - len(quote)
+    return (*pieces, reason[end:])
 
 
 def _expressions(costs: Costs) -> tuple[Any, ...]:
@@ -156,19 +254,31 @@ def _expressions(costs: Costs) -> tuple[Any, ...]:
 
 def values_of(part: Part, prefix: str = "") -> dict[str, Any]:
     """The fields of a part as numbers: what `v` has in the page, but for the surroundings."""
+    fields = {name: getattr(part, name) for name in type(part).model_fields}
+    return raw_values(fields, prefix)
+
+
+def raw_values(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The same of fields as they are written, without defaults. A word is also the value of its field."""
     values: dict[str, Any] = {}
-    for name in type(part).model_fields:
-        value, path = getattr(part, name), f"{prefix}{name}"
+    for name, value in fields.items():
+        path = f"{prefix}{name}"
         if value is False:
             values[f"false_{path}"] = 1
-        if value is None or value is False:
+        if value is None or value is False or name == "kind":
             continue
         values[f"has_{path}"] = 1
         if isinstance(value, Part):
             values[f"is_{path}_{value.kind}"] = 1
             values |= values_of(value, f"{path}_")
+        elif isinstance(value, Mapping):
+            values[f"is_{path}_{value['kind']}"] = 1
+            values |= raw_values(value, f"{path}_")
         elif isinstance(value, str):
             values[f"is_{path}_{value}"] = 1
+            values[path] = value
+        elif isinstance(value, (list, tuple)):
+            values[f"count_{path}"] = len(value)
         elif isinstance(value, (bool, int, float)):
             values[path] = int(value) if isinstance(value, bool) else value
     return values

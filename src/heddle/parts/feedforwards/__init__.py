@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from heddle.config import Part, refuse
 from heddle.numerics.activations import GATED, PLAIN
 from heddle.parts.build import BuildContext
-from heddle.parts.costs import Costs, Quantities
 from heddle.parts.layout import Layout
 
 if TYPE_CHECKING:
@@ -47,11 +46,6 @@ class FeedforwardConfig(Part, ABC):
         """As many hidden channels as a token used of the previous feed-forward."""
         hidden = previous.active_hidden if isinstance(previous, FeedforwardConfig) else None
         return {} if hidden is None or "hidden" not in cls.model_fields else {"hidden": hidden}
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs | None:
-        """What a feed-forward of this kind costs (see `Quantities`). None: not declared."""
-        return None
 
     @abstractmethod
     def build(self, context: BuildContext) -> "Feedforward":

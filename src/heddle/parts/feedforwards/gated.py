@@ -13,7 +13,6 @@ from torch import Tensor
 from heddle.config import PositiveFloat, PositiveInt, Probability, with_implied
 from heddle.numerics.activations import activation
 from heddle.parts.build import BuildContext
-from heddle.parts.costs import Costs, Quantities, projection
 from heddle.parts.feedforwards import Feedforward, FeedforwardConfig, GatedActivation, activation_settings
 from heddle.parts.layout import Layout
 from heddle.parts.modules.dropout import Dropout
@@ -62,15 +61,6 @@ class GatedConfig(FeedforwardConfig):
     def active_hidden(self) -> int:
         """All."""
         return self.hidden
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """Three projections."""
-        clamped = n.equals("activation", "swiglu_clamped")
-        for name in ("limit", "alpha"):
-            n.refuse(name, (1 - clamped) * n.has(name), "is for swiglu_clamped only; leave it out")
-        up = projection(n, n.width, 2 * n.hidden, n.bias)
-        return up + projection(n, n.hidden, n.width, n.bias)
 
     def build(self, context: BuildContext) -> "Gated":
         """Build the module."""

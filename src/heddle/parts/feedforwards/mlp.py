@@ -8,7 +8,6 @@ from torch import Tensor
 from heddle.config import PositiveInt, Probability
 from heddle.numerics.activations import activation
 from heddle.parts.build import BuildContext
-from heddle.parts.costs import Costs, Quantities, projection
 from heddle.parts.feedforwards import Activation, Feedforward, FeedforwardConfig
 from heddle.parts.layout import Layout
 from heddle.parts.modules.dropout import Dropout
@@ -36,12 +35,6 @@ class MLPConfig(FeedforwardConfig):
     def active_hidden(self) -> int:
         """All."""
         return self.hidden
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """Two projections."""
-        up = projection(n, n.width, n.hidden, n.bias)
-        return up + projection(n, n.hidden, n.width, n.bias)
 
     def build(self, context: BuildContext) -> "MLP":
         """Build the module."""

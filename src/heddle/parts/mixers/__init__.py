@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from heddle.config import DesignError, Part, refuse
 from heddle.parts.build import BuildContext
-from heddle.parts.costs import Costs, Quantities
 from heddle.parts.layout import Layout
 from heddle.parts.shrink import ShrinkContext
 from heddle.parts.states import StateSpec
@@ -109,11 +108,6 @@ class MixerConfig(Part, ABC):
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The numbers of heads, before and after `shrunk`, that must divide the model's width."""
         return ()
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs | None:
-        """What a mixer of this kind costs (see `Quantities`). None: not declared."""
-        return None
 
     @abstractmethod
     def build(self, context: BuildContext) -> "Mixer":

@@ -19,19 +19,9 @@ from torch import Tensor, nn
 
 from heddle.config import DesignError, PositiveFloat, PositiveInt, Probability, Width, refuse, with_implied
 from heddle.numerics.attention.mask import ScoreModifiers
-from heddle.numerics.attention.softmax import attention, attention_flops
+from heddle.numerics.attention.softmax import attention
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import BuildContext
-from heddle.parts.costs import (
-    Costs,
-    Quantities,
-    cached_tokens,
-    check_groups,
-    check_position,
-    head_width,
-    pair_count,
-    projection,
-)
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, merge_heads, scale_heads, split_heads
 from heddle.parts.modules.dropout import Dropout
@@ -182,31 +172,6 @@ class AttentionConfig(MixerConfig):
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The heads, if their width follows from the model's."""
         return () if self.head_dim else ((self.heads, small_head_count(self.heads, self.kv_heads)),)
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """Projections, sinks, norms of q and k, and visible pairs."""
-        groups, dim = check_groups(n, "kv_heads"), head_width(n, n.width)
-        value_dim = n.default("value_dim", dim)
-        check_position(n, dim)
-        beta, length = n.has("temperature_beta"), n.has("temperature_length")
-        n.refuse("temperature_beta", beta * (1 - length), "needs temperature_length; give both, or neither")
-        n.refuse("temperature_length", length * (1 - beta), "needs temperature_beta; give both, or neither")
-        rotates = n.has("qk_norm") * (n.equals("position", "rope") + n.equals("position", "axial_rope"))
-        n.refuse("norm_after_rotation", n.norm_after_rotation * (1 - rotates), "needs qk_norm and a rotary position")
-        bias, values = n.has("bias"), n.heads * value_dim
-        key_norm, query_norm = n.norm(groups * dim), n.norm(n.heads * dim)
-        norms = n.equals("qk_norm", "head") * 2 * n.norm(dim)
-        norms += (n.equals("qk_norm", "projection") + n.equals("qk_norm", "per_head")) * (key_norm + query_norm)
-        gate = projection(n, n.width, n.heads, bias).scaled(n.equals("gate", "head"))
-        gate += projection(n, n.width, values, bias).scaled(n.equals("gate", "channel"))
-        own = Costs(
-            parameters=n.heads * (n.sink + n.position_buckets) + norms,
-            flops=attention_flops(pair_count(n), 1, n.heads, dim + value_dim),
-            cached=cached_tokens(n) * groups * (dim + value_dim),
-        )
-        read = projection(n, n.width, n.heads * dim + groups * (dim + value_dim), bias)
-        return read + gate + own + projection(n, values, n.width, bias - n.equals("bias", "qkv"))
 
     def build(self, context: BuildContext) -> "Attention":
         """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""

@@ -16,15 +16,13 @@ from torch import Tensor
 
 from heddle.config import PositiveFloat, Width, refuse
 from heddle.numerics.attention.mask import AttentionMask
-from heddle.numerics.attention.softmax import attention, attention_flops
+from heddle.numerics.attention.softmax import attention
 from heddle.numerics.recurrent.double_softmax import (
     double_softmax,
-    double_softmax_flops,
     read_summary,
     summarize_keys_values,
 )
 from heddle.parts.build import BuildContext
-from heddle.parts.costs import Costs, Quantities, check_groups, head_width, projection
 from heddle.parts.layout import EncoderOutput, Layout
 from heddle.parts.mixers import Mixer, MixerConfig, check_double_softmax, check_head_groups, merge_heads, split_heads
 from heddle.parts.modules.eager import eager
@@ -85,25 +83,6 @@ class CrossAttentionConfig(MixerConfig):
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The heads, if their width follows from the model's."""
         return () if self.head_dim else ((self.heads, small_head_count(self.heads, self.kv_heads)),)
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """Projections of both sequences, and all pairs; double softmax keeps one matrix for each group."""
-        groups, dim = check_groups(n, "kv_heads"), head_width(n, n.width)
-        value_dim, encoder_width = n.default("value_dim", dim), n.default("encoder_width", n.width)
-        bias, double = n.has("bias"), n.equals("normalization", "double_softmax")
-        n.refuse("scale", double * n.has("scale"), "has no scores to scale in double_softmax; leave it out")
-        pairs = n.tokens * n.tokens
-        softmax_flops = attention_flops(pairs, 1, n.heads, dim + value_dim)
-        double_flops = double_softmax_flops(1, n.heads * n.tokens, groups * n.tokens, dim * value_dim)
-        own = Costs(
-            flops=(1 - double) * softmax_flops + double * double_flops,
-            cached=(1 - double) * n.tokens * groups * (dim + value_dim),
-            recurrent=double * groups * dim * value_dim,
-        )
-        read = projection(n, n.width, n.heads * dim, bias)
-        read += projection(n, encoder_width, groups * (dim + value_dim), bias)
-        return read + own + projection(n, n.heads * value_dim, n.width, bias - n.equals("bias", "qkv"))
 
     def build(self, context: BuildContext) -> "CrossAttention":
         """Build the module.

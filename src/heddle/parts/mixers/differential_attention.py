@@ -17,21 +17,10 @@ from torch import Tensor, nn
 
 from heddle.config import DesignError, Part, PositiveFloat, PositiveInt, Width, build_under
 from heddle.numerics.attention.mask import ScoreModifiers
-from heddle.numerics.attention.softmax import attention, attention_flops
+from heddle.numerics.attention.softmax import attention
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import BuildContext
-from heddle.parts.costs import (
-    Costs,
-    Quantities,
-    cached_tokens,
-    check_groups,
-    check_norm,
-    check_position,
-    head_width,
-    pair_count,
-    projection,
-)
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import (
     Mixer,
@@ -142,21 +131,6 @@ class DifferentialAttentionConfig(MixerConfig):
         """The queries, if their width follows from the model's."""
         few = 2 * small_head_count(self.heads, self.kv_heads)
         return () if self.head_dim else ((2 * self.heads, few),)
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """Projections, the vectors of λ, the norm, and visible pairs of both maps."""
-        groups, dim = check_groups(n, "kv_heads"), head_width(n, n.width / 2)
-        value_dim = n.default("value_dim", 2 * dim)
-        check_position(n, dim)
-        check_norm(n, value_dim)
-        own = Costs(
-            parameters=4 * dim + n.norm(value_dim) + n.heads * n.position_buckets,
-            flops=2 * attention_flops(pair_count(n), 1, n.heads, dim + value_dim),
-            cached=cached_tokens(n) * groups * (2 * dim + value_dim),
-        )
-        read = projection(n, n.width, 2 * n.heads * dim + groups * (2 * dim + value_dim), n.bias)
-        return read + own + projection(n, n.heads * value_dim, n.width, n.bias)
 
     def build(self, context: BuildContext) -> "DifferentialAttention":
         """Build the module. Raises DesignError if 2 · heads do not divide the width and head_dim is not given."""

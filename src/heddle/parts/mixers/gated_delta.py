@@ -17,16 +17,6 @@ from torch.nn import functional
 
 from heddle.config import Width, build_under
 from heddle.parts.build import BuildContext
-from heddle.parts.costs import (
-    Costs,
-    Quantities,
-    check_groups,
-    check_norm,
-    convolution_costs,
-    delta_rule_costs,
-    head_width,
-    projection,
-)
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, check_head_groups, check_norm_width, scale_even
 from heddle.parts.modules.linear import Linear, fused_projections
@@ -82,17 +72,6 @@ class GatedDeltaConfig(MixerConfig):
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The heads, if their width follows from the model's."""
         return () if self.head_dim else ((self.heads, small_head_count(self.heads, self.key_heads)),)
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """Projections, the convolution, decay and norm, and the delta rule."""
-        key_heads, dim = check_groups(n, "key_heads"), head_width(n, n.width)
-        value_dim = n.default("value_dim", dim)
-        values, keys = n.heads * value_dim, 2 * key_heads * dim
-        check_norm(n, value_dim)
-        own = Costs(parameters=2 * n.heads + n.norm(value_dim)) + delta_rule_costs(n, dim, value_dim)
-        read = projection(n, n.width, keys + 2 * values + 2 * n.heads)
-        return read + convolution_costs(n, keys + values) + own + projection(n, values, n.width)
 
     def build(self, context: BuildContext) -> "GatedDelta":
         """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""

@@ -15,15 +15,6 @@ from torch import Tensor
 
 from heddle.config import Width, build_under
 from heddle.parts.build import BuildContext
-from heddle.parts.costs import (
-    Costs,
-    Quantities,
-    check_norm,
-    convolution_costs,
-    delta_rule_costs,
-    head_width,
-    projection,
-)
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, check_norm_width, scale_even
 from heddle.parts.modules.linear import Linear, fused_projections
@@ -73,18 +64,6 @@ class KDAConfig(MixerConfig):
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The heads, if their width follows from the model's."""
         return () if self.head_dim else ((self.heads, small_head_count(self.heads)),)
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """Projections, those of low rank for decay and gate, the convolution and norm, and the delta rule."""
-        dim = head_width(n, n.width)
-        value_dim, rank = n.default("value_dim", dim), n.default("gate_rank", dim)
-        values, keys = n.heads * value_dim, 2 * n.heads * dim
-        check_norm(n, value_dim)
-        own = Costs(parameters=n.heads * (1 + dim) + n.norm(value_dim)) + delta_rule_costs(n, dim, value_dim)
-        read = projection(n, n.width, keys + values + n.heads + 2 * rank)
-        read += projection(n, rank, n.heads * dim + values)
-        return read + convolution_costs(n, keys + values) + own + projection(n, values, n.width)
 
     def build(self, context: BuildContext) -> "KDA":
         """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""

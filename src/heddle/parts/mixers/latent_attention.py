@@ -15,9 +15,7 @@ from torch import Tensor
 
 from heddle.config import DesignError, Part, PositiveFloat, Width, build_under, parse_config, refuse
 from heddle.numerics.attention.latent import latent_attention
-from heddle.numerics.attention.softmax import attention_flops
 from heddle.parts.build import BuildContext
-from heddle.parts.costs import Costs, Quantities, check_rotation, projection
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer, MixerConfig, merge_heads, split_heads
 from heddle.parts.modules.eager import layout_dependent
@@ -115,35 +113,6 @@ class LatentAttentionConfig(MixerConfig):
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The heads: designs of this mixer are as wide as all heads together."""
         return ((self.heads, small_head_count(self.heads)),)
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """Projections down and up, and visible pairs of expanded keys; the cache holds latents."""
-        value_dim, dim = n.default("value_dim", n.nope_dim), n.nope_dim + n.rope_dim
-        queries, pairs = n.has("query_rank"), n.tokens * (n.tokens + 1) / 2
-        n.refuse("kv_rank", n.above(n.kv_rank, n.width), "is larger than the width; lower it")
-        n.refuse("query_rank", n.above(n.query_rank, n.width), "is larger than the width; lower it")
-        n.refuse(
-            "query_norm", n.has("query_norm") * (1 - queries), "needs query_rank; give it, or leave query_norm out"
-        )
-        n.refuse(
-            "position", n.has("position") * (1 - n.has("rope_dim")), "needs rope_dim; give it, or leave position out"
-        )
-        n.refuse("rope_dim", n.has("position") * n.remainder(n.rope_dim, 2), "is odd, but dims are rotated in pairs")
-        check_rotation(n, n.rope_dim)
-        norms = (1 - n.equals("kv_norm", "none")) * n.kv_rank + (1 - n.equals("query_norm", "none")) * n.query_rank
-        own = Costs(
-            parameters=norms,
-            flops=attention_flops(pairs, 1, n.heads, dim + value_dim),
-            cached=n.tokens * (n.kv_rank + n.rope_dim),
-        )
-        direct = projection(n, n.width, n.heads * dim, n.query_bias)
-        by_latent = projection(n, n.width, n.query_rank, n.bias)
-        by_latent += projection(n, n.query_rank, n.heads * dim, n.query_bias)
-        read = direct.scaled(1 - queries) + by_latent.scaled(queries)
-        read += projection(n, n.width, n.kv_rank + n.rope_dim, n.bias)
-        read += projection(n, n.kv_rank, n.heads * (n.nope_dim + value_dim))
-        return read + own + projection(n, n.heads * value_dim, n.width, n.bias)
 
     def build(self, context: BuildContext) -> "LatentAttention":
         """Build the module. Raises DesignError if a latent is wider than the model."""

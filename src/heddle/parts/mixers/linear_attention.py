@@ -19,7 +19,7 @@ from heddle.config import DesignError, Part, Width, build_under, refuse
 from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.random import ParameterDraws
-from heddle.numerics.recurrent.causal_sums import causal_means, causal_sums, causal_sums_flops
+from heddle.numerics.recurrent.causal_sums import causal_means, causal_sums
 from heddle.numerics.recurrent.chunked_sums import safe_quotient
 from heddle.numerics.recurrent.linear_attention import (
     document_sums,
@@ -29,7 +29,6 @@ from heddle.numerics.recurrent.linear_attention import (
     softmax_over_tokens,
 )
 from heddle.parts.build import BuildContext
-from heddle.parts.costs import Costs, Quantities, check_rotation, head_width, projection
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_double_softmax, merge_heads, scale_even, split_heads
 from heddle.parts.modules.eager import eager
@@ -109,28 +108,6 @@ class LinearAttentionConfig(MixerConfig):
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The heads, if their width follows from the model's."""
         return () if self.head_dim else ((self.heads, small_head_count(self.heads)),)
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """Projections, learned feature maps, and the sums; double softmax has no denominator."""
-        dim = head_width(n, n.width)
-        value_dim, double = n.default("value_dim", dim), n.equals("normalization", "double_softmax")
-        learned, key_learned = n.equals("feature_map", "learned"), n.equals("key_feature_map", "learned")
-        n.refuse("causal", double * n.causal, "must be false with double_softmax, which sees later tokens")
-        for name in (*MAP_FIELDS, "position"):
-            n.refuse(name, double * n.has(name), "is only for normalization: kernel; leave it out")
-        differs = n.has("key_feature_map") * (learned + key_learned - 2 * learned * key_learned)
-        n.refuse("key_feature_map", differs, "and feature_map differ in width; learned needs learned")
-        n.refuse("position", n.has("position_cast"), "has cast, which does nothing here; leave it out")
-        features = dim * (1 + learned)
-        check_rotation(n, features)
-        maps = Costs(parameters=2 * n.heads * dim * dim, flops=4 * n.tokens * n.heads * dim * dim).scaled(learned)
-        own = Costs(
-            flops=causal_sums_flops(n.tokens, 1, n.heads, (features, value_dim + 1 - double)),
-            recurrent=n.causal * n.heads * features * (value_dim + 1),
-        )
-        read = projection(n, n.width, 2 * n.heads * dim + n.heads * value_dim)
-        return read + maps + own + projection(n, n.heads * value_dim, n.width)
 
     def build(self, context: BuildContext) -> "LinearAttention":
         """Build the module.

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from heddle.config import DesignError, Part, PositiveFloat, build_under, refuse
 from heddle.parts.build import BuildContext
-from heddle.parts.costs import Costs, Quantities
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer, MixerConfig
 from heddle.parts.position_table import PositionTable
@@ -92,13 +91,6 @@ class PairConfig(MixerConfig):
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """Those of both."""
         return self.first.head_counts() + self.second.head_counts()
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """Nothing beside the costs of both mixers."""
-        first, second = n.is_false("first_causal"), n.is_false("second_causal")
-        n.refuse("second", first + second - 2 * first * second, "must be causal or bidirectional like first")
-        return Costs()
 
     def build(self, context: BuildContext) -> "Pair":
         """Build the module. Raises DesignError if a mixer does not fit the context or the other mixer."""

@@ -23,10 +23,9 @@ from heddle.numerics.activations import PLAIN
 from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.random import ParameterDraws
-from heddle.numerics.recurrent.causal_sums import causal_sums, causal_sums_flops
+from heddle.numerics.recurrent.causal_sums import causal_sums
 from heddle.numerics.transfer import Constants
 from heddle.parts.build import BuildContext
-from heddle.parts.costs import Costs, Quantities, check_norm, check_rotation, head_width, projection
 from heddle.parts.feedforwards import Activation as PlainActivation
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_norm_width, scale_even, split_heads
@@ -96,24 +95,6 @@ class RetentionConfig(MixerConfig):
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """The heads, if their width follows from the model's."""
         return () if self.head_dim else ((self.heads, small_head_count(self.heads)),)
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """Projections, a norm for each head or for all of them, and the recurrence."""
-        dim = head_width(n, n.width)
-        value_dim = n.default("value_dim", dim)
-        check_rotation(n, dim)
-        check_norm(n, value_dim)
-        together = n.equals("output_norm", "projection")
-        norms = together * n.norm(n.heads * value_dim) + (1 - together) * n.norm(value_dim, n.heads)
-        own = Costs(
-            parameters=norms + n.equals("decay", "learned") * n.heads,
-            flops=causal_sums_flops(n.tokens, 1, n.heads, (dim, value_dim)),
-            recurrent=n.heads * dim * value_dim,
-        )
-        values = n.heads * value_dim
-        read = projection(n, n.width, 2 * n.heads * dim + values + n.has("gate") * values)
-        return read + own + projection(n, values, n.width)
 
     def build(self, context: BuildContext) -> "Retention":
         """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""

@@ -15,7 +15,6 @@ from torch import Tensor
 from heddle.config import Width
 from heddle.numerics.norms import at_least_float32
 from heddle.parts.build import BuildContext
-from heddle.parts.costs import Costs, Quantities, convolution_costs, projection
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, RecurrentMixer
 from heddle.parts.modules.eager import eager
@@ -48,12 +47,6 @@ class ShortConvConfig(MixerConfig):
     def shrunk(self, context: ShrinkContext) -> Self:
         """A small kernel."""
         return self.with_small_window()
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """Four projections and the convolution."""
-        read = projection(n, n.width, 3 * n.width, n.bias)
-        return read + convolution_costs(n, n.width, n.conv_bias) + projection(n, n.width, n.width, n.bias)
 
     def build(self, context: BuildContext) -> "ShortConv":
         """Build the module."""

@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from heddle.config import Part
-from heddle.parts.costs import Costs, Quantities
 from heddle.parts.modules.linear import SelfInitialized
 
 
@@ -12,11 +11,6 @@ class NormConfig(Part, ABC):
     """Config of a norm."""
 
     slot: ClassVar[str] = "norms"
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """A weight for each element."""
-        return Costs(parameters=n.width)
 
     @abstractmethod
     def build(self, width: int, heads: int | None = None) -> SelfInitialized:

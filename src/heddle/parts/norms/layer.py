@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from heddle.config import PositiveFloat
 from heddle.numerics.norms import layer_norm
 from heddle.numerics.random import ParameterDraws
-from heddle.parts.costs import Costs, Quantities
 from heddle.parts.modules.linear import SelfInitialized
 from heddle.parts.norms import NormConfig, weight_shape
 
@@ -18,11 +17,6 @@ class LayerNormConfig(NormConfig):
 
     eps: PositiveFloat = 1e-5
     bias: bool = True
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """A weight and a bias for each element."""
-        return Costs(parameters=n.width * (1 + n.bias))
 
     def build(self, width: int, heads: int | None = None) -> "LayerNorm":
         """Build a norm over the last `width` elements."""

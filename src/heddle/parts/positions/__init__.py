@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from heddle.config import Part, build_under, refuse
 from heddle.numerics.attention.mask import ScoreBiasFunction
-from heddle.parts.costs import Costs, Quantities
 from heddle.parts.layout import Layout
 
 DEFAULT_BASE = 10000.0  # of rotary frequencies (Su et al. 2021)
@@ -18,11 +17,6 @@ class PositionConfig(Part, ABC):
     """Config of a position scheme."""
 
     slot: ClassVar[str] = "positions"
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs | None:
-        """What it costs beside the embedding (see `Quantities`). None: its mixer declares it."""
-        return None
 
 
 class MixerPositionConfig(PositionConfig, ABC):

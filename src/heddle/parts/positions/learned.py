@@ -13,7 +13,6 @@ from torch.nn import functional
 from heddle.config import Part, PositiveInt
 from heddle.errors import ConfigError
 from heddle.numerics.random import ParameterDraws
-from heddle.parts.costs import Costs, Quantities
 from heddle.parts.layout import Layout
 from heddle.parts.modules.linear import SelfInitialized, fill_normal
 from heddle.parts.positions import AdditivePosition, AdditivePositionConfig
@@ -34,11 +33,6 @@ class LearnedConfig(AdditivePositionConfig):
     def shrunk(self) -> Self:
         """A table for the laws' texts."""
         return self.replace(length=SMALL_TEXT)
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """The table."""
-        return Costs(parameters=(n.length + n.offset) * n.width)
 
     def build(self, width: int) -> "Learned":
         """Build the module."""

@@ -8,18 +8,12 @@ from torch import Tensor
 from heddle.config import DesignError
 from heddle.numerics.rotary import sinusoidal_embedding
 from heddle.numerics.transfer import Constants
-from heddle.parts.costs import Costs, Quantities
 from heddle.parts.layout import Layout
 from heddle.parts.positions import AdditivePosition, AdditivePositionConfig
 
 
 class SinusoidalConfig(AdditivePositionConfig):
     """No fields."""
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """Nothing."""
-        return Costs()
 
     def build(self, width: int) -> "Sinusoidal":
         """Build the module. Raises DesignError for an odd width."""

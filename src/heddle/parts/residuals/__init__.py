@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from heddle.config import DesignError, Part, Probability
 from heddle.parts.build import ResidualContext
-from heddle.parts.costs import Costs, Quantities
 from heddle.parts.modules.dropout import BranchDropout
 from heddle.parts.norms import NormConfig
 
@@ -69,16 +68,6 @@ class ResidualConfig(Part, ABC):
     def output_norm(self, branch: str) -> str | None:
         """The path in the block of the norm of the branch's output, before it is added. None: not stated."""
         return None
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """Those of one layer: a norm for each branch."""
-        return Costs(parameters=n.branches * n.norm(n.width))
-
-    @classmethod
-    def final_costs(cls, n: Quantities) -> Costs:
-        """Those of the module behind the last layer: a norm."""
-        return Costs(parameters=n.norm(n.width))
 
     @abstractmethod
     def build(self, context: ResidualContext) -> "Residual":

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from heddle.config import PositiveFloat
 from heddle.parts.build import ResidualContext
-from heddle.parts.costs import Costs, Quantities
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, InitialScales, Residual, ResidualConfig
 
@@ -31,11 +30,6 @@ class DeepNormConfig(ResidualConfig):
         """β for all of them."""
         beta = float((8 * depth) ** -0.25)
         return InitialScales(values=beta, outputs=beta)
-
-    @classmethod
-    def final_costs(cls, n: Quantities) -> Costs:
-        """Nothing."""
-        return Costs()
 
     def build(self, context: ResidualContext) -> "DeepNorm":
         """Build the block of one layer."""

@@ -26,7 +26,6 @@ from heddle.numerics.dispatch import add_flops
 from heddle.numerics.norms import at_least_float32, sinkhorn, without_autocast
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import ResidualContext
-from heddle.parts.costs import Costs, Quantities, projection
 from heddle.parts.modules.linear import Linear, SelfInitialized
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
@@ -49,14 +48,6 @@ class HyperConnectionsConfig(ResidualConfig):
     def input_norm(self, branch: str) -> str:
         """Each branch has one."""
         return f"norms.{branch}"
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """For each branch a norm and three maps, which read all streams; mixing reads and writes them."""
-        streams, mixed = n.streams * n.width, n.streams * (n.streams + 2)
-        maps = projection(n, streams, mixed, 1) + Costs(parameters=3 + n.norm(streams))
-        mixing = Costs(flops=2 * n.tokens * streams * (1 + n.streams))
-        return super().costs(n) + (maps + mixing).scaled(n.branches)
 
     def build(self, context: ResidualContext) -> "HyperConnections":
         """Build the block of one layer."""

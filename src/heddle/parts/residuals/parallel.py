@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from heddle.config import DesignError
 from heddle.parts.build import ResidualContext
-from heddle.parts.costs import Costs, Quantities
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
 
@@ -34,12 +33,6 @@ class ParallelConfig(ResidualConfig):
     def input_norm(self, branch: str) -> str:
         """Each branch has its own, or both share one."""
         return "norms.shared" if self.norms == 1 else f"norms.{branch}"
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """One norm, or one for each branch."""
-        n.refuse("norms", n.above(n.norms, n.branches), "has more norms than the layer has branches; leave it out")
-        return Costs(parameters=n.norms * n.norm(n.width))
 
     def build(self, context: ResidualContext) -> "Parallel":
         """Build the block of one layer."""

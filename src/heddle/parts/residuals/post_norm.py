@@ -7,7 +7,6 @@ x ──┬── mixer ──(+)── N ──┬── feedforward ──(+)�
 from torch import Tensor, nn
 
 from heddle.parts.build import ResidualContext
-from heddle.parts.costs import Costs, Quantities
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, Residual, ResidualConfig
 
@@ -16,11 +15,6 @@ class PostNormConfig(ResidualConfig):
     """No fields of its own."""
 
     aliases = ("postnorm",)
-
-    @classmethod
-    def final_costs(cls, n: Quantities) -> Costs:
-        """Nothing."""
-        return Costs()
 
     def build(self, context: ResidualContext) -> "PostNorm":
         """Build the block of one layer."""

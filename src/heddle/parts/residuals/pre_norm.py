@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from heddle.config import PositiveFloat
 from heddle.parts.build import ResidualContext
-from heddle.parts.costs import Costs, Quantities
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
 
@@ -29,11 +28,6 @@ class PreNormConfig(ResidualConfig):
     def first_layer_differs(self) -> bool:
         """Whether it lacks a norm."""
         return not self.first_norm
-
-    @classmethod
-    def final_costs(cls, n: Quantities) -> Costs:
-        """A norm, less the one that the first layer may lack."""
-        return Costs(parameters=(1 - n.is_false("first_norm")) * n.norm(n.width))
 
     def input_norm(self, branch: str) -> str:
         """Each branch has one."""

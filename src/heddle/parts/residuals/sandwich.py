@@ -7,7 +7,6 @@ x ──┬── N ── mixer ── N ──(+)──┬── N ── feed
 from torch import Tensor, nn
 
 from heddle.parts.build import ResidualContext
-from heddle.parts.costs import Costs, Quantities
 from heddle.parts.norms import NormConfig
 from heddle.parts.residuals import Branches, FinalNorm, Residual, ResidualConfig
 
@@ -24,11 +23,6 @@ class SandwichConfig(ResidualConfig):
     def output_norm(self, branch: str) -> str:
         """Each branch has one."""
         return f"after.{branch}"
-
-    @classmethod
-    def costs(cls, n: Quantities) -> Costs:
-        """Two norms for each branch."""
-        return super().costs(n).scaled(2)
 
     def build(self, context: ResidualContext) -> "Sandwich":
         """Build the block of one layer."""

@@ -35,28 +35,6 @@ function scaledFrequencies(part, dims, base, tokens) {
   });
 }
 
-// What a scaling cannot be beside this rotation, as [field, sentence].
-function scalingRefusals(part, dims, base) {
-  const found = [];
-  if (base <= 1) found.push(["base", "makes no pair slower than the first, so there is nothing to scale; raise it"]);
-  if (part.kind === "llama3" && (part.high_freq_factor ?? 4) <= (part.low_freq_factor ?? 1)) found.push(["high_freq_factor", "is not above low_freq_factor; raise it"]);
-  if (part.kind === "ntk" && dims === 2) found.push(["kind", "leaves a single pair unchanged; rotate more dims"]);
-  if (part.kind === "yarn") {
-    if ((part.beta_fast ?? 32) < (part.beta_slow ?? 1)) found.push(["beta_fast", "is below beta_slow; swap them"]);
-    const [given, whole] = [part.mscale, part.mscale_all_dim].map(value => value !== undefined && value !== null);
-    if (given !== whole) found.push([given ? "mscale_all_dim" : "mscale", "is missing; give both mscale and mscale_all_dim, or neither"]);
-    if (given && part.attention_factor) found.push(["attention_factor", "is given together with mscale, which determines it; keep one of the two"]);
-  }
-  if (part.kind === "longrope") {
-    for (const name of ["short_factor", "long_factor"])
-      if (part[name]?.length !== dims / 2) found.push([name, `has ${part[name]?.length ?? 0} factors; ${dims} rotary dims need ${dims / 2}`]);
-    if (!part.factor && !part.attention_factor) found.push(["factor", "is missing, and so is attention_factor; give one"]);
-    if (part.factor && part.attention_factor) found.push(["attention_factor", "is given together with factor, which determines it; keep one of the two"]);
-    if (part.factor > 1 && part.original_length === 1) found.push(["factor", "is divided by ln(original_length) = 0; give attention_factor instead"]);
-  }
-  return found;
-}
-
 function scalingPicture(part, rotation, v) {
   const dims = rotation.rotary_dim || v.rope_dim || v.head_dim || 64, base = rotation.base ?? 10000;
   if (dims > MOST_DRAWN) return tooMany;

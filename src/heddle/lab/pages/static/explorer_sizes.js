@@ -18,6 +18,7 @@ function outside(field, value) {
 }
 
 function fieldValues(slot, part, prefix = "", values = {}) {
+  for (const field of kindOf(slot, part.kind).kept) if (Array.isArray(part[field.name])) values["count_" + prefix + field.name] = part[field.name].length;
   for (const field of kindOf(slot, part.kind).fields) {
     const value = valueOf(part, field), path = prefix + field.name;
     if (value === false) values["false_" + path] = 1;
@@ -26,8 +27,10 @@ function fieldValues(slot, part, prefix = "", values = {}) {
     if (field.type === "part") {
       values[`is_${path}_${value.kind}`] = 1;
       fieldValues(field.slot, value, path + "_", values);
-    } else if (isWord(value)) values[`is_${path}_${value}`] = 1;
-    else values[path] = Number(value);
+    } else if (isWord(value)) {
+      values[`is_${path}_${value}`] = 1;
+      values[path] = value;
+    } else values[path] = Number(value);
   }
   return values;
 }
@@ -70,9 +73,8 @@ function refusals(design) {
     const rotation = mixer?.position, scaling = rotation?.scaling;
     if (!scaling) continue;
     const v = complete("mixers", mixer, surroundings(design, { mixer })), path = "mixer.position.scaling";
-    refusePart("scalings", scaling, design, path, found);
-    const dims = rotation.rotary_dim || v.rope_dim || v.head_dim;
-    for (const [name, reason] of scalingRefusals(scaling, dims, rotation.base ?? 10000)) found.push([`${path}.${name}`, reason]);
+    const around = { rotation_dims: rotation.rotary_dim || v.rope_dim || v.head_dim, rotation_base: rotation.base ?? 10000 };
+    refusePart("scalings", scaling, design, path, found, around);
   }
   refusePart("residuals", design.residual, design, "residual", found);
   refusePart("norms", design.norm, design, "norm", found);
@@ -85,7 +87,7 @@ function refusals(design) {
   return found;
 }
 
-function refusePart(slot, part, design, path, found) {
+function refusePart(slot, part, design, path, found, around = {}) {
   for (const field of kindOf(slot, part.kind).fields) {
     const value = valueOf(part, field), where = `${path}.${field.name}`;
     const missing = value === null || value === undefined;
@@ -94,9 +96,11 @@ function refusePart(slot, part, design, path, found) {
     if (field.type === "part") refusePart(field.slot, value, design, where, found);
     else if (outside(field, value)) found.push([where, outside(field, value)]);
   }
-  const v = complete(slot, part, { width: design.width, tokens: design.tokens, branches: 2 });
-  for (const [name, condition, reason] of FORMULAS[slot][part.kind]?.refusals ?? [])
-    if (condition(v) > 0) found.push([`${path}.${name}`, reason]);
+  const branches = Math.max(...design.layers.map(layer => (layer.mixer ? 1 : 0) + (layer.feedforward ? 1 : 0)));
+  const v = complete(slot, part, { width: design.width, tokens: design.tokens, branches, ...around });
+  const from = slot === "scalings" ? path.slice(0, path.lastIndexOf(".")) : path;
+  for (const [name, condition, sentence] of FORMULAS[slot][part.kind]?.refusals ?? [])
+    if (condition(v) > 0) found.push([`${from}.${name}`, sentence(v)]);
 }
 
 function surroundings(design, layer) {

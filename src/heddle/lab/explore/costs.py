@@ -1,0 +1,585 @@
+"""What the kinds of parts cost, and which of their fields do not go together, as arithmetic over the fields.
+
+A function computes with numbers that stand for the fields of a kind, so the same lines serve any kind of number:
+`formulas` makes JavaScript of them. A part of your own may have such a function, under `@costs_of`; its numbers are
+then in the explorer. `model/size.py` measures built models instead, and tests compare the two.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from heddle.numerics.attention.softmax import attention_flops
+from heddle.numerics.linear import linear_flops
+from heddle.numerics.recurrent.causal_sums import causal_sums_flops
+from heddle.numerics.recurrent.convolution import convolution_flops
+from heddle.numerics.recurrent.double_softmax import double_softmax_flops
+from heddle.numerics.recurrent.gated_delta import delta_rule_flops
+from heddle.parts.mixers.linear_attention import MAP_FIELDS
+
+Number = Any  # an int, a float or a symbol
+
+
+class Quantities(Protocol):
+    """The fields of a part as numbers, and its surroundings.
+
+    width: of the stream. tokens: of the sequence; an encoder output has as many. branches: of a layer. A field is an
+    attribute: one that is missing or false counts 0, true counts 1.
+    """
+
+    width: Number
+    tokens: Number
+    branches: Number
+
+    def __getattr__(self, name: str) -> Number:
+        """A field. A field of a part within this one: `position_buckets`. The length of a list: `count_decay`."""
+
+    def default(self, name: str, value: Number) -> Number:
+        """A field that is `value` where it is not given."""
+
+    def has(self, name: str) -> Number:
+        """1 if a field is given and not false, else 0."""
+
+    def is_false(self, name: str) -> Number:
+        """1 if a field is false, else 0."""
+
+    def equals(self, name: str, value: str) -> Number:
+        """1 if a field is this word, or a part of this kind, else 0."""
+
+    def least(self, first: Number, second: Number) -> Number:
+        """The smaller number."""
+
+    def above(self, number: Number, limit: Number) -> Number:
+        """By how much a number is above a limit, else 0."""
+
+    def remainder(self, number: Number, divisor: Number) -> Number:
+        """What a division leaves."""
+
+    def norm(self, width: Number, heads: Number = 1) -> Number:
+        """The parameters of a norm over `width` elements, or of one for each head."""
+
+    def refuse(self, condition: Number, *shown: Number, **witness: Any) -> None:
+        """State that the config refuses its fields where `condition` is above 0.
+
+        witness: fields that are refused for this reason. The config's own sentence about them names the field and gives
+        the reason. shown: what numbers of that sentence are that are neither the field itself nor named (`heads = 8`).
+        """
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of a part, for one sequence of `tokens` tokens.
+
+    parameters: all. inactive: those that a token does not use. flops: of the matrix products of a forward pass; a
+    multiply-add is two, and only visible pairs count. cached: elements of the state in the model's dtype. recurrent:
+    elements of the state that are float32 at least.
+    """
+
+    parameters: Number = 0
+    inactive: Number = 0
+    flops: Number = 0
+    cached: Number = 0
+    recurrent: Number = 0
+
+    def __add__(self, other: "Costs") -> "Costs":
+        """Both parts."""
+        return Costs(*(mine + its for mine, its in zip(self._values, other._values, strict=True)))
+
+    def scaled(self, count: Number) -> "Costs":
+        """`count` such parts; 0 or 1 stands for an option."""
+        return Costs(*(count * value for value in self._values))
+
+    @property
+    def _values(self) -> tuple[Number, ...]:
+        return self.parameters, self.inactive, self.flops, self.cached, self.recurrent
+
+
+CostFunction = Callable[[Quantities], Costs]
+F = TypeVar("F", bound=CostFunction)
+cost_functions: dict[tuple[str, str], CostFunction] = {}
+
+
+def costs_of(slot: str, *kinds: str) -> Callable[[F], F]:
+    """Declare what kinds of a slot cost: `@costs_of("mixers", "ema")` above a function of their `Quantities`.
+
+    The slot "final" is the module after the last layer, by kind of residual.
+    """
+
+    def declare(function: F) -> F:
+        cost_functions.update(dict.fromkeys(((slot, kind) for kind in kinds), function))
+        return function
+
+    return declare
+
+
+def cost_function(slot: str, kind: str) -> CostFunction | None:
+    """What was declared for a kind, else what its slot has for all kinds; None: nothing."""
+    return cost_functions.get((slot, kind)) or cost_functions.get((slot, "*"))
+
+
+# What kinds share
+
+
+def projection(n: Quantities, inputs: Number, outputs: Number, bias: Number = 0) -> Costs:
+    """A projection of every token. bias: 1 or 0."""
+    return Costs(parameters=(inputs + bias) * outputs, flops=linear_flops(n.tokens, inputs, outputs))
+
+
+def pair_count(n: Quantities) -> Number:
+    """(query, key) pairs that the fields `window` and `causal` leave, as `numerics.attention.mask.visible_pairs`."""
+    seen = n.least(n.default("window", n.tokens), n.tokens)
+    each_side = n.least(n.default("window", n.tokens), n.tokens - 1)
+    causal = seen * (seen + 1) / 2 + (n.tokens - seen) * seen
+    both_sides = n.tokens * (2 * each_side + 1) - each_side * (each_side + 1)
+    return n.causal * causal + (1 - n.causal) * both_sides
+
+
+def cached_tokens(n: Quantities) -> Number:
+    """Tokens whose keys and values are in the cache: none if the mixer is bidirectional."""
+    return n.causal * n.least(n.default("window", n.tokens), n.tokens)
+
+
+def head_width(n: Quantities, whole: Number) -> Number:
+    """`head_dim`, by default `whole` / heads, which must then be a whole number."""
+    no_groups = dict.fromkeys(("kv_heads", "key_heads", "groups"))
+    n.refuse((1 - n.has("head_dim")) * n.remainder(whole, n.heads), n.heads, whole, heads=7, **no_groups)
+    return n.default("head_dim", whole / n.heads)
+
+
+def head_groups(n: Quantities, name: str) -> Number:
+    """A number of groups of heads, by default one for each head; it must divide the heads."""
+    groups = n.default(name, n.heads)
+    n.refuse(n.remainder(n.heads, groups), **{name: 3})
+    return groups
+
+
+def check_rotation(n: Quantities, dims: Number) -> None:
+    """State which rotations of `dims` dims the field `position` can be."""
+    partial = n.has("position_rotary_dim")
+    rotated = partial * n.position_rotary_dim + (1 - partial) * dims
+    for kind, multiple in (("rope", 2), ("axial_rope", 4)):
+        refused = n.remainder(rotated, multiple) + n.above(rotated, dims)
+        n.refuse(n.equals("position", kind) * refused, rotated, dims, position={"kind": kind, "rotary_dim": 5})
+
+
+def check_position(n: Quantities, dims: Number) -> None:
+    """State which rotations and which score biases the field `position` can be, in a mixer with the field `causal`."""
+    check_rotation(n, dims)
+    biased, buckets, later = n.equals("position", "relative_bias"), n.position_buckets, 1 - n.causal
+    one_way = n.causal * buckets + later * (buckets - n.remainder(buckets, 2)) / 2
+    single = (one_way - n.remainder(one_way, 2)) / 2
+    halved = n.above(4, buckets) + n.remainder(buckets, 2)
+    few, far = {"kind": "relative_bias", "buckets": 1}, {"kind": "relative_bias", "buckets": 32, "max_distance": 7}
+    n.refuse(biased * n.causal * n.above(2, buckets), position=few)
+    n.refuse(biased * later * halved, position=few, causal=False)
+    is_within = biased * n.above(single + 1, n.position_max_distance) * (1 - n.above(2, one_way))
+    n.refuse(is_within, single, position=far)
+
+
+def check_norm(n: Quantities, width: Number) -> None:
+    """State that a norm over the values of a head needs two of them."""
+    n.refuse(n.above(2, width), value_dim=1)
+
+
+def check_activation(n: Quantities) -> None:
+    """State which activations take `limit` and `alpha`."""
+    for name in ("limit", "alpha"):
+        n.refuse((1 - n.equals("activation", "swiglu_clamped")) * n.has(name), **{name: 3.0})
+
+
+def convolution_costs(n: Quantities, channels: Number, bias: Number = 0) -> Costs:
+    """A short convolution, whose state is its last inputs."""
+    return Costs(
+        parameters=channels * (n.conv_kernel + bias),
+        flops=convolution_flops(n.tokens, channels, n.conv_kernel),
+        cached=(n.conv_kernel - 1) * channels,
+    )
+
+
+def delta_rule_costs(n: Quantities, dim: Number, value_dim: Number) -> Costs:
+    """The delta rule with keys of `dim` elements."""
+    flops = delta_rule_flops(n.tokens, n.heads, dim, value_dim)
+    return Costs(flops=flops, recurrent=n.heads * dim * value_dim)
+
+
+# Mixers
+
+
+@costs_of("mixers", "attention")
+def attention(n: Quantities) -> Costs:
+    """Projections, sinks, norms of q and k, and visible pairs."""
+    groups, dim = head_groups(n, "kv_heads"), head_width(n, n.width)
+    value_dim = n.default("value_dim", dim)
+    check_position(n, dim)
+    beta, length = n.has("temperature_beta"), n.has("temperature_length")
+    n.refuse(beta * (1 - length), temperature_beta=0.1)
+    n.refuse(length * (1 - beta), temperature_length=100)
+    rotates = n.has("qk_norm") * (n.equals("position", "rope") + n.equals("position", "axial_rope"))
+    n.refuse(n.norm_after_rotation * (1 - rotates), norm_after_rotation=True)
+    bias, values = n.has("bias"), n.heads * value_dim
+    key_norm, query_norm = n.norm(groups * dim), n.norm(n.heads * dim)
+    norms = n.equals("qk_norm", "head") * 2 * n.norm(dim)
+    norms += (n.equals("qk_norm", "projection") + n.equals("qk_norm", "per_head")) * (key_norm + query_norm)
+    gate = projection(n, n.width, n.heads, bias).scaled(n.equals("gate", "head"))
+    gate += projection(n, n.width, values, bias).scaled(n.equals("gate", "channel"))
+    own = Costs(
+        parameters=n.heads * (n.sink + n.position_buckets) + norms,
+        flops=attention_flops(pair_count(n), 1, n.heads, dim + value_dim),
+        cached=cached_tokens(n) * groups * (dim + value_dim),
+    )
+    read = projection(n, n.width, n.heads * dim + groups * (dim + value_dim), bias)
+    return read + gate + own + projection(n, values, n.width, bias - n.equals("bias", "qkv"))
+
+
+@costs_of("mixers", "differential_attention")
+def differential_attention(n: Quantities) -> Costs:
+    """Projections, the vectors of λ, the norm, and visible pairs of both maps."""
+    groups, dim = head_groups(n, "kv_heads"), head_width(n, n.width / 2)
+    value_dim = n.default("value_dim", 2 * dim)
+    check_position(n, dim)
+    check_norm(n, value_dim)
+    own = Costs(
+        parameters=4 * dim + n.norm(value_dim) + n.heads * n.position_buckets,
+        flops=2 * attention_flops(pair_count(n), 1, n.heads, dim + value_dim),
+        cached=cached_tokens(n) * groups * (2 * dim + value_dim),
+    )
+    read = projection(n, n.width, 2 * n.heads * dim + groups * (2 * dim + value_dim), n.bias)
+    return read + own + projection(n, n.heads * value_dim, n.width, n.bias)
+
+
+@costs_of("mixers", "latent_attention")
+def latent_attention(n: Quantities) -> Costs:
+    """Projections down and up, and visible pairs of expanded keys; the cache holds latents."""
+    value_dim, dim = n.default("value_dim", n.nope_dim), n.nope_dim + n.rope_dim
+    queries, pairs = n.has("query_rank"), n.tokens * (n.tokens + 1) / 2
+    rotary, rotates = {"position": {"kind": "rope"}}, n.has("position")
+    n.refuse(n.above(n.kv_rank, n.width), n.kv_rank, kv_rank=700)
+    n.refuse(n.above(n.query_rank, n.width), n.query_rank, query_rank=700)
+    n.refuse(n.has("query_norm") * (1 - queries), query_norm="rms")
+    n.refuse(rotates * (1 - n.has("rope_dim")), rope_dim=None, **rotary)
+    n.refuse(rotates * n.remainder(n.rope_dim, 2), rope_dim=5, **rotary)
+    check_rotation(n, n.rope_dim)
+    norms = (1 - n.equals("kv_norm", "none")) * n.kv_rank + (1 - n.equals("query_norm", "none")) * n.query_rank
+    own = Costs(
+        parameters=norms,
+        flops=attention_flops(pairs, 1, n.heads, dim + value_dim),
+        cached=n.tokens * (n.kv_rank + n.rope_dim),
+    )
+    direct = projection(n, n.width, n.heads * dim, n.query_bias)
+    by_latent = projection(n, n.width, n.query_rank, n.bias)
+    by_latent += projection(n, n.query_rank, n.heads * dim, n.query_bias)
+    read = direct.scaled(1 - queries) + by_latent.scaled(queries)
+    read += projection(n, n.width, n.kv_rank + n.rope_dim, n.bias)
+    read += projection(n, n.kv_rank, n.heads * (n.nope_dim + value_dim))
+    return read + own + projection(n, n.heads * value_dim, n.width, n.bias)
+
+
+@costs_of("mixers", "cross_attention")
+def cross_attention(n: Quantities) -> Costs:
+    """Projections of both sequences, and all pairs; double softmax keeps one matrix for each group."""
+    groups, dim = head_groups(n, "kv_heads"), head_width(n, n.width)
+    value_dim, encoder_width = n.default("value_dim", dim), n.default("encoder_width", n.width)
+    bias, double = n.has("bias"), n.equals("normalization", "double_softmax")
+    n.refuse(double * n.has("scale"), scale=0.1, normalization="double_softmax")
+    n.refuse(double * (1 - n.above(n.least(dim, 2), 1)), head_dim=1, normalization="double_softmax")
+    pairs = n.tokens * n.tokens
+    softmax_flops = attention_flops(pairs, 1, n.heads, dim + value_dim)
+    double_flops = double_softmax_flops(1, n.heads * n.tokens, groups * n.tokens, dim * value_dim)
+    own = Costs(
+        flops=(1 - double) * softmax_flops + double * double_flops,
+        cached=(1 - double) * n.tokens * groups * (dim + value_dim),
+        recurrent=double * groups * dim * value_dim,
+    )
+    read = projection(n, n.width, n.heads * dim, bias)
+    read += projection(n, encoder_width, groups * (dim + value_dim), bias)
+    return read + own + projection(n, n.heads * value_dim, n.width, bias - n.equals("bias", "qkv"))
+
+
+@costs_of("mixers", "linear_attention")
+def linear_attention(n: Quantities) -> Costs:
+    """Projections, learned feature maps, and the sums; double softmax has no denominator."""
+    dim = head_width(n, n.width)
+    value_dim, double = n.default("value_dim", dim), n.equals("normalization", "double_softmax")
+    learned, key_learned = n.equals("feature_map", "learned"), n.equals("key_feature_map", "learned")
+    both_sides: dict[str, Any] = {"normalization": "double_softmax", "causal": False}
+    n.refuse(double * n.causal, normalization="double_softmax")
+    n.refuse(double * (1 - n.above(n.least(dim, 2), 1)), head_dim=1, **both_sides)
+    for name in (*MAP_FIELDS, "position"):
+        n.refuse(double * n.has(name), **both_sides, **{name: {"kind": "rope"} if name == "position" else "elu"})
+    given, key_given = n.has("feature_map"), n.has("key_feature_map")
+    differs = (1 - double) * key_given * (learned + key_learned - 2 * learned * key_learned)
+    maps_given = n.key_feature_map, n.feature_map
+    n.refuse(differs * given, *maps_given, feature_map="learned", key_feature_map="relu")
+    n.refuse(differs * (1 - given), key_feature_map="learned")
+    n.refuse(n.has("position_cast"), position={"kind": "rope", "cast": "after"})
+    features = dim * (1 + learned)
+    check_rotation(n, features)
+    maps = Costs(parameters=2 * n.heads * dim * dim, flops=4 * n.tokens * n.heads * dim * dim).scaled(learned)
+    own = Costs(
+        flops=causal_sums_flops(n.tokens, 1, n.heads, (features, value_dim + 1 - double)),
+        recurrent=n.causal * n.heads * features * (value_dim + 1),
+    )
+    read = projection(n, n.width, 2 * n.heads * dim + n.heads * value_dim)
+    return read + maps + own + projection(n, n.heads * value_dim, n.width)
+
+
+@costs_of("mixers", "retention")
+def retention(n: Quantities) -> Costs:
+    """Projections, a norm for each head or for all of them, and the recurrence."""
+    dim = head_width(n, n.width)
+    value_dim = n.default("value_dim", dim)
+    check_rotation(n, dim)
+    check_norm(n, value_dim)
+    together = n.equals("output_norm", "projection")
+    norms = together * n.norm(n.heads * value_dim) + (1 - together) * n.norm(value_dim, n.heads)
+    own = Costs(
+        parameters=norms + n.equals("decay", "learned") * n.heads,
+        flops=causal_sums_flops(n.tokens, 1, n.heads, (dim, value_dim)),
+        recurrent=n.heads * dim * value_dim,
+    )
+    values = n.heads * value_dim
+    read = projection(n, n.width, 2 * n.heads * dim + values + n.has("gate") * values)
+    return read + own + projection(n, values, n.width)
+
+
+@costs_of("mixers", "gated_delta")
+def gated_delta(n: Quantities) -> Costs:
+    """Projections, the convolution, decay and norm, and the delta rule."""
+    key_heads, dim = head_groups(n, "key_heads"), head_width(n, n.width)
+    value_dim = n.default("value_dim", dim)
+    values, keys = n.heads * value_dim, 2 * key_heads * dim
+    check_norm(n, value_dim)
+    own = Costs(parameters=2 * n.heads + n.norm(value_dim)) + delta_rule_costs(n, dim, value_dim)
+    read = projection(n, n.width, keys + 2 * values + 2 * n.heads)
+    return read + convolution_costs(n, keys + values) + own + projection(n, values, n.width)
+
+
+@costs_of("mixers", "kda")
+def kda(n: Quantities) -> Costs:
+    """Projections, those of low rank for decay and gate, the convolution and norm, and the delta rule."""
+    dim = head_width(n, n.width)
+    value_dim, rank = n.default("value_dim", dim), n.default("gate_rank", dim)
+    values, keys = n.heads * value_dim, 2 * n.heads * dim
+    check_norm(n, value_dim)
+    own = Costs(parameters=n.heads * (1 + dim) + n.norm(value_dim)) + delta_rule_costs(n, dim, value_dim)
+    read = projection(n, n.width, keys + values + n.heads + 2 * rank)
+    read += projection(n, rank, n.heads * dim + values)
+    return read + convolution_costs(n, keys + values) + own + projection(n, values, n.width)
+
+
+@costs_of("mixers", "mamba2")
+def mamba2(n: Quantities) -> Costs:
+    """Projections, the convolution, decay, skip and norm, and the recurrence."""
+    groups, dim = head_groups(n, "groups"), head_width(n, 2 * n.width)
+    values, keys = n.heads * dim, groups * n.state_size
+    without_norm = n.equals("gated_norm", "none")
+    n.refuse(without_norm * n.has("norm"), gated_norm="none", norm={"kind": "rms"})
+    own = Costs(
+        parameters=3 * n.heads + (1 - without_norm) * n.norm(values),
+        flops=causal_sums_flops(n.tokens, 1, n.heads, (n.state_size, dim)),
+        recurrent=n.heads * n.state_size * dim,
+    )
+    read = projection(n, n.width, 2 * (values + keys) + n.heads, n.bias)
+    convolution = convolution_costs(n, values + 2 * keys, n.conv_bias)
+    return read + convolution + own + projection(n, values, n.width, n.bias)
+
+
+@costs_of("mixers", "short_conv")
+def short_conv(n: Quantities) -> Costs:
+    """Four projections and the convolution."""
+    read = projection(n, n.width, 3 * n.width, n.bias)
+    return read + convolution_costs(n, n.width, n.conv_bias) + projection(n, n.width, n.width, n.bias)
+
+
+@costs_of("mixers", "pair")
+def pair(n: Quantities) -> Costs:
+    """Nothing beside the costs of both mixers."""
+    first, second = n.is_false("first_causal"), n.is_false("second_causal")
+    both_sides = {"kind": "attention", "heads": 8, "causal": False}
+    n.refuse(first + second - 2 * first * second, second=both_sides)
+    return Costs()
+
+
+# Feed-forwards
+
+
+@costs_of("feedforwards", "mlp")
+def mlp(n: Quantities) -> Costs:
+    """Two projections."""
+    return projection(n, n.width, n.hidden, n.bias) + projection(n, n.hidden, n.width, n.bias)
+
+
+@costs_of("feedforwards", "gated")
+def gated(n: Quantities) -> Costs:
+    """Three projections."""
+    check_activation(n)
+    return projection(n, n.width, 2 * n.hidden, n.bias) + projection(n, n.hidden, n.width, n.bias)
+
+
+@costs_of("feedforwards", "moe")
+def moe(n: Quantities) -> Costs:
+    """The router, `top_k` of `experts` experts, and the shared one."""
+    _check_mixture(n)
+    gated, all_biased = 1 - n.equals("expert", "mlp"), n.has("bias") - n.equals("bias", "shared")
+    shared_hidden = n.default("shared_hidden", n.shared * n.hidden)
+    expert = (2 + gated) * n.width * n.hidden + all_biased * ((1 + gated) * n.hidden + n.width)
+    experts = Costs(
+        parameters=n.experts * expert,
+        inactive=(n.experts - n.top_k) * expert,
+        flops=2 * n.tokens * n.top_k * n.width * n.hidden * (2 + gated),
+    )
+    router = projection(n, n.width, n.experts, n.router_bias + n.has("bias_update"))
+    shared = projection(n, n.width, (1 + gated) * shared_hidden, n.has("bias"))
+    shared += projection(n, shared_hidden, n.width, n.has("bias"))
+    return router + experts + shared.scaled(n.has("shared")) + projection(n, n.width, 1).scaled(n.shared_gate)
+
+
+def _check_mixture(n: Quantities) -> None:
+    """State what a mixture cannot be."""
+    shared, renormalized = n.has("shared"), n.has("renormalize")
+    n.refuse(n.above(n.top_k, n.experts), top_k=9)
+    n.refuse(n.equals("routing", "topk_softmax") * (1 - renormalized), routing="topk_softmax", renormalize=False)
+    n.refuse((1 - shared) * n.has("shared_hidden"), shared=None, shared_hidden=40)
+    n.refuse((1 - shared) * (1 - n.has("shared_hidden")) * n.shared_gate, shared=None, shared_gate=True)
+    n.refuse(n.has("shared_hidden") * n.above(n.shared, 1), shared=3, shared_hidden=40)
+    n.refuse((1 - shared) * n.equals("bias", "shared"), shared=None, bias="shared")
+    without_gate = n.equals("expert", "mlp") * n.equals("activation", "swiglu_clamped")
+    n.refuse(without_gate, expert="mlp", activation="swiglu_clamped")
+    check_activation(n)
+    by_group, groups, top_groups = n.equals("routing", "softmax_group_max"), n.has("groups"), n.has("top_groups")
+    sigmoid = n.equals("routing", "sigmoid")
+    others = 1 - sigmoid - by_group
+    n.refuse(others * groups, n.routing, routing="softmax_topk", groups=4)
+    n.refuse(others * (1 - groups) * top_groups, n.routing, routing="softmax_topk", top_groups=2)
+    n.refuse((1 - groups) * (sigmoid * top_groups + by_group), routing="softmax_group_max")
+    n.refuse((sigmoid + by_group) * groups * (1 - top_groups), routing="sigmoid", groups=4)
+    both, size = (sigmoid + by_group) * groups * top_groups, n.experts / n.default("groups", 1)
+    n.refuse(both * n.remainder(n.experts, n.default("groups", 1)), routing="sigmoid", groups=3, top_groups=2)
+    n.refuse(both * sigmoid * n.above(2, size), routing="sigmoid", groups=8, top_groups=2)
+    n.refuse(both * n.above(n.top_groups, n.groups), routing="sigmoid", groups=4, top_groups=5)
+    selectable = n.top_groups * size
+    n.refuse(both * n.above(n.top_k, selectable), selectable, routing="sigmoid", groups=4, top_groups=1, top_k=3)
+
+
+# Norms, positions and scalings
+
+
+@costs_of("norms", "*")
+def norm(n: Quantities) -> Costs:
+    """A weight for each element."""
+    return Costs(parameters=n.width)
+
+
+@costs_of("norms", "layer")
+def layer_norm(n: Quantities) -> Costs:
+    """A weight and a bias for each element."""
+    return Costs(parameters=n.width * (1 + n.bias))
+
+
+@costs_of("positions", "learned")
+def learned(n: Quantities) -> Costs:
+    """The table."""
+    return Costs(parameters=(n.length + n.offset) * n.width)
+
+
+@costs_of("positions", "sinusoidal")
+def sinusoidal(n: Quantities) -> Costs:
+    """Nothing."""
+    return Costs()
+
+
+@costs_of("scalings", "*")
+def scaling(n: Quantities) -> Costs:
+    """Nothing. It needs frequencies to scale. `rotation_base` and `rotation_dims` are of the rotation around it."""
+    n.refuse(n.above(1.000001, n.rotation_base), n.rotation_base, rotation={"base": 0.5})
+    return Costs()
+
+
+@costs_of("scalings", "ntk")
+def ntk(n: Quantities) -> Costs:
+    """Nothing."""
+    n.refuse(n.above(3, n.rotation_dims), rotation={"rotary_dim": 2})
+    return scaling(n)
+
+
+@costs_of("scalings", "llama3")
+def llama3(n: Quantities) -> Costs:
+    """Nothing."""
+    low = n.low_freq_factor
+    n.refuse(1 - n.least(n.above(n.high_freq_factor, low) * 1e9, 1), high_freq_factor=3.0, low_freq_factor=5.0)
+    return scaling(n)
+
+
+@costs_of("scalings", "yarn")
+def yarn(n: Quantities) -> Costs:
+    """Nothing."""
+    strength, all_dim = n.has("mscale"), n.has("mscale_all_dim")
+    n.refuse(n.above(n.beta_slow, n.beta_fast), beta_fast=3.0, beta_slow=5.0)
+    n.refuse(strength * (1 - all_dim), mscale=0.7)
+    n.refuse(all_dim * (1 - strength), mscale_all_dim=0.7)
+    n.refuse(strength * all_dim * n.has("attention_factor"), mscale=0.7, mscale_all_dim=0.7, attention_factor=1.5)
+    return scaling(n)
+
+
+@costs_of("scalings", "longrope")
+def longrope(n: Quantities) -> Costs:
+    """Nothing."""
+    factor, own = n.has("factor"), n.has("attention_factor")
+    pairs = n.rotation_dims / 2
+    n.refuse((1 - factor) * (1 - own), factor=None)
+    n.refuse(factor * own, factor=32.0, attention_factor=1.5)
+    n.refuse(factor * (1 - own) * n.above(n.factor, 1) * n.above(2, n.original_length), factor=32.0, original_length=1)
+    for name, other in (("short_factor", "long_factor"), ("long_factor", "short_factor")):
+        count = getattr(n, f"count_{name}")
+        differs = n.above(count, pairs) + n.above(pairs, count)
+        n.refuse(differs, count, n.rotation_dims, pairs, **{name: [1.0] * 5, other: [1.0] * 30})
+    return scaling(n)
+
+
+# Residuals: a layer's blocks, and the module after the last layer
+
+
+@costs_of("residuals", "*")
+def residual(n: Quantities) -> Costs:
+    """A norm for each branch."""
+    return Costs(parameters=n.branches * n.norm(n.width))
+
+
+@costs_of("residuals", "sandwich")
+def sandwich(n: Quantities) -> Costs:
+    """Two norms for each branch."""
+    return residual(n).scaled(2)
+
+
+@costs_of("residuals", "parallel")
+def parallel(n: Quantities) -> Costs:
+    """One norm, or one for each branch."""
+    n.refuse(n.above(n.norms, 1) * n.above(2, n.branches), norms=2, branches=1)
+    return Costs(parameters=n.norms * n.norm(n.width))
+
+
+@costs_of("residuals", "hyper_connections")
+def hyper_connections(n: Quantities) -> Costs:
+    """For each branch a norm and three maps, which read all streams; mixing reads and writes them."""
+    streams, mixed = n.streams * n.width, n.streams * (n.streams + 2)
+    maps = projection(n, streams, mixed, 1) + Costs(parameters=3 + n.norm(streams))
+    mixing = Costs(flops=2 * n.tokens * streams * (1 + n.streams))
+    return residual(n) + (maps + mixing).scaled(n.branches)
+
+
+@costs_of("final", "*")
+def final_norm(n: Quantities) -> Costs:
+    """A norm."""
+    return Costs(parameters=n.norm(n.width))
+
+
+@costs_of("final", "post_norm", "deep_norm")
+def no_final_norm(n: Quantities) -> Costs:
+    """Nothing: the last layer ends in a norm."""
+    return Costs()
+
+
+@costs_of("final", "pre_norm")
+def pre_norm_final(n: Quantities) -> Costs:
+    """A norm, less the one that the first layer may lack."""
+    return Costs(parameters=(1 - n.is_false("first_norm")) * n.norm(n.width))
