@@ -187,4 +187,3 @@ def test_only_scalings_that_read_the_length_depend_on_it() -> None:
     assert longrope.scale_frequencies(2, 10000.0, 4, torch.float64).attention_factor == 1.0
     linear = parse_config(LinearConfig, {"factor": 2.0})
     assert linear.length_dependent is False
-    assert linear.shrunk(3) == linear

@@ -15,7 +15,9 @@ divided by m instead (`head.width_scale`, which the design of a run keeps, and w
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,12 +25,17 @@ from heddle.config import DesignError, build_under
 from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import Decoder, build
+from heddle.parts.feedforwards import FeedforwardConfig
+from heddle.parts.mixers import MixerConfig
+from heddle.parts.mixers.retention import RetentionConfig
 from heddle.training.optimizer import ParameterScale, matrix_parameters
 
 # A design at another width: more or fewer heads and hidden channels, and everything else the same.
 #
 # Heads, the ranks of latents and hidden channels are in proportion to the width. Head widths, depth, experts, states,
-# windows and positions stay. What grows is what each part says itself (`MixerConfig.at_width`, `with_hidden`).
+# windows and positions stay. What grows is known by the names of fields (`MixerConfig.width_fields`, `HIDDEN_FIELDS`).
+
+HIDDEN_FIELDS = ("hidden", "shared_hidden")
 
 
 def scale_to_width(config: ModelConfig, width: int) -> ModelConfig:
@@ -54,10 +61,40 @@ def scale_to_width(config: ModelConfig, width: int) -> ModelConfig:
 def _scale_layer(layer: LayerConfig, width: int, new_width: int) -> LayerConfig:
     mixer, feedforward = layer.mixer, layer.feedforward
     if mixer is not None:
-        mixer = build_under("mixer", mixer.at_width, width, new_width)
+        mixer = build_under("mixer", mixer_at_width, mixer, width, new_width)
     if feedforward is not None:
-        feedforward = feedforward.with_hidden(lambda hidden: max(1, round(hidden * new_width / width)))
+        feedforward = with_hidden(feedforward, lambda hidden: max(1, round(hidden * new_width / width)))
     return LayerConfig(mixer=mixer, feedforward=feedforward)
+
+
+def mixer_at_width(mixer: MixerConfig, width: int, new_width: int) -> MixerConfig:
+    """A resolved config for a model of another width: `width_fields` grow in proportion, and no other field does.
+
+    Key heads that are 1 for several heads stay 1. Raises DesignError if a number would not be whole, or if the mixer is
+    another one with other numbers of heads.
+    """
+    if isinstance(mixer, RetentionConfig):  # γ_h depends on h
+        reason = "retention has other decays with other numbers of heads, so it has no version at another width"
+        raise DesignError("", f"{reason}; choose another mixer")
+    several_heads = mixer.head_shape(width)[0] > 1
+    changes: dict[str, Any] = {}
+    for name in type(mixer).model_fields:
+        value = getattr(mixer, name)
+        if isinstance(value, MixerConfig):
+            changes[name] = build_under(name, mixer_at_width, value, width, new_width)
+        if name not in mixer.width_fields or value is None or (value == 1 and several_heads):
+            continue
+        if value * new_width % width:
+            reason = f"{value} at width = {width} is no whole number at {new_width}; choose another width"
+            raise DesignError(name, reason)
+        changes[name] = value * new_width // width
+    return mixer.replace(**changes)
+
+
+def with_hidden(feedforward: FeedforwardConfig, change: Callable[[int], int]) -> FeedforwardConfig:
+    """The same config with `change` applied to every number of hidden channels."""
+    numbers = {name: getattr(feedforward, name, None) for name in HIDDEN_FIELDS}
+    return feedforward.replace(**{name: change(number) for name, number in numbers.items() if number is not None})
 
 
 @dataclass(frozen=True)

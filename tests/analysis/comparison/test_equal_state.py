@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from heddle.config import kind_class, kinds
+from heddle.config import kinds
 from heddle.errors import ConfigError
+from heddle.lab.compare import equal_size
 from heddle.lab.compare.equal_size import (
     MAX_STATE_DEVIATION,
     equalize_sizes,
@@ -119,9 +120,7 @@ def test_other_kinds_of_size_are_not_states() -> None:
 
 def test_a_mixer_that_scales_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: gated_delta without its knob is refused."""
-    monkeypatch.setattr(
-        kind_class("mixers", "gated_delta"), "with_state_scaled", lambda self, factor, width: self, raising=True
-    )
+    monkeypatch.setattr(equal_size, "_state_changes", lambda mixer, values, factor, width: {})
     with pytest.raises(ConfigError, match="mixers"):
         equalize_states((entry("gqa-tiny"), entry("gated_delta-tiny")), "gqa-tiny", CONTEXT)
 

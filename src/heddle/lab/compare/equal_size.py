@@ -23,12 +23,15 @@ from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.size import flops_per_token, parameter_counts, state_bytes
 from heddle.parts.build import BuildContext
+from heddle.parts.mixers import MixerConfig
+from heddle.parts.mixers.differential_attention import DifferentialAttentionConfig
+from heddle.training.width_transfer import with_hidden
 
 # Scale the states of designs to the baseline's: each mixer changes the field that sets the size of its state.
 #
 # Every mixer of a design is scaled by the same factor, found by bisection, until the state at a context length has as
-# many bytes as the baseline's. Which field that is, each mixer says itself (`with_state_scaled`): key and value heads
-# or their widths, a latent's rank, a window, the keys of a recurrence. Widths and feed-forwards stay.
+# many bytes as the baseline's: a window, key and value heads or their widths, a latent's rank, the keys of a recurrence
+# (`scale_state`). Widths and feed-forwards stay.
 
 
 STATE = "state"  # the kind of size; `state@4096` names the context length
@@ -115,7 +118,66 @@ def with_state_factor(config: ModelConfig, factor: float) -> ModelConfig:
 def _with_mixers_scaled(layer: LayerConfig, factor: float, width: int) -> LayerConfig:
     if layer.layers is not None:
         return layer.replace(layers=tuple(_with_mixers_scaled(inner, factor, width) for inner in layer.layers))
-    return layer if layer.mixer is None else layer.replace(mixer=layer.mixer.with_state_scaled(factor, width))
+    return layer if layer.mixer is None else layer.replace(mixer=scale_state(layer.mixer, factor, width))
+
+
+def scale_state(mixer: MixerConfig, factor: float, width: int) -> MixerConfig:
+    """The same config with about `factor` times the state in a model of this width; itself if no field sets it."""
+    values = {name: getattr(mixer, name) for name in type(mixer).model_fields}
+    inner = {name: value for name, value in values.items() if isinstance(value, MixerConfig)}
+    if inner:
+        return mixer.replace(**{name: scale_state(value, factor, width) for name, value in inner.items()})
+    return mixer.replace(**_state_changes(mixer, values, factor, width))
+
+
+def _state_changes(mixer: MixerConfig, values: dict[str, Any], factor: float, width: int) -> dict[str, Any]:
+    """The fields that set the size of a state, scaled. values: all fields."""
+    if "encoder_width" in values:  # the state holds the encoder output, which the design does not set
+        return {}
+    if values.get("window") is not None:
+        return {"window": max(1, round(values["window"] * factor))}
+    if "kv_rank" in values:  # rotated keys stay
+        rotated = values["rope_dim"] or 0
+        return {"kv_rank": min(width, max(1, round((values["kv_rank"] + rotated) * factor) - rotated))}
+    if "state_size" in values:
+        return {"state_size": max(1, round(values["state_size"] * factor))}
+    heads, value_dim = mixer.head_shape(width)
+    if "kv_heads" in values:
+        queries = 2 if isinstance(mixer, DifferentialAttentionConfig) else 1  # of each head
+        dim = values["head_dim"] or width // (queries * heads)
+        number, new_dim, new_value = scale_heads(values["kv_heads"] or heads, factor, heads, (dim, value_dim))
+        changed = (new_dim, new_value) != (dim, value_dim)
+        return {"kv_heads": number} | ({"head_dim": new_dim, "value_dim": new_value} if changed else {})
+    if "head_dim" in values and heads:  # a recurrence: keys of another width; values stay as wide as they were
+        dim = values["head_dim"] or width // heads
+        as_before = {name: values[name] or dim for name in ("value_dim", "gate_rank") if name in values}
+        return {"head_dim": scale_even(dim, factor)} | as_before
+    if "conv_kernel" in values:
+        return {"conv_kernel": 1 + max(1, round(factor * (values["conv_kernel"] - 1)))}
+    return {}
+
+
+def scale_heads(count: int, factor: float, heads: int, dims: tuple[int, int]) -> tuple[int, int, int]:
+    """`count` key and value heads of `dims` dims with about `factor` times the elements per token.
+
+    Returns the number, a divisor of `heads`, and both widths, which change only if no number comes within 1 %.
+    """
+    divisors = [number for number in range(1, heads + 1) if heads % number == 0]
+    goal = count * factor
+    nearest = min(divisors, key=lambda number: abs(number - goal))
+    if abs(nearest - goal) <= 0.01 * goal:
+        return nearest, *dims
+    number = next((number for number in divisors if number >= goal), heads)
+    key_dim, value_dim = (scale_even(dim, goal / number) for dim in dims)
+    exact = sum(dims) * goal / number
+    if abs(key_dim + value_dim - exact) > 0.01 * exact:  # an odd width, which is slower, only where it is needed
+        value_dim = max(1, round(exact) - key_dim)
+    return number, key_dim, value_dim
+
+
+def scale_even(dims: int, factor: float) -> int:
+    """`dims` times a factor, as the nearest even number above 0: pairs can be rotated."""
+    return max(2, 2 * round(dims * factor / 2))
 
 
 def _changes(before: ModelConfig, after: ModelConfig) -> list[str]:
@@ -261,7 +323,7 @@ def _with_hidden_scaled(layer: LayerConfig, factor: float) -> LayerConfig:
         return layer.replace(layers=tuple(_with_hidden_scaled(inner, factor) for inner in layer.layers))
     if layer.feedforward is None:
         return layer
-    return layer.replace(feedforward=layer.feedforward.with_hidden(lambda hidden: _scale(hidden, factor)))
+    return layer.replace(feedforward=with_hidden(layer.feedforward, lambda hidden: _scale(hidden, factor)))
 
 
 def _scale(value: int, factor: float) -> int:

@@ -10,12 +10,13 @@ from typing import Any
 
 from heddle.config import DesignError
 from heddle.errors import CheckpointError, ConfigError
-from heddle.lab.compare.equal_size import with_width
+from heddle.lab.compare.equal_size import scale_even, with_width
 from heddle.lab.compare.plan import DesignEntry
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.model.size import flops_per_token, parameter_counts
+from heddle.parts.mixers import MixerConfig
 from heddle.settings import shared
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.run_log import first_difference, to_plain_json
@@ -134,7 +135,42 @@ def design_at_width(config: ModelConfig, width: int) -> ModelConfig:
 def _scale_layer(layer: LayerConfig, width: int, new_width: int) -> LayerConfig:
     if layer.layers is not None:
         return layer.replace(layers=tuple(_scale_layer(inner, width, new_width) for inner in layer.layers))
-    return layer if layer.mixer is None else layer.replace(mixer=layer.mixer.near_width(width, new_width))
+    return layer if layer.mixer is None else layer.replace(mixer=mixer_near_width(layer.mixer, width, new_width))
+
+
+KEY_HEADS = ("kv_heads", "key_heads", "groups")  # numbers of groups of heads that share keys
+HEAD_WIDTHS = ("head_dim", "value_dim", "nope_dim", "rope_dim")  # of one head
+
+
+def mixer_near_width(mixer: MixerConfig, width: int, new_width: int) -> MixerConfig:
+    """A resolved config for a model of another width, where there are no whole numbers of heads in proportion.
+
+    It has the number of heads that leaves their widths nearest to what they were, in whole groups of heads that share
+    keys. Other `width_fields` are in proportion, rounded.
+    """
+    values = {name: getattr(mixer, name) for name in type(mixer).model_fields}
+    inner = {name: value for name, value in values.items() if isinstance(value, MixerConfig)}
+    changes: dict[str, Any] = {name: mixer_near_width(value, width, new_width) for name, value in inner.items()}
+    numbers = {name: value for name, value in values.items() if type(value) is int}
+    if "heads" not in numbers:
+        return mixer.replace(**changes)
+    heads, ratio = numbers["heads"], new_width / width
+    key_heads = {name: numbers[name] for name in KEY_HEADS if name in numbers}
+    group_size = math.lcm(*(heads // count for count in key_heads.values() if count > 1))
+    new_heads = _nearest_head_count(heads, group_size, ratio, new_width)
+    dims = ratio * heads / new_heads
+    ranks = set(mixer.width_fields) - {"heads", *KEY_HEADS}
+    changes |= {name: max(1, round(numbers[name] * ratio)) for name in ranks & numbers.keys()}
+    changes |= {name: scale_even(numbers[name], dims) for name in HEAD_WIDTHS if name in numbers}
+    changes |= {name: max(1, count * new_heads // heads) for name, count in key_heads.items()}
+    return mixer.replace(**changes, heads=new_heads)
+
+
+def _nearest_head_count(heads: int, group_size: int, ratio: float, width: int) -> int:
+    """The number nearest, as a ratio, to heads · ratio that has whole groups and divides the width into even parts."""
+    counts = range(group_size, width // 2 + 1, group_size)
+    choices = [count for count in counts if width % (2 * count) == 0 and count >= min(2, heads)]
+    return min(choices or [heads], key=lambda count: abs(math.log(count / (heads * ratio))))
 
 
 def _width_step(config: ModelConfig) -> int:

@@ -1,7 +1,7 @@
 """The slot of feed-forwards: x [B, T, width] -> the same shape, each token for itself."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from torch import Tensor, nn
@@ -26,14 +26,6 @@ class FeedforwardConfig(Part, ABC):
 
     def resolved(self, context: BuildContext) -> Self:
         """The same config with every default written out that depends on the context or on other fields."""
-        return self
-
-    def shrunk(self) -> Self:
-        """The same config with small sizes, on which the laws run in seconds."""
-        return self
-
-    def with_hidden(self, change: Callable[[int], int]) -> Self:
-        """The same config with `change` applied to every number of hidden channels."""
         return self
 
     @property

@@ -4,7 +4,7 @@
 With multipliers it is `m · down(f(g · gate(x)) ⊙ up(x))` (Falcon-H1, 2025).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import model_validator
@@ -17,7 +17,6 @@ from heddle.parts.feedforwards import Feedforward, FeedforwardConfig, GatedActiv
 from heddle.parts.layout import Layout
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.linear import Linear, fused_projections
-from heddle.parts.shrink import at_most
 
 
 class GatedConfig(FeedforwardConfig):
@@ -48,14 +47,6 @@ class GatedConfig(FeedforwardConfig):
     def resolved(self, context: BuildContext) -> Self:
         """limit and alpha written out."""
         return self.replace(**activation_settings(self.activation, self.limit, self.alpha))
-
-    def shrunk(self) -> Self:
-        """At most 20 hidden channels."""
-        return self.replace(hidden=at_most(self.hidden, 20))
-
-    def with_hidden(self, change: Callable[[int], int]) -> Self:
-        """`hidden` changed."""
-        return self.replace(hidden=change(self.hidden))
 
     @property
     def active_hidden(self) -> int:

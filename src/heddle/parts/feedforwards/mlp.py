@@ -1,8 +1,5 @@
 """MLP (Vaswani et al. 2017): `down(f(up(x)))`."""
 
-from collections.abc import Callable
-from typing import Self
-
 from torch import Tensor
 
 from heddle.config import PositiveInt, Probability
@@ -12,7 +9,6 @@ from heddle.parts.feedforwards import Activation, Feedforward, FeedforwardConfig
 from heddle.parts.layout import Layout
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.linear import Linear
-from heddle.parts.shrink import at_most
 
 
 class MLPConfig(FeedforwardConfig):
@@ -22,14 +18,6 @@ class MLPConfig(FeedforwardConfig):
     activation: Activation = "gelu"
     bias: bool = False
     dropout: Probability = 0.0
-
-    def shrunk(self) -> Self:
-        """At most 20 hidden channels."""
-        return self.replace(hidden=at_most(self.hidden, 20))
-
-    def with_hidden(self, change: Callable[[int], int]) -> Self:
-        """`hidden` changed."""
-        return self.replace(hidden=change(self.hidden))
 
     @property
     def active_hidden(self) -> int:

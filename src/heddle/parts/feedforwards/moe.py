@@ -4,7 +4,6 @@ Experts are feed-forwards: `down f(up x)`, `down (f(gate x) ⊙ up x)`, or `gate
 numerics/experts/mixture.py.
 """
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self, get_args
 
 import torch
@@ -32,7 +31,6 @@ from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import eager_on_cpu, layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.modules.router_statistics import RouterStatistics, record
-from heddle.parts.shrink import at_most
 
 # The parameters of a mixture of experts: the router, and one projection of every expert.
 
@@ -247,27 +245,6 @@ class MoEConfig(FeedforwardConfig):
             **activation_settings(self.activation, self.limit, self.alpha),
         )
 
-    def shrunk(self) -> Self:
-        """4 experts or 4 groups of 2, each at most 8 wide, with as large a share routed to, and 2 shared experts."""
-        experts = selectable = min(self.experts, 4)
-        groups, top_groups = self.groups, self.top_groups
-        if groups is not None and top_groups is not None:
-            size = min(self.experts // groups, 2)
-            groups, top_groups = min(groups, 4), _small_share(top_groups, min(groups, 4), groups)
-            experts, selectable = groups * size, top_groups * size
-        return self.with_hidden(lambda hidden: at_most(hidden, 8)).replace(
-            experts=experts,
-            top_k=min(_small_share(self.top_k, experts, self.experts), selectable),
-            shared=None if self.shared is None else min(self.shared, 2),
-            groups=groups,
-            top_groups=top_groups,
-        )
-
-    def with_hidden(self, change: Callable[[int], int]) -> Self:
-        """`hidden` and `shared_hidden` changed."""
-        shared_hidden = None if self.shared_hidden is None else change(self.shared_hidden)
-        return self.replace(hidden=change(self.hidden), shared_hidden=shared_hidden)
-
     @property
     def active_hidden(self) -> int:
         """Those of the chosen and of the shared experts."""
@@ -299,11 +276,6 @@ class MoEConfig(FeedforwardConfig):
         """How experts are chosen, for `numerics.experts.routing.route`."""
         groups = 1 if self.groups is None or self.top_groups is None else self.groups
         return RoutingConfig(self.routing, self.top_k, self.renormalize, groups, self.top_groups or 1, self.scale)
-
-
-def _small_share(part: int, few: int, whole: int) -> int:
-    """The same share of `few` as `part` is of the whole, but at least 2 if `part` was."""
-    return max(min(part, 2), part * few // whole)
 
 
 class SharedExpert(nn.Module):

@@ -4,7 +4,6 @@ Every mixer keeps one law: a sequence cut anywhere, with the state carried over,
 sequence. Training passes no state, prefill passes an empty one, and decoding passes the state back token by token.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from heddle.config import DesignError, Part, refuse
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
-from heddle.parts.shrink import ShrinkContext
 from heddle.parts.states import StateSpec
 
 
@@ -23,16 +21,11 @@ class MixerConfig(Part, ABC):
     """Config of a mixer."""
 
     slot: ClassVar[str] = "mixers"
-    width_fields: ClassVar[tuple[str, ...]] = ("heads", "kv_heads", "key_heads")  # they grow with the model's width
-    key_head_fields: ClassVar[tuple[str, ...]] = ("kv_heads", "key_heads")  # numbers of groups of heads that share keys
-    head_width_fields: ClassVar[tuple[str, ...]] = ("head_dim", "value_dim")  # widths of one head
+    # those that grow with the model's width
+    width_fields: ClassVar[tuple[str, ...]] = ("heads", "kv_heads", "key_heads", "kv_rank", "query_rank")
 
     def resolved(self, context: BuildContext) -> Self:
         """The same config with every default written out that depends on the context or on other fields."""
-        return self
-
-    def shrunk(self, context: ShrinkContext) -> Self:
-        """The same config with small sizes, on which the laws run in seconds."""
         return self
 
     @property
@@ -44,70 +37,22 @@ class MixerConfig(Part, ABC):
         """The same config with windows of at most `window` tokens; a mixer that can have no window stays as it is."""
         return self
 
-    def with_small_window(self) -> Self:
-        """The same config with windows of at most SMALL_WINDOW tokens."""
-        return self
-
     @property
     def template(self) -> "MixerConfig":
         """The mixer whose fields another kind keeps that comes in its place: itself, or a mixer within it."""
         return self
 
     def head_shape(self, width: int) -> tuple[int, int]:
-        """The number of heads, and the width of each head's output, in a model of this width; (0, 0): not stated."""
-        return (0, 0)
+        """The number of heads, and the width of each head's output, in a model of this width; (0, 0) without heads."""
+        heads = getattr(self, "heads", 0)
+        own_width = getattr(self, "value_dim", None) or getattr(self, "head_dim", None)
+        return (heads, own_width or width // heads) if heads else (0, 0)
 
     @classmethod
     def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
         """A head_dim, if the heads of the previous mixer do not divide the width."""
         heads, dim = previous.head_shape(width) if isinstance(previous, MixerConfig) else (0, 0)
         return {"head_dim": dim} if heads and width % heads and "head_dim" in cls.model_fields else {}
-
-    def with_state_scaled(self, factor: float, width: int) -> Self:
-        """The same config with about `factor` times the state in a model of this width; itself if no field sets it."""
-        return self
-
-    def at_width(self, width: int, new_width: int) -> Self:
-        """A resolved config for a model of another width: `width_fields` grow in proportion, and no other field does.
-
-        Key heads that are 1 for several heads stay 1. Raises DesignError if a number would not be whole, or if the
-        mixer is another one with other numbers of heads.
-        """
-        several_heads = self.head_shape(width)[0] > 1
-        changes = {}
-        for name in self.width_fields:
-            value = getattr(self, name) if name in type(self).model_fields else None
-            if value is None or (value == 1 and several_heads):
-                continue
-            if value * new_width % width:
-                reason = f"{value} at width = {width} is no whole number at {new_width}; choose another width"
-                raise DesignError(name, reason)
-            changes[name] = value * new_width // width
-        return self.replace(**changes)
-
-    def near_width(self, width: int, new_width: int) -> Self:
-        """A resolved config for a model of another width, where `at_width` leaves no whole numbers of heads.
-
-        It has the number of heads that leaves their widths nearest to what they were, in whole groups of heads that
-        share keys. Other `width_fields` are in proportion, rounded.
-        """
-        numbers = {name: value for name in type(self).model_fields if type(value := getattr(self, name)) is int}
-        if "heads" not in numbers:
-            return self
-        heads, ratio = numbers["heads"], new_width / width
-        key_heads = {name: numbers[name] for name in self.key_head_fields if name in numbers}
-        group_size = math.lcm(*(heads // count for count in key_heads.values() if count > 1))
-        new_heads = nearest_head_count(heads, group_size, ratio, new_width)
-        dims = ratio * heads / new_heads
-        ranks = set(self.width_fields) - {"heads", *self.key_head_fields}
-        changes = {name: max(1, round(numbers[name] * ratio)) for name in ranks & numbers.keys()}
-        changes |= {name: scale_even(numbers[name], dims) for name in self.head_width_fields if name in numbers}
-        changes |= {name: max(1, count * new_heads // heads) for name, count in key_heads.items()}
-        return self.replace(**changes, heads=new_heads)
-
-    def head_counts(self) -> tuple[tuple[int, int], ...]:
-        """The numbers of heads, before and after `shrunk`, that must divide the model's width."""
-        return ()
 
     @abstractmethod
     def build(self, context: BuildContext) -> "Mixer":
@@ -177,36 +122,6 @@ def check_norm_width(field: str, width: int) -> None:
     """Refuse a norm over one number, of which it leaves the sign at most. Raises DesignError."""
     if width == 1:
         raise DesignError(field, "leaves the norm one number of each head, and so at most its sign; give wider heads")
-
-
-def scale_heads(count: int, factor: float, heads: int, dims: tuple[int, int]) -> tuple[int, int, int]:
-    """`count` key and value heads of `dims` dims with about `factor` times the elements per token.
-
-    Returns the number, a divisor of `heads`, and both widths, which change only if no number comes within 1 %.
-    """
-    divisors = [number for number in range(1, heads + 1) if heads % number == 0]
-    goal = count * factor
-    nearest = min(divisors, key=lambda number: abs(number - goal))
-    if abs(nearest - goal) <= 0.01 * goal:
-        return nearest, *dims
-    number = next((number for number in divisors if number >= goal), heads)
-    key_dim, value_dim = (scale_even(dim, goal / number) for dim in dims)
-    exact = sum(dims) * goal / number
-    if abs(key_dim + value_dim - exact) > 0.01 * exact:  # an odd width, which is slower, only where it is needed
-        value_dim = max(1, round(exact) - key_dim)
-    return number, key_dim, value_dim
-
-
-def nearest_head_count(heads: int, group_size: int, ratio: float, width: int) -> int:
-    """The number nearest, as a ratio, to heads · ratio that has whole groups and divides the width into even parts."""
-    counts = range(group_size, width // 2 + 1, group_size)
-    choices = [count for count in counts if width % (2 * count) == 0 and count >= min(2, heads)]
-    return min(choices or [heads], key=lambda count: abs(math.log(count / (heads * ratio))))
-
-
-def scale_even(dims: int, factor: float) -> int:
-    """`dims` times a factor, as the nearest even number above 0: pairs can be rotated."""
-    return max(2, 2 * round(dims * factor / 2))
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

@@ -23,12 +23,11 @@ from heddle.numerics.attention.softmax import attention
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
-from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, merge_heads, scale_heads, split_heads
+from heddle.parts.mixers import Mixer, MixerConfig, check_head_groups, merge_heads, split_heads
 from heddle.parts.modules.dropout import Dropout
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.positions import MixerPositionConfig, RotationConfig, build_mixer_position
-from heddle.parts.shrink import SMALL_WINDOW, ShrinkContext, small_head_count
 from heddle.parts.states import KVCache, StateSpec
 
 # Temperatures that fall with the position (Llama 4, Ministral 3): queries far into a long text get sharper scores.
@@ -128,20 +127,6 @@ class AttentionConfig(MixerConfig):
             position=position,
         )
 
-    def shrunk(self, context: ShrinkContext) -> Self:
-        """Few small heads, a small window and fewer rotary dims."""
-        small = context.small_heads(self.heads, self.kv_heads, self.head_dim, self.value_dim)
-        position = None if self.position is None else self.position.shrunk(*small.dims)
-        length = self.temperature_length
-        return self.with_small_window().replace(
-            temperature_length=None if length is None else min(length, SMALL_WINDOW),
-            heads=small.heads,
-            kv_heads=small.groups,
-            head_dim=small.head_dim,
-            value_dim=small.value_dim,
-            position=position,
-        )
-
     @property
     def windows(self) -> tuple[int, ...]:
         """The window, if there is one."""
@@ -150,28 +135,6 @@ class AttentionConfig(MixerConfig):
     def with_window(self, window: int) -> Self:
         """This window, if there is no smaller one."""
         return self.replace(window=min(self.window or window, window))
-
-    def with_small_window(self) -> Self:
-        """A window of at most SMALL_WINDOW."""
-        return self if self.window is None else self.with_window(SMALL_WINDOW)
-
-    def head_shape(self, width: int) -> tuple[int, int]:
-        """Heads, and the width of their values."""
-        return self.heads, self.value_dim or self.head_dim or width // self.heads
-
-    def with_state_scaled(self, factor: float, width: int) -> Self:
-        """Another window, if there is one; else other numbers of key and value heads, and other widths."""
-        if self.window is not None:
-            return self.replace(window=max(1, round(self.window * factor)))
-        dim = self.head_dim or width // self.heads
-        values = self.value_dim or dim
-        kv_heads, head_dim, value_dim = scale_heads(self.kv_heads or self.heads, factor, self.heads, (dim, values))
-        widths = {} if head_dim == dim and value_dim == values else {"head_dim": head_dim, "value_dim": value_dim}
-        return self.replace(kv_heads=kv_heads, **widths)
-
-    def head_counts(self) -> tuple[tuple[int, int], ...]:
-        """The heads, if their width follows from the model's."""
-        return () if self.head_dim else ((self.heads, small_head_count(self.heads, self.kv_heads)),)
 
     def build(self, context: BuildContext) -> "Attention":
         """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""

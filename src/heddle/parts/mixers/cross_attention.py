@@ -28,7 +28,6 @@ from heddle.parts.mixers import Mixer, MixerConfig, check_double_softmax, check_
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear
 from heddle.parts.position_table import PositionTable
-from heddle.parts.shrink import ShrinkContext, at_most, small_head_count
 from heddle.parts.states import MixerState, StateSpec
 
 
@@ -61,28 +60,6 @@ class CrossAttentionConfig(MixerConfig):
             encoder_width=self.encoder_width or context.width,
             scale=None if self.normalization == "double_softmax" else self.scale or dim**-0.5,
         )
-
-    def shrunk(self, context: ShrinkContext) -> Self:
-        """Few small heads, and an encoder output as wide as the small encoder, or at most 10 wide without one."""
-        small = context.small_heads(self.heads, self.kv_heads, self.head_dim, self.value_dim)
-        encoder_width = self.encoder_width
-        if encoder_width is not None:
-            encoder_width = context.small_encoder_width or at_most(encoder_width, 10)
-        return self.replace(
-            heads=small.heads,
-            kv_heads=small.groups,
-            head_dim=small.head_dim,
-            value_dim=small.value_dim,
-            encoder_width=encoder_width,
-        )
-
-    def head_shape(self, width: int) -> tuple[int, int]:
-        """Heads, and the width of their values."""
-        return self.heads, self.value_dim or self.head_dim or width // self.heads
-
-    def head_counts(self) -> tuple[tuple[int, int], ...]:
-        """The heads, if their width follows from the model's."""
-        return () if self.head_dim else ((self.heads, small_head_count(self.heads, self.kv_heads)),)
 
     def build(self, context: BuildContext) -> "CrossAttention":
         """Build the module.

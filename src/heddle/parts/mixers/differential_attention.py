@@ -28,14 +28,12 @@ from heddle.parts.mixers import (
     check_head_groups,
     check_norm_width,
     merge_heads,
-    scale_heads,
     split_heads,
 )
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import MixerPositionConfig, build_mixer_position
-from heddle.parts.shrink import SMALL_WINDOW, ShrinkContext, small_head_count
 from heddle.parts.states import KVCache, StateSpec
 
 LAMBDA_STD = 0.1
@@ -82,18 +80,6 @@ class DifferentialAttentionConfig(MixerConfig):
             raise DesignError("heads", f"{reason}; give head_dim, or other heads")
         return self.head_dim or context.width // (2 * self.heads)
 
-    def shrunk(self, context: ShrinkContext) -> Self:
-        """Few small heads, a small window and fewer rotary dims."""
-        small = context.small_heads(2 * self.heads, self.kv_heads and 2 * self.kv_heads, self.head_dim, self.value_dim)
-        position = None if self.position is None else self.position.shrunk(*small.dims)
-        return self.with_small_window().replace(
-            heads=small.heads // 2,
-            kv_heads=small.groups and small.groups // 2,
-            head_dim=small.head_dim,
-            value_dim=small.value_dim,
-            position=position,
-        )
-
     @property
     def windows(self) -> tuple[int, ...]:
         """The window, if there is one."""
@@ -102,10 +88,6 @@ class DifferentialAttentionConfig(MixerConfig):
     def with_window(self, window: int) -> Self:
         """This window, if there is no smaller one."""
         return self.replace(window=min(self.window or window, window))
-
-    def with_small_window(self) -> Self:
-        """A window of at most SMALL_WINDOW."""
-        return self if self.window is None else self.with_window(SMALL_WINDOW)
 
     def head_shape(self, width: int) -> tuple[int, int]:
         """Heads, and the width of their values."""
@@ -116,21 +98,6 @@ class DifferentialAttentionConfig(MixerConfig):
         """A head_dim, half the previous mixer's, if the width has none for two queries of each head."""
         heads, dim = previous.head_shape(width) if isinstance(previous, MixerConfig) else (0, 0)
         return {"head_dim": max(1, dim // 2)} if heads and width % (2 * heads) else {}
-
-    def with_state_scaled(self, factor: float, width: int) -> Self:
-        """Another window, if there is one; else other numbers of key and value heads, and other widths."""
-        if self.window is not None:
-            return self.replace(window=max(1, round(self.window * factor)))
-        dim = self.head_dim or width // (2 * self.heads)
-        values = self.value_dim or 2 * dim
-        kv_heads, head_dim, value_dim = scale_heads(self.kv_heads or self.heads, factor, self.heads, (dim, values))
-        widths = {} if head_dim == dim and value_dim == values else {"head_dim": head_dim, "value_dim": value_dim}
-        return self.replace(kv_heads=kv_heads, **widths)
-
-    def head_counts(self) -> tuple[tuple[int, int], ...]:
-        """The queries, if their width follows from the model's."""
-        few = 2 * small_head_count(self.heads, self.kv_heads)
-        return () if self.head_dim else ((2 * self.heads, few),)
 
     def build(self, context: BuildContext) -> "DifferentialAttention":
         """Build the module. Raises DesignError if 2 · heads do not divide the width and head_dim is not given."""

@@ -18,11 +18,10 @@ from torch.nn import functional
 from heddle.config import Width, build_under
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
-from heddle.parts.mixers import MixerConfig, check_head_groups, check_norm_width, scale_even
+from heddle.parts.mixers import MixerConfig, check_head_groups, check_norm_width
 from heddle.parts.modules.linear import Linear, fused_projections
 from heddle.parts.modules.recurrent import DeltaRuleMixer, GatedDecay, ShortConvolution
 from heddle.parts.norms import NormConfig
-from heddle.parts.shrink import ShrinkContext, small_head_count
 from heddle.parts.states import ConvRecurrentState
 
 
@@ -52,26 +51,6 @@ class GatedDeltaConfig(MixerConfig):
             value_dim=self.value_dim or dim,
             norm=self.norm or context.norm,
         )
-
-    def shrunk(self, context: ShrinkContext) -> Self:
-        """Few small heads."""
-        small = context.small_heads(self.heads, self.key_heads, self.head_dim, self.value_dim)
-        return self.replace(
-            heads=small.heads, key_heads=small.groups, head_dim=small.head_dim, value_dim=small.value_dim
-        )
-
-    def head_shape(self, width: int) -> tuple[int, int]:
-        """Heads, and the width of their values."""
-        return self.heads, self.value_dim or self.head_dim or width // self.heads
-
-    def with_state_scaled(self, factor: float, width: int) -> Self:
-        """Keys of another width; values stay as wide as they were."""
-        dim = self.head_dim or width // self.heads
-        return self.replace(head_dim=scale_even(dim, factor), value_dim=self.value_dim or dim)
-
-    def head_counts(self) -> tuple[tuple[int, int], ...]:
-        """The heads, if their width follows from the model's."""
-        return () if self.head_dim else ((self.heads, small_head_count(self.heads, self.key_heads)),)
 
     def build(self, context: BuildContext) -> "GatedDelta":
         """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""

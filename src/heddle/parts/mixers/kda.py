@@ -16,11 +16,10 @@ from torch import Tensor
 from heddle.config import Width, build_under
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
-from heddle.parts.mixers import MixerConfig, check_norm_width, scale_even
+from heddle.parts.mixers import MixerConfig, check_norm_width
 from heddle.parts.modules.linear import Linear, fused_projections
 from heddle.parts.modules.recurrent import DeltaRuleMixer, GatedDecay, ShortConvolution
 from heddle.parts.norms import NormConfig
-from heddle.parts.shrink import ShrinkContext, at_most, small_head_count
 from heddle.parts.states import ConvRecurrentState
 
 
@@ -43,27 +42,6 @@ class KDAConfig(MixerConfig):
             gate_rank=self.gate_rank or dim,
             norm=self.norm or context.norm,
         )
-
-    def shrunk(self, context: ShrinkContext) -> Self:
-        """Few small heads, and a small rank."""
-        small = context.small_heads(self.heads, None, self.head_dim, self.value_dim)
-        rank = None if self.gate_rank is None else at_most(self.gate_rank, 8)
-        return self.replace(heads=small.heads, head_dim=small.head_dim, value_dim=small.value_dim, gate_rank=rank)
-
-    def head_shape(self, width: int) -> tuple[int, int]:
-        """Heads, and the width of their values."""
-        return self.heads, self.value_dim or self.head_dim or width // self.heads
-
-    def with_state_scaled(self, factor: float, width: int) -> Self:
-        """Keys of another width; values stay as wide as they were."""
-        dim = self.head_dim or width // self.heads
-        return self.replace(
-            head_dim=scale_even(dim, factor), value_dim=self.value_dim or dim, gate_rank=self.gate_rank or dim
-        )
-
-    def head_counts(self) -> tuple[tuple[int, int], ...]:
-        """The heads, if their width follows from the model's."""
-        return () if self.head_dim else ((self.heads, small_head_count(self.heads)),)
 
     def build(self, context: BuildContext) -> "KDA":
         """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""

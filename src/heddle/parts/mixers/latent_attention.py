@@ -22,7 +22,6 @@ from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fused_projections, weight_matrix
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import RotationConfig
-from heddle.parts.shrink import ShrinkContext, at_most, small_head_count, small_relative_width
 from heddle.parts.states import KVCache, StateSpec
 
 # With DeepSeek's epsilon, not the model's.
@@ -35,9 +34,6 @@ class LatentAttentionConfig(MixerConfig):
     """Fields of `latent_attention`. None or false: off, or the default named in the comment."""
 
     aliases = ("mla",)
-    width_fields = ("heads", "kv_rank", "query_rank")
-    head_width_fields = ("nope_dim", "rope_dim", "value_dim")
-
     heads: Width
     kv_rank: Width  # width of the latent of keys and values
     query_rank: Width | None = None  # width of the latent of queries; default: no latent, queries are projected from x
@@ -75,22 +71,6 @@ class LatentAttentionConfig(MixerConfig):
             position=self.position if self.position is None or rope_dim is None else self.position.resolved(rope_dim),
         )
 
-    def shrunk(self, context: ShrinkContext) -> Self:
-        """Few small heads, a latent of at most 10 (for queries 8), and at most 4 rotated dims."""
-        nope_dim, rope_dim, position = at_most(self.nope_dim, 6), self.rope_dim, self.position
-        if rope_dim is not None:
-            rope_dim = at_most(rope_dim, 4)
-            position = None if position is None else position.shrunk(self.rope_dim or 0, rope_dim)
-        return self.replace(
-            heads=small_head_count(self.heads),
-            kv_rank=at_most(self.kv_rank, 10),
-            query_rank=None if self.query_rank is None else at_most(self.query_rank, 8),
-            nope_dim=nope_dim,
-            rope_dim=rope_dim,
-            value_dim=small_relative_width(self.value_dim, self.nope_dim, nope_dim),
-            position=position,
-        )
-
     def head_shape(self, width: int) -> tuple[int, int]:
         """Heads, and the width of their values."""
         return self.heads, self.value_dim or self.nope_dim
@@ -104,15 +84,6 @@ class LatentAttentionConfig(MixerConfig):
         rotates = isinstance(getattr(previous.template, "position", None), RotationConfig)
         rope_dim = {"rope_dim": max(2, dim // 8 * 4)} if rotates else {}  # of 4: also for rotations in the plane
         return {"kv_rank": max(1, min(4 * dim, width // 2)), "nope_dim": dim, **rope_dim}
-
-    def with_state_scaled(self, factor: float, width: int) -> Self:
-        """Another `kv_rank`, at most the model's width: the rotated keys stay."""
-        rope_dim = self.rope_dim or 0
-        return self.replace(kv_rank=min(width, max(1, round((self.kv_rank + rope_dim) * factor) - rope_dim)))
-
-    def head_counts(self) -> tuple[tuple[int, int], ...]:
-        """The heads: designs of this mixer are as wide as all heads together."""
-        return ((self.heads, small_head_count(self.heads)),)
 
     def build(self, context: BuildContext) -> "LatentAttention":
         """Build the module. Raises DesignError if a latent is wider than the model."""

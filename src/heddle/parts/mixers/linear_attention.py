@@ -30,11 +30,10 @@ from heddle.numerics.recurrent.linear_attention import (
 )
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
-from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_double_softmax, merge_heads, scale_even, split_heads
+from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_double_softmax, merge_heads, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.positions import RotationConfig
-from heddle.parts.shrink import ShrinkContext, small_head_count
 from heddle.parts.states import RecurrentState, StateSpec, call_layout, without_padding
 
 FeatureMapName = Literal["elu", "relu", "learned"]
@@ -83,31 +82,12 @@ class LinearAttentionConfig(MixerConfig):
         maps = {} if self.normalization == "double_softmax" else dict(zip(MAP_FIELDS, self.feature_maps, strict=True))
         return self.replace(head_dim=dim, value_dim=self.value_dim or dim, position=position, **maps)
 
-    def shrunk(self, context: ShrinkContext) -> Self:
-        """Few small heads and fewer rotary dims."""
-        small = context.small_heads(self.heads, None, self.head_dim, self.value_dim)
-        position = None if self.position is None else self.position.shrunk(*small.dims)
-        return self.replace(heads=small.heads, head_dim=small.head_dim, value_dim=small.value_dim, position=position)
-
-    def head_shape(self, width: int) -> tuple[int, int]:
-        """Heads, and the width of their values."""
-        return self.heads, self.value_dim or self.head_dim or width // self.heads
-
     @classmethod
     def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
         """As for every mixer; and kernel normalization, which unlike double_softmax reads no later tokens."""
         inner = previous.template if isinstance(previous, MixerConfig) else previous
         is_double = getattr(inner, "normalization", None) == "double_softmax"
         return {**super().default_fields(previous, width), **({"normalization": "kernel"} if is_double else {})}
-
-    def with_state_scaled(self, factor: float, width: int) -> Self:
-        """Keys of another width; values stay as wide as they were."""
-        dim = self.head_dim or width // self.heads
-        return self.replace(head_dim=scale_even(dim, factor), value_dim=self.value_dim or dim)
-
-    def head_counts(self) -> tuple[tuple[int, int], ...]:
-        """The heads, if their width follows from the model's."""
-        return () if self.head_dim else ((self.heads, small_head_count(self.heads)),)
 
     def build(self, context: BuildContext) -> "LinearAttention":
         """Build the module.

@@ -30,7 +30,6 @@ from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, SelfInitialized, fused_projections
 from heddle.parts.modules.recurrent import GatedDecay, ShortConvolution
 from heddle.parts.norms import NormConfig
-from heddle.parts.shrink import ShrinkContext, at_most, small_head_count
 from heddle.parts.states import ConvRecurrentState, StateSpec, call_cu_seqlens, without_padding
 
 TimeStep = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
@@ -38,8 +37,6 @@ TimeStep = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 class Mamba2Config(MixerConfig):
     """Fields of `mamba2`. None: off, or the default named in the comment."""
-
-    key_head_fields = ("groups",)
 
     heads: Width
     head_dim: Width | None = None  # default: 2 width / heads, which is the paper's expansion by 2
@@ -76,12 +73,6 @@ class Mamba2Config(MixerConfig):
             raise DesignError("heads", f"{self.heads} does not divide 2 width = {2 * width}; give head_dim")
         return self.head_dim or 2 * width // self.heads
 
-    def shrunk(self, context: ShrinkContext) -> Self:
-        """Few small heads, and a small state."""
-        small = context.small_heads(self.heads, self.groups, self.head_dim)
-        size = at_most(self.state_size, 8)
-        return self.replace(heads=small.heads, groups=small.groups, head_dim=small.head_dim, state_size=size)
-
     def head_shape(self, width: int) -> tuple[int, int]:
         """Heads, and their width."""
         return self.heads, self.head_dim or 2 * width // self.heads
@@ -91,14 +82,6 @@ class Mamba2Config(MixerConfig):
         """A head_dim, if the heads of the previous mixer do not divide twice the width."""
         heads, dim = previous.head_shape(width) if isinstance(previous, MixerConfig) else (0, 0)
         return {"head_dim": dim} if heads and 2 * width % heads else {}
-
-    def with_state_scaled(self, factor: float, width: int) -> Self:
-        """Another `state_size`."""
-        return self.replace(state_size=max(1, round(self.state_size * factor)))
-
-    def head_counts(self) -> tuple[tuple[int, int], ...]:
-        """The heads, if their width follows from the model's."""
-        return () if self.head_dim else ((self.heads, small_head_count(self.heads, self.groups)),)
 
     def build(self, context: BuildContext) -> "Mamba2":
         """Build the module. Raises DesignError if 2 width is not divisible by heads and head_dim is not given."""

@@ -17,7 +17,6 @@ from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer, MixerConfig
 from heddle.parts.position_table import PositionTable
-from heddle.parts.shrink import ShrinkContext
 from heddle.parts.states import MixerState, StateSpec
 
 
@@ -41,10 +40,6 @@ class PairConfig(MixerConfig):
         """The defaults of both written out."""
         return self.replace(first=self.first.resolved(context), second=self.second.resolved(context))
 
-    def shrunk(self, context: ShrinkContext) -> Self:
-        """Both small."""
-        return self.replace(first=self.first.shrunk(context), second=self.second.shrunk(context))
-
     @property
     def windows(self) -> tuple[int, ...]:
         """Those of both."""
@@ -53,10 +48,6 @@ class PairConfig(MixerConfig):
     def with_window(self, window: int) -> Self:
         """Both with windows, where they can have any."""
         return self.replace(first=self.first.with_window(window), second=self.second.with_window(window))
-
-    def with_small_window(self) -> Self:
-        """Both with small windows."""
-        return self.replace(first=self.first.with_small_window(), second=self.second.with_small_window())
 
     @property
     def template(self) -> MixerConfig:
@@ -71,26 +62,6 @@ class PairConfig(MixerConfig):
     def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
         """The previous mixer twice."""
         return {"first": previous.dump(), "second": previous.dump()}
-
-    def with_state_scaled(self, factor: float, width: int) -> Self:
-        """Both scaled."""
-        first, second = self.first.with_state_scaled(factor, width), self.second.with_state_scaled(factor, width)
-        return self.replace(first=first, second=second)
-
-    def at_width(self, width: int, new_width: int) -> Self:
-        """Both at the other width."""
-        first = build_under("first", self.first.at_width, width, new_width)
-        second = build_under("second", self.second.at_width, width, new_width)
-        return self.replace(first=first, second=second)
-
-    def near_width(self, width: int, new_width: int) -> Self:
-        """Both near the other width."""
-        first, second = self.first.near_width(width, new_width), self.second.near_width(width, new_width)
-        return self.replace(first=first, second=second)
-
-    def head_counts(self) -> tuple[tuple[int, int], ...]:
-        """Those of both."""
-        return self.first.head_counts() + self.second.head_counts()
 
     def build(self, context: BuildContext) -> "Pair":
         """Build the module. Raises DesignError if a mixer does not fit the context or the other mixer."""

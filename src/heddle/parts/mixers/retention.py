@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heddle.config import DesignError, Width, build_under, refuse
+from heddle.config import Width, build_under, refuse
 from heddle.numerics.activations import PLAIN
 from heddle.numerics.attention.observer import notify_implied_weights
 from heddle.numerics.norms import at_least_float32
@@ -28,12 +28,11 @@ from heddle.numerics.transfer import Constants
 from heddle.parts.build import BuildContext
 from heddle.parts.feedforwards import Activation as PlainActivation
 from heddle.parts.layout import Layout
-from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_norm_width, scale_even, split_heads
+from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_norm_width, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import RotationConfig
-from heddle.parts.shrink import ShrinkContext, small_head_count, subsample
 from heddle.parts.states import RecurrentState, StateSpec, call_layout, without_padding
 
 Factor = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -68,33 +67,6 @@ class RetentionConfig(MixerConfig):
         position = None if self.position is None else self.position.resolved(dim)
         norm = self.norm or context.norm
         return self.replace(head_dim=dim, value_dim=self.value_dim or dim, position=position, norm=norm)
-
-    def shrunk(self, context: ShrinkContext) -> Self:
-        """Few small heads and fewer rotary dims."""
-        small = context.small_heads(self.heads, None, self.head_dim, self.value_dim)
-        position = None if self.position is None else self.position.shrunk(*small.dims)
-        decay = subsample(self.decay, small.heads) if isinstance(self.decay, tuple) else self.decay
-        return self.replace(
-            heads=small.heads, head_dim=small.head_dim, value_dim=small.value_dim, decay=decay, position=position
-        )
-
-    def head_shape(self, width: int) -> tuple[int, int]:
-        """Heads, and the width of their values."""
-        return self.heads, self.value_dim or self.head_dim or width // self.heads
-
-    def with_state_scaled(self, factor: float, width: int) -> Self:
-        """Keys of another width; values stay as wide as they were."""
-        dim = self.head_dim or width // self.heads
-        return self.replace(head_dim=scale_even(dim, factor), value_dim=self.value_dim or dim)
-
-    def at_width(self, width: int, new_width: int) -> Self:
-        """Raises DesignError: γ_h depends on h, so other numbers of heads are another mixer."""
-        reason = "retention has other decays with other numbers of heads, so it has no version at another width"
-        raise DesignError("", f"{reason}; choose another mixer")
-
-    def head_counts(self) -> tuple[tuple[int, int], ...]:
-        """The heads, if their width follows from the model's."""
-        return () if self.head_dim else ((self.heads, small_head_count(self.heads)),)
 
     def build(self, context: BuildContext) -> "Retention":
         """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""

@@ -7,7 +7,6 @@ the last conv_kernel − 1 products k ⊙ v, whatever the length of the text.
 """
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from heddle.parts.mixers import MixerConfig, RecurrentMixer
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, fused_projections
 from heddle.parts.modules.recurrent import ShortConvolution
-from heddle.parts.shrink import SMALL_WINDOW, ShrinkContext
 from heddle.parts.states import MixerState, StateSpec
 
 
@@ -35,18 +33,6 @@ class ShortConvConfig(MixerConfig):
     def windows(self) -> tuple[int, ...]:
         """The tokens that the convolution reads."""
         return (self.conv_kernel,)
-
-    def with_small_window(self) -> Self:
-        """The same config with a kernel of at most SMALL_WINDOW tokens."""
-        return self.replace(conv_kernel=min(SMALL_WINDOW, self.conv_kernel))
-
-    def with_state_scaled(self, factor: float, width: int) -> Self:
-        """The same config with a kernel whose earlier tokens, which are the state, are about `factor` times as many."""
-        return self.replace(conv_kernel=1 + max(1, round(factor * (self.conv_kernel - 1))))
-
-    def shrunk(self, context: ShrinkContext) -> Self:
-        """A small kernel."""
-        return self.with_small_window()
 
     def build(self, context: BuildContext) -> "ShortConv":
         """Build the module."""

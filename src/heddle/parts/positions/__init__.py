@@ -26,10 +26,6 @@ class MixerPositionConfig(PositionConfig, ABC):
         """The same config with the number of rotary dims written out."""
         return self
 
-    def shrunk(self, dims: int, small_dims: int) -> Self:
-        """The same config for heads of `small_dims` instead of `dims` dims, with small sizes of its own."""
-        return self
-
 
 class RotationConfig(MixerPositionConfig, ABC):
     """A scheme that rotates queries and keys."""
@@ -108,10 +104,6 @@ def build_mixer_position(
 
 class AdditivePositionConfig(PositionConfig, ABC):
     """A scheme that adds a vector for the absolute position to the embedding."""
-
-    def shrunk(self) -> Self:
-        """The same config with small sizes, for texts of up to SMALL_TEXT tokens."""
-        return self
 
     @abstractmethod
     def build(self, width: int) -> "AdditivePosition":

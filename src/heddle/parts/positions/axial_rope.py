@@ -21,7 +21,6 @@ from heddle.numerics.transfer import Constants
 from heddle.parts.layout import Layout
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.positions import DEFAULT_BASE, Rotation, RotationConfig, check_base
-from heddle.parts.shrink import subsample
 
 
 class AxialRopeConfig(RotationConfig):
@@ -40,14 +39,6 @@ class AxialRopeConfig(RotationConfig):
     def resolved(self, head_dim: int) -> Self:
         """The number of rotary dims written out."""
         return self.replace(rotary_dim=self.rotary_dim or head_dim)
-
-    def shrunk(self, dims: int, small_dims: int) -> Self:
-        """As many dims as before are rotated, or as large a share of them, and frequencies are left out evenly."""
-        before, small = self.rotary_dim or dims, small_dims
-        if before != dims:
-            small = max(4, before * small_dims // dims // 4 * 4)
-        inv_freq = None if self.inv_freq is None else subsample(self.inv_freq, small // 4)
-        return self.replace(rotary_dim=self.rotary_dim and small, inv_freq=inv_freq)
 
     def build(self, head_dim: int) -> "AxialRope":
         """Build the module. Raises DesignError for a wrong `rotary_dim` or number of frequencies."""

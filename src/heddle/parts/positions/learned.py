@@ -4,7 +4,7 @@ With `offset` the table begins with so many rows that no token reads, as in RoBE
 token's id and those before it have a row.
 """
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from heddle.numerics.random import ParameterDraws
 from heddle.parts.layout import Layout
 from heddle.parts.modules.linear import SelfInitialized, fill_normal
 from heddle.parts.positions import AdditivePosition, AdditivePositionConfig
-from heddle.parts.shrink import SMALL_TEXT
 
 
 class LearnedConfig(AdditivePositionConfig):
@@ -29,10 +28,6 @@ class LearnedConfig(AdditivePositionConfig):
     def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
         """2048 positions."""
         return {"length": 2048}
-
-    def shrunk(self) -> Self:
-        """A table for the laws' texts."""
-        return self.replace(length=SMALL_TEXT)
 
     def build(self, width: int) -> "Learned":
         """Build the module."""

@@ -10,7 +10,6 @@ scaled (`scale: 1`).
 
 import math
 from functools import cache
-from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,6 @@ from heddle.numerics.transfer import Constants
 from heddle.parts.layout import Layout
 from heddle.parts.modules.linear import SelfInitialized, fill_normal
 from heddle.parts.positions import ScoreBias, ScoreBiasConfig
-from heddle.parts.shrink import at_most
 
 MAX_DISTANCE = 2**16  # a table holds a number for each offset
 
@@ -33,10 +31,6 @@ class RelativeBiasConfig(ScoreBiasConfig):
 
     buckets: Width = 32
     max_distance: Width = 128
-
-    def shrunk(self, dims: int, small_dims: int) -> Self:
-        """At most 8 buckets, the last of them within the laws' texts."""
-        return self.replace(buckets=at_most(self.buckets, 8), max_distance=min(self.max_distance, 6))
 
     def build(self, heads: int, causal: bool) -> "RelativeBias":
         """Build the module. Raises DesignError for too few buckets, or if they reach beyond max_distance."""

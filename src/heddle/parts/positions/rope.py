@@ -18,7 +18,6 @@ from heddle.parts.layout import Layout
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.positions import DEFAULT_BASE, Rotation, RotationConfig, check_base
 from heddle.parts.scalings import ScaledFrequencies, ScalingConfig
-from heddle.parts.shrink import subsample
 
 InvFreq = tuple[float, ...]
 
@@ -51,15 +50,6 @@ class RopeConfig(RotationConfig):
     def resolved(self, head_dim: int) -> Self:
         """The number of rotary dims written out."""
         return self.replace(rotary_dim=self.rotary_dim or head_dim)
-
-    def shrunk(self, dims: int, small_dims: int) -> Self:
-        """As many dims as before are rotated, or as large a share of them, and frequencies are left out evenly."""
-        before, small = self.rotary_dim or dims, small_dims
-        if before != dims:
-            small = max(2, before * small_dims // dims // 2 * 2)
-        inv_freq = None if self.inv_freq is None else subsample(self.inv_freq, small // 2)
-        scaling = None if self.scaling is None else self.scaling.shrunk(small // 2)
-        return self.replace(rotary_dim=self.rotary_dim and small, inv_freq=inv_freq, scaling=scaling)
 
     def build(self, head_dim: int) -> "Rope":
         """Build the module. Raises DesignError for a wrong `rotary_dim` or number of frequencies."""

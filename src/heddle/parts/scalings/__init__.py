@@ -1,7 +1,7 @@
 """The slot of scalings: how a rotary embedding trained on short texts is changed to serve longer ones."""
 
 from abc import ABC, abstractmethod
-from typing import Annotated, ClassVar, NamedTuple, Self
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
@@ -34,10 +34,6 @@ class ScalingConfig(Part, ABC):
     def length_dependent(self) -> bool:
         """Whether the angles depend on the final length of the text. A state then needs a cache length."""
         return False
-
-    def shrunk(self, pairs: int) -> Self:
-        """The same config for this number of rotary pairs."""
-        return self
 
     @abstractmethod
     def scale_frequencies(self, dim: int, base: float, length: int, dtype: torch.dtype) -> ScaledFrequencies:

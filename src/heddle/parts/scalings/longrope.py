@@ -13,7 +13,6 @@ from pydantic import model_validator
 from heddle.config import DesignError, PositiveFloat, PositiveInt, refuse
 from heddle.numerics.rotary import pos_freqs
 from heddle.parts.scalings import LongContextFactor, ScaledFrequencies, ScalingConfig
-from heddle.parts.shrink import subsample
 
 
 class LongropeConfig(ScalingConfig):
@@ -42,12 +41,6 @@ class LongropeConfig(ScalingConfig):
         if self.factor is not None and self.factor > 1.0 and self.original_length == 1:
             refuse("factor", f"{self.factor} is divided by ln(original_length) = 0; give attention_factor instead")
         return self
-
-    def shrunk(self, pairs: int) -> Self:
-        """The factors of some pairs."""
-        return self.replace(
-            short_factor=subsample(self.short_factor, pairs), long_factor=subsample(self.long_factor, pairs)
-        )
 
     def scale_frequencies(self, dim: int, base: float, length: int, dtype: torch.dtype) -> ScaledFrequencies:
         """Each frequency divided by its factor. Raises DesignError unless there are as many factors as pairs."""

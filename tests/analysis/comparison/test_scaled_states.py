@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from heddle.config import Part, parse_config
-from heddle.parts.mixers import RecurrentMixer, scale_heads
+from heddle.lab.compare.equal_size import scale_heads, scale_state
+from heddle.parts.mixers import RecurrentMixer
 from heddle.parts.mixers.differential_attention import DifferentialAttentionConfig
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig
@@ -32,7 +33,7 @@ def test_a_state_is_scaled_by_its_own_fields(
     kind: type[Any], fields: dict[str, Any], factor: float, changed: dict[str, Any]
 ) -> None:
     config = parse_config(kind, fields)
-    scaled = config.with_state_scaled(factor, WIDTH)
+    scaled = scale_state(config, factor, WIDTH)
     assert isinstance(scaled, Part)
     assert scaled == config.replace(**changed)
 
