@@ -18,6 +18,8 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
+from torch import nn  # noqa: E402
+
 from benchmarks import figures  # noqa: E402
 from heddle.cli.command import VerbCommand  # noqa: E402
 from heddle.cli.main import SUBCOMMANDS, VERBS, app  # noqa: E402
@@ -255,8 +257,10 @@ def parameters(slot: str, kind: str, cases: list[str]) -> list[str]:
     """The names, within a kind's module, of the parameters that it has in any case."""
     names: dict[str, None] = {}
     for name in cases:
+        inner: set[nn.Module] = set()  # of modules before them
         for module in build(case(name), device="meta").modules():
-            if type(module).__module__ == f"heddle.parts.{slot}.{kind}":
+            if type(module).__module__ == f"heddle.parts.{slot}.{kind}" and module not in inner:
+                inner |= set(module.modules())
                 names |= dict.fromkeys(parameter for parameter, _ in module.named_parameters())
     return list(names)
 
